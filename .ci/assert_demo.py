@@ -1,0 +1,48 @@
+"""What a demo run must have shown, read from its database: every path exercised, outputs identical, nothing failed, and
+Pensieve faster where it should be and not slower where it cannot be faster."""
+
+import sys
+from pathlib import Path
+
+from pensieve.results.comparison import comparison_table
+from pensieve.results.store import open_store
+from pensieve.statistics import paired_ratio
+
+LEAST_SHARE = 0.10  # of the history tokens: GPU hit, CPU hit and recompute must each be at least this
+LEAST_SPEEDUP = 2.0  # stateless TTFT over Pensieve's at the last turn, median
+MOST_AT_TURN_1 = 1.10  # Pensieve over stateless: the interval must not lie wholly beyond
+
+store = open_store(Path(sys.argv[1]), create=False)
+sweep = store.latest_sweep()
+assert sweep is not None
+jobs = store.trials_of_sweep(sweep.id)
+assert all(job.trial is not None for job in jobs), "a trial did not complete"
+
+turns: dict[str, dict[int, dict[tuple[int, str], float]]] = {}
+tokens = dict.fromkeys(("history_tokens", "gpu_hit_tokens", "cpu_hit_tokens", "recomputed_tokens"), 0)
+for job in jobs:
+    trial = job.trial
+    assert trial is not None
+    of_turn = turns.setdefault(trial.baseline, {})
+    for turn in store.turns_of(trial.id):
+        if turn.phase == "warmup":
+            continue
+        of_turn.setdefault(turn.turn, {})[trial.seed, turn.session] = turn.ttft_ms
+        if trial.baseline == "pensieve":
+            for name in tokens:
+                tokens[name] += getattr(turn, name)
+assert set(turns) >= {"pensieve", "gpu_only", "stateless"}, sorted(turns)
+
+for name, count in tokens.items():
+    share = count / tokens["history_tokens"]
+    print(f"pensieve {name} = {share:.1%} of history")
+    assert share >= LEAST_SHARE, f"{name}: the demo does not exercise this path"
+first = paired_ratio(turns["pensieve"][1], turns["stateless"][1])
+last = max(turns["stateless"])
+speedup = paired_ratio(turns["stateless"][last], turns["pensieve"][last])
+print(f"turn 1, pensieve / stateless: {first}")
+print(f"turn {last}, stateless / pensieve: {speedup}")
+assert first.ci_low is None or first.ci_low <= MOST_AT_TURN_1
+assert speedup.ratio >= LEAST_SPEEDUP
+text = comparison_table(store, sweep.id).text(110)
+assert "identical" in text, text

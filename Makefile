@@ -1,0 +1,55 @@
+# Two commands on a fresh machine (python3 >= 3.11 and make): `make demo` and `make test`.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: help install demo test check format ui figures doctor clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(STAMP)  ## create .venv and install everything (torch as constraints.txt says)
+
+# uv resolves and installs the same set in seconds; where it cannot be had, pip does it in minutes. uv does not read
+# pip's settings, so a local wheel folder given to pip is handed on.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Pensieve needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1); try: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --upgrade pip
+	@$(BIN)/python -m pip install --quiet uv || true
+	@echo "installing (a few GB with CUDA, about 2 GB without) ..."
+	@if [ -n "$$PIP_FIND_LINKS" ]; then export UV_FIND_LINKS="$$PIP_FIND_LINKS"; fi; \
+	$(BIN)/python -m uv pip install --quiet --python $(BIN)/python -c constraints.txt -e ".[dev]" || \
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	@touch $(STAMP)
+
+demo: $(STAMP)  ## run the default sweep on a tiny model and print the comparison
+	$(BIN)/python runners/run.py -m
+
+test: $(STAMP)  ## run the tests
+	$(BIN)/python -m pytest
+
+check: $(STAMP)  ## ruff, ruff format, mypy --strict, import layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)  ## let ruff fix and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+ui: $(STAMP)  ## MLflow UI on the local store, loopback only: http://127.0.0.1:5000
+	@MLFLOW_DISABLE_TELEMETRY=true $(BIN)/mlflow ui --host 127.0.0.1 --port $${PORT:-5000} --workers 1 \
+		--backend-store-uri sqlite:///$${PENSIEVE_OUTPUTS:-outputs}/mlflow.db
+
+figures: $(STAMP)  ## draw the figures of the latest sweep into outputs/figures
+	$(BIN)/python analysis/ttft_by_turn.py
+
+doctor: $(STAMP)  ## what this machine has, and what to type next
+	$(BIN)/python runners/doctor.py
+
+clean:  ## remove the environment and caches, never outputs/
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

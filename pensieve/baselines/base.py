@@ -1,0 +1,64 @@
+"""What a trial can run: the System protocol. In-engine baselines and outside engines both fit it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pensieve.clock import Clock
+from pensieve.plan import StartReport
+from pensieve.request import Event, Request
+
+__all__ = ["Capabilities", "Event", "System"]
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """virtual_time: poll moves the clock. keeps_sessions: only the new message is sent (Request.continues).
+
+    token_ids: prompts are token ids, not text. max_in_flight: None for no limit.
+    """
+
+    virtual_time: bool = False
+    keeps_sessions: bool = True
+    token_ids: bool = True
+    cancels: bool = True
+    forces_output: bool = True
+    reports_cached: bool = True
+    max_in_flight: int | None = None
+
+
+class System(Protocol):
+    """Every submitted request finishes exactly once, whatever becomes of it."""
+
+    clock: Clock
+    can: Capabilities
+
+    def start(self) -> StartReport: ...
+
+    def submit(self, request: Request) -> None:
+        """Never blocks; a request that can never be served comes back from poll as refused."""
+
+    def cancel(self, request_id: int, status: str) -> None:
+        """End a request with status `timeout` or `cancelled`; unknown or finished ids are ignored."""
+
+    def poll(self, until_s: float | None) -> list[Event]:
+        """What happened since; returns as soon as something finished, at the latest at until_s.
+
+        On a virtual clock this runs the engine: no step starts after until_s, and an idle engine jumps to until_s. On a
+        wall clock it waits. until_s None: until something finishes, or the system is idle.
+        """
+        ...
+
+    def forget(self, session: str | None) -> None:
+        """Free a conversation; None: all of them, for a cold cache."""
+
+    def counters(self) -> dict[str, float]:
+        """Counts since start, by metric name (recomputed_tokens, swapped_in_bytes, evicted_chunks, ...)."""
+        ...
+
+    def settings(self) -> dict[str, Any]:
+        """gpu_tokens, cpu_tokens (effective), gpu_bytes, cpu_bytes, kv_bytes_per_token, device, dtype, weights, ..."""
+        ...
+
+    def close(self) -> None: ...

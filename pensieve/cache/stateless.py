@@ -1,0 +1,31 @@
+"""The baseline that forgets: all KV is released when a turn ends (vLLM without prefix caching)."""
+
+from __future__ import annotations
+
+from pensieve.cache.base import EvictionPolicy
+from pensieve.cache.session import Session
+from pensieve.cache.two_tier import TwoTierCache
+
+
+class StatelessCache(TwoTierCache):
+    """Every turn recomputes its whole prompt. There is no CPU tier, whatever the configuration gives it.
+
+    A suspended request keeps its KV as long as nobody else needs the blocks, as in every baseline.
+    """
+
+    def __init__(self, *, policy: EvictionPolicy, chunk_tokens: int, gpu_blocks: int, cpu_blocks: int = 0) -> None:
+        super().__init__(policy=policy, chunk_tokens=chunk_tokens, gpu_blocks=gpu_blocks, cpu_blocks=0)
+
+    def release(self, session: Session, now_s: float) -> None:
+        super().release(session, now_s)
+        self._forget_kv(session)
+
+    def unhold(self, session: Session, now_s: float) -> None:
+        super().unhold(session, now_s)
+        if not session.running:
+            self._forget_kv(session)  # suspended and then withdrawn
+
+    def _forget_kv(self, session: Session) -> None:
+        while session.chunks:
+            self._discard(session, len(session.chunks) - 1)
+            session.chunks.pop()

@@ -1,0 +1,169 @@
+"""Which chunk is evicted next, found without a scan."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Iterator
+
+from pensieve.cache.base import EvictionPolicy
+from pensieve.cache.chunk import View
+from pensieve.cache.session import Session
+
+_Entry = tuple[float, float, int, int, int]  # order, last active, conversation, chunk, stamp
+_Head = tuple[
+    int, float, float, int, int, int, tuple[int, Hashable]
+]  # level, score, last active, conversation, chunk, ...
+_COMPACT_BELOW = 64
+
+
+class _Lead:
+    """Of one conversation in one index: how many chunks stand in it, and which is the first."""
+
+    __slots__ = ("chunk", "count", "key", "session", "stamp")
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.count = 0
+        self.chunk = -1
+        self.stamp = -1
+        self.key: tuple[int, Hashable] = (0, None)
+
+
+class VictimIndex:
+    """The chunks of one View, ready to be taken in the policy's order.
+
+    One bucket per policy bucket (for retention value: the index of the leading chunk, so that the recompute cost is equal
+    and the order by last active never changes) and level (1: conversations with a waiting request, taken only after every
+    idle one). Each is a heap of the leading chunks of its conversations; a choice compares the heads. One heap over all
+    would be wrong, because the order of two conversations of different cost changes with time; a scan would grow with the
+    number of idle conversations. Outdated entries stay in a heap until they reach its top or outnumber the valid ones.
+    """
+
+    def __init__(self, policy: EvictionPolicy, view: View) -> None:
+        self._policy = policy
+        self._view = view
+        self._leads: dict[int, _Lead] = {}
+        self._heaps: dict[tuple[int, Hashable], list[_Entry]] = {}
+        self._valid: dict[tuple[int, Hashable], int] = {}
+        self._touched: list[tuple[int, Hashable]] | None = None  # buckets changed while a choice is under way
+        self._stamp = 0
+        self.chunks = 0
+
+    def add(self, session: Session, chunk: int) -> None:
+        lead = self._leads.get(session.order)
+        if lead is None:
+            lead = self._leads[session.order] = _Lead(session)
+        lead.count += 1
+        self.chunks += 1
+        if lead.count == 1 or chunk < lead.chunk:
+            self._enter(lead, chunk)
+
+    def remove(self, session: Session, chunk: int) -> None:
+        """The chunk's view was changed before the call, so that the search for the next leader passes it."""
+        lead = self._leads[session.order]
+        lead.count -= 1
+        self.chunks -= 1
+        if lead.count == 0:
+            self._valid[lead.key] -= 1
+            self._touch(lead.key)
+            del self._leads[session.order]
+        elif chunk == lead.chunk:
+            chunks, view, following = session.chunks, self._view, chunk + 1
+            while chunks[following].view is not view:
+                following += 1
+            self._enter(lead, following)
+
+    def remove_session(self, session: Session) -> None:
+        """All chunks of a conversation leave at once (it was pinned); the caller resets their views."""
+        lead = self._leads.pop(session.order, None)
+        if lead is not None:
+            self.chunks -= lead.count
+            self._valid[lead.key] -= 1
+            self._touch(lead.key)
+
+    def count_of(self, session: Session) -> int:
+        lead = self._leads.get(session.order)
+        return lead.count if lead else 0
+
+    def refresh(self, session: Session) -> None:
+        """Its last active, next use or level changed."""
+        lead = self._leads.get(session.order)
+        if lead is not None:
+            self._enter(lead, lead.chunk)
+
+    def victims(self, now_s: float) -> Iterator[tuple[Session, int]]:
+        """Chunks in the order of eviction. After each one the caller must have removed it from this index (or stop)."""
+        heads = [head for key in list(self._heaps) if (head := self._head(key, now_s)) is not None]
+        heapq.heapify(heads)
+        touched = self._touched = []
+        try:
+            while heads:
+                head = heapq.heappop(heads)
+                lead = self._leads.get(head[3])
+                if lead is None or lead.stamp != head[5]:
+                    continue
+                yield lead.session, head[4]
+                for key in touched:
+                    fresh = self._head(key, now_s)
+                    if fresh is not None:
+                        heapq.heappush(heads, fresh)
+                touched.clear()
+        finally:
+            self._touched = None
+
+    def peek(self, now_s: float) -> tuple[Session, int] | None:
+        """The next victim, which stays."""
+        return next(self.victims(now_s), None)
+
+    def members(self) -> Iterator[tuple[Session, int]]:
+        """For check(): every chunk in the index."""
+        for lead in self._leads.values():
+            for chunk, record in enumerate(lead.session.chunks):
+                if record.view is self._view:
+                    yield lead.session, chunk
+
+    def leads(self) -> dict[int, tuple[int, int]]:
+        """For check(): conversation order -> (leading chunk, count)."""
+        return {order: (lead.chunk, lead.count) for order, lead in self._leads.items()}
+
+    def _enter(self, lead: _Lead, chunk: int) -> None:
+        session = lead.session
+        key = (1 if session.waiting else 0, self._policy.bucket(session, chunk))
+        if lead.stamp >= 0:
+            self._valid[lead.key] -= 1
+            if lead.key != key:
+                self._touch(lead.key)
+        self._stamp += 1
+        lead.chunk, lead.stamp, lead.key = chunk, self._stamp, key
+        entry = (self._policy.order(session, chunk), session.last_active_s, session.order, chunk, self._stamp)
+        heap = self._heaps.get(key)
+        if heap is None:
+            self._heaps[key] = [entry]
+            self._valid[key] = 1
+        else:
+            self._valid[key] += 1
+            heapq.heappush(heap, entry)
+            if len(heap) > _COMPACT_BELOW and len(heap) > 2 * self._valid[key]:
+                heap[:] = [e for e in heap if self._is_valid(e)]
+                heapq.heapify(heap)
+        self._touch(key)
+
+    def _touch(self, key: tuple[int, Hashable]) -> None:
+        if self._touched is not None:
+            self._touched.append(key)
+
+    def _is_valid(self, entry: _Entry) -> bool:
+        lead = self._leads.get(entry[2])
+        return lead is not None and lead.stamp == entry[4]
+
+    def _head(self, key: tuple[int, Hashable], now_s: float) -> _Head | None:
+        heap = self._heaps.get(key)
+        while heap:
+            entry = heap[0]
+            if self._is_valid(entry):
+                order, last_active, conversation, chunk, stamp = entry
+                return (key[0], self._policy.score(key[1], order, now_s), last_active, conversation, chunk, stamp, key)
+            heapq.heappop(heap)
+        if heap is not None:
+            del self._heaps[key], self._valid[key]
+        return None

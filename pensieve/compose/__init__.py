@@ -1,0 +1,28 @@
+"""conf/ to objects: the one place that reads the configuration and calls instantiate."""
+
+from pensieve.compose.build import build_system, build_tokenizer, build_workload
+from pensieve.compose.folder import conf_folder, options, outputs_folder, read_option
+from pensieve.compose.preflight import check_free_memory, preflight
+from pensieve.compose.schema import ModelConfig, TrialConfig
+from pensieve.compose.settings import check, resolved
+from pensieve.compose.trial_plan import TrialPlan, plan_trial
+from pensieve.compose.weights import model_config
+
+__all__ = [
+    "ModelConfig",
+    "TrialConfig",
+    "TrialPlan",
+    "build_system",
+    "build_tokenizer",
+    "build_workload",
+    "check",
+    "check_free_memory",
+    "conf_folder",
+    "model_config",
+    "options",
+    "outputs_folder",
+    "plan_trial",
+    "preflight",
+    "read_option",
+    "resolved",
+]

@@ -1,0 +1,144 @@
+"""From a decided trial to running objects: tokenizer, worker, system, workload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pensieve.baselines.base import System
+from pensieve.cache.base import CacheManager, EvictionPolicy, PolicyContext
+from pensieve.clock import Clock, VirtualClock, WallClock
+from pensieve.compose.schema import ModelConfig, TrialConfig
+from pensieve.compose.target import factory, locate
+from pensieve.compose.trial_plan import TrialPlan
+from pensieve.compose.weights import weights_kind
+from pensieve.errors import CapacityError, ConfigError
+from pensieve.scheduler.composition import Composition
+from pensieve.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from pensieve.worker.base import Worker
+from pensieve.workload.base import Workload, WorkloadContext, WorkloadPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the configuration names by dotted paths: found, and their fields checked."""
+
+    cache: Callable[..., CacheManager]
+    policy: Callable[[PolicyContext], EvictionPolicy]
+    composition: Composition
+    workload: Callable[[WorkloadContext], Workload]
+
+
+_CACHE_ARGUMENTS = ("policy", "chunk_tokens", "gpu_blocks", "cpu_blocks")
+
+
+def build_tokenizer(model: ModelConfig, vocab: int, simulated: bool) -> Tokenizer:
+    """bytes, or the model's own; a simulation and random weights do not go to the network for it."""
+    if model.tokenizer == "bytes":
+        if vocab < ByteTokenizer.vocab_size:
+            raise ConfigError(
+                f"model.tokenizer=bytes needs a vocabulary of {ByteTokenizer.vocab_size}, and {model.name} has {vocab}."
+            )
+        return ByteTokenizer()
+    sources = [model.tokenizer] if model.tokenizer != "hub" else []
+    kind = weights_kind(model)
+    if not sources and kind == "path":
+        sources.append(model.weights)
+    if not sources and model.hub_id:
+        sources.append(model.hub_id)
+    meaningless = simulated or kind == "random"
+    eos = model.architecture.get("eos_token_id")
+    eos_id = int(eos[0] if isinstance(eos, list) else eos) if eos is not None else None
+    return load_tokenizer(sources, model.revision, eos_id, vocab, meaningless, download=not meaningless)
+
+
+def find_parts(config: TrialConfig) -> Parts:
+    """Raises EngineMissing where a target is not there, ConfigError for a field that it does not take."""
+    assert config.baseline.cache is not None
+    return Parts(
+        cache=factory("baseline", {**config.baseline.cache, "name": config.baseline.name}, given=_CACHE_ARGUMENTS),
+        policy=factory("eviction", config.eviction),
+        composition=locate(config.scheduler.composition, f"scheduler={config.scheduler.name}"),
+        workload=factory("workload", config.workload),
+    )
+
+
+def build_system(plan: TrialPlan, tokenizer: Tokenizer | None = None) -> System:
+    """The system of an in-engine baseline, not started: model loaded (real) or described (simulated).
+
+    Raises EngineMissing, WeightsMissing, HardwareMissing, UnsupportedModel.
+    """
+    from pensieve.baselines.engine_system import EngineSystem
+    from pensieve.scheduler.settings import SchedulerSettings
+
+    config = plan.config
+    parts = find_parts(config)
+    s = config.scheduler
+    scheduler = SchedulerSettings(
+        composition=parts.composition,
+        max_batch_tokens=s.max_batch_tokens,
+        max_batch_requests=s.max_batch_requests,
+        swap_out_start=s.swap_out_start,
+        swap_out_stop=s.swap_out_stop,
+        admission_reserve=s.admission_reserve,
+    )
+    tokenizer = tokenizer or build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
+    clock, worker = _clock_and_worker(plan)
+    system: System = EngineSystem(
+        model=plan.model,
+        hardware=plan.hardware,
+        worker=worker,
+        clock=clock,
+        cache=parts.cache,
+        policy=parts.policy,
+        scheduler=scheduler,
+        gpu_blocks=plan.gpu_blocks,
+        cpu_blocks=plan.cpu_blocks,
+        chunk_tokens=plan.chunk_tokens,
+        tokenizer=tokenizer,
+        seed=config.seed,
+        labels={"weights": plan.weights, "baseline": config.baseline.name, "tokenizer": tokenizer.name},
+    )
+    return system
+
+
+def _clock_and_worker(plan: TrialPlan) -> tuple[Clock, Worker]:
+    if plan.device.simulated:
+        from pensieve.worker.simulated import SimulatedWorker
+
+        virtual = VirtualClock()
+        return virtual, SimulatedWorker(plan.model, plan.hardware, virtual, plan.chunk_tokens)
+    from pensieve.worker.torch.model import load_model
+    from pensieve.worker.torch.worker import TorchWorker
+
+    m, clock = plan.config.model, WallClock()
+    threads = plan.config.hardware.threads
+    model = load_model(plan.model, m.weights, m.hub_id, m.revision, m.seed, plan.device.name, threads)
+    return clock, TorchWorker(model, plan.chunk_tokens, clock)
+
+
+def build_workload(plan: TrialPlan, tokenizer: Tokenizer) -> tuple[Workload, WorkloadPlan]:
+    """The workload and what it says of itself; every baseline of a sweep sees the same context, so the same requests.
+
+    Raises CapacityError where its longest conversation can never be served.
+    """
+    context = WorkloadContext(
+        seed=plan.config.seed,
+        gpu_tokens=plan.budget_gpu_blocks * plan.chunk_tokens,
+        cpu_tokens=plan.budget_cpu_blocks * plan.chunk_tokens,
+        max_context=plan.model.max_context,
+        vocab=plan.model.vocab,
+        encode=tokenizer.encode,
+        force_lengths=plan.device.simulated or plan.weights == "random",
+    )
+    workload: Workload = find_parts(plan.config).workload(context)
+    described = workload.describe()
+    longest = described.facts.get("longest_conversation_tokens")
+    room = (plan.gpu_blocks - 1) * plan.chunk_tokens
+    if longest is not None and longest > room:
+        raise CapacityError(
+            f"The longest conversation of workload={plan.config.workload.get('name')} needs {longest:,} tokens of KV and "
+            f"baseline={plan.config.baseline.name} has room for {room:,} on its device; "
+            f'use a larger cache.gpu (at least "{longest + 2 * plan.chunk_tokens} tokens") or a smaller workload.max_turns.'
+        )
+    return workload, described

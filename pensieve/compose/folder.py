@@ -1,0 +1,60 @@
+"""Where conf/ lies: beside the package in a checkout, inside it in an installed wheel."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pensieve.errors import ConfigError
+
+
+def conf_folder() -> Path:
+    """The folder of config.yaml."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package.parent / "conf", package / "conf"):
+        if (folder / "config.yaml").is_file():
+            return folder
+    raise ConfigError(f"There is no conf/config.yaml beside {package} or inside it; install pensieve again.")
+
+
+def outputs_folder() -> Path:
+    """Where results go: PENSIEVE_OUTPUTS, else outputs/ of the checkout, else outputs/ of the current folder."""
+    chosen = os.environ.get("PENSIEVE_OUTPUTS")
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    checkout = Path(__file__).resolve().parents[2]
+    return (checkout if (checkout / "conf" / "config.yaml").is_file() else Path.cwd()) / "outputs"
+
+
+def options(group: str) -> list[str]:
+    """The options of a config group, by name."""
+    return sorted(file.stem for file in (conf_folder() / group).glob("*.yaml"))
+
+
+def read_option(group: str, option: str) -> dict[str, Any]:
+    """One option's YAML as plain values, for callers that compose nothing. Raises ConfigError for an unknown one."""
+    file = conf_folder() / group / f"{option}.yaml"
+    if not file.is_file():
+        raise ConfigError(ended(f"There is no {group} {option!r}{nearest(option, options(group))}"))
+    from omegaconf import OmegaConf
+
+    content = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+    assert isinstance(content, dict)
+    return {str(key): value for key, value in content.items()}
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The tail of a sentence about an unknown name: what was probably meant, or else all there is."""
+    known = sorted(set(names))
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean {close[0]}?"
+    return f"; there are: {', '.join(known)}" if known else ""
+
+
+def ended(sentence: str) -> str:
+    """With a full stop, unless it already ends."""
+    return sentence if sentence.endswith(("?", ".")) else sentence + "."

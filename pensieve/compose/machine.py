@@ -1,0 +1,168 @@
+"""The machine a trial runs on: which device, how much memory. torch is imported only to ask about a real GPU."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from pensieve.compose.schema import HardwareConfig
+from pensieve.errors import ConfigError, HardwareMissing
+from pensieve.specs import HardwareSpec
+from pensieve.units import parse_capacity
+
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """name: for torch ("cpu", "cuda:0") or "sim". identity: the lock and the platform know the device by it.
+
+    gpu_bytes, cpu_bytes: memory for the GPU tier with the weights, and for the CPU tier. shared: both are the same RAM.
+    """
+
+    kind: str
+    name: str
+    identity: str
+    label: str
+    count: int
+    gpu_bytes: int
+    cpu_bytes: int
+
+    @property
+    def simulated(self) -> bool:
+        return self.kind == "sim"
+
+    @property
+    def shared(self) -> bool:
+        return self.kind == "cpu"
+
+
+def host_memory_bytes() -> int:
+    """What this process may use: the machine's memory, or the container's limit where that is lower."""
+    total = int(psutil.virtual_memory().total)
+    for path in _CGROUP_LIMITS:
+        try:
+            limit = Path(path).read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        if limit.isdigit():
+            total = min(total, int(limit))
+    return total
+
+
+def free_host_memory_bytes() -> int:
+    return min(int(psutil.virtual_memory().available), host_memory_bytes())
+
+
+def cpu_label() -> str:
+    """The processor's name, where the system gives one."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    import platform
+
+    return platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def find_device(hardware: HardwareConfig) -> Device:
+    """The device that hardware= means here. Raises HardwareMissing for a GPU that is not there."""
+    if hardware.simulated:
+        return _simulated(hardware)
+    asked = hardware.device
+    if asked != "auto" and asked != "cpu" and asked.partition(":")[0] != "cuda":
+        raise ConfigError(f"hardware.device={asked!r} is unknown; it is auto, cpu, cuda or cuda:<index>.")
+    if asked == "cpu":
+        return _cpu()
+    import torch
+
+    if not torch.cuda.is_available():
+        if asked == "auto":
+            return _cpu()
+        raise HardwareMissing(
+            f"hardware.device={asked} needs a GPU that torch {torch.__version__} can use, and there is none; "
+            "use hardware=cpu, or a simulated one such as hardware=sim_h100."
+        )
+    index = int(asked.partition(":")[2] or 0)
+    if index >= torch.cuda.device_count():
+        raise HardwareMissing(
+            f"hardware.device={asked} does not exist; this machine has {torch.cuda.device_count()} GPU(s)."
+        )
+    if hardware.gpus > 1:
+        raise HardwareMissing(
+            f"hardware.gpus={hardware.gpus}: a real model runs on one GPU in this version; use hardware.gpus=1, "
+            "or simulate several with hardware=sim_a100_80g hardware.gpus=4."
+        )
+    properties = torch.cuda.get_device_properties(index)
+    return Device(
+        kind="cuda",
+        name=f"cuda:{index}",
+        identity=f"GPU-{properties.uuid}",
+        label=str(properties.name),
+        count=1,
+        gpu_bytes=int(properties.total_memory),
+        cpu_bytes=host_memory_bytes(),
+    )
+
+
+def free_device_bytes(device: Device) -> int:
+    """Memory of the device that nobody uses at this moment."""
+    if device.kind == "cuda":
+        import torch
+
+        free, _ = torch.cuda.mem_get_info(device.name)
+        return int(free)
+    return free_host_memory_bytes() if device.kind == "cpu" else device.gpu_bytes
+
+
+def _cpu() -> Device:
+    memory = host_memory_bytes()
+    return Device("cpu", "cpu", "cpu", cpu_label(), 1, memory, memory)
+
+
+def _simulated(hardware: HardwareConfig) -> Device:
+    for field in ("gpu_memory", "cpu_memory", "flops", "memory_bw", "h2d_bw", "d2h_bw"):
+        if not getattr(hardware, field):
+            raise ConfigError(f"hardware.{field} has no value, and a simulated machine needs it; set it.")
+    gpu, cpu = _bytes(hardware, "gpu_memory"), _bytes(hardware, "cpu_memory")
+    return Device("sim", "sim", "sim", hardware.name, hardware.gpus, gpu * hardware.gpus, cpu * hardware.gpus)
+
+
+def _bytes(hardware: HardwareConfig, field: str) -> int:
+    size = parse_capacity(getattr(hardware, field), f"hardware.{field}").bytes
+    if size is None:
+        raise ConfigError(f'hardware.{field} is a size of memory; write "80GiB" or "80GB".')
+    return size
+
+
+def hardware_spec(hardware: HardwareConfig, device: Device) -> HardwareSpec:
+    """The frozen numbers that the engine, the cost model and the simulated worker read."""
+    return HardwareSpec(
+        name=hardware.name,
+        simulated=hardware.simulated,
+        device=device.name,
+        gpus=hardware.gpus,
+        threads=hardware.threads,
+        flops=hardware.flops,
+        memory_bw=hardware.memory_bw,
+        h2d_bw=hardware.h2d_bw,
+        d2h_bw=hardware.d2h_bw,
+        link_bw=hardware.link_bw,
+        gpu_memory_bytes=device.gpu_bytes // device.count,
+        cpu_memory_bytes=device.cpu_bytes // device.count,
+        compute_efficiency=hardware.compute_efficiency,
+        memory_efficiency=hardware.memory_efficiency,
+        step_overhead_s=hardware.step_overhead_s,
+        duplex_penalty=hardware.duplex_penalty,
+        source=hardware.source,
+    )

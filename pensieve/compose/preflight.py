@@ -1,0 +1,90 @@
+"""What would go wrong minutes later, said before anything starts."""
+
+from __future__ import annotations
+
+from pensieve.compose.build import build_tokenizer, build_workload, find_parts
+from pensieve.compose.machine import free_device_bytes
+from pensieve.compose.trial_plan import TrialPlan
+from pensieve.compose.weights import check_weights
+from pensieve.errors import CapacityError, HardwareMissing
+from pensieve.units import format_bytes
+
+GPU_USABLE = 0.95
+"""Share of a GPU's memory that torch gets: the rest is the context's and fragmentation."""
+
+
+LEAST_GPU_BLOCKS = 4
+"""A prompt, its reply and the reserve need a few blocks; what the workload's longest conversation needs comes later."""
+
+
+def preflight(plan: TrialPlan) -> None:
+    """Missing parts first, then memory, then weights: a machine that cannot hold a model needs no advice on downloading it.
+
+    Raises EngineMissing, ConfigError, HardwareMissing, WeightsMissing, CapacityError.
+    """
+    find_parts(plan.config)
+    check_capacity(plan)
+    check_memory(plan)
+    if not plan.device.simulated:
+        check_weights(plan.config.model)
+    build_workload(plan, build_tokenizer(plan.config.model, plan.model.vocab, plan.device.simulated))
+
+
+def check_capacity(plan: TrialPlan) -> None:
+    """Raises CapacityError for a GPU tier that no engine could work with."""
+    size = plan.chunk_tokens
+    if plan.gpu_blocks < LEAST_GPU_BLOCKS:
+        raise CapacityError(
+            f"cache.gpu={plan.config.cache.gpu!r} holds {plan.gpu_blocks * size} tokens of {plan.model.name}, and an engine "
+            f'needs {LEAST_GPU_BLOCKS} blocks of {size}; use cache.gpu="{LEAST_GPU_BLOCKS * size} tokens" or more.'
+        )
+
+
+def check_memory(plan: TrialPlan, free_bytes: int | None = None) -> None:
+    """Weights, KV and activations against what the machine has, or against `free_bytes` of its device.
+
+    Raises HardwareMissing with one sentence: what it needs, what is there, what to use instead.
+    """
+    device, model = plan.device, plan.model
+    need = model.weight_bytes + plan.gpu_bytes + plan.activation_bytes
+    parts = f"weights {format_bytes(model.weight_bytes)} in {model.dtype}, KV {format_bytes(plan.gpu_bytes)}"
+    if device.shared:
+        need += plan.cpu_bytes
+        parts += f" + {format_bytes(plan.cpu_bytes)} for the CPU tier"
+    parts += f", activations {format_bytes(plan.activation_bytes)}"
+    usable = int(device.gpu_bytes * GPU_USABLE) if device.kind == "cuda" else device.gpu_bytes
+    there, verb = (usable, "are there") if free_bytes is None else (free_bytes, "are free")
+    if need > there:
+        raise HardwareMissing(
+            f"model={model.name} with cache={plan.config.cache.name} needs {format_bytes(need)} on {device.label} ({parts}) "
+            f"and {format_bytes(there)} {verb}; use {_instead(plan)}."
+        )
+    if not device.shared and plan.cpu_bytes > device.cpu_bytes:
+        raise HardwareMissing(
+            f"cache.cpu={plan.config.cache.cpu!r} needs {format_bytes(plan.cpu_bytes)} of host memory and "
+            f"{format_bytes(device.cpu_bytes)} are there; use a smaller cache.cpu."
+        )
+
+
+def check_free_memory(plan: TrialPlan) -> None:
+    """Once the device is ours: is what it has also free? Raises HardwareMissing."""
+    if not plan.device.simulated:
+        check_memory(plan, free_device_bytes(plan.device))
+
+
+def _enough_devices(plan: TrialPlan) -> int | None:
+    """The least power of two whose memory holds the model and the caches, which are sized per device; None above 64."""
+    one, kv = plan.device.gpu_bytes // plan.hardware.gpus, plan.gpu_bytes // plan.hardware.gpus
+    fixed = plan.model.weight_bytes + plan.activation_bytes
+    counts = (1 << power for power in range(1, 7))
+    return next((n for n in counts if n > plan.hardware.gpus and fixed + n * kv <= n * one), None)
+
+
+def _instead(plan: TrialPlan) -> str:
+    weights_fit = plan.model.weight_bytes + plan.activation_bytes < plan.device.gpu_bytes * GPU_USABLE
+    smaller = ["a smaller cache"] if weights_fit else []
+    if plan.device.simulated:
+        count = _enough_devices(plan)
+        devices = [f"more devices (hardware.gpus={count})"] if count else []
+        return " or ".join([*smaller, *devices, "hardware=sim_h200", "a smaller model"])
+    return ", ".join([*smaller, "hardware=sim_a100_80g (simulated, runs anywhere)"]) + " or model=tiny"

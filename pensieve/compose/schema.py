@@ -1,0 +1,123 @@
+"""The fields of the configuration, with their types. What a `_target_` takes is checked against its signature."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Count = Annotated[int, Field(ge=1)]
+Rate = Annotated[float, Field(ge=0.0)]
+
+
+class _Group(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(_Group):
+    """weights: hub, random, or a folder written by save_pretrained. tokenizer: bytes, hub, or a folder."""
+
+    name: str
+    hub_id: str | None = None
+    weights: str = "hub"
+    revision: str | None = None
+    seed: int = 0
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    tokenizer: str = "hub"
+    architecture: dict[str, Any] = Field(default_factory=dict)
+
+
+class CacheConfig(_Group):
+    """gpu, cpu: sizes a device, "4GiB" or "8192 tokens"."""
+
+    name: str
+    gpu: str | int
+    cpu: str | int
+    chunk_tokens: Count = 32
+
+
+class SchedulerConfig(_Group):
+    """composition: dotted path of the function that makes a batch. The shares are of the GPU blocks."""
+
+    name: str
+    composition: str
+    max_batch_tokens: Count
+    max_batch_requests: Count
+    swap_out_start: Share
+    swap_out_stop: Share
+    admission_reserve: Share
+
+
+class BaselineConfig(_Group):
+    """cache: the cache manager of an in-engine baseline; an outside engine has none. missing: what is not there yet."""
+
+    name: str
+    cache: dict[str, Any] | None = None
+    cpu_tier: bool = False
+    kv_budget: Literal["device", "total"] = "device"
+    missing: str | None = None
+
+
+class HardwareConfig(_Group):
+    """A real machine needs device, gpus and threads only; the rates are for the simulated ones."""
+
+    name: str
+    simulated: bool
+    device: str = "auto"
+    gpus: Count = 1
+    threads: Count | None = None
+    gpu_memory: str | None = None
+    cpu_memory: str | None = None
+    flops: Rate = 0.0
+    memory_bw: Rate = 0.0
+    h2d_bw: Rate = 0.0
+    d2h_bw: Rate = 0.0
+    link_bw: Rate = 0.0
+    compute_efficiency: Share = 1.0
+    memory_efficiency: Share = 1.0
+    step_overhead_s: Rate = 0.0
+    duplex_penalty: Share = 0.0
+    source: str = ""
+
+
+class TrackingConfig(_Group):
+    """The names of environment variables, never URLs: the configuration is saved."""
+
+    name: str
+    url_env: str | None = None
+    mlflow: bool = True
+
+
+class TrialOptions(_Group):
+    exclusive: bool = True
+    isolate: Literal["auto"] | bool = "auto"
+    retries: Annotated[int, Field(ge=0)] = 0
+    timeout_s: Rate | None = None
+    fail_fast: bool = False
+    profile: bool = False
+
+
+class SloConfig(_Group):
+    ttft_ms: Rate | None = None
+    tpot_ms: Rate | None = None
+
+
+class TrialConfig(_Group):
+    """One trial. eviction and workload carry a `_target_` of their own."""
+
+    experiment_name: str = "pensieve"
+    seed: int = 0
+    repeat: Annotated[int, Field(ge=0)] = 0
+    force: bool = False
+    resume: Literal["fingerprint", "config"] = "fingerprint"
+    trial: TrialOptions = TrialOptions()
+    slo: SloConfig = SloConfig()
+    model: ModelConfig
+    cache: CacheConfig
+    eviction: dict[str, Any]
+    scheduler: SchedulerConfig
+    baseline: BaselineConfig
+    workload: dict[str, Any]
+    hardware: HardwareConfig
+    tracking: TrackingConfig

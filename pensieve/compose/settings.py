@@ -1,0 +1,75 @@
+"""The resolved configuration, checked: every unknown or malformed field is one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+
+from pensieve.compose.folder import ended, nearest
+from pensieve.compose.schema import TrialConfig
+from pensieve.errors import ConfigError, EngineMissing
+
+
+def resolved(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
+    """Plain values with every interpolation resolved, without Hydra's own node."""
+    if isinstance(cfg, DictConfig):
+        try:
+            plain = OmegaConf.to_container(cfg, resolve=True)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"The configuration cannot be resolved: {str(error).splitlines()[0]}.") from error
+        assert isinstance(plain, dict)
+    else:
+        plain = dict(cfg)
+    return {str(key): value for key, value in plain.items() if key not in ("hydra", "experiment")}
+
+
+def check(cfg: DictConfig | Mapping[str, Any]) -> TrialConfig:
+    """The configuration with its types. Raises ConfigError with one sentence about the first thing that is wrong."""
+    try:
+        config = TrialConfig.model_validate(resolved(cfg))
+    except ValidationError as error:
+        raise ConfigError(_sentence(error)) from None
+    if config.scheduler.swap_out_stop < config.scheduler.swap_out_start:
+        raise ConfigError("scheduler.swap_out_stop must not be below scheduler.swap_out_start.")
+    _refuse_later_options(config)
+    return config
+
+
+def _refuse_later_options(config: TrialConfig) -> None:
+    """Fields of the contract whose machinery this version lacks may keep their defaults only."""
+    options = config.trial
+    later = {
+        "trial.isolate": options.isolate not in ("auto", False),
+        "trial.retries": options.retries > 0,
+        "trial.timeout_s": options.timeout_s is not None,
+        "trial.profile": options.profile,
+    }
+    for field, asked in later.items():
+        if asked:
+            raise EngineMissing(f"{field} cannot be used in this version yet; leave it at its default.")
+
+
+def _sentence(error: ValidationError) -> str:
+    first = next((e for e in error.errors() if e["type"] == "extra_forbidden"), error.errors()[0])
+    path = [str(part) for part in first["loc"]]
+    field = ".".join(path)
+    if first["type"] == "extra_forbidden":
+        known = [".".join([*path[:-1], name]) for name in _siblings(path[:-1])]
+        return ended(f"The field {field} is unknown{nearest(field, known)}")
+    if first["type"] == "missing":
+        return f"The field {field} has no value; set it."
+    return f"{field}={first['input']!r} cannot be used: {first['msg']}."
+
+
+def _siblings(path: Sequence[str]) -> list[str]:
+    group: type[BaseModel] = TrialConfig
+    for part in path:
+        annotation = group.model_fields[part].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        group = annotation
+    return list(group.model_fields)

@@ -1,0 +1,232 @@
+"""Admit, schedule, plan, launch, collect, commit: one step of serving, on any clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+from pensieve.cache.base import CacheManager
+from pensieve.clock import Clock
+from pensieve.plan import StepResult
+from pensieve.request import Event, Forced, Free, Request, TurnRecord
+from pensieve.scheduler.scheduler import Scheduler, Step
+from pensieve.scheduler.sequence import Sequence
+from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.worker.base import Worker
+
+_STOP_MARGIN = 8  # tokens decoded beyond the longest stop string, since a character may take several tokens
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Times in ns. schedule: scheduler and cache, on the wall, also where the worker is simulated."""
+
+    steps: int = 0
+    schedule_ns: int = 0
+    compute_ns: int = 0
+    stall_ns: int = 0
+    h2d_bytes: int = 0
+    d2h_bytes: int = 0
+    failed_steps: int = 0
+
+
+class Engine:
+    """Drives one scheduler and one worker; not thread-safe, owned by whoever calls `step`.
+
+    decode_text: token ids to text, needed for stop strings only. eos: token ids that end a Free output.
+    """
+
+    def __init__(
+        self,
+        *,
+        cache: CacheManager,
+        settings: SchedulerSettings,
+        worker: Worker,
+        clock: Clock,
+        max_context: int,
+        eos: frozenset[int] = frozenset(),
+        decode_text: Callable[[Many[int]], str] | None = None,
+    ) -> None:
+        assert worker.depth == 1, "one plan is in flight at a time"
+        self.cache = cache
+        self.scheduler = Scheduler(cache, settings, max_context)
+        self.worker = worker
+        self.clock = clock
+        self.counters = EngineCounters()
+        self._eos = eos
+        self._decode_text = decode_text
+        self._sequences: dict[int, Sequence] = {}
+        self._arrivals = 0
+        self.progressed = False
+        """The last step performed a plan or finished copies; else only an arrival or time can change anything."""
+        self._events: list[Event] = []
+
+    @property
+    def busy(self) -> bool:
+        """Some request waits or runs."""
+        return bool(self._sequences)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; one that can never be served comes out of the next `step` as refused."""
+        now_s = self.clock.now_s()
+        record = TurnRecord(
+            session=request.session,
+            turn=request.turn,
+            iteration=request.iteration,
+            label=request.label,
+            phase=request.phase,
+            stream=request.stream,
+            intended_s=request.intended_s,
+            arrived_s=now_s,
+            request_id=request.id,
+        )
+        known = self.cache.find(request.session)
+        session = known or self.cache.open(request.session, now_s)
+        noise_key = request.sampling.noise_key(request.session, request.turn)
+        sequence = Sequence(request, record, self._arrivals, session, noise_key)
+        self._arrivals += 1
+        error = self.scheduler.refusal(sequence)
+        if error is not None:
+            if known is None:
+                self.cache.forget(session)
+            self._close(sequence, "refused", None, now_s, str(error))
+            return
+        session.next_use_s = None
+        self._sequences[request.id] = sequence
+        self.scheduler.submit(sequence, now_s)
+
+    def cancel(self, request_id: int, status: str) -> None:
+        """What was generated so far stays in the conversation; without any output the turn is undone."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return
+        now_s = self.clock.now_s()
+        if sequence.slot is not None:
+            self.scheduler.end(sequence, now_s)
+        else:
+            self.scheduler.withdraw(sequence, now_s)
+        if sequence.record.admitted_s is not None and not sequence.generated:
+            self.cache.truncate(sequence.session, sequence.length_before)
+        self._close(sequence, status, None, now_s)
+
+    def expect(self, session: str, next_use_s: float | None) -> None:
+        """When a conversation will be asked again, by the schedule; read by offline policies only."""
+        known = self.cache.find(session)
+        if known is not None:
+            known.next_use_s = next_use_s
+
+    def forget(self, session: str | None) -> None:
+        """Free conversations that have no request under way."""
+        names = [session] if session is not None else self.cache.names()
+        busy = {sequence.session.name for sequence in self._sequences.values()}
+        for name in names:
+            known = self.cache.find(name)
+            if known is not None and name not in busy:
+                self.cache.forget(known)
+
+    def step(self, until_ns: int | None) -> list[Event]:
+        """One iteration, or finished copies, or nothing by `until_ns`; returns what requests got."""
+        began = time.perf_counter_ns()
+        now_s = self.clock.now_s()
+        step = self.scheduler.plan(now_s)
+        for sequence, error in self.scheduler.take_refused():
+            self._close(sequence, "refused", None, now_s, str(error))
+        self.counters.schedule_ns += time.perf_counter_ns() - began
+        if step is not None:
+            self.worker.launch(step.plan, until_ns)
+        result = self.worker.collect(until_ns)
+        self.progressed = result is not None
+        if result is not None:
+            began = time.perf_counter_ns()
+            self._commit(step if result.step is not None else None, result)
+            self.counters.schedule_ns += time.perf_counter_ns() - began
+        return self.take_events()
+
+    def take_events(self) -> list[Event]:
+        """What happened since the last call; `step` returns it too."""
+        events, self._events = self._events, []
+        return events
+
+    # -- how --------------------------------------------------------------------------------------------------------
+
+    def _commit(self, step: Step | None, result: StepResult) -> None:
+        counters = self.counters
+        counters.compute_ns += result.compute_ns
+        counters.stall_ns += result.stall_ns
+        counters.h2d_bytes += result.h2d_bytes
+        counters.d2h_bytes += result.d2h_bytes
+        if result.step is None or step is None:
+            self.cache.complete(result.done)
+            return
+        counters.steps += 1
+        now_s = result.ended_ns[-1] / 1e9 if result.ended_ns else self.clock.now_s()
+        self.cache.collected(result.step)
+        if result.error is not None:
+            self._fail(step, result.error, now_s)
+            return
+        self.cache.complete(result.done)
+        for sequence, _ in step.rows:
+            record = sequence.record
+            record.compute_ms = (record.compute_ms or 0.0) + result.compute_ns / 1e6
+            record.transfer_ms = (record.transfer_ms or 0.0) + result.stall_ns / 1e6
+            assert sequence.slot is not None
+            token = result.tokens.get(sequence.slot)
+            if token is not None:
+                self._append(sequence, token, result.margins.get(sequence.slot), now_s)
+
+    def _append(self, sequence: Sequence, token: int, margin: float | None, now_s: float) -> None:
+        record, output, session = sequence.record, sequence.request.output, sequence.session
+        if isinstance(output, Forced):
+            token = output.tokens[sequence.generated]
+        session.tokens.append(token)
+        record.token_ids.append(token)
+        record.margins.append(float("nan") if margin is None else margin)
+        record.emitted_s.append(now_s)
+        first = record.first_token_s is None
+        if first:
+            record.first_token_s = now_s
+        self._events.append(Event("first_token" if first else "token", record.request_id, now_s, token))
+        reason = self._finish_reason(sequence, token)
+        if reason is not None:
+            self.scheduler.end(sequence, now_s)
+            self._close(sequence, "completed", reason, now_s)
+        else:
+            length = len(session.tokens)
+            sequence.set_work(((length - 1, length),))
+
+    def _finish_reason(self, sequence: Sequence, token: int) -> str | None:
+        output = sequence.request.output
+        if isinstance(output, Free):
+            if token in self._eos and not output.ignore_eos:
+                return "eos"
+            if output.stop and self._decode_text is not None:
+                tail = max(len(stop.encode()) for stop in output.stop) + _STOP_MARGIN
+                text = self._decode_text(sequence.record.token_ids[-tail:])
+                if any(stop in text for stop in output.stop):
+                    return "stop"
+        return "length" if sequence.generated >= output.max_new_tokens else None
+
+    def _fail(self, step: Step, error: str, now_s: float) -> None:
+        """The plan's requests, also those it only swapped in, fail and their turns are undone; nobody else is touched."""
+        self.counters.failed_steps += 1
+        for sequence, runs in step.rows:
+            self.cache.fail(sequence.session, runs)
+        self.cache.void(step.tickets)
+        failed = dict.fromkeys([*(sequence for sequence, _ in step.rows), *step.admitted])
+        for sequence in failed:
+            session = sequence.session
+            session.computed = min(session.computed, sequence.computed_before)
+            self.scheduler.end(sequence, now_s)
+            self.cache.truncate(session, min(sequence.length_before, len(session.tokens)))
+            self._close(sequence, "failed", None, now_s, error)
+
+    def _close(
+        self, sequence: Sequence, status: str, reason: str | None, now_s: float, error: str | None = None
+    ) -> None:
+        record = sequence.record
+        record.status, record.finish_reason, record.error = status, reason, error
+        record.close(now_s)
+        self._sequences.pop(record.request_id, None)
+        self._events.append(Event("finished", record.request_id, now_s, turn=record))

@@ -1,0 +1,56 @@
+"""Every error a user can meet, on one page.
+
+Each message is a sentence that says what is wrong and what to do. `assert` is for our own bugs.
+"""
+
+
+class PensieveError(Exception):
+    """Root of all errors that are the user's to fix."""
+
+
+class ConfigError(PensieveError):
+    """A configuration field is unknown, malformed or contradicts another."""
+
+
+class EngineMissing(PensieveError):
+    """The chosen baseline, workload or option needs an engine that is not there (yet, or not installed)."""
+
+
+class HardwareMissing(PensieveError):
+    """The machine lacks the device or the memory that the configuration asks for."""
+
+
+class WeightsMissing(PensieveError):
+    """The model's weights cannot be had: no network, no access, or no such file."""
+
+
+class UnsupportedModel(PensieveError):
+    """The architecture cannot run through the paged attention plug, or fails its load-time self-check."""
+
+
+class RequestRefused(PensieveError):
+    """A request can never be served; it was refused when it was submitted."""
+
+
+class CapacityError(RequestRefused):
+    """The request needs more KV blocks than the GPU tier has."""
+
+
+class ContextLengthError(RequestRefused):
+    """Prompt and output together exceed the model's context length."""
+
+
+class RequestFailed(PensieveError):
+    """A request was admitted and then failed, was cancelled or timed out."""
+
+
+class WorkerError(PensieveError):
+    """A step failed on the device; only the requests of that step fail with it."""
+
+
+class ResultsError(PensieveError):
+    """The results database cannot be opened, read or written."""
+
+
+class MissingSeries(ResultsError):
+    """A figure or table needs trials that the database does not hold."""

@@ -1,0 +1,33 @@
+"""Pensieve's own policy: evict the chunk whose retention value is lowest (paper section 4.3.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from pensieve.cache.base import PolicyContext
+from pensieve.cache.session import Session
+
+
+class RetentionValue:
+    """V = Cost(s, l) / T: seconds to recompute the chunk, over seconds since its conversation was last active.
+
+    A chunk late in a context costs more to recompute, so the leading chunks of an old conversation go first. Chunks of
+    equal index cost the same: they are one bucket, ordered by last active. Compared as T / Cost, so that T = 0 divides
+    nothing.
+    """
+
+    def __init__(self, context: PolicyContext) -> None:
+        self._context = context
+        self._cost: list[float] = []
+
+    def bucket(self, session: Session, chunk: int) -> int:
+        return chunk
+
+    def order(self, session: Session, chunk: int) -> float:
+        return session.last_active_s
+
+    def score(self, bucket: Hashable, order: float, now_s: float) -> float:
+        assert isinstance(bucket, int)
+        while len(self._cost) <= bucket:
+            self._cost.append(self._context.recompute_s((len(self._cost) + 1) * self._context.chunk_tokens))
+        return (order - now_s) / self._cost[bucket]

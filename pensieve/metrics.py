@@ -1,0 +1,286 @@
+"""Records in, summary out: the metrics of a trial, with units, counts and intervals. No I/O.
+
+Which turns count: latencies, rates and counts are over all measured turns (every phase but warm-up), so that each
+baseline answers for the same turns; throughputs are over those that finished in the measurement window. Latencies are
+of completed turns; the others are counted by status in `turns`, never dropped silently. Intervals resample
+conversations. A number that these records cannot give is a metric without a value, not a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pensieve.plan import StartReport
+from pensieve.request import TurnRecord
+from pensieve.statistics import Estimate, bootstrap_mean, bootstrap_percentiles, bootstrap_rate, enough_for
+
+PERCENTILES = {"p50": 0.50, "p90": 0.90, "p99": 0.99}
+STATUSES = ("completed", "timeout", "cancelled", "refused", "failed")
+COUNTS = {
+    "recomputed_tokens": "tokens",
+    "swapped_in_bytes": "bytes",
+    "swapped_out_bytes": "bytes",
+    "evicted_chunks": "chunks",
+    "dropped_chunks": "chunks",
+    "suspended_requests": "requests",
+    "deferred_requests": "requests",
+}
+BYTES = ("h2d_bytes", "d2h_bytes", "sent_bytes", "received_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A row of table `metric`.
+
+    value None: not measurable here. n counts n_unit; ci_*: 95 % interval, None where none is due.
+    """
+
+    name: str
+    value: float | None
+    unit: str
+    label: str = ""
+    n: int | None = None
+    n_unit: str | None = None
+    ci_low: float | None = None
+    ci_high: float | None = None
+    limit_value: float | None = None
+
+    @property
+    def thin(self) -> bool:
+        """A percentile of too few values to be taken at its word: n below 10 / (1 - p)."""
+        p = PERCENTILES.get(self.name.rpartition("_")[2])
+        return p is not None and self.n is not None and self.n < enough_for(p)
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What a user was promised, in milliseconds; None: no promise about it."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What a replay observed. Times are seconds since it began.
+
+    turns: all of them, warm-up too, in any order. [measure_start_s, measure_end_s]: the window of the throughputs.
+    measured_from_s: the first measured arrival. ended_s: the end of the last measured turn. counters: the system's own
+    counts between these two; a name that is absent was not counted.
+    """
+
+    turns: Sequence[TurnRecord]
+    measure_start_s: float
+    measure_end_s: float
+    measured_from_s: float
+    ended_s: float
+    counters: Mapping[str, float] = field(default_factory=dict)
+
+
+def summarise(measurement: Measurement, started: StartReport | None = None, slo: Slo | None = None) -> list[Metric]:
+    """Every metric that a replay's records can give. Names with labels occur once a label.
+
+    A trial's throughputs are one value each and get no interval here: across seeds they do.
+    """
+    measured = [turn for turn in measurement.turns if turn.phase != "warmup"]
+    warmup = [turn for turn in measurement.turns if turn.phase == "warmup"]
+    metrics = [
+        *_series("ttft_ms", measured, lambda turn: _one(turn.ttft_ms)),
+        *_series("tpot_ms", measured, lambda turn: _one(tpot_ms(turn))),
+        *_series("itl_ms", measured, _gaps_ms, n_unit="tokens"),
+        *_series("latency_ms", measured, lambda turn: _one(turn.latency_ms)),
+        *_series("normalized_latency_ms", measured, lambda turn: _one(_normalized_latency_ms(turn)), unit="ms/token"),
+        *_series("queue_ms", measured, lambda turn: _one(turn.queue_ms)),
+        *_series("warmup_ms", warmup, lambda turn: _one(turn.latency_ms)),
+        *_throughputs(measurement, measured),
+        *_rates(measured),
+        *_counts(measurement, measured),
+        *_start(started),
+        _schedule(measurement),
+        *(_slo(measurement, measured, slo) if slo is not None and slo != Slo() else ()),
+    ]
+    for status in STATUSES:
+        found = sum(turn.status == status for turn in measured)
+        metrics.append(Metric("turns", float(found), "turns", status, n=len(measured), n_unit="turns"))
+    for number in sorted({turn.turn for turn in measured}):
+        of_turn = [turn for turn in measured if turn.turn == number]
+        metrics += _series("ttft_ms", of_turn, lambda turn: _one(turn.ttft_ms), f"turn={number}", wanted=("p50",))
+    for label in sorted({turn.label for turn in measured} - {""}):
+        of_label = [turn for turn in measured if turn.label == label]
+        metrics += _series("ttft_ms", of_label, lambda turn: _one(turn.ttft_ms), label)
+        metrics += _rates(of_label, label)
+    return metrics
+
+
+def thin_percentiles(metrics: Iterable[Metric]) -> list[str]:
+    """Names (with labels) of the percentiles that have too few values behind them, for the trial's flags."""
+    return [f"{metric.name}[{metric.label}]" if metric.label else metric.name for metric in metrics if metric.thin]
+
+
+def tpot_ms(turn: TurnRecord) -> float | None:
+    """(last token - first token) / (output tokens - 1); None below two tokens."""
+    if turn.first_token_s is None or turn.finished_s is None or turn.output_tokens < 2:
+        return None
+    last = turn.emitted_s[-1] if len(turn.emitted_s) else turn.finished_s
+    return (last - turn.first_token_s) * 1e3 / (turn.output_tokens - 1)
+
+
+def _normalized_latency_ms(turn: TurnRecord) -> float | None:
+    return None if turn.latency_ms is None or turn.output_tokens == 0 else turn.latency_ms / turn.output_tokens
+
+
+def _gaps_ms(turn: TurnRecord) -> Sequence[float]:
+    emitted = turn.emitted_s
+    return [(emitted[index] - emitted[index - 1]) * 1e3 for index in range(1, len(emitted))]
+
+
+def _one(value: float | None) -> Sequence[float]:
+    return () if value is None else (value,)
+
+
+def _series(
+    name: str,
+    turns: Iterable[TurnRecord],
+    values_of: Callable[[TurnRecord], Sequence[float]],
+    label: str = "",
+    *,
+    unit: str = "ms",
+    n_unit: str = "turns",
+    wanted: Sequence[str] = ("mean", *PERCENTILES),
+) -> list[Metric]:
+    """Mean and percentiles of what `values_of` gives for each completed turn, by conversation."""
+    groups: dict[str, list[float]] = {}
+    for turn in turns:
+        if turn.status == "completed" and len(values := values_of(turn)):
+            groups.setdefault(turn.session, []).extend(values)
+    if not groups:
+        return [Metric(f"{name}_{suffix}", None, unit, label, n=0, n_unit=n_unit) for suffix in wanted]
+    estimates: dict[str, Estimate] = {}
+    if "mean" in wanted:
+        estimates["mean"] = bootstrap_mean(groups)
+    suffixes = [suffix for suffix in wanted if suffix != "mean"]
+    percentiles = bootstrap_percentiles(groups, [PERCENTILES[suffix] for suffix in suffixes])
+    estimates.update(zip(suffixes, percentiles, strict=True))
+    return [_metric(f"{name}_{suffix}", estimates[suffix], unit, label, n_unit) for suffix in wanted]
+
+
+def _metric(name: str, estimate: Estimate, unit: str, label: str, n_unit: str) -> Metric:
+    return Metric(name, estimate.value, unit, label, estimate.n, n_unit, estimate.ci_low, estimate.ci_high)
+
+
+def _throughputs(measurement: Measurement, measured: Sequence[TurnRecord]) -> list[Metric]:
+    start, end = measurement.measure_start_s, measurement.measure_end_s
+    inside = [
+        turn
+        for turn in measured
+        if turn.status == "completed" and turn.finished_s is not None and start <= turn.finished_s <= end
+    ]
+    outputs = sum(turn.output_tokens for turn in inside)
+    prompts = sum(turn.prompt_tokens or 0 for turn in inside)
+    total_known = all(turn.prompt_tokens is not None for turn in inside)
+    everything = sum(turn.output_tokens for turn in measured if turn.status == "completed")
+    return [
+        _per_second("throughput_req_s", len(inside), end - start, "requests/s", len(inside)),
+        _per_second("throughput_output_tok_s", outputs, end - start, "tokens/s", len(inside)),
+        _per_second(
+            "throughput_total_tok_s", prompts + outputs if total_known else None, end - start, "tokens/s", len(inside)
+        ),
+        _per_second(
+            "makespan_output_tok_s",
+            everything,
+            measurement.ended_s - measurement.measured_from_s,
+            "tokens/s",
+            len(measured),
+        ),
+    ]
+
+
+def _per_second(name: str, count: float | None, seconds: float, unit: str, turns: int) -> Metric:
+    value = None if count is None or seconds <= 0 else count / seconds
+    return Metric(name, value, unit, n=turns, n_unit="turns")
+
+
+def _rates(turns: Iterable[TurnRecord], label: str = "") -> list[Metric]:
+    """Shares of history and of prompt tokens, sums over sums; turns that were never admitted have no counts."""
+    known = [turn for turn in turns if turn.history_tokens is not None and turn.prompt_tokens is not None]
+
+    def rate(
+        name: str, parts_of: Callable[[TurnRecord], Sequence[int | None]], whole_of: Callable[[TurnRecord], int]
+    ) -> Metric:
+        groups: dict[str, tuple[float, float]] = {}
+        for turn in known:
+            parts = [part for part in parts_of(turn) if part is not None]
+            if len(parts) < len(parts_of(turn)):
+                return Metric(name, None, "share", label, n=0, n_unit="tokens")
+            top, bottom = groups.get(turn.session, (0.0, 0.0))
+            groups[turn.session] = (top + sum(parts), bottom + whole_of(turn))
+        if not any(bottom for _, bottom in groups.values()):
+            return Metric(name, None, "share", label, n=0, n_unit="tokens")
+        return _metric(name, bootstrap_rate(groups), "share", label, "tokens")
+
+    def history(turn: TurnRecord) -> int:
+        return turn.history_tokens or 0
+
+    def found(turn: TurnRecord) -> Sequence[int | None]:
+        # An engine that only reports cached tokens has no CPU tier of ours: null there means "none seen", not unknown.
+        return turn.gpu_hit_tokens, turn.cpu_hit_tokens or 0, turn.shared_hit_tokens or 0
+
+    return [
+        rate("gpu_hit_rate", lambda turn: (turn.gpu_hit_tokens,), history),
+        rate("cpu_hit_rate", lambda turn: (turn.cpu_hit_tokens,), history),
+        rate("miss_rate", lambda turn: (turn.recomputed_tokens,), history),
+        rate("prompt_hit_rate", found, lambda turn: turn.prompt_tokens or 0),
+    ]
+
+
+def _counts(measurement: Measurement, measured: Sequence[TurnRecord]) -> list[Metric]:
+    counters = measurement.counters
+    counts: dict[str, float | None] = {name: counters.get(name) for name in COUNTS}
+    admitted = [turn for turn in measured if turn.recomputed_tokens is not None]
+    if counts["recomputed_tokens"] is None and admitted:
+        counts["recomputed_tokens"] = float(
+            sum((turn.recomputed_tokens or 0) + turn.resumed_recomputed_tokens for turn in admitted)
+        )
+    metrics = [Metric(name, value, COUNTS[name]) for name, value in counts.items()]
+    outputs = sum(turn.output_tokens for turn in measured)
+    for name in BYTES:
+        counted = counters.get(name, float(sum(getattr(turn, name) for turn in measured)))
+        metrics.append(Metric(name, counted, "bytes"))
+        each = counted / outputs if outputs else None
+        metrics.append(Metric(f"{name}_per_token", each, "bytes/token", n=outputs, n_unit="tokens"))
+    return metrics
+
+
+def _start(started: StartReport | None) -> list[Metric]:
+    return [
+        Metric("load_s", started.load_s if started else None, "s"),
+        Metric("engine_warmup_ms", started.warmup_ms if started else None, "ms"),
+    ]
+
+
+def _schedule(measurement: Measurement) -> Metric:
+    """Scheduler and cache time a step, from the counters `schedule_ms` (their sum) and `steps`."""
+    steps, total = measurement.counters.get("steps"), measurement.counters.get("schedule_ms")
+    value = total / steps if steps and total is not None else None
+    return Metric("schedule_ms_mean", value, "ms", n=int(steps) if steps is not None else None, n_unit="steps")
+
+
+def _slo(measurement: Measurement, measured: Sequence[TurnRecord], slo: Slo) -> list[Metric]:
+    def met(turn: TurnRecord) -> bool:
+        if turn.status != "completed" or turn.ttft_ms is None:
+            return False
+        slow = slo.ttft_ms is not None and turn.ttft_ms > slo.ttft_ms
+        each = tpot_ms(turn)
+        return not slow and (slo.tpot_ms is None or each is None or each <= slo.tpot_ms)
+
+    groups: dict[str, tuple[float, float]] = {}
+    for turn in measured:
+        top, bottom = groups.get(turn.session, (0.0, 0.0))
+        groups[turn.session] = (top + met(turn), bottom + 1.0)
+    start, end = measurement.measure_start_s, measurement.measure_end_s
+    good = sum(met(turn) for turn in measured if turn.finished_s is not None and start <= turn.finished_s <= end)
+    goodput = _per_second("goodput_req_s", good, end - start, "requests/s", good)
+    if not groups:
+        return [goodput, Metric("slo_attainment", None, "share", n=0, n_unit="turns")]
+    return [goodput, _metric("slo_attainment", bootstrap_rate(groups), "share", "", "turns")]

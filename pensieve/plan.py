@@ -1,0 +1,95 @@
+"""What the scheduler decides and a worker performs: frozen, integers only, picklable.
+
+A worker keeps, per slot, the block table of the request that runs there and the token it sampled last. Plans execute in
+the order they were launched; inside a plan the swap-ins come first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Whole blocks, all layers, from src[i] of one tier to dst[i] of the other; done when its ticket is reported."""
+
+    ticket: int
+    src: tuple[int, ...]
+    dst: tuple[int, ...]
+    urgent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """How to draw the token at `position`; `key` is Sampling.noise_key. temperature 0 is greedy."""
+
+    position: int
+    key: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The positions of one request that are computed in this iteration.
+
+    runs: half-open, ascending, disjoint. Each run [a, b) is one attention row: b - a queries over kv_len b, causal from
+        the bottom right. All K and V of the iteration are written before any row attends.
+    tokens: one id a position, in the order of runs; None: one position, whose token this slot sampled last.
+    sample: set where the last run ends at the last known token, so that the row yields logits.
+    """
+
+    slot: int
+    runs: tuple[tuple[int, int], ...]
+    tokens: tuple[int, ...] | None
+    sample: Sample | None = None
+
+    @property
+    def positions(self) -> int:
+        return sum(stop - start for start, stop in self.runs)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One iteration. rows may be empty: copies only.
+
+    tables: (slot, first chunk, block ids): what changed in the slots' block tables since the last plan.
+    """
+
+    step: int
+    rows: tuple[Row, ...] = ()
+    tables: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+    swap_in: tuple[Copy, ...] = ()
+    swap_out: tuple[Copy, ...] = ()
+    repeat: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a plan did. tokens and margins by slot (margin: top logit less the second; absent where unknown).
+
+    ended_ns: the clock at the end of each iteration run. step None: only copies finished. stall_ns: compute that waited
+    for a transfer. error: the sentence that fails this plan's requests.
+    """
+
+    step: int | None
+    tokens: dict[int, int] = field(default_factory=dict)
+    margins: dict[int, float] = field(default_factory=dict)
+    ended_ns: tuple[int, ...] = ()
+    done: tuple[int, ...] = ()
+    compute_ns: int = 0
+    stall_ns: int = 0
+    h2d_bytes: int = 0
+    d2h_bytes: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StartReport:
+    """load_s: weights to memory. warmup_ms: from then until ready. settings: as the engine itself reports them."""
+
+    load_s: float
+    warmup_ms: float
+    settings: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,366 @@
+"""Drives a system with a workload, on a wall clock or a virtual one: one loop over a heap of events.
+
+Times given to and taken from a workload are seconds since the replay began; the system's clock may have run before.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Protocol, runtime_checkable
+
+from pensieve.baselines.base import Event, System
+from pensieve.metrics import Measurement
+from pensieve.request import Request, TokenArray, TurnRecord
+from pensieve.statistics import nearest_rank
+from pensieve.window import find_window
+from pensieve.workload.base import Arrival, Workload, WorkloadPlan
+
+CANCEL, ARRIVE = 0, 1  # at equal times a cancellation goes first: what it frees serves the arrival
+SLACK_NS = 2  # an idle system may stop a rounding error before the time it was told
+WAKE_S = 0.25  # how long a wall clock is waited on before progress and the deadline are looked at again
+LATE_SEND_MS = 50.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """turns_planned: None where the workload cannot know. output_tokens: as they stream, unfinished turns too."""
+
+    turns_done: int
+    turns_planned: int | None
+    output_tokens: int
+    in_flight: int
+    elapsed_s: float
+
+
+@runtime_checkable
+class ExpectsReuse(Protocol):
+    """A system that takes the time (its own clock) of a conversation's next turn, for its offline policies alone."""
+
+    def expect(self, session: str, next_use_s: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayRecord:
+    """What one replay observed; `measurement` is what metrics.summarise takes.
+
+    origin_s: the system's clock when the replay began, which all other times here count from. send_lag_s: intended
+    arrival to submission, a value a request in order of submission. counters_*: the system's, at the first measured
+    submission and at the end. drain_share: of the measured output tokens, those finished after the window. flags: what a
+    reader of the numbers should know, a sentence each.
+    """
+
+    measurement: Measurement
+    plan: WorkloadPlan
+    origin_s: float
+    send_lag_s: TokenArray[float]
+    counters_start: Mapping[str, float]
+    counters_end: Mapping[str, float]
+    drain_share: float
+    flags: Mapping[str, str]
+
+    @property
+    def turns(self) -> Sequence[TurnRecord]:
+        return self.measurement.turns
+
+    @property
+    def load(self) -> str:
+        return self.plan.load
+
+
+def replay(
+    system: System,
+    workload: Workload,
+    *,
+    on_turn: Callable[[TurnRecord], None] | None = None,
+    on_batch: Callable[[Sequence[TurnRecord]], None] | None = None,
+    batch_size: int = 256,
+    progress: Callable[[Progress], None] | None = None,
+    deadline_s: float | None = None,
+    keep_tokens: bool = True,
+) -> ReplayRecord:
+    """Send every arrival when it is due, until the workload has no more; the system is started and stays open.
+
+    on_turn: each finished turn. on_batch: the same turns, `batch_size` at a time and at the end, also when the replay is
+    interrupted. progress: after each poll that brought news. deadline_s: seconds after which everything in flight is
+    cancelled as a timeout and nothing more is sent. keep_tokens=False: token ids and margins are dropped from a turn
+    once on_batch has seen it.
+
+    Every submitted request finishes exactly once. Where the system keeps no sessions, the whole prompt is sent.
+    """
+    run = _Run(system, workload, on_turn, on_batch, batch_size, progress, keep_tokens)
+    try:
+        run.loop(deadline_s)
+    finally:
+        run.flush()
+    return run.record()
+
+
+@dataclass(slots=True)
+class SessionLog:
+    """The conversations of a system that keeps none: each prompt is everything said before, and the new message."""
+
+    tokens: dict[str, TokenArray[int]] = field(default_factory=dict)
+
+    def whole(self, request: Request) -> Request:
+        if not request.continues:
+            return request
+        return replace(request, prompt=self.tokens.get(request.session, array("i")) + request.prompt, continues=False)
+
+    def note(self, sent: Request, turn: TurnRecord) -> None:
+        """A turn that was cut short leaves what it said so far; one that was refused or failed was never said."""
+        if turn.status not in ("refused", "failed"):
+            self.tokens[sent.session] = sent.prompt + turn.token_ids
+
+
+class _Run:
+    """The state of one replay."""
+
+    def __init__(
+        self,
+        system: System,
+        workload: Workload,
+        on_turn: Callable[[TurnRecord], None] | None,
+        on_batch: Callable[[Sequence[TurnRecord]], None] | None,
+        batch_size: int,
+        progress: Callable[[Progress], None] | None,
+        keep_tokens: bool,
+    ) -> None:
+        self.system, self.workload, self.plan = system, workload, workload.describe()
+        self.on_turn, self.on_batch, self.batch_size = on_turn, on_batch, batch_size
+        self.progress, self.keep_tokens = progress, keep_tokens
+        self.log = None if system.can.keeps_sessions else SessionLog()
+        self.expects = system if isinstance(system, ExpectsReuse) else None
+        self.origin_ns = system.clock.now_ns()
+        self.heap: list[tuple[int, int, int, Arrival | int]] = []  # ns, priority, sequence, and a request id to cancel
+        self.sequence = count()
+        self.pending = 0  # arrivals in the heap
+        self.held: dict[int, Request] = {}  # due, but the system is full; first come, first sent
+        self.in_flight: dict[int, Request] = {}  # as sent
+        self.sent_s: dict[int, float] = {}
+        self.overdue: set[int] = set()  # past their deadline in a system that cannot cancel
+        self.ordinals: dict[int, int] = {}
+        self.due: dict[str, list[int]] = {}  # of each session, when the arrivals in the heap are due
+        self.arrived: dict[str, int] = {}  # the first arrival of each measured session
+        self.streamed: Counter[int] = Counter()
+        self.output_tokens = 0
+        self.turns: list[TurnRecord] = []
+        self.batched = 0
+        self.lags: TokenArray[float] = array("d")
+        self.counters_start: Mapping[str, float] | None = None
+        self.out_of_work_s: float | None = None
+        self.cut_off = False
+        self.flags: dict[str, str] = {}
+
+    def loop(self, deadline_s: float | None) -> None:
+        clock = self.system.clock
+        end_ns = None if deadline_s is None else self.origin_ns + round(deadline_s * 1e9)
+        self._push(self.workload.start())
+        while True:
+            now = clock.now_ns()
+            if end_ns is not None and now + SLACK_NS >= end_ns and not self.cut_off:
+                end_ns = None
+                self._cut_off()
+            self._do_due(now)
+            if not (self.pending or self.held or self.in_flight):
+                return
+            until = min((ns for ns in (self._next_ns(), end_ns) if ns is not None), default=None)
+            if not clock.virtual:
+                wake = now + round(WAKE_S * 1e9)
+                until = wake if until is None else min(until, wake)
+            events = self.system.poll(None if until is None else until / 1e9)
+            stuck = not events and clock.virtual and clock.now_ns() <= now
+            assert not stuck, "poll gave nothing and moved no time, yet requests or arrivals are left"
+            self._take(events)
+
+    def flush(self) -> None:
+        batch = self.turns[self.batched :]
+        self.batched = len(self.turns)
+        if batch and self.on_batch is not None:
+            self.on_batch(batch)
+        if not self.keep_tokens:
+            for turn in batch:
+                turn.token_ids, turn.margins = array("i"), array("d")
+
+    def record(self) -> ReplayRecord:
+        counters_end = dict(self.system.counters())
+        counters_start = counters_end if self.counters_start is None else self.counters_start
+        window = find_window(
+            [turn for turn in self.turns if turn.phase != "warmup"],
+            load=self.plan.load,
+            warm_s=max((turn.finished_s or 0.0 for turn in self.turns if turn.phase == "warmup"), default=0.0),
+            arrivals_s={session: self._since(ns) for session, ns in self.arrived.items()},
+            out_of_work_s=self.out_of_work_s,
+        )
+        measurement = Measurement(
+            turns=self.turns,
+            measure_start_s=window.start_s,
+            measure_end_s=window.end_s,
+            measured_from_s=window.measured_from_s,
+            ended_s=window.ended_s,
+            counters={name: value - counters_start.get(name, 0.0) for name, value in counters_end.items()},
+        )
+        return ReplayRecord(
+            measurement=measurement,
+            plan=self.plan,
+            origin_s=self.origin_ns / 1e9,
+            send_lag_s=self.lags,
+            counters_start=counters_start,
+            counters_end=counters_end,
+            drain_share=window.drain_share,
+            flags={**window.flags, **self._flags(), **self.flags},
+        )
+
+    def _flags(self) -> dict[str, str]:
+        flags: dict[str, str] = {}
+        if self.plan.turns is not None and len(self.turns) < self.plan.turns:
+            flags["unsent"] = f"{self.plan.turns - len(self.turns)} of {self.plan.turns} planned turns were never sent."
+        failures = Counter(turn.status for turn in self.turns if turn.status != "completed")
+        if failures:
+            each = ", ".join(f"{number} {status}" for status, number in sorted(failures.items()))
+            flags["failures"] = f"Of {len(self.turns)} turns {each}."
+        if self.lags and not self.system.clock.virtual and self.system.can.max_in_flight is None:
+            late_ms = nearest_rank(self.lags, 0.99) * 1e3
+            if late_ms > LATE_SEND_MS:
+                flags["late_sends"] = f"One request in a hundred was sent over {late_ms:.0f} ms after it was due."
+        return flags
+
+    def _since(self, ns: int) -> float:
+        return (ns - self.origin_ns) / 1e9
+
+    def _push(self, arrivals: Iterable[Arrival]) -> int:
+        """Schedule them; returns how many there were."""
+        pushed = 0
+        for pushed, arrival in enumerate(arrivals, start=1):  # noqa: B007  counts them too
+            request, ns = arrival.request, self.origin_ns + round(arrival.at_s * 1e9)
+            assert request.id not in self.ordinals, f"request {request.id} was scheduled twice"
+            self.ordinals[request.id] = len(self.ordinals)
+            heapq.heappush(self.heap, (ns, ARRIVE, next(self.sequence), arrival))
+            heapq.heappush(self.due.setdefault(request.session, []), ns)
+            if request.phase != "warmup":
+                self.arrived[request.session] = min(ns, self.arrived.get(request.session, ns))
+            self.pending += 1
+        return pushed
+
+    def _next_ns(self) -> int | None:
+        """When the loop has to act next; deadlines of requests that are over are swept away."""
+        while self.heap and not isinstance(item := self.heap[0][3], Arrival):
+            if item in self.in_flight or item in self.held:
+                break
+            heapq.heappop(self.heap)
+        return self.heap[0][0] if self.heap else None
+
+    def _do_due(self, now: int) -> None:
+        while self.heap and self.heap[0][0] <= now + SLACK_NS:
+            ns, _, _, item = heapq.heappop(self.heap)
+            if not isinstance(item, Arrival):
+                self._time_out(item)
+                continue
+            self.pending -= 1
+            due = self.due[item.request.session]
+            heapq.heappop(due)
+            later = due[0] / 1e9 if due else None
+            self.held[item.request.id] = replace(item.request, intended_s=ns / 1e9, next_use_s=later)
+            if item.deadline_s is not None:
+                deadline = self.origin_ns + round(item.deadline_s * 1e9)
+                heapq.heappush(self.heap, (deadline, CANCEL, next(self.sequence), item.request.id))
+            self._send()
+        self._send()
+
+    def _send(self) -> None:
+        limit = self.system.can.max_in_flight
+        while self.held and (limit is None or len(self.in_flight) < limit):
+            request = self.held.pop(next(iter(self.held)))
+            if self.counters_start is None and request.phase != "warmup":
+                self.counters_start = dict(self.system.counters())
+            if self.log is not None:
+                request = self.log.whole(request)
+            now = self.system.clock.now_s()
+            self.lags.append(max(0.0, now - request.intended_s))
+            self.sent_s[request.id] = now
+            self.in_flight[request.id] = request
+            self.system.submit(request)
+
+    def _time_out(self, request_id: int) -> None:
+        if request_id in self.held:
+            self._end_here(self.held.pop(request_id))
+        elif request_id in self.in_flight:
+            if self.system.can.cancels:
+                self.system.cancel(request_id, "timeout")
+            else:
+                self.overdue.add(request_id)
+
+    def _end_here(self, request: Request) -> None:
+        """A timeout of a request that the system never had."""
+        turn = TurnRecord(request.session, request.turn, status="timeout", request_id=request.id)
+        turn.intended_s = request.intended_s
+        turn.close(self.system.clock.now_s())
+        self._finish(request, turn)
+
+    def _cut_off(self) -> None:
+        """Time is up: nothing more is sent, and what is in flight ends as a timeout."""
+        self.cut_off = True
+        elapsed = self._since(self.system.clock.now_ns())
+        self.flags["cut_off"] = f"The replay was cut off after {elapsed:.1f} s; turns in flight then are timeouts."
+        self.heap.clear()
+        self.due.clear()
+        self.pending = 0
+        for request_id in [*self.held, *self.in_flight]:
+            self._time_out(request_id)
+
+    def _take(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if event.kind != "finished":
+                self.streamed[event.request_id] += 1
+                self.output_tokens += 1
+                continue
+            turn = event.turn
+            assert turn is not None
+            assert event.request_id in self.in_flight, f"request {event.request_id} finished twice, or was never sent"
+            request = self.in_flight.pop(event.request_id)
+            sent_s = self.sent_s.pop(event.request_id)
+            turn.sent_s = sent_s if turn.sent_s is None else turn.sent_s
+            if event.request_id in self.overdue:
+                turn.status = "timeout"
+            self.output_tokens += turn.output_tokens - self.streamed.pop(event.request_id, 0)
+            if self.log is not None:
+                self.log.note(request, turn)
+            self._finish(request, turn)
+        if events and self.progress is not None:
+            elapsed = self._since(self.system.clock.now_ns())
+            done, flying = len(self.turns), len(self.in_flight)
+            self.progress(Progress(done, self.plan.turns, self.output_tokens, flying, elapsed))
+
+    def _finish(self, request: Request, turn: TurnRecord) -> None:
+        assert (turn.session, turn.turn) == (request.session, request.turn)
+        turn.ordinal, turn.iteration = self.ordinals[request.id], request.iteration
+        turn.phase, turn.label, turn.stream = request.phase, request.label, request.stream
+        _rebase(turn, self.origin_ns / 1e9)
+        self.turns.append(turn)
+        if not self.cut_off:
+            following = self._push(self.workload.on_finished(turn))
+            if not following and turn.phase != "warmup" and self.out_of_work_s is None:
+                self.out_of_work_s = turn.finished_s
+            due = self.due.get(turn.session)
+            if self.expects is not None and due:
+                self.expects.expect(turn.session, due[0] / 1e9)
+        if self.on_turn is not None:
+            self.on_turn(turn)
+        if len(self.turns) - self.batched >= self.batch_size:
+            self.flush()
+
+
+def _rebase(turn: TurnRecord, origin_s: float) -> None:
+    """From the system's clock to seconds since the replay began."""
+    if origin_s == 0.0:
+        return
+    for name in ("sent_s", "arrived_s", "admitted_s", "first_token_s", "finished_s"):
+        value = getattr(turn, name)
+        if value is not None:
+            setattr(turn, name, value - origin_s)
+    turn.intended_s -= origin_s
+    turn.emitted_s = array("d", (value - origin_s for value in turn.emitted_s))

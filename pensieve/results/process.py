@@ -1,0 +1,46 @@
+"""Is the process that a running trial belongs to still alive?"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+import psutil
+
+HEARTBEAT_LIMIT = timedelta(seconds=60)
+START_TOLERANCE = timedelta(seconds=2)  # the start time is derived from the boot time, which is known to a tick only
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A pid alone is not a process: pids are used again, so the start time belongs to it."""
+
+    host: str
+    pid: int
+    process_started_at: datetime
+
+
+def this_process() -> Owner:
+    return _owner(os.getpid())
+
+
+@functools.lru_cache(maxsize=2)  # by pid, so that a forked child does not pass for its parent
+def _owner(pid: int) -> Owner:
+    return Owner(socket.gethostname(), pid, datetime.fromtimestamp(psutil.Process(pid).create_time(), UTC))
+
+
+def is_alive(owner: Owner, heartbeat_at: datetime, now: datetime) -> bool:
+    """On this host by pid and start time; elsewhere by its heartbeat, which is late after 60 s."""
+    if owner.host != socket.gethostname():
+        return now - heartbeat_at <= HEARTBEAT_LIMIT
+    try:
+        process = psutil.Process(owner.pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        started_at = datetime.fromtimestamp(process.create_time(), UTC)
+    except psutil.NoSuchProcess:
+        return False
+    return abs(started_at - owner.process_started_at) <= START_TOLERANCE

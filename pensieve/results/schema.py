@@ -1,0 +1,295 @@
+"""The tables of the results database: column names are a contract.
+
+Times called `*_at` are UTC moments; times called `*_s` are seconds of the trial's own clock. Units are in the names.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Column,
+    Connection,
+    DateTime,
+    Dialect,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    Table,
+    Text,
+    TypeDecorator,
+    UniqueConstraint,
+    column,
+    event,
+    table,
+    text,
+)
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+SCHEMA_VERSION = "0001"
+VERSION_TABLE = "pensieve_schema_version"
+"""Shaped like Alembic's own (one row, `version_num`), under a name that an MLflow store in the same database does not
+use: Alembic takes over with `version_table=VERSION_TABLE` and a first revision called SCHEMA_VERSION."""
+
+SWEEP_STATUSES = ("running", "completed", "failed", "interrupted")
+TRIAL_STATUSES = ("running", "completed", "failed", "interrupted")
+
+CASCADE = "CASCADE"
+BigId = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts up by itself only in a column of type INTEGER
+
+
+class UtcTime(TypeDecorator[datetime]):
+    """A moment; SQLite has no time zones, so UTC goes in without one and comes out with it."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        if value is None:
+            return None
+        assert value.tzinfo is not None, "a moment without a time zone"
+        utc = value.astimezone(UTC)
+        return utc.replace(tzinfo=None) if dialect.name == "sqlite" else utc
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        if value is None:
+            return None
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+class Base(DeclarativeBase):
+    # Every constraint has a name, so that a later migration can alter it on any database.
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "ck": "ck_%(table_name)s_%(constraint_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_N_name)s_%(referred_table_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+    type_annotation_map = {  # noqa: RUF012  SQLAlchemy reads it from the class
+        str: Text(),
+        datetime: UtcTime(),
+        dict[str, Any]: JSON(),
+        list[int]: JSON(),
+    }
+
+
+version_table = Table(VERSION_TABLE, Base.metadata, Column("version_num", Text, primary_key=True))
+
+
+class Sweep(Base):
+    """The same command is the same sweep: `key` hashes the sorted overrides and the resolved axes."""
+
+    __tablename__ = "sweep"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    key: Mapped[str] = mapped_column(unique=True)
+    name: Mapped[str]
+    experiment: Mapped[str | None]
+    command: Mapped[str | None]
+    overrides: Mapped[dict[str, Any]]
+    n_expected: Mapped[int]
+    status: Mapped[str]
+    host: Mapped[str]
+    git_commit: Mapped[str | None]
+    mlflow_run_id: Mapped[str | None]
+    started_at: Mapped[datetime]
+    finished_at: Mapped[datetime | None]
+
+
+class SweepTrial(Base):
+    """Which trial serves which job of a sweep; a trial may serve several sweeps, a job has one trial at a time."""
+
+    __tablename__ = "sweep_trial"
+
+    sweep_id: Mapped[int] = mapped_column(ForeignKey("sweep.id", ondelete=CASCADE), primary_key=True)
+    trial_id: Mapped[int] = mapped_column(ForeignKey("trial.id", ondelete=CASCADE), index=True)
+    job: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    reused: Mapped[bool]
+
+
+class Trial(Base):
+    """One attempt at one configuration. gpu_tokens and cpu_tokens are the effective ones (stateless: cpu 0)."""
+
+    __tablename__ = "trial"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    fingerprint: Mapped[str]
+    config_hash: Mapped[str] = mapped_column(index=True)
+    code_hash: Mapped[str]
+    platform: Mapped[str]
+    attempt: Mapped[int]
+    experiment: Mapped[str | None]
+    model: Mapped[str]
+    baseline: Mapped[str]
+    eviction: Mapped[str | None]
+    scheduler: Mapped[str | None]
+    cache: Mapped[str | None]
+    workload: Mapped[str]
+    hardware: Mapped[str]
+    seed: Mapped[int]
+    repeat: Mapped[int]
+    weights: Mapped[str | None]
+    model_revision: Mapped[str | None]
+    dtype: Mapped[str | None]
+    device: Mapped[str | None]
+    device_count: Mapped[int | None]
+    simulated: Mapped[bool]
+    contended: Mapped[bool]
+    gpu_tokens: Mapped[int | None] = mapped_column(BigInteger)
+    cpu_tokens: Mapped[int | None] = mapped_column(BigInteger)
+    gpu_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    cpu_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    kv_bytes_per_token: Mapped[int | None] = mapped_column(BigInteger)
+    working_set_tokens: Mapped[int | None] = mapped_column(BigInteger)
+    measure_start_s: Mapped[float | None]
+    measure_end_s: Mapped[float | None]
+    status: Mapped[str]
+    error: Mapped[str | None]
+    traceback: Mapped[str | None]
+    host: Mapped[str]
+    pid: Mapped[int]
+    process_started_at: Mapped[datetime]
+    heartbeat_at: Mapped[datetime]
+    started_at: Mapped[datetime]
+    finished_at: Mapped[datetime | None]
+    git_commit: Mapped[str | None]
+    mlflow_run_id: Mapped[str | None]
+    config: Mapped[dict[str, Any]]
+    environment: Mapped[dict[str, Any]]
+    engine: Mapped[dict[str, Any]]
+    flags: Mapped[dict[str, Any]]
+
+    __table_args__ = (
+        UniqueConstraint("fingerprint", "attempt"),
+        Index(
+            "uq_trial_fingerprint_running",
+            "fingerprint",
+            unique=True,
+            sqlite_where=text("status = 'running'"),
+            postgresql_where=text("status = 'running'"),
+        ),
+    )
+
+
+class MetricRow(Base):
+    __tablename__ = "metric"
+
+    trial_id: Mapped[int] = mapped_column(ForeignKey("trial.id", ondelete=CASCADE), primary_key=True)
+    name: Mapped[str] = mapped_column(primary_key=True)
+    label: Mapped[str] = mapped_column(primary_key=True, default="", server_default="")
+    value: Mapped[float | None]
+    unit: Mapped[str]
+    n: Mapped[int | None]
+    n_unit: Mapped[str | None]
+    ci_low: Mapped[float | None]
+    ci_high: Mapped[float | None]
+    limit_value: Mapped[float | None]
+
+
+class TurnRow(Base):
+    """The columns of request.TurnRecord, under a trial."""
+
+    __tablename__ = "turn"
+
+    id: Mapped[int] = mapped_column(BigId, primary_key=True)
+    trial_id: Mapped[int] = mapped_column(ForeignKey("trial.id", ondelete=CASCADE), index=True)
+    ordinal: Mapped[int]
+    session: Mapped[str]
+    turn: Mapped[int]
+    iteration: Mapped[int]
+    label: Mapped[str]
+    phase: Mapped[str]
+    stream: Mapped[bool]
+    status: Mapped[str]
+    finish_reason: Mapped[str | None]
+    error: Mapped[str | None]
+    intended_s: Mapped[float]
+    sent_s: Mapped[float | None]
+    arrived_s: Mapped[float | None]
+    admitted_s: Mapped[float | None]
+    first_token_s: Mapped[float | None]
+    finished_s: Mapped[float | None]
+    queue_ms: Mapped[float | None]
+    ttft_ms: Mapped[float | None]
+    latency_ms: Mapped[float | None]
+    compute_ms: Mapped[float | None]
+    transfer_ms: Mapped[float | None]
+    prompt_tokens: Mapped[int | None]
+    output_tokens: Mapped[int]
+    history_tokens: Mapped[int | None]
+    gpu_hit_tokens: Mapped[int | None]
+    cpu_hit_tokens: Mapped[int | None]
+    recomputed_tokens: Mapped[int | None]
+    shared_hit_tokens: Mapped[int | None]
+    new_tokens: Mapped[int | None]
+    resumed_swapped_tokens: Mapped[int]
+    resumed_recomputed_tokens: Mapped[int]
+    cpu_recomputed_tokens: Mapped[int]
+    h2d_bytes: Mapped[int] = mapped_column(BigInteger)
+    d2h_bytes: Mapped[int] = mapped_column(BigInteger)
+    sent_bytes: Mapped[int] = mapped_column(BigInteger)
+    received_bytes: Mapped[int] = mapped_column(BigInteger)
+    output_sha256: Mapped[str | None]
+
+
+sample_table = Table(  # without a primary key: two readings may share a moment of a virtual clock
+    "sample",
+    Base.metadata,
+    Column("trial_id", ForeignKey("trial.id", ondelete=CASCADE), index=True, nullable=False),
+    Column("at_s", Float, nullable=False),
+    Column("device", Text, nullable=False, server_default=""),
+    Column("name", Text, nullable=False),
+    Column("value", Float),
+    Column("unit", Text, nullable=False),
+)
+
+
+class ArtifactRow(Base):
+    """path: relative to the outputs folder where it lies inside, else absolute. kind tokens: see results.tokens."""
+
+    __tablename__ = "artifact"
+
+    trial_id: Mapped[int] = mapped_column(ForeignKey("trial.id", ondelete=CASCADE), primary_key=True)
+    kind: Mapped[str] = mapped_column(primary_key=True)
+    path: Mapped[str] = mapped_column(primary_key=True)
+    sha256: Mapped[str | None]
+
+
+class ClaimRow(Base):
+    """A published number held against ours. verdict: holds, fails, inconclusive, not comparable."""
+
+    __tablename__ = "claim"
+
+    sweep_id: Mapped[int] = mapped_column(ForeignKey("sweep.id", ondelete=CASCADE), primary_key=True)
+    name: Mapped[str] = mapped_column(primary_key=True)
+    claimed: Mapped[float | None]
+    measured: Mapped[float | None]
+    ci_low: Mapped[float | None]
+    ci_high: Mapped[float | None]
+    n: Mapped[int | None]
+    verdict: Mapped[str]
+    trial_ids: Mapped[list[int]]
+
+
+current_trial = table("current_trial", *(column(c.name, c.type) for c in Trial.__table__.columns))
+"""The view: of every fingerprint the newest completed attempt."""
+
+
+@event.listens_for(Base.metadata, "after_create")
+def _create_view(target: MetaData, connection: Connection, **_: Any) -> None:
+    columns = ", ".join(f"t.{name}" for name in current_trial.c.keys())  # noqa: SIM118  a column collection, not a dict
+    connection.execute(text("DROP VIEW IF EXISTS current_trial"))
+    connection.execute(
+        text(
+            f"CREATE VIEW current_trial AS SELECT {columns} FROM trial t WHERE t.status = 'completed' AND t.attempt = "
+            "(SELECT MAX(u.attempt) FROM trial u WHERE u.fingerprint = t.fingerprint AND u.status = 'completed')"
+        )
+    )

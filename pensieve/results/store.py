@@ -1,0 +1,387 @@
+"""The results database as the rest of the program sees it: sweeps, trials, and what trials leave behind."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from math import isfinite
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from sqlalchemy import URL, Connection, Row, Select, func, insert, select, update
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from pensieve.errors import ResultsError
+from pensieve.metrics import Metric
+from pensieve.request import TurnRecord
+from pensieve.results.database import Database
+from pensieve.results.process import Owner, is_alive, this_process
+from pensieve.results.schema import (
+    ArtifactRow,
+    MetricRow,
+    Sweep,
+    SweepTrial,
+    Trial,
+    TurnRow,
+    current_trial,
+    sample_table,
+)
+
+T = TypeVar("T")
+
+DATABASE_NAME = "results.db"
+TURN_BATCH = 5000
+TURN_COLUMNS = tuple(c.name for c in TurnRow.__table__.columns if c.name not in ("id", "trial_id"))
+_TRIAL_COLUMNS = frozenset(c.name for c in Trial.__table__.columns) - {"id"}
+_TRIAL_DEFAULTS: dict[str, Any] = {"repeat": 0, "contended": False, "environment": {}, "engine": {}, "flags": {}}
+
+
+class Reading(NamedTuple):
+    """One row of table `sample`: occupancy, queue length or device use at a moment of the trial's clock."""
+
+    at_s: float
+    device: str
+    name: str
+    value: float | None
+    unit: str
+
+
+class Artifact(NamedTuple):
+    kind: str
+    path: Path
+    sha256: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """What one job of a sweep came to.
+
+    last: the attempt that the job made (or reused) last; its status says whether the job succeeded.
+    trial: the newest completed attempt of the same fingerprint, which tables and figures read; None if there is none.
+    metrics: of `trial`, by (name, label).
+    """
+
+    job: int
+    reused: bool
+    last: Trial
+    trial: Trial | None
+    metrics: Mapping[tuple[str, str], Metric] = field(default_factory=dict)
+
+    def value(self, name: str, label: str = "") -> float | None:
+        metric = self.metrics.get((name, label))
+        return metric.value if metric else None
+
+
+class ResultsStore:
+    """Every method is one transaction, so that a reader never meets half a batch. Safe to use from several threads.
+
+    url: any SQLAlchemy URL. root: the outputs folder, which artifact paths are relative to (SQLite: the file's folder).
+    create: make a database that is missing. Raises ResultsError wherever the database cannot do what it is asked.
+    """
+
+    def __init__(self, url: str, root: Path | None = None, create: bool = True) -> None:
+        self.database = Database(url, create)
+        path = self.database.path
+        self.root = root.absolute() if root else (path.parent if path else None)
+
+    # Sweeps
+
+    def open_sweep(
+        self,
+        key: str,
+        name: str,
+        experiment: str | None,
+        command: str | None,
+        overrides: Mapping[str, Any],
+        n_expected: int,
+        host: str,
+        git_commit: str | None,
+    ) -> int:
+        """The sweep's id; the same key is the same sweep, running again. overrides: key -> text, swept axes included."""
+        values: dict[str, Any] = {
+            "name": name, "experiment": experiment, "command": command, "overrides": dict(overrides),
+            "n_expected": n_expected, "host": host, "git_commit": git_commit, "status": "running",
+            "started_at": _now(), "finished_at": None,
+        }  # fmt: skip
+        for _ in range(2):
+            try:
+                with self.database.writing() as connection:
+                    found = connection.scalar(select(Sweep.id).where(Sweep.key == key))
+                    if found is None:
+                        return _inserted_id(connection, Sweep, {**values, "key": key})
+                    connection.execute(update(Sweep).where(Sweep.id == found).values(**values))
+                    return int(found)
+            except IntegrityError:
+                continue  # another process inserted the same key in between: now it is found
+        raise ResultsError(f"The sweep {name} cannot be recorded: another process keeps opening it; run it once.")
+
+    def set_sweep(self, sweep_id: int, **fields: Any) -> None:
+        """Change columns; a status other than running also sets finished_at."""
+        if fields.get("status", "running") != "running":
+            fields.setdefault("finished_at", _now())
+        with self.database.writing() as connection:
+            found = connection.execute(update(Sweep).where(Sweep.id == sweep_id).values(**fields))
+        assert found.rowcount == 1, f"no sweep {sweep_id}"
+
+    def sweep(self, sweep_id: int) -> Sweep:
+        found = self._one(select(Sweep).where(Sweep.id == sweep_id))
+        if found is None:
+            raise ResultsError(f"There is no sweep {sweep_id} in {self.database.shown}.")
+        return found
+
+    def latest_sweep(self) -> Sweep | None:
+        """The one that was started, or taken up again, last."""
+        return self._one(select(Sweep).order_by(Sweep.started_at.desc(), Sweep.id.desc()).limit(1))
+
+    def link(self, sweep_id: int, trial_id: int, job: int, reused: bool) -> None:
+        """Say that the trial serves this job of the sweep, in place of any trial that served it before."""
+        values = {"trial_id": trial_id, "reused": reused}
+        with self.database.writing() as connection:
+            here = (SweepTrial.sweep_id == sweep_id) & (SweepTrial.job == job)
+            before = connection.execute(select(SweepTrial.trial_id).where(here)).first()
+            if before is None:
+                connection.execute(insert(SweepTrial).values(sweep_id=sweep_id, job=job, **values))
+            elif before.trial_id != trial_id:  # a sweep that finds its own trial again did not borrow it
+                connection.execute(update(SweepTrial).where(here).values(**values))
+
+    def trials_of_sweep(self, sweep_id: int) -> list[JobResult]:
+        """Every job that was begun, in order, with the metrics of its current trial."""
+        with self._session() as session:
+            links = session.execute(
+                select(SweepTrial, Trial)
+                .join(Trial, Trial.id == SweepTrial.trial_id)
+                .where(SweepTrial.sweep_id == sweep_id)
+                .order_by(SweepTrial.job)
+            ).all()
+            fingerprints = {trial.fingerprint for _, trial in links}
+            current = {t.fingerprint: t for t in session.scalars(_current().where(Trial.fingerprint.in_(fingerprints)))}
+            metrics: dict[int, dict[tuple[str, str], Metric]] = {t.id: {} for t in current.values()}
+            for row in session.scalars(select(MetricRow).where(MetricRow.trial_id.in_(metrics))):
+                metrics[row.trial_id][row.name, row.label] = _metric(row)
+        results = []
+        for link, last in links:
+            trial = current.get(last.fingerprint)
+            found = metrics[trial.id] if trial else {}
+            results.append(JobResult(link.job, link.reused, last, trial, found))
+        return results
+
+    # Trials
+
+    def begin_trial(self, fields: Mapping[str, Any]) -> int:
+        """Record a trial as running in this process; returns its id.
+
+        fields: columns of `trial`. A trial of the same fingerprint whose process is gone becomes interrupted; one that
+        still runs raises ResultsError with its process.
+        """
+        unknown = set(fields) - _TRIAL_COLUMNS
+        assert not unknown, f"no such columns of trial: {unknown}"
+        now, owner, fingerprint = _now(), this_process(), fields["fingerprint"]
+        own = {"started_at": now, "heartbeat_at": now, "status": "running", **asdict(owner)}
+        for _ in range(3):
+            try:
+                with self.database.writing() as connection:
+                    self._interrupt_dead(connection, now, Trial.fingerprint == fingerprint)
+                    alive = connection.execute(
+                        select(Trial.id, Trial.pid, Trial.host).where(
+                            Trial.fingerprint == fingerprint, Trial.status == "running"
+                        )
+                    ).first()
+                    if alive is not None:
+                        raise ResultsError(
+                            f"This trial is running already (trial {alive.id}, process {alive.pid} on {alive.host}); "
+                            "wait for it, or end that process and run again."
+                        )
+                    attempts = select(func.max(Trial.attempt)).where(Trial.fingerprint == fingerprint)
+                    attempt = (connection.scalar(attempts) or 0) + 1
+                    return _inserted_id(connection, Trial, {**_TRIAL_DEFAULTS, **fields, **own, "attempt": attempt})
+            except IntegrityError:
+                continue  # another process began the same fingerprint in between (not possible on SQLite)
+        raise ResultsError("This trial cannot be recorded: other processes keep beginning it; run it once.")
+
+    def heartbeat(self, trial_id: int) -> None:
+        """Say that the trial is alive; due well within process.HEARTBEAT_LIMIT."""
+        with self.database.writing() as connection:
+            connection.execute(
+                update(Trial).where(Trial.id == trial_id, Trial.status == "running").values(heartbeat_at=_now())
+            )
+
+    def interrupt_dead(self) -> int:
+        """Mark running trials whose process is gone as interrupted; returns how many there were."""
+        with self.database.writing() as connection:
+            return self._interrupt_dead(connection, _now(), Trial.status == "running")
+
+    def set_trial(self, trial_id: int, **fields: Any) -> None:
+        """Change columns of a trial."""
+        assert not set(fields) - _TRIAL_COLUMNS, f"no such columns of trial: {set(fields) - _TRIAL_COLUMNS}"
+        with self.database.writing() as connection:
+            found = connection.execute(update(Trial).where(Trial.id == trial_id).values(**fields))
+        assert found.rowcount == 1, f"no trial {trial_id}"
+
+    def finish_trial(
+        self, trial_id: int, status: str, error: str | None = None, traceback: str | None = None, **fields: Any
+    ) -> None:
+        """Close a trial as completed, failed or interrupted. fields: further columns, such as measure_end_s."""
+        assert status in ("completed", "failed", "interrupted"), status
+        now = _now()
+        fields = {"finished_at": now, "heartbeat_at": now, **fields}
+        self.set_trial(trial_id, status=status, error=error, traceback=traceback, **fields)
+
+    def add_turns(self, trial_id: int, turns: Iterable[TurnRecord]) -> None:
+        values_of = attrgetter(*TURN_COLUMNS)
+        with self.database.writing() as connection:
+            batch: list[dict[str, Any]] = []
+            for turn in turns:
+                batch.append(dict(zip(TURN_COLUMNS, values_of(turn), strict=True), trial_id=trial_id))
+                if len(batch) == TURN_BATCH:
+                    connection.execute(insert(TurnRow), batch)
+                    batch = []
+            if batch:
+                connection.execute(insert(TurnRow), batch)
+
+    def add_metrics(self, trial_id: int, metrics: Iterable[Metric]) -> None:
+        """A value that is not finite is stored as null: SQL has no common way to say it."""
+        rows = [{**asdict(m), "value": _finite(m.value), "trial_id": trial_id} for m in metrics]
+        if rows:
+            with self.database.writing() as connection:
+                connection.execute(insert(MetricRow), rows)
+
+    def add_samples(self, trial_id: int, readings: Iterable[Reading]) -> None:
+        rows = [{**r._asdict(), "value": _finite(r.value), "trial_id": trial_id} for r in readings]
+        if rows:
+            with self.database.writing() as connection:
+                connection.execute(insert(sample_table), rows)
+
+    def add_artifact(self, trial_id: int, kind: str, path: Path) -> None:
+        """Record a file with its digest, or a folder without. The file stays where it is; adding it again updates it."""
+        path = path.absolute()
+        inside = self.root is not None and path.is_relative_to(self.root)
+        stored = path.relative_to(self.root).as_posix() if inside and self.root else str(path)
+        digest = _file_sha256(path) if path.is_file() else None
+        with self._session(write=True) as session:
+            session.merge(ArtifactRow(trial_id=trial_id, kind=kind, path=stored, sha256=digest))
+
+    # Reading
+
+    def trial(self, trial_id: int) -> Trial:
+        found = self._one(select(Trial).where(Trial.id == trial_id))
+        if found is None:
+            raise ResultsError(f"There is no trial {trial_id} in {self.database.shown}.")
+        return found
+
+    def completed_trial(self, fingerprint: str) -> Trial | None:
+        return self._one(_current().where(Trial.fingerprint == fingerprint))
+
+    def completed_by_config(self, config_hash: str) -> Trial | None:
+        """The newest completed trial of this configuration, whatever code and platform ran it."""
+        return self._one(_current().where(Trial.config_hash == config_hash).order_by(Trial.id.desc()).limit(1))
+
+    def metrics_of(self, trial_id: int) -> list[Metric]:
+        with self._session() as session:
+            return [_metric(row) for row in session.scalars(select(MetricRow).where(MetricRow.trial_id == trial_id))]
+
+    def turns_of(self, trial_id: int, *columns: str) -> Sequence[Row[Any]]:
+        """In order of ordinal; rows have the columns as attributes. Without names: all of them."""
+        chosen = [TurnRow.__table__.c[name] for name in columns or TURN_COLUMNS]
+        with self.database.reading() as connection:
+            return connection.execute(
+                select(*chosen).where(TurnRow.trial_id == trial_id).order_by(TurnRow.ordinal, TurnRow.id)
+            ).all()
+
+    def samples_of(self, trial_id: int) -> list[Reading]:
+        c = sample_table.c
+        query = select(*(c[name] for name in Reading._fields)).where(c.trial_id == trial_id).order_by(c.at_s)
+        with self.database.reading() as connection:
+            return [Reading(*row) for row in connection.execute(query)]
+
+    def artifacts_of(self, trial_id: int, kind: str | None = None) -> list[Artifact]:
+        """With absolute paths; whether the files are still there is not looked at."""
+        query = select(ArtifactRow).where(ArtifactRow.trial_id == trial_id).order_by(ArtifactRow.kind, ArtifactRow.path)
+        with self._session() as session:
+            rows = session.scalars(query if kind is None else query.where(ArtifactRow.kind == kind)).all()
+        return [Artifact(row.kind, (self.root or Path()) / row.path, row.sha256) for row in rows]
+
+    # Inside
+
+    @contextmanager
+    def _session(self, write: bool = False) -> Iterator[Session]:
+        """Objects read here outlive it: they have no relations, and nothing of them is loaded later."""
+        with (
+            self.database.writing() if write else self.database.reading() as connection,
+            Session(connection, expire_on_commit=False) as session,
+        ):
+            yield session
+            session.flush()
+            session.expunge_all()
+
+    def _one(self, query: Select[T]) -> T | None:
+        with self._session() as session:
+            return session.scalars(query).first()
+
+    @staticmethod
+    def _interrupt_dead(connection: Connection, now: datetime, which: Any) -> int:
+        running = connection.execute(
+            select(Trial.id, Trial.host, Trial.pid, Trial.process_started_at, Trial.heartbeat_at).where(
+                which, Trial.status == "running"
+            )
+        ).all()
+        dead = [r for r in running if not is_alive(Owner(r.host, r.pid, r.process_started_at), r.heartbeat_at, now)]
+        for row in dead:
+            error = f"Process {row.pid} on {row.host} ended without finishing this trial; run the same command again."
+            connection.execute(
+                update(Trial)
+                .where(Trial.id == row.id)
+                .values(status="interrupted", error=error, finished_at=row.heartbeat_at)
+            )
+        return len(dead)
+
+
+def open_store(outputs: Path, url: str | None = None, create: bool = True) -> ResultsStore:
+    """The database at `url`, or results.db in the outputs folder, which is made where it is missing.
+
+    create=False: for readers, which have nothing to show where there is no database. Raises ResultsError.
+    """
+    if create:
+        try:
+            outputs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ResultsError(
+                f"The outputs folder {outputs} cannot be made ({error.strerror}); "
+                "set PENSIEVE_OUTPUTS to a folder that this user may write to."
+            ) from None
+    if url is None:
+        if not create and not outputs.is_dir():
+            raise ResultsError(f"There are no results in {outputs} yet; run `python runners/run.py -m` first.")
+        url = URL.create("sqlite", database=str(outputs.absolute() / DATABASE_NAME)).render_as_string()
+    return ResultsStore(url, root=outputs, create=create)
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+def _current() -> Select[Trial]:
+    return select(Trial).where(Trial.id.in_(select(current_trial.c.id)))
+
+
+def _inserted_id(connection: Connection, mapped: type[Sweep] | type[Trial], values: Mapping[str, Any]) -> int:
+    key = connection.execute(insert(mapped).values(**values)).inserted_primary_key
+    assert key is not None
+    return int(key[0])
+
+
+def _metric(row: MetricRow) -> Metric:
+    return Metric(**{f.name: getattr(row, f.name) for f in fields(Metric)})
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and isfinite(value) else None
+
+
+def _file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

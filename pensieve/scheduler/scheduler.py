@@ -1,0 +1,257 @@
+"""Decides each iteration: who is admitted, what is computed, what is copied (paper sections 4.2 and 4.3)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from pensieve.cache.base import CacheManager, Run
+from pensieve.errors import RequestRefused
+from pensieve.plan import Copy, Row, Sample, StepPlan
+from pensieve.scheduler.queue import WaitingQueue
+from pensieve.scheduler.refusal import refusal
+from pensieve.scheduler.sequence import Sequence
+from pensieve.scheduler.settings import SchedulerSettings
+
+
+@dataclass(slots=True)
+class Step:
+    """A plan and whose it is. admitted: requests that start with it, whose swap-ins it performs."""
+
+    plan: StepPlan
+    rows: list[tuple[Sequence, tuple[Run, ...]]]
+    admitted: list[Sequence]
+    tickets: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """suspended, deferred: requests, each counted once however long it waited. steps: plans made."""
+
+    suspended: int = 0
+    deferred: int = 0
+    steps: int = 0
+    batched_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The plan being made."""
+
+    tables: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
+    swap_in: list[Copy] = field(default_factory=list)
+    swap_out: list[Copy] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler:
+    """Iteration-level batching over any CacheManager; knows no tensor and no baseline.
+
+    A request waits, runs (pinned, all its blocks reserved), may be suspended when decode runs out of blocks (it returns to
+    the queue at its own rank), and ends. With nothing running the admission reserve is 0, and idle chunks are dropped if
+    copies cannot make room: so something always starts.
+    """
+
+    def __init__(self, cache: CacheManager, settings: SchedulerSettings, max_context: int) -> None:
+        self.cache = cache
+        self.settings = settings
+        self.queue = WaitingQueue()
+        self.running: list[Sequence] = []  # by rank
+        self.counters = SchedulerCounters()
+        self._slots = list(range(settings.max_batch_requests - 1, -1, -1))
+        self._max_context = max_context
+        self._deferred: set[int] = set()
+        self._refused: list[tuple[Sequence, RequestRefused]] = []
+        self._start = math.ceil(settings.swap_out_start * cache.gpu_blocks)
+        self._stop = math.ceil(settings.swap_out_stop * cache.gpu_blocks)
+        self._reserve = math.ceil(settings.admission_reserve * cache.gpu_blocks)
+
+    def refusal(self, sequence: Sequence) -> RequestRefused | None:
+        """Why it can never be served, or None."""
+        return refusal(sequence, self.cache.chunk_tokens, self.cache.gpu_blocks, self._max_context)
+
+    def take_refused(self) -> list[tuple[Sequence, RequestRefused]]:
+        """Requests whose conversation outgrew the machine while they waited."""
+        refused, self._refused = self._refused, []
+        return refused
+
+    def submit(self, sequence: Sequence, now_s: float) -> None:
+        self.cache.hold(sequence.session, now_s)
+        self.queue.push(sequence)
+
+    def plan(self, now_s: float) -> Step | None:
+        """The next iteration; None when there is nothing to compute or copy."""
+        draft = _Draft()
+        wanted = self._admit(draft, now_s)
+        rows = self._compose(draft, now_s)
+        self._swap_out(draft, wanted, now_s)
+        while wanted and not self.running and not self.cache.outgoing:
+            # Nothing runs and nothing is on its way: lose idle KV rather than stand still. More than once where the
+            # policy's choice was the head's own.
+            dropped = self.cache.drop(wanted, now_s)
+            wanted = self._admit(draft, now_s)
+            rows = self._compose(draft, now_s)
+            if not dropped:
+                break
+        if not rows and not draft.swap_out and not draft.swap_in:
+            assert not draft.tables
+            return None
+        plan = StepPlan(
+            step=self.counters.steps,
+            rows=tuple(row for _, row in rows),
+            tables=tuple(draft.tables),
+            swap_in=tuple(draft.swap_in),
+            swap_out=tuple(draft.swap_out),
+        )
+        self.counters.steps += 1
+        self.counters.batched_tokens += sum(row.positions for _, row in rows)
+        self.cache.launched(plan.step)
+        tickets = tuple(copy.ticket for copy in (*plan.swap_in, *plan.swap_out))
+        return Step(plan, [(sequence, row.runs) for sequence, row in rows], draft.admitted, tickets)
+
+    def end(self, sequence: Sequence, now_s: float) -> None:
+        """The turn is over: its blocks may be evicted, and the next turn of its conversation may start."""
+        self.running.remove(sequence)
+        self._leave_slot(sequence)
+        self.cache.release(sequence.session, now_s)
+        self.queue.ended(sequence.session.name)
+
+    def withdraw(self, sequence: Sequence, now_s: float) -> None:
+        """It was cancelled while it waited (or was suspended)."""
+        self.queue.remove(sequence)
+        self._deferred.discard(sequence.rank)
+        self.cache.unhold(sequence.session, now_s)
+
+    # -- admission ----------------------------------------------------------------------------------------------------
+
+    def _admit(self, draft: _Draft, now_s: float) -> int:
+        """Admit from the head while it fits; returns the blocks that a deferred head lacks."""
+        while (head := self.queue.head()) is not None and self._slots:
+            cache, session = self.cache, head.session
+            error = None if head.suspended else self.refusal(head)
+            if error is not None:
+                self.withdraw(head, now_s)
+                self._refused.append((head, error))
+                continue
+            keep = len(session.tokens) if head.suspended else head.kept()
+            length = keep if head.suspended else head.prompt_length()
+            demand = cache.demand(session, keep, length)
+            reserve = self._reserve if self.running else 0
+            lacking = demand.blocks + demand.own_available + reserve - cache.available
+            if lacking > 0:
+                if head.rank not in self._deferred:
+                    self._deferred.add(head.rank)
+                    self.counters.deferred += 1
+                return lacking
+            self._start_running(self.queue.pop(), keep, draft, now_s)
+        return 0
+
+    def _start_running(self, sequence: Sequence, keep: int, draft: _Draft, now_s: float) -> None:
+        cache, session, record = self.cache, sequence.session, sequence.record
+        self._deferred.discard(sequence.rank)
+        if sequence.suspended:
+            admission = cache.resume(session, now_s)
+            record.resumed_swapped_tokens += admission.swapped_tokens
+            record.resumed_recomputed_tokens += admission.again_tokens
+            sequence.suspended = False
+        else:
+            sequence.length_before = len(session.tokens) if sequence.request.continues else keep
+            sequence.computed_before = min(session.computed, sequence.length_before)
+            admission = cache.admit(session, keep, sequence.suffix(keep), sequence.request.known_tokens, now_s)
+            residency = admission.residency
+            record.admitted_s = now_s
+            record.prompt_tokens, record.history_tokens = residency.prompt, residency.history
+            record.gpu_hit_tokens, record.cpu_hit_tokens = residency.gpu_hit, residency.cpu_hit
+            record.recomputed_tokens, record.new_tokens = residency.recomputed, residency.new
+            record.shared_hit_tokens = residency.shared_hit
+        cache.unhold(session, now_s)
+        sequence.set_work(admission.work)
+        sequence.slot = self._slots.pop()
+        position = len(self.running)
+        while position and self.running[position - 1].rank > sequence.rank:
+            position -= 1
+        self.running.insert(position, sequence)
+        draft.admitted.append(sequence)
+        draft.tables.append((sequence.slot, 0, admission.table))
+        draft.swap_in.extend(admission.swap_in)
+
+    # -- iterations ---------------------------------------------------------------------------------------------------
+
+    def _compose(self, draft: _Draft, now_s: float) -> list[tuple[Sequence, Row]]:
+        rows: list[tuple[Sequence, Row]] = []
+        for sequence, count in self.settings.composition(self.running, self.settings.max_batch_tokens):
+            if sequence.slot is None:
+                continue  # suspended a moment ago, to make room for an earlier one
+            if sequence.decoding and not self._extend(sequence, draft, rows, now_s):
+                continue
+            rows.append((sequence, self._row(sequence, count)))
+        return rows
+
+    def _extend(self, sequence: Sequence, draft: _Draft, rows: list[tuple[Sequence, Row]], now_s: float) -> bool:
+        """A block for the next decoded position. False: the request skips this iteration, or was suspended."""
+        cache, session = self.cache, sequence.session
+        while True:
+            added = cache.extend(session, len(session.tokens), now_s)
+            if added is not None:
+                if added[1]:
+                    assert sequence.slot is not None
+                    draft.tables.append((sequence.slot, *added))
+                return True
+            if cache.outgoing:
+                return False  # blocks are on their way
+            draft.swap_out.extend(cache.swap_out(1, now_s, urgent=True))
+            if cache.outgoing or cache.available:
+                continue
+            victim = self._latest_idle_in(rows)
+            if len(self.running) > 1 and victim is not None:
+                self._suspend(victim, draft, now_s)
+                if victim is sequence:
+                    return False
+            elif not cache.drop(1, now_s):
+                return False  # the other blocks are in this very plan; the next iteration suspends
+
+    def _latest_idle_in(self, rows: list[tuple[Sequence, Row]]) -> Sequence | None:
+        """The latest-arrived running request, unless this iteration already computes it."""
+        planned = {id(sequence) for sequence, _ in rows}
+        return next((s for s in reversed(self.running) if id(s) not in planned), None)
+
+    def _suspend(self, sequence: Sequence, draft: _Draft, now_s: float) -> None:
+        self.counters.suspended += 1
+        self.running.remove(sequence)
+        self._leave_slot(sequence)
+        sequence.suspended = True
+        self.cache.hold(sequence.session, now_s)
+        draft.swap_out.extend(self.cache.suspend(sequence.session, now_s))
+        self.queue.push_back(sequence)
+
+    def _row(self, sequence: Sequence, count: int) -> Row:
+        runs = sequence.take(count)
+        tokens = sequence.session.tokens
+        self.cache.advance(sequence.session, runs)
+        ids: list[int] = []
+        for start, stop in runs:
+            ids.extend(tokens[start:stop])
+        sample = None
+        if not sequence.work_tokens:
+            drawn = sequence.request.sampling
+            position = len(tokens)
+            sample = Sample(position, sequence.noise_key, drawn.temperature, drawn.top_p, drawn.top_k)
+        assert sequence.slot is not None
+        return Row(sequence.slot, runs, tuple(ids), sample)
+
+    def _leave_slot(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None
+        self._slots.append(sequence.slot)
+        sequence.slot = None
+
+    # -- making room --------------------------------------------------------------------------------------------------
+
+    def _swap_out(self, draft: _Draft, wanted: int, now_s: float) -> None:
+        """Ahead of time below the start threshold (section 4.3.2), and at once for a head that waits for blocks."""
+        cache = self.cache
+        have = cache.available + cache.outgoing
+        target = self._stop if have < self._start else 0
+        if wanted:
+            target = max(target, cache.available + wanted)
+        if target > have:
+            draft.swap_out.extend(cache.swap_out(target - have, now_s, urgent=bool(wanted)))

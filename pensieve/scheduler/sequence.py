@@ -1,0 +1,73 @@
+"""A request on its way through the engine."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from pensieve.cache.base import Run
+from pensieve.cache.session import Session, common_prefix
+from pensieve.request import Request, TokenArray, TurnRecord
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """rank: order of arrival, kept through suspension. work: positions without KV, ascending; the last one ends at the last
+    known token, so a decode is a work list of one position. slot: the worker's, while running. length_before and
+    computed_before: of the conversation at admission, to which a failed turn returns.
+    """
+
+    request: Request
+    record: TurnRecord
+    rank: int
+    session: Session
+    noise_key: int
+    work: deque[Run] = field(default_factory=deque)
+    work_tokens: int = 0
+    slot: int | None = None
+    length_before: int = 0
+    computed_before: int = 0
+    suspended: bool = False
+
+    @property
+    def decoding(self) -> bool:
+        """One position is left and it is a token this turn sampled."""
+        return self.work_tokens == 1 and len(self.record.token_ids) > 0
+
+    @property
+    def generated(self) -> int:
+        return len(self.record.token_ids)
+
+    def set_work(self, runs: tuple[Run, ...]) -> None:
+        self.work = deque(runs)
+        self.work_tokens = sum(stop - start for start, stop in runs)
+
+    def take(self, count: int) -> tuple[Run, ...]:
+        """Remove the first `count` positions of the work and return them as runs."""
+        runs: list[Run] = []
+        self.work_tokens -= count
+        while count:
+            start, stop = self.work.popleft()
+            used = min(stop - start, count)
+            runs.append((start, start + used))
+            count -= used
+            if start + used < stop:
+                self.work.appendleft((start + used, stop))
+        return tuple(runs)
+
+    def kept(self) -> int:
+        """Leading tokens of the conversation that the prompt keeps. The last prompt token is always computed anew, since
+        its logits give the first output token."""
+        held, prompt = self.session.tokens, self.request.prompt
+        if self.request.continues:
+            return len(held) if prompt else len(held) - 1
+        return min(common_prefix(held, prompt), len(prompt) - 1)
+
+    def suffix(self, keep: int) -> TokenArray[int]:
+        """The tokens of the prompt after the first `keep`."""
+        if self.request.continues:
+            return self.request.prompt or self.session.tokens[keep:]
+        return self.request.prompt[keep:]
+
+    def prompt_length(self) -> int:
+        return len(self.request.prompt) + (len(self.session.tokens) if self.request.continues else 0)

@@ -1,0 +1,300 @@
+"""The programmatic server: one call to make it, one call a turn, from any number of threads."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from pensieve.baselines.base import System
+from pensieve.compose import (
+    build_system,
+    build_tokenizer,
+    check,
+    check_free_memory,
+    model_config,
+    plan_trial,
+    read_option,
+)
+from pensieve.errors import ConfigError, RequestFailed, RequestRefused
+from pensieve.request import Event, Free, Length, Request, Sampling, TokenArray, TurnRecord, tokens_of
+from pensieve.tokenizer import Tokenizer
+
+_ALIASES = {"vllm": "stateless"}
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One finished turn. text: the reply, without the stop string that ended it. turn: its record (see TurnRecord)."""
+
+    token_ids: list[int]
+    text: str
+    turn: TurnRecord
+
+
+class _Waiter:
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.turn: TurnRecord | None = None
+        self.error: BaseException | None = None
+
+
+class Server:
+    """A running engine that keeps conversations by name; thread-safe, a context manager.
+
+    Calls from several threads are batched together; turns of one conversation are served in the order they came.
+    """
+
+    def __init__(self, system: System, tokenizer: Tokenizer, seed: int = 0) -> None:
+        self._system = system
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._ids = itertools.count(1)
+        self._turns: dict[str, int] = {}
+        self._waiters: dict[int, _Waiter] = {}
+        self._totals: dict[str, float] = {
+            "turns": 0,
+            "output_tokens": 0,
+            "failed_turns": 0,
+            **dict.fromkeys(_COUNTED, 0),
+        }
+        self._lock = threading.Lock()
+        self._closing = False
+        self._crash: BaseException | None = None
+        self._work = threading.Event()
+        self.report = system.start()
+        self._thread = threading.Thread(target=self._deliver, name="pensieve-server", daemon=True)
+        self._thread.start()
+
+    def process_request(self, session_id: str, text: str, max_new_tokens: int = 128, **options: Any) -> str:
+        """Send one message of a conversation and return the reply. `options` as of `generate`."""
+        return self.generate(session_id, text=text, max_new_tokens=max_new_tokens, **options).text
+
+    def generate(
+        self,
+        session_id: str,
+        prompt_ids: Sequence[int] | None = None,
+        *,
+        text: str | None = None,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        ignore_eos: bool = False,
+    ) -> Generation:
+        """Append a message (token ids, or text) to the conversation and generate.
+
+        Raises RequestRefused (CapacityError, ContextLengthError by its sentence) for a request that can never be served,
+        RequestFailed where the engine failed it, ConfigError for arguments that make no sense.
+        """
+        if (prompt_ids is None) == (text is None):
+            raise ConfigError("Give either prompt_ids or text.")
+        if max_new_tokens < 1 or temperature < 0 or not 0 < top_p <= 1 or top_k < 0:
+            raise ConfigError(
+                "max_new_tokens is at least 1, temperature and top_k at least 0, top_p above 0 and at most 1."
+            )
+        ids = tokens_of(list(prompt_ids)) if prompt_ids is not None else tokens_of(self._tokenizer.encode(text or ""))
+        vocab = int(self._system.settings()["vocab"])
+        if any(not 0 <= token < vocab for token in ids):
+            raise ConfigError(f"prompt_ids must lie in [0, {vocab}), the model's vocabulary.")
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        output = Length(max_new_tokens) if ignore_eos and not stops else Free(max_new_tokens, stops, ignore_eos)
+        turn = self._serve(
+            session_id, ids, output, Sampling(temperature, top_p, top_k, self._seed if seed is None else seed)
+        )
+        if turn.status == "refused":
+            raise RequestRefused(turn.error or "The request was refused.")
+        if turn.status != "completed":
+            raise RequestFailed(turn.error or f"The request ended as {turn.status}.")
+        return Generation(list(turn.token_ids), self._text(turn, stops), turn)
+
+    def forget(self, session_id: str | None = None) -> None:
+        """Free a conversation, or all of them."""
+        self._system.forget(session_id)
+        with self._lock:
+            if session_id is None:
+                self._turns.clear()
+            else:
+                self._turns.pop(session_id, None)
+
+    def get_statistics(self) -> dict[str, Any]:
+        """Counts since start: turns, tokens, hits by tier, evictions, bytes moved, and what the engine is."""
+        with self._lock:
+            totals = dict(self._totals)
+        history = totals["history_tokens"]
+        shares = {
+            rate: totals[tokens] / history if history else None
+            for rate, tokens in (
+                ("gpu_hit_rate", "gpu_hit_tokens"),
+                ("cpu_hit_rate", "cpu_hit_tokens"),
+                ("miss_rate", "recomputed_tokens"),
+            )
+        }
+        return {**totals, **shares, **self._system.counters(), "engine": self._system.settings()}
+
+    def get_statistics_str(self) -> str:
+        """The same for people, a few lines."""
+        s = self.get_statistics()
+        engine = s["engine"]
+
+        def share(name: str) -> str:
+            return "none yet" if s[name] is None else f"{100 * s[name]:.1f} %"
+
+        return "\n".join(
+            (
+                f"{engine['baseline']} on {engine['device']}, {engine['dtype']}, weights {engine['weights']}: "
+                f"GPU tier {engine['gpu_tokens']:,} tokens, CPU tier {engine['cpu_tokens']:,} tokens",
+                f"{s['turns']:.0f} turns, {s['output_tokens']:.0f} tokens generated, {s['failed_turns']:.0f} turns failed",
+                f"history tokens {s['history_tokens']:.0f}: GPU hit {share('gpu_hit_rate')}, "
+                f"CPU hit {share('cpu_hit_rate')}, recomputed {share('miss_rate')}",
+                f"chunks evicted {s['evicted_chunks']:.0f}, dropped {s['dropped_chunks']:.0f}; "
+                f"{s['swapped_in_bytes'] / 1e6:.1f} MB swapped in, {s['swapped_out_bytes'] / 1e6:.1f} MB out",
+            )
+        )
+
+    def close(self) -> None:
+        """Stop the engine; requests under way end with RequestFailed."""
+        if self._closing:
+            return
+        self._closing = True
+        self._work.set()
+        self._thread.join()
+        self._system.close()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- how --------------------------------------------------------------------------------------------------------
+
+    def _serve(self, session: str, ids: TokenArray[int], output: Length | Free, sampling: Sampling) -> TurnRecord:
+        waiter = _Waiter()
+        with self._lock:
+            if self._closing or self._crash is not None:
+                raise RequestFailed(f"The server is closed{f': {self._crash}' if self._crash else ''}.")
+            number = next(self._ids)
+            self._turns[session] = self._turns.get(session, 0) + 1
+            self._waiters[number] = waiter
+            self._system.submit(
+                Request(
+                    id=number,
+                    session=session,
+                    turn=self._turns[session],
+                    prompt=ids,
+                    output=output,
+                    sampling=sampling,
+                    intended_s=self._system.clock.now_s(),
+                )
+            )
+        self._work.set()
+        waiter.done.wait()
+        if waiter.error is not None:
+            raise RequestFailed(str(waiter.error)) from waiter.error
+        assert waiter.turn is not None
+        return waiter.turn
+
+    def _deliver(self) -> None:
+        try:
+            while not self._closing:
+                self._work.wait()
+                self._work.clear()
+                while self._waiters and not self._closing:
+                    virtual = self._system.clock.virtual
+                    with self._lock if virtual else _no_lock:
+                        events = self._system.poll(None if virtual else self._system.clock.now_s() + _POLL_S)
+                    self._hand_over(events)
+            self._fail_all(RequestFailed("The server was closed."))
+        except BaseException as error:  # every caller must wake up, whatever it was
+            self._crash = error
+            self._fail_all(error)
+
+    def _hand_over(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if event.turn is None:
+                continue
+            with self._lock:
+                waiter = self._waiters.pop(event.request_id)
+                self._count(event.turn)
+            waiter.turn = event.turn
+            waiter.done.set()
+
+    def _count(self, turn: TurnRecord) -> None:
+        self._totals["turns"] += 1
+        self._totals["failed_turns"] += turn.status != "completed"
+        self._totals["output_tokens"] += turn.output_tokens
+        for name in _COUNTED:
+            self._totals[name] += getattr(turn, name) or 0
+
+    def _fail_all(self, error: BaseException) -> None:
+        with self._lock:
+            waiters, self._waiters = list(self._waiters.values()), {}
+        for waiter in waiters:
+            waiter.error = error
+            waiter.done.set()
+
+    def _text(self, turn: TurnRecord, stops: Sequence[str]) -> str:
+        text = self._tokenizer.decode(turn.token_ids)
+        if turn.finish_reason == "stop":
+            text = text[: min(found for stop in stops if (found := text.find(stop)) >= 0)]
+        return text
+
+
+_COUNTED = ("prompt_tokens", "history_tokens", "gpu_hit_tokens", "cpu_hit_tokens", "recomputed_tokens", "new_tokens")
+
+
+class _NoLock:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+_no_lock = _NoLock()
+
+
+def create_server(
+    mode: str = "pensieve",
+    model: str = "tiny",
+    weights: str | None = None,
+    gpu_cache: str = "4096 tokens",
+    cpu_cache: str = "8192 tokens",
+    eviction: str = "retention_value",
+    device: str = "auto",
+    seed: int = 0,
+    scheduler: str = "unified",
+) -> Server:
+    """A server that is ready to answer.
+
+    mode: pensieve, gpu_only, stateless (or vllm, its alias), or another baseline in the engine. model: a name in conf/model,
+    a hub id, or a folder written by save_pretrained; weights: hub, random or a folder, by default what the model says.
+    gpu_cache, cpu_cache: "4GiB" or "8192 tokens". device: auto, cpu, cuda, or a simulated machine such as sim_h100.
+    Raises the errors of pensieve.errors, each a sentence that says what to do.
+    """
+    hardware = {"auto": "local"}.get(device, device)
+    chosen = model_config(model, **({} if weights is None else {"weights": weights}))
+    config = check(
+        {
+            "seed": seed,
+            "model": chosen.model_dump(),
+            "cache": {"name": "api", "gpu": gpu_cache, "cpu": cpu_cache},
+            "eviction": read_option("eviction", eviction),
+            "scheduler": read_option("scheduler", scheduler),
+            "baseline": read_option("baseline", _ALIASES.get(mode, mode)),
+            "workload": read_option("workload", "chat"),  # unused: requests come from the caller
+            "hardware": read_option("hardware", hardware),
+            "tracking": read_option("tracking", "off"),
+        }
+    )
+    plan = plan_trial(config)
+    check_free_memory(plan)
+    tokenizer = build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
+    return Server(build_system(plan, tokenizer), tokenizer, seed)

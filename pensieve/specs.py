@@ -1,0 +1,140 @@
+"""What a model and a machine are, in numbers. Frozen; everything derived is a property."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pensieve.errors import UnsupportedModel
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+_GATED = {"llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3"}
+_LEARNED_POSITIONS = {"gpt2", "opt"}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A decoder-only transformer. Sizes in elements unless the name says bytes.
+
+    architecture: the fields of the transformers configuration, so that weights=random needs no download.
+    sliding_window: tokens that a windowed layer attends to, None for full attention everywhere.
+    """
+
+    name: str
+    model_type: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    max_context: int
+    dtype: str = "float32"
+    tied_embeddings: bool = False
+    sliding_window: int | None = None
+    architecture: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @staticmethod
+    def from_architecture(name: str, architecture: Mapping[str, Any], dtype: str = "float32") -> ModelSpec:
+        """Read a transformers configuration (the content of config.json, or conf/model/*.yaml's architecture).
+
+        Raises UnsupportedModel where a field that the sizes need is missing.
+        """
+        a = dict(architecture)
+
+        def need(*names: str) -> int:
+            for key in names:
+                if a.get(key) is not None:
+                    return int(a[key])
+            raise UnsupportedModel(f"The architecture of model {name} lacks {names[0]}; add it to its configuration.")
+
+        model_type = str(a.get("model_type", ""))
+        hidden, heads = need("hidden_size", "n_embd"), need("num_attention_heads", "n_head")
+        inner = a.get("intermediate_size") or a.get("ffn_dim") or a.get("n_inner") or 4 * hidden
+        return ModelSpec(
+            name=name,
+            model_type=model_type,
+            layers=need("num_hidden_layers", "n_layer"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=int(a.get("num_key_value_heads") or heads),
+            head_dim=int(a.get("head_dim") or hidden // heads),
+            intermediate=int(inner),
+            vocab=need("vocab_size"),
+            max_context=need("max_position_embeddings", "n_positions"),
+            dtype=dtype,
+            tied_embeddings=bool(a.get("tie_word_embeddings", model_type in {"gpt2", "opt", "gemma2"})),
+            sliding_window=a.get("sliding_window"),
+            architecture=a,
+        )
+
+    @property
+    def dtype_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """K and V of all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
+
+    @property
+    def layer_parameters(self) -> int:
+        """Matrix weights of one layer; norms and biases are below 0.1 %."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        mlp = self.hidden * self.intermediate * (3 if self.model_type in _GATED else 2)
+        return attention + mlp
+
+    @property
+    def parameters(self) -> int:
+        embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
+        positions = self.max_context * self.hidden if self.model_type in _LEARNED_POSITIONS else 0
+        return self.layers * self.layer_parameters + embeddings + positions
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.parameters * self.dtype_bytes
+
+    @property
+    def linear_flops_per_token(self) -> int:
+        """Multiply-adds count twice; the head is counted where logits are computed, not here."""
+        return 2 * self.layers * self.layer_parameters
+
+    @property
+    def head_flops(self) -> int:
+        return 2 * self.vocab * self.hidden
+
+    def attention_flops(self, query_tokens: int, kv_tokens: int) -> int:
+        """Scores and weighted values of a causal row of `query_tokens` that ends at `kv_tokens`, all layers."""
+        pairs = query_tokens * kv_tokens - query_tokens * (query_tokens - 1) // 2
+        return 4 * self.layers * self.heads * self.head_dim * pairs
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareSpec:
+    """A machine. Rates per device; a simulated one is run by its roofline, a real one only described by it.
+
+    flops: dense matrix rate in the model's dtype, FLOP/s. memory_bw: device memory, bytes/s. h2d_bw, d2h_bw: bytes/s.
+    *_efficiency: share of the peak that real kernels reach. step_overhead_s: launch and host time of an iteration.
+    duplex_penalty: share of the rate each direction loses while both run (the paper measured 18-20 %, section 5).
+    """
+
+    name: str
+    simulated: bool
+    device: str = "auto"
+    gpus: int = 1
+    threads: int | None = None
+    flops: float = 0.0
+    memory_bw: float = 0.0
+    h2d_bw: float = 0.0
+    d2h_bw: float = 0.0
+    link_bw: float = 0.0
+    gpu_memory_bytes: int = 0
+    cpu_memory_bytes: int = 0
+    compute_efficiency: float = 1.0
+    memory_efficiency: float = 1.0
+    step_overhead_s: float = 0.0
+    duplex_penalty: float = 0.0
+    source: str = ""

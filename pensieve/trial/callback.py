@@ -1,0 +1,159 @@
+"""What happens once a sweep: preflight and the sweep's row before its jobs, table, figure and exit status after them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from hydra.errors import HydraException
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from pensieve.compose import TrialConfig, TrialPlan, check, conf_folder, plan_trial, preflight
+from pensieve.compose.explain import explain
+from pensieve.errors import PensieveError
+from pensieve.results.comparison import comparison_table
+from pensieve.results.environment import git_commit, host
+from pensieve.results.identity import sweep_key
+from pensieve.results.mlflow_log import finish_parent, start_parent
+from pensieve.trial.jobs import Jobs, SweepMembership, compose_job, plan_jobs, sweep_folder, write_membership
+from pensieve.trial.summary import places
+from pensieve.trial.terminal import FULL_TRACE, console, say
+from pensieve.trial.tracking import Tracking, open_tracking
+
+FIGURE_SCRIPT = "analysis/ttft_by_turn.py"
+
+
+class SweepCallback(Callback):  # type: ignore[misc]  # Hydra is not typed for us
+    """Hydra turns an exception in a callback into a warning and goes on, so refusals leave by SystemExit."""
+
+    def __init__(self) -> None:
+        # Plain values only: a launcher may send this object to other processes.
+        self._config: TrialConfig | None = None
+        self._outputs: Path | None = None
+        self._sweep_id = 0
+        self._n_expected = 0
+
+    def on_multirun_start(self, config: DictConfig, config_name: str | None = None, **_: Any) -> None:
+        try:
+            self._start(config, config_name or "config")
+        except (PensieveError, HydraException, OmegaConfBaseException, OSError) as error:
+            if FULL_TRACE:
+                traceback.print_exc()
+            sys.exit(explain(error, sys.argv[1:]))
+
+    def on_multirun_end(self, config: DictConfig, config_name: str | None = None, **_: Any) -> None:
+        if self._config is None:
+            return
+        try:
+            completed = self._finish()
+        except (PensieveError, OSError) as error:
+            sys.exit(explain(error))
+        if not completed:
+            sys.exit(1)
+
+    def _start(self, config: DictConfig, config_name: str) -> None:
+        jobs = plan_jobs(config)
+        if jobs is None:
+            configs = [compose_job(config_name, _fixed(config))]
+        else:
+            configs = [compose_job(config_name, job) for job in jobs.jobs]
+        checked = [check(cfg) for cfg in configs]
+        plans = [plan_trial(c) for c in checked]
+        for plan in _different(plans):
+            preflight(plan)
+        for budget in dict.fromkeys(plan.budget() for plan in plans):
+            say(budget)
+        first = checked[0]
+        tracking = open_tracking(first)
+        self._config, self._outputs = first, tracking.outputs
+        self._n_expected = len(jobs.jobs) if jobs else 0
+        axes = {key: ",".join(values) for key, values in jobs.axes.items()} if jobs else {}
+        fixed = list(jobs.overrides) if jobs else _fixed(config)
+        self._sweep_id = tracking.store.open_sweep(
+            key=sweep_key(fixed, axes),
+            name=first.experiment_name,
+            experiment=_overlay(fixed),
+            command=" ".join(["python", *sys.argv]),
+            overrides={**dict(text.lstrip("+").partition("=")[::2] for text in fixed), **axes},
+            n_expected=self._n_expected,
+            host=host(),
+            git_commit=git_commit(),
+        )
+        parent = None
+        if tracking.mlflow:
+            try:
+                parent = start_parent(tracking.outputs, tracking.store, self._sweep_id, first.experiment_name)
+            except KeyboardInterrupt:  # importing MLflow takes seconds
+                tracking.store.set_sweep(self._sweep_id, status="interrupted")
+                raise
+        membership = SweepMembership(
+            self._sweep_id, parent, self._n_expected, str(tracking.outputs), tuple(jobs.axes) if jobs else ()
+        )
+        write_membership(sweep_folder(config), membership)
+        say(_announcement(jobs, axes))
+
+    def _finish(self) -> bool:
+        assert self._config is not None
+        tracking = open_tracking(self._config, self._outputs)
+        store = tracking.store
+        jobs = store.trials_of_sweep(self._sweep_id)
+        completed = all(job.last.status == "completed" for job in jobs) and len(jobs) >= max(1, self._n_expected)
+        status = "completed" if completed else "failed"
+        store.set_sweep(self._sweep_id, status=status)
+        table = comparison_table(store, self._sweep_id)
+        console().print(table.renderable)
+        if tracking.mlflow:
+            finish_parent(tracking.outputs, store, self._sweep_id, table.text(), status)
+        for line in places(tracking):
+            print(line)
+        if tracking.kept and completed:
+            for figure in _draw(tracking, self._config.tracking.url_env, self._sweep_id):
+                print(f"Figure:   {figure}")
+        return completed
+
+
+def _fixed(config: DictConfig) -> list[str]:
+    return [str(text) for text in config.hydra.overrides.task]
+
+
+def _overlay(overrides: Iterable[str]) -> str | None:
+    return next((text.partition("=")[2] for text in overrides if text.lstrip("+").startswith("experiment=")), None)
+
+
+def _different(plans: Iterable[TrialPlan]) -> list[TrialPlan]:
+    """One plan for each thing that preflight looks at: a sweep's seeds and the like change none of it."""
+    ignored = {"seed", "repeat", "slo", "trial", "tracking"}
+    found: dict[str, TrialPlan] = {}
+    for plan in plans:
+        found.setdefault(plan.config.model_dump_json(exclude=ignored), plan)
+    return list(found.values())
+
+
+def _announcement(jobs: Jobs | None, axes: dict[str, str]) -> str:
+    if jobs is None:
+        return "Sweep: the sweeper chooses its trials as it goes."
+    return f"Sweep of {len(jobs.jobs)} trials: " + ", ".join(f"{key} = {values}" for key, values in axes.items())
+
+
+def _draw(tracking: Tracking, url_env: str | None, sweep_id: int) -> list[str]:
+    """The figures of the sweep, by the script that draws them for anyone; none where the script is not there or fails.
+
+    In a process of its own: the figure's libraries take seconds to import and memory that the next trial could use.
+    """
+    script = conf_folder().parent / FIGURE_SCRIPT
+    if not script.is_file():
+        return []
+    command = [sys.executable, str(script), "--sweep", str(sweep_id), *(["--url-env", url_env] if url_env else [])]
+    outputs = {**os.environ, "PENSIEVE_OUTPUTS": str(tracking.outputs)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=outputs)
+    if done.returncode != 0:
+        reason = done.stderr.strip().splitlines() or ["no reason given"]
+        say(f"No figure: {reason[-1]}")
+    return [line for line in done.stdout.splitlines() if line.endswith(".png")]

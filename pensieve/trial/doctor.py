@@ -1,0 +1,203 @@
+"""What this machine has, what runs on it, and what to type next."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from pensieve.compose import outputs_folder, read_option
+from pensieve.compose.folder import options
+from pensieve.compose.machine import cores, cpu_label, find_device, free_host_memory_bytes, host_memory_bytes
+from pensieve.compose.preflight import GPU_USABLE
+from pensieve.compose.schema import CacheConfig, HardwareConfig, ModelConfig
+from pensieve.compose.weights import local_weights
+from pensieve.errors import PensieveError
+from pensieve.results.store import open_store
+from pensieve.specs import DTYPE_BYTES, ModelSpec
+from pensieve.trial.terminal import LOG_WIDTH, say
+from pensieve.units import format_bytes, parse_capacity
+
+EXTRAS = {
+    "triton": "Triton kernels on a GPU",
+    "vllm": "baseline=vllm",
+    "xllamacpp": "baseline=llama_cpp",
+    "ray": "baseline=ray_*",
+    "psycopg": "tracking=postgres",
+}
+PACKAGES = ("transformers", "hydra-core", "sqlalchemy", "mlflow")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """memory_bytes: of the device that would hold weights and GPU tier. None: torch is not installed."""
+
+    torch: str | None
+    gpu: str
+    kind: str
+    label: str
+    memory_bytes: int
+    host_bytes: int
+
+    @property
+    def dtype(self) -> str:
+        return "float32" if self.kind == "cpu" else "bfloat16"
+
+
+def report(cache_name: str = "small") -> int:
+    """Print it all; 0 where trials can run, 1 where something in the way has to be mended first."""
+    console = Console() if sys.stdout.isatty() else Console(width=LOG_WIDTH)
+    try:
+        cache = CacheConfig.model_validate(read_option("cache", cache_name))
+    except PensieveError as error:
+        say(str(error))
+        return 1
+    machine = inspect_machine()
+    database, database_sound = _database()
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, value in _facts(machine, database):
+        table.add_row(name, value)
+    console.print(table)
+    fitting, models = _models(machine, cache)
+    console.print(models)
+    console.print("Weights that are not at hand come from the hub; model.weights=random needs none.", soft_wrap=True)
+    problem = None
+    if machine.torch is None:
+        problem = "torch is not installed, so only simulated hardware runs: make install"
+    elif not database_sound:
+        problem = database
+    if problem:
+        console.print(f"Mend this first: {problem}")
+    console.print("Next:", soft_wrap=True)
+    for line in _next(machine, fitting):
+        console.print(f"  {line}", soft_wrap=True, highlight=False)
+    return 1 if problem else 0
+
+
+def inspect_machine() -> Machine:
+    host = host_memory_bytes()
+    if importlib.util.find_spec("torch") is None:
+        return Machine(None, "unknown without torch", "cpu", cpu_label(), host, host)
+    import torch
+
+    device = find_device(HardwareConfig(name="local", simulated=False))
+    if device.kind == "cuda":
+        gpu = f"{device.label}, {format_bytes(device.gpu_bytes)} (CUDA {torch.version.cuda})"
+        return Machine(torch.__version__, gpu, "cuda", device.label, int(device.gpu_bytes * GPU_USABLE), host)
+    return Machine(torch.__version__, "none that torch can use", "cpu", device.label, host, host)
+
+
+def _facts(machine: Machine, database: str) -> Iterator[tuple[str, str]]:
+    outputs = outputs_folder()
+    yield "Python", f"{platform.python_version()} ({sys.executable})"
+    yield "torch", machine.torch or "not installed"
+    yield "packages", ", ".join(f"{name} {_version(name) or 'missing'}" for name in PACKAGES)
+    yield "extras", ", ".join(f"{n} {'installed' if _has(n) else 'not installed'} ({use})" for n, use in EXTRAS.items())
+    yield "GPU", machine.gpu
+    yield "CPU", f"{cpu_label()}, {cores()} cores"
+    yield "memory", f"{format_bytes(free_host_memory_bytes())} free of {format_bytes(machine.host_bytes)}"
+    yield "disk", f"{format_bytes(shutil.disk_usage(_existing(outputs)).free)} free for {outputs}"
+    yield "database", database
+
+
+def _database() -> tuple[str, bool]:
+    """Its state in words, and whether trials can be recorded in it."""
+    outputs = outputs_folder()
+    if not (outputs / "results.db").is_file():
+        if not os.access(_existing(outputs), os.W_OK):
+            return f"{outputs} cannot be written; set PENSIEVE_OUTPUTS to a folder that can", False
+        return f"none yet; the first trial makes {outputs / 'results.db'}", True
+    try:
+        store = open_store(outputs, create=False)
+        latest = store.latest_sweep()
+    except PensieveError as error:
+        return str(error), False
+    last = f"last sweep {latest.id} ({latest.status})" if latest else "no sweep yet"
+    return f"{store.database.shown}, {last}", True
+
+
+def _models(machine: Machine, cache: CacheConfig) -> tuple[list[str], Table]:
+    """The names of the models that fit, and the table of all."""
+    table = Table(
+        title=f"Models on {machine.label} with cache={cache.name} ({cache.gpu} / {cache.cpu})",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("model", no_wrap=True)
+    for name in ("parameters", "weights\n16 bit", "\nfloat32", "KV a token\n16 bit", "\nfloat32"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column(f"fits in\n{machine.dtype}", no_wrap=True)
+    table.add_column("weights\nat hand", no_wrap=True)
+    fitting = []
+    for name in options("model"):
+        model = ModelConfig.model_validate(read_option("model", name))
+        specs = [ModelSpec.from_architecture(name, model.architecture, dtype) for dtype in ("bfloat16", "float32")]
+        own = next(spec for spec in specs if spec.dtype == machine.dtype)
+        need = _need(own, cache, machine)
+        fits = need <= machine.memory_bytes
+        if fits:
+            fitting.append(name)
+        parameters = specs[0].parameters
+        table.add_row(
+            name,
+            f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:.0f} M",
+            *(format_bytes(spec.weight_bytes) for spec in specs),
+            *(format_bytes(spec.kv_bytes_per_token) for spec in specs),
+            "yes" if fits else f"no, needs {format_bytes(need)}",
+            _at_hand(model),
+        )
+    return fitting, table
+
+
+def _need(spec: ModelSpec, cache: CacheConfig, machine: Machine) -> int:
+    """Weights and KV on the device; on a CPU both tiers are the same memory."""
+    tiers = (cache.gpu, cache.cpu) if machine.kind == "cpu" else (cache.gpu,)
+    tokens = sum(parse_capacity(tier).in_tokens(spec.kv_bytes_per_token) for tier in tiers)
+    assert spec.dtype in DTYPE_BYTES
+    return spec.weight_bytes + tokens * spec.kv_bytes_per_token
+
+
+def _at_hand(model: ModelConfig) -> str:
+    if model.weights == "random":
+        return "random"
+    if local_weights(model) is not None:
+        return "yes"
+    return "no"
+
+
+def _next(machine: Machine, fitting: list[str]) -> Iterator[str]:
+    yield "python runners/run.py -m                                   the tiny model, every baseline"
+    larger = [name for name in ("llama3_8b", "opt_125m", "gpt2") if name in fitting]
+    if machine.torch is not None and larger:
+        yield f"python runners/run.py model={larger[0]} cache=small -m"
+    if machine.kind == "cpu":
+        yield "python runners/run.py model=llama3_8b cache=small hardware=sim_a100_80g -m     simulated"
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+
+
+def _has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

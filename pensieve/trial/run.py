@@ -1,0 +1,259 @@
+"""One trial: known already or begun, built, replayed, measured, recorded."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pensieve.baselines.base import System
+from pensieve.compose import (
+    TrialConfig,
+    TrialPlan,
+    build_system,
+    build_tokenizer,
+    build_workload,
+    check_free_memory,
+    plan_trial,
+    preflight,
+)
+from pensieve.compose.explain import explain
+from pensieve.compose.machine import cores
+from pensieve.errors import PensieveError, RequestFailed
+from pensieve.metrics import Slo, summarise, thin_percentiles
+from pensieve.plan import StartReport
+from pensieve.progress import TrialProgress
+from pensieve.replay import Progress, ReplayRecord, replay
+from pensieve.request import TurnRecord
+from pensieve.results.environment import environment, git_commit
+from pensieve.results.identity import Identity, explain_difference, identify
+from pensieve.results.mlflow_log import log_trial
+from pensieve.results.schema import Trial
+from pensieve.results.tokens import TokenFile
+from pensieve.trial.device_lock import device_lock
+from pensieve.trial.heartbeat import Heartbeat
+from pensieve.trial.interrupt import raise_if_interrupted
+from pensieve.trial.outcome import Outcome
+from pensieve.trial.tracking import Tracking
+from pensieve.workload.base import Workload, WorkloadPlan
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a trial is part of. title: for the progress bar. folder: for its files.
+
+    sweep_id: None for a single run. preflight: False where the sweep has done it for all its jobs.
+    """
+
+    title: str
+    folder: Path
+    sweep_id: int | None = None
+    number: int = 0
+    mlflow_run_id: str | None = None
+    preflight: bool = True
+
+
+def run_trial(
+    config: TrialConfig, resolved: Mapping[str, Any], tracking: Tracking, job: Job, say: Callable[[str], None]
+) -> Outcome:
+    """Run a checked configuration unless the database holds it; whatever happens is recorded.
+
+    resolved: the same configuration as plain values, which is what identifies it. Errors of the trial end up in the
+    outcome; those that leave nothing to record (an unknown device, an unreadable size) are raised.
+    KeyboardInterrupt passes through, after the trial is marked.
+    """
+    plan = plan_trial(config)
+    threads = (config.hardware.threads or cores()) if plan.device.shared else None
+    device = {"name": plan.device.label, "count": plan.device.count, "threads": threads}
+    identity = identify(resolved, plan.device.simulated, device)
+    note = None
+    if not config.force:
+        known = tracking.store.completed_trial(identity.fingerprint)
+        older = known or tracking.store.completed_by_config(identity.config_hash)
+        if known is None and older is not None:
+            note = explain_difference(older, identity)
+            known = older if config.resume == "config" else None
+        if known is not None:
+            return _reuse(known, config, tracking, job)
+    if note and job.number == 0:  # the jobs of a sweep have the same reason
+        say(note)
+    trial_id = tracking.store.begin_trial(_columns(plan, identity, resolved))
+    try:
+        if job.sweep_id is not None:
+            tracking.store.link(job.sweep_id, trial_id, job.number, reused=False)
+        with Heartbeat(tracking.store, trial_id):
+            _run(trial_id, plan, tracking, job, say)
+    except KeyboardInterrupt:
+        _close(tracking, trial_id, "interrupted", "Interrupted by the user; the same command runs it again.", None)
+        _to_mlflow(config, tracking, trial_id, job)
+        raise
+    except Exception as error:
+        sentence = explain(error)
+        log.info("trial %s failed", trial_id, exc_info=error)  # to the run folder's log, not to the terminal
+        _close(tracking, trial_id, "failed", sentence, traceback.format_exc())
+        _to_mlflow(config, tracking, trial_id, job)
+        return Outcome(trial_id, "failed", error=sentence)
+    _to_mlflow(config, tracking, trial_id, job)
+    return Outcome(trial_id, "completed", note=note)
+
+
+def _reuse(known: Trial, config: TrialConfig, tracking: Tracking, job: Job) -> Outcome:
+    if job.sweep_id is not None:
+        tracking.store.link(job.sweep_id, known.id, job.number, reused=True)
+        if tracking.mlflow:
+            log_trial(
+                tracking.outputs, tracking.store, known.id, config.experiment_name, job.mlflow_run_id, reused=True
+            )
+    return Outcome(known.id, "completed", reused=True)
+
+
+def _run(trial_id: int, plan: TrialPlan, tracking: Tracking, job: Job, say: Callable[[str], None]) -> None:
+    config = plan.config
+    if job.preflight:
+        preflight(plan)
+        say(plan.budget())
+    tokenizer = build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
+    workload, described = build_workload(plan, tokenizer)
+    with device_lock(plan.device, config.trial.exclusive, say):
+        check_free_memory(plan)
+        system = build_system(plan, tokenizer)
+        try:
+            raise_if_interrupted()
+            started = system.start()
+            tracking.store.set_trial(trial_id, **_effective(system, plan, described, started))
+            record = _replay(trial_id, system, workload, described, tracking, job)
+        finally:
+            system.close()
+    raise_if_interrupted()
+    _refuse_empty(record.turns)
+    slo = Slo(config.slo.ttft_ms, config.slo.tpot_ms)
+    metrics = summarise(record.measurement, started, slo)
+    tracking.store.add_metrics(trial_id, metrics)
+    flags: dict[str, Any] = {**record.flags, "load": record.load, "drain_share": record.drain_share}
+    thin = thin_percentiles(metrics)
+    if thin:
+        flags["thin_percentiles"] = thin
+    tracking.store.finish_trial(
+        trial_id,
+        "completed",
+        flags=flags,
+        measure_start_s=record.measurement.measure_start_s,
+        measure_end_s=record.measurement.measure_end_s,
+    )
+
+
+def _replay(
+    trial_id: int, system: System, workload: Workload, described: WorkloadPlan, tracking: Tracking, job: Job
+) -> ReplayRecord:
+    """Turns go to the database and their tokens to Parquet as they come, so that memory holds neither."""
+    bar = TrialProgress(job.title, described.turns)
+
+    def on_batch(turns: Sequence[TurnRecord]) -> None:
+        tracking.store.add_turns(trial_id, turns)
+        for turn in turns:
+            tokens.add(turn)
+        tokens.flush()  # their tokens are dropped after this
+
+    def on_progress(now: Progress) -> None:
+        raise_if_interrupted()
+        bar.update(now.turns_done, now.output_tokens)
+
+    try:
+        with TokenFile(job.folder / "tokens.parquet") as tokens:
+            record = replay(system, workload, on_batch=on_batch, progress=on_progress, keep_tokens=False)
+        if tokens.path.is_file():
+            tracking.store.add_artifact(trial_id, "tokens", tokens.path)
+    finally:
+        bar.close()
+    return record
+
+
+def _refuse_empty(turns: Sequence[TurnRecord]) -> None:
+    """A trial without one measured turn that completed has no latency to report."""
+    if any(turn.status == "completed" and turn.phase != "warmup" for turn in turns):
+        return
+    reason = next((turn.error for turn in turns if turn.error), None)
+    raise RequestFailed(f"No measured turn completed: {reason or 'the workload has none'}")
+
+
+def _columns(plan: TrialPlan, identity: Identity, resolved: Mapping[str, Any]) -> dict[str, Any]:
+    c = plan.config
+    return {
+        "fingerprint": identity.fingerprint,
+        "config_hash": identity.config_hash,
+        "code_hash": identity.code_hash,
+        "platform": identity.platform,
+        "experiment": c.experiment_name,
+        "model": c.model.name,
+        "baseline": c.baseline.name,
+        "eviction": c.eviction.get("name"),
+        "scheduler": c.scheduler.name,
+        "cache": c.cache.name,
+        "workload": str(c.workload.get("name")),
+        "hardware": c.hardware.name,
+        "seed": c.seed,
+        "repeat": c.repeat,
+        "weights": plan.weights,
+        "model_revision": c.model.revision,
+        "dtype": plan.model.dtype,
+        "device": plan.device.label,
+        "device_count": plan.device.count,
+        "simulated": plan.device.simulated,
+        "contended": not c.trial.exclusive and not plan.device.simulated,
+        "gpu_tokens": plan.gpu_blocks * plan.chunk_tokens,
+        "cpu_tokens": plan.cpu_blocks * plan.chunk_tokens,
+        "gpu_bytes": plan.gpu_bytes,
+        "cpu_bytes": plan.cpu_bytes,
+        "kv_bytes_per_token": plan.model.kv_bytes_per_token,
+        "git_commit": git_commit(),
+        "config": dict(resolved),
+        "environment": environment(),
+    }
+
+
+def _effective(system: System, plan: TrialPlan, described: WorkloadPlan, started: StartReport) -> dict[str, Any]:
+    """What the engine made of the configuration, in its own words, beside what the workload says of itself."""
+    settings = {**system.settings(), **started.settings}
+    effective: dict[str, Any] = {
+        name: settings[name]
+        for name in ("gpu_tokens", "cpu_tokens", "gpu_bytes", "cpu_bytes", "kv_bytes_per_token", "dtype")
+        if settings.get(name) is not None
+    }
+    if settings.get("revision"):
+        effective["model_revision"] = settings["revision"]
+    engine = {
+        **settings,
+        "budget_gpu_tokens": plan.budget_gpu_blocks * plan.chunk_tokens,
+        "budget_cpu_tokens": plan.budget_cpu_blocks * plan.chunk_tokens,
+        "workload": {
+            "load": described.load,
+            "sessions": described.sessions,
+            "turns": described.turns,
+            "warmup_turns": described.warmup_turns,
+            **described.facts,
+        },
+    }
+    return {**effective, "working_set_tokens": described.working_set_tokens, "engine": engine}
+
+
+def _close(tracking: Tracking, trial_id: int, status: str, error: str, trace: str | None) -> None:
+    """Record how a trial ended; a database that cannot even take that must not hide the first error."""
+    try:
+        tracking.store.finish_trial(trial_id, status, error=error, traceback=trace)
+    except PensieveError as second:
+        log.error("trial %s cannot be closed: %s", trial_id, second)
+
+
+def _to_mlflow(config: TrialConfig, tracking: Tracking, trial_id: int, job: Job) -> None:
+    """The database is the truth: what MLflow or its disk refuses is logged, and never changes a trial."""
+    if not tracking.mlflow:
+        return
+    try:
+        log_trial(tracking.outputs, tracking.store, trial_id, config.experiment_name, job.mlflow_run_id)
+    except PensieveError as error:
+        log.error("trial %s is not in MLflow: %s", trial_id, error)

@@ -1,0 +1,79 @@
+"""What a single trial came to, as a short table, and where everything is kept."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+
+from pensieve.metrics import Metric
+from pensieve.results.store import ResultsStore
+from pensieve.trial.tracking import Tracking
+
+NONE = "–"
+ROWS = (
+    ("TTFT p50", "ttft_ms_p50", "ms"),
+    ("TTFT p99", "ttft_ms_p99", "ms"),
+    ("time per output token", "tpot_ms_mean", "ms"),
+    ("output", "throughput_output_tok_s", "tokens/s"),
+    ("hits on GPU", "gpu_hit_rate", "share"),
+    ("hits on CPU", "cpu_hit_rate", "share"),
+    ("recomputed", "miss_rate", "share"),
+    ("scheduler a step", "schedule_ms_mean", "ms"),
+)
+
+
+def summary(store: ResultsStore, trial_id: int) -> RenderableType:
+    trial = store.trial(trial_id)
+    metrics = {(m.name, m.label): m for m in store.metrics_of(trial_id)}
+    kind = "simulated" if trial.simulated else f"{trial.weights} weights"
+    table = Table(
+        title=f"trial {trial_id}: {trial.model} ({kind}) on {trial.device}, baseline {trial.baseline}, seed {trial.seed}",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_header=False,
+    )
+    table.add_column()
+    table.add_column(justify="right")
+    for turn, name in _turns(metrics):
+        table.add_row(f"TTFT, {name} turn (p50)", _text(metrics[("ttft_ms_p50", turn)], "ms"))
+    for title, name, unit in ROWS:
+        if (name, "") in metrics:
+            table.add_row(title, _text(metrics[(name, "")], unit))
+    return table
+
+
+def places(tracking: Tracking) -> list[str]:
+    """Where the records are, a line each."""
+    if not tracking.kept:
+        return ["Nothing was kept (tracking=off)."]
+    lines = [f"Database: {tracking.store.database.shown}"]
+    if tracking.mlflow:
+        lines.append(f"MLflow:   make ui   (reads {tracking.outputs / 'mlflow.db'})")
+    return lines
+
+
+def brief(store: ResultsStore, trial_id: int) -> str:
+    """A completed trial in a few words, for the line that a sweep prints about it."""
+    metrics = {(m.name, m.label): m for m in store.metrics_of(trial_id)}
+    shown = [f"TTFT {name} turn {_text(metrics[('ttft_ms_p50', turn)], 'ms')}" for turn, name in _turns(metrics)]
+    output = metrics.get(("throughput_output_tok_s", ""))
+    return ", ".join([*shown, _text(output, "tokens/s")] if output else shown)
+
+
+def _turns(metrics: dict[tuple[str, str], Metric]) -> list[tuple[str, str]]:
+    """The labels of the first and the last turn that were measured."""
+    numbers = sorted(int(label[5:]) for name, label in metrics if name == "ttft_ms_p50" and label.startswith("turn="))
+    if not numbers:
+        return []
+    ends = [(numbers[0], "first"), (numbers[-1], "last")] if len(numbers) > 1 else [(numbers[0], "first")]
+    return [(f"turn={number}", name) for number, name in ends]
+
+
+def _text(metric: Metric, unit: str) -> str:
+    value = metric.value
+    if value is None:
+        return NONE
+    if unit == "share":
+        return f"{value:.1%}"
+    return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"

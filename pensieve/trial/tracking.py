@@ -1,0 +1,44 @@
+"""Where a trial is recorded: the database that tracking= names, and whether MLflow hears of it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from pensieve.compose import TrialConfig, outputs_folder
+from pensieve.errors import ConfigError
+from pensieve.results.store import ResultsStore, open_store
+
+
+@dataclass(frozen=True, slots=True)
+class Tracking:
+    """kept: False for tracking=off, whose outputs folder is thrown away when the process ends."""
+
+    outputs: Path
+    store: ResultsStore
+    mlflow: bool
+    kept: bool
+
+
+def open_tracking(config: TrialConfig, outputs: Path | None = None) -> Tracking:
+    """outputs: that of the sweep, where the trial belongs to one. Raises ConfigError, ResultsError."""
+    kept = config.tracking.name != "off"
+    url = None
+    if config.tracking.url_env:
+        url = os.environ.get(config.tracking.url_env)
+        if not url:
+            raise ConfigError(
+                f"tracking={config.tracking.name} reads the database's URL from {config.tracking.url_env}, which is not "
+                "set; export it, or use tracking=local."
+            )
+    folder = outputs or (outputs_folder() if kept else Path(_thrown_away().name))
+    return Tracking(folder, open_store(folder, url), config.tracking.mlflow and kept, kept)
+
+
+@functools.lru_cache(maxsize=1)
+def _thrown_away() -> tempfile.TemporaryDirectory[str]:
+    """One a process, so that the trials of a sweep meet in one database; removed when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="pensieve-off-")

@@ -1,0 +1,71 @@
+"""Sizes as people write them: "4GiB", "2 GB", "8192 tokens"."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from pensieve.errors import ConfigError
+
+_BYTES = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_TOKENS = {"token": 1, "tokens": 1, "tok": 1, "ktokens": 1000, "mtokens": 1_000_000}
+_SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*$")
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """A cache size given either in bytes or in tokens; exactly one of the two is set."""
+
+    bytes: int | None = None
+    tokens: int | None = None
+
+    def in_tokens(self, kv_bytes_per_token: int) -> int:
+        if self.tokens is not None:
+            return self.tokens
+        assert self.bytes is not None
+        return self.bytes // kv_bytes_per_token
+
+    def in_blocks(self, kv_bytes_per_token: int, chunk_tokens: int) -> int:
+        """Whole blocks that fit; the remainder is not used."""
+        return self.in_tokens(kv_bytes_per_token) // chunk_tokens
+
+
+def parse_capacity(text: str | int, field: str = "size") -> Capacity:
+    """Read "4GiB", "2GB", "8192 tokens" or 0.
+
+    Raises ConfigError for a bare number other than 0, since its unit would be a guess.
+    """
+    match = _SIZE.match(str(text))
+    if match is None:
+        raise ConfigError(f'{field}={text!r} is not a size; write "4GiB", "2GB" or "8192 tokens".')
+    number, unit = float(match[1]), match[2].lower()
+    if unit in _BYTES:
+        return Capacity(bytes=int(number * _BYTES[unit]))
+    if unit in _TOKENS:
+        return Capacity(tokens=int(number * _TOKENS[unit]))
+    if unit == "" and number == 0:
+        return Capacity(tokens=0)
+    raise ConfigError(f'{field}={text!r} has no known unit; write "4GiB", "2GB" or "8192 tokens".')
+
+
+def format_bytes(count: float) -> str:
+    """Binary units with one decimal: 1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

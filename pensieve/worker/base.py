@@ -1,0 +1,27 @@
+"""The seam between deciding and doing."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from pensieve.plan import StartReport, StepPlan, StepResult
+
+
+class Worker(Protocol):
+    """Performs plans, in order. Real, simulated and tensor-parallel workers fit this one protocol.
+
+    `launch` never waits for the device. `collect` returns the oldest launched plan, or copies that finished since; on a
+    virtual clock it is what moves time, never beyond `until_ns` unless a plan that started before ends after it. It
+    returns None when nothing was launched, or nothing finished by `until_ns`.
+    """
+
+    depth: int
+    """Plans in flight: 1 synchronous, 2 one step ahead."""
+
+    def start(self, gpu_blocks: int, cpu_blocks: int) -> StartReport: ...
+
+    def launch(self, plan: StepPlan, horizon_ns: int | None) -> None: ...
+
+    def collect(self, until_ns: int | None) -> StepResult | None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,275 @@
+"""Attention over non-contiguous blocks, plugged into transformers (section 4.4).
+
+transformers calls `paged_attention` once a layer with the queries, keys and values of the whole batch. What it must know
+besides (where K and V go, which blocks each row attends to) is the `Iteration` of the forward under way: held here, not
+passed through keyword arguments, which some models drop or refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from pensieve.errors import UnsupportedModel
+from pensieve.worker.torch.batch import Batch, Span
+
+IMPLEMENTATION = "pensieve_paged"
+_SOFTCAP_QUERIES = 256  # a softcap forbids the fused kernel; this many queries at a time bound the matrix of scores
+_PADDING_TOKENS = 64  # rows of one decode group differ by at most this, or by a quarter
+
+
+@dataclass(frozen=True, slots=True)
+class _Fresh:
+    """A span from position 0: its keys are the batch's own, causal without a mask, and the pool is not read."""
+
+    first: int
+    queries: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Append:
+    """A span over earlier positions. slots: [kv_len] token slots, or a slice of consecutive ones; mask [queries, kv_len]."""
+
+    first: int
+    queries: int
+    slots: torch.Tensor | slice
+    mask: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Decode:
+    """Spans of one query. slots: [rows * width] token slots, or a slice (one row); mask [rows, 1, 1, width] if padded."""
+
+    first: int
+    rows: int
+    width: int
+    slots: torch.Tensor | slice
+    mask: torch.Tensor | None
+
+
+_Work = _Fresh | _Append | _Decode
+
+
+class Iteration:
+    """What the attention of one forward needs. Index tensors and masks are made once, and shared by all layers.
+
+    pool: [layers, tokens, 2, kv_heads, head_dim]. wait_for_layer: called before a layer's K and V are touched.
+    `layers` records which layers attended, in order: the self-check counts them.
+    """
+
+    def __init__(
+        self, batch: Batch, pool: torch.Tensor, chunk_tokens: int, wait_for_layer: Callable[[int], None] | None = None
+    ) -> None:
+        self.batch = batch
+        self.pool = pool
+        self.layers: list[int] = []
+        self.wait_for_layer = wait_for_layer
+        self._chunk_tokens = chunk_tokens
+        self._work: dict[tuple[int | None, bool], list[_Work]] = {}  # by window and softcap: layers alternate
+
+    def work(self, window: int | None, capped: bool) -> list[_Work]:
+        """The spans as pieces of work for layers with this window; a capped layer always gets masks."""
+        key = (window, capped)
+        if key not in self._work:
+            self._work[key] = list(self._prepare(window, capped))
+        return self._work[key]
+
+    def _prepare(self, window: int | None, capped: bool) -> Iterator[_Work]:
+        spans = self.batch.spans
+        singles = next((i for i, span in enumerate(spans) if span.queries > 1), len(spans))
+        yield from (self._decode(group, window) for group in _groups(spans[:singles], window))
+        for span in spans[singles:]:
+            if span.start == 0 and not capped and (window is None or span.stop <= window):
+                yield _Fresh(span.first, span.queries)
+            else:
+                yield self._append(span, window)
+
+    def _append(self, span: Span, window: int | None) -> _Append:
+        low = _lowest_key(span, window)
+        mask = torch.full(
+            (span.queries, span.stop - low), float("-inf"), dtype=self.pool.dtype, device=self.pool.device
+        )
+        if window is None:
+            mask.triu_(span.start - low + 1)  # later than the query
+        else:
+            mask = mask.triu(span.start - low + 1) + mask.tril(span.start - low - window)  # or out of the window
+        return _Append(span.first, span.queries, self._slots(span, low), mask)
+
+    def _decode(self, group: Sequence[Span], window: int | None) -> _Decode:
+        lows = [_lowest_key(span, window) for span in group]
+        lengths = [span.stop - low for span, low in zip(group, lows, strict=True)]
+        width = max(lengths)
+        if len(group) == 1:
+            return _Decode(group[0].first, 1, width, self._slots(group[0], lows[0]), None)
+        chunk, device = self._chunk_tokens, self.pool.device
+        tables = np.zeros((len(group), max(len(span.blocks) for span in group)), dtype=np.int64)
+        for index, span in enumerate(group):
+            tables[index, : len(span.blocks)] = span.blocks
+        low = torch.tensor(lows, device=device)[:, None]
+        column = torch.arange(width, device=device)[None, :]
+        beyond = column >= torch.tensor(lengths, device=device)[:, None]
+        # Padding repeats the row's first key, so that nothing is read that no one has written.
+        position = low + column.masked_fill(beyond, 0)
+        slots = torch.from_numpy(tables).to(device).gather(1, position // chunk) * chunk + position % chunk
+        mask = None
+        if min(lengths) < width:
+            mask = torch.zeros(len(group), 1, 1, width, dtype=self.pool.dtype, device=device)
+            mask.masked_fill_(beyond[:, None, None, :], float("-inf"))
+        return _Decode(group[0].first, len(group), width, slots.view(-1), mask)
+
+    def _slots(self, span: Span, low: int) -> torch.Tensor | slice:
+        """Token slots of positions [low, span.stop): a slice where their blocks are consecutive."""
+        chunk = self._chunk_tokens
+        blocks = span.blocks[low // chunk :]
+        if len(blocks) == 1 or bool((np.diff(blocks) == 1).all()):
+            start = int(blocks[0]) * chunk + low % chunk
+            return slice(start, start + span.stop - low)
+        slots = (blocks[:, None] * chunk + np.arange(chunk)).reshape(-1)[low % chunk :][: span.stop - low]
+        return torch.from_numpy(slots).to(self.pool.device)
+
+
+def _lowest_key(span: Span, window: int | None) -> int:
+    """The first position that any query of the span attends to."""
+    return 0 if window is None else max(0, span.start - window + 1)
+
+
+def _groups(spans: Sequence[Span], window: int | None) -> Iterator[list[Span]]:
+    """Cut spans, sorted by falling context, where padding to the first one's would waste too much."""
+    lengths = [span.stop - _lowest_key(span, window) for span in spans]
+    cuts = [0]
+    for index, length in enumerate(lengths):
+        longest = lengths[cuts[-1]]
+        if longest - length > max(_PADDING_TOKENS, longest // 4):
+            cuts.append(index)
+    for start, stop in pairwise([*cuts, len(spans)]):
+        if stop > start:
+            yield list(spans[start:stop])
+
+
+_current: ContextVar[Iteration] = ContextVar("pensieve_iteration")
+
+
+@contextmanager
+def attending(iteration: Iteration) -> Iterator[Iteration]:
+    """Make `iteration` the one that the forward inside the block attends with, in this thread."""
+    token = _current.set(iteration)
+    try:
+        yield iteration
+    finally:
+        _current.reset(token)
+
+
+def paged_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Write the batch's K and V to the pool, then attend.
+
+    query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, head_dim], rotary applied. Returns
+    ([1, tokens, heads, head_dim], None). Raises UnsupportedModel for attention sinks and position biases.
+    """
+    for name in ("s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise UnsupportedModel(f"The model's attention uses {name}, which the paged attention does not have.")
+    assert attention_mask is None, "no mask function is registered for this implementation"
+    iteration = _current.get()
+    layer = int(module.layer_idx)
+    iteration.layers.append(layer)
+    if iteration.wait_for_layer is not None:
+        iteration.wait_for_layer(layer)
+    pool = iteration.pool[layer]
+    queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, head_dim]
+    pool[:, 0].index_copy_(0, iteration.batch.write_slots, keys)
+    pool[:, 1].index_copy_(0, iteration.batch.write_slots, values)
+    work = iteration.work(sliding_window, softcap is not None)
+    if len(work) == 1:
+        return _attend(work[0], pool, queries, keys, values, scaling, softcap)[None], None
+    output = torch.empty_like(queries, memory_format=torch.contiguous_format)
+    for piece in work:
+        result = _attend(piece, pool, queries, keys, values, scaling, softcap)
+        output[piece.first : piece.first + len(result)] = result
+    return output[None], None
+
+
+def _attend(
+    piece: _Work,
+    pool: torch.Tensor,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """[queries, heads, head_dim] of one piece of work."""
+    if isinstance(piece, _Decode):
+        q = queries[piece.first : piece.first + piece.rows]
+        kv = _read(pool, piece.slots).view(piece.rows, piece.width, *pool.shape[1:])
+        # The queries of a KV head's group are folded into the query dimension: no key is repeated.
+        folded = q.unflatten(1, (pool.shape[2], -1))  # [rows, kv_heads, group, head_dim]
+        k, v = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)  # [rows, kv_heads, width, head_dim]
+        return _kernel(folded, k, v, piece.mask, False, scaling, softcap).flatten(1, 2)
+    here = slice(piece.first, piece.first + piece.queries)
+    mask: torch.Tensor | None = None
+    if isinstance(piece, _Fresh):
+        k, v = keys[here], values[here]
+    else:
+        kv = _read(pool, piece.slots)
+        k, v, mask = kv[:, 0], kv[:, 1], piece.mask
+    # KV heads take the batch dimension, so that a group shares its keys by a stride of zero.
+    q = queries[here].unflatten(1, (pool.shape[2], -1)).permute(1, 2, 0, 3)  # [kv_heads, group, queries, head_dim]
+    k, v = (x.transpose(0, 1)[:, None].expand(-1, q.shape[1], -1, -1) for x in (k, v))
+    return _kernel(q, k, v, mask, mask is None, scaling, softcap).permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _read(pool: torch.Tensor, slots: torch.Tensor | slice) -> torch.Tensor:
+    """[tokens, 2, kv_heads, head_dim]: a view for a slice, one gather otherwise."""
+    if isinstance(slots, slice):
+        return pool[slots]
+    return pool.view(len(pool), -1).index_select(0, slots).view(-1, *pool.shape[1:])
+
+
+def _kernel(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scaling: float | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """q, k, v: [batch, heads, length, head_dim]; mask broadcasts to [batch, heads, queries, keys]."""
+    if softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scaling)
+    assert not causal, "a capped layer gets masks"
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    pieces = []
+    for start in range(0, q.shape[2], _SOFTCAP_QUERIES):
+        stop = start + _SOFTCAP_QUERIES
+        scores = torch.tanh(q[:, :, start:stop] @ k.transpose(2, 3) * (scale / softcap)) * softcap
+        if mask is not None:
+            scores = scores + (mask if mask.shape[-2] == 1 else mask[..., start:stop, :])
+        pieces.append(torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype) @ v)
+    return torch.cat(pieces, dim=2)
+
+
+def register() -> None:
+    """Make the implementation known to transformers; a second call changes nothing."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(IMPLEMENTATION, paged_attention)

@@ -1,0 +1,348 @@
+"""From a model's spec to a torch module that attends through the paged plug."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import psutil
+import torch
+
+from pensieve.errors import HardwareMissing, UnsupportedModel, WeightsMissing
+from pensieve.specs import ModelSpec
+from pensieve.units import format_bytes
+from pensieve.worker.torch.attention import IMPLEMENTATION, register
+from pensieve.worker.torch.self_check import check_against_eager
+
+# Run through the plug without an error, or seem to, and are wrong: attention with sinks, chunked attention, latent KV.
+_REFUSED_TYPES = {"gpt_oss", "llama4", "llama4_text", "deepseek_v2", "deepseek_v3"}
+# Their angles depend on the longest context in the batch, so a token's K would depend on its company.
+_REFUSED_ROPES = {"dynamic", "longrope"}
+_PROBE_TIMEOUT_S = 5.0
+# Spread of random weights times sqrt(hidden). At transformers' 0.02 the blocks hardly move the residual stream, and greedy
+# decoding of a small random model repeats one token; at 1.5 it writes varied (meaningless) text.
+_RANDOM_GAIN = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in memory, checked. spec: as it runs (dtype is float32 on a CPU), so size caches by this one.
+
+    weights: "random", "hub" or the folder. revision: the commit that was loaded, where the hub gave one.
+    """
+
+    module: Any
+    spec: ModelSpec
+    config: Any
+    device: torch.device
+    dtype: torch.dtype
+    load_s: float
+    weights: str
+    revision: str | None
+    threads: int
+    self_check_difference: float
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a turn; empty where the model names none."""
+        generation = getattr(self.module, "generation_config", None)
+        ids = getattr(generation, "eos_token_id", None)
+        ids = self.config.eos_token_id if ids is None else ids
+        if ids is None:
+            return ()
+        return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+
+
+def load_model(
+    spec: ModelSpec,
+    weights: str,
+    hub_id: str | None,
+    revision: str | None,
+    seed: int,
+    device: str,
+    threads: int | None = None,
+) -> LoadedModel:
+    """Load through transformers (safetensors only, never remote code) and check against eager attention.
+
+    weights: "random" (from spec.architecture under `seed`, no download), "hub" (`hub_id`), or a folder written by
+    save_pretrained. device: auto, cpu, cuda or cuda:N. threads: CPU threads, all physical cores by default.
+    Raises WeightsMissing, HardwareMissing, UnsupportedModel.
+    """
+    where = resolve_device(device)
+    spec = runtime_spec(spec, where)
+    _check_memory(spec, where)
+    dtype = getattr(torch, spec.dtype)
+    threads = threads or physical_cores()
+    torch.set_num_threads(threads)
+    register()  # imports transformers: seconds that belong to no model, so the clock starts after it
+    started = perf_counter()
+    with _quiet_transformers():
+        try:
+            if weights == "random":
+                module = _random(spec, dtype, where, seed)
+            elif weights == "hub":
+                module = _from_hub(spec, hub_id, revision, dtype)
+            else:
+                module = _from_folder(spec, weights, dtype)
+            module = module.to(where).eval().requires_grad_(False)
+            check_sizes(spec, module.config)
+            check = check_against_eager(module, spec, where, dtype)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise HardwareMissing(
+                f"Model {spec.name} needs {format_bytes(spec.weight_bytes)} for its weights, more than {where} has left; "
+                "choose a smaller model."
+            ) from error
+    return LoadedModel(
+        module=module,
+        spec=spec,
+        config=module.config,
+        device=where,
+        dtype=dtype,
+        load_s=perf_counter() - started,
+        weights=weights,
+        revision=getattr(module.config, "_commit_hash", None),
+        threads=threads,
+        self_check_difference=check.difference,
+    )
+
+
+def resolve_device(device: str) -> torch.device:
+    """auto is the first GPU if there is one. Raises HardwareMissing for a GPU that is not there."""
+    if device == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if device.startswith("cuda"):
+        if not torch.cuda.is_available():
+            raise HardwareMissing(
+                f"hardware.device={device}, but this machine has no usable GPU; use hardware=cpu, or a simulated one such "
+                "as hardware=sim_a100_80g."
+            )
+        index = torch.device(device).index or 0
+        if index >= torch.cuda.device_count():
+            raise HardwareMissing(f"hardware.device={device}, but this machine has {torch.cuda.device_count()} GPU(s).")
+        return torch.device("cuda", index)
+    if device != "cpu":
+        raise HardwareMissing(f"hardware.device={device} is not supported; use auto, cpu, cuda or cuda:N.")
+    return torch.device("cpu")
+
+
+def runtime_spec(spec: ModelSpec, device: torch.device) -> ModelSpec:
+    """On a CPU everything is float32: 16-bit arithmetic is emulated there, six times slower."""
+    return replace(spec, dtype="float32") if device.type == "cpu" else spec
+
+
+def _check_memory(spec: ModelSpec, device: torch.device) -> None:
+    """Before anything is allocated: a CPU machine grants more memory than it has, and kills the process later."""
+    on_gpu = device.type == "cuda"
+    total = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
+    if spec.weight_bytes > total:
+        raise HardwareMissing(
+            f"Model {spec.name} needs {format_bytes(spec.weight_bytes)} for its weights in {spec.dtype}, and {device} has "
+            f"{format_bytes(total)}; choose a smaller model, or a simulated machine such as hardware=sim_a100_80g."
+        )
+
+
+def physical_cores() -> int:
+    """Cores this process may use, hyper-threads not counted."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
+
+
+def spec_from_folder(path: str, dtype: str = "float32") -> ModelSpec:
+    """The spec of a model written by save_pretrained. Raises WeightsMissing, UnsupportedModel."""
+    from transformers import AutoConfig
+
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise WeightsMissing(
+            f"{path} is not a model folder (it has no config.json); give a folder written by save_pretrained, or set "
+            "model.weights=random."
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise UnsupportedModel(f"{path}/config.json does not describe a model transformers knows: {error}") from error
+    return ModelSpec.from_architecture(folder.name, config.to_dict(), dtype)
+
+
+def check_sizes(spec: ModelSpec, config: Any) -> None:
+    """The KV pools are sized by the spec, so it must describe the loaded model. Raises UnsupportedModel."""
+    loaded = ModelSpec.from_architecture(spec.name, config.to_dict(), spec.dtype)
+    for field in ("layers", "heads", "kv_heads", "head_dim", "hidden", "vocab"):
+        said, has = getattr(spec, field), getattr(loaded, field)
+        if said != has:
+            raise UnsupportedModel(
+                f"Model {spec.name} is configured with {field}={said}, but its weights have {has}; correct the "
+                "architecture in its configuration, or choose other weights."
+            )
+
+
+def _check_config(name: str, config: Any) -> None:
+    """What is known to run and be wrong; the self-check finds the rest."""
+    if config.model_type in _REFUSED_TYPES:
+        raise UnsupportedModel(
+            f"Model {name} ({config.model_type}) attends in a way the paged attention does not have; choose a model of "
+            "another architecture."
+        )
+    for rope in sorted(_rope_types(config) & _REFUSED_ROPES):
+        raise UnsupportedModel(
+            f"Model {name} uses {rope} rotary scaling, whose angles depend on the longest context of a batch, so its KV "
+            "cannot be kept; choose a model without it, or set its rope scaling to linear, yarn or llama3."
+        )
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Rope types named anywhere in the configuration; some models have one for each kind of layer."""
+    found: set[str] = set()
+    pending: list[Any] = [getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, Mapping):
+            found |= {str(item[key]) for key in ("rope_type", "type") if item.get(key)}
+            pending.extend(item.values())
+    return found
+
+
+def _random(spec: ModelSpec, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
+    """Drawn on the device, in the dtype: a large model never exists twice. The same seed and device give the same weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    architecture = dict(spec.architecture)
+    if not architecture.pop("model_type", None):
+        raise UnsupportedModel(
+            f"Model {spec.name} has no architecture to draw random weights for; add model_type to it."
+        )
+    try:
+        config = AutoConfig.for_model(spec.model_type, **architecture)
+    except (ValueError, TypeError, KeyError) as error:
+        raise UnsupportedModel(
+            f"The architecture of model {spec.name} is not one transformers knows: {error}"
+        ) from error
+    spread = _RANDOM_GAIN / spec.hidden**0.5
+    setattr(config, "init_std" if hasattr(config, "init_std") else "initializer_range", spread)
+    _check_config(spec.name, config)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+        torch.manual_seed(seed)
+        try:
+            module = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
+            )
+        except ValueError as error:
+            raise UnsupportedModel(f"Model {spec.name} ({spec.model_type}) is not a causal language model.") from error
+    _check_settable(spec.name, module)
+    return module
+
+
+def _from_folder(spec: ModelSpec, path: str, dtype: torch.dtype) -> Any:
+    if not (Path(path) / "config.json").is_file():
+        raise WeightsMissing(
+            f"model.weights={path} is not a model folder (it has no config.json); give a folder written by "
+            "save_pretrained, or set model.weights=random (same speed, meaningless text)."
+        )
+    try:
+        return _pretrained(spec.name, path, None, dtype, local_files_only=True)
+    except (OSError, json.JSONDecodeError) as error:
+        raise WeightsMissing(
+            f"{path} holds no safetensors weights that can be read ({_first_line(error)}); save the model again with "
+            "save_pretrained, or set model.weights=random (same speed, meaningless text)."
+        ) from error
+
+
+def _from_hub(spec: ModelSpec, hub_id: str | None, revision: str | None, dtype: torch.dtype) -> Any:
+    """The local cache first; the network only if that lacks it and one short question is answered."""
+    if hub_id is None:
+        raise WeightsMissing(f"Model {spec.name} has no published weights; set model.weights=random or a folder.")
+    try:
+        return _pretrained(spec.name, hub_id, revision, dtype, local_files_only=True)
+    except OSError:
+        pass  # not in the cache, or not wholly
+    reason = _why_unreachable(hub_id, revision)
+    if reason is None:
+        try:
+            return _pretrained(spec.name, hub_id, revision, dtype, local_files_only=False)
+        except OSError as error:
+            reason = _first_line(error)
+    raise WeightsMissing(
+        f"The weights of {hub_id} cannot be had ({reason}); set model.weights=random (same speed, meaningless text), or "
+        "model.weights to a folder written by save_pretrained."
+    )
+
+
+def _why_unreachable(hub_id: str, revision: str | None) -> str | None:
+    """One request without retries, so that no network means a sentence in seconds and not minutes of attempts."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        HfApi().model_info(hub_id, revision=revision, timeout=_PROBE_TIMEOUT_S)
+    except OfflineModeIsEnabled:
+        return "they are not in the local cache, and HF_HUB_OFFLINE is set"
+    except GatedRepoError:
+        return "access must be granted on its page first, and HF_TOKEN set"
+    except RevisionNotFoundError:
+        return f"there is no revision {revision}"
+    except RepositoryNotFoundError:
+        return "there is no such model, or HF_TOKEN has no access to it"
+    except HfHubHTTPError as error:
+        return f"the hub answered: {_first_line(error)}"
+    except Exception:  # the hub's HTTP client, whichever it is, has an error class of its own for each way to fail
+        return "they are not in the local cache, and the hub cannot be reached"
+    return None
+
+
+def _pretrained(name: str, source: str, revision: str | None, dtype: torch.dtype, local_files_only: bool) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    options = {"revision": revision, "local_files_only": local_files_only, "trust_remote_code": False}
+    try:
+        config = AutoConfig.from_pretrained(source, **options)
+        _check_config(name, config)
+        module = AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=dtype, attn_implementation="eager", use_safetensors=True, **options
+        )
+    except (ValueError, KeyError) as error:
+        raise UnsupportedModel(
+            f"{source} is not a model that transformers can load here: {_first_line(error)}"
+        ) from error
+    _check_settable(name, module)
+    return module
+
+
+def _check_settable(name: str, module: Any) -> None:
+    if not module._can_set_attn_implementation():
+        raise UnsupportedModel(
+            f"Model {name} ({module.config.model_type}) has its own attention code and cannot use the paged attention; "
+            "choose a model of another architecture."
+        )
+    module.set_attn_implementation(IMPLEMENTATION)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Advice about configurations and progress bars are for people who load a model by hand."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,84 @@
+"""Does the model say the same through the paged attention as by itself? Asked once, when it is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from pensieve.errors import PensieveError, UnsupportedModel
+from pensieve.plan import Row, Sample
+from pensieve.specs import ModelSpec
+from pensieve.worker.torch.attention import IMPLEMENTATION, Iteration, attending
+from pensieve.worker.torch.batch import BlockTables, build_batch
+from pensieve.worker.torch.kv_tensors import KvTensors
+
+_CHUNK = 4
+_PROMPT = 22  # not a multiple of the chunk
+_CUT = 9  # the second piece starts inside a chunk
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}  # of the largest logit, at least of 1
+
+
+@dataclass(frozen=True, slots=True)
+class SelfCheck:
+    """difference: the largest, over the logits of every piece; limit: what was allowed."""
+
+    difference: float
+    limit: float
+
+
+def check_against_eager(module: Any, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> SelfCheck:
+    """Compare logits with the model's own eager attention: a prompt whole, in two pieces, and a token decoded after it.
+
+    The blocks are scattered and their unwritten slots hold large numbers. The attention of every layer must be called
+    exactly once a forward. Raises UnsupportedModel with the difference, or with what the model did instead.
+    """
+    length = min(_PROMPT, spec.max_context)
+    assert length > _CUT + 1, "a context too short to check"
+    ids = torch.arange(length, device=device).mul(7).add(3).remainder(spec.vocab)
+    try:
+        with torch.inference_mode():
+            module.set_attn_implementation("eager")
+            expected = module(input_ids=ids[None], use_cache=False).logits[0].float()
+            module.set_attn_implementation(IMPLEMENTATION)
+            tensors = KvTensors(spec, _CHUNK, 16, 0, device, dtype)
+            whole = _pieces(module, tensors, ids, (0, length))
+            in_pieces = _pieces(module, tensors, ids, (0, _CUT, length - 1, length))
+    except (PensieveError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever the model's code trips over, the user can only choose another model
+        raise UnsupportedModel(
+            f"Model {spec.name} ({spec.model_type}) does not run through the paged attention "
+            f"({type(error).__name__}: {error}); choose a model of another architecture."
+        ) from error
+    difference = max(float((got - expected).abs().max()) for got in (whole, in_pieces))
+    limit = _TOLERANCE[dtype] * max(1.0, float(expected.abs().max()))
+    if not difference <= limit:  # NaN fails too
+        raise UnsupportedModel(
+            f"Model {spec.name} ({spec.model_type}) fails its self-check: its logits through the paged attention differ "
+            f"from its own by {difference:.3g} (at most {limit:.3g} allowed); choose a model of another architecture."
+        )
+    return SelfCheck(difference, limit)
+
+
+def _pieces(module: Any, tensors: KvTensors, ids: torch.Tensor, bounds: tuple[int, ...]) -> torch.Tensor:
+    """Logits [tokens, vocab] of the prompt computed in the pieces between `bounds`."""
+    tensors.gpu.fill_(1e4)
+    tables = BlockTables()
+    tables.overwrite(0, 0, (11, 3, 14, 0, 9, 6))
+    logits = []
+    for start, stop in pairwise(bounds):
+        row = Row(0, ((start, stop),), tuple(ids[start:stop].tolist()), Sample(stop))
+        batch = build_batch([row], tables, {}, tensors.chunk_tokens, tensors.device)
+        iteration = Iteration(batch, tensors.gpu_tokens(), tensors.chunk_tokens)
+        with attending(iteration):
+            output = module(input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False)
+        if sorted(iteration.layers) != list(range(tensors.layers)):
+            raise UnsupportedModel(
+                f"The model has {tensors.layers} layers, but the paged attention was called {len(iteration.layers)} times "
+                "a forward, so some layers attend by other means; choose a model of another architecture."
+            )
+        logits.append(output.logits[0].float())
+    return torch.cat(logits)

@@ -1,0 +1,63 @@
+"""Who asks what, when: the Workload protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pensieve.request import Request, TurnRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request to submit at `at_s` (seconds since the replay began); cancelled as a timeout at deadline_s."""
+
+    at_s: float
+    request: Request
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadContext:
+    """What a workload may know of the system it loads.
+
+    gpu_tokens: size of the GPU tier that `workload.pressure` is a multiple of; the same for every baseline of a sweep.
+    """
+
+    seed: int
+    gpu_tokens: int
+    cpu_tokens: int
+    max_context: int
+    vocab: int
+    encode: Any  # Callable[[str], Sequence[int]]
+    force_lengths: bool
+    """True where the weights are random: outputs then have lengths given by the workload, never an end of sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadPlan:
+    """What a workload says of itself before it runs; recorded with the trial and printed by workload.inspect=true.
+
+    load: open, closed or partly open. turns: how many will be submitted, where known (for the progress bar).
+    working_set_tokens: KV tokens of all conversations at their longest.
+    """
+
+    load: str
+    sessions: int
+    turns: int | None
+    working_set_tokens: int
+    warmup_turns: int
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Workload(Protocol):
+    """Built anew for each trial from (config, WorkloadContext); deterministic in the seed."""
+
+    def describe(self) -> WorkloadPlan: ...
+
+    def start(self) -> Iterable[Arrival]: ...
+
+    def on_finished(self, turn: TurnRecord) -> Iterable[Arrival]:
+        """Called with every finished turn (also failed ones): think time, sleeps, warm-up barriers."""
+        ...

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from pensieve.cache.base import EvictionPolicy
+from pensieve.cache.chunk import Chunk, View
+from pensieve.cache.session import Session
+from pensieve.cache.victims import VictimIndex
+from pensieve.eviction.lru import Lru
+from pensieve.eviction.retention_value import RetentionValue
+from tests.simulated import policy_context
+
+
+def put(index: VictimIndex, session: Session, chunk: int) -> None:
+    session.chunks[chunk].view = View.DIRTY
+    index.add(session, chunk)
+
+
+def take(index: VictimIndex, session: Session, chunk: int) -> None:
+    session.chunks[chunk].view = View.NONE
+    index.remove(session, chunk)
+
+
+def brute_force(policy: EvictionPolicy, sessions: list[Session], now_s: float) -> tuple[int, int] | None:
+    """The definition: over the leading chunk of every conversation, the lowest (level, score, last active, order)."""
+    candidates = []
+    for session in sessions:
+        leading = next((i for i, chunk in enumerate(session.chunks) if chunk.view is View.DIRTY), None)
+        if leading is not None:
+            score = policy.score(policy.bucket(session, leading), policy.order(session, leading), now_s)
+            candidates.append((min(session.waiting, 1), score, session.last_active_s, session.order, leading))
+    return min(candidates)[3:] if candidates else None
+
+
+@pytest.mark.parametrize("make", [RetentionValue, Lru])
+@pytest.mark.parametrize("seed", range(5))
+def test_choice_equals_brute_force_while_time_passes(make: type[EvictionPolicy], seed: int) -> None:
+    rng = random.Random(seed)
+    policy = make(policy_context())  # type: ignore[call-arg]
+    index = VictimIndex(policy, View.DIRTY)
+    sessions = [Session(str(i), i, 0.0, rng.uniform(0, 5), chunks=[Chunk() for _ in range(8)]) for i in range(12)]
+    now = 5.0
+    for _ in range(300):
+        now += rng.choice((0.0, 0.1, 3.0))
+        session = rng.choice(sessions)
+        chunk = rng.randrange(8)
+        action = rng.random()
+        if action < 0.5:
+            if session.chunks[chunk].view is View.NONE:
+                put(index, session, chunk)
+            else:
+                take(index, session, chunk)
+        elif action < 0.6:
+            index.remove_session(session)
+            for record in session.chunks:
+                record.view = View.NONE
+        elif action < 0.75:
+            session.last_active_s = now
+            session.waiting = rng.randint(0, 1)
+            index.refresh(session)
+        expected = brute_force(policy, sessions, now)
+        found = index.peek(now)
+        assert (found and (found[0].order, found[1])) == expected
+        if action > 0.9:
+            for victim, victim_chunk in index.victims(now):
+                assert (victim.order, victim_chunk) == brute_force(policy, sessions, now)
+                take(index, victim, victim_chunk)
+                if rng.random() < 0.3:
+                    break
+
+
+def test_retention_value_is_not_lru_on_long_contexts() -> None:
+    """An early chunk of a recent conversation goes before a late chunk of an older one: it costs less to recompute."""
+    context = policy_context()
+    old, recent = (
+        Session(name, i, 0.0, at, chunks=[Chunk() for _ in range(200)])
+        for i, (name, at) in enumerate((("old", 0.0), ("new", 60.0)))
+    )
+    for policy, expected in ((RetentionValue(context), "new"), (Lru(context), "old")):
+        index = VictimIndex(policy, View.DIRTY)
+        for session, chunk in ((old, 199), (recent, 0)):
+            put(index, session, chunk)
+        found = index.peek(100.0)
+        assert found is not None
+        assert found[0].name == expected
+        for record in (*old.chunks, *recent.chunks):
+            record.view = View.NONE
+
+
+def test_choosing_does_not_scan() -> None:
+    """100,000 idle conversations, 1,000,000 chunks: 1,000 victims cost about as much as with a hundredth of that."""
+    times = {}
+    for conversations in (1_000, 100_000):
+        policy = RetentionValue(policy_context())
+        index = VictimIndex(policy, View.DIRTY)
+        rng = random.Random(0)
+        for order in range(conversations):
+            session = Session(
+                str(order), order, 0.0, rng.uniform(0, 100), chunks=[Chunk(view=View.DIRTY) for _ in range(10)]
+            )
+            for chunk in range(10):
+                index.add(session, chunk)
+        began = time.perf_counter()
+        for taken, (session, chunk) in enumerate(index.victims(200.0), start=1):
+            take(index, session, chunk)
+            if taken == 1000:
+                break
+        times[conversations] = time.perf_counter() - began
+    assert times[100_000] < 0.1, f"{times[100_000] * 1e3:.1f} ms"
+    assert times[100_000] < 10 * times[1_000]
+    print(times)

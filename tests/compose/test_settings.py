@@ -1,0 +1,43 @@
+import pytest
+
+from pensieve.compose import check, resolved
+from pensieve.errors import ConfigError, EngineMissing
+from tests.composed import checked, composed
+
+
+def test_resolved_has_no_hydra_and_no_interpolation():
+    plain = resolved(composed("cache.gpu=${cache.cpu}"))
+    assert plain["cache"]["gpu"] == plain["cache"]["cpu"] == "1536 tokens"
+    assert "hydra" not in plain
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("+cache.gpux=3", "The field cache.gpux is unknown; did you mean cache.gpu?"),
+        ("+slo.ttft=3", "The field slo.ttft is unknown; did you mean slo.ttft_ms?"),
+        ("+sead=3", "The field sead is unknown; did you mean seed?"),
+        ("seed=x", "seed='x' cannot be used"),
+        ("cache.chunk_tokens=0", "cache.chunk_tokens=0 cannot be used"),
+        ("scheduler.swap_out_stop=0.1", "must not be below scheduler.swap_out_start"),
+        ("baseline.kv_budget=half", "baseline.kv_budget='half' cannot be used"),
+    ],
+)
+def test_a_wrong_field_is_one_sentence(override, sentence):
+    with pytest.raises(ConfigError) as caught:
+        checked(override)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unresolvable_reference_is_one_sentence():
+    with pytest.raises(ConfigError, match="cannot be resolved"):
+        check(composed("experiment_name=${nowhere}"))
+
+
+@pytest.mark.parametrize(
+    "override", ["trial.retries=1", "trial.timeout_s=5", "trial.isolate=true", "trial.profile=true"]
+)
+def test_later_machinery_is_refused(override):
+    with pytest.raises(EngineMissing, match=override.split("=")[0]):
+        checked(override)

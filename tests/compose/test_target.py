@@ -1,0 +1,87 @@
+import sys
+
+import pytest
+
+from pensieve.compose.target import factory, locate
+from pensieve.errors import ConfigError, EngineMissing
+
+MODULE = """
+class Policy:
+    def __init__(self, context, half_life_s: float = 60.0, ends: tuple[int, ...] = ()):
+        self.context, self.half_life_s, self.ends = context, half_life_s, ends
+
+class Workload:
+    def __init__(self, context, *, users: int):
+        self.users = users
+
+class Cache:
+    def __init__(self, *, policy, chunk_tokens: int, share: float = 1.0):
+        self.policy, self.share = policy, share
+"""
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path, monkeypatch):
+    (tmp_path / "outside_module.py").write_text(MODULE)
+    (tmp_path / "needy_module.py").write_text("import a_package_that_nobody_has\nclass Policy: ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("outside_module", None)
+
+
+def node(name, **fields):
+    return {"name": "mine", "_target_": f"outside_module.{name}", "_partial_": True, **fields}
+
+
+def test_fields_are_bound_and_converted():
+    context = object()
+    policy = factory("eviction", node("Policy", half_life_s="5", ends=[1, 2]))(context)
+    assert policy.context is context
+    assert policy.half_life_s == 5.0
+    assert policy.ends == (1, 2)
+
+
+def test_the_caller_passes_what_it_says_it_gives():
+    made = factory("baseline", node("Cache", share=0.5), given=("policy", "chunk_tokens"))
+    policy = object()
+    assert made(policy=policy, chunk_tokens=32).policy is policy
+    with pytest.raises(ConfigError, match=r"baseline.chunk_tokens is unknown"):
+        factory("baseline", node("Cache", chunk_tokens=1), given=("policy", "chunk_tokens"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"user": 1, "users": 1}, "The field workload.user is unknown; did you mean workload.users?"),
+        ({"users": "many"}, "workload.users='many' cannot be used"),
+        ({}, "The field workload.users has no value"),
+    ],
+)
+def test_fields_are_held_against_the_signature(fields, sentence):
+    with pytest.raises(ConfigError) as caught:
+        factory("workload", node("Workload", **fields))
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("dotted", "sentence"),
+    [
+        ("pensieve.eviction.nowhere.Nothing", "this version does not have it yet"),
+        ("pensieve.eviction.lru.Nothing", "this version does not have it yet"),
+        ("outside_module.Nothing", "cannot be found from the current folder"),
+        ("no_such_module.Nothing", "cannot be found from the current folder"),
+        ("needy_module.Policy", "needs the package a_package_that_nobody_has"),
+    ],
+)
+def test_what_is_not_there_is_said(dotted, sentence):
+    with pytest.raises(EngineMissing, match=sentence):
+        locate(dotted, "eviction=x")
+
+
+def test_a_missing_engine_and_a_missing_target():
+    with pytest.raises(EngineMissing, match="baseline=vllm"):
+        factory("baseline", {"name": "vllm", "missing": "vLLM"})
+    with pytest.raises(ConfigError, match="no _target_"):
+        factory("eviction", {"name": "mine"})
+    with pytest.raises(ConfigError, match="dotted path"):
+        locate("Nothing", "eviction=x")

@@ -1,0 +1,118 @@
+import dataclasses
+
+import pytest
+
+from pensieve.compose import plan_trial
+from pensieve.compose.machine import Device, find_device
+from pensieve.compose.preflight import check_memory, preflight
+from pensieve.compose.schema import HardwareConfig
+from pensieve.compose.trial_plan import model_spec
+from pensieve.errors import CapacityError, ConfigError, EngineMissing, HardwareMissing, WeightsMissing
+from tests.composed import checked
+
+KV_8B = 2 * 32 * 8 * 128 * 2
+
+
+def test_budgets_are_whole_blocks_times_the_devices():
+    plan = plan_trial(checked("model=llama3_8b", "cache=small", "hardware=sim_a100_80g", "hardware.gpus=2"))
+    assert plan.model.kv_bytes_per_token == KV_8B
+    assert plan.budget_gpu_blocks == 2 * (2 * 10**9 // KV_8B // 32)
+    assert plan.budget_cpu_blocks == 2 * (20 * 10**9 // KV_8B // 32)
+    assert plan.gpu_bytes == plan.gpu_blocks * 32 * KV_8B
+    assert plan.hardware.gpu_memory_bytes == 80 * 2**30
+    assert plan.weights == "none"
+    assert "15,168 tokens" not in plan.budget()
+    assert f"{plan.budget_gpu_blocks * 32:,} tokens" in plan.budget()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpu", "cpu"),
+    [
+        (("baseline=pensieve",), 128, 64),
+        (("baseline=gpu_only",), 128, 0),
+        (("baseline=stateless",), 128, 0),
+        (("baseline=gpu_only", "baseline.kv_budget=total"), 192, 0),
+        (("baseline=pensieve", "baseline.kv_budget=total"), 128, 64),
+    ],
+)
+def test_what_a_baseline_makes_of_the_budget(overrides, gpu, cpu):
+    plan = plan_trial(checked("cache.gpu='4096 tokens'", "cache.cpu='2048 tokens'", *overrides))
+    assert (plan.gpu_blocks, plan.cpu_blocks) == (gpu, cpu)
+    assert (plan.budget_gpu_blocks, plan.budget_cpu_blocks) == (128, 64)
+
+
+def test_auto_is_float32_on_a_cpu_and_bfloat16_elsewhere():
+    config = checked()
+    assert plan_trial(config).model.dtype == "bfloat16"
+    cpu = find_device(HardwareConfig(name="cpu", simulated=False, device="cpu"))
+    assert model_spec(config.model, cpu).dtype == "float32"
+    with pytest.raises(ConfigError, match="float32 on a CPU"):
+        model_spec(checked("model.dtype=bfloat16").model, cpu)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "parts"),
+    [
+        (("cache.gpu=4096",), ConfigError, ["cache.gpu=4096", "8192 tokens"]),
+        (("hardware.device=tpu", "hardware=cpu"), ConfigError, ["hardware.device='tpu'", "cuda:<index>"]),
+        (("baseline=vllm",), EngineMissing, ["baseline=vllm"]),
+        (("workload=trace",), EngineMissing, ["workload=trace"]),
+        (("hardware.gpu_memory=80",), ConfigError, ["hardware.gpu_memory"]),
+        (("hardware.flops=0",), ConfigError, ["hardware.flops"]),
+    ],
+)
+def test_what_cannot_be_planned(overrides, error, parts):
+    with pytest.raises(error) as caught:
+        plan_trial(checked(*overrides))
+    assert all(part in str(caught.value) for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "parts"),
+    [
+        (("cache.gpu='32 tokens'",), CapacityError, ["cache.gpu='32 tokens'", '"128 tokens"']),
+        (("cache.gpu='512 tokens'",), CapacityError, ["longest conversation", "cache.gpu"]),
+        (("eviction=lru", "eviction._target_=pensieve.eviction.no.No"), EngineMissing, ["eviction=lru"]),
+        (("scheduler.composition=pensieve.scheduler.composition.no",), EngineMissing, ["scheduler=unified"]),
+        (("+workload.user=3",), ConfigError, ["workload.user", "did you mean workload.users"]),
+        (
+            ("model=llama3_8b", "hardware=sim_gtx1650"),
+            HardwareMissing,
+            ["needs 15.4 GiB", "4.0 GiB are there", "hardware.gpus=8"],
+        ),
+        (("cache.cpu=400GB",), HardwareMissing, ["cache.cpu='400GB'", "372.5 GiB", "238.4 GiB"]),
+    ],
+)
+def test_preflight_refuses_in_a_sentence(overrides, error, parts):
+    with pytest.raises(error) as caught:
+        preflight(plan_trial(checked(*overrides)))
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_cpu_holds_both_tiers_and_says_what_to_use_instead():
+    plan = plan_trial(checked("model=llama3_8b", "cache=small"))
+    machine = Device("cpu", "cpu", "cpu", "this CPU", 1, 24 * 2**30, 24 * 2**30)
+    plan = dataclasses.replace(plan, device=machine)
+    with pytest.raises(HardwareMissing) as caught:
+        check_memory(plan)
+    for part in ("for the CPU tier", "24.0 GiB are there", "hardware=sim_a100_80g", "model=tiny", "a smaller cache"):
+        assert part in str(caught.value)
+    check_memory(plan, free_bytes=2**40)
+
+
+def test_weights_that_cannot_be_had(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    gqa = checked("model=llama2_13b_gqa", "model.weights=hub").model
+    from pensieve.compose.weights import check_weights
+
+    with pytest.raises(WeightsMissing, match=r"model\.weights=random"):
+        check_weights(gqa)
+    with pytest.raises(WeightsMissing, match=r"config\.json"):
+        check_weights(checked(f"model.weights={tmp_path}").model)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(WeightsMissing, match="no safetensors"):
+        check_weights(checked(f"model.weights={tmp_path}").model)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    check_weights(checked(f"model.weights={tmp_path}").model)
+    check_weights(checked().model)

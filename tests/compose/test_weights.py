@@ -1,0 +1,64 @@
+import json
+
+import pytest
+
+from pensieve.compose import model_config, options, outputs_folder, read_option
+from pensieve.compose.weights import check_weights, local_weights, weights_kind
+from pensieve.errors import ConfigError, WeightsMissing
+from pensieve.specs import ModelSpec
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 320,
+    "intermediate_size": 64, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    return tmp_path
+
+
+def test_a_model_by_its_name_in_conf():
+    model = model_config("llama3_8b", weights="random", seed=3)
+    assert (model.hub_id, model.weights, model.seed) == ("meta-llama/Meta-Llama-3-8B", "random", 3)
+    assert model_config("tiny").tokenizer == "bytes"
+
+
+def test_a_model_by_its_folder(folder):
+    model = model_config(str(folder))
+    assert weights_kind(model) == "path"
+    assert ModelSpec.from_architecture(model.name, model.architecture).layers == 2
+    assert local_weights(model) == folder / "model.safetensors"
+    check_weights(model)
+
+
+def test_an_unknown_name_is_a_sentence():
+    with pytest.raises(ConfigError, match=r"no model 'llama3-8b'; did you mean llama3_8b\?"):
+        model_config("llama3-8b")
+
+
+def test_a_hub_id_without_network_is_a_sentence(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(WeightsMissing, match="cannot be asked"):
+        model_config("nobody/nothing-at-all")
+    with pytest.raises(WeightsMissing, match=r"HF_HUB_OFFLINE.*model\.weights=random"):
+        check_weights(model_config("gpt2", hub_id="nobody/nothing-at-all"))
+
+
+def test_options_are_read_without_hydra():
+    assert read_option("cache", "small")["gpu"] == "2GB"
+    assert "tiny" in options("model")
+    with pytest.raises(ConfigError, match=r"no cache 'smal'; did you mean small\?"):
+        read_option("cache", "smal")
+
+
+def test_outputs_can_be_moved(monkeypatch, tmp_path):
+    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path / "x"))
+    assert outputs_folder() == tmp_path / "x"
+    monkeypatch.delenv("PENSIEVE_OUTPUTS")
+    assert outputs_folder().name == "outputs"
+    monkeypatch.chdir(tmp_path)
+    assert outputs_folder() != tmp_path / "outputs"  # anchored at the checkout

@@ -1,0 +1,34 @@
+"""Configurations for tests: composed by Hydra from conf/, simulated and small unless a test says otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig
+
+from pensieve.compose import TrialConfig, check, conf_folder
+
+SMALL = ("hardware=sim_h100", "tracking=off")
+SHORT = ("workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2")
+"""Eight conversations of two turns: a trial of them is simulated in a fraction of a second."""
+
+
+@contextmanager
+def hydra_session() -> Iterator[None]:
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(config_dir=str(conf_folder()), version_base="1.3"):
+        yield
+
+
+def composed(*overrides: str) -> DictConfig:
+    with hydra_session():
+        cfg = compose(config_name="config", overrides=[*SMALL, *overrides])
+    assert isinstance(cfg, DictConfig)
+    return cfg
+
+
+def checked(*overrides: str) -> TrialConfig:
+    return check(composed(*overrides))

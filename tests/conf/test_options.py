@@ -1,0 +1,67 @@
+"""conf/ holds every option of the contract, and each one composes."""
+
+import pytest
+
+from pensieve.compose import check, conf_folder, options, plan_trial, resolved
+from pensieve.compose.schema import ModelConfig
+from pensieve.errors import EngineMissing
+from pensieve.specs import ModelSpec
+from tests.composed import composed
+
+CONTRACT = {
+    "model": "tiny gpt2 opt_125m opt_350m opt_13b opt_66b llama2_7b llama2_13b llama2_13b_gqa llama2_70b llama3_8b "
+    "llama3_8b_instruct gemma2_27b_it",
+    "cache": "demo tiny small medium large xlarge",
+    "eviction": "retention_value lru fifo conversation_lru belady",
+    "scheduler": "unified split",
+    "baseline": "pensieve gpu_only stateless prefix_cache llama_slots native_pytorch transformers_cb llama_cpp "
+    "llama_cpp_http vllm vllm_http openai_http ray_keepalive ray_serverless semantic_blind partially_aware fully_aware",
+    "workload": "chat hotness sharegpt ultrachat trace prefix_invalidation decode agents",
+    "hardware": "local cpu cuda sim_a100_80g sim_h100 sim_h200 sim_gtx1650",
+    "tracking": "local postgres off",
+    "sweep": "baselines none",
+}
+PARAMETERS = {  # billions, as the models' cards give them
+    "gpt2": 0.124, "opt_125m": 0.125, "opt_13b": 12.9, "opt_66b": 65.7, "llama2_7b": 6.74, "llama2_13b": 13.0,
+    "llama2_70b": 69.0, "llama3_8b": 8.03, "gemma2_27b_it": 27.2,
+}  # fmt: skip
+CASES = [(group, option) for group in CONTRACT for option in CONTRACT[group].split()]
+
+
+@pytest.mark.parametrize("group", CONTRACT)
+def test_every_option_of_the_contract_exists(group):
+    assert set(CONTRACT[group].split()) <= set(options(group))
+
+
+@pytest.mark.parametrize(("group", "option"), [case for case in CASES if case[0] not in ("sweep", "tracking")])
+def test_every_option_composes_and_carries_its_name(group, option):
+    cfg = composed(f"{group}={option}")
+    assert cfg[group].name == option
+    missing = group in ("baseline", "workload") and cfg[group].get("missing")
+    if missing:
+        with pytest.raises(EngineMissing, match=option):
+            plan_trial(check(cfg))
+    else:
+        assert check(cfg).seed == 0
+
+
+@pytest.mark.parametrize(("model", "billions"), PARAMETERS.items())
+def test_architectures_have_the_published_size(model, billions):
+    architecture = ModelConfig.model_validate(resolved(composed(f"model={model}"))["model"]).architecture
+    assert ModelSpec.from_architecture(model, architecture).parameters / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_tiny_has_about_ten_million_parameters():
+    architecture = ModelConfig.model_validate(resolved(composed())["model"]).architecture
+    assert 8e6 < ModelSpec.from_architecture("tiny", architecture).parameters < 12e6
+
+
+@pytest.mark.parametrize("overlay", options("experiment"))
+def test_overlays_compose(overlay):
+    cfg = composed(f"experiment={overlay}")
+    assert check(cfg).baseline.name == "pensieve"
+
+
+def test_every_yaml_begins_with_a_comment():
+    for file in conf_folder().glob("[a-z]*/*.yaml"):
+        assert file.read_text().startswith("#"), file

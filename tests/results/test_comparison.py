@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from pensieve.errors import ResultsError
+from pensieve.request import TurnRecord
+from pensieve.results.comparison import comparison_table
+from pensieve.results.store import ResultsStore
+from pensieve.results.summary import ComparisonRow, compare
+from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep, trial_fields
+
+FAST = [40.0, 42.0, 44.0, 46.0, 48.0, 50.0]
+SLOW = [40.0, 60.0, 80.0, 100.0, 120.0, 150.0]
+
+
+@pytest.fixture
+def store() -> ResultsStore:
+    return ResultsStore(MEMORY)
+
+
+def sweep_of(store: ResultsStore, ttft: dict[str, Sequence[float]], seeds: int = 2) -> int:
+    sweep = open_sweep(store, n_expected=seeds * len(ttft), seed="0,1", baseline=",".join(ttft))
+    jobs = [(seed, baseline) for seed in range(seeds) for baseline in ttft]
+    for job, (seed, baseline) in enumerate(jobs):
+        add_trial(store, sweep, job, baseline, conversation_turns(ttft[baseline]), seed=seed)
+    return sweep
+
+
+def by_baseline(store: ResultsStore, sweep: int) -> dict[str, ComparisonRow]:
+    return {row.baseline: row for row in compare(store, sweep).rows}
+
+
+def test_columns_are_taken_from_the_measured_turns(store: ResultsStore) -> None:
+    rows = by_baseline(store, sweep_of(store, {"pensieve": FAST, "stateless": SLOW}))
+    ours, theirs = rows["pensieve"], rows["stateless"]
+    assert (ours.trials, ours.seeds, ours.group) == (2, 2, {})
+    # Three conversations at 1.0, 1.1 and 1.2 times the list; the middle one is the median. Warm-up took 900 ms.
+    for row, ttft in ((ours, FAST), (theirs, SLOW)):
+        assert row.ttft_first_ms == pytest.approx(1.1 * ttft[0])
+        assert row.ttft_fifth_ms == pytest.approx(1.1 * ttft[4])
+        assert row.ttft_last_ms == pytest.approx(1.1 * ttft[5])
+    assert ours.last_speedup is not None
+    assert ours.last_speedup.ratio == pytest.approx(3.0)
+    assert ours.last_speedup.n == 6
+    assert ours.first_speedup is not None
+    assert ours.first_speedup.ratio == pytest.approx(1.0)
+    assert theirs.last_speedup is None
+    assert (ours.gpu_hit_rate, ours.cpu_hit_rate, ours.miss_rate) == (0.5, 0.25, 0.25)
+
+
+def test_swapping_two_baselines_swaps_the_rows() -> None:
+    def found(ttft: dict[str, Sequence[float]]) -> dict[str, ComparisonRow]:
+        store = ResultsStore(MEMORY)
+        return by_baseline(store, sweep_of(store, ttft))
+
+    straight = found({"pensieve": FAST, "gpu_only": SLOW, "stateless": SLOW})
+    swapped = found({"pensieve": SLOW, "gpu_only": FAST, "stateless": SLOW})
+    for a, b in (("pensieve", "gpu_only"), ("gpu_only", "pensieve")):
+        assert straight[a].ttft_last_ms == swapped[b].ttft_last_ms != swapped[a].ttft_last_ms
+        assert straight[a].last_speedup == swapped[b].last_speedup != swapped[a].last_speedup
+    assert straight["stateless"] == swapped["stateless"]
+
+
+def test_the_last_turn_is_the_last_one_that_both_measured(store: ResultsStore) -> None:
+    sweep = open_sweep(store)
+    cut: list[TurnRecord] = conversation_turns(SLOW)
+    for record in cut:
+        if record.session == "s0" and record.turn == 6:
+            record.status, record.ttft_ms = "timeout", None
+    add_trial(store, sweep, 0, "pensieve", conversation_turns(FAST))
+    add_trial(store, sweep, 1, "stateless", cut)
+    ratio = by_baseline(store, sweep)["pensieve"].last_speedup
+    assert ratio is not None
+    assert ratio.ratio == pytest.approx((120 / 48 * 3 * 3) ** (1 / 3))  # geometric mean over three conversations
+
+
+def test_every_swept_axis_but_seed_repeat_and_baseline_makes_groups(store: ResultsStore) -> None:
+    sweep = open_sweep(
+        store, cache="demo,small", **{"workload.pressure": "1,2"}, model="tiny", seed="0,1", repeat="0,1"
+    )
+    jobs = [(c, p, s) for c in ("demo", "small") for p in (1.0, 2.0) for s in (0, 1)]
+    for job, (cache, pressure, seed) in enumerate(jobs):
+        config = {"workload": {"name": "chat", "pressure": pressure}}
+        scale = 1.0 if cache == "demo" else 2.0
+        turns = conversation_turns([scale * ms for ms in FAST])
+        add_trial(store, sweep, job, "pensieve", turns, cache=cache, config=config, seed=seed, repeat=seed)
+    rows = compare(store, sweep).rows
+    assert [(dict(row.group), row.trials) for row in rows] == [
+        ({"cache": c, "workload.pressure": p}, 2) for c in ("demo", "small") for p in ("1.0", "2.0")
+    ]
+    assert rows[2].ttft_last_ms == pytest.approx(2 * (rows[0].ttft_last_ms or 0))
+    text = comparison_table(store, sweep).text()
+    assert "cache=small  workload.pressure=2.0" in text
+
+
+def test_outputs_are_compared_token_for_token(tmp_path: Path) -> None:
+    store = ResultsStore(MEMORY)
+    sweep = open_sweep(store)
+    other = conversation_turns(SLOW)
+    other[5].token_ids[2] += 1
+    other[5].margins[2] = 0.001953125
+    add_trial(store, sweep, 0, "pensieve", conversation_turns(FAST), tokens=tmp_path)
+    add_trial(store, sweep, 1, "gpu_only", other, tokens=tmp_path)
+    add_trial(store, sweep, 2, "stateless", conversation_turns(SLOW), tokens=tmp_path)
+    table = comparison_table(store, sweep)
+    rows = {row.baseline: row.outputs for row in table.comparison.rows}
+    same, different = rows["pensieve"], rows["gpu_only"]
+    assert rows["stateless"] is None
+    assert same is not None
+    assert different is not None
+    assert (same.reference, same.turns_compared, same.turns_differing) == ("stateless", 19, 0)
+    assert (different.turns_compared, different.turns_differing, different.margin) == (19, 1, 0.001953125)
+    text = " ".join(table.text().split())
+    assert "identical" in text
+    assert "1 of 19 turns; the logit margin at the first difference is at most 2.0e-03" in text
+
+
+def test_identical_is_said_of_float32_only(tmp_path: Path) -> None:
+    for dtype, word in (("float32", "identical, token for token,"), ("bfloat16", "in agreement")):
+        store = ResultsStore(MEMORY)
+        sweep = open_sweep(store)
+        add_trial(store, sweep, 0, "pensieve", conversation_turns(FAST), tokens=tmp_path, dtype=dtype)
+        add_trial(store, sweep, 1, "stateless", conversation_turns(SLOW), tokens=tmp_path, dtype=dtype)
+        text = " ".join(comparison_table(store, sweep).text().split())
+        assert f"Outputs of all baselines are {word} in 19 of 19 turns" in text
+        assert ("identical" in text) is (dtype == "float32")
+
+
+def test_notes_say_what_the_numbers_are_worth(store: ResultsStore) -> None:
+    sweep = open_sweep(store, n_expected=4)
+    quiet = {"evicted_chunks": 0.0, "dropped_chunks": 0.0}
+    add_trial(store, sweep, 0, "pensieve", conversation_turns(FAST), quiet, seed=0)
+    add_trial(store, sweep, 1, "stateless", conversation_turns(SLOW), seed=0, cpu_tokens=0)
+    failed = store.begin_trial(trial_fields("failed", seed=1))
+    store.link(sweep, failed, 2, reused=False)
+    store.finish_trial(failed, "failed", error="The disk is full; free some space.")
+    text = " ".join(comparison_table(store, sweep).text().split())
+    assert "Random weights: text is meaningless, speed is real." in text
+    assert "pensieve GPU 4,096 + CPU 2,048, stateless GPU 4,096; working set 8,200" in text
+    assert "2 warm-up turns are left out" in text
+    assert "Nothing was evicted" in text
+    assert "raise workload.pressure (now 2.0) or lower cache.gpu (now 4096 tokens)" in text
+    assert "pensieve, seed 1 (job 2) is failed: The disk is full; free some space." in text
+    assert "1 of 4 trials were never begun" in text
+    assert "Simulated" not in text
+
+
+@pytest.mark.parametrize("counts", [{"evicted_chunks": 0.0, "dropped_chunks": 1.0}, {}], ids=["dropped", "not counted"])
+def test_evictions_are_not_denied_without_cause(store: ResultsStore, counts: dict[str, float]) -> None:
+    sweep = open_sweep(store)
+    add_trial(store, sweep, 0, "pensieve", conversation_turns(FAST), counts)
+    assert "Nothing was evicted" not in comparison_table(store, sweep).text()
+
+
+def test_simulated_trials_say_so(store: ResultsStore) -> None:
+    sweep = open_sweep(store)
+    for job, baseline in enumerate(("pensieve", "stateless")):
+        add_trial(store, sweep, job, baseline, conversation_turns(FAST), simulated=True, hardware="sim_h100")
+    text = comparison_table(store, sweep).text()
+    assert "Simulated on sim_h100" in text
+    assert "speed is real" not in text
+    assert "identical" not in text
+
+
+def test_a_sweep_without_completed_trials(store: ResultsStore) -> None:
+    assert "No trial of this sweep is completed" in comparison_table(store, open_sweep(store)).text()
+    with pytest.raises(ResultsError, match="no sweep 7"):
+        comparison_table(store, 7)
+
+
+def test_it_fits_into_a_hundred_columns(store: ResultsStore) -> None:
+    slow = {"partially_aware": [ms * 100 for ms in FAST], "stateless": [ms * 1000 for ms in SLOW]}
+    text = comparison_table(store, sweep_of(store, slow)).text(100)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 100

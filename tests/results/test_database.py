@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sqlite3
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import event, text
+
+from pensieve.errors import ResultsError
+from pensieve.results.database import Database
+from pensieve.results.schema import VERSION_TABLE
+from pensieve.results.store import ResultsStore, open_store
+from tests.results.trials import conversation_turns, trial_fields
+
+FORK = multiprocessing.get_context("fork")
+
+
+def in_another_process(function: Callable[..., Any], *arguments: Any) -> str:
+    """What the function returns, or the sentence of the ResultsError that it raises."""
+    receiver, sender = FORK.Pipe(duplex=False)
+
+    def run() -> None:
+        try:
+            sender.send(str(function(*arguments)))
+        except ResultsError as error:
+            sender.send(str(error))
+
+    process = FORK.Process(target=run)
+    process.start()
+    sender.close()
+    answer: str = receiver.recv()
+    process.join()
+    return answer
+
+
+def filled(path: Path) -> bytes:
+    """A sound database of some pages."""
+    store = ResultsStore(f"sqlite:///{path}")
+    trial = store.begin_trial(trial_fields())
+    store.add_turns(trial, conversation_turns([10.0] * 50, sessions=20))
+    store.finish_trial(trial, "completed")
+    return path.read_bytes()
+
+
+def test_sqlite_is_opened_with_wal_foreign_keys_and_a_patient_lock(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "outputs")
+    with store.database.reading() as connection:
+        assert connection.scalar(text("PRAGMA journal_mode")) == "wal"
+        assert connection.scalar(text("PRAGMA foreign_keys")) == 1
+        assert connection.scalar(text("PRAGMA busy_timeout")) == 30_000
+    assert (tmp_path / "outputs" / "results.db").is_file()
+
+
+@pytest.mark.parametrize("damage", ["no database", "cut off", "overwritten header", "overwritten page", "one byte"])
+def test_a_damaged_file_is_refused_and_left_as_it_is(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "results.db"
+    sound = filled(path)
+    page = 4096
+    bad = {
+        "no database": b"these are my notes\n" * 100,
+        "cut off": sound[: len(sound) // 2],
+        "overwritten header": b"\xff" * 64 + sound[64:],
+        "overwritten page": sound[: 5 * page] + b"\xa5" * (4 * page) + sound[9 * page :],
+        "one byte": b"x",
+    }[damage]
+    path.write_bytes(bad)
+    with pytest.raises(ResultsError, match=r"results\.db is damaged.*move it away") as raised:
+        open_store(tmp_path)
+    assert path.read_bytes() == bad
+    assert "\n" not in str(raised.value)
+
+
+def test_an_empty_file_becomes_a_database(tmp_path: Path) -> None:
+    (tmp_path / "results.db").touch()
+    assert open_store(tmp_path).latest_sweep() is None
+
+
+def test_someone_elses_database_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "results.db"
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE runs (id INTEGER)")
+    connection.close()
+    before = path.read_bytes()
+    with pytest.raises(ResultsError, match="not one of Pensieve's"):
+        open_store(tmp_path)
+    assert path.read_bytes() == before
+
+
+def test_another_schema_version_is_refused(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    with store.database.writing() as connection:
+        connection.execute(text(f"UPDATE {VERSION_TABLE} SET version_num = '0099'"))
+    with pytest.raises(ResultsError, match="schema version 0099, this Pensieve reads 0001"):
+        open_store(tmp_path)
+
+
+def test_a_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(ResultsError, match=r"folder .*nowhere.* does not exist"):
+        ResultsStore(f"sqlite:///{tmp_path}/nowhere/results.db")
+    (tmp_path / "file").touch()
+    with pytest.raises(ResultsError, match=r"cannot be made .*PENSIEVE_OUTPUTS"):
+        open_store(tmp_path / "file" / "outputs")
+
+
+def test_a_reader_makes_no_database(tmp_path: Path) -> None:
+    for outputs in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ResultsError, match=r"no results .*runners/run\.py"):
+            open_store(outputs, create=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("exists", [False, True], ids=["new", "existing"])
+def test_a_folder_without_write_permission(exists: bool) -> None:
+    def open_as_nobody(folder: Path) -> None:
+        if os.getuid() == 0:
+            os.setgid(65534)
+            os.setuid(65534)  # permissions do not bind root
+        open_store(folder)
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if exists:
+            filled(folder / "results.db")
+            (folder / "results.db").chmod(0o444)
+        before = sorted(folder.iterdir())
+        folder.chmod(0o555)
+        sentence = in_another_process(open_as_nobody, folder)
+        assert sorted(folder.iterdir()) == before
+        folder.chmod(0o755)
+    assert f"The results database {folder}/results.db cannot be" in sentence
+    assert "permission" in sentence or "may write" in sentence
+
+
+def test_a_full_disk_keeps_what_was_whole(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    trial = store.begin_trial(trial_fields())
+    store.add_turns(trial, conversation_turns([10.0] * 2))
+
+    @event.listens_for(store.database.engine, "connect")
+    def _no_more_pages(connection: Any, _record: Any) -> None:
+        connection.execute("PRAGMA max_page_count = 60")
+
+    with pytest.raises(ResultsError, match="the disk is full"):
+        store.add_turns(trial, conversation_turns([10.0] * 200, sessions=50))
+    assert len(store.turns_of(trial)) == 7
+
+
+def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    trial = store.begin_trial(trial_fields())
+
+    def interrupted() -> Any:
+        yield from conversation_turns([10.0] * 3000)  # more than one batch
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.add_turns(trial, interrupted())
+    assert store.turns_of(trial) == []
+
+
+def test_many_processes_create_and_write_at_once(tmp_path: Path) -> None:
+    def work(number: int) -> int:
+        store = open_store(tmp_path / "outputs")
+        for index in range(25):
+            trial = store.begin_trial(trial_fields(f"{number}/{index}"))
+            store.add_turns(trial, conversation_turns([1.0] * 4))
+            store.finish_trial(trial, "completed")
+        return index + 1
+
+    failures = FORK.SimpleQueue()
+
+    def guarded(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as error:
+            failures.put(f"{type(error).__name__}: {error}")
+
+    processes = [FORK.Process(target=guarded, args=(number,)) for number in range(8)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert failures.empty(), failures.get()
+    store = open_store(tmp_path / "outputs")
+    with store.database.reading() as connection:
+        assert connection.scalar(text("SELECT count(*) FROM current_trial")) == 200
+        assert connection.scalar(text("SELECT count(*) FROM turn")) == 200 * 13
+
+
+def test_urls_that_cannot_work_say_so_without_the_password() -> None:
+    with pytest.raises(ResultsError, match="URL cannot be read"):
+        Database("not a url")
+    with pytest.raises(ResultsError) as raised:
+        Database("nosuchdb+driver://me:secret@host/db")
+    assert "driver" in str(raised.value)
+    assert "secret" not in str(raised.value)
+
+
+def test_memory_database_keeps_its_rows_between_transactions() -> None:
+    store = ResultsStore("sqlite://")
+    trial = store.begin_trial(trial_fields())
+    assert store.trial(trial).status == "running"

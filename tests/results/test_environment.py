@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pensieve.results import environment as environment_module
+from pensieve.results.environment import _git, environment
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@t"]
+    done = subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def test_the_machine_is_described_and_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = environment()
+    assert found["memory_bytes"] == psutil.virtual_memory().total
+    assert found["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
+    assert found["cpu"]["logical_cores"] == psutil.cpu_count()
+    assert found["packages"]["sqlalchemy"]
+    assert json.loads(json.dumps(found)) == found
+    monkeypatch.setattr(environment_module, "_packages", lambda: pytest.fail("read again"))
+    assert environment() == found
+
+
+def test_torch_is_not_imported_for_it_but_asked_when_there() -> None:
+    code = (
+        "import sys, json; from pensieve.results.environment import environment; e = environment();"
+        "assert 'torch' not in sys.modules and 'mlflow' not in sys.modules; assert e['torch_threads'] is None;"
+        "import types; t = types.ModuleType('torch'); t.get_num_threads = lambda: 7; sys.modules['torch'] = t;"
+        "print(environment()['torch_threads'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "7"
+
+
+def test_git_tells_commit_and_difference(tmp_path: Path) -> None:
+    assert _git(tmp_path) == {"commit": None, "dirty": None, "diff_sha256": None}
+    git(tmp_path, "init", "-q")
+    assert _git(tmp_path) == {"commit": None, "dirty": False, "diff_sha256": None}
+    (tmp_path / "a").write_text("1")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "first")
+    clean = _git(tmp_path)
+    assert clean == {"commit": git(tmp_path, "rev-parse", "HEAD"), "dirty": False, "diff_sha256": None}
+    seen = {None}
+    for name, text in (("a", "2"), ("a", "3"), ("new", "1"), ("new", "2")):
+        (tmp_path / name).write_text(text)
+        found = _git(tmp_path)
+        assert found["dirty"] is True
+        assert found["commit"] == clean["commit"]
+        seen.add(found["diff_sha256"])
+    assert len(seen) == 5

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from pensieve.results import mlflow_log
+from pensieve.results.store import open_store
+from tests.results.trials import add_trial, conversation_turns, open_sweep, trial_fields
+
+TTFT = [40.0, 42.0, 44.0]
+
+
+@pytest.mark.slow
+def test_a_sweep_becomes_a_parent_with_children(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    store = open_store(tmp_path)
+    sweep = open_sweep(store, seed="0,1", **{"workload.pressure": "1,2"})
+    parent = mlflow_log.start_parent(tmp_path, store, sweep, "first experiment")
+    assert parent is not None
+    assert mlflow_log.start_parent(tmp_path, store, sweep, "first experiment") == parent
+    assert store.sweep(sweep).mlflow_run_id == parent
+    assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
+
+    figure = tmp_path / "figure.png"
+    figure.write_bytes(b"png")
+    fields = trial_fields()
+    fields["config"] = {**fields["config"], "odd=key": "x" * 7000, **{f"k{i}": i for i in range(150)}}
+    trial = add_trial(
+        store,
+        sweep,
+        0,
+        "pensieve",
+        conversation_turns(TTFT),
+        {"ttft_ms_mean": 42.0},
+        tokens=tmp_path,
+        config=fields["config"],
+    )
+    store.add_artifact(trial, "figure", figure)
+    run_id = mlflow_log.log_trial(tmp_path, store, trial, "first experiment", parent)
+    assert run_id is not None
+    assert mlflow_log.log_trial(tmp_path, store, trial, "first experiment", parent, reused=True) == run_id
+    assert store.trial(trial).mlflow_run_id == run_id
+
+    client = mlflow.MlflowClient(tracking_uri=mlflow_log.mlflow_url(tmp_path))
+    run = client.get_run(run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["mlflow.parentRunId"] == parent
+    assert (run.data.tags["simulated"], run.data.tags["weights"], run.data.tags["status"]) == (
+        "false",
+        "random",
+        "completed",
+    )
+    assert run.data.params["baseline"] == "pensieve"
+    assert run.data.params["workload.pressure"] == "2.0"
+    assert run.data.params["k149"] == "149"
+    assert len(run.data.params["odd_key"]) == 6000
+    assert not any(name.startswith("hydra") for name in run.data.params)
+    assert run.data.metrics["ttft_ms_mean"] == 42.0
+    assert run.data.metrics["gpu_hit_rate"] == 0.5
+    steps = {m.step: m.value for m in client.get_metric_history(run_id, mlflow_log.TTFT_BY_TURN)}
+    assert steps == pytest.approx({1: 44.0, 2: 46.2, 3: 48.4})
+    assert sorted(a.path for a in client.list_artifacts(run_id)) == [
+        "config.json", "environment.json", "figure", "turns.parquet",
+    ]  # fmt: skip
+
+    failed = store.begin_trial(trial_fields("failed"))
+    store.finish_trial(failed, "failed", error="It broke; mend it.")
+    child = client.get_run(mlflow_log.log_trial(tmp_path, store, failed, "first experiment", parent))
+    assert (child.info.status, child.data.tags["error"]) == ("FAILED", "It broke; mend it.")
+
+    other = store.open_sweep("another", "chat", None, None, {}, 1, "host", None)
+    other_parent = mlflow_log.start_parent(tmp_path, store, other, "first experiment")
+    borrowed = mlflow_log.log_trial(tmp_path, store, trial, "first experiment", other_parent, reused=True)
+    assert client.get_run(borrowed).data.tags["reused"] == "true"
+    assert store.trial(trial).mlflow_run_id == run_id
+
+    single = add_trial(store, other, 0, "stateless", conversation_turns(TTFT))
+    alone = client.get_run(mlflow_log.log_trial(tmp_path, store, single, "second experiment"))
+    assert "mlflow.parentRunId" not in alone.data.tags
+    assert alone.info.experiment_id != run.info.experiment_id
+
+    assert mlflow_log.finish_parent(tmp_path, store, sweep, "the table", "failed") == parent
+    assert client.get_run(parent).info.status == "FAILED"
+    found = tmp_path / "mlartifacts" / parent / "artifacts" / "comparison.txt"
+    assert found.read_text() == "the table"
+    assert not [r for r in caplog.records if r.name.startswith(("mlflow", "alembic"))]
+    assert not list(Path.cwd().glob("mlruns"))
+
+
+def test_without_mlflow_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(tmp_path)
+    sweep = open_sweep(store)
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    mlflow_log._client.cache_clear()
+    mlflow_log._say_missing.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert mlflow_log.start_parent(tmp_path, store, sweep, "e") is None
+        assert mlflow_log.log_trial(tmp_path, store, store.begin_trial(trial_fields()), "e") is None
+    assert [r.getMessage() for r in caplog.records] == [
+        "MLflow is not installed, so nothing is logged there; `pip install mlflow` changes that."
+    ]
+
+
+@pytest.mark.slow
+def test_an_mlflow_that_fails_costs_no_trial(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("mlflow")
+    store = open_store(tmp_path)
+    sweep = open_sweep(store)
+    (tmp_path / "mlflow.db").write_bytes(b"not a database" * 100)
+    with caplog.at_level(logging.WARNING, logger="pensieve"):
+        assert mlflow_log.start_parent(tmp_path, store, sweep, "e") is None
+    sentences = [r.getMessage() for r in caplog.records if r.name.startswith("pensieve")]
+    assert len(sentences) == 1
+    assert sentences[0].startswith("Nothing was logged to MLflow (")

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+from sqlalchemy import create_engine, inspect, select, text
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.schema import CreateIndex, CreateTable
+
+from pensieve.metrics import Metric
+from pensieve.request import NOT_TURN_COLUMNS, TurnRecord
+from pensieve.results.schema import SCHEMA_VERSION, VERSION_TABLE, Base, Trial
+from pensieve.results.store import ResultsStore
+from tests.results.trials import MEMORY, trial_fields
+
+CONTRACT = {
+    "sweep": "id key name experiment command overrides n_expected status host git_commit mlflow_run_id started_at "
+    "finished_at",
+    "sweep_trial": "sweep_id trial_id job reused",
+    "trial": "id fingerprint config_hash code_hash platform attempt experiment model baseline eviction scheduler cache "
+    "workload hardware seed repeat weights model_revision dtype device device_count simulated contended gpu_tokens "
+    "cpu_tokens gpu_bytes cpu_bytes kv_bytes_per_token working_set_tokens measure_start_s measure_end_s status error "
+    "traceback host pid process_started_at heartbeat_at started_at finished_at git_commit mlflow_run_id config "
+    "environment engine flags",
+    "metric": "trial_id name label value unit n n_unit ci_low ci_high limit_value",
+    "turn": "id trial_id ordinal session turn iteration label phase stream status finish_reason error intended_s sent_s "
+    "arrived_s admitted_s first_token_s finished_s queue_ms ttft_ms latency_ms compute_ms transfer_ms prompt_tokens "
+    "output_tokens history_tokens gpu_hit_tokens cpu_hit_tokens recomputed_tokens shared_hit_tokens new_tokens "
+    "resumed_swapped_tokens resumed_recomputed_tokens cpu_recomputed_tokens h2d_bytes d2h_bytes sent_bytes "
+    "received_bytes output_sha256",
+    "sample": "trial_id at_s device name value unit",
+    "artifact": "trial_id kind path sha256",
+    "claim": "sweep_id name claimed measured ci_low ci_high n verdict trial_ids",
+    VERSION_TABLE: "version_num",
+}
+
+
+@pytest.fixture
+def store() -> ResultsStore:
+    return ResultsStore(MEMORY)
+
+
+def test_tables_and_columns_are_the_contract(store: ResultsStore) -> None:
+    with store.database.reading() as connection:
+        inspector = inspect(connection)
+        found = {t: " ".join(c["name"] for c in inspector.get_columns(t)) for t in inspector.get_table_names()}
+        view = " ".join(c["name"] for c in inspector.get_columns("current_trial"))
+    assert found == CONTRACT
+    assert view == CONTRACT["trial"]
+
+
+def test_a_turn_record_is_a_turn_row() -> None:
+    names = [f.name for f in fields(TurnRecord) if f.name not in NOT_TURN_COLUMNS]
+    assert sorted(names) == sorted(CONTRACT["turn"].split()[2:])
+
+
+def test_a_metric_is_a_metric_row() -> None:
+    assert sorted(f.name for f in fields(Metric)) == sorted(CONTRACT["metric"].split()[1:])
+
+
+def test_primary_key_of_metric_and_default_label(store: ResultsStore) -> None:
+    trial = store.begin_trial(trial_fields())
+    with store.database.writing() as connection:
+        connection.execute(text(f"INSERT INTO metric (trial_id, name, value, unit) VALUES ({trial}, 'x', 1, 'ms')"))
+    assert [(m.name, m.label, m.value) for m in store.metrics_of(trial)] == [("x", "", 1.0)]
+    with pytest.raises(IntegrityError):
+        store.add_metrics(trial, [Metric("x", 2.0, "ms")])
+
+
+@pytest.mark.parametrize(
+    ("status", "attempt"), [("completed", 1), ("running", 2)], ids=["same attempt twice", "two running"]
+)
+def test_uniqueness_of_trials(store: ResultsStore, status: str, attempt: int) -> None:
+    trial = store.begin_trial(trial_fields())
+    columns = [c for c in CONTRACT["trial"].split() if c not in ("id", "status", "attempt")]
+    copied = ", ".join(columns)
+    statement = text(f"INSERT INTO trial ({copied}, status, attempt) SELECT {copied}, :s, :a FROM trial WHERE id = :id")
+    with pytest.raises(IntegrityError), store.database.writing() as connection:
+        connection.execute(statement, {"s": status, "a": attempt, "id": trial})
+    with store.database.writing() as connection:  # what the constraints allow
+        connection.execute(statement, {"s": "completed", "a": 2, "id": trial})
+
+
+def test_current_trial_is_the_newest_completed_attempt(store: ResultsStore) -> None:
+    ids = []
+    for status in ("completed", "completed", "failed"):
+        ids.append(store.begin_trial(trial_fields()))
+        store.finish_trial(ids[-1], status)
+    other = store.begin_trial(trial_fields("other"))
+    store.finish_trial(other, "failed", error="no")
+    with store.database.reading() as connection:
+        assert connection.scalars(text("SELECT id FROM current_trial")).all() == [ids[1]]
+
+
+def test_times_come_back_in_utc(store: ResultsStore) -> None:
+    trial = store.trial(store.begin_trial(trial_fields()))
+    assert trial.started_at.utcoffset() is not None
+    assert trial.started_at.utcoffset().total_seconds() == 0  # type: ignore[union-attr]
+
+
+def test_schema_is_stamped_for_migrations(store: ResultsStore) -> None:
+    with store.database.reading() as connection:
+        assert connection.scalar(text(f"SELECT version_num FROM {VERSION_TABLE}")) == SCHEMA_VERSION
+
+
+def test_every_constraint_has_a_name() -> None:
+    for table in Base.metadata.tables.values():
+        for constraint in table.constraints:
+            if constraint.columns:  # type: ignore[attr-defined]
+                assert "CONSTRAINT" in str(CreateTable(table).compile(create_engine(MEMORY))), table.name
+                assert constraint.name is not None, (table.name, constraint)
+
+
+def test_postgresql_gets_the_partial_index_too() -> None:
+    index = next(i for i in Trial.__table__.indexes if i.unique)  # type: ignore[attr-defined]
+    written = str(CreateIndex(index).compile(dialect=postgresql.dialect()))
+    assert written.startswith("CREATE UNIQUE INDEX uq_trial_fingerprint_running")
+    assert written.endswith("WHERE status = 'running'")
+
+
+def test_deleting_a_trial_deletes_what_it_left(store: ResultsStore) -> None:
+    trial = store.begin_trial(trial_fields())
+    store.add_metrics(trial, [Metric("x", 1.0, "ms")])
+    with store.database.writing() as connection:
+        connection.execute(Trial.__table__.delete())  # type: ignore[attr-defined]
+        assert connection.execute(select(text("*")).select_from(text("metric"))).all() == []

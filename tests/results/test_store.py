@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from pensieve.errors import ResultsError
+from pensieve.metrics import Metric
+from pensieve.results.process import Owner, is_alive, this_process
+from pensieve.results.store import Reading, ResultsStore, open_store
+from tests.results.test_database import in_another_process
+from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep, trial_fields, turn
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ResultsStore:
+    return open_store(tmp_path)
+
+
+def test_the_same_key_is_the_same_sweep(store: ResultsStore) -> None:
+    first = store.open_sweep("key", "chat", "pensieve", "run.py -m", {"seed": "0,1"}, 6, "host", "abc")
+    store.set_sweep(first, status="failed", mlflow_run_id="run")
+    assert store.sweep(first).finished_at is not None
+    other = store.open_sweep("another", "chat", None, None, {}, 1, "host", None)
+    assert store.latest_sweep().id == other  # type: ignore[union-attr]
+    again = store.open_sweep("key", "chat", "pensieve", "run.py -m", {"seed": "0,1"}, 6, "host", "def")
+    sweep = store.sweep(again)
+    assert again == first != other
+    assert (sweep.status, sweep.finished_at, sweep.git_commit) == ("running", None, "def")
+    assert (sweep.mlflow_run_id, sweep.overrides) == ("run", {"seed": "0,1"})
+    assert store.latest_sweep().id == first  # type: ignore[union-attr]
+    with pytest.raises(ResultsError, match="no sweep 99"):
+        store.sweep(99)
+
+
+def test_a_trial_from_begin_to_end(store: ResultsStore) -> None:
+    trial_id = store.begin_trial(trial_fields(device="cpu"))
+    trial = store.trial(trial_id)
+    assert (trial.status, trial.attempt, trial.pid, trial.host) == ("running", 1, os.getpid(), socket.gethostname())
+    assert store.completed_trial("f") is None
+    before = trial.heartbeat_at
+    store.heartbeat(trial_id)
+    assert store.trial(trial_id).heartbeat_at > before
+    store.finish_trial(trial_id, "completed", measure_end_s=2.5, engine={"threads": 2})
+    trial = store.trial(trial_id)
+    assert (trial.status, trial.measure_end_s, trial.engine, trial.error) == ("completed", 2.5, {"threads": 2}, None)
+    assert trial.finished_at is not None
+    assert store.completed_trial("f").id == trial_id  # type: ignore[union-attr]
+    assert store.completed_by_config("c").id == trial_id  # type: ignore[union-attr]
+    assert store.completed_by_config("other") is None
+
+
+def test_attempts_count_up_and_failures_are_kept(store: ResultsStore) -> None:
+    first = store.begin_trial(trial_fields())
+    store.finish_trial(first, "failed", error="It broke; mend it.", traceback="Traceback")
+    second = store.begin_trial(trial_fields())
+    assert store.trial(second).attempt == 2
+    assert (store.trial(first).error, store.trial(first).traceback) == ("It broke; mend it.", "Traceback")
+    assert store.completed_trial("f") is None
+
+
+def test_a_trial_that_runs_is_not_begun_twice(store: ResultsStore) -> None:
+    store.begin_trial(trial_fields())
+    sentence = in_another_process(lambda: store.begin_trial(trial_fields()))
+    assert f"process {os.getpid()} on {socket.gethostname()}" in sentence
+    assert "running already" in sentence
+    assert store.begin_trial(trial_fields("other")) == 2
+
+
+def test_a_trial_whose_process_is_gone_becomes_interrupted(store: ResultsStore) -> None:
+    def begin_and_die() -> int:
+        trial = store.begin_trial(trial_fields())
+        store.add_turns(trial, [turn("s", 1)])
+        return trial
+
+    dead = int(in_another_process(begin_and_die))
+    alive = store.begin_trial(trial_fields("other"))
+    assert store.trial(dead).status == "running"
+    again = store.begin_trial(trial_fields())
+    assert store.trial(dead).status == "interrupted"
+    assert "ended without finishing" in str(store.trial(dead).error)
+    assert store.trial(again).attempt == 2
+    assert store.trial(alive).status == "running"
+
+    also_dead = int(in_another_process(lambda: store.begin_trial(trial_fields("third"))))
+    assert store.interrupt_dead() == 1
+    assert store.trial(also_dead).status == "interrupted"
+
+
+def test_a_pid_used_again_by_another_process_is_not_alive() -> None:
+    now, me = datetime.now(UTC), this_process()
+    assert is_alive(me, now, now)
+    assert not is_alive(Owner(me.host, me.pid, me.process_started_at - timedelta(hours=1)), now, now)
+
+
+@pytest.mark.parametrize(("age_s", "alive"), [(59, True), (61, False)])
+def test_elsewhere_the_heartbeat_decides(store: ResultsStore, age_s: float, alive: bool) -> None:
+    trial = store.begin_trial(trial_fields())
+    store.set_trial(trial, host="another-host", heartbeat_at=datetime.now(UTC) - timedelta(seconds=age_s))
+    if alive:
+        with pytest.raises(ResultsError, match="another-host"):
+            store.begin_trial(trial_fields())
+    else:
+        assert store.trial(store.begin_trial(trial_fields())).attempt == 2
+        assert store.trial(trial).status == "interrupted"
+
+
+def test_turns_come_back_as_they_were(store: ResultsStore) -> None:
+    trial = store.begin_trial(trial_fields())
+    first, second = turn("a", 1, 12.5, history_tokens=64, gpu_hit_tokens=32), turn("b", 1, None, status="timeout")
+    first.ordinal, second.ordinal = 1, 0
+    store.add_turns(trial, [first])
+    store.add_turns(trial, [second])
+    rows = store.turns_of(trial)
+    assert [row.session for row in rows] == ["b", "a"]
+    assert (rows[1].ttft_ms, rows[1].history_tokens, rows[1].gpu_hit_tokens) == (12.5, 64, 32)
+    assert rows[1].stream is True
+    assert (rows[0].status, rows[0].ttft_ms, rows[0].prompt_tokens) == ("timeout", None, None)
+    assert store.turns_of(trial, "session", "ttft_ms") == [("b", None), ("a", 12.5)]
+
+
+def test_a_hundred_thousand_turns_in_bulk(store: ResultsStore) -> None:
+    trial = store.begin_trial(trial_fields())
+    records = [turn(f"s{i % 100}", i // 100) for i in range(100_000)]
+    before = time.process_time()  # not the wall: other tests share this machine
+    store.add_turns(trial, records)
+    assert time.process_time() - before < 5
+    assert len(store.turns_of(trial, "id")) == 100_000
+
+
+def test_metrics_samples_and_values_that_are_no_numbers(store: ResultsStore) -> None:
+    trial = store.begin_trial(trial_fields())
+    metric = Metric("ttft_ms_p50", 3.5, "ms", "turn=1", 12, "turns", 3.0, 4.0, 9.0)
+    store.add_metrics(trial, [metric, Metric("power_w", float("nan"), "W"), Metric("x", float("inf"), "1")])
+    found = {m.name: m for m in store.metrics_of(trial)}
+    assert found["ttft_ms_p50"] == metric
+    assert found["power_w"].value is None
+    assert found["x"].value is None
+    readings = [Reading(0.0, "gpu0", "blocks", 3.0, "blocks"), Reading(0.0, "gpu0", "blocks", 4.0, "blocks")]
+    store.add_samples(trial, readings)
+    assert store.samples_of(trial) == readings
+
+
+def test_artifacts_move_with_the_outputs_folder(tmp_path: Path) -> None:
+    before, after = tmp_path / "before", tmp_path / "after"
+    store = open_store(before)
+    trial = store.begin_trial(trial_fields())
+    inside, outside = before / "runs" / "a.txt", tmp_path / "b.txt"
+    for path in (inside, outside):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"hello")
+    store.add_artifact(trial, "figure", inside)
+    inside.write_bytes(b"newer")
+    store.add_artifact(trial, "figure", inside)
+    store.add_artifact(trial, "log", outside)
+    before.rename(after)
+    found = open_store(after).artifacts_of(trial)
+    assert [(a.kind, a.path) for a in found] == [("figure", after / "runs" / "a.txt"), ("log", outside)]
+    assert found[0].sha256 == hashlib.sha256(b"newer").hexdigest()
+    assert [a.kind for a in open_store(after).artifacts_of(trial, "log")] == ["log"]
+
+
+def test_a_job_has_one_trial_and_a_trial_may_serve_several_sweeps() -> None:
+    store = ResultsStore(MEMORY)
+    sweep = open_sweep(store)
+    old = add_trial(store, sweep, 0, "pensieve", [], {"gpu_hit_rate": 0.1})
+    other = store.open_sweep("another", "chat", None, None, {}, 1, "host", None)
+    store.link(other, old, 3, reused=True)
+    changed_code = store.begin_trial(trial_fields("changed code"))
+    store.link(sweep, changed_code, 0, reused=False)
+    store.finish_trial(changed_code, "completed")
+    assert [(j.job, j.last.id) for j in store.trials_of_sweep(sweep)] == [(0, changed_code)]
+    (borrowed,) = store.trials_of_sweep(other)
+    assert (borrowed.job, borrowed.reused, borrowed.value("gpu_hit_rate")) == (3, True, 0.1)
+    store.link(sweep, changed_code, 0, reused=True)
+    assert [j.reused for j in store.trials_of_sweep(sweep)] == [False]
+
+
+def test_a_job_that_failed_again_still_shows_its_completed_attempt() -> None:
+    store = ResultsStore(MEMORY)
+    sweep = open_sweep(store)
+    good = add_trial(store, sweep, 0, "pensieve", conversation_turns([1.0]))
+    fingerprint = store.trial(good).fingerprint
+    bad = store.begin_trial(trial_fields(fingerprint))
+    store.link(sweep, bad, 0, reused=False)
+    store.finish_trial(bad, "failed", error="no")
+    (job,) = store.trials_of_sweep(sweep)
+    assert (job.trial.id, job.last.id, job.last.status) == (good, bad, "failed")  # type: ignore[union-attr]
+    assert job.value("gpu_hit_rate") == 0.5
+    assert job.value("no such metric") is None

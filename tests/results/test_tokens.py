@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from pensieve.errors import ResultsError
+from pensieve.request import TurnRecord
+from pensieve.results import tokens as tokens_module
+from pensieve.results.tokens import TokenFile, compare_tokens, read_tokens, write_tokens
+from tests.results.trials import turn
+
+
+def test_tokens_come_back_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens_module, "_FLUSH_TOKENS", 3)  # several row groups
+    silent = turn("ü/1", 2, tokens=(9, 8))
+    silent.margins, silent.emitted_s = array("d"), array("d")
+    given = [turn("a", 1, tokens=(1, 2, 3)), turn("a", 2, tokens=()), silent, turn("b", 1, tokens=(2**31 - 1,))]
+    path = write_tokens(tmp_path / "new" / "tokens.parquet", given)
+    assert path is not None
+    found = read_tokens(path)
+    assert {key: t.token_ids.tolist() for key, t in found.items()} == {
+        ("a", 1): [1, 2, 3], ("ü/1", 2): [9, 8], ("b", 1): [2**31 - 1],
+    }  # fmt: skip
+    assert found["a", 1].margins.tolist() == [0.5] * 3
+    assert found["a", 1].emitted_s.tolist() == [0.0, 1.0, 2.0]
+    table = pq.read_table(path)
+    assert table.column_names == ["session", "turn", "position", "token_id", "margin", "emitted_s"]
+    assert table["margin"].to_pylist() == [0.5, 0.5, 0.5, None, None, 0.5]
+    assert table["position"].to_pylist() == [0, 1, 2, 0, 1, 0]
+    assert [p.name for p in path.parent.iterdir()] == ["tokens.parquet"]
+
+
+def test_nothing_is_kept_of_too_many_turns_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens_module, "_FLUSH_TOKENS", 2)
+    with TokenFile(tmp_path / "t.parquet", most_turns=3) as file:
+        for number in range(4):
+            file.add(turn("a", number))
+        assert file.close() is None
+    assert write_tokens(tmp_path / "t.parquet", []) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_file_does_not_appear(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        with TokenFile(tmp_path / "t.parquet") as file:
+            file.add(turn("a", 1))
+            file.flush()
+            assert len(list(tmp_path.iterdir())) == 1
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_and_damaged_files_say_so(tmp_path: Path) -> None:
+    with pytest.raises(ResultsError, match="are gone"):
+        read_tokens(tmp_path / "t.parquet")
+    (tmp_path / "t.parquet").write_bytes(b"PAR1 nonsense")
+    with pytest.raises(ResultsError, match="cannot be read"):
+        read_tokens(tmp_path / "t.parquet")
+    (tmp_path / "file").touch()
+    with pytest.raises(ResultsError, match="cannot be written"):
+        write_tokens(tmp_path / "file" / "t.parquet", [turn("a", 1)])
+
+
+def with_margins(record: TurnRecord, *margins: float) -> TurnRecord:
+    record.margins = array("d", margins)
+    return record
+
+
+def test_comparison_finds_the_first_difference_and_its_margin(tmp_path: Path) -> None:
+    a = [
+        turn("late", 2, tokens=(1, 2, 3)),
+        turn("early", 1, tokens=(1, 2)),
+        turn("early", 2, tokens=(1, 2)),
+        turn("same", 1, tokens=(4,)),
+        turn("only here", 1),
+    ]
+    b = [
+        turn("same", 1, tokens=(4,)),
+        with_margins(turn("late", 2, tokens=(1, 9, 3)), 3.0, 0.25, 3.0),
+        with_margins(turn("early", 1, tokens=(1, 3)), 3.0, 0.125),
+        with_margins(turn("early", 2, tokens=(9, 9)), 0.75, 3.0),  # after a difference: another history
+    ]
+    paths = write_tokens(tmp_path / "a", a), write_tokens(tmp_path / "b", b)
+    assert paths[0] is not None
+    assert paths[1] is not None
+    found = compare_tokens(*paths)  # type: ignore[arg-type]
+    assert (found.turns_compared, found.turns_differing) == (4, 3)
+    first, worst = found.first, found.worst
+    assert first is not None
+    assert worst is not None
+    assert (first.session, first.turn, first.position, first.margin) == ("early", 1, 1, 0.125)
+    assert (worst.session, worst.position, worst.margin) == ("late", 1, 0.25)
+    assert compare_tokens(paths[0], paths[0]).first is None
+
+
+def test_an_output_that_ends_early_differs_where_it_ends(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "a", [with_margins(turn("s", 1, tokens=(1, 2)), 0.5, 0.25)])
+    write_tokens(tmp_path / "b", [turn("s", 1, tokens=(1,))])
+    first = compare_tokens(tmp_path / "a", tmp_path / "b").first
+    assert first is not None
+    assert (first.position, first.margin) == (1, 0.25)
+
+
+def test_an_unknown_margin_is_no_tie(tmp_path: Path) -> None:
+    known, unknown = turn("known", 1, tokens=(1,)), turn("unknown", 1, tokens=(1,))
+    unknown.margins = array("d")
+    other = [turn("known", 1, tokens=(2,)), turn("unknown", 1, tokens=(2,))]
+    other[1].margins = array("d")
+    write_tokens(tmp_path / "a", [known, unknown])
+    write_tokens(tmp_path / "b", other)
+    worst = compare_tokens(tmp_path / "a", tmp_path / "b").worst
+    assert worst is not None
+    assert (worst.session, worst.margin) == ("unknown", None)

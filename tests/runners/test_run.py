@@ -1,0 +1,145 @@
+"""The command lines a user types, in processes of their own."""
+
+import contextlib
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+SHORT = ["hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2"]
+
+
+@pytest.fixture
+def outputs(tmp_path):
+    return tmp_path / "outputs"
+
+
+def run(outputs, *arguments, cwd=None, script="run.py", **environment):
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTEST_CURRENT_TEST", "HYDRA_FULL_ERROR")}
+    env |= {"PENSIEVE_OUTPUTS": str(outputs), "HF_HUB_OFFLINE": "1", **environment}
+    command = [sys.executable, str(CHECKOUT / "runners" / script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=env, cwd=cwd or outputs.parent, timeout=120)
+
+
+def rows(outputs, query):
+    with sqlite3.connect(outputs / "results.db") as connection:
+        return connection.execute(query).fetchall()
+
+
+def test_a_sweep_is_recorded_compared_and_resumed(outputs):
+    done = run(outputs, *SHORT, "seed=0", "-m", "tracking.mlflow=false")
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in ("pensieve", "gpu_only", "stateless", "Database:"))
+    assert "[3/3] baseline=stateless: TTFT first turn" in done.stderr
+    assert rows(outputs, "select baseline, status, simulated from trial order by id") == [
+        ("pensieve", "completed", 1), ("gpu_only", "completed", 1), ("stateless", "completed", 1),
+    ]  # fmt: skip
+    assert rows(outputs, "select n_expected, status from sweep") == [(3, "completed")]
+    assert list(outputs.rglob("config.resolved.yaml"))
+    # The same command is the same sweep, and runs nothing; more seeds are another one, and run what is missing.
+    again = run(outputs, "-m", *SHORT, "tracking.mlflow=false", "seed=0")
+    assert again.returncode == 0, again.stderr
+    assert again.stderr.count("is completed (force=true") == 3
+    assert rows(outputs, "select count(*) from sweep") == [(1,)]
+    assert rows(outputs, "select count(*) from trial") == [(3,)]
+    assert rows(outputs, "select count(*) from sweep_trial") == [(3,)]
+
+
+def test_no_traceback_for_what_a_user_mistypes(outputs):
+    for arguments, part in (
+        (["model=lama3_8b"], "did you mean llama3_8b?"),
+        (["workload.userz=3"], "did you mean workload.users?"),
+        (["workload.timeout_s=a=b"], "quoted"),
+        (["baseline=pensieve,vllm", "-m"], "baseline=vllm"),
+    ):
+        done = run(outputs, *SHORT, *arguments)
+        assert done.returncode == 1
+        assert part in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+        assert done.stdout == ""
+    assert not (outputs / "results.db").exists()
+
+
+def test_the_whole_trace_on_request(outputs):
+    done = run(outputs, "model=lama3_8b", HYDRA_FULL_ERROR="1")
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr
+
+
+def test_a_failed_trial_is_recorded_and_the_exit_status_says_so(outputs):
+    done = run(outputs, *SHORT, "cache.gpu='256 tokens'", "tracking.mlflow=false")
+    assert done.returncode == 1
+    assert "longest conversation" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert rows(outputs, "select status from trial") == [("failed",)]
+
+
+def test_help_and_configuration(outputs):
+    shown = run(outputs, "--help")
+    assert shown.returncode == 0, shown.stderr
+    for text in ("baseline: ", "sim_a100_80g", "runners/doctor.py", "group.field=value"):
+        assert text in shown.stdout
+    composed = run(outputs, "--cfg", "job", "model=llama3_8b")
+    assert "name: llama3_8b" in composed.stdout
+    completion = run(outputs, "-sc", "query=bash", COMP_LINE="python runners/run.py cache=x")
+    assert completion.stdout.split() == ["cache=xlarge"]
+    assert not outputs.exists()
+
+
+def test_a_policy_of_ones_own(outputs, tmp_path):
+    (tmp_path / "eviction").mkdir()
+    (tmp_path / "eviction" / "mine.yaml").write_text("name: mine\n_target_: mine_module.Mine\n_partial_: true\n")
+    (tmp_path / "mine_module.py").write_text("from pensieve.eviction.lru import Lru\n\n\nclass Mine(Lru): ...\n")
+    done = run(outputs, *SHORT, "--config-dir=.", "eviction=mine", "tracking.mlflow=false", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert rows(outputs, "select eviction, status from trial") == [("mine", "completed")]
+
+
+def test_outputs_that_cannot_be_written(outputs):
+    outputs.write_text("a file in the way")
+    done = run(outputs, *SHORT)
+    assert done.returncode == 1
+    assert "PENSIEVE_OUTPUTS" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_ctrl_c_is_one_line_and_130(outputs):
+    env = {**os.environ, "PENSIEVE_OUTPUTS": str(outputs)}
+    env.pop("PYTEST_CURRENT_TEST", None)
+    long = ["hardware=sim_h100", "workload.conversations=4000", "tracking.mlflow=false", "seed=0"]
+    process = subprocess.Popen(
+        [sys.executable, str(CHECKOUT / "runners" / "run.py"), "-m", *long],
+        env=env,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with contextlib.suppress(sqlite3.OperationalError):  # the database is being made
+            if outputs.exists() and rows(outputs, "select 1 from trial where status = 'running'"):
+                break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    try:
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert err.strip().splitlines()[-1].startswith("Interrupted;")
+    assert rows(outputs, "select status from trial") == [("interrupted",)]
+    assert rows(outputs, "select status from sweep") == [("interrupted",)]
+
+
+def test_the_doctor(outputs):
+    done = run(outputs, script="doctor.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for text in ("Python", "torch", "llama3_8b", "none yet", "python runners/run.py -m"):
+        assert text in done.stdout
+    assert run(outputs, "--cache", "smal", script="doctor.py").stderr.strip().endswith("did you mean small?")

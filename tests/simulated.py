@@ -1,0 +1,79 @@
+"""A tiny model and machine without torch: the double under most tests."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+from pensieve.cache.base import PolicyContext
+from pensieve.cache.two_tier import TwoTierCache
+from pensieve.clock import VirtualClock
+from pensieve.engine import Engine
+from pensieve.eviction.retention_value import RetentionValue
+from pensieve.request import Length, Request, TurnRecord
+from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.specs import HardwareSpec, ModelSpec
+from pensieve.worker.simulated import SimulatedWorker
+
+MODEL = ModelSpec(
+    name="toy",
+    model_type="llama",
+    layers=4,
+    hidden=64,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    intermediate=128,
+    vocab=97,
+    max_context=4096,
+)
+MACHINE = HardwareSpec(
+    name="toy", simulated=True, device="sim", flops=1e10, memory_bw=1e9, h2d_bw=1e8, d2h_bw=1e8, step_overhead_s=1e-4
+)
+
+
+def policy_context(chunk_tokens: int = 4, gpu_blocks: int = 16, cpu_blocks: int = 16) -> PolicyContext:
+    return PolicyContext(chunk_tokens, gpu_blocks, cpu_blocks, lambda context: 1.0 + context / 8, 0.1, 0)
+
+
+def make_engine(
+    gpu_blocks: int = 16,
+    cpu_blocks: int = 16,
+    chunk_tokens: int = 4,
+    cache: Callable[..., Any] = TwoTierCache,
+    hardware: HardwareSpec = MACHINE,
+    policy: Any = None,
+    **settings: Any,
+) -> Engine:
+    clock = VirtualClock()
+    policy = policy or RetentionValue(policy_context(chunk_tokens, gpu_blocks, cpu_blocks))
+    manager = cache(policy=policy, chunk_tokens=chunk_tokens, gpu_blocks=gpu_blocks, cpu_blocks=cpu_blocks)
+    worker = SimulatedWorker(MODEL, hardware, clock, chunk_tokens)
+    worker.start(gpu_blocks, manager.cpu_blocks)
+    return Engine(
+        cache=manager, settings=SchedulerSettings(**settings), worker=worker, clock=clock, max_context=MODEL.max_context
+    )
+
+
+def request(number: int, session: str, tokens: int, output: int, turn: int = 1, **fields: Any) -> Request:
+    prompt = array("i", [(7 * number + i) % 90 for i in range(tokens)])
+    return Request(id=number, session=session, turn=turn, prompt=prompt, output=Length(output), **fields)
+
+
+def run(engine: Engine, until_idle: bool = True) -> dict[int, TurnRecord]:
+    """Step until nobody waits, checking every invariant on the way; the finished turns by request id."""
+    finished: dict[int, TurnRecord] = {}
+    idle_steps = 0
+    while engine.busy or idle_steps < 1:
+        events = engine.step(None)
+        engine.cache.check()
+        for event in events:
+            if event.turn is not None:
+                assert event.request_id not in finished, "a request finishes once"
+                finished[event.request_id] = event.turn
+        assert engine.progressed or events or not engine.busy, "jammed"
+        idle_steps += not engine.busy
+        if not until_idle and finished:
+            break
+    return finished

@@ -1,0 +1,256 @@
+"""The engine over a simulated worker: admission, eviction, suspension, failure; every invariant after every step."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from pensieve.cache.stateless import StatelessCache
+from pensieve.plan import StepPlan, StepResult
+from pensieve.request import Forced, Length, Request, TurnRecord, tokens_of
+from pensieve.scheduler.composition import split, unified
+from tests.simulated import MACHINE, make_engine, request, run
+
+
+def test_one_turn_generates_exactly_what_was_asked() -> None:
+    engine = make_engine()
+    engine.submit(request(1, "a", tokens=10, output=5))
+    turn = run(engine)[1]
+    assert (turn.status, turn.finish_reason, len(turn.token_ids)) == ("completed", "length", 5)
+    assert (turn.prompt_tokens, turn.history_tokens, turn.new_tokens) == (10, 0, 10)
+    session = engine.cache.find("a")
+    assert session is not None
+    assert len(session.tokens) == 15
+    assert session.computed == 14, "the last sampled token has no KV yet"
+
+
+def test_second_turn_is_a_gpu_hit_and_computes_the_pending_token_with_its_prompt() -> None:
+    engine = make_engine()
+    engine.submit(request(1, "a", tokens=10, output=5))
+    run(engine)
+    engine.submit(request(2, "a", tokens=3, output=2, turn=2))
+    turn = run(engine)[2]
+    assert (turn.prompt_tokens, turn.history_tokens, turn.gpu_hit_tokens, turn.new_tokens) == (18, 14, 14, 4)
+    assert turn.recomputed_tokens == turn.cpu_hit_tokens == 0
+
+
+def test_stateless_recomputes_its_history_and_gives_the_same_tokens() -> None:
+    kept, forgot = make_engine(), make_engine(cache=StatelessCache)
+    for engine in (kept, forgot):
+        engine.submit(request(1, "a", tokens=10, output=5))
+        run(engine)
+        engine.submit(request(2, "a", tokens=3, output=4, turn=2))
+    one, other = run(kept)[2], run(forgot)[2]
+    assert one.token_ids == other.token_ids
+    assert (other.history_tokens, other.recomputed_tokens, other.gpu_hit_tokens) == (14, 14, 0)
+    assert forgot.cache.cpu_blocks == 0, "no CPU tier, whatever it is given"
+    assert forgot.cache.available == forgot.cache.gpu_blocks
+
+
+def test_edited_prompt_keeps_the_common_prefix() -> None:
+    engine = make_engine()
+    engine.submit(request(1, "a", tokens=10, output=5))
+    run(engine)
+    held = engine.cache.find("a").tokens  # type: ignore[union-attr]
+    edited = held[:7] + tokens_of([91, 92, 93])
+    engine.submit(Request(2, "a", 2, edited, Length(2), continues=False))
+    turn = run(engine)[2]
+    assert (turn.prompt_tokens, turn.history_tokens, turn.gpu_hit_tokens, turn.new_tokens) == (10, 7, 7, 3)
+    assert engine.cache.find("a").tokens[:10] == edited  # type: ignore[union-attr]
+
+
+def test_same_prompt_again_computes_only_its_last_token() -> None:
+    engine = make_engine()
+    first = request(1, "a", tokens=10, output=3)
+    engine.submit(first)
+    tokens = run(engine)[1].token_ids
+    engine.submit(replace(first, id=2, continues=False))
+    turn = run(engine)[2]
+    assert (turn.history_tokens, turn.new_tokens) == (9, 1)
+    assert turn.token_ids == tokens
+
+
+def test_pressure_swaps_out_restores_and_drops() -> None:
+    engine = make_engine(gpu_blocks=16, cpu_blocks=8)
+    number, hits = 0, {"gpu": 0, "cpu": 0, "again": 0}
+    for turn in (1, 2, 3):
+        for session in "abcdef":
+            number += 1
+            engine.submit(request(number, session, tokens=9, output=4, turn=turn))
+            record = run(engine)[number]
+            hits["gpu"] += record.gpu_hit_tokens or 0
+            hits["cpu"] += record.cpu_hit_tokens or 0
+            hits["again"] += record.recomputed_tokens or 0
+            assert record.prompt_tokens == (record.history_tokens or 0) + (record.new_tokens or 0)
+    assert min(hits["cpu"], hits["again"]) > 0
+    assert engine.cache.counters.dropped_chunks > 0
+    assert engine.cache.counters.swapped_in_blocks > 0
+
+
+def test_swap_out_starts_ahead_of_time_and_keeps_the_gpu_copy() -> None:
+    engine = make_engine(gpu_blocks=16, cpu_blocks=16)
+    engine.submit(request(1, "a", tokens=46, output=6))  # 13 of 16 blocks: fewer than 25 % are available
+    run(engine)
+    engine.submit(request(2, "b", tokens=1, output=1))
+    run(engine)
+    assert engine.cache.counters.swapped_out_blocks > 0
+    assert engine.cache.available >= 0.25 * 16
+    engine.submit(request(3, "a", tokens=2, output=1, turn=2))
+    turn = run(engine)[3]
+    assert turn.cpu_hit_tokens == 0, "the copy on CPU was taken ahead of time; the one on GPU still serves"
+    assert turn.gpu_hit_tokens == turn.history_tokens == 51
+
+
+def test_decode_out_of_blocks_suspends_the_latest_and_both_finish() -> None:
+    for cpu_blocks in (16, 0):
+        engine = make_engine(gpu_blocks=10, cpu_blocks=cpu_blocks)
+        engine.submit(request(1, "a", tokens=8, output=24))
+        engine.submit(request(2, "b", tokens=8, output=24))
+        turns = run(engine)
+        assert engine.scheduler.counters.suspended > 0
+        assert [turns[n].status for n in (1, 2)] == ["completed", "completed"]
+        assert (turns[1].resumed_swapped_tokens, turns[1].resumed_recomputed_tokens) == (0, 0), (
+            "the earlier one went on"
+        )
+        resumed = turns[2].resumed_swapped_tokens + turns[2].resumed_recomputed_tokens
+        assert (resumed > 0) == (turns[1].finished_s < turns[2].finished_s)  # type: ignore[operator]
+        alone = make_engine(gpu_blocks=10)
+        alone.submit(request(2, "b", tokens=8, output=24))
+        assert run(alone)[2].token_ids == turns[2].token_ids
+
+
+def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
+    engine = make_engine(gpu_blocks=4)
+    engine.submit(request(1, "a", tokens=16, output=2))
+    engine.submit(request(2, "b", tokens=5000, output=2))
+    engine.submit(request(3, "c", tokens=13, output=4))
+    turns = run(engine)
+    assert turns[1].status == "refused"
+    assert "raise cache.gpu" in (turns[1].error or "")
+    assert turns[2].status == "refused"
+    assert "context" in (turns[2].error or "")
+    assert turns[3].status == "completed"
+    assert engine.cache.names() == ["c"]
+
+
+def test_turns_of_one_conversation_are_served_in_order_and_nobody_overtakes_a_deferred_head() -> None:
+    engine = make_engine(gpu_blocks=12, cpu_blocks=0)
+    engine.submit(request(1, "a", tokens=20, output=20))
+    engine.submit(request(2, "b", tokens=24, output=4))  # does not fit beside a
+    engine.submit(request(3, "c", tokens=2, output=2))  # would fit, but waits behind b
+    engine.submit(request(4, "a", tokens=2, output=2, turn=2))
+    turns = run(engine)
+    finished = sorted(turns, key=lambda n: turns[n].finished_s or 0.0)
+    assert turns[2].admitted_s >= turns[1].finished_s  # type: ignore[operator]
+    assert turns[3].admitted_s >= turns[2].admitted_s  # type: ignore[operator]
+    assert finished.index(4) > finished.index(1)
+    assert engine.scheduler.counters.deferred >= 1
+
+
+def test_cancelled_requests_free_their_place() -> None:
+    engine = make_engine()
+    for number, session in ((1, "a"), (2, "b"), (3, "a")):
+        engine.submit(request(number, session, tokens=6, output=30))
+    engine.cancel(3, "cancelled")  # parked behind 1
+    for _ in range(4):
+        engine.step(None)
+    engine.cancel(1, "timeout")  # running
+    engine.cancel(99, "timeout")
+    events = engine.take_events()
+    statuses = {event.request_id: event.turn.status for event in events if event.turn}
+    assert statuses[1] == "timeout"
+    turns = run(engine)
+    assert turns[2].status == "completed"
+    session = engine.cache.find("a")
+    assert session is not None
+    assert len(session.tokens) > 6, "what was generated stays"
+    engine.submit(request(4, "a", tokens=2, output=2, turn=2))
+    assert run(engine)[4].status == "completed"
+
+
+def test_forced_output_is_appended_whatever_was_sampled() -> None:
+    engine = make_engine()
+    engine.submit(Request(1, "a", 1, tokens_of([1, 2, 3]), Forced(tokens_of([5, 6, 7]))))
+    assert list(run(engine)[1].token_ids) == [5, 6, 7]
+
+
+def test_unified_and_split_give_the_same_tokens() -> None:
+    outputs = []
+    for composition in (unified, split):
+        engine = make_engine(gpu_blocks=64, composition=composition, max_batch_tokens=8)
+        for number in range(1, 6):
+            engine.submit(request(number, f"s{number}", tokens=5 * number, output=6))
+        turns = run(engine)
+        outputs.append([list(turns[number].token_ids) for number in sorted(turns)])
+    assert outputs[0] == outputs[1]
+
+
+def test_a_failed_step_fails_its_requests_only_and_their_turns_are_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(gpu_blocks=16, cpu_blocks=16)
+    engine.submit(request(1, "a", tokens=9, output=4))
+    run(engine)
+    before = list(engine.cache.find("a").tokens)  # type: ignore[union-attr]
+    good = engine.worker._perform  # type: ignore[attr-defined]
+
+    def bad(plan: StepPlan) -> StepResult:
+        return replace(good(plan), tokens={}, error="The device stumbled.") if plan.rows else good(plan)
+
+    monkeypatch.setattr(engine.worker, "_perform", bad)
+    engine.submit(request(2, "a", tokens=4, output=4, turn=2))
+    turn = run(engine)[2]
+    assert (turn.status, turn.error) == ("failed", "The device stumbled.")
+    assert list(engine.cache.find("a").tokens) == before  # type: ignore[union-attr]
+    monkeypatch.setattr(engine.worker, "_perform", good)
+    engine.submit(request(3, "a", tokens=4, output=4, turn=2))
+    assert run(engine)[3].status == "completed"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_traffic_never_jams_and_keeps_its_tokens(seed: int) -> None:
+    """Random sizes, capacities, edits, cancels and slow links; outputs equal those of a roomy engine."""
+    rng = random.Random(seed)
+    hardware = replace(MACHINE, d2h_bw=rng.choice((1e5, 1e8)), h2d_bw=rng.choice((1e6, 1e9)))
+    gpu, cpu = rng.randint(8, 24), rng.choice((0, 2, 8, 24))
+    engine = make_engine(
+        gpu_blocks=gpu,
+        cpu_blocks=cpu,
+        hardware=hardware,
+        composition=rng.choice((unified, split)),
+        max_batch_tokens=rng.choice((3, 16, 64)),
+        max_batch_requests=rng.choice((2, 8)),
+    )
+    roomy = make_engine(gpu_blocks=4096, cpu_blocks=0)
+    asked: list[Request] = []
+    turns_of: dict[str, int] = {}
+    number = 0
+    done: dict[int, TurnRecord] = {}
+    for _ in range(60):
+        for _ in range(rng.randint(0, 2)):
+            number += 1
+            session = rng.choice("abcdefgh")
+            turns_of[session] = turns_of.get(session, 0) + 1
+            asked.append(request(number, session, rng.randint(1, 12), rng.randint(1, 8), turn=turns_of[session]))
+            engine.submit(asked[-1])
+        for event in engine.step(None):
+            if event.turn:
+                done[event.request_id] = event.turn
+        engine.cache.check()
+    done.update(run(engine))
+    assert len(done) == number
+    for again in asked:
+        turn = done[again.id]
+        if turn.status != "completed":
+            assert turn.status == "refused"
+            continue
+        roomy.submit(again)
+        assert run(roomy)[again.id].token_ids == turn.token_ids
+        assert turn.gpu_hit_tokens + turn.cpu_hit_tokens + turn.recomputed_tokens == turn.history_tokens
+        assert turn.history_tokens + turn.new_tokens == turn.prompt_tokens
+        assert turn.new_tokens >= 1
+    for name in list(engine.cache.names()):
+        engine.forget(name)
+    while engine.step(None) or engine.progressed:
+        engine.cache.check()
+    assert engine.cache.available == gpu

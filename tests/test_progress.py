@@ -1,0 +1,55 @@
+import io
+import time
+
+import pytest
+
+from pensieve.progress import LINE_INTERVAL_S, TrialProgress
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_a_log_gets_a_line_now_and_then(clock):
+    stream = io.StringIO()
+    progress = TrialProgress("seed=0", total=8, stream=stream)
+    clock[0] = LINE_INTERVAL_S / 2
+    progress.update(1, 10)
+    assert stream.getvalue() == ""
+    clock[0] = LINE_INTERVAL_S * 2
+    progress.update(2, 30)
+    progress.update(3, 40)
+    progress.close()
+    assert stream.getvalue() == "seed=0: 2 of 8 turns, 3 tok/s, about 30 s left\n"
+
+
+def test_nobody_knows_the_total(clock):
+    stream = io.StringIO()
+    progress = TrialProgress("x", total=None, stream=stream)
+    clock[0] = 10.0
+    progress.update(0, 5)
+    assert stream.getvalue() == "x: 0 turns, 0 tok/s\n"
+
+
+def test_a_terminal_gets_a_bar():
+    stream = Terminal()
+    progress = TrialProgress("seed=0", total=4, stream=stream)
+    progress.update(3, 10)
+    progress.close()
+    assert "seed=0" in stream.getvalue()
+
+
+def test_quiet_under_pytest(capsys, clock):
+    progress = TrialProgress("seed=0", total=4)
+    clock[0] = 100.0
+    progress.update(1, 1)
+    progress.close()
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,292 @@
+from array import array
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from pensieve.baselines.base import Capabilities
+from pensieve.replay import replay
+from pensieve.request import Length, Request
+from pensieve.workload.base import Arrival, WorkloadPlan
+from pensieve.workload.chat import ChatWorkload
+from tests.scripted import Latency, ScriptedSystem, context
+
+KEEPS_NOTHING = Capabilities(virtual_time=True, keeps_sessions=False)
+
+
+class Listed:
+    """A workload that is a list of arrivals."""
+
+    def __init__(self, *arrivals, load="open"):
+        self.arrivals, self.load, self.finished = arrivals, load, []
+
+    def describe(self):
+        sessions = len({arrival.request.session for arrival in self.arrivals})
+        return WorkloadPlan(self.load, sessions, len(self.arrivals), 0, 0)
+
+    def start(self):
+        return self.arrivals
+
+    def on_finished(self, turn):
+        self.finished.append((turn.session, turn.turn, turn.status, turn.finished_s))
+        return []
+
+
+def arrival(at_s, number, session="a", turn=1, tokens=3, deadline_s=None, phase="chat"):
+    request = Request(number, session, turn, array("i", [7] * 4), Length(tokens), phase=phase)
+    return Arrival(at_s, request, deadline_s)
+
+
+def chat(seed=0, **fields):
+    return ChatWorkload(context(seed), **{"max_turns": 4, "min_turns": 4, **fields})
+
+
+def test_every_request_finishes_exactly_once_and_none_is_left():
+    system = ScriptedSystem()
+    record = replay(system, chat())
+    sent = Counter(request.id for request in system.submitted)
+    assert set(sent.values()) == {1}
+    assert Counter(turn.request_id for turn in record.turns) == sent
+    assert len(record.turns) == record.plan.turns
+    assert sorted(turn.ordinal for turn in record.turns) == list(range(len(record.turns)))
+
+
+def test_a_request_that_finishes_twice_is_our_bug():
+    class Stammering(ScriptedSystem):
+        def poll(self, until_s):
+            return [event for event in super().poll(until_s) for _ in range(2)]
+
+    with pytest.raises(AssertionError, match="finished twice"):
+        replay(Stammering(), chat())
+
+
+def test_a_system_that_loses_a_request_is_found_out():
+    class Lossy(ScriptedSystem):
+        def submit(self, request):
+            self.submitted.append(request)
+
+    with pytest.raises(AssertionError, match="poll gave nothing"):
+        replay(Lossy(), Listed(arrival(0.5, 1)))
+
+
+def test_times_are_measured_from_the_intended_arrival_and_the_start_of_the_replay():
+    for started_at_s in (0.0, 1234.5):
+        record = replay(ScriptedSystem(started_at_s=started_at_s), Listed(arrival(2.0, 1, tokens=5)))
+        [turn] = record.turns
+        assert record.origin_s == started_at_s
+        assert turn.intended_s == pytest.approx(2.0)
+        assert turn.sent_s == pytest.approx(2.0)
+        assert turn.queue_ms == pytest.approx(10.0)
+        assert turn.ttft_ms == pytest.approx(50.0)
+        assert turn.first_token_s == pytest.approx(2.050)
+        assert turn.latency_ms == pytest.approx(70.0)
+        assert turn.finished_s == pytest.approx(2.070)
+        assert list(turn.emitted_s) == pytest.approx([2.050, 2.055, 2.060, 2.065, 2.070])
+        assert list(record.send_lag_s) == pytest.approx([0.0])
+
+
+def test_a_late_submission_still_counts_from_the_intended_arrival():
+    class Busy(ScriptedSystem):
+        """Its first step takes 300 ms, whatever arrives meanwhile."""
+
+        def poll(self, until_s):
+            if self.clock.now_ns() == 0:
+                self.clock.advance_to(300_000_000)
+                return []
+            return super().poll(until_s)
+
+    record = replay(Busy(), Listed(arrival(0.0, 1, "a"), arrival(0.1, 2, "b")))
+    late = next(turn for turn in record.turns if turn.session == "b")
+    assert late.ttft_ms == pytest.approx(250.0)
+    assert list(record.send_lag_s) == pytest.approx([0.0, 0.2])
+
+
+def test_the_next_turn_of_a_conversation_waits_for_the_reply_and_the_thought():
+    record = replay(ScriptedSystem(lambda request: Latency(queue=0, first=800)), chat(think_time_s=0.5))
+    turns = {}
+    for turn in sorted(record.turns, key=lambda turn: turn.turn):
+        turns.setdefault(turn.session, []).append(turn)
+    thoughts = {}
+    for session, sequence in turns.items():
+        for before, after in pairwise(sequence):
+            thoughts[session, before.turn] = after.intended_s - before.finished_s
+    chats = {key: value for key, value in thoughts.items() if not key[0].startswith("warmup")}
+    assert len(chats) == 8 * 3
+    assert min(chats.values()) > 0
+    quick = replay(ScriptedSystem(lambda request: Latency(queue=0, first=3, gap=0)), chat(think_time_s=0.5))
+    finished = {(turn.session, turn.turn): turn.finished_s for turn in quick.turns}
+    intended = {(turn.session, turn.turn): turn.intended_s for turn in quick.turns}
+    for (session, number), thought in chats.items():
+        assert intended[session, number + 1] - finished[session, number] == pytest.approx(thought, abs=1e-6)
+
+
+def test_equal_seeds_give_equal_records_and_other_seeds_do_not():
+    def rows(seed):
+        record = replay(ScriptedSystem(), chat(seed))
+        return [(t.session, t.turn, t.ordinal, t.intended_s, t.finished_s, t.output_sha256) for t in record.turns]
+
+    assert rows(0) == rows(0)
+    assert rows(0) != rows(1)
+
+
+def test_a_deadline_cancels_what_is_still_running_and_spares_what_is_not():
+    slow = {2: Latency(first=5000)}
+    system = ScriptedSystem(lambda request: slow.get(request.id, Latency()))
+    workload = Listed(arrival(0.0, 1, "a", deadline_s=1.0), arrival(0.0, 2, "b", deadline_s=1.0), arrival(3.0, 3, "c"))
+    record = replay(system, workload)
+    status = {turn.session: turn.status for turn in record.turns}
+    assert status == {"a": "completed", "b": "timeout", "c": "completed"}
+    assert next(turn.finished_s for turn in record.turns if turn.session == "b") == pytest.approx(1.0)
+    assert record.flags["failures"] == "Of 3 turns 1 timeout."
+    assert [row[2] for row in workload.finished] == ["completed", "timeout", "completed"]
+
+
+def test_a_system_that_cannot_cancel_has_its_late_turns_called_timeouts():
+    can = Capabilities(virtual_time=True, cancels=False)
+    system = ScriptedSystem(lambda request: Latency(first=5000), can)
+    [turn] = replay(system, Listed(arrival(0.0, 1, deadline_s=1.0))).turns
+    assert turn.status == "timeout"
+    assert turn.finished_s > 5.0
+
+
+def test_a_full_system_is_sent_no_more_than_it_takes_and_waiting_counts():
+    can = Capabilities(virtual_time=True, max_in_flight=2)
+    system = ScriptedSystem(lambda request: Latency(queue=0, first=100, gap=0), can)
+    record = replay(system, Listed(*(arrival(0.0, number, f"s{number}") for number in range(5))))
+    assert system.most_in_flight == 2
+    assert [request.id for request in system.submitted] == [0, 1, 2, 3, 4]
+    assert sorted(turn.ttft_ms for turn in record.turns) == pytest.approx([100, 100, 200, 200, 300])
+
+
+def test_a_deadline_also_ends_what_was_never_sent():
+    can = Capabilities(virtual_time=True, max_in_flight=1)
+    system = ScriptedSystem(lambda request: Latency(first=5000), can)
+    record = replay(system, Listed(arrival(0.0, 1, "a"), arrival(0.0, 2, "b", deadline_s=1.0)))
+    turn = next(turn for turn in record.turns if turn.session == "b")
+    assert (turn.status, turn.sent_s, turn.prompt_tokens) == ("timeout", None, None)
+    assert turn.latency_ms == pytest.approx(1000.0)
+    assert [request.id for request in system.submitted] == [1]
+
+
+def test_the_whole_replay_can_be_cut_off():
+    system = ScriptedSystem(lambda request: Latency(first=400))
+    record = replay(system, Listed(arrival(0.0, 1, "a"), arrival(0.7, 2, "b"), arrival(9.0, 3, "c")), deadline_s=1.0)
+    assert {turn.session: turn.status for turn in record.turns} == {"a": "completed", "b": "timeout"}
+    assert "1.0 s" in record.flags["cut_off"]
+    assert record.flags["unsent"] == "1 of 3 planned turns were never sent."
+
+
+def test_a_system_without_sessions_gets_the_prompts_that_one_with_sessions_has():
+    keeps, forgets = ScriptedSystem(), ScriptedSystem(can=KEEPS_NOTHING)
+    kept, sent = replay(keeps, chat()), replay(forgets, chat())
+    assert all(request.continues for request in keeps.submitted)
+    assert not any(request.continues for request in forgets.submitted)
+    said = {}
+    for request in keeps.submitted:
+        said[request.session, request.turn] = request
+    for request in forgets.submitted:
+        whole = array("i")
+        for number in range(1, request.turn + 1):
+            earlier = said[request.session, number]
+            whole += earlier.prompt
+            if number < request.turn:
+                whole += array("i", range(1, earlier.output.max_new_tokens + 1))
+        assert request.prompt == whole
+    lengths = [{(t.session, t.turn): t.prompt_tokens for t in record.turns} for record in (kept, sent)]
+    assert lengths[0] == lengths[1]
+
+
+def test_offline_policies_learn_the_next_arrival_once_it_is_scheduled():
+    system = ScriptedSystem(started_at_s=5.0)
+    replay(system, Listed(arrival(0.0, 1, "a"), arrival(4.0, 2, "a", turn=2), arrival(6.0, 3, "b")))
+    assert [request.next_use_s for request in system.submitted] == [9.0, None, None]
+    assert system.expected == [("a", 9.0)]
+    closed = ScriptedSystem()
+    record = replay(closed, chat())
+    intended = {(turn.session, turn.turn): turn.intended_s for turn in record.turns}
+    due = Counter(session for session, _ in closed.expected)
+    assert due == Counter(session for session, number in intended if number > 1)
+    assert {at for _, at in closed.expected} == {at for (_, number), at in intended.items() if number > 1}
+
+
+def test_rows_stream_out_in_batches_also_when_interrupted():
+    batches = []
+    record = replay(ScriptedSystem(), chat(), on_batch=lambda rows: batches.append(list(rows)), batch_size=10)
+    assert [turn for batch in batches for turn in batch] == list(record.turns)
+    assert {len(batch) for batch in batches[:-1]} == {10}
+
+    seen, kept = [], []
+
+    def interrupt(turn):
+        seen.append(turn)
+        if len(seen) == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        replay(ScriptedSystem(), chat(), on_turn=interrupt, on_batch=kept.extend)
+    assert kept == seen
+
+
+def test_tokens_can_be_let_go_once_they_were_seen():
+    lengths = []
+    record = replay(
+        ScriptedSystem(),
+        chat(),
+        on_batch=lambda rows: lengths.extend(len(t.token_ids) for t in rows),
+        keep_tokens=False,
+    )
+    assert lengths == [turn.output_tokens for turn in record.turns]
+    assert min(lengths) > 0
+    assert all(len(turn.token_ids) == 0 and len(turn.emitted_s) > 0 for turn in record.turns)
+
+
+def test_progress_counts_streamed_tokens_and_ends_with_all_of_them():
+    steps = []
+    record = replay(ScriptedSystem(), chat(), progress=steps.append)
+    assert steps[-1].turns_done == record.plan.turns == steps[-1].turns_planned
+    assert steps[-1].output_tokens == sum(turn.output_tokens for turn in record.turns)
+    assert steps[-1].in_flight == 0
+    streaming = [
+        step.output_tokens - sum(turn.output_tokens for turn in record.turns[: step.turns_done]) for step in steps
+    ]
+    assert min(streaming) == 0
+    assert max(streaming) > 0
+    assert [step.elapsed_s for step in steps] == sorted(step.elapsed_s for step in steps)
+
+
+def test_counters_cover_the_measured_turns_only():
+    record = replay(ScriptedSystem(), chat(warmup_turns=4))
+    assert record.counters_start["evicted_chunks"] == 4
+    assert record.measurement.counters["evicted_chunks"] == len(record.turns) - 4
+
+
+def test_nothing_to_do_is_a_record_too():
+    record = replay(ScriptedSystem(), Listed())
+    assert (record.turns, record.flags["window"]) == ([], "No measured turn ran.")
+
+
+def test_a_wall_clock_is_waited_on():
+    from pensieve.clock import WallClock
+
+    class OnTheWall(ScriptedSystem):
+        def __init__(self):
+            super().__init__(lambda request: Latency(queue=0, first=20, gap=1))
+            self.virtual, self.clock = self.clock, WallClock()
+
+        def poll(self, until_s):
+            import time
+
+            now = self.clock.now_s()
+            target = min([until_s, *(entry[0] / 1e9 for entry in self._heap[:1])])
+            time.sleep(max(0.0, target - now))
+            wall, self.clock = self.clock, self.virtual
+            try:
+                return super().poll(wall.now_s())
+            finally:
+                self.clock = wall
+
+    system = OnTheWall()
+    record = replay(system, Listed(arrival(0.05, 1, "a"), arrival(0.30, 2, "b")))
+    assert [turn.session for turn in record.turns] == ["a", "b"]
+    assert [turn.intended_s for turn in record.turns] == pytest.approx([0.05, 0.30])
+    assert all(20 <= turn.ttft_ms < 120 for turn in record.turns)

@@ -1,0 +1,46 @@
+import tempfile
+import threading
+
+import pytest
+
+from pensieve.compose.machine import Device
+from pensieve.trial.device_lock import device_lock, lock_file
+
+CPU = Device("cpu", "cpu", "cpu", "this CPU", 1, 1, 1)
+SIMULATED = Device("sim", "sim", "sim", "sim_h100", 1, 1, 1)
+
+
+@pytest.fixture(autouse=True)
+def own_locks(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def test_the_second_waits_and_says_so():
+    said, order = [], []
+
+    def second():
+        with device_lock(CPU, True, lambda text: (said.append(text), waiting.set())):
+            order.append("second")
+
+    waiting = threading.Event()
+    with device_lock(CPU, True, said.append):
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert waiting.wait(10)
+        order.append("first")
+    thread.join(10)
+    assert order == ["first", "second"]
+    assert said == ["Waiting for this CPU: another trial runs on it (trial.exclusive=false would run beside it)."]
+
+
+@pytest.mark.parametrize(("device", "exclusive"), [(CPU, False), (SIMULATED, True)])
+def test_no_lock_where_none_is_due(device, exclusive):
+    with device_lock(device, exclusive, print):
+        assert not lock_file(device).exists()
+
+
+def test_a_gpu_is_locked_by_its_uuid():
+    gpu = Device("cuda", "cuda:0", "GPU-12/3 4", "H100", 1, 1, 1)
+    with device_lock(gpu, True, print):
+        assert lock_file(gpu).name == "pensieve-GPU-12-3-4.lock"
+        assert lock_file(gpu).exists()

@@ -1,0 +1,30 @@
+import signal
+
+import pytest
+
+from pensieve.trial import interrupt
+from pensieve.trial.interrupt import raise_if_interrupted, remember_interrupts
+
+
+@pytest.fixture(autouse=True)
+def python_handler():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+    interrupt._asked = False
+
+
+def test_a_dropped_interrupt_is_raised_at_the_next_safe_point():
+    remember_interrupts()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)  # this one may get lost where it is raised
+    with pytest.raises(KeyboardInterrupt):
+        raise_if_interrupted()
+    raise_if_interrupted()  # only once
+
+
+def test_a_job_that_ignores_it_goes_on_ignoring_it():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    remember_interrupts()
+    signal.raise_signal(signal.SIGINT)
+    raise_if_interrupted()

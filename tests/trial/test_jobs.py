@@ -1,0 +1,60 @@
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+
+from pensieve.errors import ConfigError
+from pensieve.trial.jobs import plan_jobs
+from tests.composed import hydra_session
+
+
+def sweep_config(*overrides):
+    hydra = GlobalHydra.instance().hydra
+    return hydra.compose_config("config", list(overrides), RunMode.MULTIRUN, with_log_configuration=False)
+
+
+@pytest.fixture(autouse=True)
+def session():
+    with hydra_session():
+        yield
+
+
+def test_the_default_sweep_runs_seeds_outside_and_baselines_inside():
+    jobs = plan_jobs(sweep_config())
+    assert list(jobs.axes.items()) == [("seed", ("0", "1", "2")), ("baseline", ("pensieve", "gpu_only", "stateless"))]
+    assert jobs.jobs[:2] == (("seed=0", "baseline=pensieve"), ("seed=0", "baseline=gpu_only"))
+    assert len(jobs.jobs) == 9
+
+
+def test_baseline_stays_innermost_whatever_else_is_swept():
+    config = sweep_config("cache=small,medium", "model=llama3_8b", "seed=5")
+    jobs = plan_jobs(config)
+    assert list(jobs.axes) == ["cache", "baseline"]
+    swept = [dict(text.split("=") for text in job) for job in jobs.jobs]
+    assert [job["baseline"] for job in swept] == ["pensieve", "gpu_only", "stateless"] * 2
+    assert {job["seed"] for job in swept} == {"5"}
+    assert set(jobs.overrides) == {"model=llama3_8b", "seed=5"}
+    # What the sweeper itself reads has the same order.
+    assert list(OmegaConf.to_container(config.hydra.sweeper.params)) == ["seed", "cache", "baseline"]
+
+
+def test_a_swept_baseline_on_the_command_line_replaces_the_default():
+    jobs = plan_jobs(sweep_config("baseline=pensieve,stateless", "seed=range(2)"))
+    assert jobs.axes == {"seed": ("0", "1"), "baseline": ("pensieve", "stateless")}
+
+
+def test_none_leaves_the_axes_to_the_command_line():
+    jobs = plan_jobs(sweep_config("sweep=none", "eviction=retention_value,lru"))
+    assert jobs.axes == {"eviction": ("retention_value", "lru")}
+    assert jobs.jobs == (("eviction=retention_value", "sweep=none"), ("eviction=lru", "sweep=none"))
+
+
+def test_an_overlay_states_its_own_axes():
+    jobs = plan_jobs(sweep_config("experiment=sim_eviction"))
+    assert list(jobs.axes) == ["seed", "eviction", "baseline"]
+    assert len(jobs.jobs) == 12
+
+
+def test_sweeping_experiment_is_refused():
+    with pytest.raises(ConfigError, match="experiment cannot be swept"):
+        plan_jobs(sweep_config("experiment=sim_eviction,sim_llama3_8b"))

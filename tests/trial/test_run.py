@@ -1,0 +1,165 @@
+import os
+
+import pytest
+
+from pensieve.compose import resolved
+from pensieve.errors import CapacityError, ResultsError
+from pensieve.results.tokens import read_tokens
+from pensieve.trial import Job, run_trial
+from pensieve.trial import run as run_module
+from pensieve.trial.heartbeat import Heartbeat
+from pensieve.trial.summary import brief
+from pensieve.trial.tracking import Tracking, open_tracking
+from tests.composed import SHORT, checked, composed
+
+
+@pytest.fixture
+def tracking(tmp_path, monkeypatch):
+    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
+    opened = open_tracking(checked("tracking=local"))
+    return Tracking(opened.outputs, opened.store, mlflow=False, kept=True)
+
+
+def run(tracking, *overrides, said=None, **job):
+    cfg = composed("tracking=local", *SHORT, *overrides)
+    folder = tracking.outputs / "runs" / "x"
+    return run_trial(
+        checked("tracking=local", *SHORT, *overrides),
+        resolved(cfg),
+        tracking,
+        Job("test", folder, **job),
+        (said if said is not None else []).append,
+    )
+
+
+def test_a_trial_is_recorded_whole(tracking):
+    outcome = run(tracking, "slo.ttft_ms=1000")
+    store = tracking.store
+    trial = store.trial(outcome.trial_id)
+    assert outcome.completed
+    assert not outcome.reused
+    assert (trial.status, trial.baseline, trial.simulated, trial.weights) == ("completed", "pensieve", True, "none")
+    assert trial.config["model"]["name"] == "tiny"
+    assert trial.measure_end_s > trial.measure_start_s > 0
+    assert trial.engine["workload"]["load"] == "partly open"
+    assert trial.flags["load"] == "partly open"
+    metrics = {(m.name, m.label): m.value for m in store.metrics_of(outcome.trial_id)}
+    for name in (
+        "ttft_ms_mean", "warmup_ms_mean", "throughput_output_tok_s", "gpu_hit_rate", "cpu_hit_rate", "miss_rate",
+        "slo_attainment", "schedule_ms_mean",
+    ):  # fmt: skip
+        assert metrics[name, ""] is not None, name
+    turns = store.turns_of(outcome.trial_id)
+    assert len(turns) == trial.engine["workload"]["turns"]
+    (tokens,) = store.artifacts_of(outcome.trial_id, "tokens")
+    assert set(read_tokens(tokens.path)) == {(t.session, t.turn) for t in turns}
+    assert "TTFT first turn" in brief(store, outcome.trial_id)
+
+
+def test_a_completed_trial_is_not_run_again(tracking):
+    first = run(tracking)
+    again = run(tracking)
+    assert again.reused
+    assert again.trial_id == first.trial_id
+    assert run(tracking, "seed=1").trial_id != first.trial_id
+    forced = run(tracking, "force=true")
+    assert not forced.reused
+    assert tracking.store.trial(forced.trial_id).attempt == 2
+
+
+def test_changed_code_runs_again_and_says_so(tracking, monkeypatch):
+    first = run(tracking)
+    monkeypatch.setattr("pensieve.results.identity._package_hash", lambda: "other")
+    accepted = run(tracking, "resume=config")
+    assert accepted.reused
+    assert accepted.trial_id == first.trial_id
+    said = []
+    second = run(tracking, said=said)
+    assert not second.reused
+    assert f"the code changed since trial {first.trial_id}" in said[0]
+
+
+def test_a_failure_is_recorded_and_runs_again(tracking, monkeypatch):
+    def refuse(*_):
+        raise CapacityError("Too small.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "build_system", refuse)
+        outcome = run(tracking)
+    trial = tracking.store.trial(outcome.trial_id)
+    assert (outcome.status, outcome.error) == ("failed", "Too small.")
+    assert (trial.status, trial.error) == ("failed", "Too small.")
+    assert "refuse" in trial.traceback
+    again = run(tracking)
+    assert again.completed
+    assert tracking.store.trial(again.trial_id).attempt == 2
+
+
+def test_a_capacity_below_one_request_fails_the_trial_in_a_sentence(tracking):
+    outcome = run(tracking, "cache.gpu='256 tokens'")
+    assert "longest conversation" in outcome.error
+    assert tracking.store.trial(outcome.trial_id).status == "failed"
+    assert tracking.store.completed_trial(tracking.store.trial(outcome.trial_id).fingerprint) is None
+
+
+def test_ctrl_c_marks_the_trial_and_keeps_no_half_file(tracking, monkeypatch):
+    def interrupt(*_args, **_kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "replay", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(tracking)
+    trial = tracking.store.trial(1)
+    assert trial.status == "interrupted"
+    assert trial.error
+    assert not list(tracking.outputs.rglob("*.parquet"))
+    assert run(tracking).completed
+
+
+def test_a_database_that_fails_late_does_not_hide_the_first_error(tracking, monkeypatch):
+    def refuse(*_args, **_kwargs):
+        raise ResultsError("The disk is full.")
+
+    monkeypatch.setattr(type(tracking.store), "add_metrics", refuse)
+    monkeypatch.setattr(type(tracking.store), "finish_trial", refuse)
+    assert run(tracking).error == "The disk is full."
+
+
+def test_the_heart_beats_while_the_trial_lives(tracking):
+    beats = []
+
+    class Store:
+        def heartbeat(self, trial_id):
+            beats.append(trial_id)
+            raise ResultsError("locked")  # a beat that fails must not stop the next
+
+    import time
+
+    with Heartbeat(Store(), 7, interval_s=0.01):
+        while len(beats) < 2:
+            time.sleep(0.01)
+    count = len(beats)
+    time.sleep(0.05)
+    assert len(beats) == count
+    assert set(beats) == {7}
+
+
+def test_tracking_off_throws_its_database_away(monkeypatch, tmp_path):
+    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path / "never"))
+    opened = open_tracking(checked())
+    assert not opened.kept
+    assert not opened.mlflow
+    assert open_tracking(checked()).outputs == opened.outputs
+    assert not (tmp_path / "never").exists()
+
+
+def test_the_url_comes_from_the_environment(monkeypatch, tmp_path):
+    monkeypatch.delenv("PENSIEVE_DB_URL", raising=False)
+    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
+    from pensieve.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="PENSIEVE_DB_URL"):
+        open_tracking(checked("tracking=postgres"))
+    monkeypatch.setenv("PENSIEVE_DB_URL", f"sqlite:///{tmp_path / 'mine.db'}")
+    assert os.fspath(open_tracking(checked("tracking=postgres")).store.database.path) == str(tmp_path / "mine.db")

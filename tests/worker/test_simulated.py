@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pensieve.clock import VirtualClock
+from pensieve.plan import Copy, Row, Sample, StepPlan
+from pensieve.worker.simulated import SimulatedWorker
+from tests.simulated import MACHINE, MODEL
+
+
+def started(**changes: float) -> tuple[SimulatedWorker, VirtualClock]:
+    clock = VirtualClock()
+    worker = SimulatedWorker(MODEL, replace(MACHINE, **changes), clock, 4)
+    worker.start(16, 16)
+    return worker, clock
+
+
+def perform(worker: SimulatedWorker, plan: StepPlan):  # type: ignore[no-untyped-def]
+    worker.launch(plan, None)
+    result = worker.collect(None)
+    assert result is not None
+    return result
+
+
+ROW = Row(0, ((0, 40),), tuple(range(40)), Sample(40, key=9))
+
+
+def test_swap_in_is_pipelined_by_layer_with_compute() -> None:
+    worker, clock = started(h2d_bw=1e6)
+    compute = worker.roofline.step_s([(0, 40)], 1)
+    transfer = worker.roofline.transfer_s(4, to_gpu=True)
+    result = perform(worker, StepPlan(0, rows=(ROW,), swap_in=(Copy(1, (0, 1, 2, 3), (4, 5, 6, 7)),)))
+    expected = max(transfer / MODEL.layers + compute, transfer + compute / MODEL.layers)
+    assert clock.now_s() == pytest.approx(expected, rel=1e-6)
+    assert max(compute, transfer) < expected < compute + transfer
+    assert result.done == (1,)
+    assert result.stall_ns == pytest.approx((expected - compute) * 1e9, rel=1e-6)
+
+
+def test_swap_out_waits_for_swap_in_unless_urgent_and_is_reported_when_it_ends() -> None:
+    ends = {}
+    for urgent in (False, True):
+        worker, clock = started(h2d_bw=1e6, d2h_bw=1e5)
+        plan = StepPlan(0, rows=(ROW,), swap_in=(Copy(1, (0,), (1,)),), swap_out=(Copy(2, (2,), (3,), urgent),))
+        assert 2 not in perform(worker, plan).done
+        assert worker.collect(clock.now_ns()) is None, "not before its time"
+        late = worker.collect(None)
+        assert late is not None
+        assert (late.step, late.done) == (None, (2,))
+        ends[urgent] = clock.now_s()
+    assert ends[True] < ends[False]
+
+
+def test_tokens_depend_on_key_and_position_only() -> None:
+    worker, _ = started()
+    alone = perform(worker, StepPlan(0, rows=(ROW,))).tokens[0]
+    other = Row(3, ((0, 2),), (1, 2), Sample(2, key=5))
+    both = perform(worker, StepPlan(1, rows=(other, replace(ROW, slot=7)))).tokens
+    assert both[7] == alone
+    assert 0 <= both[3] < MODEL.vocab

@@ -1,0 +1,170 @@
+"""Drives a worker with hand-written plans: the part of the scheduler and cache that these tests need, and no more."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterable, Sequence
+
+import torch
+from transformers import GenerationConfig
+
+from pensieve.clock import WallClock
+from pensieve.plan import Copy, Row, Sample, StepPlan, StepResult
+from pensieve.specs import ModelSpec
+from pensieve.worker.torch.attention import IMPLEMENTATION
+from pensieve.worker.torch.model import LoadedModel, load_model
+from pensieve.worker.torch.worker import TorchWorker
+
+_COMMON = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 97,
+    "max_position_embeddings": 512,
+}
+ARCHITECTURES = {
+    "llama": {"model_type": "llama", **_COMMON},
+    "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 97, "n_positions": 512},
+    "opt": {
+        "model_type": "opt",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "ffn_dim": 96,
+        "vocab_size": 97,
+        "max_position_embeddings": 512,
+        "word_embed_proj_dim": 64,
+    },
+    "gemma2": {"model_type": "gemma2", **_COMMON, "head_dim": 16, "sliding_window": 20},
+    "qwen2": {"model_type": "qwen2", **_COMMON, "tie_word_embeddings": True},
+    "mistral": {"model_type": "mistral", **_COMMON, "head_dim": 16, "sliding_window": 20},
+}
+
+
+def tiny_spec(name: str, **changes: object) -> ModelSpec:
+    return ModelSpec.from_architecture(name, {**ARCHITECTURES[name], **changes})
+
+
+def tiny_model(name: str, seed: int = 0) -> LoadedModel:
+    return load_model(tiny_spec(name), "random", None, None, seed, "cpu", threads=1)
+
+
+def random_tokens(count: int, seed: int, vocab: int = 97) -> array[int]:
+    source = random.Random(seed)
+    return array("i", [source.randrange(3, vocab) for _ in range(count)])
+
+
+def plain_logits(model: LoadedModel, tokens: Sequence[int]) -> torch.Tensor:
+    """[tokens, vocab] of one forward of transformers alone over the whole history."""
+    model.module.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            return model.module(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0]
+    finally:
+        model.module.set_attn_implementation(IMPLEMENTATION)
+
+
+def plain_generate(model: LoadedModel, prompt: Sequence[int], new_tokens: int) -> list[int]:
+    """Greedy tokens of transformers' own generate; no token ends it."""
+    model.module.set_attn_implementation("eager")
+    config = GenerationConfig(do_sample=False, max_new_tokens=new_tokens, eos_token_id=None, pad_token_id=0)
+    try:
+        with torch.inference_mode():
+            ids = torch.tensor([list(prompt)])
+            # The mask is given, since generate would take a token 0 in the prompt for padding.
+            output = model.module.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        return output[0, len(prompt) :].tolist()
+    finally:
+        model.module.set_attn_implementation(IMPLEMENTATION)
+
+
+class Driver:
+    """Conversations in a started worker, one a slot. Blocks are handed out scattered, and hold NaN until they are written.
+
+    tokens: all known tokens of a slot; the last may have no KV yet. tables: a slot's GPU block by chunk, None where its
+    chunk was dropped or is on CPU.
+    """
+
+    def __init__(
+        self, model: LoadedModel, chunk: int = 8, gpu_blocks: int = 96, cpu_blocks: int = 64, scatter: bool = True
+    ):
+        self.model, self.chunk = model, chunk
+        self.worker = TorchWorker(model, chunk, WallClock(), keep_logits=True)
+        self.worker.start(gpu_blocks, cpu_blocks)
+        self.free = list(range(gpu_blocks))
+        if scatter:
+            random.Random(7).shuffle(self.free)
+        self.tokens: dict[int, array[int]] = {}
+        self.tables: dict[int, list[int | None]] = {}
+        self.computed: dict[int, int] = {}
+        self.steps = 0
+        self.worker.tensors.gpu.fill_(float("nan"))
+
+    def perform(
+        self,
+        rows: Iterable[Row] = (),
+        tables: Iterable[tuple[int, int, tuple[int, ...]]] = (),
+        swap_in: Iterable[Copy] = (),
+        swap_out: Iterable[Copy] = (),
+    ) -> StepResult:
+        self.steps += 1
+        plan = StepPlan(self.steps, tuple(rows), tuple(tables), tuple(swap_in), tuple(swap_out))
+        self.worker.launch(plan, None)
+        result = self.worker.collect(None)
+        assert result is not None
+        assert result.step == self.steps
+        return result
+
+    def step(self, *rows: Row, swap_in: Iterable[Copy] = (), swap_out: Iterable[Copy] = ()) -> StepResult:
+        """Allocate what the rows lack, perform, and append the sampled tokens."""
+        deltas = [delta for row in rows for delta in self.allocate(row.slot, row.runs[-1][1])]
+        result = self.perform(rows, deltas, swap_in, swap_out)
+        assert result.error is None, result.error
+        for slot, token in result.tokens.items():
+            self.tokens[slot].append(token)
+        return result
+
+    def allocate(self, slot: int, stop: int) -> list[tuple[int, int, tuple[int, ...]]]:
+        """Blocks for the chunks below `stop` that have none; one delta a chunk."""
+        table = self.tables.setdefault(slot, [])
+        table.extend([None] * (-(-stop // self.chunk) - len(table)))
+        deltas = []
+        for chunk in range(-(-stop // self.chunk)):
+            if table[chunk] is None:
+                table[chunk] = block = self.free.pop()
+                deltas.append((slot, chunk, (block,)))
+        return deltas
+
+    def release(self, slot: int, chunk: int) -> int:
+        """Take the chunk's GPU block away and poison it."""
+        block = self.tables[slot][chunk]
+        assert block is not None
+        self.tables[slot][chunk] = None
+        self.worker.tensors.gpu[:, block] = float("nan")
+        self.free.insert(0, block)
+        return block
+
+    def prompt_row(self, slot: int, new: Sequence[int], sample: bool = True) -> Row:
+        """The new tokens of a turn, with the last sampled token of the turn before, which has no KV yet."""
+        known = self.tokens.setdefault(slot, array("i"))
+        start = max(0, len(known) - 1)
+        known.extend(new)
+        return self.row(slot, ((start, len(known)),), sample)
+
+    def row(self, slot: int, runs: tuple[tuple[int, int], ...], sample: bool = True) -> Row:
+        """Positions computed from the known tokens."""
+        ids = tuple(self.tokens[slot][i] for start, stop in runs for i in range(start, stop))
+        return Row(slot, runs, ids, Sample(runs[-1][1]) if sample else None)
+
+    def decode_row(self, slot: int) -> Row:
+        known = len(self.tokens[slot])
+        return Row(slot, ((known - 1, known),), None, Sample(known))
+
+    def check_logits(self, slot: int, tolerance: float = 1e-4) -> None:
+        """The last step's logits of the slot against transformers alone, over everything before the sampled token."""
+        expected = plain_logits(self.model, self.tokens[slot][:-1])[-1]
+        difference = float((self.worker.last_logits[slot] - expected).abs().max())
+        assert difference <= tolerance, difference

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AttentionInterface
+
+from pensieve.errors import HardwareMissing, UnsupportedModel, WeightsMissing
+from pensieve.specs import ModelSpec
+from pensieve.worker.torch.attention import IMPLEMENTATION, paged_attention
+from pensieve.worker.torch.model import LoadedModel, load_model, resolve_device, runtime_spec, spec_from_folder
+
+from .driver import ARCHITECTURES, Driver, plain_logits, random_tokens, tiny_model, tiny_spec
+
+
+def _load(spec: ModelSpec, weights: str = "random", hub_id: str | None = None, seed: int = 0) -> LoadedModel:
+    return load_model(spec, weights, hub_id, None, seed, "cpu", threads=1)
+
+
+def test_random_weights_are_a_function_of_the_seed(llama: LoadedModel) -> None:
+    state = torch.random.get_rng_state()
+    again, other = tiny_model("llama"), tiny_model("llama", seed=1)
+    assert torch.equal(torch.random.get_rng_state(), state), "the caller's random numbers are left alone"
+    tokens = random_tokens(10, 0)
+    assert torch.equal(plain_logits(again, tokens), plain_logits(llama, tokens))
+    assert not torch.allclose(plain_logits(other, tokens), plain_logits(llama, tokens), atol=0.1)
+
+
+def test_random_weights_write_varied_text(llama: LoadedModel) -> None:
+    driver = Driver(llama)
+    driver.step(driver.prompt_row(0, random_tokens(40, 5)))
+    for _ in range(29):
+        driver.step(driver.decode_row(0))
+    assert len(set(driver.tokens[0][40:])) >= 10
+
+
+def test_what_was_loaded(llama: LoadedModel) -> None:
+    assert (llama.weights, llama.revision, llama.threads) == ("random", None, 1)
+    assert (llama.device.type, llama.dtype) == ("cpu", torch.float32)
+    assert llama.load_s > 0
+    assert 0 < llama.self_check_difference < 1e-4
+    assert llama.eos_token_ids == (2,)
+    assert not any(p.requires_grad for p in llama.module.parameters())
+
+
+def test_on_a_cpu_everything_is_float32() -> None:
+    spec = ModelSpec.from_architecture("llama", ARCHITECTURES["llama"], "bfloat16")
+    assert runtime_spec(spec, torch.device("cpu")).dtype == "float32"
+    assert runtime_spec(spec, torch.device("cuda")).dtype == "bfloat16"
+    assert _load(spec).spec.kv_bytes_per_token == 2 * spec.kv_bytes_per_token
+
+
+def test_a_folder_is_read_back(llama: LoadedModel, tmp_path: Path) -> None:
+    llama.module.save_pretrained(tmp_path / "mine")
+    spec = spec_from_folder(str(tmp_path / "mine"))
+    assert (spec.name, spec.layers, spec.kv_heads, spec.head_dim, spec.vocab) == ("mine", 2, 2, 16, 97)
+    loaded = _load(spec, str(tmp_path / "mine"))
+    tokens = random_tokens(10, 0)
+    assert torch.equal(plain_logits(loaded, tokens), plain_logits(llama, tokens))
+
+
+def test_a_folder_with_other_sizes_than_configured_is_refused(llama: LoadedModel, tmp_path: Path) -> None:
+    llama.module.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="kv_heads=4, but its weights have 2"):
+        _load(tiny_spec("llama", num_key_value_heads=4), str(tmp_path))
+
+
+def test_weights_that_are_not_safetensors_are_not_read(llama: LoadedModel, tmp_path: Path) -> None:
+    llama.module.config.save_pretrained(tmp_path)
+    torch.save(llama.module.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(WeightsMissing, match=r"model\.weights=random"):
+        _load(tiny_spec("llama"), str(tmp_path))
+
+
+def test_no_such_folder(tmp_path: Path) -> None:
+    with pytest.raises(WeightsMissing, match=r"no config\.json.*model\.weights=random"):
+        _load(tiny_spec("llama"), str(tmp_path / "none"))
+    with pytest.raises(WeightsMissing, match=r"no config\.json"):
+        spec_from_folder(str(tmp_path / "none"))
+
+
+def test_a_folder_that_is_not_a_known_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "not_a_model"}')
+    with pytest.raises(UnsupportedModel, match="not_a_model"):
+        spec_from_folder(str(tmp_path))
+
+
+def test_a_model_without_published_weights() -> None:
+    with pytest.raises(WeightsMissing, match=r"no published weights; set model\.weights=random"):
+        _load(tiny_spec("llama"), "hub")
+
+
+@pytest.mark.parametrize(
+    ("failure", "words"),
+    [("OfflineModeIsEnabled", "HF_HUB_OFFLINE is set"), ("ConnectionError", "the hub cannot be reached")],
+)
+def test_no_network_is_one_sentence_at_once(
+    failure: str, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    asked: list[str] = []
+
+    def unreachable(self: object, hub_id: str, **kwargs: object) -> None:
+        asked.append(hub_id)
+        raise getattr(errors, failure, ConnectionError)("down")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+    capfd.readouterr()
+    started = time.perf_counter()
+    with pytest.raises(WeightsMissing, match=rf"{words}.*model\.weights=random") as caught:
+        _load(tiny_spec("llama"), "hub", "nobody/nothing")
+    assert time.perf_counter() - started < 5
+    assert asked == ["nobody/nothing"]
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(HardwareMissing, match=r"hardware\.device=tpu"):
+        resolve_device("tpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(HardwareMissing, match="no usable GPU"):
+            resolve_device("cuda")
+        assert resolve_device("auto").type == "cpu"
+
+
+_SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 50,
+    "intermediate_size": 32,
+}
+_REFUSED = {
+    "falcon": (_SMALL, "own attention code"),
+    "gptj": (
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50, "n_positions": 64, "rotary_dim": 4},
+        "own attention",
+    ),
+    "gpt_oss": ({**_SMALL, "num_key_value_heads": 2, "head_dim": 8}, "attends in a way"),
+    "bert": (_SMALL, "fails its self-check: .* differ from its own by"),
+}
+
+
+@pytest.mark.parametrize("model_type", sorted(_REFUSED))
+def test_architectures_that_would_be_wrong_are_refused(model_type: str) -> None:
+    architecture, words = _REFUSED[model_type]
+    spec = ModelSpec.from_architecture("x", {"model_type": model_type, "max_position_embeddings": 64, **architecture})
+    with pytest.raises(UnsupportedModel, match=words):
+        _load(spec)
+
+
+def test_rotary_angles_that_depend_on_the_batch_are_refused() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    with pytest.raises(UnsupportedModel, match="dynamic rotary scaling"):
+        _load(tiny_spec("llama", rope_parameters=rope))
+
+
+def _unscaled(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return paged_attention(module, query * 1.05, *args, **kwargs)
+
+
+def _reads_too_much(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
+) -> Any:
+    """Attends to the batch's own keys only: right for a whole prompt, wrong for the second piece of one."""
+    heads = query.shape[1] // key.shape[1]
+    k, v = (x.repeat_interleave(heads, 1) for x in (key, value))
+    paged_attention(module, query, key, value, mask, **kwargs)
+    output = torch.nn.functional.scaled_dot_product_attention(query, k, v, is_causal=query.shape[2] > 1)
+    return output.transpose(1, 2), None
+
+
+def _twice(module: Any, *args: Any, **kwargs: Any) -> Any:
+    paged_attention(module, *args, **kwargs)
+    return paged_attention(module, *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [(_unscaled, "fails its self-check"), (_reads_too_much, "fails its self-check"), (_twice, "called 4 times")],
+)
+def test_the_self_check_rejects_a_wrong_attention(wrong: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pensieve.worker.torch.model.register", lambda: None)
+    monkeypatch.setitem(AttentionInterface._global_mapping, IMPLEMENTATION, wrong)
+    with pytest.raises(UnsupportedModel, match=words):
+        _load(tiny_spec("llama"))
+
+
+def test_a_model_larger_than_the_machine_is_refused_before_it_is_allocated() -> None:
+    huge = tiny_spec("llama", hidden_size=2**20, intermediate_size=2**22, num_hidden_layers=100)
+    with pytest.raises(HardwareMissing, match=r"TiB for its weights in float32, and cpu has .*sim_a100_80g"):
+        _load(huge)

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pensieve.plan import Sample
+from pensieve.worker.torch.sampler import draw, gumbel_noise
+
+CPU = torch.device("cpu")
+
+
+def _logits(rows: int, vocab: int = 50, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+def test_greedy_takes_the_highest_and_reports_the_margin() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.25], [-1.0, -4.0, -1.5]])
+    drawn = draw(logits, [Sample(1), Sample(2)])
+    assert drawn.tokens == [1, 0]
+    assert drawn.margins == [1.75, 0.5]
+
+
+def test_a_tie_goes_to_one_token_with_margin_zero() -> None:
+    drawn = draw(torch.tensor([[2.0, 2.0, 1.0]]), [Sample(1)])
+    assert drawn.margins == [0.0]
+    assert drawn.tokens[0] in (0, 1)
+
+
+def test_noise_is_a_function_of_key_position_and_token() -> None:
+    """Known numbers: another machine, process or version of torch must draw the same."""
+    noise = gumbel_noise(12345, 67, 4, CPU)
+    assert torch.equal(noise, gumbel_noise(12345, 67, 400, CPU)[:4])
+    assert not torch.equal(noise, gumbel_noise(12345, 68, 4, CPU))
+    assert not torch.equal(noise, gumbel_noise(12346, 67, 4, CPU))
+    assert noise.tolist() == pytest.approx(_noise_in_integers(12345, 67, 4), rel=1e-12)
+
+
+def _noise_in_integers(key: int, position: int, vocab: int) -> list[float]:
+    """splitmix64 in Python's integers, which do not wrap."""
+    import math
+
+    mask = 2**64 - 1
+
+    def finish(z: int) -> int:
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        return z ^ (z >> 31)
+
+    gamma = 0x9E3779B97F4A7C15
+    start = finish((((finish((key + gamma) & mask)) ^ position) + gamma) & mask)
+    bits = [finish((start + i * gamma) & mask) >> 11 for i in range(1, vocab + 1)]
+    return [-math.log(-math.log((b + 0.5) * 2.0**-53)) for b in bits]
+
+
+def test_noise_is_gumbel() -> None:
+    noise = gumbel_noise(1, 2, 200_000, CPU)
+    assert torch.isfinite(noise).all()
+    assert float(noise.mean()) == pytest.approx(0.5772, abs=0.01)
+    assert float(noise.var()) == pytest.approx(1.6449, abs=0.03)
+
+
+def test_draws_follow_the_softmax() -> None:
+    logits = torch.tensor([[1.0, 0.0, 2.0, -1.0]])
+    count, temperature = 4000, 0.7
+    drawn = draw(logits.expand(count, 4), [Sample(i, key=9, temperature=temperature) for i in range(count)])
+    shares = torch.bincount(torch.tensor(drawn.tokens), minlength=4) / count
+    assert torch.allclose(shares, torch.softmax(logits[0] / temperature, dim=-1), atol=0.03)
+
+
+def test_a_row_draws_the_same_in_any_batch() -> None:
+    logits = _logits(6)
+    samples = [Sample(10 + i, key=77 * i, temperature=1.0, top_p=0.9, top_k=20) for i in range(6)]
+    together = draw(logits, samples).tokens
+    alone = [draw(logits[i : i + 1], [samples[i]]).tokens[0] for i in range(6)]
+    reversed_rows = draw(logits.flip(0), samples[::-1]).tokens[::-1]
+    assert together == alone == reversed_rows
+
+
+def test_greedy_and_sampled_rows_share_a_batch() -> None:
+    logits = _logits(2)
+    drawn = draw(logits, [Sample(1), Sample(1, key=3, temperature=5.0)])
+    assert drawn.tokens[0] == int(logits[0].argmax())
+
+
+def test_top_k_and_top_p_leave_only_what_they_should() -> None:
+    logits = torch.log(torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05])).expand(300, 5)
+    allowed = {
+        (1, 1.0): {0},
+        (2, 1.0): {0, 1},
+        (0, 0.0): {0},
+        (0, 0.69): {0, 1},
+        (0, 0.71): {0, 1, 2},
+        (3, 0.9): {0, 1, 2},
+    }
+    for (top_k, top_p), tokens in allowed.items():
+        samples = [Sample(i, key=4, temperature=1.0, top_p=top_p, top_k=top_k) for i in range(300)]
+        assert set(draw(logits, samples).tokens) == tokens, (top_k, top_p)
+
+
+def test_top_p_of_equal_scores_cuts_by_token_id() -> None:
+    samples = [Sample(i, key=4, temperature=1.0, top_p=0.5) for i in range(200)]
+    assert set(draw(torch.zeros(200, 8), samples).tokens) == {0, 1, 2, 3}

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pensieve.clock import WallClock
+from pensieve.errors import HardwareMissing
+from pensieve.plan import Copy, Row, Sample
+from pensieve.worker.torch.model import LoadedModel
+from pensieve.worker.torch.worker import TorchWorker
+
+from .driver import Driver, random_tokens
+
+
+def test_start_reports_what_runs(llama: LoadedModel) -> None:
+    worker = TorchWorker(llama, 8, WallClock())
+    report = worker.start(4, 2)
+    assert report.load_s == llama.load_s > 0
+    assert report.warmup_ms > 0
+    block_bytes = llama.spec.kv_bytes_per_token * 8
+    said = report.settings
+    assert (said["gpu_pool_bytes"], said["cpu_pool_bytes"]) == (4 * block_bytes, 2 * block_bytes)
+    assert (said["device"], said["dtype"], said["attention"]) == ("cpu", "float32", "pensieve_paged")
+    assert said["torch"] == torch.__version__
+    assert said["threads"] == 1
+    assert not worker.tensors.gpu.any(), "the warm-up leaves zeroes"
+
+
+def test_start_with_one_block_of_one_token(llama: LoadedModel) -> None:
+    worker = TorchWorker(llama, 1, WallClock())
+    assert worker.start(1, 0).settings["cpu_pool_bytes"] == 0
+
+
+def test_start_refuses_what_cannot_fit(llama: LoadedModel) -> None:
+    with pytest.raises(HardwareMissing, match="lower cache"):
+        TorchWorker(llama, 32, WallClock()).start(10**9, 0)
+
+
+def test_nothing_launched_is_none(llama: LoadedModel) -> None:
+    assert Driver(llama).worker.collect(None) is None
+
+
+def test_copies_only(llama: LoadedModel) -> None:
+    driver = Driver(llama)
+    result = driver.perform(swap_out=[Copy(3, (0,), (1,))])
+    assert (result.done, result.tokens, result.ended_ns, result.compute_ns) == ((3,), {}, (), 0)
+    assert result.stall_ns > 0
+
+
+def test_a_step_reports_times_and_margins(llama: LoadedModel) -> None:
+    driver = Driver(llama)
+    before = driver.worker._clock.now_ns()
+    result = driver.step(driver.prompt_row(4, random_tokens(12, 0)))
+    top = torch.topk(driver.worker.last_logits[4], 2)
+    assert result.tokens == {4: int(top.indices[0])}
+    assert result.margins[4] == pytest.approx(float(top.values[0] - top.values[1]), abs=1e-6)
+    assert len(result.ended_ns) == 1
+    assert before < result.ended_ns[0] <= driver.worker._clock.now_ns()
+    assert 0 < result.compute_ns <= result.ended_ns[0] - before
+    assert (result.h2d_bytes, result.d2h_bytes, result.stall_ns) == (0, 0, 0)
+
+
+def test_rows_without_a_sample_yield_nothing(llama: LoadedModel) -> None:
+    driver = Driver(llama)
+    result = driver.step(driver.prompt_row(0, random_tokens(12, 0), sample=False))
+    assert (result.tokens, result.margins) == ({}, {})
+
+
+def test_an_exception_in_the_forward_fails_the_step_only(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(llama)
+    row = driver.prompt_row(0, random_tokens(12, 0))
+    deltas = driver.allocate(0, 12)
+
+    def broken(batch: object) -> None:
+        raise torch.OutOfMemoryError("out of memory\nmany more lines")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.worker, "_forward", broken)
+        result = driver.perform([row], deltas, swap_out=[Copy(9, (0,), (0,))])
+    assert result.error is not None
+    assert "out of memory" in result.error
+    assert result.tokens == {}
+    assert result.done == (9,), "copies do not depend on the forward"
+    assert driver.perform([row]).error is None, "the block tables of the failed plan stand"
+
+
+def test_logits_that_are_not_finite_are_an_error(llama: LoadedModel) -> None:
+    driver = Driver(llama)
+    driver.step(driver.prompt_row(0, random_tokens(12, 0)))
+    driver.worker.tensors.gpu[:, driver.tables[0][0]] = float("nan")
+    result = driver.perform([driver.decode_row(0)])
+    assert result.error == "The step failed on the device: FloatingPointError: the logits are not finite"
+
+
+def test_sampled_tokens_do_not_depend_on_the_batch(llama: LoadedModel) -> None:
+    """The same two conversations alone, together, and with the prompt in pieces: the same tokens."""
+
+    def sampled(row: Row) -> Row:
+        position = row.runs[-1][1]
+        return Row(row.slot, row.runs, row.tokens, Sample(position, key=1000 + row.slot, temperature=0.9, top_p=0.95))
+
+    def run(slots: tuple[int, ...], pieces: int) -> dict[int, list[int]]:
+        driver = Driver(llama)
+        for slot in slots:
+            whole = driver.prompt_row(slot, random_tokens(30 + slot, slot))
+            cut = 30 // pieces
+            for piece in range(pieces - 1):
+                driver.step(driver.row(slot, ((piece * cut, (piece + 1) * cut),), sample=False))
+            driver.step(sampled(driver.row(slot, (((pieces - 1) * cut, whole.runs[0][1]),))))
+        for _ in range(12):
+            driver.step(*[sampled(driver.decode_row(slot)) for slot in slots])
+        return {slot: driver.tokens[slot][30 + slot :].tolist() for slot in slots}
+
+    together = run((0, 1), 1)
+    assert together == {**run((0,), 1), **run((1,), 3)}
+    assert together == run((1, 0), 2)
+    assert len(set(together[0])) > 5
+
+
+def test_close_frees_the_pools(llama: LoadedModel) -> None:
+    driver = Driver(llama)
+    driver.worker.close()
+    assert driver.worker.settings()["gpu_pool_bytes"] == 0
+    driver.worker.start(4, 0)
+    assert driver.worker.settings()["gpu_pool_bytes"] == 4 * 8 * llama.spec.kv_bytes_per_token
