@@ -8,7 +8,9 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 from pensieve.cache.base import CacheManager
+from pensieve.cache.remembered import MemoryLimits, Remembered
 from pensieve.clock import Clock
+from pensieve.cost.base import CostModel, predicted_s
 from pensieve.plan import StepResult
 from pensieve.request import Event, Forced, Free, Request, TurnRecord
 from pensieve.scheduler.scheduler import Scheduler, Step
@@ -16,12 +18,15 @@ from pensieve.scheduler.sequence import Sequence
 from pensieve.scheduler.settings import SchedulerSettings
 from pensieve.worker.base import Worker
 
+_LONG_ROW = 128  # positions of a row whose time the cost model should tell
 _STOP_MARGIN = 8  # tokens decoded beyond the longest stop string, since a character may take several tokens
 
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Times in ns. schedule: scheduler and cache, on the wall, also where the worker is simulated."""
+    """Times in ns. schedule: scheduler and cache, on the wall, also where the worker is simulated. predicted, predictable:
+    the cost model's time and the measured one, of the iterations that computed a single row of at least _LONG_ROW.
+    """
 
     steps: int = 0
     schedule_ns: int = 0
@@ -30,6 +35,9 @@ class EngineCounters:
     h2d_bytes: int = 0
     d2h_bytes: int = 0
     failed_steps: int = 0
+    predicted_ns: int = 0
+    predictable_ns: int = 0
+    forgotten_sessions: int = 0
 
 
 class Engine:
@@ -48,6 +56,8 @@ class Engine:
         max_context: int,
         eos: frozenset[int] = frozenset(),
         decode_text: Callable[[Many[int]], str] | None = None,
+        limits: MemoryLimits | None = None,
+        cost: CostModel | None = None,
     ) -> None:
         assert worker.depth == 1, "one plan is in flight at a time"
         self.cache = cache
@@ -58,6 +68,9 @@ class Engine:
         self._eos = eos
         self._decode_text = decode_text
         self._sequences: dict[int, Sequence] = {}
+        self._pending: dict[str, int] = {}  # conversation -> requests under way
+        self._cost = cost
+        self._remembered = Remembered(limits or MemoryLimits())
         self._arrivals = 0
         self.progressed = False
         """The last step performed a plan or finished copies; else only an arrival or time can change anything."""
@@ -91,10 +104,12 @@ class Engine:
         if error is not None:
             if known is None:
                 self.cache.forget(session)
-            self._close(sequence, "refused", None, now_s, str(error))
+            self._close(sequence, "refused", error.reason, now_s, str(error))
             return
-        session.next_use_s = None
+        session.next_use_s = request.next_use_s
         self._sequences[request.id] = sequence
+        self._pending[session.name] = self._pending.get(session.name, 0) + 1
+        self._remembered.wake(session)
         self.scheduler.submit(sequence, now_s)
 
     def cancel(self, request_id: int, status: str) -> None:
@@ -115,24 +130,26 @@ class Engine:
         """When a conversation will be asked again, by the schedule; read by offline policies only."""
         known = self.cache.find(session)
         if known is not None:
-            known.next_use_s = next_use_s
+            self.cache.expect(known, next_use_s)
 
     def forget(self, session: str | None) -> None:
         """Free conversations that have no request under way."""
-        names = [session] if session is not None else self.cache.names()
-        busy = {sequence.session.name for sequence in self._sequences.values()}
-        for name in names:
+        for name in [session] if session is not None else self.cache.names():
             known = self.cache.find(name)
-            if known is not None and name not in busy:
+            if known is not None and name not in self._pending:
+                self._remembered.wake(known)
                 self.cache.forget(known)
 
     def step(self, until_ns: int | None) -> list[Event]:
         """One iteration, or finished copies, or nothing by `until_ns`; returns what requests got."""
         began = time.perf_counter_ns()
         now_s = self.clock.now_s()
+        for session in self._remembered.surplus(now_s):
+            self.counters.forgotten_sessions += 1
+            self.cache.forget(session)
         step = self.scheduler.plan(now_s)
         for sequence, error in self.scheduler.take_refused():
-            self._close(sequence, "refused", None, now_s, str(error))
+            self._close(sequence, "refused", error.reason, now_s, str(error))
         self.counters.schedule_ns += time.perf_counter_ns() - began
         if step is not None:
             self.worker.launch(step.plan, until_ns)
@@ -167,6 +184,10 @@ class Engine:
             self._fail(step, result.error, now_s)
             return
         self.cache.complete(result.done)
+        if self._cost is not None and len(step.rows) == 1 and step.plan.rows[0].positions >= _LONG_ROW:
+            predicted = predicted_s(self._cost, step.rows[0][1], self.cache.chunk_tokens)
+            counters.predicted_ns += round(predicted * 1e9)
+            counters.predictable_ns += result.compute_ns
         for sequence, _ in step.rows:
             record = sequence.record
             record.compute_ms = (record.compute_ms or 0.0) + result.compute_ns / 1e6
@@ -228,5 +249,10 @@ class Engine:
         record = sequence.record
         record.status, record.finish_reason, record.error = status, reason, error
         record.close(now_s)
-        self._sequences.pop(record.request_id, None)
+        if self._sequences.pop(record.request_id, None) is not None:
+            name = record.session
+            self._pending[name] -= 1
+            if not self._pending[name]:
+                del self._pending[name]
+                self._remembered.rest(sequence.session)
         self._events.append(Event("finished", record.request_id, now_s, turn=record))

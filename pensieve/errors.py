@@ -12,6 +12,10 @@ class ConfigError(PensieveError):
     """A configuration field is unknown, malformed or contradicts another."""
 
 
+class MalformedInput(PensieveError):
+    """A workload's file, or a line of it, cannot be read."""
+
+
 class EngineMissing(PensieveError):
     """The chosen baseline, workload or option needs an engine that is not there (yet, or not installed)."""
 
@@ -29,23 +33,44 @@ class UnsupportedModel(PensieveError):
 
 
 class RequestRefused(PensieveError):
-    """A request can never be served; it was refused when it was submitted."""
+    """A request can never be served; it was refused when it was submitted.
+
+    reason: what the turn's finish_reason says.
+    """
+
+    reason = "refused"
 
 
 class CapacityError(RequestRefused):
     """The request needs more KV blocks than the GPU tier has."""
 
+    reason = "capacity"
+
 
 class ContextLengthError(RequestRefused):
     """Prompt and output together exceed the model's context length."""
+
+    reason = "context"
 
 
 class RequestFailed(PensieveError):
     """A request was admitted and then failed, was cancelled or timed out."""
 
 
+class MeasurementInvalid(PensieveError):
+    """A trial ran, and not under the conditions that its workload declares: its numbers would mislead."""
+
+
 class WorkerError(PensieveError):
     """A step failed on the device; only the requests of that step fail with it."""
+
+
+class TrialTimeout(PensieveError):
+    """A trial ran past trial.timeout_s and was ended."""
+
+
+class TrialCrashed(PensieveError):
+    """The process of an isolated trial ended without a word: killed, out of memory, or a native crash."""
 
 
 class ResultsError(PensieveError):

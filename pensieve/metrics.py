@@ -1,7 +1,7 @@
 """Records in, summary out: the metrics of a trial, with units, counts and intervals. No I/O.
 
-Which turns count: latencies, rates and counts are over all measured turns (every phase but warm-up), so that each
-baseline answers for the same turns; throughputs are over those that finished in the measurement window. Latencies are
+Which turns count: latencies, rates and counts are over all measured turns (every phase but warmup and rewarm), so that
+each baseline answers for the same turns; throughputs are over those that finished in the measurement window. Latencies are
 of completed turns; the others are counted by status in `turns`, never dropped silently. Intervals resample
 conversations. A number that these records cannot give is a metric without a value, not a guess.
 """
@@ -9,12 +9,21 @@ conversations. A number that these records cannot give is a metric without a val
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pensieve.plan import StartReport
 from pensieve.request import TurnRecord
-from pensieve.statistics import Estimate, bootstrap_mean, bootstrap_percentiles, bootstrap_rate, enough_for
+from pensieve.statistics import (
+    Estimate,
+    bootstrap_mean,
+    bootstrap_percentiles,
+    bootstrap_rate,
+    enough_for,
+    nearest_rank,
+    paired_ratio,
+)
 
+UNMEASURED = ("warmup", "rewarm")  # phases that prepare others
 PERCENTILES = {"p50": 0.50, "p90": 0.90, "p99": 0.99}
 STATUSES = ("completed", "timeout", "cancelled", "refused", "failed")
 COUNTS = {
@@ -67,7 +76,7 @@ class Measurement:
 
     turns: all of them, warm-up too, in any order. [measure_start_s, measure_end_s]: the window of the throughputs.
     measured_from_s: the first measured arrival. ended_s: the end of the last measured turn. counters: the system's own
-    counts between these two; a name that is absent was not counted.
+    counts between these two; a name that is absent was not counted. send_lag_s: intended arrival to submission.
     """
 
     turns: Sequence[TurnRecord]
@@ -76,6 +85,7 @@ class Measurement:
     measured_from_s: float
     ended_s: float
     counters: Mapping[str, float] = field(default_factory=dict)
+    send_lag_s: Sequence[float] = ()
 
 
 def summarise(measurement: Measurement, started: StartReport | None = None, slo: Slo | None = None) -> list[Metric]:
@@ -83,7 +93,7 @@ def summarise(measurement: Measurement, started: StartReport | None = None, slo:
 
     A trial's throughputs are one value each and get no interval here: across seeds they do.
     """
-    measured = [turn for turn in measurement.turns if turn.phase != "warmup"]
+    measured = [turn for turn in measurement.turns if turn.phase not in UNMEASURED]
     warmup = [turn for turn in measurement.turns if turn.phase == "warmup"]
     metrics = [
         *_series("ttft_ms", measured, lambda turn: _one(turn.ttft_ms)),
@@ -98,6 +108,9 @@ def summarise(measurement: Measurement, started: StartReport | None = None, slo:
         *_counts(measurement, measured),
         *_start(started),
         _schedule(measurement),
+        _send_lag(measurement),
+        _out_of_memory(measured),
+        *_phases(measured),
         *(_slo(measurement, measured, slo) if slo is not None and slo != Slo() else ()),
     ]
     for status in STATUSES:
@@ -109,6 +122,7 @@ def summarise(measurement: Measurement, started: StartReport | None = None, slo:
     for label in sorted({turn.label for turn in measured} - {""}):
         of_label = [turn for turn in measured if turn.label == label]
         metrics += _series("ttft_ms", of_label, lambda turn: _one(turn.ttft_ms), label)
+        metrics += _series("latency_ms", of_label, lambda turn: _one(turn.latency_ms), label)
         metrics += _rates(of_label, label)
     return metrics
 
@@ -264,6 +278,87 @@ def _schedule(measurement: Measurement) -> Metric:
     steps, total = measurement.counters.get("steps"), measurement.counters.get("schedule_ms")
     value = total / steps if steps and total is not None else None
     return Metric("schedule_ms_mean", value, "ms", n=int(steps) if steps is not None else None, n_unit="steps")
+
+
+def _send_lag(measurement: Measurement) -> Metric:
+    lags = measurement.send_lag_s
+    value = nearest_rank(lags, 0.99) * 1e3 if len(lags) else None
+    return Metric("send_lag_ms_p99", value, "ms", n=len(lags), n_unit="turns")
+
+
+def _out_of_memory(measured: Sequence[TurnRecord]) -> Metric:
+    """Turns refused because their own context does not fit into the GPU tier."""
+    found = sum(out_of_memory(turn) for turn in measured)
+    return Metric("oom_turns", float(found), "turns", n=len(measured), n_unit="turns")
+
+
+def out_of_memory(turn: TurnRecord) -> bool:
+    return turn.status == "refused" and turn.finish_reason == "capacity"
+
+
+def _phases(measured: Sequence[TurnRecord]) -> list[Metric]:
+    """What only workloads with these phases can give: hit against miss, streaming against not, decoding by itself."""
+    metrics: list[Metric] = []
+    decoded = [turn for turn in measured if turn.phase == "throughput"]
+    if decoded:
+        metrics += _series("total_ms", decoded, lambda turn: _one(turn.latency_ms))
+        metrics += _series("per_token_ms", decoded, lambda turn: _one(_normalized_latency_ms(turn)), unit="ms/token")
+        done = [turn for turn in decoded if turn.status == "completed" and turn.latency_ms]
+        seconds = sum(turn.latency_ms or 0.0 for turn in done) / 1e3
+        alone = _per_second(
+            "throughput_output_tok_s", sum(turn.output_tokens for turn in done), seconds, "tokens/s", len(done)
+        )
+        metrics.append(replace(alone, label="throughput"))
+    probes = [t for t in measured if t.phase in ("hit", "miss") and t.status == "completed" and t.ttft_ms is not None]
+    if probes:
+        metrics += [_degradation(probes), _stream_overhead(probes)]
+    return metrics
+
+
+def _degradation(probes: Sequence[TurnRecord]) -> Metric:
+    """(miss - hit) / hit of the mean times to first token, paired by round."""
+    hit, miss = (_by_round(turn for turn in probes if turn.phase == phase) for phase in ("hit", "miss"))
+    if not hit.keys() & miss.keys():
+        return Metric("ttft_degradation_pct", None, "%", n=0, n_unit="rounds")
+    ratio = paired_ratio(_as_pairs(miss), _as_pairs(hit), of="means")
+    low, high = ratio.ci_low, ratio.ci_high
+    return Metric(
+        "ttft_degradation_pct",
+        (ratio.ratio - 1.0) * 100,
+        "%",
+        n=ratio.n,
+        n_unit="rounds",
+        ci_low=None if low is None else (low - 1.0) * 100,
+        ci_high=None if high is None else (high - 1.0) * 100,
+    )
+
+
+def _stream_overhead(probes: Sequence[TurnRecord]) -> Metric:
+    """Time to first token when streaming minus when not, paired by round and phase."""
+    differences: dict[str, list[float]] = {}
+    for phase in ("hit", "miss"):
+        streamed, whole = (
+            _by_round(turn for turn in probes if turn.phase == phase and turn.stream is stream)
+            for stream in (True, False)
+        )
+        for number in streamed.keys() & whole.keys():
+            differences.setdefault(str(number), []).append(streamed[number] - whole[number])
+    if not differences:
+        return Metric("stream_overhead_ms", None, "ms", n=0, n_unit="pairs")
+    return _metric("stream_overhead_ms", bootstrap_mean(differences), "ms", "", "pairs")
+
+
+def _by_round(turns: Iterable[TurnRecord]) -> dict[int, float]:
+    """Mean time to first token of each round, in ms."""
+    found: dict[int, list[float]] = {}
+    for turn in turns:
+        assert turn.ttft_ms is not None
+        found.setdefault(turn.iteration, []).append(turn.ttft_ms)
+    return {number: sum(values) / len(values) for number, values in found.items()}
+
+
+def _as_pairs(rounds: Mapping[int, float]) -> dict[tuple[int, str], float]:
+    return {(0, str(number)): value for number, value in rounds.items()}
 
 
 def _slo(measurement: Measurement, measured: Sequence[TurnRecord], slo: Slo) -> list[Metric]:

@@ -14,7 +14,7 @@ from itertools import count
 from typing import Protocol, runtime_checkable
 
 from pensieve.baselines.base import Event, System
-from pensieve.metrics import Measurement
+from pensieve.metrics import UNMEASURED, Measurement, out_of_memory
 from pensieve.request import Request, TokenArray, TurnRecord
 from pensieve.statistics import nearest_rank
 from pensieve.window import find_window
@@ -23,7 +23,8 @@ from pensieve.workload.base import Arrival, Workload, WorkloadPlan
 CANCEL, ARRIVE = 0, 1  # at equal times a cancellation goes first: what it frees serves the arrival
 SLACK_NS = 2  # an idle system may stop a rounding error before the time it was told
 WAKE_S = 0.25  # how long a wall clock is waited on before progress and the deadline are looked at again
-LATE_SEND_MS = 50.0
+LATE_SEND_MS = 5.0
+LATE_SEND_SHARE = 0.01  # of the median time to first token, where that is more
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +191,9 @@ class _Run:
         counters_end = dict(self.system.counters())
         counters_start = counters_end if self.counters_start is None else self.counters_start
         window = find_window(
-            [turn for turn in self.turns if turn.phase != "warmup"],
+            [turn for turn in self.turns if turn.phase not in UNMEASURED],
             load=self.plan.load,
-            warm_s=max((turn.finished_s or 0.0 for turn in self.turns if turn.phase == "warmup"), default=0.0),
+            warm_s=self._warm_s(),
             arrivals_s={session: self._since(ns) for session, ns in self.arrived.items()},
             out_of_work_s=self.out_of_work_s,
         )
@@ -203,6 +204,7 @@ class _Run:
             measured_from_s=window.measured_from_s,
             ended_s=window.ended_s,
             counters={name: value - counters_start.get(name, 0.0) for name, value in counters_end.items()},
+            send_lag_s=self.lags,
         )
         return ReplayRecord(
             measurement=measurement,
@@ -224,10 +226,30 @@ class _Run:
             each = ", ".join(f"{number} {status}" for status, number in sorted(failures.items()))
             flags["failures"] = f"Of {len(self.turns)} turns {each}."
         if self.lags and not self.system.clock.virtual and self.system.can.max_in_flight is None:
-            late_ms = nearest_rank(self.lags, 0.99) * 1e3
-            if late_ms > LATE_SEND_MS:
-                flags["late_sends"] = f"One request in a hundred was sent over {late_ms:.0f} ms after it was due."
+            late_ms, limit_ms = nearest_rank(self.lags, 0.99) * 1e3, self._lag_limit_ms()
+            if late_ms > limit_ms:
+                flags["late_sends"] = (
+                    f"One request in a hundred was sent {late_ms:.1f} ms or more after it was due; up to {limit_ms:.1f} ms "
+                    "would not matter."
+                )
+        exhausted = [turn for turn in self.turns if out_of_memory(turn)]
+        if exhausted:
+            flags["oom"] = f"{len(exhausted)} turns did not fit into the GPU tier; the first: {exhausted[0].error}"
         return flags
+
+    def _warm_s(self) -> float:
+        """When the last warm-up turn ended. Where each conversation warms its own cache they go on to the end, and those
+        before the first measured turn count."""
+        ends = [turn.finished_s or 0.0 for turn in self.turns if turn.phase == "warmup"]
+        if self.plan.cache_state == "primed" and self.arrived:
+            first_s = self._since(min(self.arrived.values()))
+            ends = [end for end in ends if end <= first_s]
+        return max(ends, default=0.0)
+
+    def _lag_limit_ms(self) -> float:
+        """How late a request may be sent before its latencies are in doubt."""
+        ttfts = [turn.ttft_ms for turn in self.turns if turn.phase not in UNMEASURED and turn.ttft_ms is not None]
+        return max(LATE_SEND_MS, LATE_SEND_SHARE * nearest_rank(ttfts, 0.5)) if ttfts else LATE_SEND_MS
 
     def _since(self, ns: int) -> float:
         return (ns - self.origin_ns) / 1e9
@@ -264,7 +286,7 @@ class _Run:
             due = self.due[item.request.session]
             heapq.heappop(due)
             later = due[0] / 1e9 if due else None
-            self.held[item.request.id] = replace(item.request, intended_s=ns / 1e9, next_use_s=later)
+            self.held[item.request.id] = replace(item.due(), intended_s=ns / 1e9, next_use_s=later)
             if item.deadline_s is not None:
                 deadline = self.origin_ns + round(item.deadline_s * 1e9)
                 heapq.heappush(self.heap, (deadline, CANCEL, next(self.sequence), item.request.id))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from pensieve.cache.base import PolicyContext
+from pensieve.cache.remembered import MemoryLimits
 from pensieve.cache.two_tier import TwoTierCache
 from pensieve.clock import VirtualClock
 from pensieve.engine import Engine
 from pensieve.eviction.retention_value import RetentionValue
+from pensieve.plan import StepResult
 from pensieve.request import Length, Request, TurnRecord
 from pensieve.scheduler.settings import SchedulerSettings
 from pensieve.specs import HardwareSpec, ModelSpec
@@ -33,6 +37,26 @@ MACHINE = HardwareSpec(
 )
 
 
+class LateWorker(SimulatedWorker):
+    """Its copies are reported late and out of step: in a random order, some steps after they were planned."""
+
+    def __init__(self, *args: Any, rng: random.Random) -> None:
+        super().__init__(*args)
+        self._rng = rng
+        self._held: list[int] = []
+
+    def collect(self, until_ns: int | None) -> StepResult | None:
+        result = super().collect(until_ns)
+        if result is None and not self._held:
+            return None
+        self._held += result.done if result else ()
+        self._rng.shuffle(self._held)
+        idle = result is None or result.step is None
+        count = max(1, self._rng.randint(0, len(self._held))) if idle else self._rng.randint(0, len(self._held))
+        done, self._held = tuple(self._held[:count]), self._held[count:]
+        return replace(result or StepResult(step=None), done=done)
+
+
 def policy_context(chunk_tokens: int = 4, gpu_blocks: int = 16, cpu_blocks: int = 16) -> PolicyContext:
     return PolicyContext(chunk_tokens, gpu_blocks, cpu_blocks, lambda context: 1.0 + context / 8, 0.1, 0)
 
@@ -44,15 +68,23 @@ def make_engine(
     cache: Callable[..., Any] = TwoTierCache,
     hardware: HardwareSpec = MACHINE,
     policy: Any = None,
+    limits: MemoryLimits | None = None,
+    late: random.Random | None = None,
     **settings: Any,
 ) -> Engine:
     clock = VirtualClock()
-    policy = policy or RetentionValue(policy_context(chunk_tokens, gpu_blocks, cpu_blocks))
+    policy = (policy or RetentionValue)(policy_context(chunk_tokens, gpu_blocks, cpu_blocks))
     manager = cache(policy=policy, chunk_tokens=chunk_tokens, gpu_blocks=gpu_blocks, cpu_blocks=cpu_blocks)
-    worker = SimulatedWorker(MODEL, hardware, clock, chunk_tokens)
+    made = (MODEL, hardware, clock, chunk_tokens)
+    worker = SimulatedWorker(*made) if late is None else LateWorker(*made, rng=late)
     worker.start(gpu_blocks, manager.cpu_blocks)
     return Engine(
-        cache=manager, settings=SchedulerSettings(**settings), worker=worker, clock=clock, max_context=MODEL.max_context
+        cache=manager,
+        settings=SchedulerSettings(**settings),
+        worker=worker,
+        clock=clock,
+        max_context=MODEL.max_context,
+        limits=limits,
     )
 
 

@@ -7,7 +7,17 @@ from dataclasses import replace
 
 import pytest
 
+from pensieve.cache.prefix import PrefixCache
+from pensieve.cache.remembered import MemoryLimits
+from pensieve.cache.slots import SlotCache
 from pensieve.cache.stateless import StatelessCache
+from pensieve.cache.two_tier import TwoTierCache
+from pensieve.eviction.adaptive_retention import AdaptiveRetention
+from pensieve.eviction.belady import Belady
+from pensieve.eviction.conversation_lru import ConversationLru
+from pensieve.eviction.fifo import Fifo
+from pensieve.eviction.lru import Lru
+from pensieve.eviction.retention_value import RetentionValue
 from pensieve.plan import StepPlan, StepResult
 from pensieve.request import Forced, Length, Request, TurnRecord, tokens_of
 from pensieve.scheduler.composition import split, unified
@@ -207,9 +217,9 @@ def test_a_failed_step_fails_its_requests_only_and_their_turns_are_undone(monkey
     assert run(engine)[3].status == "completed"
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(24))
 def test_random_traffic_never_jams_and_keeps_its_tokens(seed: int) -> None:
-    """Random sizes, capacities, edits, cancels and slow links; outputs equal those of a roomy engine."""
+    """Random sizes, capacities, policies, managers, slow links and late copies; outputs equal those of a roomy engine."""
     rng = random.Random(seed)
     hardware = replace(MACHINE, d2h_bw=rng.choice((1e5, 1e8)), h2d_bw=rng.choice((1e6, 1e9)))
     gpu, cpu = rng.randint(8, 24), rng.choice((0, 2, 8, 24))
@@ -217,9 +227,12 @@ def test_random_traffic_never_jams_and_keeps_its_tokens(seed: int) -> None:
         gpu_blocks=gpu,
         cpu_blocks=cpu,
         hardware=hardware,
+        cache=(TwoTierCache, TwoTierCache, PrefixCache, SlotCache, StatelessCache)[seed % 5],
+        policy=rng.choice((RetentionValue, Lru, Fifo, ConversationLru, Belady, AdaptiveRetention)),
         composition=rng.choice((unified, split)),
         max_batch_tokens=rng.choice((3, 16, 64)),
         max_batch_requests=rng.choice((2, 8)),
+        late=rng if seed % 2 else None,
     )
     roomy = make_engine(gpu_blocks=4096, cpu_blocks=0)
     asked: list[Request] = []
@@ -244,6 +257,8 @@ def test_random_traffic_never_jams_and_keeps_its_tokens(seed: int) -> None:
         if turn.status != "completed":
             assert turn.status == "refused"
             continue
+        if len(roomy.cache.open(again.session, 0.0).tokens) != turn.prompt_tokens - len(again.prompt):
+            continue  # an earlier turn of it was refused in the smaller engine only
         roomy.submit(again)
         assert run(roomy)[again.id].token_ids == turn.token_ids
         assert turn.gpu_hit_tokens + turn.cpu_hit_tokens + turn.recomputed_tokens == turn.history_tokens
@@ -253,4 +268,60 @@ def test_random_traffic_never_jams_and_keeps_its_tokens(seed: int) -> None:
         engine.forget(name)
     while engine.step(None) or engine.progressed:
         engine.cache.check()
-    assert engine.cache.available == gpu
+    assert engine.cache.available == engine.cache.gpu_blocks
+
+
+def test_idle_conversations_are_forgotten_after_their_time_and_beyond_the_bound() -> None:
+    engine = make_engine(limits=MemoryLimits(ttl_s=5.0, tokens=40))
+    for number, name in enumerate("abc", start=1):
+        engine.submit(request(number, name, tokens=12, output=4))
+        run(engine)
+    engine.step(None)
+    assert engine.cache.names() == ["b", "c"], "the one idle longest went, at 48 tokens"
+    engine.submit(request(4, "b", tokens=2, output=1, turn=2))
+    engine.clock.advance_to(engine.clock.now_ns() + 6_000_000_000)  # type: ignore[attr-defined]
+    run(engine)
+    assert engine.cache.names() == ["b"], "c was idle too long; b had a request under way"
+    assert engine.counters.forgotten_sessions == 2
+
+
+def test_a_conversation_that_returns_during_its_swap_out_is_a_gpu_hit() -> None:
+    engine = make_engine(gpu_blocks=16, cpu_blocks=16, hardware=replace(MACHINE, d2h_bw=1e4))
+    engine.submit(request(1, "a", tokens=46, output=6))
+    while engine.busy:
+        engine.step(None)
+    engine.step(engine.clock.now_ns())  # copies start, and will take seconds
+    assert engine.cache.outgoing > 0
+    engine.submit(request(2, "a", tokens=1, output=2, turn=2))
+    turn = run(engine)[2]
+    assert turn.gpu_hit_tokens == turn.history_tokens == 51
+
+
+def test_blocks_of_a_forgotten_conversation_wait_for_its_copies() -> None:
+    engine = make_engine(gpu_blocks=16, cpu_blocks=16, hardware=replace(MACHINE, d2h_bw=1e4))
+    engine.submit(request(1, "a", tokens=46, output=6))
+    while engine.busy:
+        engine.step(None)
+    engine.step(engine.clock.now_ns())
+    under_way = engine.cache.outgoing
+    engine.forget("a")
+    engine.cache.check()
+    assert engine.cache.gpu.free == 16 - under_way, "quarantined until the copies are done"
+    while engine.step(None) or engine.progressed:
+        engine.cache.check()
+    assert engine.cache.gpu.free == engine.cache.cpu.free == 16
+
+
+def test_steady_swap_ins_do_not_starve_swap_outs() -> None:
+    """Conversations return all the time, their chunks swapped in; what must leave the GPU still leaves."""
+    engine = make_engine(gpu_blocks=24, cpu_blocks=200, hardware=replace(MACHINE, h2d_bw=1e6, d2h_bw=1e6))
+    number = 0
+    for turn in range(1, 8):
+        for name in "abcdefgh":
+            number += 1
+            engine.submit(request(number, name, tokens=12, output=3, turn=turn))
+            run(engine, until_idle=False)
+    counters = engine.cache.counters
+    assert counters.swapped_in_blocks > 100
+    assert counters.swapped_out_blocks > 0
+    assert counters.dropped_chunks == 0, "everything fits on CPU, so nothing was lost for want of a copy"

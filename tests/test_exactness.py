@@ -96,9 +96,10 @@ def rounds(turns: int, sessions: str, output: int = 6) -> list[list[Request]]:
     return batches
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
-def test_gpu_hit_cpu_restore_and_recompute_equal_the_plain_model(name: str) -> None:
-    checked = Checked(load(name), gpu_blocks=20, cpu_blocks=10)
+def test_gpu_hit_cpu_restore_and_recompute_equal_the_plain_model(name: str, fused: bool) -> None:
+    checked = Checked(load(name, fused=fused), gpu_blocks=20, cpu_blocks=10)
     records: list[TurnRecord] = []
     for batch in rounds(4, "abcd"):
         records += checked.run(*batch).values()
@@ -121,10 +122,11 @@ def test_suspended_requests_go_on_exactly(name: str) -> None:
             assert list(finished[number].token_ids) == expected
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
-def test_two_leading_chunks_and_a_hole_with_a_budget_of_48(name: str) -> None:
+def test_two_leading_chunks_and_a_hole_with_a_budget_of_48(name: str, fused: bool) -> None:
     """The order of recovery: ascending, a prefix of the work list an iteration, over several plans."""
-    checked = Checked(load(name), gpu_blocks=64, cpu_blocks=0, max_batch_tokens=48)
+    checked = Checked(load(name, fused=fused), gpu_blocks=64, cpu_blocks=0, max_batch_tokens=48)
     checked.run(Request(1, "a", 1, random_tokens(90, 1), Length(4)))
     session = checked.cache.find("a")
     for chunk in (0, 1, 5):

@@ -201,3 +201,22 @@ def test_nothing_measured_is_a_summary_of_nulls():
     assert value(metrics, "ttft_ms_mean") is None
     assert value(metrics, "gpu_hit_rate") is None
     assert value(metrics, "load_s") == 2.0
+
+
+def test_what_prepares_is_in_no_latency_and_only_warm_up_is_warmup_ms():
+    turns = [
+        turn("a", 1, phase="warmup", ttft_ms=500.0, latency_ms=500.0),
+        turn("a", 2, phase="hit", label="hit", ttft_ms=10.0),
+        turn("a", 3, phase="rewarm", ttft_ms=400.0, latency_ms=400.0),
+    ]
+    metrics = summarise(measurement(*turns))
+    assert value(metrics, "ttft_ms_mean") == 10.0
+    assert value(metrics, "warmup_ms_mean") == 500.0
+    assert value(metrics, "ttft_degradation_pct") is None, "there is no miss to hold against it"
+
+
+def test_out_of_memory_is_a_refusal_for_capacity_and_no_other():
+    reasons = [("refused", "capacity"), ("refused", "context"), ("failed", None), ("completed", "length")]
+    turns = [turn(f"s{n}", status=status, finish_reason=why) for n, (status, why) in enumerate(reasons)]
+    metric = table(summarise(measurement(*turns)))["oom_turns", ""]
+    assert (metric.value, metric.n) == (1.0, 4)

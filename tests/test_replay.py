@@ -5,6 +5,8 @@ from itertools import pairwise
 import pytest
 
 from pensieve.baselines.base import Capabilities
+from pensieve.clock import VirtualClock
+from pensieve.metrics import summarise
 from pensieve.replay import replay
 from pensieve.request import Length, Request
 from pensieve.workload.base import Arrival, WorkloadPlan
@@ -290,3 +292,29 @@ def test_a_wall_clock_is_waited_on():
     assert [turn.session for turn in record.turns] == ["a", "b"]
     assert [turn.intended_s for turn in record.turns] == pytest.approx([0.05, 0.30])
     assert all(20 <= turn.ttft_ms < 120 for turn in record.turns)
+
+
+class SlowToSend(ScriptedSystem):
+    """Each submission takes 4 ms of a clock that calls itself a wall's."""
+
+    class Clock(VirtualClock):
+        virtual = False
+
+    def __init__(self, first_ms):
+        super().__init__(lambda request: Latency(queue=0, first=first_ms, gap=1))
+        self.clock = self.Clock()
+
+    def submit(self, request):
+        self.clock.advance_to(self.clock.now_ns() + 4 * 10**6)
+        super().submit(request)
+
+
+@pytest.mark.parametrize(("first_ms", "late"), [(40, True), (760, True), (1000, False)])
+def test_sending_late_is_flagged_beyond_5_ms_and_a_hundredth_of_the_median(first_ms, late):
+    record = replay(SlowToSend(first_ms), Listed(*(arrival(1.0, n, f"s{n}") for n in range(1, 4))))
+    assert list(record.send_lag_s) == pytest.approx([0.0, 0.004, 0.008])
+    assert ("late_sends" in record.flags) is late
+    if late:
+        assert "8.0 ms or more after it was due" in record.flags["late_sends"]
+    found = {metric.name: metric.value for metric in summarise(record.measurement)}
+    assert found["send_lag_ms_p99"] == pytest.approx(8.0)

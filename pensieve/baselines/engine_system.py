@@ -10,6 +10,7 @@ from typing import Any
 from pensieve.baselines.base import Capabilities
 from pensieve.baselines.profiling import profile_of
 from pensieve.cache.base import CacheManager, EvictionPolicy, PolicyContext
+from pensieve.cache.remembered import MemoryLimits
 from pensieve.clock import Clock, VirtualClock
 from pensieve.cost.base import CostModel
 from pensieve.cost.roofline import Roofline
@@ -49,6 +50,7 @@ class EngineSystem:
         tokenizer: Tokenizer | None = None,
         seed: int = 0,
         labels: Mapping[str, str] | None = None,
+        limits: MemoryLimits | None = None,
     ) -> None:
         self.clock = clock
         self.can = Capabilities(virtual_time=clock.virtual)
@@ -57,6 +59,7 @@ class EngineSystem:
         self._scheduler_settings = scheduler
         self._gpu_blocks, self._cpu_blocks, self._chunk_tokens = gpu_blocks, cpu_blocks, chunk_tokens
         self._tokenizer, self._seed, self._labels = tokenizer, seed, dict(labels or {})
+        self._limits = limits or MemoryLimits()
         self._engine: Engine | None = None
         self._cost: CostModel | None = None
         self._report: StartReport | None = None
@@ -104,6 +107,8 @@ class EngineSystem:
             max_context=self._model.max_context,
             eos=frozenset() if eos is None else frozenset((eos,)),
             decode_text=self._tokenizer.decode if self._tokenizer else None,
+            limits=self._limits,
+            cost=self._cost,
         )
         if not self.clock.virtual:
             self._thread = threading.Thread(target=self._serve, name="pensieve-engine", daemon=True)
@@ -151,8 +156,11 @@ class EngineSystem:
             "deferred_requests": scheduler.deferred,
             "steps": own.steps,
             "failed_steps": own.failed_steps,
+            "forgotten_sessions": own.forgotten_sessions,
             "batched_tokens": scheduler.batched_tokens,
             "schedule_ms": own.schedule_ns / 1e6,
+            "predicted_ms": own.predicted_ns / 1e6,
+            "predictable_ms": own.predictable_ns / 1e6,
             "compute_ms": own.compute_ns / 1e6,
             "stall_ms": own.stall_ns / 1e6,
             "h2d_bytes": own.h2d_bytes,
@@ -176,6 +184,9 @@ class EngineSystem:
             "kv_bytes_per_token": per_token,
             "dtype": self._model.dtype,
             "vocab": self._model.vocab,
+            "n_ctx": self._model.max_context,
+            "max_batch_tokens": self._scheduler_settings.max_batch_tokens,
+            "max_batch_requests": self._scheduler_settings.max_batch_requests,
             "simulated": self.clock.virtual,
             "cost": self._cost.describe(),
         }

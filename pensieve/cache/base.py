@@ -36,6 +36,10 @@ class EvictionPolicy(Protocol):
     Only the leading evictable chunk of each conversation is a candidate. Candidates of one bucket are ordered by `order`,
     lowest first, and that order must not change while their conversations are idle; `score` then compares only the first
     of each bucket, at the time of the choice. So a choice is exact although it looks at one candidate a bucket.
+
+    A policy may also have: `whole_conversations = True` (a choice goes on until the conversation has nothing left to
+    evict); `needs_future = True` (it reads Session.next_use_s and is refused for live traffic); `observe(session, now_s)`
+    (called at every admission); `version: int` (a change of it means that bucket and order of everything changed).
     """
 
     def bucket(self, session: Session, chunk: int) -> Hashable: ...
@@ -113,6 +117,12 @@ class CacheManager(Protocol):
     cpu_blocks: int
     counters: CacheCounters
 
+    request_blocks: int
+    """The most blocks that one request can have."""
+
+    grows: bool
+    """Decode takes blocks beyond those of the admission; if not, admissions need keep no reserve for it."""
+
     @property
     def available(self) -> int:
         """GPU blocks to be had without waiting: free, or evictable without a copy."""
@@ -130,6 +140,9 @@ class CacheManager(Protocol):
     def find(self, name: str) -> Session | None: ...
 
     def names(self) -> list[str]: ...
+
+    def expect(self, session: Session, next_use_s: float | None) -> None:
+        """When it will be asked again, by the schedule; None: not known to return. For offline policies."""
 
     def hold(self, session: Session, now_s: float) -> None:
         """A request of it waits: its chunks are victims only after every idle one."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from pensieve.cache.base import Admission, CacheCounters, Demand, EvictionPolicy, Residency, Run
 from pensieve.cache.chunk import Chunk, View
+from pensieve.cache.cpu_room import CpuRoom
 from pensieve.cache.invariants import check_two_tier
 from pensieve.cache.pool import BlockPool
 from pensieve.cache.session import Session, missing_runs
@@ -16,30 +17,6 @@ from pensieve.request import TokenArray
 from pensieve.units import ceil_div
 
 
-class _CpuRoom:
-    """CPU blocks for one round of copies: free ones, then duplicates, then the policy's victims."""
-
-    def __init__(self, cache: TwoTierCache, now_s: float) -> None:
-        self._cache = cache
-        self._victims = cache.cpu_only.victims(now_s)
-        self._victim: tuple[Session, int] | None = None
-
-    def block(self, session: Session) -> int | None:
-        """None where every CPU block is in use by something worth more than this session's chunk on GPU."""
-        cache = self._cache
-        if not cache.cpu.free and cache.shadows:
-            _, shadow = cache.shadows.pop(next(iter(cache.shadows)))
-            cache.free_cpu(shadow)
-        if not cache.cpu.free:
-            self._victim = self._victim or next(self._victims, None)
-            # A waiting conversation's CPU copy is worth more than an idle one's GPU copy.
-            if self._victim is None or (self._victim[0].waiting and not session.waiting):
-                return None
-            cache.drop_cpu(*self._victim)
-            self._victim = None
-        return cache.cpu.allocate(1)[0] if cache.cpu.free else None
-
-
 class TwoTierCache:
     """Every KV position of a conversation is on GPU, on CPU, or missing (its raw token is kept, so it can be recomputed).
 
@@ -48,9 +25,11 @@ class TwoTierCache:
     uses it waits in quarantine. The states of a chunk are in chunk.py.
     """
 
+    grows = True
+
     def __init__(self, *, policy: EvictionPolicy, chunk_tokens: int, gpu_blocks: int, cpu_blocks: int) -> None:
         self.chunk_tokens = chunk_tokens
-        self.gpu_blocks = gpu_blocks
+        self.gpu_blocks = self.request_blocks = gpu_blocks
         self.cpu_blocks = cpu_blocks
         self.counters = CacheCounters()
         self.sessions: dict[str, Session] = {}
@@ -63,6 +42,7 @@ class TwoTierCache:
         # Pinned chunks whose CPU copy is a duplicate: the first CPU blocks to give up, since nothing is lost.
         self.shadows: dict[tuple[int, int], tuple[Session, Chunk]] = {}
         self.transfers = Transfers(self.gpu, self.cpu)
+        self._observe: Callable[[Session, float], None] | None = getattr(policy, "observe", None)
         self._made = 0
 
     # -- predicates ---------------------------------------------------------------------------------------------------
@@ -100,6 +80,10 @@ class TwoTierCache:
             session = self.sessions[name] = Session(name, self._made, now_s, now_s)
             self._made += 1
         return session
+
+    def expect(self, session: Session, next_use_s: float | None) -> None:
+        session.next_use_s = next_use_s
+        self._refresh(session)
 
     def hold(self, session: Session, now_s: float) -> None:
         session.waiting += 1
@@ -146,6 +130,8 @@ class TwoTierCache:
             self.truncate(session, keep)
         session.tokens.extend(suffix)
         session.turns += 1
+        if self._observe is not None:
+            self._observe(session, now_s)
         return self._pin(session, Residency(prompt, history, gpu_hit, cpu_hit), now_s)
 
     def resume(self, session: Session, now_s: float) -> Admission:
@@ -194,7 +180,7 @@ class TwoTierCache:
             for session, index in self.dirty.victims(now_s):
                 self._drop_gpu(session, index)
                 dropped += 1
-                if dropped == blocks:
+                if self.dirty.enough(session, dropped, blocks):
                     break
         return dropped
 
@@ -279,12 +265,12 @@ class TwoTierCache:
         self, chosen: Iterable[tuple[Session, int]], now_s: float, urgent: bool, most: int | None = None
     ) -> tuple[Copy, ...]:
         moves = []
-        room = _CpuRoom(self, now_s)
+        room = CpuRoom(self, now_s)
         started = 0
         for session, index in chosen:
             chunk = session.chunks[index]
             if chunk.cpu is None:
-                chunk.cpu = room.block(session)
+                chunk.cpu = room.block(session, index)
             if chunk.cpu is None:
                 self._drop_gpu(session, index)
             else:
@@ -293,7 +279,7 @@ class TwoTierCache:
                 moves.append(Transfer(session, chunk, index, True, chunk.gpu, chunk.cpu, chunk.gpu_len))
                 self._leave_view(session, index)
             started += 1
-            if started == most:
+            if self.dirty.enough(session, started, most):
                 break
         if not moves:
             return ()
@@ -303,19 +289,19 @@ class TwoTierCache:
 
     def _take_gpu(self, count: int, now_s: float) -> tuple[int, ...]:
         """Free blocks, reclaimed from clean chunks (or, without a CPU tier, dropped) as far as they are lacking."""
-        lacking = count - self.gpu.free
+        lacking, taken = count - self.gpu.free, 0
         if lacking > 0:
             for session, index in self.clean.victims(now_s):
                 chunk = session.chunks[index]
                 self._free_gpu(chunk)
                 self.counters.evicted_chunks += 1
                 self._file(session, index)
-                lacking -= 1
-                if not lacking:
+                taken += 1
+                if self.clean.enough(session, taken, lacking):
                     break
-        if lacking > 0:
+        if taken < lacking:
             assert not self.cpu_blocks, "admission took more blocks than are available"
-            self.drop(lacking, now_s)
+            self.drop(lacking - taken, now_s)
         return self.gpu.allocate(count)
 
     def _drop_gpu(self, session: Session, index: int) -> None:

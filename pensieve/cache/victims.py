@@ -47,6 +47,8 @@ class VictimIndex:
         self._valid: dict[tuple[int, Hashable], int] = {}
         self._touched: list[tuple[int, Hashable]] | None = None  # buckets changed while a choice is under way
         self._stamp = 0
+        self._whole = bool(getattr(policy, "whole_conversations", False))
+        self._version = getattr(policy, "version", 0)
         self.chunks = 0
 
     def add(self, session: Session, chunk: int) -> None:
@@ -85,6 +87,14 @@ class VictimIndex:
         lead = self._leads.get(session.order)
         return lead.count if lead else 0
 
+    def enough(self, session: Session, taken: int, wanted: int | None) -> bool:
+        """Whether a choice that took `taken` chunks, the last one of this conversation, may stop."""
+        return (
+            taken == wanted
+            if not self._whole
+            else wanted is not None and taken >= wanted and not self.count_of(session)
+        )
+
     def refresh(self, session: Session) -> None:
         """Its last active, next use or level changed."""
         lead = self._leads.get(session.order)
@@ -93,6 +103,8 @@ class VictimIndex:
 
     def victims(self, now_s: float) -> Iterator[tuple[Session, int]]:
         """Chunks in the order of eviction. After each one the caller must have removed it from this index (or stop)."""
+        if getattr(self._policy, "version", 0) != self._version:
+            self._reorder()
         heads = [head for key in list(self._heaps) if (head := self._head(key, now_s)) is not None]
         heapq.heapify(heads)
         touched = self._touched = []
@@ -110,6 +122,12 @@ class VictimIndex:
                 touched.clear()
         finally:
             self._touched = None
+
+    def rank(self, session: Session, chunk: int, now_s: float) -> tuple[int, float, float, int, int]:
+        """Where a chunk stands in the order of eviction, lowest first, also one that is in no index."""
+        key, order = self._policy.bucket(session, chunk), self._policy.order(session, chunk)
+        score = self._policy.score(key, order, now_s)
+        return (1 if session.waiting else 0, score, session.last_active_s, session.order, chunk)
 
     def peek(self, now_s: float) -> tuple[Session, int] | None:
         """The next victim, which stays."""
@@ -147,6 +165,14 @@ class VictimIndex:
                 heap[:] = [e for e in heap if self._is_valid(e)]
                 heapq.heapify(heap)
         self._touch(key)
+
+    def _reorder(self) -> None:
+        self._version = getattr(self._policy, "version", 0)
+        self._heaps.clear()
+        self._valid.clear()
+        for lead in self._leads.values():
+            lead.stamp = -1
+            self._enter(lead, lead.chunk)
 
     def _touch(self, key: tuple[int, Hashable]) -> None:
         if self._touched is not None:

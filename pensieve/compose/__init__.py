@@ -1,6 +1,6 @@
 """conf/ to objects: the one place that reads the configuration and calls instantiate."""
 
-from pensieve.compose.build import build_system, build_tokenizer, build_workload
+from pensieve.compose.build import build_system, build_tokenizer, build_workload, make_workload
 from pensieve.compose.folder import conf_folder, options, outputs_folder, read_option
 from pensieve.compose.preflight import check_free_memory, preflight
 from pensieve.compose.schema import ModelConfig, TrialConfig
@@ -18,6 +18,7 @@ __all__ = [
     "check",
     "check_free_memory",
     "conf_folder",
+    "make_workload",
     "model_config",
     "options",
     "outputs_folder",

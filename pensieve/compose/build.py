@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pensieve.baselines.base import System
 from pensieve.cache.base import CacheManager, EvictionPolicy, PolicyContext
+from pensieve.cache.remembered import MemoryLimits
 from pensieve.clock import Clock, VirtualClock, WallClock
 from pensieve.compose.schema import ModelConfig, TrialConfig
 from pensieve.compose.target import factory, locate
@@ -97,6 +98,7 @@ def build_system(plan: TrialPlan, tokenizer: Tokenizer | None = None) -> System:
         chunk_tokens=plan.chunk_tokens,
         tokenizer=tokenizer,
         seed=config.seed,
+        limits=MemoryLimits(config.cache.session_ttl_s, config.cache.max_remembered_tokens),
         labels={"weights": plan.weights, "baseline": config.baseline.name, "tokenizer": tokenizer.name},
     )
     return system
@@ -117,11 +119,8 @@ def _clock_and_worker(plan: TrialPlan) -> tuple[Clock, Worker]:
     return clock, TorchWorker(model, plan.chunk_tokens, clock)
 
 
-def build_workload(plan: TrialPlan, tokenizer: Tokenizer) -> tuple[Workload, WorkloadPlan]:
-    """The workload and what it says of itself; every baseline of a sweep sees the same context, so the same requests.
-
-    Raises CapacityError where its longest conversation can never be served.
-    """
+def make_workload(plan: TrialPlan, tokenizer: Tokenizer) -> Workload:
+    """The workload by itself, also one that does not fit this baseline."""
     context = WorkloadContext(
         seed=plan.config.seed,
         gpu_tokens=plan.budget_gpu_blocks * plan.chunk_tokens,
@@ -132,9 +131,19 @@ def build_workload(plan: TrialPlan, tokenizer: Tokenizer) -> tuple[Workload, Wor
         force_lengths=plan.device.simulated or plan.weights == "random",
     )
     workload: Workload = find_parts(plan.config).workload(context)
+    return workload
+
+
+def build_workload(plan: TrialPlan, tokenizer: Tokenizer) -> tuple[Workload, WorkloadPlan]:
+    """The workload and what it says of itself; every baseline of a sweep sees the same context, so the same requests.
+
+    Raises CapacityError where its longest conversation can never be served.
+    """
+    workload = make_workload(plan, tokenizer)
     described = workload.describe()
     longest = described.facts.get("longest_conversation_tokens")
-    room = (plan.gpu_blocks - 1) * plan.chunk_tokens
+    slots = int((plan.config.baseline.cache or {}).get("n_slots", 1))
+    room = (plan.gpu_blocks // slots - 1) * plan.chunk_tokens
     if longest is not None and longest > room:
         raise CapacityError(
             f"The longest conversation of workload={plan.config.workload.get('name')} needs {longest:,} tokens of KV and "

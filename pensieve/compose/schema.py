@@ -29,12 +29,14 @@ class ModelConfig(_Group):
 
 
 class CacheConfig(_Group):
-    """gpu, cpu: sizes a device, "4GiB" or "8192 tokens"."""
+    """gpu, cpu: sizes a device, "4GiB" or "8192 tokens". session_ttl_s, max_remembered_tokens: see MemoryLimits."""
 
     name: str
     gpu: str | int
     cpu: str | int
     chunk_tokens: Count = 32
+    session_ttl_s: Rate | None = None
+    max_remembered_tokens: Count | None = None
 
 
 class SchedulerConfig(_Group):

@@ -41,16 +41,8 @@ def check(cfg: DictConfig | Mapping[str, Any]) -> TrialConfig:
 
 def _refuse_later_options(config: TrialConfig) -> None:
     """Fields of the contract whose machinery this version lacks may keep their defaults only."""
-    options = config.trial
-    later = {
-        "trial.isolate": options.isolate not in ("auto", False),
-        "trial.retries": options.retries > 0,
-        "trial.timeout_s": options.timeout_s is not None,
-        "trial.profile": options.profile,
-    }
-    for field, asked in later.items():
-        if asked:
-            raise EngineMissing(f"{field} cannot be used in this version yet; leave it at its default.")
+    if config.trial.profile:
+        raise EngineMissing("trial.profile cannot be used in this version yet; leave it at its default.")
 
 
 def _sentence(error: ValidationError) -> str:

@@ -14,7 +14,7 @@ from pydantic import PydanticSchemaGenerationError, PydanticUndefinedAnnotation,
 from pensieve.compose.folder import ended, nearest
 from pensieve.errors import ConfigError, EngineMissing
 
-_NOT_ARGUMENTS = {"_target_", "_partial_", "_convert_", "_recursive_", "name", "missing"}
+_NOT_ARGUMENTS = {"_target_", "_partial_", "_convert_", "_recursive_", "name", "missing", "inspect"}
 
 
 def refuse_missing(group: str, node: Mapping[str, Any]) -> None:

@@ -43,6 +43,9 @@ class Profile:
         context = max(context_tokens, self.chunk_tokens)
         return self.chunk_tokens * (linear + quadratic * (2 * context - self.chunk_tokens))
 
+    def step_s(self) -> float:
+        return self.terms[0]
+
     def load_s(self) -> float:
         return self.load_chunk_s
 

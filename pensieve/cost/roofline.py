@@ -21,7 +21,7 @@ class Roofline:
     hardware: HardwareSpec
     chunk_tokens: int
 
-    def step_s(self, runs: Iterable[Run], sampled: int) -> float:
+    def iteration_s(self, runs: Iterable[Run], sampled: int) -> float:
         """One iteration over attention rows of queries [start, stop) each; logits of `sampled` positions."""
         m, tokens, attention_flops, kv_tokens = self.model, 0, 0, 0
         for start, stop in runs:
@@ -45,6 +45,9 @@ class Roofline:
         m, size = self.model, self.chunk_tokens
         attention = self._bound(m.attention_flops(size, max(context_tokens, size)), 0)
         return self._bound(size * m.linear_flops_per_token, 0) + attention
+
+    def step_s(self) -> float:
+        return self.hardware.step_overhead_s
 
     def load_s(self) -> float:
         return self.transfer_s(1, to_gpu=True)

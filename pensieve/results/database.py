@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModu
 from sqlalchemy.pool import NullPool, StaticPool
 
 from pensieve.errors import ResultsError
+from pensieve.results.migrate import known_versions, upgrade
 from pensieve.results.schema import SCHEMA_VERSION, VERSION_TABLE, Base, version_table
 
 BUSY_TIMEOUT_S = 30
@@ -34,6 +36,9 @@ _SENTENCES = (  # part of the driver's message -> what it means, and what to do
     ("locked", f"stayed locked by another process for {BUSY_TIMEOUT_S} s; end what holds it, then run again."),
     ("no such table", "lacks a table of this version of Pensieve; move it away and run again."),
 )
+
+
+_log = logging.getLogger(__name__)
 
 
 class Database:
@@ -126,12 +131,16 @@ class Database:
         return engine
 
     def _prepare(self) -> None:
-        """Create the schema where there is none, once, whoever comes first; refuse one that is not ours."""
-        if self._found_version() == SCHEMA_VERSION:
+        """Create the schema where there is none, once, whoever comes first; upgrade an older one; refuse what is not ours."""
+        found = self._found_version()
+        if found == SCHEMA_VERSION:
             with self.writing():  # a database that cannot be written says so now, not after the trial
                 return
         try:
             with FileLock(f"{self.path}.lock", timeout=SCHEMA_LOCK_TIMEOUT_S) if self.path else nullcontext():
+                if found is not None:
+                    self._upgrade()
+                    return
                 if self.path is not None:
                     self._use_wal()
                 self._create_schema()
@@ -153,12 +162,39 @@ class Database:
             version = connection.scalar(select(version_table.c.version_num)) if VERSION_TABLE in names else None
         if version is None and (names if self.sqlite else names & set(Base.metadata.tables)):
             raise ResultsError(f"{self.shown} is a database, but not one of Pensieve's results; name another one.")
-        if version not in (None, SCHEMA_VERSION):
+        if version not in (None, SCHEMA_VERSION) and version not in known_versions():
             raise ResultsError(
                 f"The results database {self.shown} has schema version {version}, this Pensieve reads {SCHEMA_VERSION}; "
                 "use the Pensieve that wrote it, or name another database."
             )
         return version
+
+    def _upgrade(self) -> None:
+        """All of it or nothing: both databases undo even changed tables. The lock is held, on PostgreSQL from here on.
+
+        Foreign keys are off on SQLite, where a table is altered by copying it; they cannot be switched inside a
+        transaction, and the connection is not used again.
+        """
+        _log.info("upgrading %s to schema version %s", self.shown, SCHEMA_VERSION)
+        with self._memory_lock or nullcontext(), self._sentences(), self.engine.connect() as connection:
+            if self.sqlite:
+                connection.connection.driver_connection.execute("PRAGMA foreign_keys=OFF")  # type: ignore[union-attr]
+                connection = connection.execution_options(pensieve_begin="IMMEDIATE")
+            with connection.begin():
+                if not self.sqlite:
+                    connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _SCHEMA_LOCK_KEY})
+                if connection.scalar(select(version_table.c.version_num)) != SCHEMA_VERSION:
+                    upgrade(connection, SCHEMA_VERSION)
+
+    def settle(self) -> None:
+        """Bring what is in SQLite's log into the file itself, so that the file alone can be copied."""
+        with self._memory_lock or nullcontext(), self._sentences(), self.engine.connect() as connection:
+            connection.connection.driver_connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # type: ignore[union-attr]
+
+    def compact(self) -> None:
+        """Give the space of deleted rows back to the disk (SQLite)."""
+        with self._memory_lock or nullcontext(), self._sentences(), self.engine.connect() as connection:
+            connection.connection.driver_connection.execute("VACUUM")  # type: ignore[union-attr]
 
     def _use_wal(self) -> None:
         with self._memory_lock or nullcontext(), self._sentences(), self.engine.connect() as connection:

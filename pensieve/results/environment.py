@@ -9,6 +9,7 @@ import platform
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ def _machine() -> dict[str, Any]:
             "cores": psutil.cpu_count(logical=False),
             "logical_cores": psutil.cpu_count(),
             "usable_cores": _usable_cores(),
+            "mhz": _cpu_mhz(),
         },
         "memory_bytes": psutil.virtual_memory().total,
         "gpus": _gpus(),
@@ -116,12 +118,21 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+def _cpu_mhz() -> dict[str, float] | None:
+    """Now, and the most the governor allows, where the system tells."""
+    try:
+        found = psutil.cpu_freq()
+    except (OSError, NotImplementedError):
+        return None
+    return {"now": round(found.current), "max": round(found.max)} if found else None
+
+
 def _usable_cores() -> int | None:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count()
 
 
 def _gpus() -> list[dict[str, Any]]:
-    """Name, UUID, memory and driver of each NVIDIA device; none where the driver's library does not answer."""
+    """Name, memory, driver, clocks and limits of each NVIDIA device; none where the driver's library does not answer."""
     try:
         import pynvml
     except ImportError:
@@ -139,6 +150,7 @@ def _gpus() -> list[dict[str, Any]]:
                 "uuid": _text(pynvml.nvmlDeviceGetUUID(device)),
                 "memory_bytes": int(pynvml.nvmlDeviceGetMemoryInfo(device).total),
                 "driver": driver,
+                **_gpu_limits(pynvml, device),
             }
             for device in devices
         ]
@@ -146,6 +158,27 @@ def _gpus() -> list[dict[str, Any]]:
         return []
     finally:
         pynvml.nvmlShutdown()
+
+
+def _gpu_limits(nvml: Any, device: Any) -> dict[str, Any]:
+    """What sets the pace of the device; null where it does not tell, as a partition of one."""
+
+    def asked(question: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return question(device, *arguments)
+        except nvml.NVMLError:
+            return None
+
+    milliwatts = asked(nvml.nvmlDeviceGetEnforcedPowerLimit)
+    return {
+        "sm_mhz": asked(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
+        "sm_mhz_max": asked(nvml.nvmlDeviceGetMaxClockInfo, nvml.NVML_CLOCK_SM),
+        "memory_mhz": asked(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_MEM),
+        "memory_mhz_max": asked(nvml.nvmlDeviceGetMaxClockInfo, nvml.NVML_CLOCK_MEM),
+        "power_limit_w": milliwatts / 1e3 if milliwatts is not None else None,
+        "pcie_generation": asked(nvml.nvmlDeviceGetCurrPcieLinkGeneration),
+        "pcie_width": asked(nvml.nvmlDeviceGetCurrPcieLinkWidth),
+    }
 
 
 def _text(value: str | bytes) -> str:

@@ -61,6 +61,24 @@ def config_hash(config: Mapping[str, Any]) -> str:
     return _sha256(json.dumps(_with_contents(kept), sort_keys=True, default=str))
 
 
+def input_files(config: Mapping[str, Any]) -> dict[str, str]:
+    """Of every field that names a file or folder on this disk (see INPUT_FIELDS): its dotted name and content's hash."""
+    return dict(_inputs({key: value for key, value in config.items() if key not in NOT_CONFIG}))
+
+
+def _inputs(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _inputs(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, str):
+        told = _with_contents(value, name.rpartition(".")[2].partition("[")[0])
+        if told != value:
+            yield name, told
+    elif isinstance(value, Sequence) and not isinstance(value, bytes):
+        for index, inner in enumerate(value):
+            yield from _inputs(inner, f"{name}[{index}]")
+
+
 def code_hash(config: Mapping[str, Any] | None = None) -> str:
     """SHA-256 of the package's files but NOT_CODE, and of the module of every `_target_` outside the package.
 

@@ -170,10 +170,15 @@ def _client(outputs: Path) -> Any:
 
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    client = MlflowClient(tracking_uri=mlflow_url(outputs))
-    with _lock(outputs):  # its schema is made by the first question, and two at once would fail
+    with _lock(outputs):  # its schema is made by the client or its first question, and two at once would fail
+        client = MlflowClient(tracking_uri=mlflow_url(outputs))
         client.search_experiments(max_results=1)
     return client
+
+
+def forget_clients() -> None:
+    """After the store's files were moved: nothing of this process must write to them where they are now."""
+    _client.cache_clear()
 
 
 def _lock(outputs: Path) -> FileLock:

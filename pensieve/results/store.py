@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
+from itertools import islice
 from math import isfinite
 from operator import attrgetter
 from pathlib import Path
@@ -37,6 +38,8 @@ T = TypeVar("T")
 DATABASE_NAME = "results.db"
 TURN_BATCH = 5000
 TURN_COLUMNS = tuple(c.name for c in TurnRow.__table__.columns if c.name not in ("id", "trial_id"))
+_TURN_FIELDS = ("trial_id", *TURN_COLUMNS)
+_INSERT_TURN = f"INSERT INTO turn ({', '.join(_TURN_FIELDS)}) VALUES ({', '.join('?' * len(_TURN_FIELDS))})"
 _TRIAL_COLUMNS = frozenset(c.name for c in Trial.__table__.columns) - {"id"}
 _TRIAL_DEFAULTS: dict[str, Any] = {"repeat": 0, "contended": False, "environment": {}, "engine": {}, "flags": {}}
 
@@ -231,17 +234,24 @@ class ResultsStore:
         fields = {"finished_at": now, "heartbeat_at": now, **fields}
         self.set_trial(trial_id, status=status, error=error, traceback=traceback, **fields)
 
-    def add_turns(self, trial_id: int, turns: Iterable[TurnRecord]) -> None:
-        values_of = attrgetter(*TURN_COLUMNS)
+    def close_trial_of(self, pid: int, error: str, traceback: str | None) -> int | None:
+        """Mark the running trial of a process of this host, which died, as failed; its id, None if it had none."""
         with self.database.writing() as connection:
-            batch: list[dict[str, Any]] = []
-            for turn in turns:
-                batch.append(dict(zip(TURN_COLUMNS, values_of(turn), strict=True), trial_id=trial_id))
-                if len(batch) == TURN_BATCH:
-                    connection.execute(insert(TurnRow), batch)
-                    batch = []
-            if batch:
-                connection.execute(insert(TurnRow), batch)
+            which = (Trial.pid == pid) & (Trial.host == this_process().host) & (Trial.status == "running")
+            found = connection.scalar(select(Trial.id).where(which))
+            if found is not None:
+                ended = {"status": "failed", "error": error, "traceback": traceback, "finished_at": _now()}
+                connection.execute(update(Trial).where(Trial.id == found).values(**ended))
+        return found
+
+    def add_turns(self, trial_id: int, turns: Iterable[TurnRecord]) -> None:
+        values_of, rest = attrgetter(*TURN_COLUMNS), iter(turns)
+        with self.database.writing() as connection:
+            while rows := [(trial_id, *values_of(turn)) for turn in islice(rest, TURN_BATCH)]:
+                if self.database.sqlite:  # by the driver itself: SQLAlchemy costs more than the insert
+                    connection.exec_driver_sql(_INSERT_TURN, rows)
+                else:
+                    connection.execute(insert(TurnRow), [dict(zip(_TURN_FIELDS, row, strict=True)) for row in rows])
 
     def add_metrics(self, trial_id: int, metrics: Iterable[Metric]) -> None:
         """A value that is not finite is stored as null: SQL has no common way to say it."""

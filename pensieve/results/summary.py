@@ -85,11 +85,11 @@ def compare(store: ResultsStore, sweep_id: int) -> Comparison:
     done = [job for job in jobs if job.trial is not None]
     ttfts = {job.trial.id: _ttft_of(store, job.trial) for job in done if job.trial}
     warmups = sum(warm for _, warm in ttfts.values())
-    axes = _varying_axes(sweep.overrides, [job.trial for job in done if job.trial])
+    axes = varying_axes(sweep.overrides, [job.trial for job in done if job.trial])
     groups: dict[tuple[str, ...], dict[str, list[JobResult]]] = {}
     for job in done:
         assert job.trial is not None
-        key = tuple(_axis_value(job.trial, axis) for axis in axes)
+        key = tuple(axis_value(job.trial, axis) for axis in axes)
         groups.setdefault(key, {}).setdefault(job.trial.baseline, []).append(job)
     rows = []
     for key, by_baseline in groups.items():
@@ -199,14 +199,14 @@ def _check_outputs(
     )
 
 
-def _varying_axes(overrides: Mapping[str, Any], trials: Sequence[Trial]) -> list[str]:
+def varying_axes(overrides: Mapping[str, Any], trials: Sequence[Trial]) -> list[str]:
     """Of the sweep's overrides, those that took more than one value, outermost first as they were given."""
     keys = [key.lstrip("+") for key in overrides]
     axes = [key for key in keys if key not in _WITHIN_A_GROUP and key.split(".")[0].split("/")[0] != "hydra"]
-    return [axis for axis in axes if len({_axis_value(trial, axis) for trial in trials}) > 1]
+    return [axis for axis in axes if len({axis_value(trial, axis) for trial in trials}) > 1]
 
 
-def _axis_value(trial: Trial, axis: str) -> str:
+def axis_value(trial: Trial, axis: str) -> str:
     """What a trial's configuration holds at an override's key: a group's option, or a field."""
     if axis in _COLUMNS_AS_GROUPS:
         return str(getattr(trial, axis))

@@ -7,7 +7,7 @@ from pensieve.scheduler.sequence import Sequence
 from pensieve.units import ceil_div
 
 
-def refusal(sequence: Sequence, chunk_tokens: int, gpu_blocks: int, max_context: int) -> RequestRefused | None:
+def refusal(sequence: Sequence, chunk_tokens: int, request_blocks: int, max_context: int) -> RequestRefused | None:
     """Why this request cannot be served even alone on the device, or None. Read when it arrives and again when it is its
     turn, since its conversation may have grown in between."""
     length, new = sequence.prompt_length(), sequence.request.output.max_new_tokens
@@ -22,9 +22,9 @@ def refusal(sequence: Sequence, chunk_tokens: int, gpu_blocks: int, max_context:
         )
     # The last token of a turn gets no KV; admission reserves one position beyond the prompt.
     blocks = ceil_div(length + max(new - 1, 1), chunk_tokens)
-    if blocks > gpu_blocks:
+    if blocks > request_blocks:
         return CapacityError(
-            f"The request needs {blocks * chunk_tokens} tokens of KV, but the GPU tier holds {gpu_blocks * chunk_tokens}; "
-            "raise cache.gpu or shorten the conversation."
+            f"The request needs {blocks * chunk_tokens} tokens of KV, and one request can have "
+            f"{request_blocks * chunk_tokens} on the GPU tier; raise cache.gpu or shorten the conversation."
         )
     return None

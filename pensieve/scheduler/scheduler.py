@@ -68,7 +68,7 @@ class Scheduler:
 
     def refusal(self, sequence: Sequence) -> RequestRefused | None:
         """Why it can never be served, or None."""
-        return refusal(sequence, self.cache.chunk_tokens, self.cache.gpu_blocks, self._max_context)
+        return refusal(sequence, self.cache.chunk_tokens, self.cache.request_blocks, self._max_context)
 
     def take_refused(self) -> list[tuple[Sequence, RequestRefused]]:
         """Requests whose conversation outgrew the machine while they waited."""
@@ -136,7 +136,7 @@ class Scheduler:
             keep = len(session.tokens) if head.suspended else head.kept()
             length = keep if head.suspended else head.prompt_length()
             demand = cache.demand(session, keep, length)
-            reserve = self._reserve if self.running else 0
+            reserve = self._reserve if self.running and cache.grows else 0
             lacking = demand.blocks + demand.own_available + reserve - cache.available
             if lacking > 0:
                 if head.rank not in self._deferred:

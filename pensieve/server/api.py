@@ -19,6 +19,7 @@ from pensieve.compose import (
     plan_trial,
     read_option,
 )
+from pensieve.compose.target import locate
 from pensieve.errors import ConfigError, RequestFailed, RequestRefused
 from pensieve.request import Event, Free, Length, Request, Sampling, TokenArray, TurnRecord, tokens_of
 from pensieve.tokenizer import Tokenizer
@@ -294,6 +295,10 @@ def create_server(
             "tracking": read_option("tracking", "off"),
         }
     )
+    if getattr(locate(str(config.eviction["_target_"]), f"eviction={eviction}"), "needs_future", False):
+        raise ConfigError(
+            f"eviction={eviction} needs a workload whose future is known, and live traffic has none; choose lru."
+        )
     plan = plan_trial(config)
     check_free_memory(plan)
     tokenizer = build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)

@@ -22,6 +22,8 @@ from pensieve.results.comparison import comparison_table
 from pensieve.results.environment import git_commit, host
 from pensieve.results.identity import sweep_key
 from pensieve.results.mlflow_log import finish_parent, start_parent
+from pensieve.results.process import this_process
+from pensieve.trial.inspection import show, wanted
 from pensieve.trial.jobs import Jobs, SweepMembership, compose_job, plan_jobs, sweep_folder, write_membership
 from pensieve.trial.summary import places
 from pensieve.trial.terminal import FULL_TRACE, console, say
@@ -65,6 +67,9 @@ class SweepCallback(Callback):  # type: ignore[misc]  # Hydra is not typed for u
         else:
             configs = [compose_job(config_name, job) for job in jobs.jobs]
         checked = [check(cfg) for cfg in configs]
+        if any(wanted(one) for one in checked):
+            show(checked)
+            sys.exit(0)
         plans = [plan_trial(c) for c in checked]
         for plan in _different(plans):
             preflight(plan)
@@ -72,6 +77,7 @@ class SweepCallback(Callback):  # type: ignore[misc]  # Hydra is not typed for u
             say(budget)
         first = checked[0]
         tracking = open_tracking(first)
+        tracking.store.interrupt_dead()
         self._config, self._outputs = first, tracking.outputs
         self._n_expected = len(jobs.jobs) if jobs else 0
         axes = {key: ",".join(values) for key, values in jobs.axes.items()} if jobs else {}
@@ -94,7 +100,12 @@ class SweepCallback(Callback):  # type: ignore[misc]  # Hydra is not typed for u
                 tracking.store.set_sweep(self._sweep_id, status="interrupted")
                 raise
         membership = SweepMembership(
-            self._sweep_id, parent, self._n_expected, str(tracking.outputs), tuple(jobs.axes) if jobs else ()
+            self._sweep_id,
+            parent,
+            self._n_expected,
+            str(tracking.outputs),
+            tuple(jobs.axes) if jobs else (),
+            this_process(),
         )
         write_membership(sweep_folder(config), membership)
         say(_announcement(jobs, axes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
@@ -11,12 +12,17 @@ from omegaconf import DictConfig, OmegaConf
 from pensieve.compose import TrialConfig, check, resolved
 from pensieve.compose.explain import explain
 from pensieve.errors import PensieveError
+from pensieve.trial.inspection import show, wanted
 from pensieve.trial.jobs import SweepMembership, current_membership
+from pensieve.trial.orphan import end_with
 from pensieve.trial.outcome import Outcome
-from pensieve.trial.run import Job, run_trial
+from pensieve.trial.run import run_trial
 from pensieve.trial.summary import brief, places, summary
+from pensieve.trial.task import Job
 from pensieve.trial.terminal import FULL_TRACE, INTERRUPTED, console, say
 from pensieve.trial.tracking import Tracking, open_tracking
+
+log = logging.getLogger(__name__)
 
 RESOLVED_FILE = "config.resolved.yaml"
 
@@ -37,6 +43,9 @@ def run_job(cfg: DictConfig) -> None:
 
 def _single(cfg: DictConfig) -> None:
     config, plain = check(cfg), resolved(cfg)
+    if wanted(config):
+        show([config])
+        return
     tracking = open_tracking(config)
     job = Job(title=f"{config.model.name} {config.baseline.name}", folder=_folder(cfg, tracking.kept, tracking.outputs))
     try:
@@ -55,6 +64,8 @@ def _single(cfg: DictConfig) -> None:
 
 
 def _of_sweep(cfg: DictConfig, membership: SweepMembership, number: int) -> None:
+    if membership.owner is not None:
+        end_with(membership.owner)
     config = check(cfg)
     tracking = open_tracking(config, Path(membership.outputs))
     try:
@@ -68,18 +79,19 @@ def _of_sweep(cfg: DictConfig, membership: SweepMembership, number: int) -> None
 def _record(cfg: DictConfig, config: TrialConfig, tracking: Tracking, membership: SweepMembership, number: int) -> None:
     swept = " ".join(str(text) for text in HydraConfig.get().overrides.task if _key(text) in membership.axes)
     title = f"[{number + 1}/{membership.n_expected}] {swept}"
-    job = Job(
-        title=title,
-        folder=_folder(cfg, tracking.kept, tracking.outputs / str(number)),
-        sweep_id=membership.sweep_id,
-        number=number,
-        mlflow_run_id=membership.mlflow_run_id,
-        preflight=False,
-    )
     try:
+        job = Job(
+            title=title,
+            folder=_folder(cfg, tracking.kept, tracking.outputs / str(number)),
+            sweep_id=membership.sweep_id,
+            number=number,
+            mlflow_run_id=membership.mlflow_run_id,
+            preflight=False,
+        )
         outcome = run_trial(config, resolved(cfg), tracking, job, say)
-    except PensieveError as error:
-        outcome = Outcome(0, "failed", error=str(error))
+    except Exception as error:  # before there was a trial to record it in; the others go on
+        log.info("job %s could not begin its trial", number, exc_info=error)
+        outcome = Outcome(0, "failed", error=explain(error))
     if outcome.reused:
         say(f"{title}: trial {outcome.trial_id} is this one and is completed (force=true runs it again)")
     elif outcome.completed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 
 from hydra import compose
@@ -17,6 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from pensieve.errors import ConfigError
+from pensieve.results.process import Owner
 
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 INNERMOST = "baseline"
@@ -34,13 +36,17 @@ class Jobs:
 
 @dataclass(frozen=True, slots=True)
 class SweepMembership:
-    """What a job knows of its sweep, through a file in the sweep's folder: jobs may run in other processes."""
+    """What a job knows of its sweep, through a file in the sweep's folder: jobs may run in other processes.
+
+    owner: the process of the sweep, without which its jobs do not go on.
+    """
 
     sweep_id: int
     mlflow_run_id: str | None
     n_expected: int
     outputs: str
     axes: tuple[str, ...] = ()
+    owner: Owner | None = None
 
 
 def plan_jobs(config: DictConfig) -> Jobs | None:
@@ -92,7 +98,7 @@ def compose_job(config_name: str, overrides: Sequence[str]) -> DictConfig:
 
 def write_membership(folder: Path, membership: SweepMembership) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / SWEEP_FILE).write_text(json.dumps(asdict(membership)), encoding="utf-8")
+    (folder / SWEEP_FILE).write_text(json.dumps(asdict(membership), default=datetime.isoformat), encoding="utf-8")
 
 
 def sweep_folder(config: DictConfig) -> Path:
@@ -108,4 +114,7 @@ def current_membership() -> tuple[SweepMembership, int] | None:
     if not file.is_file():
         return None
     fields = json.loads(file.read_text(encoding="utf-8"))
-    return SweepMembership(**{**fields, "axes": tuple(fields["axes"])}), int(hydra.job.num)
+    owner = fields["owner"]
+    if owner is not None:
+        owner = Owner(owner["host"], owner["pid"], datetime.fromisoformat(owner["process_started_at"]))
+    return SweepMembership(**{**fields, "axes": tuple(fields["axes"]), "owner": owner}), int(hydra.job.num)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from pensieve.baselines.base import System
@@ -22,40 +21,44 @@ from pensieve.compose import (
 )
 from pensieve.compose.explain import explain
 from pensieve.compose.machine import cores
-from pensieve.errors import PensieveError, RequestFailed
+from pensieve.errors import (
+    ConfigError,
+    EngineMissing,
+    PensieveError,
+    RequestFailed,
+    RequestRefused,
+    UnsupportedModel,
+)
 from pensieve.metrics import Slo, summarise, thin_percentiles
 from pensieve.plan import StartReport
 from pensieve.progress import TrialProgress
 from pensieve.replay import Progress, ReplayRecord, replay
 from pensieve.request import TurnRecord
 from pensieve.results.environment import environment, git_commit
-from pensieve.results.identity import Identity, explain_difference, identify
+from pensieve.results.identity import Identity, explain_difference, identify, input_files
 from pensieve.results.mlflow_log import log_trial
 from pensieve.results.schema import Trial
 from pensieve.results.tokens import TokenFile
+from pensieve.trial.deadline import Deadline
 from pensieve.trial.device_lock import device_lock
+from pensieve.trial.device_use import meter_of
 from pensieve.trial.heartbeat import Heartbeat
 from pensieve.trial.interrupt import raise_if_interrupted
+from pensieve.trial.isolation import run_isolated
 from pensieve.trial.outcome import Outcome
+from pensieve.trial.sampling import DeviceSampler
+from pensieve.trial.task import Job
 from pensieve.trial.tracking import Tracking
 from pensieve.workload.base import Workload, WorkloadPlan
+from pensieve.workload.start_state import check_start
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What a trial is part of. title: for the progress bar. folder: for its files.
+TURNS_A_BATCH = 1000  # a transaction costs as much as some 200 rows
 
-    sweep_id: None for a single run. preflight: False where the sweep has done it for all its jobs.
-    """
-
-    title: str
-    folder: Path
-    sweep_id: int | None = None
-    number: int = 0
-    mlflow_run_id: str | None = None
-    preflight: bool = True
+LASTING = (ConfigError, EngineMissing, UnsupportedModel, RequestRefused)
+"""Errors that the same configuration meets again on every attempt."""
 
 
 def run_trial(
@@ -65,12 +68,11 @@ def run_trial(
 
     resolved: the same configuration as plain values, which is what identifies it. Errors of the trial end up in the
     outcome; those that leave nothing to record (an unknown device, an unreadable size) are raised.
-    KeyboardInterrupt passes through, after the trial is marked.
+    KeyboardInterrupt passes through, after the trial is marked. trial.retries further attempts follow a failure, and
+    trial.isolate puts each in a process of its own.
     """
     plan = plan_trial(config)
-    threads = (config.hardware.threads or cores()) if plan.device.shared else None
-    device = {"name": plan.device.label, "count": plan.device.count, "threads": threads}
-    identity = identify(resolved, plan.device.simulated, device)
+    identity = identity_of(plan, resolved)
     note = None
     if not config.force:
         known = tracking.store.completed_trial(identity.fingerprint)
@@ -82,24 +84,74 @@ def run_trial(
             return _reuse(known, config, tracking, job)
     if note and job.number == 0:  # the jobs of a sweep have the same reason
         say(note)
+    for attempts_left in range(config.trial.retries, -1, -1):
+        if _isolated(plan):
+            outcome = run_isolated(resolved, tracking, job, config.trial.timeout_s)
+            if outcome.trial_id and not outcome.completed:  # what died could not say so to MLflow either
+                _to_mlflow(config, tracking, outcome.trial_id, job)
+        else:
+            outcome = _attempt(plan, identity, resolved, tracking, job, say)
+        if outcome.completed or outcome.lasting or attempts_left == 0:
+            break
+        say(f"{job.title}: failed, and is tried again ({attempts_left} more). {outcome.error}")
+    return replace(outcome, note=note)
+
+
+def attempt_trial(
+    config: TrialConfig, resolved: Mapping[str, Any], tracking: Tracking, job: Job, say: Callable[[str], None]
+) -> Outcome:
+    """One attempt in this process, whether or not the database holds the trial; see run_trial."""
+    plan = plan_trial(config)
+    return _attempt(plan, identity_of(plan, resolved), resolved, tracking, job, say)
+
+
+def _isolated(plan: TrialPlan) -> bool:
+    asked = plan.config.trial.isolate
+    return plan.device.kind == "cuda" if asked == "auto" else asked
+
+
+def identity_of(plan: TrialPlan, resolved: Mapping[str, Any]) -> Identity:
+    """What a completed trial must share with this one to be taken for it."""
+    threads = (plan.config.hardware.threads or cores()) if plan.device.shared else None
+    device = {"name": plan.device.label, "count": plan.device.count, "threads": threads}
+    return identify(resolved, plan.device.simulated, device)
+
+
+def _attempt(
+    plan: TrialPlan,
+    identity: Identity,
+    resolved: Mapping[str, Any],
+    tracking: Tracking,
+    job: Job,
+    say: Callable[[str], None],
+) -> Outcome:
+    config = plan.config
+    deadline = Deadline(config.trial.timeout_s)
     trial_id = tracking.store.begin_trial(_columns(plan, identity, resolved))
     try:
         if job.sweep_id is not None:
             tracking.store.link(job.sweep_id, trial_id, job.number, reused=False)
         with Heartbeat(tracking.store, trial_id):
-            _run(trial_id, plan, tracking, job, say)
+            _run(trial_id, plan, tracking, job, deadline, say)
     except KeyboardInterrupt:
         _close(tracking, trial_id, "interrupted", "Interrupted by the user; the same command runs it again.", None)
         _to_mlflow(config, tracking, trial_id, job)
         raise
     except Exception as error:
-        sentence = explain(error)
+        sentence = _sentence(error)
         log.info("trial %s failed", trial_id, exc_info=error)  # to the run folder's log, not to the terminal
         _close(tracking, trial_id, "failed", sentence, traceback.format_exc())
         _to_mlflow(config, tracking, trial_id, job)
-        return Outcome(trial_id, "failed", error=sentence)
+        return Outcome(trial_id, "failed", error=sentence, lasting=isinstance(error, LASTING))
     _to_mlflow(config, tracking, trial_id, job)
-    return Outcome(trial_id, "completed", note=note)
+    return Outcome(trial_id, "completed")
+
+
+def _sentence(error: Exception) -> str:
+    """torch has an error of its own for a device without memory, which this module does not import."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return f"Memory ran out ({explain(error).rstrip('.')}); use a smaller cache or model."
+    return explain(error)
 
 
 def _reuse(known: Trial, config: TrialConfig, tracking: Tracking, job: Job) -> Outcome:
@@ -112,7 +164,9 @@ def _reuse(known: Trial, config: TrialConfig, tracking: Tracking, job: Job) -> O
     return Outcome(known.id, "completed", reused=True)
 
 
-def _run(trial_id: int, plan: TrialPlan, tracking: Tracking, job: Job, say: Callable[[str], None]) -> None:
+def _run(
+    trial_id: int, plan: TrialPlan, tracking: Tracking, job: Job, deadline: Deadline, say: Callable[[str], None]
+) -> None:
     config = plan.config
     if job.preflight:
         preflight(plan)
@@ -125,14 +179,21 @@ def _run(trial_id: int, plan: TrialPlan, tracking: Tracking, job: Job, say: Call
         try:
             raise_if_interrupted()
             started = system.start()
+            deadline.check()
             tracking.store.set_trial(trial_id, **_effective(system, plan, described, started))
-            record = _replay(trial_id, system, workload, described, tracking, job)
+            sampler = DeviceSampler(tracking.store, trial_id, meter_of(plan.device), system.clock)
+            with sampler:
+                record = _replay(trial_id, system, workload, described, tracking, job, deadline)
         finally:
             system.close()
     raise_if_interrupted()
     _refuse_empty(record.turns)
+    check_start(described, record.turns)
     slo = Slo(config.slo.ttft_ms, config.slo.tpot_ms)
     metrics = summarise(record.measurement, started, slo)
+    start_s, end_s = record.measurement.measure_start_s, record.measurement.measure_end_s
+    output = next((metric.value for metric in metrics if metric.name == "throughput_output_tok_s"), None)
+    metrics += sampler.metrics(start_s, end_s, output)
     tracking.store.add_metrics(trial_id, metrics)
     flags: dict[str, Any] = {**record.flags, "load": record.load, "drain_share": record.drain_share}
     thin = thin_percentiles(metrics)
@@ -142,15 +203,24 @@ def _run(trial_id: int, plan: TrialPlan, tracking: Tracking, job: Job, say: Call
         trial_id,
         "completed",
         flags=flags,
-        measure_start_s=record.measurement.measure_start_s,
-        measure_end_s=record.measurement.measure_end_s,
+        measure_start_s=start_s,
+        measure_end_s=end_s,
     )
 
 
 def _replay(
-    trial_id: int, system: System, workload: Workload, described: WorkloadPlan, tracking: Tracking, job: Job
+    trial_id: int,
+    system: System,
+    workload: Workload,
+    described: WorkloadPlan,
+    tracking: Tracking,
+    job: Job,
+    deadline: Deadline,
 ) -> ReplayRecord:
-    """Turns go to the database and their tokens to Parquet as they come, so that memory holds neither."""
+    """Turns go to the database and their tokens to Parquet as they come, so that memory holds neither.
+
+    A trial past its deadline raises: from the progress of its turns, and on a wall clock also when nothing progresses.
+    """
     bar = TrialProgress(job.title, described.turns)
 
     def on_batch(turns: Sequence[TurnRecord]) -> None:
@@ -161,11 +231,21 @@ def _replay(
 
     def on_progress(now: Progress) -> None:
         raise_if_interrupted()
+        deadline.check()
         bar.update(now.turns_done, now.output_tokens)
 
     try:
         with TokenFile(job.folder / "tokens.parquet") as tokens:
-            record = replay(system, workload, on_batch=on_batch, progress=on_progress, keep_tokens=False)
+            record = replay(
+                system,
+                workload,
+                on_batch=on_batch,
+                batch_size=TURNS_A_BATCH,
+                progress=on_progress,
+                deadline_s=None if system.clock.virtual else deadline.left_s,
+                keep_tokens=False,
+            )
+            deadline.check()
         if tokens.path.is_file():
             tracking.store.add_artifact(trial_id, "tokens", tokens.path)
     finally:
@@ -212,7 +292,7 @@ def _columns(plan: TrialPlan, identity: Identity, resolved: Mapping[str, Any]) -
         "kv_bytes_per_token": plan.model.kv_bytes_per_token,
         "git_commit": git_commit(),
         "config": dict(resolved),
-        "environment": environment(),
+        "environment": {**environment(), "inputs": input_files(resolved)},
     }
 
 
@@ -235,6 +315,7 @@ def _effective(system: System, plan: TrialPlan, described: WorkloadPlan, started
             "sessions": described.sessions,
             "turns": described.turns,
             "warmup_turns": described.warmup_turns,
+            "cache_state": described.cache_state,
             **described.facts,
         },
     }

@@ -67,7 +67,7 @@ class SimulatedWorker:
         start = self._clock.now_ns()
         blocks_in = sum(len(copy.src) for copy in plan.swap_in)
         sampled = [row for row in plan.rows if row.sample is not None]
-        compute = self.roofline.step_s((run for row in plan.rows for run in row.runs), len(sampled))
+        compute = self.roofline.iteration_s((run for row in plan.rows for run in row.runs), len(sampled))
         both = bool(blocks_in) and any(copy.urgent for copy in plan.swap_out)
         slowed = 1 / (1 - self._hardware.duplex_penalty) if both else 1.0
         transfer = self.roofline.transfer_s(blocks_in, to_gpu=True) * slowed

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from pensieve.request import Request, TurnRecord
+from pensieve.request import Request, TokenArray, TurnRecord
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request to submit at `at_s` (seconds since the replay began); cancelled as a timeout at deadline_s."""
+    """A request to submit at `at_s` (seconds since the replay began); cancelled as a timeout at deadline_s.
+
+    prompt: builds the request's prompt when it is due, where all of a trace's at once would fill the memory.
+    """
 
     at_s: float
     request: Request
     deadline_s: float | None = None
+    prompt: Callable[[], TokenArray[int]] | None = None
+
+    def due(self) -> Request:
+        """The request with its prompt."""
+        return self.request if self.prompt is None else replace(self.request, prompt=self.prompt())
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +48,9 @@ class WorkloadPlan:
     """What a workload says of itself before it runs; recorded with the trial and printed by workload.inspect=true.
 
     load: open, closed or partly open. turns: how many will be submitted, where known (for the progress bar).
-    working_set_tokens: KV tokens of all conversations at their longest.
+    working_set_tokens: KV tokens of all conversations at their longest. cache_state: what the cache holds of the measured
+    conversations at their first measured turn: cold (nothing), primed (what the warm-up put there), carried (what an
+    earlier run left); checked after the run, and a mismatch invalidates the trial.
     """
 
     load: str
@@ -48,6 +58,7 @@ class WorkloadPlan:
     turns: int | None
     working_set_tokens: int
     warmup_turns: int
+    cache_state: str = "cold"
     facts: dict[str, Any] = field(default_factory=dict)
 
 

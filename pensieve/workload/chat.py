@@ -3,41 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 from pensieve.errors import ConfigError
-from pensieve.request import Free, Length, Output, Request, Sampling, TokenArray, TurnRecord, tokens_of
+from pensieve.request import Free, Length, Output, Request, Sampling, TurnRecord
 from pensieve.workload.base import Arrival, WorkloadContext, WorkloadPlan
-from pensieve.workload.chance import between, exponential, shuffled
-from pensieve.workload.conversations import Conversation, Turn, shipped
+from pensieve.workload.chance import between, exponential
+from pensieve.workload.fields import at_least, positive_seconds
+from pensieve.workload.script import Script, ScriptWriter
 
 FEWEST_CONVERSATIONS = 8
-WARMUP_SESSIONS = 2  # side by side, so that batches of more than one row are warm too
-
-_OPENINGS = (
-    "Hello there. ",
-    "Good morning! ",
-    "Hi, I hope you can help me. ",
-    "A friend of mine has the same question as I. ",
-    "Thanks for your time. ",
-    "Sorry to bother you again. ",
-    "I've asked this elsewhere without luck. ",
-    "Evening! ",
+WARMUP_SESSIONS = (
+    2  # side by side, so that batches of more than one row are warm too (open load: nobody knows how many)
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Script:
-    """What one conversation will say. longest: its tokens after the last turn, replies included."""
-
-    session: str
-    phase: str
-    prompts: tuple[TokenArray[int], ...]
-    replies: tuple[int, ...]
-    longest: int
-    cut: bool
 
 
 class ChatWorkload:
@@ -58,7 +37,8 @@ class ChatWorkload:
         conversation that the model's context cannot hold ends early, which describe() counts.
     max_new_tokens: a reply has the words that the text suggests, one token a word, but at most this many. free: replies
         end where the model ends them, which real weights are needed for.
-    warmup_turns: turns before the measured ones start, phase "warmup", in up to two conversations of their own.
+    warmup_turns: turns before the measured ones start, phase "warmup", in conversations of their own: two side by side,
+        or one a user, and then at least one turn each, so that they run at the measured concurrency.
     timeout_s: a turn is cancelled this long after it was due; None: never.
 
     Turns count from 1. A conversation whose turn did not complete ends there. Raises ConfigError for a field that is
@@ -83,37 +63,34 @@ class ChatWorkload:
     ) -> None:
         for name, whole in (("conversations", conversations), ("users", users)):
             if whole is not None:
-                _at_least(name, whole, 1, whole=True)
-        _at_least("min_turns", min_turns, 1, whole=True)
-        _at_least("max_turns", max_turns, min_turns, whole=True, than="min_turns")
-        _at_least("max_new_tokens", max_new_tokens, 1, whole=True)
-        _at_least("request_interval", request_interval, 0)
-        _at_least("think_time_s", think_time_s, 0)
-        _at_least("pressure", pressure, 0)
-        _at_least("warmup_turns", warmup_turns, 1, whole=True)
-        if timeout_s is not None and (isinstance(timeout_s, bool) or not timeout_s > 0):
-            raise ConfigError(
-                f"workload.timeout_s={timeout_s} is not a positive number of seconds; null waits forever."
-            )
+                at_least(name, whole, 1, whole=True)
+        at_least("min_turns", min_turns, 1, whole=True)
+        at_least("max_turns", max_turns, min_turns, whole=True, than="min_turns")
+        at_least("max_new_tokens", max_new_tokens, 1, whole=True)
+        at_least("request_interval", request_interval, 0)
+        at_least("think_time_s", think_time_s, 0)
+        at_least("pressure", pressure, 0)
+        at_least("warmup_turns", warmup_turns, 1, whole=True)
+        positive_seconds("timeout_s", timeout_s)
         if free and context.force_lengths:
             raise ConfigError("workload.free=true needs a trained model; with random weights leave it false.")
         self._context = context
         self._users = users
         self._turns = (min_turns, max_turns)
-        self._max_new_tokens = max_new_tokens
         self._request_interval = request_interval
         self._think_time_s = think_time_s
         self._timeout_s = timeout_s
         self._free = free
         self._ids = count(1)
-        self._encoded: dict[str, TokenArray[int]] = {}
-        self._order = shuffled(len(shipped()), context.seed, "corpus")
+        self._writer = ScriptWriter(context, max_new_tokens, free)
 
-        self._warmup = self._warmup_scripts(warmup_turns)
+        self._warmup = self._writer.warmup(
+            warmup_turns if users is None else max(warmup_turns, users), users or WARMUP_SESSIONS
+        )
         self._measured = self._measured_scripts(max(conversations or FEWEST_CONVERSATIONS, users or 1), pressure)
         self._scripts = {script.session: script for script in (*self._warmup, *self._measured)}
         self._warming = len(self._warmup)
-        self._share_of: dict[str, list[_Script]] = {}  # what is left of its user's conversations, the next one last
+        self._share_of: dict[str, list[Script]] = {}  # what is left of its user's conversations, the next one last
 
     def describe(self) -> WorkloadPlan:
         sizes = [script.longest - 1 for script in self._measured]  # the last token of a conversation has no KV
@@ -167,16 +144,16 @@ class ChatWorkload:
             self._share_of[script.session].pop()
         return [self._arrival(script, 1, now + self._think(script, 0)) for script in first]
 
-    def _next_of_user(self, script: _Script, turn: int, now: float) -> list[Arrival]:
+    def _next_of_user(self, script: Script, turn: int, now: float) -> list[Arrival]:
         if self._users is None:
             return []
         share = self._share_of[script.session]
         return [self._arrival(share.pop(), 1, now + self._think(script, turn))] if share else []
 
-    def _think(self, script: _Script, turn: int) -> float:
+    def _think(self, script: Script, turn: int) -> float:
         return exponential(self._think_time_s, self._context.seed, "think", script.session, turn)
 
-    def _arrival(self, script: _Script, turn: int, at_s: float) -> Arrival:
+    def _arrival(self, script: Script, turn: int, at_s: float) -> Arrival:
         limit = script.replies[turn - 1]
         output: Output = Free(limit) if self._free else Length(limit)
         request = Request(
@@ -190,77 +167,17 @@ class ChatWorkload:
         )
         return Arrival(at_s, request, None if self._timeout_s is None else at_s + self._timeout_s)
 
-    def _measured_scripts(self, fewest: int, pressure: float) -> list[_Script]:
+    def _measured_scripts(self, fewest: int, pressure: float) -> list[Script]:
         goal = pressure * self._context.gpu_tokens
-        scripts: list[_Script] = []
+        scripts: list[Script] = []
         tokens = 0
         while len(scripts) < fewest or tokens < goal:
-            copy, place = divmod(len(scripts), len(self._order))
-            session = shipped()[self._order[place]].id + (f".{copy + 1}" if copy else "")
-            turns = between(*self._turns, self._context.seed, "turns", session)
-            scripts.append(self._script(session, "chat", place, turns, _opening(copy)))
+            number = len(scripts)
+            turns = between(*self._turns, self._context.seed, "turns", self._writer.session(number))
+            scripts.append(self._writer.write(number, turns))
             tokens += scripts[-1].longest - 1
         return scripts
-
-    def _warmup_scripts(self, turns: int) -> list[_Script]:
-        """The topics of the last places of the order, under an opening of their own: nothing that a prefix shares."""
-        sessions = min(WARMUP_SESSIONS, turns)
-        shares = [turns // sessions + (index < turns % sessions) for index in range(sessions)]
-        return [
-            self._script(f"warmup-{index}", "warmup", len(self._order) - 1 - index, share, "Before we begin: ")
-            for index, share in enumerate(shares)
-        ]
-
-    def _script(self, session: str, phase: str, place: int, turns: int, opening: str) -> _Script:
-        prompts: list[TokenArray[int]] = []
-        replies: list[int] = []
-        total = 0
-        for turn in self._lines(place, turns):
-            text = f"{opening if not prompts else ''}{turn.user}"
-            prompt = self._encode(f"{chr(10) if prompts else ''}User: {text}\nAssistant:")
-            reply = self._max_new_tokens if self._free else min(turn.reply_words, self._max_new_tokens)
-            if total + len(prompt) + reply > self._context.max_context:
-                break
-            prompts.append(prompt)
-            replies.append(reply)
-            total += len(prompt) + reply
-        if not prompts:
-            raise ConfigError(
-                f"The first message and its reply do not fit into the model's context of {self._context.max_context} "
-                "tokens; lower workload.max_new_tokens or choose a model with a longer context."
-            )
-        return _Script(session, phase, tuple(prompts), tuple(replies), total, cut=len(prompts) < turns)
-
-    def _lines(self, place: int, turns: int) -> Iterable[Turn]:
-        """`turns` turns of the topic at `place` of the order, then of the topics that follow it."""
-        topics: tuple[Conversation, ...] = shipped()
-        sent = 0
-        while True:
-            for turn in topics[self._order[place % len(topics)]].turns:
-                if sent == turns:
-                    return
-                yield turn
-                sent += 1
-            place += 1
-
-    def _encode(self, text: str) -> TokenArray[int]:
-        if text not in self._encoded:
-            self._encoded[text] = tokens_of(list(self._context.encode(text)))
-        return self._encoded[text]
-
-
-def _opening(copy: int) -> str:
-    if copy == 0:
-        return ""
-    return _OPENINGS[copy - 1] if copy <= len(_OPENINGS) else f"This is person number {copy + 1}. "
 
 
 def _mean(values: list[int]) -> float:
     return round(sum(values) / len(values), 1)
-
-
-def _at_least(name: str, value: Any, low: float, *, whole: bool = False, than: str = "") -> None:
-    kind = int if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kind) or not value >= low:
-        bound = f"workload.{than} ({low})" if than else f"{low}"
-        raise ConfigError(f"workload.{name}={value} must be a {'whole ' if whole else ''}number of at least {bound}.")

@@ -9,8 +9,13 @@ from pensieve.cache.base import EvictionPolicy
 from pensieve.cache.chunk import Chunk, View
 from pensieve.cache.session import Session
 from pensieve.cache.victims import VictimIndex
+from pensieve.eviction.adaptive_retention import AdaptiveRetention
+from pensieve.eviction.belady import Belady
+from pensieve.eviction.conversation_lru import ConversationLru
+from pensieve.eviction.fifo import Fifo
 from pensieve.eviction.lru import Lru
 from pensieve.eviction.retention_value import RetentionValue
+from pensieve.request import tokens_of
 from tests.simulated import policy_context
 
 
@@ -35,7 +40,7 @@ def brute_force(policy: EvictionPolicy, sessions: list[Session], now_s: float) -
     return min(candidates)[3:] if candidates else None
 
 
-@pytest.mark.parametrize("make", [RetentionValue, Lru])
+@pytest.mark.parametrize("make", [RetentionValue, Lru, Fifo, Belady])
 @pytest.mark.parametrize("seed", range(5))
 def test_choice_equals_brute_force_while_time_passes(make: type[EvictionPolicy], seed: int) -> None:
     rng = random.Random(seed)
@@ -60,6 +65,7 @@ def test_choice_equals_brute_force_while_time_passes(make: type[EvictionPolicy],
         elif action < 0.75:
             session.last_active_s = now
             session.waiting = rng.randint(0, 1)
+            session.next_use_s = rng.choice((None, now + rng.uniform(0, 9)))
             index.refresh(session)
         expected = brute_force(policy, sessions, now)
         found = index.peek(now)
@@ -112,3 +118,41 @@ def test_choosing_does_not_scan() -> None:
     assert times[100_000] < 0.1, f"{times[100_000] * 1e3:.1f} ms"
     assert times[100_000] < 10 * times[1_000]
     print(times)
+
+
+def test_whole_conversations_go_together() -> None:
+    index = VictimIndex(ConversationLru(policy_context()), View.DIRTY)
+    sessions = [Session(str(i), i, 0.0, float(i), chunks=[Chunk() for _ in range(3)]) for i in range(3)]
+    for session in sessions:
+        for chunk in range(3):
+            put(index, session, chunk)
+    taken = []
+    for session, chunk in index.victims(10.0):
+        take(index, session, chunk)
+        taken.append((session.order, chunk))
+        if index.enough(session, len(taken), 2):
+            break
+    assert taken == [(0, 0), (0, 1), (0, 2)]
+
+
+def test_adaptive_retention_reorders_when_keeping_hits_more() -> None:
+    policy = AdaptiveRetention(policy_context(chunk_tokens=4, gpu_blocks=10, cpu_blocks=10))  # 80 tokens
+    index = VictimIndex(policy, View.DIRTY)
+    sessions = [
+        Session(str(i), i, 0.0, 0.0, tokens=tokens_of(range(20)), chunks=[Chunk() for _ in range(5)]) for i in range(8)
+    ]
+    for session in sessions:
+        put(index, session, 0)
+    now = 0.0
+    for _ in range(6):
+        for session in sessions:
+            now += 1.0
+            session.last_active_s = now
+            policy.observe(session, now)
+            index.refresh(session)
+    assert policy.keeps
+    assert index.peek(now) == (sessions[-1], 0), "the newest goes, the others stay"
+    for fresh in range(100, 160):  # conversations that never return, between two that do: keeping holds on to others
+        for session in (Session("x", fresh, 0.0, now, tokens=tokens_of(range(20))), *sessions[5:7]):
+            policy.observe(session, now)
+    assert not policy.keeps

@@ -35,9 +35,6 @@ def test_an_unresolvable_reference_is_one_sentence():
         check(composed("experiment_name=${nowhere}"))
 
 
-@pytest.mark.parametrize(
-    "override", ["trial.retries=1", "trial.timeout_s=5", "trial.isolate=true", "trial.profile=true"]
-)
-def test_later_machinery_is_refused(override):
-    with pytest.raises(EngineMissing, match=override.split("=")[0]):
-        checked(override)
+def test_later_machinery_is_refused():
+    with pytest.raises(EngineMissing, match=r"trial\.profile"):
+        checked("trial.profile=true")

@@ -56,7 +56,7 @@ def test_auto_is_float32_on_a_cpu_and_bfloat16_elsewhere():
         (("cache.gpu=4096",), ConfigError, ["cache.gpu=4096", "8192 tokens"]),
         (("hardware.device=tpu", "hardware=cpu"), ConfigError, ["hardware.device='tpu'", "cuda:<index>"]),
         (("baseline=vllm",), EngineMissing, ["baseline=vllm"]),
-        (("workload=trace",), EngineMissing, ["workload=trace"]),
+        (("+workload.missing=later",), EngineMissing, ["workload=chat", "later"]),
         (("hardware.gpu_memory=80",), ConfigError, ["hardware.gpu_memory"]),
         (("hardware.flops=0",), ConfigError, ["hardware.flops"]),
     ],

@@ -38,11 +38,11 @@ def test_noise_leaves_a_positive_non_decreasing_cost() -> None:
 
 def test_roofline_is_bound_by_weights_at_decode_and_by_arithmetic_at_prefill() -> None:
     roofline = Roofline(MODEL, MACHINE, 4)
-    decode = roofline.step_s([(100, 101)], 1) - MACHINE.step_overhead_s
+    decode = roofline.iteration_s([(100, 101)], 1) - MACHINE.step_overhead_s
     weights = (MODEL.layers * MODEL.layer_parameters + MODEL.vocab * MODEL.hidden) * MODEL.dtype_bytes
     assert decode >= weights / MACHINE.memory_bw
-    assert roofline.step_s([(100, 101)] * 8, 8) < 8 * roofline.step_s([(100, 101)], 1)
-    prefill_s = roofline.step_s([(0, 1000)], 1)
+    assert roofline.iteration_s([(100, 101)] * 8, 8) < 8 * roofline.iteration_s([(100, 101)], 1)
+    prefill_s = roofline.iteration_s([(0, 1000)], 1)
     assert prefill_s >= 1000 * MODEL.linear_flops_per_token / MACHINE.flops
     assert roofline.recompute_s(2000) > roofline.recompute_s(100)
     assert roofline.load_s() == pytest.approx(4 * MODEL.kv_bytes_per_token / MACHINE.h2d_bw)

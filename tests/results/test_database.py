@@ -166,7 +166,7 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
 def test_many_processes_create_and_write_at_once(tmp_path: Path) -> None:
     def work(number: int) -> int:
         store = open_store(tmp_path / "outputs")
-        for index in range(25):
+        for index in range(12):
             trial = store.begin_trial(trial_fields(f"{number}/{index}"))
             store.add_turns(trial, conversation_turns([1.0] * 4))
             store.finish_trial(trial, "completed")
@@ -180,7 +180,7 @@ def test_many_processes_create_and_write_at_once(tmp_path: Path) -> None:
         except BaseException as error:
             failures.put(f"{type(error).__name__}: {error}")
 
-    processes = [FORK.Process(target=guarded, args=(number,)) for number in range(8)]
+    processes = [FORK.Process(target=guarded, args=(number,)) for number in range(16)]
     for process in processes:
         process.start()
     for process in processes:
@@ -188,8 +188,8 @@ def test_many_processes_create_and_write_at_once(tmp_path: Path) -> None:
     assert failures.empty(), failures.get()
     store = open_store(tmp_path / "outputs")
     with store.database.reading() as connection:
-        assert connection.scalar(text("SELECT count(*) FROM current_trial")) == 200
-        assert connection.scalar(text("SELECT count(*) FROM turn")) == 200 * 13
+        assert connection.scalar(text("SELECT count(*) FROM current_trial")) == 16 * 12
+        assert connection.scalar(text("SELECT count(*) FROM turn")) == 16 * 12 * 13
 
 
 def test_urls_that_cannot_work_say_so_without_the_password() -> None:

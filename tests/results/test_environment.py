@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -57,3 +58,31 @@ def test_git_tells_commit_and_difference(tmp_path: Path) -> None:
         assert found["commit"] == clean["commit"]
         seen.add(found["diff_sha256"])
     assert len(seen) == 5
+
+
+def test_an_nvidia_device_is_described_as_far_as_it_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NvmlError(Exception):
+        pass
+
+    def refuses(*_: object) -> None:
+        raise NvmlError("Not Supported")
+
+    def clock(_device: object, which: str) -> int:
+        return {"sm": 1980, "mem": 2619}[which]
+
+    fake = SimpleNamespace(
+        NVMLError=NvmlError, NVML_CLOCK_SM="sm", NVML_CLOCK_MEM="mem",
+        nvmlInit=lambda: None, nvmlShutdown=lambda: None, nvmlDeviceGetCount=lambda: 1,
+        nvmlSystemGetDriverVersion=lambda: b"570.1", nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetName=lambda _: "H100", nvmlDeviceGetUUID=lambda _: "GPU-1",
+        nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(total=80), nvmlDeviceGetEnforcedPowerLimit=lambda _: 700_000,
+        nvmlDeviceGetClockInfo=clock, nvmlDeviceGetMaxClockInfo=refuses,
+        nvmlDeviceGetCurrPcieLinkGeneration=lambda _: 5, nvmlDeviceGetCurrPcieLinkWidth=refuses,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    assert environment_module._gpus() == [
+        {
+            "name": "H100", "uuid": "GPU-1", "memory_bytes": 80, "driver": "570.1", "sm_mhz": 1980, "sm_mhz_max": None,
+            "memory_mhz": 2619, "memory_mhz_max": None, "power_limit_w": 700.0, "pcie_generation": 5, "pcie_width": None,
+        }
+    ]  # fmt: skip

@@ -17,6 +17,7 @@ from pensieve.results.identity import (
     explain_difference,
     fingerprint,
     identify,
+    input_files,
     platform_of,
     sweep_key,
 )
@@ -82,6 +83,19 @@ def test_an_input_file_counts_by_its_content(tmp_path: Path) -> None:
     second.write_text("two!")
     assert of(first) != of(second)
     assert of(tmp_path / "missing") != of(first)
+
+
+def test_input_files_are_listed_with_their_hashes(tmp_path: Path) -> None:
+    (tmp_path / "trace.jsonl").write_text("hello")
+    digest = content_hash(tmp_path / "trace.jsonl")
+    config = {
+        "workload": {"path": str(tmp_path / "trace.jsonl"), "name": str(tmp_path / "trace.jsonl"), "file": "missing"},
+        "model": {"weights": "random", "name": "tiny"},
+        "parts": [{"some_path": [str(tmp_path / "trace.jsonl")]}],
+        "tracking": {"path": str(tmp_path / "trace.jsonl")},
+    }
+    assert input_files(config) == {"workload.path": f"sha256:{digest}", "parts[0].some_path[0]": f"sha256:{digest}"}
+    assert input_files(CONFIG) == {}
 
 
 def test_weights_in_a_folder_count_by_names_and_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

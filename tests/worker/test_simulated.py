@@ -29,7 +29,7 @@ ROW = Row(0, ((0, 40),), tuple(range(40)), Sample(40, key=9))
 
 def test_swap_in_is_pipelined_by_layer_with_compute() -> None:
     worker, clock = started(h2d_bw=1e6)
-    compute = worker.roofline.step_s([(0, 40)], 1)
+    compute = worker.roofline.iteration_s([(0, 40)], 1)
     transfer = worker.roofline.transfer_s(4, to_gpu=True)
     result = perform(worker, StepPlan(0, rows=(ROW,), swap_in=(Copy(1, (0, 1, 2, 3), (4, 5, 6, 7)),)))
     expected = max(transfer / MODEL.layers + compute, transfer + compute / MODEL.layers)

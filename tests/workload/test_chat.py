@@ -101,6 +101,12 @@ def test_users_take_their_conversations_one_after_another():
     assert most == 3
 
 
+def test_users_warm_up_at_the_concurrency_that_is_measured():
+    warm = [a for a in drive(ChatWorkload(context(), users=5, warmup_turns=2)) if a.request.phase == "warmup"]
+    assert [a.at_s for a in warm] == [0.0] * 5
+    assert len({a.request.prompt.tobytes() for a in warm}) == 5
+
+
 def test_more_users_than_conversations_add_conversations():
     assert ChatWorkload(context(), users=13).describe().sessions == 13
 

@@ -2,7 +2,7 @@
 
 transformers calls `paged_attention` once a layer with the queries, keys and values of the whole batch. What it must know
 besides (where K and V go, which blocks each row attends to) is the `Iteration` of the forward under way: held here, not
-passed through keyword arguments, which some models drop or refuse.
+passed through keyword arguments, which some models drop or refuse. The fused path calls `attend` itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,8 @@ from pensieve.worker.torch.batch import Batch, Span
 IMPLEMENTATION = "pensieve_paged"
 _SOFTCAP_QUERIES = 256  # a softcap forbids the fused kernel; this many queries at a time bound the matrix of scores
 _PADDING_TOKENS = 64  # rows of one decode group differ by at most this, or by a quarter
+_ALONE_TOKENS = 64  # on a CPU a decode row over at least this many positions attends by itself, without padding
+_RUN_TOKENS = 256  # and where its runs of blocks are this long on average, they are read where they lie
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,19 @@ class _Decode:
     mask: torch.Tensor | None
 
 
-_Work = _Fresh | _Append | _Decode
+@dataclass(frozen=True, slots=True)
+class _Direct:
+    """A span of one query that attends by itself. runs: its token slots; softmax has no order, so theirs is free.
+
+    in_place: attend run by run and join the results; otherwise the runs are copied together first.
+    """
+
+    first: int
+    runs: tuple[slice, ...]
+    in_place: bool
+
+
+_Work = _Fresh | _Append | _Decode | _Direct
 
 
 class Iteration:
@@ -85,12 +99,26 @@ class Iteration:
     def _prepare(self, window: int | None, capped: bool) -> Iterator[_Work]:
         spans = self.batch.spans
         singles = next((i for i, span in enumerate(spans) if span.queries > 1), len(spans))
-        yield from (self._decode(group, window) for group in _groups(spans[:singles], window))
+        alone = {id(span): self._direct(span, window, capped) for span in spans[:singles]}
+        for together, group in groupby(spans[:singles], lambda span: alone[id(span)] is None):
+            if together:
+                yield from (self._decode(members, window) for members in _groups(list(group), window))
+            else:
+                yield from (piece for span in group if (piece := alone[id(span)]) is not None)
         for span in spans[singles:]:
             if span.start == 0 and not capped and (window is None or span.stop <= window):
                 yield _Fresh(span.first, span.queries)
             else:
                 yield self._append(span, window)
+
+    def _direct(self, span: Span, window: int | None, capped: bool) -> _Direct | None:
+        """None on a GPU, where one kernel takes all rows, and for short contexts, which are cheap to pad."""
+        low = _lowest_key(span, window)
+        length = span.stop - low
+        if self.pool.device.type != "cpu" or length < _ALONE_TOKENS:
+            return None
+        runs = self._runs(span, low)
+        return _Direct(span.first, runs, len(runs) == 1 or (length >= len(runs) * _RUN_TOKENS and not capped))
 
     def _append(self, span: Span, window: int | None) -> _Append:
         low = _lowest_key(span, window)
@@ -127,13 +155,25 @@ class Iteration:
 
     def _slots(self, span: Span, low: int) -> torch.Tensor | slice:
         """Token slots of positions [low, span.stop): a slice where their blocks are consecutive."""
+        runs = self._runs(span, low)
+        if len(runs) == 1:
+            return runs[0]
+        return torch.from_numpy(np.concatenate([np.arange(run.start, run.stop) for run in runs])).to(self.pool.device)
+
+    def _runs(self, span: Span, low: int) -> tuple[slice, ...]:
+        """Token slots of positions [low, span.stop), a slice for each stretch of consecutive blocks."""
         chunk = self._chunk_tokens
         blocks = span.blocks[low // chunk :]
-        if len(blocks) == 1 or bool((np.diff(blocks) == 1).all()):
-            start = int(blocks[0]) * chunk + low % chunk
-            return slice(start, start + span.stop - low)
-        slots = (blocks[:, None] * chunk + np.arange(chunk)).reshape(-1)[low % chunk :][: span.stop - low]
-        return torch.from_numpy(slots).to(self.pool.device)
+        cuts = [0, *(np.flatnonzero(np.diff(blocks) != 1) + 1).tolist(), len(blocks)]
+        runs = []
+        for first, last in pairwise(cuts):
+            start = int(blocks[first]) * chunk
+            begin = start + (low % chunk if first == 0 else 0)
+            end = start + (last - first) * chunk
+            if last == len(blocks):
+                end -= -span.stop % chunk
+            runs.append(slice(begin, end))
+        return tuple(runs)
 
 
 def _lowest_key(span: Span, window: int | None) -> int:
@@ -153,6 +193,8 @@ def _groups(spans: Sequence[Span], window: int | None) -> Iterator[list[Span]]:
         if stop > start:
             yield list(spans[start:stop])
 
+
+_flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 _current: ContextVar[Iteration] = ContextVar("pensieve_iteration")
 
@@ -188,23 +230,36 @@ def paged_attention(
         if kwargs.get(name) is not None:
             raise UnsupportedModel(f"The model's attention uses {name}, which the paged attention does not have.")
     assert attention_mask is None, "no mask function is registered for this implementation"
-    iteration = _current.get()
+    queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
     layer = int(module.layer_idx)
+    return attend(_current.get(), layer, queries, keys, values, scaling, sliding_window, softcap)[None], None
+
+
+def attend(
+    iteration: Iteration,
+    layer: int,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Write keys and values [tokens, kv_heads, head_dim] to the layer's pool, then attend to it.
+
+    Returns [tokens, heads, head_dim], the shape of `queries`.
+    """
     iteration.layers.append(layer)
     if iteration.wait_for_layer is not None:
         iteration.wait_for_layer(layer)
     pool = iteration.pool[layer]
-    queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, head_dim]
     pool[:, 0].index_copy_(0, iteration.batch.write_slots, keys)
     pool[:, 1].index_copy_(0, iteration.batch.write_slots, values)
-    work = iteration.work(sliding_window, softcap is not None)
+    work = iteration.work(window, softcap is not None)
     if len(work) == 1:
-        return _attend(work[0], pool, queries, keys, values, scaling, softcap)[None], None
-    output = torch.empty_like(queries, memory_format=torch.contiguous_format)
-    for piece in work:
-        result = _attend(piece, pool, queries, keys, values, scaling, softcap)
-        output[piece.first : piece.first + len(result)] = result
-    return output[None], None
+        return _attend(work[0], pool, queries, keys, values, scaling, softcap)
+    # The pieces are in the order of their queries, and leave none out.
+    return torch.cat([_attend(piece, pool, queries, keys, values, scaling, softcap) for piece in work])
 
 
 def _attend(
@@ -217,6 +272,9 @@ def _attend(
     softcap: float | None,
 ) -> torch.Tensor:
     """[queries, heads, head_dim] of one piece of work."""
+    if isinstance(piece, _Direct):
+        folded = queries[piece.first].view(1, pool.shape[2], -1, pool.shape[3])  # [1, kv_heads, group, head_dim]
+        return _run_by_run(folded, pool, piece, scaling, softcap).view(1, -1, pool.shape[3])
     if isinstance(piece, _Decode):
         q = queries[piece.first : piece.first + piece.rows]
         kv = _read(pool, piece.slots).view(piece.rows, piece.width, *pool.shape[1:])
@@ -235,6 +293,38 @@ def _attend(
     q = queries[here].unflatten(1, (pool.shape[2], -1)).permute(1, 2, 0, 3)  # [kv_heads, group, queries, head_dim]
     k, v = (x.transpose(0, 1)[:, None].expand(-1, q.shape[1], -1, -1) for x in (k, v))
     return _kernel(q, k, v, mask, mask is None, scaling, softcap).permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _run_by_run(
+    query: torch.Tensor, pool: torch.Tensor, piece: _Direct, scaling: float | None, softcap: float | None
+) -> torch.Tensor:
+    """[1, kv_heads, group, head_dim] over runs of a layer's pool, joined by their log-sum-exps.
+
+    The kernel walks one head after the other, in steps of a whole token that no prefetcher follows. So the keys and
+    values are brought into the cache from end to end first: by summing a run that lies in one piece, which takes a third
+    off a row's time, or by copying small ones together, a row at a time (all rows in one gather take three times as long).
+    """
+    if piece.in_place:
+        runs = [pool[run] for run in piece.runs]
+        assert all(run.is_contiguous() for run in runs), "K and V of a token, and successive tokens, lie side by side"
+    else:
+        runs = [torch.cat([pool[run] for run in piece.runs])]
+    outputs, weights = [], []
+    for kv in runs:
+        length, _, kv_heads, head_dim = kv.shape
+        shape, stride, start = (1, kv_heads, length, head_dim), (0, head_dim, kv.stride(0), 1), kv.storage_offset()
+        k, v = (kv.as_strided(shape, stride, offset) for offset in (start, start + kv.stride(1)))
+        if piece.in_place:
+            kv.sum()
+        if softcap is not None:
+            return _kernel(query, k, v, None, False, scaling, softcap).reshape(query.shape)
+        output, weight = _flash_on_cpu(query, k, v, scale=scaling)
+        outputs.append(output)
+        weights.append(weight)
+    if len(runs) == 1:
+        return outputs[0].reshape(query.shape)
+    shares = torch.softmax(torch.stack(weights), dim=0)  # [runs, 1, kv_heads, group]
+    return (torch.stack(outputs) * shares[..., None]).sum(dim=0)
 
 
 def _read(pool: torch.Tensor, slots: torch.Tensor | slice) -> torch.Tensor:

@@ -18,7 +18,9 @@ from pensieve.errors import HardwareMissing, UnsupportedModel, WeightsMissing
 from pensieve.specs import ModelSpec
 from pensieve.units import format_bytes
 from pensieve.worker.torch.attention import IMPLEMENTATION, register
-from pensieve.worker.torch.self_check import check_against_eager
+from pensieve.worker.torch.forward import Forward, TransformersForward
+from pensieve.worker.torch.fused import build_fused
+from pensieve.worker.torch.self_check import SelfCheck, check_against_eager
 
 # Run through the plug without an error, or seem to, and are wrong: attention with sinks, chunked attention, latent KV.
 _REFUSED_TYPES = {"gpt_oss", "llama4", "llama4_text", "deepseek_v2", "deepseek_v3"}
@@ -34,10 +36,14 @@ _RANDOM_GAIN = 1.5
 class LoadedModel:
     """A model in memory, checked. spec: as it runs (dtype is float32 on a CPU), so size caches by this one.
 
-    weights: "random", "hub" or the folder. revision: the commit that was loaded, where the hub gave one.
+    weights: "random", "hub" or the folder. revision: the commit that was loaded, where the hub gave one. module: the
+    transformers model, the reference in tests; forward: what serves, over the same weights; forward_note: why it is not
+    the fused one, "" where it is.
     """
 
     module: Any
+    forward: Forward
+    forward_note: str
     spec: ModelSpec
     config: Any
     device: torch.device
@@ -67,11 +73,13 @@ def load_model(
     seed: int,
     device: str,
     threads: int | None = None,
+    fused: bool = True,
 ) -> LoadedModel:
     """Load through transformers (safetensors only, never remote code) and check against eager attention.
 
     weights: "random" (from spec.architecture under `seed`, no download), "hub" (`hub_id`), or a folder written by
-    save_pretrained. device: auto, cpu, cuda or cuda:N. threads: CPU threads, all physical cores by default.
+    save_pretrained. device: auto, cpu, cuda or cuda:N. threads: CPU threads, all physical cores by default. fused: use
+    the fused forward where the architecture has one and it passes the check; otherwise transformers' modules.
     Raises WeightsMissing, HardwareMissing, UnsupportedModel.
     """
     where = resolve_device(device)
@@ -92,7 +100,7 @@ def load_model(
                 module = _from_folder(spec, weights, dtype)
             module = module.to(where).eval().requires_grad_(False)
             check_sizes(spec, module.config)
-            check = check_against_eager(module, spec, where, dtype)
+            forward, note, check = _choose_forward(module, spec, where, dtype, fused)
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise HardwareMissing(
                 f"Model {spec.name} needs {format_bytes(spec.weight_bytes)} for its weights, more than {where} has left; "
@@ -100,6 +108,8 @@ def load_model(
             ) from error
     return LoadedModel(
         module=module,
+        forward=forward,
+        forward_note=note,
         spec=spec,
         config=module.config,
         device=where,
@@ -110,6 +120,23 @@ def load_model(
         threads=threads,
         self_check_difference=check.difference,
     )
+
+
+def _choose_forward(
+    module: Any, spec: ModelSpec, device: torch.device, dtype: torch.dtype, fused: bool
+) -> tuple[Forward, str, SelfCheck]:
+    """The forward that serves, why it is not the fused one, and its check. Raises UnsupportedModel if none passes."""
+    plain = TransformersForward(module)
+    if not fused:
+        return plain, "asked for", check_against_eager(module, plain, spec, device, dtype)
+    built = build_fused(module)
+    if isinstance(built, str):
+        return plain, f"no fused forward: {built}", check_against_eager(module, plain, spec, device, dtype)
+    try:
+        return built, "", check_against_eager(module, built, spec, device, dtype)
+    except UnsupportedModel as error:
+        note = f"the fused forward was refused: {error}"
+        return plain, note, check_against_eager(module, plain, spec, device, dtype)
 
 
 def resolve_device(device: str) -> torch.device:

@@ -11,8 +11,9 @@ import torch
 from pensieve.errors import PensieveError, UnsupportedModel
 from pensieve.plan import Row, Sample
 from pensieve.specs import ModelSpec
-from pensieve.worker.torch.attention import IMPLEMENTATION, Iteration, attending
+from pensieve.worker.torch.attention import IMPLEMENTATION, Iteration
 from pensieve.worker.torch.batch import BlockTables, build_batch
+from pensieve.worker.torch.forward import Forward
 from pensieve.worker.torch.kv_tensors import KvTensors
 
 _CHUNK = 4
@@ -29,8 +30,11 @@ class SelfCheck:
     limit: float
 
 
-def check_against_eager(module: Any, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> SelfCheck:
-    """Compare logits with the model's own eager attention: a prompt whole, in two pieces, and a token decoded after it.
+def check_against_eager(
+    module: Any, forward: Forward, spec: ModelSpec, device: torch.device, dtype: torch.dtype
+) -> SelfCheck:
+    """Compare the logits of `forward` with those of the module's own eager attention: a prompt whole, in two pieces, and
+    a token decoded after it.
 
     The blocks are scattered and their unwritten slots hold large numbers. The attention of every layer must be called
     exactly once a forward. Raises UnsupportedModel with the difference, or with what the model did instead.
@@ -44,8 +48,8 @@ def check_against_eager(module: Any, spec: ModelSpec, device: torch.device, dtyp
             expected = module(input_ids=ids[None], use_cache=False).logits[0].float()
             module.set_attn_implementation(IMPLEMENTATION)
             tensors = KvTensors(spec, _CHUNK, 16, 0, device, dtype)
-            whole = _pieces(module, tensors, ids, (0, length))
-            in_pieces = _pieces(module, tensors, ids, (0, _CUT, length - 1, length))
+            whole = _pieces(forward, tensors, ids, (0, length))
+            in_pieces = _pieces(forward, tensors, ids, (0, _CUT, length - 1, length))
     except (PensieveError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever the model's code trips over, the user can only choose another model
@@ -63,7 +67,7 @@ def check_against_eager(module: Any, spec: ModelSpec, device: torch.device, dtyp
     return SelfCheck(difference, limit)
 
 
-def _pieces(module: Any, tensors: KvTensors, ids: torch.Tensor, bounds: tuple[int, ...]) -> torch.Tensor:
+def _pieces(forward: Forward, tensors: KvTensors, ids: torch.Tensor, bounds: tuple[int, ...]) -> torch.Tensor:
     """Logits [tokens, vocab] of the prompt computed in the pieces between `bounds`."""
     tensors.gpu.fill_(1e4)
     tables = BlockTables()
@@ -73,12 +77,11 @@ def _pieces(module: Any, tensors: KvTensors, ids: torch.Tensor, bounds: tuple[in
         row = Row(0, ((start, stop),), tuple(ids[start:stop].tolist()), Sample(stop))
         batch = build_batch([row], tables, {}, tensors.chunk_tokens, tensors.device)
         iteration = Iteration(batch, tensors.gpu_tokens(), tensors.chunk_tokens)
-        with attending(iteration):
-            output = module(input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False)
+        piece = forward(iteration, torch.arange(stop - start, device=tensors.device))
         if sorted(iteration.layers) != list(range(tensors.layers)):
             raise UnsupportedModel(
                 f"The model has {tensors.layers} layers, but the paged attention was called {len(iteration.layers)} times "
                 "a forward, so some layers attend by other means; choose a model of another architecture."
             )
-        logits.append(output.logits[0].float())
+        logits.append(piece.float())
     return torch.cat(logits)

@@ -10,7 +10,7 @@ import torch
 
 from pensieve.clock import Clock
 from pensieve.plan import Row, Sample, StartReport, StepPlan, StepResult
-from pensieve.worker.torch.attention import IMPLEMENTATION, Iteration, attending
+from pensieve.worker.torch.attention import IMPLEMENTATION, Iteration
 from pensieve.worker.torch.batch import Batch, BlockTables, build_batch
 from pensieve.worker.torch.kv_tensors import KvTensors
 from pensieve.worker.torch.model import LoadedModel
@@ -76,7 +76,9 @@ class TorchWorker:
             "device": torch.cuda.get_device_name(model.device) if on_gpu else "cpu",
             "dtype": str(model.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
-            "attention": model.config._attn_implementation or IMPLEMENTATION,
+            "forward": model.forward.name,
+            "forward_note": model.forward_note,
+            "attention": IMPLEMENTATION,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "weights": model.weights,
@@ -162,14 +164,7 @@ class TorchWorker:
         transfer = self.transfer
         iteration = Iteration(batch, self.tensors.gpu_tokens(), self.chunk_tokens, transfer.wait_for_layer)
         wanted = batch.logits_at if batch.sampled else batch.token_ids.new_zeros(1)
-        with attending(iteration):
-            output = self.model.module(
-                input_ids=batch.token_ids[None],
-                position_ids=batch.positions[None],
-                use_cache=False,
-                logits_to_keep=wanted,
-            )
-        return output.logits[0]
+        return self.model.forward(iteration, wanted)
 
     def _warm_up(self) -> None:
         """A prefill and a decode of one token, in block 0 and on; what they wrote is zeroed."""

@@ -11,16 +11,18 @@ from .driver import ARCHITECTURES, tiny_model
 
 
 @pytest.fixture(scope="session")
-def model_of() -> Callable[[str], LoadedModel]:
-    """The tiny model of an architecture; loaded once, never changed."""
+def model_of() -> Callable[..., LoadedModel]:
+    """The tiny model of an architecture, model_of(name, fused=False) on transformers' modules; loaded once, never changed."""
     return cache(tiny_model)
 
 
-@pytest.fixture(params=sorted(ARCHITECTURES))
-def model(request: pytest.FixtureRequest, model_of: Callable[[str], LoadedModel]) -> LoadedModel:
-    return model_of(request.param)
+@pytest.fixture(params=[(name, fused) for name in sorted(ARCHITECTURES) for fused in (True, False)], ids=str)
+def model(request: pytest.FixtureRequest, model_of: Callable[..., LoadedModel]) -> LoadedModel:
+    """Every architecture on both of its forwards."""
+    name, fused = request.param
+    return model_of(name, fused=fused)
 
 
 @pytest.fixture
-def llama(model_of: Callable[[str], LoadedModel]) -> LoadedModel:
+def llama(model_of: Callable[..., LoadedModel]) -> LoadedModel:
     return model_of("llama")

@@ -40,6 +40,7 @@ ARCHITECTURES = {
     },
     "gemma2": {"model_type": "gemma2", **_COMMON, "head_dim": 16, "sliding_window": 20},
     "qwen2": {"model_type": "qwen2", **_COMMON, "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", **_COMMON, "head_dim": 32},
     "mistral": {"model_type": "mistral", **_COMMON, "head_dim": 16, "sliding_window": 20},
 }
 
@@ -48,8 +49,8 @@ def tiny_spec(name: str, **changes: object) -> ModelSpec:
     return ModelSpec.from_architecture(name, {**ARCHITECTURES[name], **changes})
 
 
-def tiny_model(name: str, seed: int = 0) -> LoadedModel:
-    return load_model(tiny_spec(name), "random", None, None, seed, "cpu", threads=1)
+def tiny_model(name: str, seed: int = 0, fused: bool = True) -> LoadedModel:
+    return load_model(tiny_spec(name), "random", None, None, seed, "cpu", threads=1, fused=fused)
 
 
 def random_tokens(count: int, seed: int, vocab: int = 97) -> array[int]:

@@ -7,6 +7,7 @@ import torch
 
 from pensieve.errors import UnsupportedModel
 from pensieve.plan import Row, Sample
+from pensieve.worker.torch import attention
 from pensieve.worker.torch.attention import Iteration, attending, paged_attention
 from pensieve.worker.torch.batch import Batch, BlockTables, build_batch
 
@@ -150,3 +151,38 @@ def test_a_position_without_a_block_is_our_own_bug() -> None:
     tables.overwrite(0, 0, [5])
     with pytest.raises(AssertionError, match="no block"):
         build_batch([Row(0, ((3, 5),), (1, 2), None)], tables, {}, CHUNK, CPU)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 120])
+def test_long_contexts_attend_by_themselves(
+    window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contexts of one, two and three runs, one of many small ones, and a short one, in one batch; NaN everywhere else."""
+    monkeypatch.setattr(attention, "_RUN_TOKENS", 96)
+    lengths = [150, 199, 333, 70, 9]
+    starts = [(0,), (50, 200), (120, 260, 90), tuple(range(300, 390, 5)), (395,)]  # first blocks of the runs
+    in_place = [True, True, True, False, None]
+    tables, rows = BlockTables(), []
+    pool = torch.full((2, 400 * CHUNK, 2, KV_HEADS, DIM), float("nan"))
+    slots = []
+    for slot, (stop, firsts) in enumerate(zip(lengths, starts, strict=True)):
+        chunks = -(-stop // CHUNK)
+        each = -(-chunks // len(firsts))
+        blocks = [first + i for first in firsts for i in range(each)][:chunks]
+        tables.overwrite(slot, 0, blocks)
+        rows.append(Row(slot, ((stop - 1, stop),), (1,), Sample(stop)))
+        slots.append((torch.tensor(blocks)[:, None] * CHUNK + torch.arange(CHUNK)).view(-1)[:stop])
+        pool[1, slots[-1]] = torch.randn(stop, 2, KV_HEADS, DIM, generator=torch.Generator().manual_seed(slot))
+    batch = build_batch(rows, tables, {}, CHUNK, CPU)
+    iteration, q, output = _attend(batch, pool, window, softcap)
+    pieces = {piece.first: piece for piece in iteration.work(window, softcap is not None)}
+    for span in batch.spans:
+        slot = lengths.index(span.stop)
+        if window is None:
+            several = len(starts[slot]) > 1
+            expected_place = in_place[slot] if not (softcap and several) else False
+            assert getattr(pieces[span.first], "in_place", None) == (None if slot == 4 else expected_place)
+        low = 0 if window is None else max(0, span.stop - window)
+        expected = _one_query(q[0, :, span.first], pool[1, slots[slot][low : span.stop]], softcap)
+        assert torch.allclose(output[0, span.first], expected, atol=2e-5)

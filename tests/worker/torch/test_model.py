@@ -16,8 +16,10 @@ from pensieve.worker.torch.model import LoadedModel, load_model, resolve_device,
 from .driver import ARCHITECTURES, Driver, plain_logits, random_tokens, tiny_model, tiny_spec
 
 
-def _load(spec: ModelSpec, weights: str = "random", hub_id: str | None = None, seed: int = 0) -> LoadedModel:
-    return load_model(spec, weights, hub_id, None, seed, "cpu", threads=1)
+def _load(
+    spec: ModelSpec, weights: str = "random", hub_id: str | None = None, seed: int = 0, fused: bool = True
+) -> LoadedModel:
+    return load_model(spec, weights, hub_id, None, seed, "cpu", threads=1, fused=fused)
 
 
 def test_random_weights_are_a_function_of_the_seed(llama: LoadedModel) -> None:
@@ -189,7 +191,7 @@ def test_the_self_check_rejects_a_wrong_attention(wrong: Any, words: str, monkey
     monkeypatch.setattr("pensieve.worker.torch.model.register", lambda: None)
     monkeypatch.setitem(AttentionInterface._global_mapping, IMPLEMENTATION, wrong)
     with pytest.raises(UnsupportedModel, match=words):
-        _load(tiny_spec("llama"))
+        _load(tiny_spec("llama"), fused=False)
 
 
 def test_a_model_larger_than_the_machine_is_refused_before_it_is_allocated() -> None:

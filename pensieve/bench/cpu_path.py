@@ -1,0 +1,217 @@
+"""How far the forward on a CPU is from its matrix products alone: `python -m pensieve.bench.cpu_path`.
+
+Each case is timed in interleaved rounds beside its floor (the products that transformers' modules would do for it, with
+their weights, and nothing else) and its peer (plain transformers: sdpa and a DynamicCache). Rounds alternate, because
+another process on the machine disturbs all of them alike; a ratio is taken within a round, and its spread is over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+
+from pensieve.compose import read_option
+from pensieve.errors import PensieveError
+from pensieve.plan import Row, Sample
+from pensieve.specs import ModelSpec
+from pensieve.worker.torch.attention import IMPLEMENTATION, Iteration
+from pensieve.worker.torch.batch import BlockTables, build_batch
+from pensieve.worker.torch.forward import Forward
+from pensieve.worker.torch.kv_tensors import KvTensors
+from pensieve.worker.torch.model import LoadedModel, load_model
+
+CHUNK = 32
+# The shape that the goals below are for: 24.7M parameters.
+LLAMA_25M = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 1408,
+    "vocab_size": 1024,
+    "max_position_embeddings": 8192,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """requests of `new` tokens over `past` ones. goal: of the ratio to the floor, for LLAMA_25M on one thread."""
+
+    name: str
+    requests: int
+    past: int
+    new: int
+    scattered: bool = False
+    goal: float | None = None
+
+
+CASES = (
+    Case("prefill 768", 1, 0, 768, goal=1.6),
+    Case("append 60 over 700", 1, 700, 60),
+    Case("decode 1 at 500", 1, 500, 1, goal=2.0),
+    Case("decode 8 at 512", 8, 512, 1, goal=1.35),
+    Case("decode 8 at 512, blocks scattered", 8, 512, 1, scattered=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Milliseconds a round, the same rounds for all."""
+
+    floor: list[float]
+    ours: list[float]
+    fallback: list[float]
+    peer: list[float]
+
+    def ratio(self, times: Sequence[float]) -> tuple[float, float, float]:
+        """Of the best rounds; and the quartiles of the ratios within a round."""
+        each = sorted(time / floor for time, floor in zip(times, self.floor, strict=True))
+        return min(times) / min(self.floor), each[len(each) // 4], each[(3 * len(each)) // 4]
+
+
+def measure(model: LoadedModel, fallback: LoadedModel, case: Case, rounds: int) -> Timing:
+    """Time one case. model: on its fused forward; fallback: the same weights on transformers' modules."""
+    vocab = model.spec.vocab
+    runs: dict[str, Callable[[], object]] = {
+        "floor": _products(fallback.module, case),
+        "ours": _paged(model, model.forward, case, vocab),
+        "fallback": _paged(fallback, fallback.forward, case, vocab),
+        "peer": _transformers(fallback.module, case, vocab),
+    }
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    with torch.inference_mode():
+        for number in range(rounds + 1):
+            for name, run in runs.items():
+                if name == "peer":
+                    fallback.module.set_attn_implementation("sdpa")
+                started = perf_counter()
+                run()
+                elapsed = (perf_counter() - started) * 1e3
+                if name == "peer":
+                    fallback.module.set_attn_implementation(IMPLEMENTATION)
+                if number > 0:  # the first round chooses kernels and touches memory
+                    times[name].append(elapsed)
+    return Timing(**times)
+
+
+def _products(module: Any, case: Case) -> Callable[[], object]:
+    """Every projection once, on rows that lie ready; the head for the sampled rows only."""
+    rows = case.requests * case.new
+    head = module.get_output_embeddings()
+    weights = [(m.weight, m.in_features) for m in module.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    given = {size: torch.randn(rows, size) for _, size in weights}
+    last = torch.randn(case.requests, head.in_features)
+
+    def run() -> None:
+        for weight, size in weights:
+            F.linear(given[size], weight)
+        F.linear(last, head.weight)
+
+    return run
+
+
+def _paged(model: LoadedModel, forward: Forward, case: Case, vocab: int) -> Callable[[], object]:
+    """Batch, attention over blocks, logits: what a worker does in a step, but for sampling."""
+    chunks = -(-(case.past + case.new) // CHUNK)
+    pool = KvTensors(model.spec, CHUNK, case.requests * chunks, 0, model.device, model.dtype)
+    pool.gpu.normal_()
+    blocks = list(range(case.requests * chunks))
+    if case.scattered:
+        random.Random(0).shuffle(blocks)
+    tables = BlockTables()
+    stop = case.past + case.new
+    rows = []
+    for slot in range(case.requests):
+        tables.overwrite(slot, 0, blocks[slot * chunks : (slot + 1) * chunks])
+        rows.append(Row(slot, ((case.past, stop),), tuple(i % vocab for i in range(case.new)), Sample(stop)))
+
+    def run() -> object:
+        batch = build_batch(rows, tables, {}, CHUNK, model.device)
+        return forward(Iteration(batch, pool.gpu_tokens(), CHUNK), batch.logits_at)
+
+    return run
+
+
+def _transformers(module: Any, case: Case, vocab: int) -> Callable[[], object]:
+    """One step over a cache that already holds the past, cut back after it."""
+    from transformers import DynamicCache
+
+    ids = torch.arange(case.requests * case.new).remainder(vocab).view(case.requests, case.new)
+    cache = DynamicCache(config=module.config)
+    if case.past:
+        module.set_attn_implementation("sdpa")
+        with torch.inference_mode():
+            past = torch.arange(case.past).remainder(vocab).expand(case.requests, -1)
+            module(input_ids=past, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        module.set_attn_implementation(IMPLEMENTATION)
+
+    def run() -> object:
+        output = module(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache.crop(-case.new)
+        return output
+
+    return run
+
+
+def load_both(name: str, threads: int) -> tuple[LoadedModel, LoadedModel]:
+    """The model on its fused forward and on transformers' modules, with equal random weights.
+
+    name: llama_25m, or an option of conf/model. Raises PensieveError.
+    """
+    architecture = LLAMA_25M if name == "llama_25m" else read_option("model", name)["architecture"]
+    spec = ModelSpec.from_architecture(name, architecture)
+    fused, plain = (load_model(spec, "random", None, None, 0, "cpu", threads, fused=f) for f in (True, False))
+    return fused, plain
+
+
+def report(model: LoadedModel, timings: dict[Case, Timing], goals: bool) -> Table:
+    """A row a case: milliseconds of the floor, then each ratio to it with the quartiles of its rounds."""
+    table = Table(title=f"{model.spec.name}, {model.threads} thread(s), float32: {model.forward.name}")
+    for column in ("", "products ms", "ours ms", "ours / products", "plain modules, paged", "transformers", "goal"):
+        table.add_column(column, justify="left" if not column else "right")
+    for case, timing in timings.items():
+        ratios = [
+            "{:.2f} [{:.2f}, {:.2f}]".format(*timing.ratio(t)) for t in (timing.ours, timing.fallback, timing.peer)
+        ]
+        goal = f"{case.goal:g}" if goals and case.goal is not None else "–"
+        table.add_row(case.name, f"{min(timing.floor):.2f}", f"{min(timing.ours):.2f}", *ratios, goal)
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 when every case ran beside its floor and its peer, 1 otherwise."""
+    parser = argparse.ArgumentParser(prog="python -m pensieve.bench.cpu_path", description=__doc__)
+    parser.add_argument("--model", default="llama_25m", help="llama_25m (default), or an option of conf/model")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=7, help="of a prefill; four times as many of a decode step")
+    given = parser.parse_args(arguments)
+    try:
+        model, fallback = load_both(given.model, given.threads)
+        if model.forward.name == fallback.forward.name:
+            raise PensieveError(f"There is no fused forward to measure ({model.forward_note}).")
+        timings = {case: measure(model, fallback, case, given.rounds * (1 if case.new > 1 else 4)) for case in CASES}
+    except (PensieveError, ImportError) as error:
+        print(f"No comparison: {error}", file=sys.stderr)
+        return 1
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(report(model, timings, goals=given.model == "llama_25m" and given.threads == 1))
+    console.print(
+        "Ratios to the time of the matrix products alone (transformers' weights, F.linear), of the best rounds, with the "
+        "quartiles of the ratios within a round. Packed products are faster than the floor's, so a ratio may be below 1."
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

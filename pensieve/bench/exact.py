@@ -1,0 +1,178 @@
+"""An engine that is compared with the plain model at every sampled token, whatever became of the KV in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pensieve.cache.base import CacheManager
+from pensieve.clock import WallClock
+from pensieve.engine import Engine
+from pensieve.plan import StepPlan
+from pensieve.request import Event, TurnRecord
+from pensieve.scheduler.sequence import Sequence
+from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.worker.torch.attention import IMPLEMENTATION
+from pensieve.worker.torch.model import LoadedModel
+from pensieve.worker.torch.worker import TorchWorker
+
+TOLERANCE = 1e-4  # of the largest logit, at least of 1, in float32
+
+
+class Mismatch(Exception):
+    """A token or a logit differs from the plain model's."""
+
+
+@dataclass(slots=True)
+class Paths:
+    """How many turns went each way; one turn may have gone several. hole: rows of several runs. worst: logit difference."""
+
+    turns: int = 0
+    tokens: int = 0
+    gpu_hit: int = 0
+    cpu_restore: int = 0
+    recompute: int = 0
+    hole: int = 0
+    suspended: int = 0
+    shared: int = 0
+    edited: int = 0
+    refused: int = 0
+    cancelled: int = 0
+    worst: float = 0.0
+
+    def add(self, other: Paths) -> None:
+        for name in self.__slots__:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            setattr(self, name, max(mine, theirs) if name == "worst" else mine + theirs)
+
+
+def plain_logits(model: LoadedModel, tokens: Many[int]) -> torch.Tensor:
+    """[tokens, vocab], float32: one forward of transformers' own eager attention over the whole history."""
+    model.module.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            ids = torch.tensor([list(tokens)], device=model.device)
+            return model.module(input_ids=ids, use_cache=False).logits[0].float().cpu()
+    finally:
+        model.module.set_attn_implementation(IMPLEMENTATION)
+
+
+class WatchedWorker(TorchWorker):
+    """Counts the rows that recover several runs of positions in one forward."""
+
+    rows_with_holes = 0
+
+    def launch(self, plan: StepPlan, horizon_ns: int | None) -> None:
+        self.rows_with_holes += sum(len(row.runs) > 1 for row in plan.rows)
+        super().launch(plan, horizon_ns)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Logits a turn sampled from, and the tokens before the first of them."""
+
+    start: int
+    logits: list[torch.Tensor] = field(default_factory=list)
+
+
+class CheckedEngine(Engine):
+    """check() after every step, NaN in every free block, and each finished turn against one plain forward over it.
+
+    Raises Mismatch at the first difference. paths counts what the turns went through.
+    """
+
+    def __init__(self, model: LoadedModel, cache: CacheManager, settings: SchedulerSettings, max_context: int) -> None:
+        clock = WallClock()
+        self.torch_worker = WatchedWorker(model, cache.chunk_tokens, clock, keep_logits=True)
+        self.torch_worker.start(cache.gpu_blocks, cache.cpu_blocks)
+        super().__init__(cache=cache, settings=settings, worker=self.torch_worker, clock=clock, max_context=max_context)
+        self.model = model
+        self.paths = Paths()
+        self._seen: dict[int, _Seen] = {}
+        self._poison(everything=True)
+
+    def step(self, until_ns: int | None = None) -> list[Event]:
+        events = super().step(until_ns)
+        self.paths.hole = self.torch_worker.rows_with_holes
+        self.cache.check()
+        self._poison()
+        for event in events:
+            if event.turn is not None:
+                self._count(event.turn)
+        return events
+
+    def run(self) -> list[TurnRecord]:
+        """Until nobody waits; the turns that finished."""
+        turns = [event.turn for event in self.take_events() if event.turn is not None]
+        for turn in turns:
+            self._count(turn)
+        while self.busy:
+            turns += [event.turn for event in self.step() if event.turn is not None]
+            assert self.progressed or not self.busy, "requests wait, and nothing runs that could let them in"
+        return turns
+
+    def _append(self, sequence: Sequence, token: int, margin: float | None, now_s: float) -> None:
+        number, tokens = sequence.request.id, sequence.session.tokens
+        seen = self._seen.setdefault(number, _Seen(len(tokens)))
+        assert sequence.slot is not None
+        seen.logits.append(self.torch_worker.last_logits[sequence.slot])
+        super()._append(sequence, token, margin, now_s)
+
+    def _close(
+        self, sequence: Sequence, status: str, reason: str | None, now_s: float, error: str | None = None
+    ) -> None:
+        super()._close(sequence, status, reason, now_s, error)
+        seen = self._seen.pop(sequence.request.id, None)
+        if status == "failed":
+            raise Mismatch(f"a step failed: {error}")
+        if seen is not None:
+            self._compare(sequence, seen)
+
+    def _compare(self, sequence: Sequence, seen: _Seen) -> None:
+        tokens = sequence.session.tokens
+        expected = plain_logits(self.model, tokens[: seen.start + len(seen.logits) - 1])[seen.start - 1 :]
+        got = torch.stack(seen.logits)
+        difference = float((got - expected).abs().max())
+        limit = TOLERANCE * max(1.0, float(expected.abs().max()))
+        self.paths.worst = max(self.paths.worst, difference)
+        if not difference <= limit:
+            first = int(((got - expected).abs().amax(dim=1) > limit).nonzero()[0])
+            raise Mismatch(
+                f"turn {sequence.request.turn} of {sequence.session.name}: logits of output token {first} differ by "
+                f"{difference:.2e} (allowed {limit:.2e})"
+            )
+        if sequence.request.sampling.temperature == 0:
+            best = expected.argmax(dim=1)
+            for i, token in enumerate(sequence.record.token_ids):
+                margin = float(expected[i, best[i]] - expected[i, token])
+                if margin > 2 * limit:
+                    raise Mismatch(
+                        f"turn {sequence.request.turn} of {sequence.session.name}: token {i} is not the argmax"
+                    )
+
+    def _count(self, turn: TurnRecord) -> None:
+        paths = self.paths
+        paths.turns += 1
+        paths.tokens += turn.output_tokens
+        paths.gpu_hit += bool(turn.gpu_hit_tokens)
+        paths.cpu_restore += bool(turn.cpu_hit_tokens)
+        paths.recompute += bool(turn.recomputed_tokens)
+        paths.shared += bool(turn.shared_hit_tokens)
+        paths.suspended += bool(turn.resumed_swapped_tokens or turn.resumed_recomputed_tokens)
+        paths.refused += turn.status == "refused"
+        paths.cancelled += turn.status in ("cancelled", "timeout")
+
+    def _poison(self, everything: bool = False) -> None:
+        tensors, nan = self.torch_worker.tensors, float("nan")
+        if everything:
+            tensors.gpu.fill_(nan)
+            tensors.cpu.fill_(nan)
+            return
+        cache: Any = self.cache
+        if hasattr(cache, "gpu"):
+            tensors.gpu[:, sorted(cache.gpu.free_blocks())] = nan
+        if cache.cpu_blocks:
+            tensors.cpu[:, sorted(cache.cpu.free_blocks())] = nan

@@ -1,0 +1,29 @@
+"""Names for full blocks by content: a chain over the tokens from the first position on."""
+
+from __future__ import annotations
+
+import hashlib
+
+from pensieve.request import TokenArray
+
+BlockHash = bytes
+
+
+class HashChain:
+    """Hashes of a conversation's full blocks, extended as tokens come and cut as they go; each token is hashed once."""
+
+    def __init__(self, chunk_tokens: int) -> None:
+        self._size = chunk_tokens
+        self._hashes: list[BlockHash] = []
+
+    def upto(self, tokens: TokenArray[int], length: int) -> list[BlockHash]:
+        """Of the full blocks in [0, length)."""
+        while (len(self._hashes) + 1) * self._size <= length:
+            start = len(self._hashes) * self._size
+            before = self._hashes[-1] if self._hashes else b""
+            block = tokens[start : start + self._size].tobytes()
+            self._hashes.append(hashlib.blake2b(before + block, digest_size=16).digest())
+        return self._hashes[: length // self._size]
+
+    def cut(self, length: int) -> None:
+        del self._hashes[length // self._size :]

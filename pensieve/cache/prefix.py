@@ -1,0 +1,243 @@
+"""Automatic prefix caching: full blocks shared by content across conversations, least recently used (as vLLM and SGLang)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from pensieve.cache.base import Admission, CacheCounters, Demand, EvictionPolicy, Residency, Run
+from pensieve.cache.block_hash import BlockHash, HashChain
+from pensieve.cache.pool import BlockPool
+from pensieve.cache.session import Session
+from pensieve.plan import Copy
+from pensieve.request import TokenArray
+from pensieve.units import ceil_div
+
+
+class PrefixCache:
+    """A block is free, in use (references > 0), or idle: nobody's, but its content may hit again.
+
+    A full block that was computed is registered under the hash of all tokens up to its end. A prompt takes the longest
+    chain of registered blocks, at most prompt - 1 tokens; the rest is computed into new blocks. Idle blocks are evicted
+    least recently used first, of one request the last block first, since its prefix is of use to more prompts. Only full
+    blocks hit: the partly filled one at the end of a turn is lost with it. There is one tier, and the eviction policy of
+    the configuration has no say.
+    """
+
+    grows = True
+
+    def __init__(self, *, policy: EvictionPolicy, chunk_tokens: int, gpu_blocks: int, cpu_blocks: int = 0) -> None:
+        self.chunk_tokens = chunk_tokens
+        self.gpu_blocks = self.request_blocks = gpu_blocks
+        self.cpu_blocks = 0
+        self.counters = CacheCounters()
+        self.sessions: dict[str, Session] = {}
+        self.gpu = BlockPool(gpu_blocks)
+        self._chains: dict[int, HashChain] = {}
+        self._tables: dict[int, list[int]] = {}  # conversation -> blocks, while a request of it runs
+        self._computed: dict[int, int] = {}  # conversation -> positions with KV in its table
+        self._references: dict[int, int] = {}
+        self._block_of: dict[BlockHash, int] = {}
+        self._hash_of: dict[int, BlockHash] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._made = 0
+
+    @property
+    def available(self) -> int:
+        return self.gpu.free + len(self._idle)
+
+    @property
+    def outgoing(self) -> int:
+        return 0
+
+    def find(self, name: str) -> Session | None:
+        return self.sessions.get(name)
+
+    def names(self) -> list[str]:
+        return list(self.sessions)
+
+    def open(self, name: str, now_s: float) -> Session:
+        session = self.sessions.get(name)
+        if session is None:
+            session = self.sessions[name] = Session(name, self._made, now_s, now_s)
+            self._chains[session.order] = HashChain(self.chunk_tokens)
+            self._made += 1
+        return session
+
+    def expect(self, session: Session, next_use_s: float | None) -> None:
+        session.next_use_s = next_use_s
+
+    def hold(self, session: Session, now_s: float) -> None:
+        session.waiting += 1
+
+    def unhold(self, session: Session, now_s: float) -> None:
+        session.waiting -= 1
+
+    def demand(self, session: Session, keep: int, length: int) -> Demand:
+        """What other conversations share is not counted: it may only make the admission cheaper."""
+        matched = self._match(session, session.tokens, min(keep, length - 1))
+        idle = sum(block in self._idle for block in matched)
+        return Demand(blocks=ceil_div(length + 1, self.chunk_tokens) - len(matched), own_available=idle)
+
+    def admit(self, session: Session, keep: int, suffix: TokenArray[int], known: int | None, now_s: float) -> Admission:
+        prompt = keep + len(suffix)
+        history = min(keep, session.computed, prompt - 1) if known is None else min(known, prompt - 1)
+        if keep < len(session.tokens):
+            self.truncate(session, keep)
+        session.tokens.extend(suffix)
+        session.turns += 1
+        found = self._pin(session, now_s)
+        hit = min(found, history)
+        return self._admission(session, Residency(prompt, history, hit, 0, found - hit), found)
+
+    def resume(self, session: Session, now_s: float) -> Admission:
+        length = len(session.tokens)
+        found = self._pin(session, now_s)
+        return self._admission(session, Residency(length, length - 1, 0, 0), found)
+
+    def extend(self, session: Session, length: int, now_s: float) -> tuple[int, tuple[int, ...]] | None:
+        table = self._tables[session.order]
+        first = len(table)
+        count = ceil_div(length, self.chunk_tokens) - first
+        if count <= 0:
+            return first, ()
+        if count > self.available:
+            return None
+        table.extend(self._take(count))
+        return first, tuple(table[first:])
+
+    def advance(self, session: Session, runs: Iterable[Run]) -> None:
+        size, table = self.chunk_tokens, self._tables[session.order]
+        for start, stop in runs:
+            assert start == self._computed[session.order], "KV is computed in ascending order"
+            self._computed[session.order] = stop
+            session.computed = max(session.computed, stop)
+            hashes = self._chains[session.order].upto(session.tokens, stop)
+            for index in range(start // size, stop // size):
+                block, name = table[index], hashes[index]
+                if (
+                    name not in self._block_of
+                ):  # else a twin computed the same at the same time, and stays the one to hit
+                    self._block_of[name] = block
+                    self._hash_of[block] = name
+
+    def release(self, session: Session, now_s: float) -> None:
+        session.running = False
+        session.last_active_s = now_s
+        session.computed = min(session.computed, max(len(session.tokens) - 1, 0))
+        for block in reversed(self._tables.pop(session.order)):
+            self._references[block] -= 1
+            if not self._references[block]:
+                del self._references[block]
+                if block in self._hash_of:
+                    self._idle[block] = None
+                else:
+                    self.gpu.release((block,))
+        del self._computed[session.order]
+
+    def suspend(self, session: Session, now_s: float) -> tuple[Copy, ...]:
+        self.release(session, now_s)
+        return ()
+
+    def swap_out(self, blocks: int, now_s: float, urgent: bool) -> tuple[Copy, ...]:
+        return ()
+
+    def drop(self, blocks: int, now_s: float) -> int:
+        return 0  # everything idle is available already
+
+    def complete(self, tickets: Sequence[int]) -> None:
+        assert not tickets
+
+    def void(self, tickets: Sequence[int]) -> None:
+        assert not tickets
+
+    def fail(self, session: Session, written: Iterable[Run]) -> None:
+        size, table = self.chunk_tokens, self._tables[session.order]
+        for start, stop in written:
+            for block in table[start // size : ceil_div(stop, size)]:
+                self._unregister(block)
+
+    def truncate(self, session: Session, length: int) -> None:
+        assert not session.running
+        del session.tokens[length:]
+        session.computed = min(session.computed, length)
+        self._chains[session.order].cut(length)
+
+    def forget(self, session: Session) -> None:
+        for name in self._chains[session.order].upto(session.tokens, len(session.tokens)):
+            block = self._block_of.get(name)
+            if block is not None and block in self._idle:
+                self._evict(block)
+                self.gpu.release((block,))
+        self.truncate(session, 0)
+        del self.sessions[session.name], self._chains[session.order]
+
+    def launched(self, step: int) -> None: ...
+
+    def collected(self, step: int) -> None: ...
+
+    def check(self) -> None:
+        used = set(self._references)
+        free, idle = self.gpu.free_blocks(), set(self._idle)
+        assert len(free) + len(idle) + len(used) == self.gpu_blocks
+        assert not (free & idle or free & used or idle & used)
+        counts: dict[int, int] = {}
+        for table in self._tables.values():
+            for block in table:
+                counts[block] = counts.get(block, 0) + 1
+        assert counts == self._references
+        assert idle <= set(self._hash_of)
+        assert not free & set(self._hash_of)
+        assert self._block_of == {name: block for block, name in self._hash_of.items()}
+
+    # -- how --------------------------------------------------------------------------------------------------------
+
+    def _match(self, session: Session, tokens: TokenArray[int], limit: int) -> list[int]:
+        found = []
+        for name in self._chains[session.order].upto(tokens, len(tokens))[: limit // self.chunk_tokens]:
+            block = self._block_of.get(name)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def _pin(self, session: Session, now_s: float) -> int:
+        """Take the longest registered prefix and new blocks for the rest; returns the tokens found."""
+        session.running = True
+        session.last_active_s = now_s
+        length = len(session.tokens)
+        matched = self._match(session, session.tokens, length - 1)
+        for block in matched:
+            self._references[block] = self._references.get(block, 0) + 1
+            self._idle.pop(block, None)
+        fresh = self._take(ceil_div(length + 1, self.chunk_tokens) - len(matched))
+        self._tables[session.order] = [*matched, *fresh]
+        found = len(matched) * self.chunk_tokens
+        self._computed[session.order] = found
+        return found
+
+    def _admission(self, session: Session, residency: Residency, found: int) -> Admission:
+        length = len(session.tokens)
+        again = max(0, session.computed - found)
+        return Admission(residency, ((found, length),), tuple(self._tables[session.order]), (), 0, again)
+
+    def _take(self, count: int) -> tuple[int, ...]:
+        for _ in range(count - self.gpu.free):
+            block = next(iter(self._idle))
+            self._evict(block)
+            self.gpu.release((block,))
+        blocks = self.gpu.allocate(count)
+        for block in blocks:
+            self._references[block] = 1
+        return blocks
+
+    def _evict(self, block: int) -> None:
+        del self._idle[block]
+        self._unregister(block)
+        self.counters.evicted_chunks += 1
+        self.counters.dropped_chunks += 1
+
+    def _unregister(self, block: int) -> None:
+        name = self._hash_of.pop(block, None)
+        if name is not None:
+            del self._block_of[name]

@@ -1,0 +1,188 @@
+"""llama-server's accounting: a few contiguous slots, each with the KV of one prompt, over the same blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from pensieve.cache.base import Admission, CacheCounters, Demand, EvictionPolicy, Residency, Run
+from pensieve.cache.session import Session, common_prefix
+from pensieve.errors import CapacityError
+from pensieve.plan import Copy
+from pensieve.request import TokenArray, tokens_of
+
+
+@dataclass(slots=True)
+class Slot:
+    """cells: positions it can hold. tokens: those whose KV it holds, from position 0. used_s: when its last turn ended."""
+
+    number: int
+    blocks: tuple[int, ...]
+    tokens: TokenArray[int] = field(default_factory=lambda: tokens_of([]))
+    used_s: float = -1.0
+    session: Session | None = None
+
+
+class SlotCache:
+    """n_slots slots of n_ctx / n_slots cells each (llama-server's --parallel and --ctx-size).
+
+    A request takes the idle slot whose tokens share the longest prefix with its prompt, then the least recently used. KV up
+    to the first difference is kept, the rest is overwritten; nothing is shared between slots, and a request longer than a
+    slot can never be served. The eviction policy of the configuration has no say.
+    """
+
+    grows = False
+
+    def __init__(
+        self, *, policy: EvictionPolicy, chunk_tokens: int, gpu_blocks: int, cpu_blocks: int = 0, n_slots: int = 4
+    ) -> None:
+        if n_slots < 1 or gpu_blocks < n_slots:
+            raise CapacityError(
+                f"{n_slots} slots do not fit in {gpu_blocks} blocks of {chunk_tokens} tokens; "
+                "lower baseline.cache.n_slots or raise cache.gpu."
+            )
+        self.chunk_tokens = chunk_tokens
+        self.request_blocks = gpu_blocks // n_slots
+        self.gpu_blocks = self.request_blocks * n_slots
+        self.cpu_blocks = 0
+        self.counters = CacheCounters()
+        self.sessions: dict[str, Session] = {}
+        each = self.request_blocks
+        self.slots = [Slot(number, tuple(range(number * each, (number + 1) * each))) for number in range(n_slots)]
+        self._slot_of: dict[int, Slot] = {}
+        self._made = 0
+
+    @property
+    def available(self) -> int:
+        return sum(slot.session is None for slot in self.slots) * self.request_blocks
+
+    @property
+    def outgoing(self) -> int:
+        return 0
+
+    def find(self, name: str) -> Session | None:
+        return self.sessions.get(name)
+
+    def names(self) -> list[str]:
+        return list(self.sessions)
+
+    def open(self, name: str, now_s: float) -> Session:
+        session = self.sessions.get(name)
+        if session is None:
+            session = self.sessions[name] = Session(name, self._made, now_s, now_s)
+            self._made += 1
+        return session
+
+    def expect(self, session: Session, next_use_s: float | None) -> None:
+        session.next_use_s = next_use_s
+
+    def hold(self, session: Session, now_s: float) -> None:
+        session.waiting += 1
+
+    def unhold(self, session: Session, now_s: float) -> None:
+        session.waiting -= 1
+
+    def demand(self, session: Session, keep: int, length: int) -> Demand:
+        return Demand(blocks=self.request_blocks, own_available=0)
+
+    def admit(self, session: Session, keep: int, suffix: TokenArray[int], known: int | None, now_s: float) -> Admission:
+        prompt = keep + len(suffix)
+        history = min(keep, session.computed, prompt - 1) if known is None else min(known, prompt - 1)
+        if keep < len(session.tokens):
+            self.truncate(session, keep)
+        session.tokens.extend(suffix)
+        session.turns += 1
+        found = self._occupy(session, now_s)
+        hit = min(found, history)
+        return self._admission(session, Residency(prompt, history, hit, 0, found - hit), found)
+
+    def resume(self, session: Session, now_s: float) -> Admission:
+        length = len(session.tokens)
+        found = self._occupy(session, now_s)
+        return self._admission(session, Residency(length, length - 1, 0, 0), found)
+
+    def extend(self, session: Session, length: int, now_s: float) -> tuple[int, tuple[int, ...]] | None:
+        return self.request_blocks, ()  # a slot has all its cells from the start
+
+    def advance(self, session: Session, runs: Iterable[Run]) -> None:
+        slot = self._slot_of[session.order]
+        for start, stop in runs:
+            assert start == len(slot.tokens), "KV is computed in ascending order"
+            slot.tokens.extend(session.tokens[start:stop])
+            session.computed = max(session.computed, stop)
+
+    def release(self, session: Session, now_s: float) -> None:
+        session.running = False
+        session.last_active_s = now_s
+        session.computed = min(session.computed, max(len(session.tokens) - 1, 0))
+        slot = self._slot_of.pop(session.order)
+        slot.session, slot.used_s = None, now_s
+
+    def suspend(self, session: Session, now_s: float) -> tuple[Copy, ...]:
+        self.release(session, now_s)
+        return ()
+
+    def swap_out(self, blocks: int, now_s: float, urgent: bool) -> tuple[Copy, ...]:
+        return ()
+
+    def drop(self, blocks: int, now_s: float) -> int:
+        return 0  # an idle slot is available already
+
+    def complete(self, tickets: Sequence[int]) -> None:
+        assert not tickets
+
+    def void(self, tickets: Sequence[int]) -> None:
+        assert not tickets
+
+    def fail(self, session: Session, written: Iterable[Run]) -> None:
+        slot = self._slot_of[session.order]
+        del slot.tokens[min((start for start, _ in written), default=len(slot.tokens)) :]
+
+    def truncate(self, session: Session, length: int) -> None:
+        """The slot keeps its tokens: they match or they do not."""
+        assert not session.running
+        del session.tokens[length:]
+        session.computed = min(session.computed, length)
+
+    def forget(self, session: Session) -> None:
+        for slot in self.slots:
+            held = min(len(slot.tokens), len(session.tokens))
+            if slot.session is None and held and slot.tokens[:held] == session.tokens[:held]:
+                slot.tokens = tokens_of([])
+        self.truncate(session, 0)
+        del self.sessions[session.name]
+
+    def launched(self, step: int) -> None: ...
+
+    def collected(self, step: int) -> None: ...
+
+    def check(self) -> None:
+        for slot in self.slots:
+            assert len(slot.tokens) <= len(slot.blocks) * self.chunk_tokens
+            if slot.session is not None:
+                assert self._slot_of[slot.session.order] is slot
+                assert slot.tokens == slot.session.tokens[: len(slot.tokens)]
+        assert len(self._slot_of) == sum(slot.session is not None for slot in self.slots)
+
+    # -- how --------------------------------------------------------------------------------------------------------
+
+    def _occupy(self, session: Session, now_s: float) -> int:
+        """Take a slot and cut its tokens at the first difference; returns how many are left."""
+        limit = len(session.tokens) - 1
+        idle = [slot for slot in self.slots if slot.session is None]
+        matches = {slot.number: min(common_prefix(slot.tokens, session.tokens), limit) for slot in idle}
+        slot = min(idle, key=lambda s: (-matches[s.number], s.used_s, s.number))
+        found, size = matches[slot.number], self.chunk_tokens
+        overwritten = -(-len(slot.tokens) // size) - -(-found // size)
+        self.counters.evicted_chunks += overwritten
+        self.counters.dropped_chunks += overwritten
+        del slot.tokens[found:]
+        slot.session = session
+        self._slot_of[session.order] = slot
+        session.running = True
+        session.last_active_s = now_s
+        return found
+
+    def _admission(self, session: Session, residency: Residency, found: int) -> Admission:
+        again = max(0, session.computed - found)
+        return Admission(residency, ((found, len(session.tokens)),), self._slot_of[session.order].blocks, (), 0, again)

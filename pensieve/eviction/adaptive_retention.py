@@ -1,0 +1,87 @@
+"""Retention value, unless keeping what is there would have hit more: resistant to round-robin scans."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+
+from pensieve.cache.base import PolicyContext
+from pensieve.cache.session import Session
+from pensieve.eviction.retention_value import RetentionValue
+
+_SWITCH_RATIO = 1.10  # the other shadow must hit this much more: a switch reorders every idle conversation
+_FORGET = 0.5  # share of the past hits that still counts after a round
+
+
+class _Shadow:
+    """A cache of conversations of the real one's total size, in numbers only: what would it have hit?
+
+    keep: the most recently used goes first, so that what is in stays in; else the least recently used.
+    """
+
+    def __init__(self, capacity_tokens: int, keep: bool) -> None:
+        self._capacity = capacity_tokens
+        self._keep = keep
+        self._tokens: OrderedDict[int, int] = OrderedDict()  # conversation -> tokens held, least recently used first
+        self._held = 0
+        self.hits = 0.0
+
+    def access(self, conversation: int, tokens: int) -> None:
+        held = self._tokens.pop(conversation, 0)
+        self.hits += min(held, tokens)
+        self._tokens[conversation] = tokens
+        self._held += tokens - held
+        while self._held > self._capacity:
+            # Keeping, the newest newcomer makes room for itself; of a conversation only as much goes as must.
+            victim = next(reversed(self._tokens)) if self._keep else next(iter(self._tokens))
+            gone = min(self._tokens[victim], self._held - self._capacity)
+            self._held -= gone
+            self._tokens[victim] -= gone
+            if not self._tokens[victim]:
+                del self._tokens[victim]
+
+
+class AdaptiveRetention(RetentionValue):
+    """Any recency rule collapses when more conversations than fit return in strict turn: the oldest is the next to return.
+    There it is best to keep a part of them and to let the newest go. Which of the two regimes holds is measured: two shadow
+    caches of conversations, of the real cache's total size, count what recency and keeping would have hit, and the policy
+    follows the better one. Both count every admission; a switch happens at most once in as many admissions as there are
+    conversations in the shadows, so that its reordering costs a constant an admission.
+    """
+
+    def __init__(self, context: PolicyContext) -> None:
+        super().__init__(context)
+        capacity = (context.gpu_blocks + context.cpu_blocks) * context.chunk_tokens
+        self._recency, self._keeping = _Shadow(capacity, keep=False), _Shadow(capacity, keep=True)
+        self._seen: set[int] = set()
+        self._admissions = 0
+        self.keeps = False
+        self.version = 0
+
+    def observe(self, session: Session, now_s: float) -> None:
+        """A turn of the conversation was admitted; its tokens include the new prompt."""
+        for shadow in (self._recency, self._keeping):
+            shadow.access(session.order, len(session.tokens))
+        self._seen.add(session.order)
+        self._admissions += 1
+        if self._admissions >= 2 * len(self._seen):
+            self._decide()
+            self._admissions = 0
+            self._seen.clear()
+
+    def bucket(self, session: Session, chunk: int) -> int:
+        return 0 if self.keeps else chunk
+
+    def order(self, session: Session, chunk: int) -> float:
+        return -session.last_active_s if self.keeps else session.last_active_s
+
+    def score(self, bucket: Hashable, order: float, now_s: float) -> float:
+        return order if self.keeps else super().score(bucket, order, now_s)
+
+    def _decide(self) -> None:
+        now, other = (self._keeping, self._recency) if self.keeps else (self._recency, self._keeping)
+        if other.hits > _SWITCH_RATIO * now.hits:
+            self.keeps = not self.keeps
+            self.version += 1
+        self._recency.hits *= _FORGET
+        self._keeping.hits *= _FORGET

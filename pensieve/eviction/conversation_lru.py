@@ -1,0 +1,11 @@
+"""Whole conversations, oldest first, as CachedAttention does (Gao et al., USENIX ATC 2024)."""
+
+from __future__ import annotations
+
+from pensieve.eviction.lru import Lru
+
+
+class ConversationLru(Lru):
+    """A conversation that lost one chunk loses all of them in the same choice."""
+
+    whole_conversations = True

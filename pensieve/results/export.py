@@ -1,0 +1,151 @@
+"""A sweep in files for other programs: one JSON a baseline, and all its turns as CSV and Parquet."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean, median_low
+from typing import Any
+
+from sqlalchemy import Row
+
+from pensieve.errors import MissingSeries, ResultsError
+from pensieve.results.schema import Trial
+from pensieve.results.store import TURN_COLUMNS, JobResult, ResultsStore
+from pensieve.results.summary import axis_value, varying_axes
+from pensieve.statistics import nearest_rank
+
+TRIAL_COLUMNS = ("trial_id", "model", "baseline", "eviction", "cache", "workload", "hardware", "seed", "repeat")
+_MEGABYTE = 1e6
+
+
+def export_sweep(store: ResultsStore, sweep_id: int, folder: Path) -> list[Path]:
+    """Write the current trials of a sweep into the folder; returns the files.
+
+    Raises MissingSeries where none is completed, ResultsError where the folder cannot be written.
+    """
+    jobs = [job for job in store.trials_of_sweep(sweep_id) if job.trial is not None]
+    if not jobs:
+        raise MissingSeries(f"No trial of sweep {sweep_id} is completed; run its command again and export then.")
+    axes = varying_axes(store.sweep(sweep_id).overrides, [job.trial for job in jobs if job.trial])
+    groups: dict[str, list[JobResult]] = {}
+    for job in jobs:
+        assert job.trial is not None
+        parts = [job.trial.baseline, *(f"{axis}={axis_value(job.trial, axis)}" for axis in axes)]
+        groups.setdefault(re.sub(r"[^\w.=-]+", "_", "--".join(parts)), []).append(job)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        written = []
+        for name, members in groups.items():
+            path = folder / f"{name}.json"
+            path.write_text(json.dumps(baseline_report(store, members), indent=2) + "\n", encoding="utf-8")
+            written.append(path)
+        trials = [job.trial for job in jobs if job.trial]
+        return [*written, *_write_turns(store, list({t.id: t for t in trials}.values()), folder)]
+    except OSError as error:
+        raise ResultsError(
+            f"The export cannot be written to {folder} ({error.strerror or error}); name another folder with --to."
+        ) from None
+
+
+def baseline_report(store: ResultsStore, jobs: Sequence[JobResult]) -> dict[str, Any]:
+    """One baseline. A run is one measured turn that completed; its id is trial/session/turn, and /iteration where repeated.
+
+    total_ms: arrival to last token. per_token_ms: total over generated tokens, null without any. prompt_tokens,
+    new_tokens: the median run's, history included in the prompt. batch_size: the most runs that were served at once.
+    *_mb: 10^6 bytes that the turn moved between host and device. gpu_util_pct, memory_bw_gbps: its trial's, where the
+    device tells, else null. p95: nearest rank.
+    """
+    runs: list[dict[str, Any]] = []
+    prompts: list[int] = []
+    served: list[tuple[float, int]] = []
+    for job in jobs:
+        assert job.trial is not None
+        gpu, bandwidth = job.value("gpu_util_pct"), job.value("memory_bw_gbps")
+        turns = [t for t in store.turns_of(job.trial.id) if t.phase != "warmup" and t.status == "completed"]
+        for turn in turns:
+            name = f"{job.trial.id}/{turn.session}/{turn.turn}" + (f"/{turn.iteration}" if turn.iteration else "")
+            each = turn.latency_ms / turn.output_tokens if turn.output_tokens and turn.latency_ms is not None else None
+            runs.append(
+                {
+                    "run_id": name,
+                    "total_ms": turn.latency_ms,
+                    "per_token_ms": each,
+                    "tokens_generated": turn.output_tokens,
+                    "gpu_util_pct": gpu,
+                    "memory_bw_gbps": bandwidth,
+                    "host_to_device_mb": turn.h2d_bytes / _MEGABYTE,
+                    "device_to_host_mb": turn.d2h_bytes / _MEGABYTE,
+                }
+            )
+            if turn.prompt_tokens is not None:
+                prompts.append(turn.prompt_tokens)
+        served += sorted(edge for turn in turns for edge in _edges(turn))
+    trial = jobs[0].trial
+    assert trial is not None
+    totals = [run["total_ms"] for run in runs if run["total_ms"] is not None]
+    each_token = [run["per_token_ms"] for run in runs if run["per_token_ms"] is not None]
+    return {
+        "baseline": trial.baseline,
+        "model_id": (trial.config.get("model") or {}).get("hub_id") or trial.model,
+        "prompt_tokens": median_low(prompts) if prompts else None,
+        "new_tokens": median_low([run["tokens_generated"] for run in runs]) if runs else None,
+        "batch_size": _most_at_once(served),
+        "runs": runs,
+        "aggregates": {
+            "mean_total_ms": fmean(totals) if totals else None,
+            "p95_total_ms": nearest_rank(totals, 0.95) if totals else None,
+            "mean_per_token_ms": fmean(each_token) if each_token else None,
+        },
+    }
+
+
+def _edges(turn: Row[Any]) -> Iterable[tuple[float, int]]:
+    """+1 when the turn was admitted (or arrived, where the engine does not tell), -1 when it finished."""
+    began = turn.admitted_s if turn.admitted_s is not None else turn.intended_s
+    if began is None or turn.finished_s is None:
+        return ()
+    return (began, 1), (turn.finished_s, -1)
+
+
+def _most_at_once(edges: Sequence[tuple[float, int]]) -> int | None:
+    most = now = 0
+    for _, change in edges:
+        now += change
+        most = max(most, now)
+    return most if edges else None
+
+
+def _write_turns(store: ResultsStore, trials: Sequence[Trial], folder: Path) -> list[Path]:
+    """A trial at a time, so that memory holds one. Units are in the names of the columns."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = (*TRIAL_COLUMNS, *TURN_COLUMNS)
+    schema = pa.schema([pa.field(name, _arrow_type(name)) for name in columns])
+    paths = [folder / "turns.csv", folder / "turns.parquet"]
+    with paths[0].open("w", newline="", encoding="utf-8") as file, pq.ParquetWriter(paths[1], schema) as parquet:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        for trial in trials:
+            head = (trial.id, *(getattr(trial, name) for name in TRIAL_COLUMNS[1:]))
+            rows = [(*head, *turn) for turn in store.turns_of(trial.id)]
+            writer.writerows(rows)
+            parts = zip(*rows, strict=True) if rows else ([] for _ in columns)
+            parquet.write_table(
+                pa.table([pa.array(p, f.type) for p, f in zip(parts, schema, strict=True)], schema=schema)
+            )
+    return paths
+
+
+def _arrow_type(name: str) -> Any:
+    import pyarrow as pa
+
+    if name.endswith(("_s", "_ms")):
+        return pa.float64()
+    if name.endswith(("_tokens", "_bytes")) or name in ("trial_id", "seed", "repeat", "ordinal", "turn", "iteration"):
+        return pa.int64()
+    return pa.bool_() if name == "stream" else pa.string()

@@ -1,0 +1,71 @@
+"""Make room: delete the attempts that nothing reads any more, with the files they left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import delete, select, update
+from sqlalchemy.orm import aliased
+
+from pensieve.results.schema import SweepTrial, Trial, current_trial
+from pensieve.results.store import ResultsStore
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """One attempt that goes. successor: the completed attempt of the same trial that its sweeps point to afterwards."""
+
+    trial_id: int
+    status: str
+    successor: int | None
+    files: Sequence[Path]
+
+
+def prunable(store: ResultsStore, failed: bool = False) -> list[Pruned]:
+    """Attempts that ended and that a completed attempt of the same fingerprint replaces.
+
+    failed: also failed and interrupted attempts of trials that never completed; their sweeps then lack them.
+    Trials of processes that died are marked interrupted first.
+    """
+    store.interrupt_dead()
+    current = aliased(current_trial)
+    with store.database.reading() as connection:
+        rows = connection.execute(
+            select(Trial.id, Trial.status, current.c.id.label("successor"))
+            .outerjoin(current, current.c.fingerprint == Trial.fingerprint)
+            .where(Trial.status != "running")
+            .order_by(Trial.id)
+        ).all()
+    return [
+        Pruned(row.id, row.status, row.successor, _files(store, row.id))
+        for row in rows
+        if row.successor != row.id and (row.successor is not None or failed)
+    ]
+
+
+def prune(store: ResultsStore, chosen: Sequence[Pruned]) -> int:
+    """Delete them, rows first; returns the bytes of the files that went. Files outside the outputs folder stay."""
+    freed = 0
+    for one in chosen:
+        with store.database.writing() as connection:
+            if one.successor is not None:
+                connection.execute(
+                    update(SweepTrial).where(SweepTrial.trial_id == one.trial_id).values(trial_id=one.successor)
+                )
+            connection.execute(delete(Trial).where(Trial.id == one.trial_id, Trial.status != "running"))
+        for path in one.files:
+            size = path.stat().st_size
+            path.unlink()
+            freed += size
+    if chosen and store.database.sqlite:
+        store.database.compact()
+    return freed
+
+
+def _files(store: ResultsStore, trial_id: int) -> list[Path]:
+    """A folder may serve several attempts; only files are taken, and only those inside the outputs folder."""
+    root = store.root
+    paths = [artifact.path for artifact in store.artifacts_of(trial_id)]
+    return [path for path in paths if path.is_file() and root is not None and path.is_relative_to(root)]

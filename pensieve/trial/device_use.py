@@ -1,0 +1,132 @@
+"""What a device says of itself at a moment: its load, its memory, its power. Meters for NVIDIA devices and for CPUs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import psutil
+
+from pensieve.compose.machine import Device, cores
+
+PCIE_INTERVAL_S = 1.0  # the driver watches the link for 20 ms each time it is asked
+
+log = logging.getLogger(__name__)
+
+
+class Quantity(NamedTuple):
+    name: str
+    value: float
+    unit: str
+
+
+class Meter(Protocol):
+    device: str
+
+    def read(self) -> list[Quantity]:
+        """What can be read now; a quantity that the device does not give is left out."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def meter_of(device: Device) -> Meter | None:
+    """None for a simulated device, which has no load of its own, and where the driver's library does not answer."""
+    if device.simulated:
+        return None
+    if device.kind != "cuda":
+        return CpuMeter()
+    try:
+        return NvmlMeter(device.identity, device.name)
+    except Exception as error:  # no library, no permission, a partition without counters: the trial runs all the same
+        log.warning("the device cannot be sampled: %s", error)
+        return None
+
+
+class CpuMeter:
+    """This process: cpu_util_pct of all cores it may use (its children left out), memory_bytes resident."""
+
+    device = "cpu"
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._cores = cores()
+        self._process.cpu_percent(None)  # the first answer is always 0
+
+    def read(self) -> list[Quantity]:
+        with self._process.oneshot():
+            load = self._process.cpu_percent(None) / self._cores
+            return [
+                Quantity("cpu_util_pct", load, "%"),
+                Quantity("memory_bytes", float(self._process.memory_info().rss), "bytes"),
+            ]
+
+    def close(self) -> None:
+        pass
+
+
+class NvmlMeter:
+    """An NVIDIA device through NVML, all processes on it together. Raises where the library or the device is missing.
+
+    gpu_util_pct, gpu_mem_util_pct: share of the driver's own sample period in which a kernel ran, or memory was read or
+    written. memory_bytes: in use. power_w; energy_j: since the driver was loaded. pcie_tx, pcie_rx: bytes/s.
+    """
+
+    def __init__(self, identity: str, name: str) -> None:
+        import pynvml
+
+        self.device = name
+        self._nvml: Any = pynvml
+        self._next_pcie_s = 0.0
+        pynvml.nvmlInit()
+        try:
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(identity)
+        except Exception:
+            pynvml.nvmlShutdown()
+            raise
+
+    def read(self) -> list[Quantity]:
+        return [quantity for part in self._parts() for quantity in self._answered(part)]
+
+    def close(self) -> None:
+        self._nvml.nvmlShutdown()
+
+    def _parts(self) -> Iterator[Callable[[], list[Quantity]]]:
+        yield from (self._load, self._memory, self._power, self._energy)
+        if time.monotonic() >= self._next_pcie_s:
+            self._next_pcie_s = time.monotonic() + PCIE_INTERVAL_S
+            yield self._pcie
+
+    def _answered(self, part: Callable[[], list[Quantity]]) -> list[Quantity]:
+        try:
+            return part()
+        except self._nvml.NVMLError:
+            return []  # this device does not tell
+
+    def _load(self) -> list[Quantity]:
+        rates = self._nvml.nvmlDeviceGetUtilizationRates(self._handle)
+        return [
+            Quantity("gpu_util_pct", float(rates.gpu), "%"),
+            Quantity("gpu_mem_util_pct", float(rates.memory), "%"),
+        ]
+
+    def _memory(self) -> list[Quantity]:
+        return [Quantity("memory_bytes", float(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used), "bytes")]
+
+    def _power(self) -> list[Quantity]:
+        return [Quantity("power_w", self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3, "W")]
+
+    def _energy(self) -> list[Quantity]:
+        return [Quantity("energy_j", self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1e3, "J")]
+
+    def _pcie(self) -> list[Quantity]:
+        nvml = self._nvml
+        return [
+            Quantity(name, nvml.nvmlDeviceGetPcieThroughput(self._handle, counter) * 1e3, "bytes/s")
+            for name, counter in (
+                ("pcie_tx", nvml.NVML_PCIE_UTIL_TX_BYTES),
+                ("pcie_rx", nvml.NVML_PCIE_UTIL_RX_BYTES),
+            )
+        ]

@@ -1,0 +1,125 @@
+"""The device watched while a trial runs: ten readings a second from a thread whose own cost is measured."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import fmean
+from types import TracebackType
+
+from pensieve.clock import Clock
+from pensieve.errors import ResultsError
+from pensieve.metrics import Metric
+from pensieve.results.store import Reading, ResultsStore
+from pensieve.trial.device_use import Meter
+
+INTERVAL_S = 0.1
+FLUSH_READINGS = 5_000
+MEANS = {"gpu_util_pct": "%", "gpu_mem_util_pct": "%", "cpu_util_pct": "%", "power_w": "W"}
+
+log = logging.getLogger(__name__)
+
+
+class DeviceSampler:
+    """Reads the meter into table `sample` while the block runs; times count from when the block was entered.
+
+    meter None: nothing is sampled, and every metric is null. What cannot be read or stored is logged once and given up:
+    a trial is worth more than its samples.
+    """
+
+    def __init__(
+        self, store: ResultsStore, trial_id: int, meter: Meter | None, clock: Clock, interval_s: float = INTERVAL_S
+    ) -> None:
+        self._store, self._trial_id, self._meter, self._clock = store, trial_id, meter, clock
+        self._interval_s = interval_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name=f"sampler-{trial_id}", daemon=True)
+        self._waiting: list[Reading] = []
+        self._kept: list[Reading] = []
+        self._origin_s = 0.0
+        self._began_s = 0.0
+        self.cpu_s = 0.0
+        self.elapsed_s = 0.0
+
+    def __enter__(self) -> DeviceSampler:
+        self._origin_s = self._clock.now_s()
+        self._began_s = time.perf_counter()
+        if self._meter is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.elapsed_s = time.perf_counter() - self._began_s
+        self._stop.set()
+        if self._meter is not None:
+            self._thread.join()
+            self._meter.close()
+
+    def metrics(self, start_s: float, end_s: float, output_tok_s: float | None) -> list[Metric]:
+        """What the device did in [start_s, end_s]; peaks are of the whole trial. Null where it does not tell."""
+        inside: defaultdict[str, list[float]] = defaultdict(list)
+        for reading in self._kept:
+            if start_s <= reading.at_s <= end_s and reading.value is not None:
+                inside[reading.name].append(reading.value)
+        found = [_mean(name, unit, inside[name]) for name, unit in MEANS.items()]
+        power = _energy_rate_w(self._kept, start_s, end_s)
+        power = power if power is not None else _average(inside["power_w"])
+        joules = power / output_tok_s if power is not None and output_tok_s else None
+        memory = [r.value for r in self._kept if r.name == "memory_bytes" and r.value is not None]
+        cost = 100 * self.cpu_s / self.elapsed_s if memory and self.elapsed_s > 0 else None
+        return [
+            *found,
+            Metric("energy_j_per_token", joules, "J/token"),
+            Metric("device_peak_bytes", max(memory, default=None), "bytes", n=len(memory), n_unit="samples"),
+            Metric("sampling_cost_pct", cost, "%", n=len(memory), n_unit="samples"),
+        ]
+
+    def _sample(self) -> None:
+        assert self._meter is not None
+        due = time.monotonic()
+        while True:
+            at_s = self._clock.now_s() - self._origin_s
+            try:
+                read = [Reading(at_s, self._meter.device, *quantity) for quantity in self._meter.read()]
+            except Exception as error:  # a driver that gives up in the middle costs the samples, not the trial
+                log.warning("the device of trial %s is no longer sampled: %s", self._trial_id, error)
+                break
+            self._waiting += read
+            self._kept += read
+            if len(self._waiting) >= FLUSH_READINGS:
+                self._flush()
+            # The next due moment, not a fixed sleep: slow readings must not make the rate drift.
+            due = max(due + self._interval_s, time.monotonic())
+            if self._stop.wait(due - time.monotonic()):
+                break
+        self._flush()
+        self.cpu_s = time.thread_time()
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        try:
+            self._store.add_samples(self._trial_id, waiting)
+        except ResultsError as error:
+            log.warning("samples of trial %s are not kept: %s", self._trial_id, error)
+
+
+def _mean(name: str, unit: str, values: Sequence[float]) -> Metric:
+    return Metric(name, _average(values), unit, n=len(values), n_unit="samples")
+
+
+def _average(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
+
+
+def _energy_rate_w(readings: Sequence[Reading], start_s: float, end_s: float) -> float | None:
+    """From the device's own energy counter, which misses no peak between two readings; None below two readings."""
+    inside = [(r.at_s, r.value) for r in readings if r.name == "energy_j" and start_s <= r.at_s <= end_s]
+    known = [(at_s, value) for at_s, value in inside if value is not None]
+    if len(known) < 2 or known[-1][0] <= known[0][0]:
+        return None
+    return (known[-1][1] - known[0][1]) / (known[-1][0] - known[0][0])

@@ -1,0 +1,103 @@
+"""The loop over the layers of a fused model, and what all families share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from pensieve.worker.torch.attention import Iteration, attend
+from pensieve.worker.torch.fused.linear import LEAST_ROWS
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU by its tanh approximation, in one kernel (transformers' gelu_new takes eight)."""
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_new": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """How one layer attends. window: positions that a query sees, itself included; None for all."""
+
+    layer: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward under way. tokens: rows that are real, the rest is padding. cos, sin: [rows, 1, head_dim] or None."""
+
+    iteration: Iteration
+    tokens: int
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+
+    def attend(self, how: Attention, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """[rows, heads * head_dim] for queries [rows, heads, head_dim]; padding gets zeros and touches no pool."""
+        rows, real = len(queries), self.tokens
+        if rows != real:
+            queries, keys, values = queries[:real], keys[:real], values[:real]
+        result = attend(self.iteration, how.layer, queries, keys, values, how.scaling, how.window, how.softcap)
+        result = result.reshape(real, -1)
+        return F.pad(result, (0, 0, 0, rows - real)) if rows != real else result
+
+
+class Layer(Protocol):
+    def __call__(self, hidden: torch.Tensor, step: Step, wanted: torch.Tensor | None) -> torch.Tensor:
+        """hidden [rows, hidden] to the same shape, or to rows `wanted` only, which the last layer is asked for.
+
+        May write to `hidden`.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FusedModel:
+    """A Forward of few, large operations. begin: token ids and positions [rows] to hidden states, cos and sin."""
+
+    begin: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]]
+    layers: Sequence[Layer]
+    finish: Callable[[torch.Tensor], torch.Tensor]
+    packed: bool
+
+    @property
+    def name(self) -> str:
+        return "fused, packed weights" if self.packed else "fused"
+
+    def __call__(self, iteration: Iteration, wanted: torch.Tensor) -> torch.Tensor:
+        batch = iteration.batch
+        ids, positions, tokens, outputs = batch.token_ids, batch.positions, len(batch.token_ids), len(wanted)
+        if self.packed:
+            ids, positions, wanted = (_padded(x) for x in (ids, positions, wanted))
+        hidden, cos, sin = self.begin(ids, positions)
+        step = Step(iteration, tokens, cos, sin)
+        # Where not all rows are sampled, the last layer's output projection and MLP are for those alone.
+        some = wanted if len(wanted) < len(ids) else None
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, step, some if index == last else None)
+        if some is None and outputs != tokens:
+            hidden = hidden[wanted]
+        return self.finish(hidden)[:outputs]
+
+
+def _padded(indices: torch.Tensor) -> torch.Tensor:
+    """At least LEAST_ROWS entries: zeros are a token, a position and a row that always exist."""
+    return F.pad(indices, (0, LEAST_ROWS - len(indices))) if len(indices) < LEAST_ROWS else indices

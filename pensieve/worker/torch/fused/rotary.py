@@ -1,0 +1,123 @@
+"""Models with rotary positions, RMS norms and a gated MLP: Llama, Mistral, Qwen 2 and 3, Gemma 2."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from pensieve.worker.torch.fused.decoder import ACTIVATIONS, Attention, FusedModel, Step
+from pensieve.worker.torch.fused.linear import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMS norm over the last dimension; weight of that size, or of any shape that broadcasts to x."""
+
+    weight: torch.Tensor
+    eps: float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.weight.dim() == 1:
+            return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return F.rms_norm(x, (x.shape[-1],), None, self.eps).mul_(self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryLayer:
+    """head_norm: Qwen 3's, over the head_dim of queries and keys. after_*: Gemma 2's, on what is added to the stream."""
+
+    how: Attention
+    before_attention: Norm
+    qkv: Linear
+    head_norm: Norm | None
+    out: Linear
+    after_attention: Norm | None
+    before_mlp: Norm
+    gate_up: Linear
+    activation: str
+    down: Linear
+    after_mlp: Norm | None
+
+    def __call__(self, hidden: torch.Tensor, step: Step, wanted: torch.Tensor | None) -> torch.Tensor:
+        how = self.how
+        qkv = self.qkv(self.before_attention(hidden)).view(len(hidden), -1, how.head_dim)
+        qk, values = qkv.split([how.heads + how.kv_heads, how.kv_heads], dim=1)
+        if self.head_norm is not None:
+            qk = self.head_norm(qk)
+        assert step.cos is not None and step.sin is not None
+        # One rotation for queries and keys: x * cos + (x with its halves exchanged) * (sin, negative in the first half).
+        qk = (qk * step.cos).addcmul_(qk.roll(how.head_dim // 2, -1), step.sin)
+        queries, keys = qk.split([how.heads, how.kv_heads], dim=1)
+        attended = step.attend(how, queries, keys, values)
+        if wanted is not None:
+            hidden, attended = hidden[wanted], attended[wanted]
+        attended = self.out(attended)
+        hidden = hidden + (attended if self.after_attention is None else self.after_attention(attended))
+        gate, up = self.gate_up(self.before_mlp(hidden)).chunk(2, dim=-1)
+        added = self.down(ACTIVATIONS[self.activation](gate).mul_(up))
+        return hidden.add_(added if self.after_mlp is None else self.after_mlp(added))
+
+
+def build_rotary(module: Any, pack: bool) -> FusedModel | str:
+    """The fused model of `module`, or why there is none. Raises AttributeError where the module is built otherwise."""
+    config, body = module.config, module.model
+    gemma = config.model_type == "gemma2"
+    activation = config.hidden_activation if gemma else config.hidden_act
+    if activation not in ACTIVATIONS:
+        return f"activation {activation}"
+
+    def norm(rms: Any) -> Norm:
+        eps = rms.eps if gemma else rms.variance_epsilon
+        return Norm(rms.weight.detach() + 1 if gemma else rms.weight.detach(), eps)
+
+    def layer(index: int, block: Any) -> RotaryLayer:
+        attention, mlp = block.self_attn, block.mlp
+        how = Attention(
+            layer=index,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=attention.head_dim,
+            scaling=attention.scaling,
+            # Mistral's is the same for all layers and only in the configuration; Llama has none.
+            window=config.sliding_window
+            if config.model_type == "mistral"
+            else getattr(attention, "sliding_window", None),
+            softcap=attention.attn_logit_softcapping if gemma else None,
+        )
+        head_norm = None
+        if hasattr(attention, "q_norm"):
+            q, k = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
+            each = torch.cat([q.expand(how.heads, -1), k.expand(how.kv_heads, -1)])
+            head_norm = Norm(each, attention.q_norm.variance_epsilon)
+        return RotaryLayer(
+            how=how,
+            before_attention=norm(block.input_layernorm),
+            qkv=Linear([attention.q_proj, attention.k_proj, attention.v_proj], pack),
+            head_norm=head_norm,
+            out=Linear([attention.o_proj], pack),
+            after_attention=norm(block.post_attention_layernorm) if gemma else None,
+            before_mlp=norm(block.pre_feedforward_layernorm if gemma else block.post_attention_layernorm),
+            gate_up=Linear([mlp.gate_proj, mlp.up_proj], pack),
+            activation=activation,
+            down=Linear([mlp.down_proj], pack),
+            after_mlp=norm(block.post_feedforward_layernorm) if gemma else None,
+        )
+
+    last_norm, head = norm(body.norm), Linear([module.lm_head], pack)
+    final_softcap = config.final_logit_softcapping if gemma else None
+
+    def begin(ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        hidden = body.embed_tokens(ids)  # Gemma 2's scales too
+        cos, sin = (x[0, :, None] for x in body.rotary_emb(hidden, positions[None]))
+        first, second = sin.chunk(2, dim=-1)
+        return hidden, cos, torch.cat([-first, second], dim=-1)
+
+    def finish(hidden: torch.Tensor) -> torch.Tensor:
+        logits = head(last_norm(hidden))
+        return logits if final_softcap is None else torch.tanh(logits / final_softcap) * final_softcap
+
+    layers = [layer(index, block) for index, block in enumerate(body.layers)]
+    return FusedModel(begin, layers, finish, pack)

@@ -1,0 +1,90 @@
+"""ShareGPT and UltraChat: conversations as lists of messages, in a JSON list or one JSON object a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pensieve.workload.formats.reading import Malformed, Reader, Row
+from pensieve.workload.recording import Call, Conversation, Recording, Text
+
+USERS = ("human", "user")
+MODELS = ("gpt", "assistant", "chatgpt", "bing", "bard", "model")
+RULE = (
+    "A turn is a person's message and the model's answer right after it; what comes before the first such pair or after "
+    "the first break of the alternation is left out, and so are conversations without a pair."
+)
+
+
+def read(reader: Reader) -> Recording:
+    return recording(reader, reader.json_list(parse))
+
+
+def recording(reader: Reader, found: Iterable[tuple[str, tuple[Call, ...]]]) -> Recording:
+    """found: what `parse` gave for each entry, in the order of the file."""
+    conversations: list[Conversation] = []
+    empty = 0
+    names: set[str] = set()
+    for index, (name, calls) in enumerate(found):
+        if not calls:
+            empty += 1
+            continue
+        unique = name if name and name not in names else f"{name or 'conversation'}.{index}"
+        names.add(unique)
+        conversations.append(Conversation(unique, calls))
+    return Recording(
+        format="sharegpt",
+        conversations=tuple(conversations),
+        rule=RULE,
+        malformed=reader.malformed,
+        examples=tuple(reader.examples),
+        facts={"conversations_without_a_pair": empty},
+    )
+
+
+def parse(entry: Row) -> tuple[str, tuple[Call, ...]]:
+    """Name and turns of one entry: `conversations` of {from, value}, `messages` of {role, content}, or `data`, a list of
+    texts that take turns. Raises Malformed.
+    """
+    return str(entry.get("id", entry.get("prompt_id", ""))), tuple(_pairs(_messages(entry)))
+
+
+def _messages(entry: Row) -> list[tuple[str, str]]:
+    for field, role, value in (("conversations", "from", "value"), ("messages", "role", "content")):
+        if field in entry:
+            return [_message(message, role, value) for message in _list(entry, field)]
+    if "data" in entry:
+        texts = _list(entry, "data")
+        if not all(isinstance(one, str) for one in texts):
+            raise Malformed("data is not a list of texts")
+        return [((USERS, MODELS)[index % 2][0], one) for index, one in enumerate(texts)]
+    raise Malformed("it has none of conversations, messages and data")
+
+
+def _message(message: Any, role: str, value: str) -> tuple[str, str]:
+    if not isinstance(message, Mapping) or not isinstance(message.get(role), str):
+        raise Malformed(f"a message has no {role}")
+    if not isinstance(message.get(value), str):
+        raise Malformed(f"a message has no {value}")
+    return str(message[role]).lower(), str(message[value])
+
+
+def _list(entry: Row, field: str) -> list[Any]:
+    value = entry[field]
+    if not isinstance(value, list):
+        raise Malformed(f"{field} is not a list")
+    return value
+
+
+def _pairs(messages: list[tuple[str, str]]) -> Iterable[Call]:
+    place = 0
+    while place + 1 < len(messages) and not _is_pair(messages, place):
+        place += 1
+    while place + 1 < len(messages) and _is_pair(messages, place):
+        yield Call(Text(messages[place][1]), Text(messages[place + 1][1]))
+        place += 2
+
+
+def _is_pair(messages: list[tuple[str, str]], place: int) -> bool:
+    (asks, question), (answers, answer) = messages[place], messages[place + 1]
+    return asks in USERS and answers in MODELS and bool(question.strip()) and bool(answer.strip())

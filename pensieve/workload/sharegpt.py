@@ -1,0 +1,141 @@
+"""Conversations of the length of ShareGPT's or UltraChat's: the real ones where they are given, else synthetic ones."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from pensieve.errors import ConfigError
+from pensieve.workload.base import WorkloadContext
+from pensieve.workload.chance import shuffled
+from pensieve.workload.fields import at_least, positive_seconds
+from pensieve.workload.fit import Dialogue, Fit, fitted, warmups
+from pensieve.workload.formats import load
+from pensieve.workload.formats.reading import OnMalformed
+from pensieve.workload.hub import load_from_hub
+from pensieve.workload.playback import Playback, Poisson, Users
+from pensieve.workload.recording import Recording
+from pensieve.workload.synthetic import SHAREGPT, ULTRACHAT, draw
+
+WARMUP_SIDE_BY_SIDE = 2  # under a Poisson load nobody knows how many there will be
+_HUB_NAME = re.compile(r"[\w-]+(\.[\w-]+)*/[\w.-]+")
+
+
+def sharegpt_workload(
+    context: WorkloadContext,
+    *,
+    dataset: Literal["sharegpt", "ultrachat"] = "sharegpt",
+    path: str | None = None,
+    split: str = "train",
+    on_malformed: OnMalformed = "fail",
+    conversations: int = 200,
+    users: int | None = None,
+    request_rate: float = 1.0,
+    think_time_s: float = 60.0,
+    min_turns: int = 1,
+    max_turns: int | None = None,
+    max_new_tokens: int | None = None,
+    warmup_turns: int = 4,
+    timeout_s: float | None = None,
+    free: bool = False,
+) -> Playback:
+    """People talk to one model, each reply becomes history, and the next message waits for it and for a think time.
+
+    path: a file in ShareGPT's or UltraChat's JSON, or a name on the hub (`split` of it); None: synthetic conversations
+        from the published means of `dataset`, named synthetic in the record. Conversations of a file are taken in an
+        order that the seed decides.
+    request_rate: requests a second in steady state: conversations arrive as a Poisson process at request_rate / mean
+        turns of the conversations that were taken (load "partly open"); both rates are recorded. users: instead, so
+        many people work through the conversations, one after another (load "closed").
+    think_time_s: mean of the exponential time between a reply and the next message.
+    min_turns, max_turns: shorter conversations are left out, longer ones cut. max_new_tokens: cap on a reply; None: as
+        recorded. free: replies end where the model ends them (trained weights), at most max_new_tokens, or as long as
+        recorded; otherwise they have the recorded length and end of sequence is ignored.
+    warmup_turns: turns of phase "warmup" before the measured ones, two conversations side by side, or one a user.
+
+    Raises ConfigError for a field out of range, MalformedInput for a file that cannot be read.
+    """
+    at_least("conversations", conversations, 1, whole=True)
+    at_least("min_turns", min_turns, 1, whole=True)
+    at_least("warmup_turns", warmup_turns, 1, whole=True)
+    for name, whole, low in (("users", users, 1), ("max_new_tokens", max_new_tokens, 1), ("max_turns", max_turns, 1)):
+        if whole is not None:
+            at_least(name, whole, low, whole=True)
+    if max_turns is not None:
+        at_least("max_turns", max_turns, min_turns, whole=True, than="min_turns")
+    at_least("think_time_s", think_time_s, 0)
+    positive_seconds("timeout_s", timeout_s)
+    _refuse_untrained(free, context)
+    _positive_rate(request_rate)
+    recording, source = _source(dataset, path, split, on_malformed, conversations, min_turns, context.seed)
+    order = [recording.conversations[index] for index in _order(recording, path, context.seed)]
+    fit = Fit(context, max_turns, max_new_tokens, free)
+    measured, left_out = fitted(order, fit, min_turns=min_turns, wanted=conversations)
+    arrivals, rates = arrivals_of(measured, users, request_rate)
+    facts: dict[str, Any] = {
+        "source": source,
+        "synthetic": path is None,
+        "rule": recording.rule,
+        "conversations_at_hand": len(recording.conversations),
+        "malformed_lines": recording.malformed,
+        "malformed_examples": list(recording.examples),
+        **recording.facts,
+        **left_out,
+        **rates,
+        "think_time_s": think_time_s,
+    }
+    side_by_side = users or WARMUP_SIDE_BY_SIDE
+    return Playback(
+        context,
+        warmups(measured, max(warmup_turns, users or 1), side_by_side, context),
+        measured,
+        arrivals,
+        think_time_s=think_time_s,
+        free=free,
+        timeout_s=timeout_s,
+        facts=facts,
+    )
+
+
+def arrivals_of(
+    measured: list[Dialogue], users: int | None, request_rate: float
+) -> tuple[Poisson | Users, dict[str, Any]]:
+    """How conversations begin, and the rates for the record."""
+    if users is not None:
+        return Users(min(users, len(measured))), {"users": min(users, len(measured))}
+    mean_turns = sum(dialogue.turns for dialogue in measured) / len(measured)
+    per_s = request_rate / mean_turns
+    return Poisson(1.0 / per_s), {
+        "request_rate_per_s": request_rate,
+        "conversation_rate_per_s": round(per_s, 6),
+        "arrival_s_mean": round(1.0 / per_s, 6),
+    }
+
+
+def _source(
+    dataset: str, path: str | None, split: str, on_malformed: OnMalformed, conversations: int, min_turns: int, seed: int
+) -> tuple[Recording, str]:
+    if path is None:
+        published = SHAREGPT if dataset == "sharegpt" else ULTRACHAT
+        return draw(published, conversations, seed, min_turns), f"synthetic, published means of {published.name}"
+    file = Path(path).expanduser()
+    if not file.exists() and file.suffix not in (".json", ".jsonl") and _HUB_NAME.fullmatch(path):
+        return load_from_hub(path, split, on_malformed), f"{path} ({split}) on the hub"
+    return load(path, "sharegpt", on_malformed), file.name
+
+
+def _order(recording: Recording, path: str | None, seed: int) -> list[int]:
+    count = len(recording.conversations)
+    return list(range(count)) if path is None else shuffled(count, seed, "conversations")
+
+
+def _refuse_untrained(free: bool, context: WorkloadContext) -> None:
+    if free and context.force_lengths:
+        raise ConfigError("workload.free=true needs a trained model; with random weights leave it false.")
+
+
+def _positive_rate(request_rate: float) -> None:
+    at_least("request_rate", request_rate, 0)
+    if request_rate == 0:
+        raise ConfigError("workload.request_rate=0 would never send a request; give requests a second.")

@@ -1,0 +1,62 @@
+"""Was the cache at the start what the workload says it was?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pensieve.errors import MeasurementInvalid
+from pensieve.request import TurnRecord
+from pensieve.workload.base import WorkloadPlan
+
+STATES = ("cold", "primed", "carried")
+
+
+def check_start(plan: WorkloadPlan, turns: Sequence[TurnRecord]) -> None:
+    """Hold `plan.cache_state` against the turns of the trial, which tell what was found.
+
+    cold: no measured conversation has history when its first measured turn is admitted. primed: every one has. Both: the
+    very first turn of the trial finds nothing at all. carried: some measured conversation has history that no turn of this
+    trial made. Turns that were never admitted, or whose history nobody knows, say nothing. Raises MeasurementInvalid.
+    """
+    assert plan.cache_state in STATES, plan.cache_state
+    known = [turn for turn in turns if turn.admitted_s is not None and turn.history_tokens is not None]
+    admitted = sorted(known, key=_admitted)
+    first: dict[str, TurnRecord] = {}
+    opened: dict[str, TurnRecord] = {}
+    for turn in admitted:
+        opened.setdefault(turn.session, turn)
+        if turn.phase != "warmup":
+            first.setdefault(turn.session, turn)
+    if not first:
+        return
+    if plan.cache_state == "carried":
+        if not any(_held(turn) for session, turn in first.items() if opened[session] is turn):
+            raise MeasurementInvalid(
+                "The workload goes on with conversations of an earlier run, and the cache held none of them; run that one "
+                "first, on the same engine."
+            )
+        return
+    if _found(admitted[0]):
+        raise MeasurementInvalid(
+            f"The workload starts with a {plan.cache_state} cache, and the first turn of the trial found "
+            f"{_found(admitted[0])} tokens of its prompt there; restart the engine or empty its cache."
+        )
+    for turn in first.values():
+        if (_held(turn) > 0) != (plan.cache_state == "primed"):
+            raise MeasurementInvalid(
+                f"The workload starts with a {plan.cache_state} cache, and {turn.session} had {_held(turn)} tokens of "
+                f"history at its first measured turn (turn {turn.turn}); session names must not repeat what warmed up."
+            )
+
+
+def _admitted(turn: TurnRecord) -> float:
+    assert turn.admitted_s is not None
+    return turn.admitted_s
+
+
+def _held(turn: TurnRecord) -> int:
+    return turn.history_tokens or 0
+
+
+def _found(turn: TurnRecord) -> int:
+    return (turn.gpu_hit_tokens or 0) + (turn.cpu_hit_tokens or 0) + (turn.shared_hit_tokens or 0)

@@ -1,0 +1,64 @@
+"""Two sweeps, or two sets of trials, metric by metric: python runners/compare.py A B. --help says how to name them."""
+
+import argparse
+import os
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+if (CHECKOUT / "pensieve").is_dir():
+    sys.path.insert(0, str(CHECKOUT))
+
+from pensieve.compose import outputs_folder  # noqa: E402
+from pensieve.errors import PensieveError  # noqa: E402
+from pensieve.results.contrast import contrast  # noqa: E402
+from pensieve.results.contrast_table import contrast_table  # noqa: E402
+from pensieve.results.selection import select_trials  # noqa: E402
+from pensieve.results.store import open_store  # noqa: E402
+from pensieve.trial.terminal import console  # noqa: E402
+
+MAIN = (
+    "ttft_ms_mean",
+    "ttft_ms_p99",
+    "tpot_ms_mean",
+    "normalized_latency_ms_mean",
+    "throughput_*",
+    "*hit_rate",
+    "miss_rate",
+)
+EPILOG = """A and B: a sweep's id, "latest", or conditions such as sweep=latest,baseline=pensieve or
+model=tiny,workload.users=6 (columns of table trial, or dotted fields of the configuration).
+Example: python runners/compare.py sweep=latest,baseline=pensieve sweep=latest,baseline=stateless
+The ratio is A / B. Latencies are paired by seed and conversation; everything else has one value a trial,
+and an interval from five seeds on."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("a", metavar="A")
+    parser.add_argument("b", metavar="B")
+    parser.add_argument(
+        "--metrics", default=",".join(MAIN), help="names, * allowed, comma between (default: the main ones)"
+    )
+    parser.add_argument("--all", action="store_true", help="every metric that both have")
+    parser.add_argument("--url-env", help="environment variable with the database's URL (default: outputs/results.db)")
+    options = parser.parse_args()
+    wanted = ["*"] if options.all else [name.strip() for name in options.metrics.split(",")]
+    try:
+        url = os.environ.get(options.url_env) if options.url_env else None
+        if options.url_env and not url:
+            parser.error(f"{options.url_env} is not set; export it with the database's URL")
+        store = open_store(outputs_folder(), url, create=False)
+        found = contrast(store, select_trials(store, options.a), select_trials(store, options.b))
+    except PensieveError as error:
+        print(error, file=sys.stderr)
+        return 1
+    console().print(contrast_table(found, lambda name: any(fnmatch(name, pattern) for pattern in wanted)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

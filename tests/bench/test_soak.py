@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pensieve.bench.exact import CheckedEngine, Mismatch
+from pensieve.bench.soak import Episode, Operation, shrink, soak
+from pensieve.cache.two_tier import TwoTierCache
+
+
+def test_two_hundred_turns_agree_with_the_plain_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert soak(200, seed=7) == 0
+    out = capsys.readouterr().out
+    assert "turns by path" in out
+
+
+def test_a_stale_read_is_found_shrunk_and_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A cache that forgets to swap in: the worker reads blocks that hold NaN."""
+    admit = TwoTierCache.admit
+
+    def careless(self: TwoTierCache, *args: Any) -> Any:
+        admission = admit(self, *args)
+        kept = admission.work[1:] if len(admission.work) > 1 else admission.work  # skips what was dropped
+        return type(admission)(
+            admission.residency,
+            kept,
+            admission.table,
+            admission.swap_in,
+            admission.swapped_tokens,
+            admission.again_tokens,
+        )
+
+    monkeypatch.setattr(TwoTierCache, "admit", careless)
+    assert soak(600, seed=3) == 1
+    out = capsys.readouterr().out
+    assert "operations still show it" in out
+    assert "Episode(3," in out
+
+
+def test_shrinking_keeps_only_what_is_needed() -> None:
+    operations = [Operation("step", count=i) for i in range(20)]
+    least = shrink(operations, lambda some: {3, 11} <= {o.count for o in some})
+    assert [o.count for o in least] == [3, 11]
+
+
+def test_a_wrong_logit_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    episode = Episode(0, 0)
+    original = CheckedEngine._append
+
+    def off(self: CheckedEngine, sequence: Any, token: int, margin: float | None, now_s: float) -> None:
+        logits = self.torch_worker.last_logits
+        logits[sequence.slot] = logits[sequence.slot] + 0.01
+        original(self, sequence, token, margin, now_s)
+
+    monkeypatch.setattr(CheckedEngine, "_append", off)
+    with pytest.raises(Mismatch, match="logits"):
+        episode.run(episode.operations(5))

@@ -1,0 +1,77 @@
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from pensieve.errors import MissingSeries, ResultsError
+from pensieve.results.bundle import bundle_sweep
+from pensieve.results.store import open_store
+from tests.results.trials import add_trial, conversation_turns, open_sweep, trial_fields
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def swept(tmp_path):
+    """A store with two sweeps of two trials; the first also has a failed attempt in the end."""
+    outputs = tmp_path / "outputs"
+    store = open_store(outputs)
+    for key in ("first", "second"):
+        overrides = {"seed": "0", "baseline": "pensieve,stateless", "key": key}
+        sweep = store.open_sweep(key, "chat", "pensieve", "run.py -m", overrides, 2, "host", None)
+        for job, (baseline, ms) in enumerate((("pensieve", 10.0), ("stateless", 20.0))):
+            turns = conversation_turns([ms, ms + 1, ms + 2])
+            tokens = outputs / "runs" / key
+            add_trial(store, sweep, job, baseline, turns, tokens=tokens, platform=key, config={"key": key, "seed": 0})
+    failed = store.begin_trial(trial_fields("pensieve/first/{'key': 'first', 'seed': 0}"))
+    store.link(1, failed, 0, reused=False)
+    store.finish_trial(failed, "failed", error="no")
+    return store
+
+
+def test_a_bundle_redraws_its_figures(swept, tmp_path):
+    path = bundle_sweep(swept, 1, CHECKOUT, tmp_path / "bundle" / "sweep.zip")
+    folder = tmp_path / "elsewhere"
+    with zipfile.ZipFile(path) as archive:
+        archive.extractall(folder)
+    assert sorted(p.name for p in (folder / "configs").iterdir()) == [f"trial-{i}.json" for i in (1, 2, 5)]
+    assert json.loads((folder / "configs" / "trial-1.json").read_text())["key"] == "first"
+    assert "sqlalchemy==" in (folder / "lock.txt").read_text()
+    copy = open_store(folder / "outputs", create=False)
+    assert [(j.job, j.last.id, j.trial.id) for j in copy.trials_of_sweep(1)] == [(0, 5, 1), (1, 2, 2)]
+    assert copy.turns_of(1) == swept.turns_of(1)
+    assert copy.metrics_of(2) == swept.metrics_of(2)
+    (tokens,) = copy.artifacts_of(1, "tokens")
+    assert tokens.path.read_bytes() == swept.artifacts_of(1, "tokens")[0].path.read_bytes()
+    with pytest.raises(ResultsError, match="no sweep 2"):
+        copy.sweep(2)
+    env = {key: value for key, value in os.environ.items() if key not in ("PENSIEVE_OUTPUTS", "PYTHONPATH")}
+    done = subprocess.run(
+        ["sh", "redraw.sh"], cwd=folder, env={**env, "PYTHON": sys.executable}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    drawn = folder / "outputs" / "figures"
+    assert (drawn / "ttft_by_turn.png").stat().st_size > 10_000
+    here = subprocess.run(
+        [sys.executable, str(CHECKOUT / "analysis" / "ttft_by_turn.py"), "--sweep", "1"],
+        env={**env, "PENSIEVE_OUTPUTS": str(swept.root)},
+        check=False,
+    )
+    assert here.returncode == 0
+    assert (drawn / "ttft_by_turn.csv").read_text() == (swept.root / "figures" / "ttft_by_turn.csv").read_text()
+
+
+def test_what_cannot_be_bundled_says_so(tmp_path):
+    store = open_store(tmp_path)
+    sweep = open_sweep(store)
+    with pytest.raises(MissingSeries, match="bundle then"):
+        bundle_sweep(store, sweep, CHECKOUT, tmp_path / "sweep.zip")
+    add_trial(store, sweep, 0, "pensieve", conversation_turns([1.0]))
+    (tmp_path / "file").touch()
+    with pytest.raises(ResultsError, match="another file with --to"):
+        bundle_sweep(store, sweep, CHECKOUT, tmp_path / "file" / "sweep.zip")
+    assert not list(tmp_path.glob("*.partial"))

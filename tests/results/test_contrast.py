@@ -1,0 +1,154 @@
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from pensieve.errors import MissingSeries
+from pensieve.results.contrast import better, contrast
+from pensieve.results.contrast_table import contrast_table
+from pensieve.results.selection import select_trials
+from pensieve.results.store import ResultsStore
+from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep
+
+
+def config(baseline, **workload):
+    return {"baseline": {"name": baseline}, "workload": {"name": "chat", **workload}}
+
+
+def fill(store, seeds=3, users=(3,), slow=2.0, simulated=False, flags=None):
+    """pensieve, and stateless that is `slow` times slower and has half the throughput."""
+    sweep, job = open_sweep(store), 0
+    for seed in range(seeds):
+        for count in users:
+            for baseline, factor in (("pensieve", 1.0), ("stateless", slow)):
+                turns = conversation_turns([factor * (10.0 + seed), factor * 20.0], sessions=4)
+                for turn in turns:
+                    turn.label = "hot" if turn.session in ("s0", "s1") else "cold"
+                metrics = {
+                    "ttft_ms_mean": 1.0, "throughput_output_tok_s": (100.0 + seed) / factor,
+                    "throughput_req_s": 10.0 / factor, "gpu_hit_rate": 0.5 if factor == 1.0 else 0.0,
+                }  # fmt: skip
+                made = add_trial(
+                    store, sweep, job, baseline, turns, metrics, seed=seed, config=config(baseline, users=count),
+                    simulated=simulated,
+                )  # fmt: skip
+                store.set_trial(made, flags=flags or {"load": "closed"})
+                job += 1
+
+
+def contrasts(store, a="baseline=pensieve", b="baseline=stateless"):
+    found = contrast(store, select_trials(store, a), select_trials(store, b))
+    return {(row.group, row.metric, row.label): row for row in found.rows}, found.notes
+
+
+def test_latencies_are_paired_by_seed_and_conversation():
+    store = ResultsStore(MEMORY)
+    fill(store)
+    rows, notes = contrasts(store)
+    row = rows["", "ttft_ms_mean", ""]
+    assert row.ratio == pytest.approx(0.5)
+    assert (row.ci_low, row.ci_high) == pytest.approx((0.5, 0.5))
+    assert (row.n, row.n_unit, row.verdict) == (12, "conversations", "A is better")
+    assert row.b == pytest.approx(2 * row.a)
+    assert "baseline (pensieve in A, stateless in B)" in notes[0]
+    back, _ = contrasts(store, "baseline=stateless", "baseline=pensieve")
+    assert back["", "ttft_ms_mean", ""].ratio == pytest.approx(2.0)
+    assert back["", "ttft_ms_mean", ""].verdict == "B is better"
+
+
+def test_a_trial_gives_one_throughput_and_an_interval_takes_five_seeds():
+    store = ResultsStore(MEMORY)
+    fill(store, seeds=3)
+    row = contrasts(store)[0]["", "throughput_output_tok_s", ""]
+    assert row.ratio == pytest.approx(2.0)
+    assert (row.n, row.n_unit, row.ci_low, row.verdict) == (3, "trials", None, "n = 3, no interval")
+    more = ResultsStore(MEMORY)
+    fill(more, seeds=5)
+    row = contrasts(more)[0]["", "throughput_output_tok_s", ""]
+    assert (row.ci_low, row.ci_high) == pytest.approx((2.0, 2.0))
+    assert row.verdict == "A is better"
+
+
+def test_a_ratio_against_nothing_is_not_one():
+    store = ResultsStore(MEMORY)
+    fill(store, seeds=5)
+    row = contrasts(store)[0]["", "gpu_hit_rate", ""]
+    assert (row.a, row.b, row.ratio) == (0.5, 0.0, None)
+    assert contrasts(store)[0]["", "cpu_hit_rate", ""].verdict == "equal"
+
+
+def test_equal_sides_show_no_difference():
+    store = ResultsStore(MEMORY)
+    fill(store, slow=1.0)
+    row = contrasts(store)[0]["", "ttft_ms_mean", ""]
+    assert row.verdict == "equal"
+
+
+def test_what_else_varies_makes_groups():
+    store = ResultsStore(MEMORY)
+    fill(store, users=(3, 6))
+    rows, _ = contrasts(store)
+    assert {group for group, _, _ in rows} == {"workload.users=3", "workload.users=6"}
+
+
+def test_sides_without_a_group_in_common_are_refused():
+    store = ResultsStore(MEMORY)
+    fill(store, users=(3, 6))
+    b = select_trials(store, "baseline=stateless,workload.users=3")
+    for trial in b:
+        trial.config = config("stateless", users=9)
+    with pytest.raises(MissingSeries, match=r"no workload\.users in common"):
+        contrast(store, select_trials(store, "baseline=pensieve"), b)
+
+
+def test_times_of_a_simulation_and_of_a_device_are_not_compared():
+    store = ResultsStore(MEMORY)
+    fill(store)
+    a, b = select_trials(store, "baseline=pensieve"), select_trials(store, "baseline=stateless")
+    for trial in b:
+        trial.simulated = True
+    with pytest.raises(MissingSeries, match="Simulated and real"):
+        contrast(store, a, b)
+    for trial in b:
+        trial.simulated, trial.contended = False, True
+    with pytest.raises(MissingSeries, match="shared their device"):
+        contrast(store, a, b)
+
+
+def test_seeds_in_common_are_needed():
+    store = ResultsStore(MEMORY)
+    fill(store)
+    with pytest.raises(MissingSeries, match="same seeds"):
+        contrasts(store, "baseline=pensieve,seed=0", "baseline=stateless,seed=1")
+
+
+def test_unequal_achieved_rates_are_said_unless_the_load_waits():
+    for load, said in (("partly open", True), ("closed", False)):
+        store = ResultsStore(MEMORY)
+        fill(store, flags={"load": load})
+        assert any("achieved rates differ" in note for note in contrasts(store)[1]) is said
+
+
+@pytest.mark.parametrize(
+    ("name", "sign"),
+    [
+        ("ttft_ms_p99", -1), ("normalized_latency_ms_mean", -1), ("load_s", -1), ("miss_rate", -1), ("oom_turns", -1),
+        ("throughput_req_s", 1), ("gpu_hit_rate", 1), ("goodput_req_s", 1), ("turns", 0), ("send_lag_ms_p99", -1),
+    ],
+)  # fmt: skip
+def test_which_way_is_better(name, sign):
+    assert better(name) == sign
+
+
+def test_the_table_shows_labels_and_what_is_wanted():
+    store = ResultsStore(MEMORY)
+    fill(store)
+    found = contrast(store, select_trials(store, "baseline=pensieve"), select_trials(store, "baseline=stateless"))
+    console = Console(width=130, record=True, file=StringIO())
+    console.print(contrast_table(found, lambda name: name.startswith("ttft")))
+    text = console.export_text()
+    assert "ttft_ms_mean" in text
+    assert "12 conversations" in text
+    assert "throughput" not in text
+    console.print(contrast_table(found, lambda name: name == "nothing"))
+    assert "No metric of that name" in console.export_text()

@@ -1,0 +1,87 @@
+import csv
+import json
+
+import pyarrow.parquet as pq
+import pytest
+
+from pensieve.errors import MissingSeries, ResultsError
+from pensieve.results.export import baseline_report, export_sweep
+from pensieve.results.store import TURN_COLUMNS, open_store
+from tests.results.trials import add_trial, conversation_turns, open_sweep, turn
+
+FIELDS = ["baseline", "model_id", "prompt_tokens", "new_tokens", "batch_size", "runs", "aggregates"]
+RUN_FIELDS = [
+    "run_id", "total_ms", "per_token_ms", "tokens_generated", "gpu_util_pct", "memory_bw_gbps", "host_to_device_mb",
+    "device_to_host_mb",
+]  # fmt: skip
+
+
+def served(session, number, admitted_s, finished_s, **changed):
+    fields = {
+        "intended_s": admitted_s - 0.5, "admitted_s": admitted_s, "finished_s": finished_s, "prompt_tokens": 40,
+        "latency_ms": (finished_s - admitted_s + 0.5) * 1e3, "h2d_bytes": 2_000_000, **changed,
+    }  # fmt: skip
+    return turn(session, number, tokens=(1, 2, 3, 4), **fields)
+
+
+def test_a_report_has_the_fields_and_the_numbers(tmp_path):
+    store = open_store(tmp_path)
+    sweep = open_sweep(store, seed="0,1")
+    turns = [
+        served("w", 1, 0, 1, phase="warmup"),
+        served("a", 1, 1, 3),
+        served("b", 1, 2, 4),
+        served("a", 2, 3, 4, prompt_tokens=60),
+        served("c", 1, 3, 9, status="timeout"),
+    ]
+    trial = add_trial(store, sweep, 0, "pensieve", turns, {"gpu_util_pct": 55.0})
+    (job,) = store.trials_of_sweep(sweep)
+    report = baseline_report(store, [job])
+    assert list(report) == FIELDS
+    assert [list(run) for run in report["runs"]] == [RUN_FIELDS] * 3
+    assert [run["run_id"] for run in report["runs"]] == [f"{trial}/a/1", f"{trial}/b/1", f"{trial}/a/2"]
+    assert report["runs"][0] == {
+        "run_id": f"{trial}/a/1", "total_ms": 2500.0, "per_token_ms": 625.0, "tokens_generated": 4,
+        "gpu_util_pct": 55.0, "memory_bw_gbps": None, "host_to_device_mb": 2.0, "device_to_host_mb": 0.0,
+    }  # fmt: skip
+    assert (report["baseline"], report["model_id"]) == ("pensieve", "tiny")
+    assert (report["prompt_tokens"], report["new_tokens"]) == (40, 4)
+    assert report["batch_size"] == 2  # a's second turn begins when its first ends
+    assert report["aggregates"] == {
+        "mean_total_ms": pytest.approx((2500 + 2500 + 1500) / 3), "p95_total_ms": 2500.0,
+        "mean_per_token_ms": pytest.approx((625 + 625 + 375) / 3),
+    }  # fmt: skip
+
+
+def test_a_sweep_becomes_files(tmp_path):
+    store = open_store(tmp_path)
+    sweep = open_sweep(store, seed="0,1", cache="demo,small")
+    for job, (seed, cache) in enumerate([(0, "demo"), (1, "demo"), (0, "small"), (1, "small")]):
+        config = {"model": {"name": "tiny", "hub_id": "someone/tiny"}, "cache": {"name": cache}}
+        add_trial(store, sweep, job, "pensieve", conversation_turns([5.0, 6.0]), seed=seed, cache=cache, config=config)
+    paths = export_sweep(store, sweep, tmp_path / "export")
+    assert [path.name for path in paths] == [
+        "pensieve--cache=demo.json", "pensieve--cache=small.json", "turns.csv", "turns.parquet",
+    ]  # fmt: skip
+    report = json.loads(paths[0].read_text())
+    assert report["model_id"] == "someone/tiny"
+    assert len(report["runs"]) == 2 * 6
+    with paths[2].open() as file:
+        rows = list(csv.DictReader(file))
+    table = pq.read_table(paths[3])
+    assert len(rows) == table.num_rows == 4 * 7
+    assert set(TURN_COLUMNS) < set(table.column_names)
+    assert [float(row["ttft_ms"]) for row in rows] == table["ttft_ms"].to_pylist()
+    assert {row["cache"] for row in rows} == {"demo", "small"}
+    assert table["prompt_tokens"].to_pylist() == [None] * 28
+
+
+def test_what_cannot_be_exported_says_so(tmp_path):
+    store = open_store(tmp_path)
+    sweep = open_sweep(store)
+    with pytest.raises(MissingSeries, match="No trial of sweep 1 is completed"):
+        export_sweep(store, sweep, tmp_path / "export")
+    add_trial(store, sweep, 0, "pensieve", conversation_turns([5.0]))
+    (tmp_path / "file").touch()
+    with pytest.raises(ResultsError, match="another folder with --to"):
+        export_sweep(store, sweep, tmp_path / "file" / "export")

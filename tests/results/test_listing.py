@@ -1,0 +1,71 @@
+import time
+
+import pytest
+from sqlalchemy import insert
+
+from pensieve.errors import ResultsError
+from pensieve.metrics import Metric
+from pensieve.results.listing import list_sweeps, list_trials, show_trial
+from pensieve.results.schema import MetricRow, Trial
+from pensieve.results.store import open_store
+from tests.results.trials import add_trial, conversation_turns, open_sweep, trial_fields
+
+
+@pytest.fixture
+def store(tmp_path):
+    return open_store(tmp_path)
+
+
+def test_the_newest_come_first_with_what_tells_them_apart(store):
+    sweep = open_sweep(store, 2, seed="0,1")
+    add_trial(store, sweep, 0, "pensieve", [], {"ttft_ms_p50": 12.345})
+    add_trial(store, sweep, 1, "stateless", [])
+    failed = store.begin_trial(trial_fields("failed", baseline="gpu_only"))
+    store.finish_trial(failed, "failed", error="no")
+    titles, *rows = list_trials(store)
+    assert titles.split()[:3] == ["trial", "status", "baseline"]
+    assert [row.split()[:3] for row in rows] == [
+        ["3", "failed", "gpu_only"], ["2", "completed", "stateless"], ["1", "completed", "pensieve"],
+    ]  # fmt: skip
+    assert rows[2].split()[-3:] == ["12.35", "100", "0.5"]
+    assert rows[0].split()[-3:] == ["-", "-", "-"]
+    assert len(list(list_trials(store, sweep))) == 1 + 2
+    assert [row.split()[0] for row in list_trials(store, status="failed")] == ["trial", "3"]
+    assert len(list(list_trials(store, limit=1))) == 1 + 1
+    assert list(list_sweeps(store))[1].split()[:3] == ["1", "running", "2"]
+    assert list(list_sweeps(store))[1].endswith("seed=0,1")
+
+
+def test_nothing_yet_is_a_line_of_titles(store):
+    assert len(list(list_trials(store))) == len(list(list_sweeps(store))) == 1
+
+
+def test_ten_thousand_trials_list_in_a_second(store):
+    trial = store.begin_trial(trial_fields())
+    store.finish_trial(trial, "completed")
+    with store.database.writing() as connection:
+        row = dict(connection.execute(Trial.__table__.select()).one()._mapping)
+        ids = range(2, 10_001)
+        connection.execute(insert(Trial), [{**row, "id": i, "fingerprint": str(i)} for i in ids])
+        names = [f"metric_{i}" for i in range(20)] + ["ttft_ms_p50", "throughput_output_tok_s", "gpu_hit_rate"]
+        metrics = [{"trial_id": i, "name": n, "label": "", "value": 1.5, "unit": "ms"} for i in ids for n in names]
+        connection.execute(insert(MetricRow), metrics)
+    before = time.process_time()  # not the wall: other tests share this machine
+    lines = list(list_trials(store))
+    assert time.process_time() - before < 1
+    assert len(lines) == 10_001
+    assert lines[1].split()[-3:] == ["1.5"] * 3
+
+
+def test_a_trial_is_shown_whole(store):
+    sweep = open_sweep(store)
+    trial = add_trial(store, sweep, 0, "pensieve", conversation_turns([5.0]), config={"seed": 7})
+    store.add_metrics(trial, [Metric("ttft_ms_p50", 3.0, "ms", "turn=1", 4, "turns")])
+    shown = "\n".join(show_trial(store, trial))
+    for part in ("baseline             pensieve", '"seed": 7', "ttft_ms_p50[turn=1]", "gpu_hit_rate"):
+        assert part in shown
+    failed = store.begin_trial(trial_fields("failed"))
+    store.finish_trial(failed, "failed", error="It broke.", traceback="Traceback: here")
+    assert list(show_trial(store, failed))[-1] == "Traceback: here"
+    with pytest.raises(ResultsError, match="no trial 99"):
+        list(show_trial(store, 99))

@@ -1,0 +1,151 @@
+"""A database of version 1 as it was written then, and what later revisions must do with it."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import create_engine, inspect, text
+
+from pensieve.errors import ResultsError
+from pensieve.results import database, migrate
+from pensieve.results.database import Database
+from pensieve.results.schema import SCHEMA_VERSION, VERSION_TABLE, Base
+from pensieve.results.store import open_store
+from tests.results.test_database import in_another_process
+from tests.results.test_schema import CONTRACT
+
+VERSION_1 = Path(__file__).parent / "version_1.sql"
+
+SECOND = """
+from alembic import op
+from sqlalchemy import Column, Text
+
+revision, down_revision = "0002", "0001"
+
+
+def upgrade():
+    op.execute("DROP VIEW current_trial")
+    with op.batch_alter_table("trial", recreate="always") as table:  # the way that loses rows where foreign keys are on
+        table.add_column(Column("remark", Text, nullable=True))
+        table.alter_column("dtype", nullable=False, server_default="float32")
+    op.execute("UPDATE trial SET remark = 'was ' || status")
+    {more}
+    op.execute("CREATE VIEW current_trial AS SELECT * FROM trial WHERE status = 'completed'")
+"""
+
+
+@pytest.fixture
+def old(tmp_path):
+    """results.db as a Pensieve of version 1 left it."""
+    path = tmp_path / "results.db"
+    with sqlite3.connect(path) as connection:
+        connection.executescript(VERSION_1.read_text(encoding="utf-8"))
+    connection.close()
+    return path
+
+
+@pytest.fixture
+def second(tmp_path, monkeypatch):
+    """A made-up next version."""
+    folder = tmp_path / "versions"
+    folder.mkdir()
+    (folder / "v0002.py").write_text(SECOND.format(more=""))
+    monkeypatch.setattr(migrate, "VERSIONS", (*migrate.VERSIONS, folder))
+    monkeypatch.setattr(database, "SCHEMA_VERSION", "0002")
+    return folder
+
+
+def contents(path):
+    with sqlite3.connect(path) as connection:
+        tables = [t for t in CONTRACT if t != VERSION_TABLE]
+        return {t: connection.execute(f"SELECT * FROM {t} ORDER BY 1, 2, 3").fetchall() for t in tables}
+
+
+def test_a_database_of_version_1_opens_and_reads(old):
+    store = open_store(old.parent)
+    assert store.latest_sweep().overrides == {"seed": "0", "baseline": "pensieve,stateless"}
+    first, second = (job.trial for job in store.trials_of_sweep(1))
+    assert (first.baseline, first.config["model"]["name"], second.baseline) == ("pensieve", "tiny", "stateless")
+    assert first.started_at.isoformat() == "2026-01-02T03:04:05.600000+00:00"
+    assert {m.name: m.value for m in store.metrics_of(1)} == {"ttft_ms_p50": 12.5, "power_w": None}
+    assert [(t.session, t.ttft_ms, t.stream) for t in store.turns_of(1)] == [("a", 12.5, True), ("b", None, False)]
+    assert store.samples_of(1)[0].unit == "blocks"
+    assert store.artifacts_of(1)[0].path == old.parent / "runs/tokens.parquet"
+
+
+def test_an_older_database_is_upgraded_without_loss(old, second):
+    before = contents(old)
+    Database(f"sqlite:///{old}")
+    after = contents(old)
+    assert [row[:-1] for row in after["trial"]] == before["trial"]
+    assert [row[-1] for row in after["trial"]] == ["was completed", "was completed", "was failed"]
+    for table in before.keys() - {"trial"}:
+        assert after[table] == before[table], table
+        assert before[table], f"version_1.sql has no row of {table}"
+    with sqlite3.connect(old) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+        assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
+        assert connection.execute(f"SELECT version_num FROM {VERSION_TABLE}").fetchall() == [("0002",)]
+        connection.execute("PRAGMA foreign_keys=ON")
+        connection.execute("DELETE FROM trial WHERE id = 1")  # what refers to it still does
+        assert connection.execute("SELECT count(*) FROM turn").fetchone() == (0,)
+        connection.rollback()
+    assert Database(f"sqlite:///{old}").shown == str(old)  # once is enough
+
+
+@pytest.mark.parametrize("more", ["raise RuntimeError('power loss')", "op.execute('DELETE FROM sweep')"])
+def test_an_upgrade_that_fails_changes_nothing(old, second, more):
+    (second / "v0002.py").write_text(SECOND.format(more=more))
+    before = contents(old)
+    with pytest.raises((RuntimeError, ResultsError), match=r"power loss|without what they belong to"):
+        Database(f"sqlite:///{old}")
+    assert contents(old) == before
+    with sqlite3.connect(old) as connection:
+        assert connection.execute(f"SELECT version_num FROM {VERSION_TABLE}").fetchall() == [("0001",)]
+
+
+def test_a_process_killed_in_the_middle_of_an_upgrade(old, second):
+    (second / "v0002.py").write_text(SECOND.format(more="__import__('os').kill(__import__('os').getpid(), 9)"))
+    before = contents(old)
+    with pytest.raises(EOFError):
+        in_another_process(Database, f"sqlite:///{old}")
+    assert contents(old) == before
+    (second / "v0002.py").write_text(SECOND.format(more=""))
+    Database(f"sqlite:///{old}")
+    assert [row[-1] for row in contents(old)["trial"]] == ["was completed", "was completed", "was failed"]
+
+
+def test_a_newer_database_is_refused(old, second, monkeypatch):
+    Database(f"sqlite:///{old}")
+    monkeypatch.setattr(migrate, "VERSIONS", migrate.VERSIONS[:1])
+    monkeypatch.setattr(database, "SCHEMA_VERSION", "0001")
+    with pytest.raises(ResultsError, match="schema version 0002, this Pensieve reads 0001"):
+        Database(f"sqlite:///{old}")
+
+
+def test_the_revisions_lead_to_the_schema_that_a_new_database_gets(tmp_path):
+    assert migrate.known_versions()[-1] == SCHEMA_VERSION
+    engine = create_engine(f"sqlite:///{tmp_path / 'step_by_step.db'}")
+    with engine.begin() as connection:
+        migrate.upgrade(connection, SCHEMA_VERSION)
+    new = open_store(tmp_path).database.engine
+    with engine.connect() as stepped, new.connect() as made:
+        compared = MigrationContext.configure(stepped, opts={"version_table": VERSION_TABLE, "compare_type": False})
+        assert compare_metadata(compared, Base.metadata) == []
+        for name in CONTRACT:
+            if name == VERSION_TABLE:
+                continue  # Alembic's own spelling
+            columns = [
+                [
+                    (c["name"], str(c["type"]).replace("DOUBLE", "FLOAT"), c["nullable"])
+                    for c in inspect(x).get_columns(name)
+                ]
+                for x in (stepped, made)
+            ]
+            assert columns[0] == columns[1], name
+            names = [sorted(str(k["name"]) for k in inspect(x).get_indexes(name)) for x in (stepped, made)]
+            assert names[0] == names[1], name
+        views = [x.scalar(text("SELECT sql FROM sqlite_master WHERE name = 'current_trial'")) for x in (stepped, made)]
+        assert views[0] == views[1]

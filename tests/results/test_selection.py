@@ -1,0 +1,62 @@
+import pytest
+
+from pensieve.errors import ResultsError
+from pensieve.results.selection import differences, flat, select_trials
+from pensieve.results.store import ResultsStore
+from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep
+
+
+@pytest.fixture
+def store():
+    made = ResultsStore(MEMORY)
+    sweep = open_sweep(made)
+    job = 0
+    for seed in (0, 1):
+        for baseline in ("pensieve", "stateless"):
+            config = {"seed": seed, "baseline": {"name": baseline}, "workload": {"name": "chat", "users": 3 + seed}}
+            add_trial(made, sweep, job, baseline, conversation_turns([10.0]), seed=seed, config=config)
+            job += 1
+    return made
+
+
+def test_a_sweep_by_its_id_or_as_the_latest(store):
+    assert [t.baseline for t in select_trials(store, "1")] == ["pensieve", "stateless"] * 2
+    assert len(select_trials(store, "latest")) == 4
+    assert len(select_trials(store, "sweep=latest,seed=1")) == 2
+
+
+def test_conditions_are_columns_or_dotted_fields_and_all_hold(store):
+    (found,) = select_trials(store, "baseline=pensieve, workload.users=4")
+    assert (found.baseline, found.seed) == ("pensieve", 1)
+    assert len(select_trials(store, "simulated=false")) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ("baseline=vllm", "baseline is pensieve, stateless"),
+        ("9", "no sweep 9"),
+        ("nonsense", "write a number"),
+        ("workload.nothing=1", "workload.nothing is null|none"),
+    ],
+)
+def test_what_is_not_there_is_said(store, words, part):
+    with pytest.raises(ResultsError, match=part):
+        select_trials(store, words)
+
+
+def test_an_empty_database_has_nothing():
+    with pytest.raises(ResultsError, match="no sweep yet"):
+        select_trials(ResultsStore(MEMORY), "latest")
+    with pytest.raises(ResultsError, match="No completed trial"):
+        select_trials(ResultsStore(MEMORY), "")
+
+
+def test_what_varies_leaves_seeds_out(store):
+    assert differences(select_trials(store, "1")) == {"baseline.name", "workload.users"}
+    assert differences(select_trials(store, "seed=0")) == {"baseline.name"}
+
+
+def test_flat_leaves_out_where_a_trial_is_kept():
+    config = {"a": {"b": 1, "c": True}, "tracking": {"name": "local"}, "hydra": {}, "d": None}
+    assert flat(config) == [("a.b", "1"), ("a.c", "true"), ("d", "none")]

@@ -1,0 +1,238 @@
+"""Whatever dies, nothing finished is lost and nothing is counted twice."""
+
+import importlib.util
+import os
+import random
+import resource
+import sqlite3
+import time
+
+import pytest
+
+from pensieve.results import store as store_module
+from pensieve.results.comparison import comparison_table
+from pensieve.results.store import open_store
+from tests.results.trials import trial_fields
+from tests.runners.sweeping import SHORT, kill, start, wait_until
+
+SWEEP = (*SHORT, "-m", "seed=0,1", "baseline=pensieve,stateless", "tracking.mlflow=false")
+JOBS = 4
+
+
+@pytest.fixture(autouse=True)
+def no_figure(monkeypatch):
+    """The figure costs two seconds a sweep and is drawn from the same rows."""
+    monkeypatch.setattr("pensieve.trial.callback._draw", lambda *_: [])
+
+
+def query(outputs, text):
+    with sqlite3.connect(outputs / "results.db") as connection:
+        return connection.execute(text).fetchall()
+
+
+def said(outputs):
+    return (outputs / "said.txt").read_text()
+
+
+def completed(outputs):
+    """Trial ids by fingerprint, read with SQLite itself; none before there is a database."""
+    try:
+        return query(outputs, "select id, fingerprint from trial where status = 'completed'")
+    except sqlite3.OperationalError:
+        return []
+
+
+def check_whole(outputs, jobs=JOBS):
+    """Every job has exactly one completed trial, with all its turns and tokens; the table counts each once."""
+    assert query(outputs, "pragma integrity_check") == [("ok",)]
+    assert query(outputs, "pragma foreign_key_check") == []
+    trials = completed(outputs)
+    assert len(trials) == len({fingerprint for _, fingerprint in trials}) == jobs
+    assert query(outputs, "select n_expected, status from sweep") == [(jobs, "completed")]
+    assert query(outputs, "select count(*) from trial where status = 'running'") == [(0,)]
+    store = open_store(outputs)
+    (sweep,) = query(outputs, "select id from sweep")[0]
+    results = store.trials_of_sweep(sweep)
+    assert [job.job for job in results] == list(range(jobs))
+    for job in results:
+        assert job.trial is not None
+        turns = store.turns_of(job.trial.id)
+        assert len(turns) == len({(t.session, t.turn) for t in turns}) == job.trial.engine["workload"]["turns"]
+        assert job.value("ttft_ms_mean") is not None
+        (tokens,) = store.artifacts_of(job.trial.id, "tokens")
+        assert tokens.path.is_file()
+    assert not [n for n in comparison_table(store, sweep).comparison.notes if n.startswith("Not completed")]
+    assert sum(row.trials for row in comparison_table(store, sweep).comparison.rows) == jobs
+
+
+def kill_and_resume(outputs, kills, arguments, seconds):
+    """Each time the sweep starts over, runs for a random while and is killed; what was completed stays as it was."""
+    draw = random.Random(kills)
+    finished = []
+    for _ in range(kills):
+        process = start(outputs, *arguments)
+        time.sleep(draw.uniform(0, seconds))
+        kill(process)
+        now = completed(outputs)
+        assert set(finished) <= set(now)
+        finished = now
+        if len(finished) == JOBS:  # begin with nothing again, or the later kills meet a sweep with nothing to do
+            check_finished_then_clear(outputs, arguments)
+            finished = []
+    process = start(outputs, *arguments)
+    process.join(60)
+    assert process.exitcode == 0, said(outputs)
+    assert said(outputs).count("is this one and is completed") == len(finished)
+    check_whole(outputs)
+
+
+def check_finished_then_clear(outputs, arguments):
+    process = start(outputs, *arguments)
+    process.join(60)
+    assert process.exitcode == 0, said(outputs)
+    check_whole(outputs)
+    for file in outputs.glob("results.db*"):
+        file.unlink()
+
+
+def test_a_sweep_killed_at_random_moments_resumes(tmp_path):
+    kill_and_resume(tmp_path / "outputs", 5, SWEEP, 1.6)
+
+
+@pytest.mark.slow
+def test_a_sweep_killed_at_fifty_random_moments_resumes(tmp_path):
+    kill_and_resume(tmp_path / "outputs", 50, SWEEP, 1.6)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("joblib") is None
+    or importlib.util.find_spec("hydra_plugins.hydra_joblib_launcher") is None,
+    reason="hydra-joblib-launcher is not installed",
+)
+@pytest.mark.slow
+def test_joblib_runs_a_sweep_and_resumes_it(tmp_path):
+    outputs = tmp_path / "outputs"
+    arguments = (*SWEEP, "hydra/launcher=joblib_2")
+    process = start(outputs, *arguments)
+    wait_until(lambda: completed(outputs))
+    os.kill(process.pid, 9)  # the parent only: its workers must end by themselves
+    process.join()
+    pids = [pid for (pid,) in query(outputs, "select distinct pid from trial")]
+    assert process.pid not in pids
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), 30)
+    finished = completed(outputs)
+    process = start(outputs, *arguments)
+    process.join(100)
+    assert process.exitcode == 0, said(outputs)
+    assert set(finished) <= set(completed(outputs))
+    check_whole(outputs)
+
+
+def test_a_failed_trial_does_not_stop_the_others(tmp_path, monkeypatch):
+    outputs = tmp_path / "outputs"
+    monkeypatch.setenv("CRASH", "error")
+    monkeypatch.setenv("CRASHES", "2")
+    monkeypatch.setenv("CRASH_COUNT", str(tmp_path / "crashes"))
+    crashing = (*SWEEP, "++eviction._target_=tests.trial.crashing.Crash")
+    process = start(outputs, *crashing)
+    process.join(60)
+    assert process.exitcode == 1
+    found = query(outputs, "select status, error, traceback from sweep_trial join trial on id = trial_id order by job")
+    assert [status for status, _, _ in found] == ["failed", "failed", "completed", "completed"]
+    for _, error, trace in found[:2]:
+        assert "it broke" in error
+        assert trace.startswith("Traceback")
+    assert query(outputs, "select status from sweep") == [("failed",)]
+    assert said(outputs).count("failed. RuntimeError: it broke") == 2
+    assert "Traceback" not in said(outputs)
+    monkeypatch.setenv("CRASHES", "1000")
+    process = start(outputs, *crashing, "trial.fail_fast=true")
+    process.join(60)
+    assert process.exitcode == 1
+    assert len(query(outputs, "select 1 from trial")) == 4 + 1  # the first failed again, and nothing came after it
+    assert query(outputs, "select count(*) from sweep") == [(1,)]
+    monkeypatch.setenv("CRASHES", "0")
+    process = start(outputs, *crashing)
+    process.join(60)
+    assert process.exitcode == 0, said(outputs)
+    check_whole(outputs)
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_in_a_sweep(tmp_path, monkeypatch):
+    outputs = tmp_path / "outputs"
+    process = start(outputs, *SHORT, "-m", "seed=0", "baseline=pensieve", "tracking.mlflow=false")
+    process.join(60)
+    limit = max(file.stat().st_size for file in outputs.glob("results.db*")) + 20_000
+
+    def limited(*arguments):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        run(*arguments)
+
+    import signal
+
+    from tests.runners import sweeping
+
+    run = sweeping._sweep
+    with monkeypatch.context() as patch:
+        patch.setattr(sweeping, "_sweep", limited)
+        previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # EFBIG instead, as Python itself asks for
+        try:
+            process = start(outputs, *SWEEP)
+            process.join(60)
+        finally:
+            signal.signal(signal.SIGXFSZ, previous)
+    assert process.exitcode == 1
+    assert "Traceback" not in said(outputs)
+    assert "disk" in said(outputs)
+    assert query(outputs, "pragma integrity_check") == [("ok",)]
+    assert len(completed(outputs)) < JOBS
+    process = start(outputs, *SWEEP)
+    process.join(60)
+    assert process.exitcode == 0, said(outputs)
+    assert len(completed(outputs)) == JOBS
+
+
+def test_a_database_that_stays_locked(tmp_path, monkeypatch):
+    monkeypatch.setattr("pensieve.results.database.BUSY_TIMEOUT_S", 0.2)
+    outputs = tmp_path / "outputs"
+    open_store(outputs)
+    holder = sqlite3.connect(outputs / "results.db", isolation_level=None)
+    holder.execute("BEGIN IMMEDIATE")
+    process = start(outputs, *SWEEP)
+    process.join(60)
+    assert process.exitcode == 1
+    assert "stayed locked" in said(outputs)
+    holder.execute("ROLLBACK")
+    holder.close()
+    process = start(outputs, *SWEEP)
+    process.join(60)
+    assert process.exitcode == 0, said(outputs)
+    check_whole(outputs)
+
+
+def test_a_damaged_database_is_left_alone(tmp_path):
+    outputs = tmp_path / "outputs"
+    outputs.mkdir()
+    (outputs / "results.db").write_bytes(b"these are my notes\n" * 500)
+    process = start(outputs, *SWEEP)
+    process.join(60)
+    assert process.exitcode == 1
+    assert "is damaged" in said(outputs)
+    assert len(said(outputs).strip().splitlines()) <= 2, said(outputs)
+    assert (outputs / "results.db").read_bytes() == b"these are my notes\n" * 500
+
+
+def test_a_clock_that_steps_back(tmp_path, monkeypatch):
+    from datetime import UTC, datetime, timedelta
+
+    store = open_store(tmp_path)
+    first = store.begin_trial(trial_fields())
+    store.finish_trial(first, "completed")
+    monkeypatch.setattr(store_module, "_now", lambda: datetime.now(UTC) - timedelta(hours=2))
+    second = store.begin_trial(trial_fields())
+    store.heartbeat(second)
+    assert store.interrupt_dead() == 0  # alive by its process, whatever the clock says
+    store.finish_trial(second, "completed")
+    assert store.trial(second).started_at < store.trial(first).started_at
+    assert store.completed_trial("f").id == second  # newest by attempt, not by time

@@ -1,0 +1,85 @@
+"""runners/results.py as a user types it, on one sweep."""
+
+import io
+import json
+import sqlite3
+import zipfile
+from contextlib import redirect_stderr, redirect_stdout
+from types import SimpleNamespace
+
+import pytest
+
+from runners.results import main
+from tests.runners.sweeping import SHORT, start
+from tests.runners.test_run import run
+
+ARGUMENTS = (*SHORT, "-m", "seed=0", "baseline=pensieve,stateless", "tracking.mlflow=false")
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    outputs = tmp_path_factory.mktemp("results") / "outputs"
+    process = start(outputs, *ARGUMENTS)
+    process.join(100)
+    assert process.exitcode == 0, (outputs / "said.txt").read_text()
+    return outputs
+
+
+def results(outputs, *arguments, status=0):
+    """In this process: the imports of a new one would take most of the test."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setenv("PENSIEVE_OUTPUTS", str(outputs))
+        found = main(list(arguments))
+    assert found == status, out.getvalue() + err.getvalue()
+    return SimpleNamespace(stdout=out.getvalue(), stderr=err.getvalue())
+
+
+def test_list_and_show(swept):
+    lines = results(swept, "list").stdout.splitlines()
+    assert lines[1].startswith("1      completed")
+    assert [line.split()[:3] for line in lines[4:]] == [["2", "completed", "stateless"], ["1", "completed", "pensieve"]]
+    assert "ttft_ms_p50" in results(swept, "show", "1").stdout
+    wrong = results(swept, "show", "99", status=1)
+    assert wrong.stderr.strip().startswith("There is no trial 99")
+    assert len(wrong.stderr.strip().splitlines()) == 1
+
+
+def test_export_and_bundle(swept, tmp_path):
+    paths = results(swept, "export", "--to", str(tmp_path / "export")).stdout.split()
+    assert [path.rpartition("/")[2] for path in paths] == [
+        "pensieve.json", "stateless.json", "turns.csv", "turns.parquet",
+    ]  # fmt: skip
+    report = json.loads((tmp_path / "export" / "stateless.json").read_text())
+    assert report["baseline"] == "stateless"
+    assert report["aggregates"]["mean_total_ms"] > 0
+    bundle = results(swept, "bundle", "1", "--to", str(tmp_path / "b.zip")).stdout.strip()
+    with zipfile.ZipFile(bundle) as archive:
+        assert {"outputs/results.db", "redraw.sh", "lock.txt", "configs/trial-1.json"} <= set(archive.namelist())
+
+
+def test_reproduce_then_prune(swept):
+    done = results(swept, "reproduce", "1")
+    assert "Trial 3 repeats trial 1." in done.stdout
+    assert "Outputs are identical, token for token, in 16 turns." in done.stdout
+    assert "differs" not in done.stderr
+    with sqlite3.connect(swept / "results.db") as connection:
+        attempts = connection.execute("select attempt, config from trial where id in (1, 3) order by id").fetchall()
+        assert [attempt for attempt, _ in attempts] == [1, 2]
+        assert attempts[0][1] == attempts[1][1]
+        connection.execute("update trial set code_hash = 'old', platform = 'device=old' where id = 3")
+    changed = results(swept, "reproduce", "3")
+    assert "The code differs" in changed.stderr
+    assert "The platform differs: the trial ran on 'device=old', this is 'sim'." in changed.stderr
+    asked = results(swept, "prune").stdout
+    assert "add --yes" in asked
+    assert "trial 1 (completed, replaced by trial" in asked
+    assert "are gone" in results(swept, "prune", "--yes").stdout
+    assert results(swept, "prune").stdout.strip() == "There is nothing to prune."
+
+
+def test_without_results_it_says_what_to_run(tmp_path):
+    done = run(tmp_path / "nowhere", "list", script="results.py")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "run `python runners/run.py -m` first" in done.stderr

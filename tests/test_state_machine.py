@@ -1,0 +1,120 @@
+"""Hypothesis drives conversations against a tiny model: every invariant after every step, every token as the plain model."""
+
+from __future__ import annotations
+
+from functools import cache as remember
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from pensieve.bench.exact import CheckedEngine
+from pensieve.cache.prefix import PrefixCache
+from pensieve.cache.slots import SlotCache
+from pensieve.cache.stateless import StatelessCache
+from pensieve.cache.two_tier import TwoTierCache
+from pensieve.eviction.adaptive_retention import AdaptiveRetention
+from pensieve.eviction.conversation_lru import ConversationLru
+from pensieve.eviction.fifo import Fifo
+from pensieve.eviction.lru import Lru
+from pensieve.eviction.retention_value import RetentionValue
+from pensieve.request import Length, Request, Sampling, TurnRecord, tokens_of
+from pensieve.scheduler.composition import split, unified
+from pensieve.scheduler.settings import SchedulerSettings
+from tests.simulated import policy_context
+from tests.worker.torch.driver import tiny_model
+
+model_of = remember(tiny_model)
+NAMES = st.sampled_from("abcde")
+CHUNK = 4
+
+
+class Serving(RuleBasedStateMachine):
+    @initialize(
+        gpu=st.integers(10, 30),
+        cpu=st.sampled_from([0, 3, 12, 40]),
+        make=st.sampled_from([TwoTierCache, TwoTierCache, TwoTierCache, StatelessCache, PrefixCache, SlotCache]),
+        policy=st.sampled_from([RetentionValue, Lru, Fifo, ConversationLru, AdaptiveRetention]),
+        composition=st.sampled_from([unified, split]),
+        budget=st.sampled_from([3, 10, 64]),
+        requests=st.sampled_from([1, 3, 8]),
+    )
+    def start(self, gpu: int, cpu: int, make: Any, policy: Any, composition: Any, budget: int, requests: int) -> None:
+        cache = make(policy=policy(policy_context(CHUNK, gpu, cpu)), chunk_tokens=CHUNK, gpu_blocks=gpu, cpu_blocks=cpu)
+        limits = SchedulerSettings(composition=composition, max_batch_tokens=budget, max_batch_requests=requests)
+        self.engine = CheckedEngine(model_of("llama"), cache, limits, 512)
+        self.number = 0
+        self.finished: dict[int, TurnRecord] = {}
+
+    def submit(self, name: str, prompt: Any, output: int, continues: bool, temperature: float) -> None:
+        self.number += 1
+        sampling = Sampling(temperature=temperature, seed=self.number)
+        self.engine.submit(
+            Request(self.number, name, self.number, prompt, Length(output), sampling, continues=continues)
+        )
+
+    @rule(name=NAMES, tokens=st.lists(st.integers(3, 96), min_size=1, max_size=14), output=st.integers(1, 12))
+    def ask(self, name: str, tokens: list[int], output: int) -> None:
+        self.submit(name, tokens_of(tokens), output, True, 0.0)
+
+    @rule(
+        name=NAMES, tokens=st.lists(st.integers(3, 96), min_size=1, max_size=6), temperature=st.sampled_from([0.0, 1.0])
+    )
+    def ask_sampled(self, name: str, tokens: list[int], temperature: float) -> None:
+        self.submit(name, tokens_of(tokens), 3, True, temperature)
+
+    @rule(name=NAMES, share=st.floats(0, 1), tokens=st.lists(st.integers(3, 96), min_size=1, max_size=6))
+    def edit(self, name: str, share: float, tokens: list[int]) -> None:
+        session = self.engine.cache.find(name)
+        kept = session.tokens[: int(share * len(session.tokens))] if session else tokens_of([])
+        self.submit(name, kept + tokens_of(tokens), 2, False, 0.0)
+
+    @rule(steps=st.integers(1, 8))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            for event in self.engine.step():
+                if event.turn is not None:
+                    assert event.request_id not in self.finished, "a request finishes exactly once"
+                    self.finished[event.request_id] = event.turn
+
+    @rule(name=NAMES)
+    def forget(self, name: str) -> None:
+        self.engine.forget(name)
+
+    @rule(back=st.integers(0, 3))
+    def cancel(self, back: int) -> None:
+        self.engine.cancel(self.number - back, "cancelled")
+
+    @invariant()
+    def the_records_add_up(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        self.engine.cache.check()
+        for turn in self.finished.values():
+            if turn.history_tokens is None:
+                assert turn.status in ("refused", "cancelled")
+                continue
+            hits = (turn.gpu_hit_tokens or 0) + (turn.cpu_hit_tokens or 0)
+            assert hits + (turn.recomputed_tokens or 0) == turn.history_tokens
+            assert turn.history_tokens + (turn.new_tokens or 0) == turn.prompt_tokens
+            assert (turn.new_tokens or 0) >= max(1, turn.shared_hit_tokens or 0)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for turn in self.engine.run():
+            assert turn.request_id not in self.finished
+            self.finished[turn.request_id] = turn
+        assert len(self.finished) == self.number, "every request finishes"
+        self.engine.forget(None)
+        while self.engine.step() or self.engine.progressed:
+            pass
+        assert self.engine.cache.available == self.engine.cache.gpu_blocks, "nothing leaks"
+        self.engine.torch_worker.close()
+
+
+Serving.TestCase.settings = settings(
+    max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
+TestServing = Serving.TestCase

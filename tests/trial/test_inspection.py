@@ -1,0 +1,42 @@
+import pytest
+
+from pensieve.compose import options, plan_trial
+from pensieve.trial.inspection import inspection_of, lines, show, wanted
+from tests.composed import SHORT, checked
+
+NEEDS_A_FILE = {"trace"}
+
+
+@pytest.mark.parametrize("workload", sorted(set(options("workload")) - NEEDS_A_FILE))
+def test_every_workload_can_be_inspected_without_an_engine(workload):
+    config = checked(f"workload={workload}", "workload.inspect=true")
+    assert wanted(config)
+    plan = plan_trial(config)
+    found = inspection_of(plan)
+    assert found.plan.load in ("open", "closed", "partly open")
+    page = "\n".join(lines(plan, found))
+    for part in (
+        "sessions",
+        "measured",
+        "prompt tokens a turn",
+        "reuse",
+        "rates",
+        "working set",
+        "x cache.gpu (3,072)",
+    ):
+        assert part in page
+
+
+def test_a_workload_that_does_not_fit_is_shown_and_says_so():
+    plan = plan_trial(checked("cache.gpu=512 tokens", "workload.pressure=0"))
+    assert any("does not fit into cache.gpu" in line for line in lines(plan, inspection_of(plan)))
+
+
+def test_the_same_workload_is_shown_once(capsys):
+    one, other = (checked(*SHORT, f"baseline={name}") for name in ("pensieve", "stateless"))
+    show([one, other, checked(*SHORT, "seed=1")])
+    assert capsys.readouterr().out.count("workload=chat") == 2
+
+
+def test_nothing_is_inspected_unless_asked():
+    assert not wanted(checked())

@@ -1,0 +1,61 @@
+"""Agents whose context outgrows cache.gpu: the point where memory runs out is reached, and recorded."""
+
+import pytest
+
+from pensieve.compose import build_system, build_tokenizer, build_workload, plan_trial
+from pensieve.metrics import summarise
+from pensieve.replay import replay
+from tests.composed import checked
+
+GROWTH = ("workload.reason_tokens=192", "workload.reason_output=32", "workload.observation_tokens=64",
+          "workload.reflect_output=24", "workload.act_s=0.1")  # fmt: skip
+A_STEP = 192 + 32 + 64 + 24
+
+
+def run(*overrides):
+    plan = plan_trial(checked("workload=agents", *GROWTH, *overrides))
+    tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, plan.device.simulated)
+    workload, _ = build_workload(plan, tokenizer)
+    system = build_system(plan, tokenizer)
+    started = system.start()
+    try:
+        record = replay(system, workload)
+    finally:
+        system.close()
+    return record, {(m.name, m.label): m.value for m in summarise(record.measurement, started)}
+
+
+@pytest.mark.parametrize("baseline", ["pensieve", "gpu_only", "stateless"])
+def test_the_out_of_memory_point_is_where_a_context_outgrows_the_device(baseline):
+    """Blocks of 32 in 1,024 tokens: the third reflection ends at 936 tokens, the fourth reason needs 1,160."""
+    record, metrics = run(
+        f"baseline={baseline}", "cache.gpu=1024 tokens", "workload.agents=3", "workload.steps=6"
+    )  # fmt: skip
+    refused = [turn for turn in record.turns if turn.status == "refused"]
+    assert {(turn.turn, turn.phase, turn.finish_reason) for turn in refused} == {(7, "reason", "capacity")}
+    assert 3 * A_STEP < 1024 < 3 * A_STEP + 192 + 32
+    assert len(refused) == 3, "every agent meets it, and ends there"
+    assert metrics["oom_turns", ""] == 3
+    assert metrics["turns", "refused"] == 3
+    assert record.flags["oom"].startswith("3 turns did not fit into the GPU tier; the first: The request needs")
+    assert all(turn.status == "completed" for turn in record.turns if turn.turn < 7)
+
+
+def test_more_agents_than_memory_holds_wait_or_are_evicted_but_none_is_refused():
+    record, metrics = run("cache.gpu=1024 tokens", "workload.agents=8", "workload.steps=3")
+    assert metrics["oom_turns", ""] == 0
+    assert "oom" not in record.flags
+    assert metrics["turns", "completed"] == 8 * 6
+    assert metrics["miss_rate", ""] > 0
+    assert metrics["queue_ms_p99", ""] > 0
+
+
+def test_the_limit_holds_on_the_cpu():
+    record, metrics = run(
+        "hardware=cpu", "model.architecture.num_hidden_layers=2", "cache.gpu=256 tokens", "cache.cpu=128 tokens",
+        "workload.agents=1", "workload.act_s=0", "workload.reason_tokens=96", "workload.reason_output=4",
+        "workload.observation_tokens=32", "workload.reflect_output=4",
+    )  # fmt: skip
+    assert metrics["oom_turns", ""] == 1
+    refused = [turn.turn for turn in record.turns if turn.status == "refused"]
+    assert refused == [4], "the second reflection would end at 272 tokens"

@@ -1,0 +1,160 @@
+"""The fused forwards against transformers' own, packed and joined; how one is chosen, and refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pensieve.plan import Row, Sample
+from pensieve.specs import ModelSpec
+from pensieve.worker.torch import model as loading
+from pensieve.worker.torch.attention import Iteration
+from pensieve.worker.torch.batch import BlockTables, build_batch
+from pensieve.worker.torch.fused import build_fused
+from pensieve.worker.torch.fused.decoder import FusedModel
+from pensieve.worker.torch.fused.linear import Linear, packable
+from pensieve.worker.torch.kv_tensors import KvTensors
+from pensieve.worker.torch.model import LoadedModel, load_model
+from tests.worker.torch.driver import ARCHITECTURES, Driver, plain_logits, random_tokens, tiny_model, tiny_spec
+
+CHUNK = 8
+
+
+def _logits(forward: Any, model: LoadedModel, tokens: list[int], wanted: list[int]) -> torch.Tensor:
+    """[len(wanted), vocab] of one prompt in scattered blocks that hold NaN before."""
+    pool = KvTensors(model.spec, CHUNK, 16, 0, model.device, model.dtype)
+    pool.gpu.fill_(float("nan"))
+    tables = BlockTables()
+    tables.overwrite(0, 0, (11, 3, 14, 0, 9, 6))
+    row = Row(0, ((0, len(tokens)),), tuple(tokens), Sample(len(tokens)))
+    batch = build_batch([row], tables, {}, CHUNK, model.device)
+    with torch.inference_mode():
+        logits: torch.Tensor = forward(Iteration(batch, pool.gpu_tokens(), CHUNK), torch.tensor(wanted))
+    return logits
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+@pytest.mark.parametrize(
+    ("length", "wanted"), [(1, [0]), (2, [1]), (3, [0, 2]), (4, [3]), (37, [36]), (37, [0, 5, 20, 21, 36])]
+)
+def test_equals_transformers(
+    name: str, pack: bool, length: int, wanted: list[int], model_of: Callable[..., LoadedModel]
+) -> None:
+    model = model_of(name)
+    fused = _BUILT.setdefault((name, pack), build_fused(copy.deepcopy(model.module), pack))
+    assert isinstance(fused, FusedModel), fused
+    assert fused.packed == pack
+    tokens = random_tokens(length, 3).tolist()
+    logits = _logits(fused, model, tokens, wanted)
+    expected = plain_logits(model, tokens)[wanted]
+    assert logits.shape == expected.shape
+    assert float((logits - expected).abs().max()) <= 1e-4
+
+
+_BUILT: dict[tuple[str, bool], FusedModel | str] = {}
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_joined_weights_exist_once(name: str, model_of: Callable[..., LoadedModel], tmp_path: Path) -> None:
+    """The module's parameters are views of the joined ones, say the same as before, and can still be saved."""
+    module = copy.deepcopy(model_of(name).module)
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    memory = _storage_bytes(module)
+    fused = build_fused(module, pack=False)
+    assert isinstance(fused, FusedModel)
+    assert _storage_bytes(module) == memory
+    for key, value in module.state_dict().items():
+        assert torch.equal(value, before[key]), key
+    first = [p for p in module.parameters() if p.dim() == 2][-1]
+    assert not first.requires_grad
+    module.save_pretrained(tmp_path)
+    spec = ModelSpec.from_architecture(name, module.config.to_dict())
+    again = load_model(spec, str(tmp_path), None, None, 0, "cpu", threads=1)
+    assert torch.equal(plain_logits(again, [5, 6, 7]), plain_logits(model_of(name), [5, 6, 7]))
+
+
+def _storage_bytes(module: torch.nn.Module) -> int:
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in module.parameters()}
+    return sum(storages.values())
+
+
+def test_only_float32_weights_on_a_cpu_that_fit_twice_are_packed(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert packable(llama.module)
+    assert not packable(copy.deepcopy(llama.module).to(torch.bfloat16))
+    little = type("Memory", (), {"available": llama.spec.weight_bytes, "total": 2**40})
+    monkeypatch.setattr("pensieve.worker.torch.fused.linear.psutil.virtual_memory", lambda: little)
+    assert not packable(llama.module)
+    assert tiny_model("llama").forward.name == "fused"
+
+
+def test_a_linear_of_modules_with_and_without_bias_is_our_own_bug() -> None:
+    with pytest.raises(AssertionError, match="have a bias"):
+        Linear([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, bias=False)], pack=False)
+
+
+def test_what_runs_is_in_the_settings(model_of: Callable[..., LoadedModel]) -> None:
+    settings = Driver(model_of("llama")).worker.settings()
+    assert (settings["forward"], settings["forward_note"]) == ("fused, packed weights", "")
+    settings = Driver(model_of("llama", fused=False)).worker.settings()
+    assert (settings["forward"], settings["forward_note"]) == ("transformers", "asked for")
+
+
+def _phi3() -> ModelSpec:
+    return ModelSpec.from_architecture(
+        "phi3", {**ARCHITECTURES["llama"], "model_type": "phi3", "pad_token_id": 0, "eos_token_id": 2}
+    )
+
+
+def test_other_architectures_run_on_transformers() -> None:
+    model = load_model(_phi3(), "random", None, None, 0, "cpu", threads=1)
+    assert model.forward.name == "transformers"
+    assert "phi3" in model.forward_note
+    driver = Driver(model)
+    driver.step(driver.prompt_row(0, random_tokens(20, 0)))
+    driver.check_logits(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("opt", {"do_layer_norm_before": False}, "layer norms after"),
+        ("opt", {"word_embed_proj_dim": 32}, "projected embeddings"),
+        ("llama", {"hidden_act": "mish"}, "activation mish"),
+        ("gpt2", {"activation_function": "mish"}, "activation mish"),
+    ],
+)
+def test_variants_without_a_fused_forward(name: str, changes: dict[str, Any], words: str) -> None:
+    model = load_model(tiny_spec(name, **changes), "random", None, None, 0, "cpu", threads=1)
+    assert model.forward.name == "transformers"
+    assert words in model.forward_note
+
+
+def test_a_fused_forward_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = build_fused
+
+    def wrong(module: Any) -> Any:
+        fused = right(module)
+        assert isinstance(fused, FusedModel)
+        return type("Wrong", (), {"name": "fused", "__call__": lambda self, *given: fused(*given) * 1.01})()
+
+    monkeypatch.setattr(loading, "build_fused", wrong)
+    model = tiny_model("llama")
+    assert model.forward.name == "transformers"
+    assert "fails its self-check" in model.forward_note
+    assert model.self_check_difference < 1e-4
+
+
+def test_modules_of_another_make_are_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = copy.deepcopy(tiny_model("llama").module)
+    del module.model.layers[0].self_attn.scaling
+    built = build_fused(module)
+    assert isinstance(built, str)
+    assert "scaling" in built

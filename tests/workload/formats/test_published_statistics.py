@@ -1,0 +1,92 @@
+"""The loaders, held against what is published about real files. Skipped where the files are not beside the checkout."""
+
+import functools
+from itertools import pairwise
+from statistics import mean, pstdev
+
+import pytest
+
+from pensieve.statistics import nearest_rank
+from pensieve.workload.formats import load
+from pensieve.workload.reuse import block_reuse, recorded_blocks
+from tests.shared_data import shared
+
+
+def lengths(recording):
+    calls = [call for conversation in recording.conversations for call in conversation.calls]
+    return [call.content.tokens for call in calls], [call.reply for call in calls]
+
+
+def mean_p50_p99(values):
+    return round(mean(values)), nearest_rank(values, 0.5), nearest_rank(values, 0.99)
+
+
+@functools.cache
+def mooncake():
+    return load(shared("mooncake/conversation_trace.jsonl"), "mooncake")
+
+
+def test_mooncake_lengths():
+    prompts, replies = lengths(mooncake())
+    assert len(prompts) == 12_031
+    assert mean_p50_p99(prompts) == pytest.approx((12_035, 6_909, 85_400), rel=1e-3)
+    assert mean_p50_p99(replies) == pytest.approx((343, 350, 1_119), rel=2e-3)
+
+
+def test_mooncake_repeats():
+    requests, block_tokens = recorded_blocks(mooncake())
+    reuse = block_reuse(requests, block_tokens)
+    assert block_tokens == 512
+    assert (reuse.unique_blocks, reuse.blocks) == (182_790, 288_500)
+    assert reuse.block_rate == pytest.approx(0.366, abs=5e-4)
+    assert reuse.token_rate == pytest.approx(0.374, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("capacity_tokens", "published"), [(2.6e6, 0.112), (5.1e6, 0.210), (10e6, 0.285), (26e6, 0.355)]
+)
+def test_mooncake_under_least_recently_used(capacity_tokens, published):
+    requests, block_tokens = recorded_blocks(mooncake())
+    assert block_reuse(requests, block_tokens, capacity_tokens).block_rate == pytest.approx(published, abs=6e-4)
+
+
+def test_mooncake_conversations_share_what_the_rule_says():
+    recording = mooncake()
+    assert recording.facts["shared_prefix_blocks"] == 1
+    assert recording.requests == 12_031
+    assert len(recording.conversations) == 7_373
+    for conversation in recording.conversations:
+        held = set()
+        for place, call in enumerate(conversation.calls):
+            assert bool(held & set(call.content.hashes[1:])) == (place > 0)
+            held |= set(call.content.hashes)
+
+
+def test_azure():
+    recording = load(shared("azure/AzureLLMInferenceTrace_conv.csv"), "azure")
+    prompts, replies = lengths(recording)
+    assert len(prompts) == len(recording.conversations) == 19_366
+    assert mean_p50_p99(prompts) == pytest.approx((1_155, 1_020, 4_142), rel=2e-3)
+    assert mean_p50_p99(replies) == pytest.approx((211, 129, 601), rel=4e-3)
+    times = [conversation.calls[0].at_s for conversation in recording.conversations]
+    gaps = [after - before for before, after in pairwise(times)]
+    assert min(gaps) >= 0 and times[0] == 0 and 57 * 60 < times[-1] < 59 * 60
+    assert pstdev(gaps) / mean(gaps) == pytest.approx(1.09, abs=0.01)
+
+
+def test_mt_bench_101():
+    recording = load(shared("mt_bench_101/mtbench101.jsonl"), "mt_bench_101")
+    turns = [len(conversation.calls) for conversation in recording.conversations]
+    assert (len(turns), sum(turns), max(turns)) == (1_388, 4_208, 7)
+    assert (round(mean(turns), 2), nearest_rank(turns, 0.5), nearest_rank(turns, 0.99)) == (3.03, 3, 5)
+
+
+def test_agent_sessions_go_on_where_the_call_before_ended():
+    recording = load(shared("agent_sessions"), "agent_jsonl")
+    assert len(recording.conversations) == 10
+    shares = []
+    for conversation in recording.conversations:
+        for before, after in pairwise(conversation.calls):
+            assert after.content.text.startswith(before.content.text)
+            shares.append(len(before.content.text) / len(after.content.text))
+    assert mean(shares) == pytest.approx(0.94, abs=0.01)

@@ -1,0 +1,115 @@
+"""ShareGPT, UltraChat, MT-Bench-101 and agents' sessions, from a few entries each."""
+
+import json
+
+import pytest
+
+from pensieve.errors import MalformedInput
+from pensieve.workload.formats import load
+
+
+def said(recording):
+    return {one.id: [(call.content.text, call.reply.text) for call in one.calls] for one in recording.conversations}
+
+
+def sharegpt(*messages, name="c"):
+    return {"id": name, "conversations": [{"from": who, "value": text} for who, text in messages]}
+
+
+def write(path, content):
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_sharegpt_pairs_up_messages(tmp_path):
+    entries = [
+        sharegpt(("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d"), name="whole"),
+        sharegpt(("gpt", "left over"), ("human", "a"), ("gpt", "b"), ("human", "unanswered"), name="from the middle"),
+        sharegpt(("system", "be nice"), ("user", "a"), ("chatgpt", "b"), name="other names"),
+        sharegpt(("human", "a"), ("gpt", "b"), ("gpt", "b2"), ("human", "c"), ("gpt", "d"), name="breaks"),
+        sharegpt(("human", "a"), name="no answer"),
+        sharegpt(name="empty"),
+    ]
+    recording = load(write(tmp_path / "s.json", entries), "sharegpt")
+    assert said(recording) == {
+        "whole": [("a", "b"), ("c", "d")],
+        "from the middle": [("a", "b")],
+        "other names": [("a", "b")],
+        "breaks": [("a", "b")],
+    }
+    assert recording.facts["conversations_without_a_pair"] == 2
+    assert not recording.timed
+    assert recording.conversations[0].calls[1].continues
+
+
+def test_conversations_of_one_name_stay_apart(tmp_path):
+    pair = (("human", "a"), ("gpt", "b"))
+    recording = load(
+        write(tmp_path / "s.json", [sharegpt(*pair), sharegpt(*pair), {**sharegpt(*pair), "id": ""}]), "sharegpt"
+    )
+    assert [one.id for one in recording.conversations] == ["c", "c.1", "conversation.2"]
+
+
+def test_both_shapes_of_ultrachat_and_lines_instead_of_a_list(tmp_path):
+    path = tmp_path / "u.jsonl"
+    rows = [
+        {"id": "0", "data": ["a", "b", "c", "d"]},
+        {"prompt_id": "1", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+    ]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    assert said(load(path, "sharegpt")) == {"0": [("a", "b"), ("c", "d")], "1": [("a", "b")]}
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ({"id": 1}, "none of conversations, messages and data"),
+        ({"conversations": "a"}, "is not a list"),
+        ({"conversations": [{"from": "human"}]}, "a message has no value"),
+        ({"conversations": ["a"]}, "a message has no from"),
+        ({"data": ["a", 2]}, "not a list of texts"),
+        ("text", "no JSON object"),
+    ],
+)
+def test_a_malformed_entry_is_named_by_its_number(tmp_path, entry, reason):
+    good = sharegpt(("human", "a"), ("gpt", "b"))
+    path = write(tmp_path / "s.json", [good, entry])
+    with pytest.raises(MalformedInput, match=rf"s\.json: entry 2: .*{reason}"):
+        load(path, "sharegpt")
+    recording = load(path, "sharegpt", "skip")
+    assert (recording.malformed, len(recording.conversations)) == (1, 1)
+
+
+def test_a_broken_list_cannot_be_skipped(tmp_path):
+    path = tmp_path / "s.json"
+    path.write_text("[{]")
+    with pytest.raises(MalformedInput, match="cannot be read as JSON"):
+        load(path, "sharegpt", "skip")
+
+
+def test_mt_bench_101(tmp_path):
+    row = {"task": "GR", "id": 1, "history": [{"user": "a", "bot": "b"}, {"user": "c", "bot": "d"}]}
+    assert list(said(load(write(tmp_path / "m.jsonl", row), "mt_bench_101")).values()) == [[("a", "b"), ("c", "d")]]
+    for bad in ({"history": []}, {"history": [{"user": "a"}]}):
+        with pytest.raises(MalformedInput, match=r"m\.jsonl:1: "):
+            load(write(tmp_path / "m.jsonl", bad), "mt_bench_101")
+
+
+def test_agents_calls_are_ordered_by_the_length_of_their_input(tmp_path):
+    rows = [
+        {"timestamp": 3, "input": "abc", "output": "x", "session_id": "s"},
+        {"timestamp": 1, "input": "abcdefgh", "output": "y", "session_id": "s"},
+        {"timestamp": 2, "input": "abcde", "output": "z", "session_id": "s"},
+    ]
+    (tmp_path / "one.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "two.jsonl").write_text(json.dumps({**rows[0], "session_id": "t"}))
+    recording = load(tmp_path, "agent_jsonl")
+    assert said(recording) == {"agent-s": [("abc", "x"), ("abcde", "z"), ("abcdefgh", "y")], "agent-t": [("abc", "x")]}
+    assert not any(call.continues for one in recording.conversations for call in one.calls)
+    assert not recording.timed
+    assert len(load(tmp_path / "two.jsonl", "agent_jsonl").conversations) == 1
+
+
+def test_a_folder_without_sessions(tmp_path):
+    with pytest.raises(MalformedInput, match=r"holds no \*\.jsonl"):
+        load(tmp_path, "agent_jsonl")

@@ -1,0 +1,80 @@
+from array import array
+
+import pytest
+
+from pensieve.request import Length, Request
+from pensieve.workload.agents import AgentsWorkload
+from pensieve.workload.base import Arrival, WorkloadPlan
+from pensieve.workload.chat import ChatWorkload
+from pensieve.workload.inspection import inspect
+from pensieve.workload.prefix_invalidation import PrefixInvalidationWorkload
+from tests.scripted import context
+
+
+class Written:
+    """Arrivals that are known beforehand."""
+
+    def __init__(self, *arrivals):
+        self.arrivals = arrivals
+
+    def describe(self):
+        return WorkloadPlan("open", 2, len(self.arrivals), 99, 1)
+
+    def start(self):
+        return self.arrivals
+
+    def on_finished(self, turn):
+        assert turn.status == "completed"
+        assert turn.finished_s == turn.intended_s
+        return []
+
+
+def arrival(number, at_s, session, tokens, reply, **fields):
+    return Arrival(at_s, Request(number, session, 1, array("i", tokens), Length(reply), **fields))
+
+
+def test_lengths_reuse_and_rates_are_those_of_the_arrivals():
+    found = inspect(
+        Written(
+            arrival(1, 0.0, "w", [1] * 50, 5, phase="warmup"),
+            arrival(2, 1.0, "a", [1, 2, 3, 4], 2),
+            arrival(3, 3.0, "a", [5, 6], 2),  # 6 of 8 prompt tokens are known
+            arrival(4, 5.0, "b", [1, 2, 3, 4, 5], 1, continues=False),
+            arrival(5, 11.0, "b", [1, 2, 3, 9, 9, 9], 1, continues=False),  # 3 of 6
+        )
+    )
+    assert (found.sessions, found.turns, found.warmup_turns) == (2, 4, 1)
+    assert (found.prompt.total, found.prompt.largest) == (4 + 8 + 5 + 6, 8)
+    assert (found.message.total, found.message.p50, found.message.p90) == (4 + 2 + 5 + 3, 3, 5)
+    assert (found.reply.total, found.reply.mean) == (6, 1.5)
+    assert found.reuse == pytest.approx(9 / 23)
+    assert found.span_s == 10.0
+    assert found.session_rate == pytest.approx(0.2)
+    assert found.request_rate == pytest.approx(0.4)
+    assert found.turns_by_label == {("chat", ""): 4}
+
+
+def test_all_at_once_has_no_rate():
+    found = inspect(Written(arrival(1, 2.0, "a", [1], 1), arrival(2, 2.0, "b", [1], 1)))
+    assert (found.session_rate, found.request_rate, found.reuse) == (None, None, 0.0)
+
+
+def test_an_inspection_agrees_with_what_the_workload_says_of_itself():
+    for workload in (
+        ChatWorkload(context()),
+        AgentsWorkload(context()),
+        PrefixInvalidationWorkload(context(), rounds=2),
+    ):
+        plan = workload.describe()
+        found = inspect(workload)
+        assert found.turns + found.warmup_turns == plan.turns
+        assert found.warmup_turns == plan.warmup_turns
+        assert found.sessions == plan.sessions
+
+
+def test_reuse_of_a_prefix_workload_counts_what_was_warmed():
+    found = inspect(PrefixInvalidationWorkload(context(), blocks="16/8", query_tokens=4, rounds=1, stream="no"))
+    assert found.turns_by_label == {
+        ("hit", "hit"): 1, ("miss", "miss"): 1, ("rewarm", ""): 2, ("throughput", ""): 2,
+    }  # fmt: skip
+    assert found.message.total == 6 * 4 - 2 * 3  # Q each time, and one token of a prompt that is known whole

@@ -1,0 +1,133 @@
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from pensieve.cache.stateless import StatelessCache
+from pensieve.errors import ConfigError
+from pensieve.metrics import Measurement, summarise
+from pensieve.replay import replay
+from pensieve.workload.prefix_invalidation import PrefixInvalidationWorkload
+from pensieve.workload.start_state import check_start
+from tests.scripted import Latency, ScriptedSystem, context
+from tests.simulated import make_engine
+from tests.workload.dry import drive
+
+
+def cases(arrivals):
+    found = {}
+    for arrival in arrivals:
+        found.setdefault(arrival.request.session, []).append(arrival)
+    return found
+
+
+def test_a_case_warms_probes_rewarms_and_decodes():
+    workload = PrefixInvalidationWorkload(context(), blocks="16/8", query_tokens=4, new_tokens=9, rounds=2, discard=0)
+    for session, turns in cases(drive(workload)).items():
+        warm, probe, rewarm, throughput = (arrival.request for arrival in turns)
+        kind = "miss" if "miss" in session else "hit"
+        assert [t.request.phase for t in turns] == ["warmup", kind, "rewarm", "throughput"]
+        assert [t.request.label for t in turns] == ["", kind, "", ""]
+        assert [t.request.output.tokens for t in turns] == [1, 1, 1, 9]
+        assert not any(t.request.continues for t in turns)
+        assert rewarm.prompt == warm.prompt
+        assert len(warm.prompt) == 24
+        assert throughput.prompt[:24] == warm.prompt
+        assert len(throughput.prompt) == 28
+        if kind == "hit":
+            assert (probe.prompt, probe.known_tokens) == (throughput.prompt, 24)
+        else:
+            assert (probe.prompt, probe.known_tokens) == (throughput.prompt[16:], 8)
+            assert probe.prompt[0] != warm.prompt[0]
+        assert [b.at_s - a.at_s for a, b in pairwise(turns)] == pytest.approx([1.1] * 3)
+
+
+def test_hits_and_misses_streaming_and_not_interleave_and_no_two_cases_share_text():
+    workload = PrefixInvalidationWorkload(context(), blocks="32/16", rounds=6)
+    plan, arrivals = workload.describe(), drive(workload)
+    assert len(arrivals) == plan.turns == 4 * 25
+    probes = [a.request for a in arrivals if a.request.phase in ("hit", "miss")]
+    assert Counter((p.phase, p.stream) for p in probes) == {
+        (kind, stream): 6 for kind in ("hit", "miss") for stream in (True, False)
+    }
+    assert [p.iteration for p in probes] == sorted(p.iteration for p in probes)
+    orders = {tuple((p.phase, p.stream) for p in probes[i : i + 4]) for i in range(0, 24, 4)}
+    assert len(orders) > 1
+    warmed = [a.request.prompt.tobytes() for a in arrivals if a.request.phase == "warmup" and a.request.turn == 1]
+    assert len(set(warmed)) == len(warmed)
+    assert plan.warmup_turns == sum(a.request.phase == "warmup" for a in arrivals)
+    assert plan.facts["requests_at_once"] == 1
+
+
+def test_scripted_hits_and_misses_give_the_difference_back():
+    def latency(request):
+        first = {"hit": 20, "miss": 80}.get(request.phase, 300) + (0 if request.stream else 7)
+        return Latency(queue=0, first=first, gap=4)
+
+    system = ScriptedSystem(latency)
+    workload = PrefixInvalidationWorkload(context(), blocks="16/8", rounds=5, new_tokens=11)
+    record = replay(system, workload)
+    found = {(m.name, m.label): m for m in summarise(record.measurement, system.start())}
+    assert found["ttft_ms_mean", "hit"].value == pytest.approx(23.5, abs=1e-6)
+    assert found["ttft_ms_mean", "miss"].value == pytest.approx(83.5, abs=1e-6)
+    assert found["ttft_degradation_pct", ""].value == pytest.approx(100 * 60 / 23.5)
+    assert found["ttft_degradation_pct", ""].n == 5
+    assert found["stream_overhead_ms", ""].value == pytest.approx(-7)
+    assert found["stream_overhead_ms", ""].n == 10
+    assert found["total_ms_mean", ""].value == pytest.approx(343.5)
+    assert found["per_token_ms_mean", ""].value == pytest.approx(343.5 / 11)
+    assert found["throughput_output_tok_s", "throughput"].value == pytest.approx(11 / 0.3435)
+    assert found["warmup_ms_mean", ""].n == 24
+    window = record.measurement
+    assert window.measure_end_s - window.measure_start_s > 3.0, "later warm-ups do not cut the window short"
+
+
+def serve(engine, workload):
+    """The turns of the workload on a real engine over a simulated worker, one request at a time."""
+    turns, waiting = [], list(workload.start())
+    while waiting:
+        arrival = waiting.pop(0)
+        arrival.request.intended_s = engine.clock.now_s()
+        engine.submit(arrival.request)
+        turn = None
+        while turn is None:
+            turn = next((event.turn for event in engine.step(None) if event.turn), None)
+            engine.cache.check()
+        turns.append(turn)
+        waiting += workload.on_finished(turn)
+    return turns
+
+
+@pytest.mark.parametrize("cache", [None, StatelessCache])
+def test_a_miss_counts_b_as_recomputed_and_a_hit_all_that_was_warmed(cache):
+    fields = {} if cache is None else {"cache": cache}
+    engine = make_engine(gpu_blocks=40, **fields)
+    workload = PrefixInvalidationWorkload(
+        context(max_context=4096), blocks="16/8", query_tokens=4, new_tokens=3, rounds=1, stream="yes", discard=0
+    )
+    plan = workload.describe()
+    turns = serve(engine, workload)
+    by_phase = {turn.phase: turn for turn in turns}
+    miss, hit = by_phase["miss"], by_phase["hit"]
+    assert (miss.history_tokens, miss.recomputed_tokens, miss.new_tokens) == (8, 8, 4)
+    assert (hit.history_tokens, hit.new_tokens) == (24, 4)
+    assert hit.gpu_hit_tokens == (24 if cache is None else 0)
+    check_start(plan, turns)
+    found = {(m.name, m.label): m.value for m in summarise(Measurement(turns, 0.0, 1.0, 0.0, 1.0))}
+    assert found["miss_rate", "miss"] == 1.0
+    assert found["gpu_hit_rate", "hit"] == (1.0 if cache is None else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"blocks": "512"}, "512/256"),
+        ({"blocks": "0/5"}, "512/256"),
+        ({"blocks": "8000/500"}, "context is 8192"),
+        ({"rounds": 0}, "workload.rounds=0"),
+        ({"settle_s": -1}, "workload.settle_s=-1"),
+    ],
+)
+def test_fields_out_of_range_are_refused_by_name(fields, part):
+    with pytest.raises(ConfigError, match=part):
+        PrefixInvalidationWorkload(context(), **fields)

@@ -1,0 +1,147 @@
+import json
+import sys
+
+import pytest
+
+from pensieve.errors import ConfigError, EngineMissing, MalformedInput
+from pensieve.request import Free
+from pensieve.results.identity import config_hash
+from pensieve.workload.sharegpt import sharegpt_workload
+from tests.composed import checked, composed
+from tests.scripted import context
+from tests.workload.dry import drive
+
+
+def measured(arrivals):
+    return [arrival for arrival in arrivals if arrival.request.phase != "warmup"]
+
+
+def entry(name, turns):
+    said = [{"from": ("human", "gpt")[place % 2], "value": f"{name} says {place}"} for place in range(2 * turns)]
+    return {"id": name, "conversations": said}
+
+
+@pytest.fixture
+def real(tmp_path):
+    path = tmp_path / "sharegpt.json"
+    path.write_text(json.dumps([entry(f"c{n}", 1 + n % 4) for n in range(12)]))
+    return path
+
+
+def test_a_real_file_is_what_is_said(real):
+    workload = sharegpt_workload(context(), path=str(real), min_turns=2, max_turns=3)
+    plan, seen = workload.describe(), measured(drive(workload))
+    assert plan.sessions == 9
+    assert plan.facts["conversations_with_too_few_turns"] == 3
+    assert plan.facts["source"] == "sharegpt.json" and not plan.facts["synthetic"]
+    assert plan.facts["mean_turns"] == round((2 + 3 + 3) / 3, 3)
+    request = next(one.due() for one in seen if one.request.session == "c1" and one.request.turn == 2)
+    assert bytes(list(request.prompt)).decode() == "\nUser: c1 says 2\nAssistant:"
+    assert request.output.max_new_tokens == len("c1 says 3")
+    assert request.continues
+
+
+def test_the_seed_decides_which_conversations_are_taken(real):
+    def taken(seed):
+        return {
+            a.request.session
+            for a in measured(drive(sharegpt_workload(context(seed), path=str(real), conversations=4)))
+        }
+
+    assert len(taken(0)) == 4
+    assert taken(0) == taken(0)
+    assert len({frozenset(taken(seed)) for seed in range(4)}) > 1
+
+
+def test_synthetic_conversations_are_called_so():
+    for dataset, name in (("sharegpt", "ShareGPT"), ("ultrachat", "UltraChat")):
+        facts = sharegpt_workload(context(), dataset=dataset, conversations=20).describe().facts
+        assert facts["synthetic"] is True
+        assert facts["source"] == f"synthetic, published means of {name}"
+        assert facts["rule"].startswith("Synthetic, not")
+
+
+def test_conversations_arrive_at_the_request_rate_over_the_mean_turns():
+    facts = sharegpt_workload(context(), conversations=300, request_rate=2.0).describe().facts
+    assert facts["request_rate_per_s"] == 2.0
+    assert facts["conversation_rate_per_s"] == pytest.approx(2.0 / facts["mean_turns"], rel=1e-3)
+    assert facts["arrival_s_mean"] == pytest.approx(facts["mean_turns"] / 2.0, rel=1e-3)
+
+
+def test_in_steady_state_requests_come_at_the_request_rate():
+    workload = sharegpt_workload(
+        context(), conversations=500, request_rate=5.0, think_time_s=2.0, max_turns=12, max_new_tokens=8
+    )
+    times = sorted(one.at_s for one in measured(drive(workload, service_s=0.05)))
+    middle = [at for at in times if 100.0 < at - times[0] < 400.0]
+    assert len(middle) / 300.0 == pytest.approx(5.0, rel=0.12)
+
+
+def test_users_instead_of_a_rate():
+    plan = sharegpt_workload(context(), conversations=5, users=3, min_turns=5, max_turns=10).describe()
+    assert plan.load == "closed" and plan.sessions == 5 and plan.facts["users"] == 3
+    assert plan.warmup_turns == 4
+
+
+def test_lengths_are_forced_capped_or_free(real):
+    capped = sharegpt_workload(context(), path=str(real), max_new_tokens=4)
+    assert {one.request.output.max_new_tokens for one in measured(drive(capped))} == {4}
+    free = sharegpt_workload(context(force_lengths=False), path=str(real), max_new_tokens=40, free=True)
+    assert {one.request.output for one in measured(drive(free))} == {Free(40)}
+    with pytest.raises(ConfigError, match="needs a trained model"):
+        sharegpt_workload(context(), free=True)
+
+
+def test_a_hub_name_needs_the_package_and_a_path_a_file(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(EngineMissing, match="owner/some-set is no file here"):
+        sharegpt_workload(context(), path="owner/some-set")
+    for path in ("data/file.json", str(tmp_path / "none"), "file"):
+        with pytest.raises(ConfigError, match="does not exist"):
+            sharegpt_workload(context(), path=path)
+
+
+def test_malformed_entries(tmp_path):
+    path = tmp_path / "s.json"
+    path.write_text(json.dumps([entry("a", 2), {"id": "b"}]))
+    with pytest.raises(MalformedInput, match="entry 2"):
+        sharegpt_workload(context(), path=str(path))
+    facts = sharegpt_workload(context(), path=str(path), on_malformed="skip").describe().facts
+    assert facts["malformed_lines"] == 1 and "entry 2" in facts["malformed_examples"][0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"request_rate": 0}, "request_rate=0 would never send"),
+        ({"conversations": 0}, "conversations=0 must be"),
+        ({"min_turns": 3, "max_turns": 2}, "max_turns=2 must be"),
+        ({"users": 0}, "users=0 must be"),
+        ({"timeout_s": 0}, "timeout_s=0 is not"),
+        ({"think_time_s": -1}, "think_time_s=-1 must be"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0 must be"),
+    ],
+)
+def test_fields_out_of_range(fields, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        sharegpt_workload(context(), **fields)
+
+
+def test_both_options_compose(real):
+    for option in ("sharegpt", "ultrachat"):
+        workload = checked(f"workload={option}", f"workload.path={real}").workload
+        assert (workload["name"], workload["dataset"]) == (option, option)
+
+
+def test_a_file_is_identified_by_what_is_in_it(real, tmp_path):
+    def identity(path):
+        from pensieve.compose import resolved
+
+        return config_hash(resolved(composed("workload=sharegpt", f"workload.path={path}")))
+
+    copy = tmp_path / "copy.json"
+    copy.write_bytes(real.read_bytes())
+    same = identity(copy)
+    assert identity(real) == same
+    copy.write_text(json.dumps([entry("other", 2)]))
+    assert identity(copy) != same

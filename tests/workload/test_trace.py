@@ -1,0 +1,206 @@
+import json
+
+import pytest
+
+from pensieve.compose import build_system, build_tokenizer, build_workload, plan_trial
+from pensieve.errors import ConfigError, MalformedInput
+from pensieve.replay import replay
+from pensieve.workload.trace import trace_workload
+from tests.composed import checked
+from tests.scripted import context
+from tests.shared_data import shared
+from tests.workload.dry import drive
+
+
+def measured(arrivals):
+    return [arrival for arrival in arrivals if arrival.request.phase != "warmup"]
+
+
+def mooncake(path, *rows):
+    """rows: (ms, input_length, output_length, hash_ids)."""
+    names = ("timestamp", "input_length", "output_length", "hash_ids")
+    path.write_text("\n".join(json.dumps(dict(zip(names, row, strict=True))) for row in rows))
+    return path
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """Five conversations, the first of three requests; block 0 is everybody's."""
+    return mooncake(
+        tmp_path / "trace.jsonl",
+        (0, 600, 5, [0, 1]),
+        (10_000, 1_100, 6, [0, 1, 2]),
+        (12_000, 700, 7, [0, 10]),
+        (20_000, 900, 8, [0, 20]),
+        (30_000, 1_500, 9, [0, 1, 3]),
+        (40_000, 513, 0, [0, 30]),
+        (50_000, 520, 3, [0, 40]),
+    )
+
+
+def build(path, format="mooncake", seed=0, **fields):
+    return trace_workload(context(seed), path=str(path), format=format, **fields)
+
+
+def trace_of(path, model_context, **fields):
+    return trace_workload(context(max_context=model_context), path=str(path), format="mooncake", **fields)
+
+
+def sent(workload):
+    arrivals = measured(drive(workload))
+    return [(a.request.session, a.request.turn, round(a.at_s - arrivals[0].at_s, 6)) for a in arrivals]
+
+
+def test_requests_come_at_their_times_with_their_whole_prompts(trace):
+    workload = build(trace)
+    assert workload.describe().load == "open"
+    assert sent(workload) == [
+        ("mooncake-0", 1, 0.0), ("mooncake-0", 2, 10.0), ("mooncake-2", 1, 12.0), ("mooncake-3", 1, 20.0),
+        ("mooncake-0", 3, 30.0), ("mooncake-5", 1, 40.0), ("mooncake-6", 1, 50.0),
+    ]  # fmt: skip
+    requests = [one.due() for one in measured(drive(build(trace)))]
+    assert [len(one.prompt) for one in requests] == [600, 1100, 700, 900, 1500, 513, 520]
+    assert [one.output.max_new_tokens for one in requests] == [5, 6, 7, 8, 9, 1, 3]
+    assert not any(one.continues for one in requests)
+    assert requests[0].prompt[:512] == requests[2].prompt[:512]
+    assert requests[0].prompt == requests[1].prompt[:600]
+    assert requests[4].prompt[:1024] == requests[1].prompt[:1024]
+    assert requests[4].prompt[1024:1100] != requests[1].prompt[1024:1100]
+
+
+def test_time_is_scaled(trace):
+    assert [at for _, _, at in sent(build(trace, time_scale=0.1))] == [0, 1, 1.2, 2, 3, 4, 5]
+
+
+def test_a_window_keeps_what_lies_in_it(trace):
+    workload = build(trace, window_start_s=10, window_s=20)
+    assert sent(workload) == [("mooncake-0", 1, 0.0), ("mooncake-2", 1, 2.0), ("mooncake-3", 1, 10.0)]
+    assert workload.describe().facts["window_s"] == 20
+    with pytest.raises(ConfigError, match="No request of the trace lies in the window"):
+        build(trace, window_start_s=60)
+
+
+def test_a_window_leaves_out_conversations_whose_beginning_it_lacks(tmp_path):
+    path = tmp_path / "b.csv"
+    path.write_text("Timestamp,Session ID,Request tokens,Response tokens\n0,a,50,5\n9,a,70,5\n10,b,20,5\n11,b,40,5\n")
+    workload = build(path, "burstgpt", window_start_s=5)
+    assert sent(workload) == [("burstgpt-2", 1, 0.0), ("burstgpt-2", 2, 1.0)]
+    assert workload.describe().facts["conversations_begun_before_the_window"] == 1
+
+
+def test_samples_are_of_whole_conversations(trace):
+    picked = {seed: sent(build(trace, seed=seed, conversations=2)) for seed in range(12)}
+    assert all(len({session for session, _, _ in one}) == 2 for one in picked.values())
+    assert {len(one) for one in picked.values()} == {2, 4}  # with the three turns of the first, or without any of them
+    assert sent(build(trace, seed=3, conversations=2)) == picked[3]
+
+
+def test_the_record_states_the_rule_and_the_counts(trace):
+    facts = build(trace, min_turns=2, max_turns=2).describe().facts
+    assert "continues the earlier one that it shares most leading blocks with" in facts["rule"]
+    assert facts["requests_in_file"] == 7 and facts["conversations_in_file"] == 5
+    assert facts["conversations_with_too_few_turns"] == 4
+    assert facts["mean_turns"] == 2.0
+    assert (facts["file_blocks"], facts["file_unique_blocks"]) == (16, 8)
+    assert facts["file_repeated_blocks_share"] == 0.5
+    assert facts["source"] == "trace.jsonl" and facts["format"] == "mooncake"
+
+
+def test_requests_that_the_context_cannot_hold_are_cut_and_counted(trace):
+    for workload in (trace_of(trace, 1_000), trace_of(trace, 8_192, max_context=1_000)):
+        facts = workload.describe().facts
+        assert facts["conversations_cut_by_context"] == 1 and facts["turns_cut_by_context"] == 2
+        assert facts["longest_conversation_tokens"] <= 1_000
+    with pytest.raises(ConfigError, match="max_position_embeddings"):
+        trace_of(trace, 100)
+
+
+def test_malformed_lines_are_fatal_or_counted(trace):
+    with trace.open("a") as file:
+        file.write("\n{}\n")
+    with pytest.raises(MalformedInput, match=r"trace\.jsonl:8: it has no input_length"):
+        build(trace)
+    facts = build(trace, on_malformed="skip").describe().facts
+    assert facts["malformed_lines"] == 1
+    assert facts["malformed_examples"] == [f"{trace}:8: it has no input_length"]
+
+
+def test_formats_without_times_are_conversations_that_wait_for_replies(tmp_path):
+    path = tmp_path / "m.jsonl"
+    history = [{"user": "a", "bot": "bb"}, {"user": "c", "bot": "dd"}]
+    path.write_text("\n".join(json.dumps({"task": "x", "id": n, "history": history}) for n in range(6)))
+    workload = build(path, "mt_bench_101", request_rate=4.0)
+    plan = workload.describe()
+    assert plan.load == "partly open"
+    assert plan.facts["conversation_rate_per_s"] == 2.0
+    assert len(sent(workload)) == 12
+    with pytest.raises(ConfigError, match="has no times"):
+        build(path, "mt_bench_101", window_s=10)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"time_scale": 0.0}, "time_scale=0.0 must be"),
+        ({"request_rate": -1.0}, "request_rate=-1.0 must be"),
+        ({"window_s": 0.0}, "window_s=0.0 is not"),
+        ({"window_start_s": -1.0}, "window_start_s=-1.0 must be"),
+        ({"conversations": 0}, "conversations=0 must be"),
+        ({"min_turns": 2, "max_turns": 1}, "max_turns=1 must be"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0 must be"),
+    ],
+)
+def test_fields_out_of_range(trace, fields, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        build(trace, **fields)
+
+
+def test_path_and_format_are_asked_for():
+    for fields in ({}, {"path": "x"}, {"format": "mooncake"}):
+        with pytest.raises(ConfigError, match=r"needs workload\.path=FILE and workload\.format=.*mooncake"):
+            trace_workload(context(), **fields)
+
+
+def _replayed(*overrides):
+    plan = plan_trial(checked("workload=trace", *overrides))
+    tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=True)
+    workload, _ = build_workload(plan, tokenizer)
+    system = build_system(plan, tokenizer)
+    system.start()
+    record = replay(system, workload)
+    system.close()
+    return [turn for turn in record.turns if turn.phase != "warmup"]
+
+
+def test_a_continued_prompt_is_found_up_to_its_last_common_block(trace):
+    turns = _replayed(
+        "workload.format=mooncake", f"workload.path={trace}", "model.architecture.max_position_embeddings=8192",
+        "cache.gpu=16384 tokens",
+    )  # fmt: skip
+    assert {turn.status for turn in turns} == {"completed"}
+    history = {(turn.session, turn.turn): turn.history_tokens for turn in turns}
+    assert history["mooncake-0", 2] == 600  # the first prompt was a prefix, partly filled block included
+    assert history["mooncake-0", 3] == 1024
+    assert {count for (_, turn), count in history.items() if turn == 1} == {0}
+    assert sum(turn.gpu_hit_tokens for turn in turns) == 600 + 1024
+
+
+@pytest.mark.parametrize(
+    ("format", "name", "fields"),
+    [
+        ("mooncake", "mooncake/conversation_trace.jsonl", ("workload.conversations=20",)),
+        ("azure", "azure/AzureLLMInferenceTrace_conv.csv", ("workload.window_s=60",)),
+        ("mt_bench_101", "mt_bench_101/mtbench101.jsonl", ("workload.conversations=20",)),
+        ("agent_jsonl", "agent_sessions", ("workload.think_time_s=2",)),
+    ],
+)
+def test_real_files_are_served(format, name, fields):
+    turns = _replayed(
+        f"workload.format={format}", f"workload.path={shared(name)}", "model=llama3_8b", "cache=large",
+        "model.architecture.max_position_embeddings=131072", "workload.max_new_tokens=20", *fields,
+    )  # fmt: skip
+    assert len(turns) >= 20
+    assert {turn.status for turn in turns} == {"completed"}
+    later = [turn for turn in turns if turn.turn > 1]
+    if format != "azure":
+        assert later and all(turn.history_tokens > 0 for turn in later)
