@@ -108,6 +108,7 @@ def summarise(measurement: Measurement, started: StartReport | None = None, slo:
         *_counts(measurement, measured),
         *_start(started),
         _schedule(measurement),
+        _cost_model_error(measurement),
         _send_lag(measurement),
         _out_of_memory(measured),
         *_phases(measured),
@@ -271,6 +272,12 @@ def _start(started: StartReport | None) -> list[Metric]:
         Metric("load_s", started.load_s if started else None, "s"),
         Metric("engine_warmup_ms", started.warmup_ms if started else None, "ms"),
     ]
+
+
+def _cost_model_error(measurement: Measurement) -> Metric:
+    """Predicted over measured time of the iterations that computed one long row, less one."""
+    predicted, measured = (measurement.counters.get(name, 0.0) for name in ("predicted_ms", "predictable_ms"))
+    return Metric("cost_model_error_pct", (predicted / measured - 1) * 100 if measured else None, "%")
 
 
 def _schedule(measurement: Measurement) -> Metric:

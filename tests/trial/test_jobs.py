@@ -13,6 +13,9 @@ def sweep_config(*overrides):
     return hydra.compose_config("config", list(overrides), RunMode.MULTIRUN, with_log_configuration=False)
 
 
+BASELINES = ("pensieve", "gpu_only", "stateless", "prefix_cache", "llama_slots")
+
+
 @pytest.fixture(autouse=True)
 def session():
     with hydra_session():
@@ -21,9 +24,9 @@ def session():
 
 def test_the_default_sweep_runs_seeds_outside_and_baselines_inside():
     jobs = plan_jobs(sweep_config())
-    assert list(jobs.axes.items()) == [("seed", ("0", "1", "2")), ("baseline", ("pensieve", "gpu_only", "stateless"))]
+    assert list(jobs.axes.items()) == [("seed", ("0", "1", "2")), ("baseline", BASELINES)]
     assert jobs.jobs[:2] == (("seed=0", "baseline=pensieve"), ("seed=0", "baseline=gpu_only"))
-    assert len(jobs.jobs) == 9
+    assert len(jobs.jobs) == 15
 
 
 def test_baseline_stays_innermost_whatever_else_is_swept():
@@ -31,7 +34,7 @@ def test_baseline_stays_innermost_whatever_else_is_swept():
     jobs = plan_jobs(config)
     assert list(jobs.axes) == ["cache", "baseline"]
     swept = [dict(text.split("=") for text in job) for job in jobs.jobs]
-    assert [job["baseline"] for job in swept] == ["pensieve", "gpu_only", "stateless"] * 2
+    assert [job["baseline"] for job in swept] == [*BASELINES] * 2
     assert {job["seed"] for job in swept} == {"5"}
     assert set(jobs.overrides) == {"model=llama3_8b", "seed=5"}
     # What the sweeper itself reads has the same order.

@@ -1,3 +1,4 @@
+import hashlib
 import sys
 import time
 from types import SimpleNamespace
@@ -87,17 +88,18 @@ def test_a_simulated_device_is_not_sampled(store):
 def test_a_cpu_is_sampled_for_less_than_a_hundredth(store):
     meter = meter_of(CPU)
     assert isinstance(meter, CpuMeter)
+    load = bytes(10_000_000)
     with DeviceSampler(store, 1, meter, WallClock()) as sampler:
-        busy_until = time.monotonic() + 1.5
+        busy_until = time.monotonic() + 4.0  # the one flush at the end is paid by a trial of seconds, too
         while time.monotonic() < busy_until:
-            sum(range(1000))
+            hashlib.sha256(load)  # works outside the interpreter's lock, as an engine does nearly all the time
     found = values(sampler.metrics(0.0, 10.0, 100.0))
     assert found["sampling_cost_pct"] < 1
     assert found["cpu_util_pct"] > 5
     assert found["device_peak_bytes"] > 20e6
     assert found["gpu_util_pct"] is None
     assert found["energy_j_per_token"] is None
-    assert 10 <= len([r for r in store.samples_of(1) if r.name == "memory_bytes"]) <= 17
+    assert 25 <= len([r for r in store.samples_of(1) if r.name == "memory_bytes"]) <= 42
 
 
 class NvmlError(Exception):
