@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 demo: $(STAMP)  ## run the default sweep on a tiny model and print the comparison
-	$(BIN)/python runners/run.py -m baseline=pensieve,gpu_only,stateless
+	$(BIN)/python runners/run.py -m
 
 test: $(STAMP)  ## run the tests
 	$(BIN)/python -m pytest

@@ -55,7 +55,7 @@ def test_two_baselines_are_compared(tmp_path, monkeypatch):
     for text in (
         "ttft_ms_mean",
         "95 % interval",
-        "6 conversations",
+        "5 conversations",
         "n = 1, no interval",
         "stateless in B",
         "One seed",

@@ -61,7 +61,7 @@ def test_export_and_bundle(swept, tmp_path):
 def test_reproduce_then_prune(swept):
     done = results(swept, "reproduce", "1")
     assert "Trial 3 repeats trial 1." in done.stdout
-    assert "Outputs are identical, token for token, in 16 turns." in done.stdout
+    assert "Outputs are identical, token for token, in 12 turns." in done.stdout
     assert "differs" not in done.stderr
     with sqlite3.connect(swept / "results.db") as connection:
         attempts = connection.execute("select attempt, config from trial where id in (1, 3) order by id").fetchall()
