@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from pensieve.cache.base import Admission, CacheCounters, Demand, EvictionPolicy, Residency, Run
+from pensieve.cache.base import Admission, Demand, EvictionPolicy, Residency, Run
 from pensieve.cache.block_hash import BlockHash, HashChain
+from pensieve.cache.one_tier import OneTier
 from pensieve.cache.pool import BlockPool
 from pensieve.cache.session import Session
-from pensieve.plan import Copy
 from pensieve.request import TokenArray
 from pensieve.units import ceil_div
 
 
-class PrefixCache:
+class PrefixCache(OneTier):
     """A block is free, in use (references > 0), or idle: nobody's, but its content may hit again.
 
     A full block that was computed is registered under the hash of all tokens up to its end. A prompt takes the longest
@@ -27,11 +27,9 @@ class PrefixCache:
     grows = True
 
     def __init__(self, *, policy: EvictionPolicy, chunk_tokens: int, gpu_blocks: int, cpu_blocks: int = 0) -> None:
+        super().__init__()
         self.chunk_tokens = chunk_tokens
         self.gpu_blocks = self.request_blocks = gpu_blocks
-        self.cpu_blocks = 0
-        self.counters = CacheCounters()
-        self.sessions: dict[str, Session] = {}
         self.gpu = BlockPool(gpu_blocks)
         self._chains: dict[int, HashChain] = {}
         self._tables: dict[int, list[int]] = {}  # conversation -> blocks, while a request of it runs
@@ -40,60 +38,21 @@ class PrefixCache:
         self._block_of: dict[BlockHash, int] = {}
         self._hash_of: dict[int, BlockHash] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._made = 0
 
     @property
     def available(self) -> int:
         return self.gpu.free + len(self._idle)
 
-    @property
-    def outgoing(self) -> int:
-        return 0
-
-    def find(self, name: str) -> Session | None:
-        return self.sessions.get(name)
-
-    def names(self) -> list[str]:
-        return list(self.sessions)
-
     def open(self, name: str, now_s: float) -> Session:
-        session = self.sessions.get(name)
-        if session is None:
-            session = self.sessions[name] = Session(name, self._made, now_s, now_s)
-            self._chains[session.order] = HashChain(self.chunk_tokens)
-            self._made += 1
+        session = super().open(name, now_s)
+        self._chains.setdefault(session.order, HashChain(self.chunk_tokens))
         return session
-
-    def expect(self, session: Session, next_use_s: float | None) -> None:
-        session.next_use_s = next_use_s
-
-    def hold(self, session: Session, now_s: float) -> None:
-        session.waiting += 1
-
-    def unhold(self, session: Session, now_s: float) -> None:
-        session.waiting -= 1
 
     def demand(self, session: Session, keep: int, length: int) -> Demand:
         """What other conversations share is not counted: it may only make the admission cheaper."""
         matched = self._match(session, session.tokens, min(keep, length - 1))
         idle = sum(block in self._idle for block in matched)
         return Demand(blocks=ceil_div(length + 1, self.chunk_tokens) - len(matched), own_available=idle)
-
-    def admit(self, session: Session, keep: int, suffix: TokenArray[int], known: int | None, now_s: float) -> Admission:
-        prompt = keep + len(suffix)
-        history = min(keep, session.computed, prompt - 1) if known is None else min(known, prompt - 1)
-        if keep < len(session.tokens):
-            self.truncate(session, keep)
-        session.tokens.extend(suffix)
-        session.turns += 1
-        found = self._pin(session, now_s)
-        hit = min(found, history)
-        return self._admission(session, Residency(prompt, history, hit, 0, found - hit), found)
-
-    def resume(self, session: Session, now_s: float) -> Admission:
-        length = len(session.tokens)
-        found = self._pin(session, now_s)
-        return self._admission(session, Residency(length, length - 1, 0, 0), found)
 
     def extend(self, session: Session, length: int, now_s: float) -> tuple[int, tuple[int, ...]] | None:
         table = self._tables[session.order]
@@ -135,22 +94,6 @@ class PrefixCache:
                     self.gpu.release((block,))
         del self._computed[session.order]
 
-    def suspend(self, session: Session, now_s: float) -> tuple[Copy, ...]:
-        self.release(session, now_s)
-        return ()
-
-    def swap_out(self, blocks: int, now_s: float, urgent: bool) -> tuple[Copy, ...]:
-        return ()
-
-    def drop(self, blocks: int, now_s: float) -> int:
-        return 0  # everything idle is available already
-
-    def complete(self, tickets: Sequence[int]) -> None:
-        assert not tickets
-
-    def void(self, tickets: Sequence[int]) -> None:
-        assert not tickets
-
     def fail(self, session: Session, written: Iterable[Run]) -> None:
         size, table = self.chunk_tokens, self._tables[session.order]
         for start, stop in written:
@@ -171,10 +114,6 @@ class PrefixCache:
                 self.gpu.release((block,))
         self.truncate(session, 0)
         del self.sessions[session.name], self._chains[session.order]
-
-    def launched(self, step: int) -> None: ...
-
-    def collected(self, step: int) -> None: ...
 
     def check(self) -> None:
         used = set(self._references)
@@ -201,7 +140,7 @@ class PrefixCache:
             found.append(block)
         return found
 
-    def _pin(self, session: Session, now_s: float) -> int:
+    def _occupy(self, session: Session, now_s: float) -> int:
         """Take the longest registered prefix and new blocks for the rest; returns the tokens found."""
         session.running = True
         session.last_active_s = now_s

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pensieve.cache.base import Admission, CacheCounters, Demand, EvictionPolicy, Residency, Run
+from pensieve.cache.base import Admission, Demand, EvictionPolicy, Residency, Run
+from pensieve.cache.one_tier import OneTier
 from pensieve.cache.session import Session, common_prefix
 from pensieve.errors import CapacityError
-from pensieve.plan import Copy
 from pensieve.request import TokenArray, tokens_of
 
 
@@ -23,7 +23,7 @@ class Slot:
     session: Session | None = None
 
 
-class SlotCache:
+class SlotCache(OneTier):
     """n_slots slots of n_ctx / n_slots cells each (llama-server's --parallel and --ctx-size).
 
     A request takes the idle slot whose tokens share the longest prefix with its prompt, then the least recently used. KV up
@@ -41,65 +41,20 @@ class SlotCache:
                 f"{n_slots} slots do not fit in {gpu_blocks} blocks of {chunk_tokens} tokens; "
                 "lower baseline.cache.n_slots or raise cache.gpu."
             )
+        super().__init__()
         self.chunk_tokens = chunk_tokens
         self.request_blocks = gpu_blocks // n_slots
         self.gpu_blocks = self.request_blocks * n_slots
-        self.cpu_blocks = 0
-        self.counters = CacheCounters()
-        self.sessions: dict[str, Session] = {}
         each = self.request_blocks
         self.slots = [Slot(number, tuple(range(number * each, (number + 1) * each))) for number in range(n_slots)]
         self._slot_of: dict[int, Slot] = {}
-        self._made = 0
 
     @property
     def available(self) -> int:
         return sum(slot.session is None for slot in self.slots) * self.request_blocks
 
-    @property
-    def outgoing(self) -> int:
-        return 0
-
-    def find(self, name: str) -> Session | None:
-        return self.sessions.get(name)
-
-    def names(self) -> list[str]:
-        return list(self.sessions)
-
-    def open(self, name: str, now_s: float) -> Session:
-        session = self.sessions.get(name)
-        if session is None:
-            session = self.sessions[name] = Session(name, self._made, now_s, now_s)
-            self._made += 1
-        return session
-
-    def expect(self, session: Session, next_use_s: float | None) -> None:
-        session.next_use_s = next_use_s
-
-    def hold(self, session: Session, now_s: float) -> None:
-        session.waiting += 1
-
-    def unhold(self, session: Session, now_s: float) -> None:
-        session.waiting -= 1
-
     def demand(self, session: Session, keep: int, length: int) -> Demand:
         return Demand(blocks=self.request_blocks, own_available=0)
-
-    def admit(self, session: Session, keep: int, suffix: TokenArray[int], known: int | None, now_s: float) -> Admission:
-        prompt = keep + len(suffix)
-        history = min(keep, session.computed, prompt - 1) if known is None else min(known, prompt - 1)
-        if keep < len(session.tokens):
-            self.truncate(session, keep)
-        session.tokens.extend(suffix)
-        session.turns += 1
-        found = self._occupy(session, now_s)
-        hit = min(found, history)
-        return self._admission(session, Residency(prompt, history, hit, 0, found - hit), found)
-
-    def resume(self, session: Session, now_s: float) -> Admission:
-        length = len(session.tokens)
-        found = self._occupy(session, now_s)
-        return self._admission(session, Residency(length, length - 1, 0, 0), found)
 
     def extend(self, session: Session, length: int, now_s: float) -> tuple[int, tuple[int, ...]] | None:
         return self.request_blocks, ()  # a slot has all its cells from the start
@@ -118,22 +73,6 @@ class SlotCache:
         slot = self._slot_of.pop(session.order)
         slot.session, slot.used_s = None, now_s
 
-    def suspend(self, session: Session, now_s: float) -> tuple[Copy, ...]:
-        self.release(session, now_s)
-        return ()
-
-    def swap_out(self, blocks: int, now_s: float, urgent: bool) -> tuple[Copy, ...]:
-        return ()
-
-    def drop(self, blocks: int, now_s: float) -> int:
-        return 0  # an idle slot is available already
-
-    def complete(self, tickets: Sequence[int]) -> None:
-        assert not tickets
-
-    def void(self, tickets: Sequence[int]) -> None:
-        assert not tickets
-
     def fail(self, session: Session, written: Iterable[Run]) -> None:
         slot = self._slot_of[session.order]
         del slot.tokens[min((start for start, _ in written), default=len(slot.tokens)) :]
@@ -151,10 +90,6 @@ class SlotCache:
                 slot.tokens = tokens_of([])
         self.truncate(session, 0)
         del self.sessions[session.name]
-
-    def launched(self, step: int) -> None: ...
-
-    def collected(self, step: int) -> None: ...
 
     def check(self) -> None:
         for slot in self.slots:
