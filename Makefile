@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo test check format ui figures doctor clean
+.PHONY: help install demo test check format ui figures report doctor clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -45,8 +45,11 @@ ui: $(STAMP)  ## MLflow UI on the local store, loopback only: http://127.0.0.1:5
 	@MLFLOW_DISABLE_TELEMETRY=true $(BIN)/mlflow ui --host 127.0.0.1 --port $${PORT:-5000} --workers 1 \
 		--backend-store-uri sqlite:///$${PENSIEVE_OUTPUTS:-outputs}/mlflow.db
 
-figures: $(STAMP)  ## draw the figures of the latest sweep into outputs/figures
-	$(BIN)/python analysis/ttft_by_turn.py
+figures: $(STAMP)  ## draw every figure that the latest sweep supports into outputs/figures
+	$(BIN)/python analysis/figures.py
+
+report: $(STAMP)  ## the latest sweep as one HTML page, with a verdict for each claim
+	$(BIN)/python analysis/report.py
 
 doctor: $(STAMP)  ## what this machine has, and what to type next
 	$(BIN)/python runners/doctor.py

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -41,6 +42,8 @@ class VirtualClock:
 
     def __init__(self) -> None:
         self._now_ns = 0
+        self.on_advance: Callable[[int], None] | None = None
+        """Called with the time to come, before the clock shows it: until then everything is as it is now."""
 
     def now_ns(self) -> int:
         return self._now_ns
@@ -50,4 +53,7 @@ class VirtualClock:
 
     def advance_to(self, ns: int) -> None:
         """Move forward to `ns`; an earlier time leaves the clock where it is."""
-        self._now_ns = max(self._now_ns, ns)
+        if ns > self._now_ns:
+            if self.on_advance is not None:
+                self.on_advance(ns)
+            self._now_ns = ns

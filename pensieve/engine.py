@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 from pensieve.cache.base import CacheManager
 from pensieve.cache.remembered import MemoryLimits, Remembered
+from pensieve.cache.session import Session
 from pensieve.clock import Clock
 from pensieve.cost.base import CostModel, predicted_s
 from pensieve.plan import StepResult
@@ -59,14 +61,15 @@ class Engine:
         limits: MemoryLimits | None = None,
         cost: CostModel | None = None,
     ) -> None:
-        assert worker.depth == 1, "one plan is in flight at a time"
+        assert worker.depth in (1, 2), "one plan in flight, or one more that is made before it is collected"
         self.cache = cache
-        self.scheduler = Scheduler(cache, settings, max_context)
+        self.scheduler = Scheduler(cache, settings, max_context, ahead=worker.depth > 1)
         self.worker = worker
         self.clock = clock
         self.counters = EngineCounters()
         self._eos = eos
         self._decode_text = decode_text
+        self._launched: deque[Step] = deque()  # oldest first
         self._sequences: dict[int, Sequence] = {}
         self._pending: dict[str, int] = {}  # conversation -> requests under way
         self._cost = cost
@@ -78,8 +81,8 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Some request waits or runs."""
-        return bool(self._sequences)
+        """Some request waits or runs, or a plan is in flight."""
+        return bool(self._sequences or self._launched)
 
     def submit(self, request: Request) -> None:
         """Queue a request; one that can never be served comes out of the next `step` as refused."""
@@ -115,16 +118,11 @@ class Engine:
     def cancel(self, request_id: int, status: str) -> None:
         """What was generated so far stays in the conversation; without any output the turn is undone."""
         sequence = self._sequences.get(request_id)
-        if sequence is None:
+        if sequence is None or sequence.closed:
             return
-        now_s = self.clock.now_s()
-        if sequence.slot is not None:
-            self.scheduler.end(sequence, now_s)
-        else:
-            self.scheduler.withdraw(sequence, now_s)
-        if sequence.record.admitted_s is not None and not sequence.generated:
-            self.cache.truncate(sequence.session, sequence.length_before)
-        self._close(sequence, status, None, now_s)
+        self._close(sequence, status, None, self.clock.now_s())
+        if not sequence.in_flight:
+            self._retire(sequence)
 
     def expect(self, session: str, next_use_s: float | None) -> None:
         """When a conversation will be asked again, by the schedule; read by offline policies only."""
@@ -133,7 +131,9 @@ class Engine:
             self.cache.expect(known, next_use_s)
 
     def forget(self, session: str | None) -> None:
-        """Free conversations that have no request under way."""
+        """Free conversations that have no request under way; what is in flight is collected first."""
+        while self._launched:
+            self._collect(None)
         for name in [session] if session is not None else self.cache.names():
             known = self.cache.find(name)
             if known is not None and name not in self._pending:
@@ -142,23 +142,13 @@ class Engine:
 
     def step(self, until_ns: int | None) -> list[Event]:
         """One iteration, or finished copies, or nothing by `until_ns`; returns what requests got."""
-        began = time.perf_counter_ns()
-        now_s = self.clock.now_s()
-        for session in self._remembered.surplus(now_s):
-            self.counters.forgotten_sessions += 1
-            self.cache.forget(session)
-        step = self.scheduler.plan(now_s)
-        for sequence, error in self.scheduler.take_refused():
-            self._close(sequence, "refused", error.reason, now_s, str(error))
-        self.counters.schedule_ns += time.perf_counter_ns() - began
-        if step is not None:
+        while len(self._launched) < self.worker.depth and not (self._launched and self.scheduler.must_drain):
+            step = self._plan()
+            if step is None:
+                break
+            self._launched.append(step)
             self.worker.launch(step.plan, until_ns)
-        result = self.worker.collect(until_ns)
-        self.progressed = result is not None
-        if result is not None:
-            began = time.perf_counter_ns()
-            self._commit(step if result.step is not None else None, result)
-            self.counters.schedule_ns += time.perf_counter_ns() - began
+        self._collect(until_ns)
         return self.take_events()
 
     def take_events(self) -> list[Event]:
@@ -168,27 +158,66 @@ class Engine:
 
     # -- how --------------------------------------------------------------------------------------------------------
 
-    def _commit(self, step: Step | None, result: StepResult) -> None:
+    def _plan(self) -> Step | None:
+        began = time.perf_counter_ns()
+        now_s = self.clock.now_s()
+        for session in self._remembered.surplus(now_s):
+            self.counters.forgotten_sessions += 1
+            self.cache.forget(session)
+        step = self.scheduler.plan(now_s, in_flight=bool(self._launched))
+        for sequence, error in self.scheduler.take_refused():
+            self._close(sequence, "refused", error.reason, now_s, str(error))
+            self._leave(sequence)
+        self.counters.schedule_ns += time.perf_counter_ns() - began
+        return step
+
+    def _collect(self, until_ns: int | None) -> None:
+        result = self.worker.collect(until_ns)
+        self.progressed = result is not None
+        if result is not None:
+            began = time.perf_counter_ns()
+            self._commit(result)
+            self.counters.schedule_ns += time.perf_counter_ns() - began
+
+    def _commit(self, result: StepResult) -> None:
         counters = self.counters
         counters.compute_ns += result.compute_ns
         counters.stall_ns += result.stall_ns
         counters.h2d_bytes += result.h2d_bytes
         counters.d2h_bytes += result.d2h_bytes
-        if result.step is None or step is None:
+        if result.failed:
+            self._lose(result.failed)
+        if result.step is None:
             self.cache.complete(result.done)
             return
+        step = self._launched.popleft()
+        assert step.plan.step == result.step, "plans are collected in the order of their launch"
         counters.steps += 1
         now_s = result.ended_ns[-1] / 1e9 if result.ended_ns else self.clock.now_s()
         self.cache.collected(result.step)
+        for sequence in step.members:
+            sequence.in_flight -= 1
         if result.error is not None:
+            self.cache.complete([ticket for ticket in result.done if ticket not in step.tickets])
             self._fail(step, result.error, now_s)
-            return
-        self.cache.complete(result.done)
+        else:
+            self.cache.complete(result.done)
+            self._hand_out(step, result, now_s)
+        for sequence in step.members:
+            if sequence.closed and not sequence.in_flight:
+                self._retire(sequence)
+
+    def _hand_out(self, step: Step, result: StepResult, now_s: float) -> None:
+        """The tokens to their requests. A row of a request that is closed is waste: its token is dropped, and its position
+        was never the cache's."""
+        counters = self.counters
         if self._cost is not None and len(step.rows) == 1 and step.plan.rows[0].positions >= _LONG_ROW:
             predicted = predicted_s(self._cost, step.rows[0][1], self.cache.chunk_tokens)
             counters.predicted_ns += round(predicted * 1e9)
             counters.predictable_ns += result.compute_ns
         for sequence, _ in step.rows:
+            if sequence.closed:
+                continue
             record = sequence.record
             record.compute_ms = (record.compute_ms or 0.0) + result.compute_ns / 1e6
             record.transfer_ms = (record.transfer_ms or 0.0) + result.stall_ns / 1e6
@@ -199,6 +228,7 @@ class Engine:
 
     def _append(self, sequence: Sequence, token: int, margin: float | None, now_s: float) -> None:
         record, output, session = sequence.record, sequence.request.output, sequence.session
+        sequence.awaited -= 1
         if isinstance(output, Forced):
             token = output.tokens[sequence.generated]
         session.tokens.append(token)
@@ -211,11 +241,11 @@ class Engine:
         self._events.append(Event("first_token" if first else "token", record.request_id, now_s, token))
         reason = self._finish_reason(sequence, token)
         if reason is not None:
-            self.scheduler.end(sequence, now_s)
             self._close(sequence, "completed", reason, now_s)
-        else:
-            length = len(session.tokens)
-            sequence.set_work(((length - 1, length),))
+            return
+        if sequence.awaited:  # the row of this token is in flight already
+            self.cache.advance(session, ((len(session.tokens) - 1, len(session.tokens)),))
+        sequence.decode_next()
 
     def _finish_reason(self, sequence: Sequence, token: int) -> str | None:
         output = sequence.request.output
@@ -230,29 +260,65 @@ class Engine:
         return "length" if sequence.generated >= output.max_new_tokens else None
 
     def _fail(self, step: Step, error: str, now_s: float) -> None:
-        """The plan's requests, also those it only swapped in, fail and their turns are undone; nobody else is touched."""
+        """The plan's requests, also those it only swapped in, fail and their turns are undone; nobody else is touched, unless
+        he was let in behind this plan to a cache whose conversations share blocks that it wrote."""
         self.counters.failed_steps += 1
+        spoilt = [*step.members, *self._running_on(self.cache.void(step.tickets))]
         for sequence, runs in step.rows:
             self.cache.fail(sequence.session, runs)
-        self.cache.void(step.tickets)
-        failed = dict.fromkeys([*(sequence for sequence, _ in step.rows), *step.admitted])
-        for sequence in failed:
-            session = sequence.session
-            session.computed = min(session.computed, sequence.computed_before)
-            self.scheduler.end(sequence, now_s)
-            self.cache.truncate(session, min(sequence.length_before, len(session.tokens)))
-            self._close(sequence, "failed", None, now_s, error)
+        if self.cache.shares:
+            spoilt += [sequence for later in self._launched for sequence in later.admitted]
+        self._spoil(spoilt, error, now_s)
+
+    def _lose(self, tickets: Many[int]) -> None:
+        """Copies failed by themselves: who runs on what they should have brought cannot go on."""
+        lost = self._running_on(self.cache.void(tickets))
+        self._spoil(lost, "A copy between the CPU and the GPU tier failed.", self.clock.now_s())
+
+    def _running_on(self, sessions: Many[Session]) -> list[Sequence]:
+        return [sequence for sequence in self.scheduler.running if sequence.session in sessions]
+
+    def _spoil(self, spoilt: Many[Sequence], error: str, now_s: float) -> None:
+        """These requests fail, and what plans in flight compute for them is not valid."""
+        for later in self._launched:
+            for sequence, runs in later.rows:
+                if sequence in spoilt:
+                    self.cache.fail(sequence.session, runs)
+        for sequence in spoilt:
+            if not sequence.closed:
+                self._close(sequence, "failed", None, now_s, error)
+            if not sequence.in_flight:
+                self._retire(sequence)
 
     def _close(
         self, sequence: Sequence, status: str, reason: str | None, now_s: float, error: str | None = None
     ) -> None:
+        """Over for whoever asked. `_retire` or `_leave` follows, once nothing of it is in flight."""
         record = sequence.record
         record.status, record.finish_reason, record.error = status, reason, error
         record.close(now_s)
-        if self._sequences.pop(record.request_id, None) is not None:
-            name = record.session
+        sequence.closed = True
+        self._events.append(Event("finished", record.request_id, now_s, turn=record))
+
+    def _retire(self, sequence: Sequence) -> None:
+        """Give back its slot and pins, as of when it was closed; without any output, or failed, its turn is undone."""
+        record, session = sequence.record, sequence.session
+        if self._sequences.get(record.request_id) is not sequence:
+            return  # it has
+        assert record.finished_s is not None
+        if sequence.slot is not None:
+            self.scheduler.end(sequence, record.finished_s)
+        else:
+            self.scheduler.withdraw(sequence, record.finished_s)
+        if record.status == "failed" or (record.admitted_s is not None and not sequence.generated):
+            session.computed = min(session.computed, sequence.computed_before)
+            self.cache.truncate(session, min(sequence.length_before, len(session.tokens)))
+        self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        if self._sequences.pop(sequence.request.id, None) is not None:
+            name = sequence.record.session
             self._pending[name] -= 1
             if not self._pending[name]:
                 del self._pending[name]
                 self._remembered.rest(sequence.session)
-        self._events.append(Event("finished", record.request_id, now_s, turn=record))

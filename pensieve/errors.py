@@ -77,5 +77,13 @@ class ResultsError(PensieveError):
     """The results database cannot be opened, read or written."""
 
 
+class TrialRunning(ResultsError):
+    """Another process runs this very trial."""
+
+
 class MissingSeries(ResultsError):
     """A figure or table needs trials that the database does not hold."""
+
+
+class MixedPanel(ResultsError):
+    """Trials that mean different things would stand in one panel as if they could be compared."""

@@ -70,6 +70,9 @@ class StepPlan:
 class StepResult:
     """What a plan did. tokens and margins by slot (margin: top logit less the second; absent where unknown).
 
+    done, failed: tickets of copies that ended since the last result, of this plan or of earlier ones; what a failed copy
+    wrote is not valid. With an error, no ticket of this plan is among them: it is over, and nothing it wrote is valid,
+    nor is one among those of a later result.
     ended_ns: the clock at the end of each iteration run. step None: only copies finished. stall_ns: compute that waited
     for a transfer. error: the sentence that fails this plan's requests.
     """
@@ -79,6 +82,7 @@ class StepResult:
     margins: dict[int, float] = field(default_factory=dict)
     ended_ns: tuple[int, ...] = ()
     done: tuple[int, ...] = ()
+    failed: tuple[int, ...] = ()
     compute_ns: int = 0
     stall_ns: int = 0
     h2d_bytes: int = 0

@@ -52,6 +52,17 @@ class PairedRatio:
     n_seeds: int
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The least-squares line through `n` points of `groups` seeds. r_squared: None where all y are equal."""
+
+    slope: Estimate
+    intercept: Estimate
+    r_squared: float | None
+    n: int
+    groups: int
+
+
 def nearest_rank(values: Sequence[float], p: float) -> float:
     """The smallest value that at least a share `p` (0 < p <= 1) of the values does not exceed: always one of them."""
     assert 0.0 < p <= 1.0
@@ -124,6 +135,33 @@ def bootstrap_percentile_by_seed(
     return Estimate(point, low, high, len(values), len(by_seed))
 
 
+def bootstrap_percentiles_by_seed(
+    groups: Mapping[tuple[int, str], Sequence[float]], ps: Sequence[float], *, resamples: int = RESAMPLES, seed: int = 0
+) -> list[Estimate]:
+    """Nearest-rank percentiles over all values of each (seed, session), one Estimate for each p in (0, 1], resampling
+    seeds first, then sessions. n counts values, groups counts seeds."""
+    keys = [key for key in sorted(groups) if len(groups[key])]
+    values = np.concatenate([np.asarray(groups[key], dtype=np.float64) for key in keys])
+    member = np.repeat(np.arange(len(keys)), [len(groups[key]) for key in keys])
+    order = np.argsort(values, kind="stable")
+    values, member = values[order], member[order]
+    n, seeds = len(values), len({key[0] for key in keys})
+    points = [float(values[_rank(p, n) - 1]) for p in ps]
+    if len(keys) < 2:
+        return [Estimate(point, None, None, n, seeds) for point in points]
+    centres = _by_seed({key: float(np.mean(groups[key])) for key in keys})
+    resamples = max(min(resamples, _FEWEST), min(resamples, _WORK // n))
+    weights = _nested_draws(np.random.default_rng(seed), centres, resamples)
+    replicates = np.empty((len(ps), resamples))
+    step = max(1, _BLOCK // n)
+    for start in range(0, resamples, step):
+        replicates[:, start : start + step] = _weighted_percentiles(
+            values, weights[start : start + step][:, member], ps
+        )
+    ends = [_interval(row, _independent_groups(centres)) for row in replicates]
+    return [Estimate(point, low, high, n, seeds) for point, (low, high) in zip(points, ends, strict=True)]
+
+
 def paired_ratio(
     a: Mapping[tuple[int, str], float],
     b: Mapping[tuple[int, str], float],
@@ -166,6 +204,48 @@ def paired_ratio(
     spread = [part - ratio * under for part, under in zip(tops, bottoms, strict=True)] if of == "means" else tops
     low, high = _interval(replicates, _independent_groups(spread))
     return PairedRatio(finish(ratio), finish(low), finish(high), len(keys), len(tops))
+
+
+def fit_line(
+    points: Mapping[tuple[int, str], Sequence[tuple[float, float]]], *, resamples: int = RESAMPLES, seed: int = 0
+) -> Line:
+    """Least squares through the (x, y) of each (seed, session), resampling seeds first, then sessions.
+
+    Raises MissingSeries where all x are equal: no line is better than another then.
+    """
+    keys = [key for key in sorted(points) if len(points[key])]
+    xs, ys = (np.array([xy[axis] for key in keys for xy in points[key]], dtype=np.float64) for axis in (0, 1))
+    if len(np.unique(xs)) < 2:
+        raise MissingSeries("A line needs points at two places at least; sweep what stands on its horizontal axis.")
+    counts = np.array([len(points[key]) for key in keys])
+    starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
+    middle = float(xs.mean())  # centred: sums of squares of large numbers lose digits
+    xs = xs - middle
+    sums = np.array([np.add.reduceat(part, starts) for part in (np.ones_like(xs), xs, ys, xs * xs, xs * ys)])
+
+    def line(weights: Floats) -> tuple[Floats, Floats]:
+        """Slope and intercept for each row of weights [rows, groups]."""
+        n, x, y, xx, xy = (weights @ part for part in sums)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            slope = (n * xy - x * y) / (n * xx - x * x)
+            slope[n * xx - x * x <= 1e-9 * n * float(sums[3].sum())] = np.nan  # a resample at one place says nothing
+            return slope, (y - slope * x) / n - slope * middle
+
+    [slope], [intercept] = line(np.ones((1, len(keys))))
+    off = ys - slope * xs - (intercept + slope * middle)
+    total, left = float(((ys - ys.mean()) ** 2).sum()), float((off**2).sum())
+    n, seeds = len(xs), len({key[0] for key in keys})
+    ends: list[tuple[float | None, float | None]] = [(None, None), (None, None)]
+    if len(keys) > 2:
+        tilt = xs * off / float((xs * xs).sum())  # what each point adds to the error of the slope, and of the intercept
+        influences = [np.add.reduceat(part, starts) for part in (tilt, off / n - middle * tilt)]
+        by_seed = [_by_seed(dict(zip(keys, map(float, part), strict=True))) for part in influences]
+        found = line(_nested_draws(np.random.default_rng(seed), by_seed[0], resamples))
+        ends = [_interval(row, _independent_groups(part)) for row, part in zip(found, by_seed, strict=True)]
+    estimates = [
+        Estimate(float(v), low, high, n, seeds) for v, (low, high) in zip((slope, intercept), ends, strict=True)
+    ]
+    return Line(estimates[0], estimates[1], 1 - left / total if total > 0 else None, n, seeds)
 
 
 def _rank(p: float, n: int) -> int:

@@ -1,4 +1,4 @@
-"""Benchmarks and the soak test: python runners/bench.py target=soak bench.turns=10000. --help lists the targets."""
+"""Benchmarks beside their limits and peers, and the soak test: python runners/bench.py target=all. --help lists all."""
 
 import sys
 from pathlib import Path
@@ -7,21 +7,26 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 if (CHECKOUT / "pensieve").is_dir():
     sys.path.insert(0, str(CHECKOUT))  # runs from any folder, installed or not
 
-import hydra  # noqa: E402
-from omegaconf import DictConfig, OmegaConf  # noqa: E402
+try:
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import DictConfig, OmegaConf
 
-from pensieve.bench.targets import run_target  # noqa: E402
-from pensieve.compose import conf_folder  # noqa: E402
-from pensieve.errors import PensieveError  # noqa: E402
-from pensieve.trial import guarded  # noqa: E402
+    from pensieve.bench.targets import run_target
+    from pensieve.compose import conf_folder
+    from pensieve.errors import PensieveError
+    from pensieve.trial import guarded
+except ModuleNotFoundError as error:
+    sys.exit(f"The Python package {error.name} is not installed; install it (README.md, make install) and run again.")
 
 
 @hydra.main(config_path=str(conf_folder()), config_name="bench", version_base="1.3")
 def app(cfg: DictConfig) -> None:
-    options = OmegaConf.to_container(cfg.bench, resolve=True)
-    assert isinstance(options, dict)
+    config = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(config, dict)
+    typed = (str(text).lstrip("+").partition("=") for text in HydraConfig.get().overrides.task)
     try:
-        status = run_target(str(cfg.target), {str(name): value for name, value in options.items()})
+        status = run_target({str(name): value for name, value in config.items()}, {key: v for key, _, v in typed})
     except PensieveError as error:
         sys.exit(str(error))
     if status:

@@ -10,13 +10,16 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 if (CHECKOUT / "pensieve").is_dir():
     sys.path.insert(0, str(CHECKOUT))
 
-from pensieve.compose import outputs_folder  # noqa: E402
-from pensieve.errors import PensieveError  # noqa: E402
-from pensieve.results.contrast import contrast  # noqa: E402
-from pensieve.results.contrast_table import contrast_table  # noqa: E402
-from pensieve.results.selection import select_trials  # noqa: E402
-from pensieve.results.store import open_store  # noqa: E402
-from pensieve.trial.terminal import console  # noqa: E402
+try:
+    from pensieve.compose import outputs_folder
+    from pensieve.errors import PensieveError
+    from pensieve.results.contrast import contrast
+    from pensieve.results.contrast_table import contrast_table
+    from pensieve.results.selection import select_trials
+    from pensieve.results.store import open_store
+    from pensieve.trial.terminal import console
+except ModuleNotFoundError as error:
+    sys.exit(f"The Python package {error.name} is not installed; install it (README.md, make install) and run again.")
 
 MAIN = (
     "ttft_ms_mean",

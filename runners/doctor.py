@@ -8,7 +8,10 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 if (CHECKOUT / "pensieve").is_dir():
     sys.path.insert(0, str(CHECKOUT))
 
-from pensieve.trial.doctor import report  # noqa: E402
+try:
+    from pensieve.trial.doctor import report
+except ModuleNotFoundError as error:
+    sys.exit(f"The Python package {error.name} is not installed; install it (README.md, make install) and run again.")
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

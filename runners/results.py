@@ -11,10 +11,13 @@ if (CHECKOUT / "pensieve").is_dir():
     sys.path.insert(0, str(CHECKOUT))
 sys.path.insert(0, os.getcwd())  # reproduce: a policy of one's own in the current folder
 
-from pensieve.compose.folder import outputs_folder  # noqa: E402
-from pensieve.errors import PensieveError, ResultsError  # noqa: E402
-from pensieve.results.store import ResultsStore, open_store  # noqa: E402
-from pensieve.units import format_bytes  # noqa: E402
+try:
+    from pensieve.compose.folder import outputs_folder
+    from pensieve.errors import PensieveError, ResultsError
+    from pensieve.results.store import ResultsStore, open_store
+    from pensieve.units import format_bytes
+except ModuleNotFoundError as error:
+    sys.exit(f"The Python package {error.name} is not installed; install it (README.md, make install) and run again.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

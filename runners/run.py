@@ -9,11 +9,14 @@ if (CHECKOUT / "pensieve").is_dir():
     sys.path.insert(0, str(CHECKOUT))  # runs from any folder, installed or not
 sys.path.insert(0, os.getcwd())  # your own policies: --config-dir=. eviction=my_policy with ./my_module.py
 
-import hydra  # noqa: E402
-from omegaconf import DictConfig  # noqa: E402
+try:
+    import hydra
+    from omegaconf import DictConfig
 
-from pensieve.compose import conf_folder, outputs_folder  # noqa: E402
-from pensieve.trial import guarded, run_job  # noqa: E402
+    from pensieve.compose import conf_folder, outputs_folder
+    from pensieve.trial import guarded, run_job
+except ModuleNotFoundError as error:
+    sys.exit(f"The Python package {error.name} is not installed; install it (README.md, make install) and run again.")
 
 
 @hydra.main(config_path=str(conf_folder()), config_name="config", version_base="1.3")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache as remember
+from functools import partial
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -14,6 +15,7 @@ from pensieve.cache.prefix import PrefixCache
 from pensieve.cache.slots import SlotCache
 from pensieve.cache.stateless import StatelessCache
 from pensieve.cache.two_tier import TwoTierCache
+from pensieve.cost.profile import Profile
 from pensieve.eviction.adaptive_retention import AdaptiveRetention
 from pensieve.eviction.conversation_lru import ConversationLru
 from pensieve.eviction.fifo import Fifo
@@ -22,6 +24,8 @@ from pensieve.eviction.retention_value import RetentionValue
 from pensieve.request import Length, Request, Sampling, TurnRecord, tokens_of
 from pensieve.scheduler.composition import split, unified
 from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.worker.torch.options import TorchOptions
+from pensieve.worker.torch.thread_link import ThreadLink
 from tests.simulated import policy_context
 from tests.worker.torch.driver import tiny_model
 
@@ -39,11 +43,32 @@ class Serving(RuleBasedStateMachine):
         composition=st.sampled_from([unified, split]),
         budget=st.sampled_from([3, 10, 64]),
         requests=st.sampled_from([1, 3, 8]),
+        restore=st.sampled_from(["load", "hybrid", "recompute"]),
+        load=st.sampled_from([0.0, 0.3, 1.0, 5.0]),
+        late=st.booleans(),
+        depth=st.sampled_from([1, 2]),
     )
-    def start(self, gpu: int, cpu: int, make: Any, policy: Any, composition: Any, budget: int, requests: int) -> None:
+    def start(
+        self,
+        gpu: int,
+        cpu: int,
+        make: Any,
+        policy: Any,
+        composition: Any,
+        budget: int,
+        requests: int,
+        restore: str,
+        load: float,
+        late: bool,
+        depth: int,
+    ) -> None:
+        make = partial(make, restore=restore) if make is TwoTierCache else make
         cache = make(policy=policy(policy_context(CHUNK, gpu, cpu)), chunk_tokens=CHUNK, gpu_blocks=gpu, cpu_blocks=cpu)
+        if isinstance(cache, TwoTierCache):
+            cache.weigh(Profile(CHUNK, {128: 0.128, 256: 0.256}, load * CHUNK / 1000, {}), 2, budget)
         limits = SchedulerSettings(composition=composition, max_batch_tokens=budget, max_batch_requests=requests)
-        self.engine = CheckedEngine(model_of("llama"), cache, limits, 512)
+        link = ThreadLink(2e6) if late else None
+        self.engine = CheckedEngine(model_of("llama"), cache, limits, 512, link, TorchOptions(depth=depth))
         self.number = 0
         self.finished: dict[int, TurnRecord] = {}
 

@@ -11,8 +11,10 @@ from pensieve.statistics import (
     bootstrap_mean,
     bootstrap_percentile_by_seed,
     bootstrap_percentiles,
+    bootstrap_percentiles_by_seed,
     bootstrap_rate,
     enough_for,
+    fit_line,
     nearest_rank,
     paired_ratio,
 )
@@ -161,3 +163,73 @@ def test_seeds_that_differ_widen_an_interval_that_sessions_alone_would_not():
         widths.append(estimate.ci_high - estimate.ci_low)
         assert (estimate.n, estimate.groups) == (80, 4)
     assert widths[1] > 2 * widths[0]
+
+
+def test_percentiles_by_seed_of_one_value_a_session_are_those_of_sessions():
+    rng = np.random.default_rng(3)
+    values = {(seed, f"s{i}"): float(rng.normal(seed)) for seed in range(4) for i in range(7)}
+    one = bootstrap_percentile_by_seed(values, 0.5)
+    [several] = bootstrap_percentiles_by_seed({key: [value] for key, value in values.items()}, [0.5])
+    assert several == one
+
+
+def test_percentiles_by_seed_take_turns_of_a_session_together():
+    """Sessions that do not differ within give intervals as wide as their number allows, however many turns they have."""
+    few = {(seed, f"s{i}"): [float(seed + i)] for seed in range(3) for i in range(4)}
+    many = {key: part * 50 for key, part in few.items()}
+    [one], [other] = (bootstrap_percentiles_by_seed(groups, [0.5]) for groups in (few, many))
+    assert (one.value, one.ci_low, one.ci_high) == (other.value, other.ci_low, other.ci_high)
+    assert (one.n, other.n, one.groups) == (12, 600, 3)
+    [alone] = bootstrap_percentiles_by_seed({(0, "s"): [1.0, 2.0, 3.0]}, [0.5])
+    assert (alone.value, alone.ci_low, alone.ci_high) == (2.0, None, None)
+
+
+def noisy_line(chance: int, seeds: int = 3, sessions: int = 12, seed_spread: float = 0.0):
+    """10 + 0.08 x with noise of 2 at four places; each seed is off by its own amount."""
+    rng = np.random.default_rng(chance)
+    found = {}
+    for seed in range(seeds):
+        off = rng.normal(0.0, seed_spread)
+        for session in range(sessions):
+            x = float(rng.choice([0, 256, 384, 512]))
+            found[seed, f"s{session}"] = [(x, 10 + 0.08 * x + off + float(rng.normal(0.0, 2.0)))]
+    return found
+
+
+def test_a_line_is_that_of_least_squares():
+    points = noisy_line(0)
+    line = fit_line(points)
+    xs, ys = np.array([point for part in points.values() for point in part]).T
+    slope, intercept = np.polyfit(xs, ys, 1)
+    assert line.slope.value == pytest.approx(slope)
+    assert line.intercept.value == pytest.approx(intercept)
+    assert line.r_squared == pytest.approx(np.corrcoef(xs, ys)[0, 1] ** 2)
+    assert (line.n, line.groups) == (36, 3)
+
+
+def test_the_interval_of_a_slope_holds_the_truth_as_often_as_it_says():
+    lines = [fit_line(noisy_line(chance), resamples=400) for chance in range(120)]
+    held = sum(line.slope.ci_low <= 0.08 <= line.slope.ci_high for line in lines)
+    assert 108 <= held <= 119  # 95 % of 120 is 114, and an interval that holds always says nothing
+    spread = [fit_line(noisy_line(chance, seed_spread=5.0), resamples=400) for chance in range(40)]
+    widths = [
+        sum(line.intercept.ci_high - line.intercept.ci_low for line in found) / len(found) for found in (lines, spread)
+    ]
+    assert widths[1] > 2 * widths[0]  # what differs between seeds is not hidden by many conversations
+
+
+def test_a_perfect_line_has_no_spread_and_a_flat_one_no_share_explained():
+    line = fit_line(
+        {(0, str(x)): [(float(x), 3.0 + 2.0 * x), (float(x) + 1e6, 3.0 + 2.0 * (x + 1e6))] for x in range(6)}
+    )
+    assert line.slope.value == pytest.approx(2.0) and line.intercept.value == pytest.approx(3.0, abs=1e-5)
+    assert (line.slope.ci_low, line.slope.ci_high) == (pytest.approx(2.0), pytest.approx(2.0))
+    assert line.r_squared == pytest.approx(1.0)
+    assert fit_line({(0, str(x)): [(float(x), 5.0)] for x in range(4)}).r_squared is None
+
+
+def test_a_line_needs_two_places_and_an_interval_three_conversations():
+    with pytest.raises(MissingSeries, match="at two places"):
+        fit_line({(0, "a"): [(1.0, 2.0)], (0, "b"): [(1.0, 3.0)]})
+    line = fit_line({(0, "a"): [(1.0, 2.0)], (0, "b"): [(2.0, 3.0)]})
+    assert (line.slope.value, line.slope.ci_low, line.slope.ci_high) == (pytest.approx(1.0), None, None)

@@ -10,6 +10,7 @@ from typing import Any
 from pensieve.baselines.base import Capabilities
 from pensieve.baselines.profiling import profile_of
 from pensieve.cache.base import CacheManager, EvictionPolicy, PolicyContext
+from pensieve.cache.pool import BlockPool
 from pensieve.cache.remembered import MemoryLimits
 from pensieve.clock import Clock, VirtualClock
 from pensieve.cost.base import CostModel
@@ -29,7 +30,8 @@ _Command = Callable[[], None]
 class EngineSystem:
     """The engine behind run.py, the API, HTTP and chat.
 
-    cache: factory(policy=, chunk_tokens=, gpu_blocks=, cpu_blocks=). policy: factory(PolicyContext). Given a VirtualClock,
+    cache: factory(policy=, chunk_tokens=, gpu_blocks=, cpu_blocks=). policy: factory(PolicyContext). gpu_blocks: a number,
+    or what measures how many fit, asked by `start`. Given a VirtualClock,
     poll runs the engine; given any other clock, `start` starts a thread that owns it, and submit, cancel and forget reach
     it through an inbox. A crash of that thread surfaces in poll.
     """
@@ -44,7 +46,7 @@ class EngineSystem:
         cache: Callable[..., CacheManager],
         policy: Callable[[PolicyContext], EvictionPolicy],
         scheduler: SchedulerSettings,
-        gpu_blocks: int,
+        gpu_blocks: int | Callable[[], int],
         cpu_blocks: int,
         chunk_tokens: int,
         tokenizer: Tokenizer | None = None,
@@ -57,7 +59,9 @@ class EngineSystem:
         self._model, self._hardware, self._worker = model, hardware, worker
         self._make_cache, self._make_policy = cache, policy
         self._scheduler_settings = scheduler
-        self._gpu_blocks, self._cpu_blocks, self._chunk_tokens = gpu_blocks, cpu_blocks, chunk_tokens
+        self._measure_gpu_blocks = gpu_blocks if callable(gpu_blocks) else None
+        self._gpu_blocks = 0 if callable(gpu_blocks) else gpu_blocks
+        self._cpu_blocks, self._chunk_tokens = cpu_blocks, chunk_tokens
         self._tokenizer, self._seed, self._labels = tokenizer, seed, dict(labels or {})
         self._limits = limits or MemoryLimits()
         self._engine: Engine | None = None
@@ -74,6 +78,8 @@ class EngineSystem:
         return self._engine
 
     def start(self) -> StartReport:
+        if self._measure_gpu_blocks is not None:
+            self._gpu_blocks = self._measure_gpu_blocks()
         self._report = report = self._worker.start(self._gpu_blocks, self._cpu_blocks)
         size = self._chunk_tokens
         if isinstance(self.clock, VirtualClock):
@@ -98,6 +104,9 @@ class EngineSystem:
             gpu_blocks=self._gpu_blocks,
             cpu_blocks=self._cpu_blocks,
         )
+        weigh = getattr(cache, "weigh", None)
+        if weigh is not None:
+            weigh(self._cost, self._model.layers, self._scheduler_settings.max_batch_tokens)
         eos = self._tokenizer.eos_id if self._tokenizer else None
         self._engine = Engine(
             cache=cache,
@@ -168,6 +177,22 @@ class EngineSystem:
             **cache.extra,
         }
 
+    def gauges(self) -> dict[str, tuple[float, str]]:
+        """What is held and who waits at this moment, with units; any thread may ask, since these are counts kept anyway.
+
+        gpu_blocks_used: with KV, or reserved for a request that runs.
+        """
+        engine = self.engine
+        cache, scheduler = engine.cache, engine.scheduler
+        gpu, cpu = (getattr(cache, tier, None) for tier in ("gpu", "cpu"))
+        free = gpu.free if isinstance(gpu, BlockPool) else cache.available
+        return {
+            "gpu_blocks_used": (cache.gpu_blocks - free, "blocks"),
+            "cpu_blocks_used": (cache.cpu_blocks - cpu.free if isinstance(cpu, BlockPool) else 0, "blocks"),
+            "queue_length": (len(scheduler.queue), "requests"),
+            "running_requests": (len(scheduler.running), "requests"),
+        }
+
     def settings(self) -> dict[str, Any]:
         cache = self.engine.cache
         per_token = self._model.kv_bytes_per_token
@@ -189,6 +214,7 @@ class EngineSystem:
             "max_batch_requests": self._scheduler_settings.max_batch_requests,
             "simulated": self.clock.virtual,
             "cost": self._cost.describe(),
+            **getattr(cache, "chosen", {}),  # what a manager settled for itself
         }
 
     def close(self) -> None:
@@ -235,6 +261,7 @@ class EngineSystem:
                 while wait or not self._inbox.empty():
                     command = self._inbox.get()
                     if command is None:
+                        self._worker.close()  # in the thread that drove it: a profiler belongs to its thread
                         return
                     command()
                     wait = False

@@ -14,7 +14,8 @@ from pensieve.plan import Copy, Row, Sample, StepPlan
 from pensieve.units import ceil_div
 from pensieve.worker.base import Worker
 
-_TRANSFER_BLOCKS = 16
+_TRANSFER_BLOCKS = 64
+_TRANSFER_ROUNDS = 4
 _LONGEST = 1024  # tokens; the fit gives what lies beyond
 _known: dict[str, Profile] = {}
 
@@ -34,7 +35,7 @@ def profile_of(
     if profile is None:
         profile = measure(lambda tokens: _prefill_s(worker, clock, chunk_tokens, tokens), chunk_tokens, longest, same)
     if transfer_blocks and not profile.load_chunk_s:
-        profile = replace(profile, load_chunk_s=_load_s(worker, clock, min(transfer_blocks, _TRANSFER_BLOCKS)))
+        profile = replace(profile, load_chunk_s=load_s(worker, clock, transfer_blocks))
     _known[key] = profile
     return profile
 
@@ -48,17 +49,32 @@ def _prefill_s(worker: Worker, clock: Clock, chunk_tokens: int, tokens: int) -> 
     return _seconds(worker, clock, StepPlan(step=-1, rows=(row,), tables=((0, 0, table),)))
 
 
-def _load_s(worker: Worker, clock: Clock, blocks: int) -> float:
-    copies = tuple(range(blocks))
-    times = [_seconds(worker, clock, StepPlan(step=-1, swap_in=(Copy(-1, copies, copies),))) for _ in range(3)]
-    return min(times) / blocks
+def load_s(worker: Worker, clock: Clock, blocks: int) -> float:
+    """Seconds that one more block adds to a load: a plan with many less one with few, so that what a step costs drops out.
+
+    blocks: how many both tiers have. Raises WorkerError when a copy fails.
+    """
+    blocks = min(blocks, _TRANSFER_BLOCKS)
+    few = blocks // 4
+    fastest: dict[int, float] = {}
+    for count in (few, blocks) * _TRANSFER_ROUNDS:
+        some = tuple(range(count))
+        took = _seconds(worker, clock, StepPlan(step=-1, swap_in=(Copy(-1, some, some),))) if count else 0.0
+        fastest[count] = min(took, fastest.get(count, took))
+    added = (fastest[blocks] - fastest[few]) / (blocks - few)
+    return added if added > 0 else fastest[blocks] / blocks
 
 
 def _seconds(worker: Worker, clock: Clock, plan: StepPlan) -> float:
+    """Until the plan and its copies are done."""
     began = clock.now_ns()
     worker.launch(plan, None)
-    result = worker.collect(None)
-    assert result is not None
-    if result.error is not None:
-        raise WorkerError(f"Profiling failed: {result.error}")
+    waits_for, computed = {copy.ticket for copy in plan.swap_in}, False
+    while waits_for or not computed:
+        result = worker.collect(None)
+        assert result is not None
+        if result.error is not None or result.failed:
+            raise WorkerError(f"Profiling failed: {result.error or 'a copy between the tiers failed.'}")
+        waits_for -= set(result.done)
+        computed = computed or result.step is not None
     return (clock.now_ns() - began) / 1e9

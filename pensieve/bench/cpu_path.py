@@ -1,4 +1,6 @@
-"""How far the forward on a CPU is from its matrix products alone: `python -m pensieve.bench.cpu_path`.
+"""How far the forward on a CPU is from its matrix products alone: `python runners/bench.py target=cpu_path`.
+
+`python -m pensieve.bench.cpu_path` prints the same figures and records nothing.
 
 Each case is timed in interleaved rounds beside its floor (the products that transformers' modules would do for it, with
 their weights, and nothing else) and its peer (plain transformers: sdpa and a DynamicCache). Rounds alternate, because
@@ -20,8 +22,12 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 
+from pensieve.bench import case as bench_case
+from pensieve.bench.case import Figure, Measured
+from pensieve.bench.record import now
+from pensieve.bench.session import Bench
 from pensieve.compose import read_option
-from pensieve.errors import PensieveError
+from pensieve.errors import HardwareMissing, PensieveError
 from pensieve.plan import Row, Sample
 from pensieve.specs import ModelSpec
 from pensieve.worker.torch.attention import IMPLEMENTATION, Iteration
@@ -187,6 +193,50 @@ def report(model: LoadedModel, timings: dict[Case, Timing], goals: bool) -> Tabl
         goal = f"{case.goal:g}" if goals and case.goal is not None else "–"
         table.add_row(case.name, f"{min(timing.floor):.2f}", f"{min(timing.ours):.2f}", *ratios, goal)
     return table
+
+
+def run(bench: Bench) -> None:
+    """Target cpu_path: the cases recorded, on one thread unless hardware.threads says otherwise. Raises PensieveError."""
+    if bench.on_gpu:
+        raise HardwareMissing("target=cpu_path measures a CPU; use hardware=cpu, or target=decode on a GPU.")
+    name, rounds = bench.options.model or "llama_25m", bench.rounds(5)
+    bench.threads = bench.hardware.threads or 1
+    model, fallback = load_both(name, bench.threads)
+    if model.forward.name == fallback.forward.name:
+        raise PensieveError(f"There is no fused forward to measure ({model.forward_note}).")
+    bench.model = name
+    for case in CASES:
+        began = now()
+        timing = measure(model, fallback, case, rounds * (1 if case.new > 1 else 4))
+        goal = case.goal if name == "llama_25m" and bench.threads == 1 else None
+        bench.record(_recorded(case, timing), _backends(timing, model, fallback, goal), began)
+    bench.note("limit: the best time of the matrix products alone (F.linear with transformers' weights), float32.")
+
+
+def _recorded(case: Case, timing: Timing) -> bench_case.Case:
+    return bench_case.Case(
+        label=case.name,
+        floor=min(timing.floor),
+        floor_is="matrix products alone, measured in the same rounds",
+        parameters={"requests": case.requests, "past": case.past, "new": case.new, "scattered": case.scattered},
+    )
+
+
+def _backends(timing: Timing, model: LoadedModel, fallback: LoadedModel, goal: float | None) -> list[Measured]:
+    """ratio: of the best rounds, as the goals are meant."""
+
+    def measured(backend: str, times: list[float], forward: str, aim: float | None = None) -> Measured:
+        ratio = Figure("ratio_of_best", timing.ratio(times)[0], "x", limit=aim)
+        version = transformers.__version__ if backend == "transformers" else None
+        return Measured(backend, times, version, {"forward": forward}, [ratio])
+
+    import transformers
+
+    return [
+        measured("ours", timing.ours, model.forward.name, goal),
+        measured("plain_modules", timing.fallback, fallback.forward.name),
+        measured("transformers", timing.peer, "sdpa, DynamicCache"),
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,7 +16,9 @@ from pensieve.request import Event, TurnRecord
 from pensieve.scheduler.sequence import Sequence
 from pensieve.scheduler.settings import SchedulerSettings
 from pensieve.worker.torch.attention import IMPLEMENTATION
+from pensieve.worker.torch.link import Link
 from pensieve.worker.torch.model import LoadedModel
+from pensieve.worker.torch.options import TorchOptions
 from pensieve.worker.torch.worker import TorchWorker
 
 TOLERANCE = 1e-4  # of the largest logit, at least of 1, in float32
@@ -28,12 +30,14 @@ class Mismatch(Exception):
 
 @dataclass(slots=True)
 class Paths:
-    """How many turns went each way; one turn may have gone several. hole: rows of several runs. worst: logit difference."""
+    """How many turns went each way; one turn may have gone several. again: on CPU, and computed anew. hole: rows of several
+    runs. worst: logit difference."""
 
     turns: int = 0
     tokens: int = 0
     gpu_hit: int = 0
     cpu_restore: int = 0
+    again: int = 0
     recompute: int = 0
     hole: int = 0
     suspended: int = 0
@@ -84,9 +88,19 @@ class CheckedEngine(Engine):
     Raises Mismatch at the first difference. paths counts what the turns went through.
     """
 
-    def __init__(self, model: LoadedModel, cache: CacheManager, settings: SchedulerSettings, max_context: int) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        cache: CacheManager,
+        settings: SchedulerSettings,
+        max_context: int,
+        link: Link | None = None,
+        options: TorchOptions | None = None,
+    ) -> None:
         clock = WallClock()
-        self.torch_worker = WatchedWorker(model, cache.chunk_tokens, clock, keep_logits=True)
+        self.torch_worker = WatchedWorker(
+            model, cache.chunk_tokens, clock, keep_logits=True, link=link, options=options
+        )
         self.torch_worker.start(cache.gpu_blocks, cache.cpu_blocks)
         super().__init__(cache=cache, settings=settings, worker=self.torch_worker, clock=clock, max_context=max_context)
         self.model = model
@@ -159,6 +173,7 @@ class CheckedEngine(Engine):
         paths.tokens += turn.output_tokens
         paths.gpu_hit += bool(turn.gpu_hit_tokens)
         paths.cpu_restore += bool(turn.cpu_hit_tokens)
+        paths.again += bool(turn.cpu_recomputed_tokens)
         paths.recompute += bool(turn.recomputed_tokens)
         paths.shared += bool(turn.shared_hit_tokens)
         paths.suspended += bool(turn.resumed_swapped_tokens or turn.resumed_recomputed_tokens)

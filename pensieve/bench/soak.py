@@ -12,14 +12,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, get_args
 
 from pensieve.bench.exact import CheckedEngine, Mismatch, Paths
 from pensieve.cache.base import PolicyContext
 from pensieve.cache.prefix import PrefixCache
+from pensieve.cache.restore import RestoreMode
 from pensieve.cache.slots import SlotCache
 from pensieve.cache.stateless import StatelessCache
 from pensieve.cache.two_tier import TwoTierCache
+from pensieve.cost.profile import Profile
 from pensieve.eviction.adaptive_retention import AdaptiveRetention
 from pensieve.eviction.conversation_lru import ConversationLru
 from pensieve.eviction.fifo import Fifo
@@ -30,6 +32,8 @@ from pensieve.scheduler.composition import split, unified
 from pensieve.scheduler.settings import SchedulerSettings
 from pensieve.specs import ModelSpec
 from pensieve.worker.torch.model import LoadedModel, load_model
+from pensieve.worker.torch.options import TorchOptions
+from pensieve.worker.torch.thread_link import ThreadLink
 
 TURNS_AN_EPISODE = 60
 _VOCAB, _CONTEXT = 97, 512
@@ -86,13 +90,20 @@ class Episode:
         gpu = -(-_CONTEXT // chunk) + rng.randint(2, 40) if make is SlotCache else rng.randint(130, 450) // chunk
         cpu = rng.choice((0, rng.randint(30, 300), rng.randint(300, 900))) // chunk
         context = PolicyContext(chunk, gpu, cpu, lambda tokens: 1.0 + tokens / 200, 0.1, self.seed)
-        cache = make(policy=rng.choice(_POLICIES)(context), chunk_tokens=chunk, gpu_blocks=gpu, cpu_blocks=cpu)
+        restore = {"restore": rng.choice(get_args(RestoreMode))} if make is TwoTierCache else {}
+        policy = rng.choice(_POLICIES)(context)
+        cache = make(policy=policy, chunk_tokens=chunk, gpu_blocks=gpu, cpu_blocks=cpu, **restore)
         settings = SchedulerSettings(
             composition=rng.choice((unified, unified, split)),
             max_batch_tokens=rng.choice((7, 48, 256)),
             max_batch_requests=rng.choice((1, 4, 16)),
         )
-        return CheckedEngine(_model(_architecture(self.rng("model"))), cache, settings, _CONTEXT)
+        model = _model(_architecture(self.rng("model")))
+        if make is TwoTierCache:
+            cache.weigh(_cost(chunk, rng.choice((0.0, 0.1, 1.0, 10.0))), model.spec.layers, settings.max_batch_tokens)
+        # Copies in the background and now and then so slow that they outlast their plans, or made at once.
+        link = ThreadLink(rng.choice((None, 2e6))) if rng.random() < 0.4 else None
+        return CheckedEngine(model, cache, settings, _CONTEXT, link, TorchOptions(depth=rng.choice((1, 2))))
 
     def run(self, operations: list[Operation]) -> Paths:
         """Raises Mismatch (or AssertionError, from an invariant) at the first fault."""
@@ -168,6 +179,11 @@ def _architecture(rng: random.Random) -> tuple[tuple[str, Any], ...]:
         if kind in ("gemma2", "mistral"):
             fields["sliding_window"] = rng.choice((12, 40))
     return tuple(sorted({"model_type": kind, "vocab_size": _VOCAB, **fields}.items()))
+
+
+def _cost(chunk: int, load: float) -> Profile:
+    """A prefill of 1 ms a token; a chunk that takes `load` times as long to load as to compute."""
+    return Profile(chunk, {128: 0.128, 256: 0.256}, load * chunk / 1000, {})
 
 
 @lru_cache(maxsize=16)

@@ -83,7 +83,9 @@ class Demand:
 class Admission:
     """work: positions without KV on GPU or in swap_in, ascending. table: GPU blocks of the conversation from chunk 0.
 
-    swapped_tokens come back with swap_in; again_tokens of the work were computed before and dropped since.
+    swapped_tokens come back with swap_in; again_tokens of the work were computed before, and dropped since or, the
+    cpu_recomputed_tokens, not: they are on CPU and computed again while others load. swap_in may still be under way when
+    a later plan of the request is launched; a plan with a position above a loaded chunk waits for it.
     """
 
     residency: Residency
@@ -92,6 +94,7 @@ class Admission:
     swap_in: tuple[Copy, ...]
     swapped_tokens: int
     again_tokens: int
+    cpu_recomputed_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -110,6 +113,9 @@ class CacheManager(Protocol):
 
     The metadata advances when a plan is made; copies become true when their ticket completes. All times in seconds of the
     engine's clock, given as arguments. Predicates (`demand`, `available`) change nothing.
+
+    A manager may also have `weigh(cost, layers, batch_tokens)`: called once, before the first request, with what the
+    machine takes to compute and to load.
     """
 
     chunk_tokens: int
@@ -119,6 +125,9 @@ class CacheManager(Protocol):
 
     request_blocks: int
     """The most blocks that one request can have."""
+
+    shares: bool
+    """A conversation may use blocks that another one has written, also one that still runs."""
 
     grows: bool
     """Decode takes blocks beyond those of the admission; if not, admissions need keep no reserve for it."""
@@ -189,8 +198,10 @@ class CacheManager(Protocol):
 
     def complete(self, tickets: Sequence[int]) -> None: ...
 
-    def void(self, tickets: Sequence[int]) -> None:
-        """These copies belong to a plan that failed: nothing they wrote is valid."""
+    def void(self, tickets: Sequence[int]) -> list[Session]:
+        """These copies failed, or their plan did: nothing they wrote is valid. Returns the running conversations that lost
+        KV on GPU by it; their requests cannot go on."""
+        ...
 
     def fail(self, session: Session, written: Iterable[Run]) -> None:
         """A plan that computed these positions failed: no KV on GPU of the chunks it wrote is valid."""

@@ -24,8 +24,7 @@ class CpuRoom:
         longer than this chunk: then it is this chunk that should be lost."""
         cache = self._cache
         if not cache.cpu.free and cache.shadows:
-            _, shadow = cache.shadows.pop(next(iter(cache.shadows)))
-            cache.free_cpu(shadow)
+            cache.free_cpu(cache.shadows.take())
         if not cache.cpu.free:
             self._victim = self._victim or next(self._victims, None)
             if self._victim is None:
@@ -35,4 +34,6 @@ class CpuRoom:
                 return None
             cache.drop_cpu(*self._victim)
             self._victim = None
-        return cache.cpu.allocate(1)[0] if cache.cpu.free else None
+        if not cache.cpu.free:
+            return None
+        return cache.cpu.allocate_after(session.chunks[chunk - 1].cpu if chunk else None)

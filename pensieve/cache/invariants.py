@@ -17,11 +17,14 @@ def check_two_tier(cache: TwoTierCache) -> None:
     copying: Counter[int] = Counter()
     for moved in cache.transfers.under_way():
         copying[id(moved.chunk)] += 1
+        if moved.alive and not moved.outward:
+            assert moved.chunk.gpu_len >= moved.length, "KV on its way counts as there; plans wait for it"
         assert moved.length <= cache.chunk_tokens
         if moved.alive:
             assert moved.session.chunks[moved.index] is moved.chunk
             assert (moved.chunk.gpu, moved.chunk.cpu) == (moved.gpu, moved.cpu), "a chunk under way kept its blocks"
     members: dict[View, set[tuple[int, int]]] = {view: set() for view in View if view is not View.NONE}
+    assert cache._running == sum(session.running for session in cache.sessions.values())
     for session in cache.sessions.values():
         assert session.computed <= len(session.tokens)
         assert session.running or session.computed < max(len(session.tokens), 1)
@@ -78,3 +81,6 @@ def _check_chunk(cache: TwoTierCache, chunk: Chunk, running: bool) -> None:
             expected = View.CPU_ONLY
     assert chunk.view is expected
     assert running or chunk.gpu is None or chunk.gpu_len, "an idle chunk holds a block without KV"
+    assert running or chunk.gpu is None or chunk.gpu_len >= chunk.cpu_len, (
+        "KV computed again in part outlived its request"
+    )

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from pensieve.cache.base import Admission, CacheCounters, Residency
-from pensieve.cache.session import Session
+from pensieve.cache.session import Session, Sessions
 from pensieve.plan import Copy
 from pensieve.request import TokenArray
 
@@ -18,8 +18,7 @@ class OneTier(ABC):
 
     def __init__(self) -> None:
         self.counters = CacheCounters()
-        self.sessions: dict[str, Session] = {}
-        self._made = 0
+        self.sessions = Sessions()
 
     @abstractmethod
     def _occupy(self, session: Session, now_s: float) -> int:
@@ -35,11 +34,7 @@ class OneTier(ABC):
     def truncate(self, session: Session, length: int) -> None: ...
 
     def open(self, name: str, now_s: float) -> Session:
-        session = self.sessions.get(name)
-        if session is None:
-            session = self.sessions[name] = Session(name, self._made, now_s, now_s)
-            self._made += 1
-        return session
+        return self.sessions.open(name, now_s)
 
     @property
     def outgoing(self) -> int:
@@ -89,8 +84,9 @@ class OneTier(ABC):
     def complete(self, tickets: Sequence[int]) -> None:
         assert not tickets
 
-    def void(self, tickets: Sequence[int]) -> None:
+    def void(self, tickets: Sequence[int]) -> list[Session]:
         assert not tickets
+        return []
 
     def launched(self, step: int) -> None:
         return None  # nothing is copied, so no block waits for a plan

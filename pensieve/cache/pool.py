@@ -37,6 +37,14 @@ class BlockPool:
             count -= used
         return tuple(taken)
 
+    def allocate_after(self, block: int | None) -> int:
+        """The block behind this one where it is free, so that chunks that come one by one still lie in runs. Otherwise one
+        in the middle of the longest free extent, where there is room to go on. The caller has checked that one is free."""
+        if block is not None and block + 1 in self._length_at:
+            return self._take(block + 1, 0)
+        start = self._longest()
+        return self._take(start, self._length_at[start] // 2)
+
     def release(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             start, length = block, 1
@@ -53,6 +61,20 @@ class BlockPool:
 
     def free_blocks(self) -> set[int]:
         return {start + i for start, length in self._length_at.items() for i in range(length)}
+
+    def _longest(self) -> int:
+        """The first block of a free extent of the longest class."""
+        return next(iter(next(sizes for sizes in reversed(self._classes) if sizes)))
+
+    def _take(self, start: int, offset: int) -> int:
+        """One block out of the free extent that begins at `start`."""
+        length = self._length_at[start]
+        self._cut(start)
+        if offset:
+            self._put(start, offset)
+        if offset + 1 < length:
+            self._put(start + offset + 1, length - offset - 1)
+        return start + offset
 
     def _find(self, count: int) -> int:
         # The next class up is surely long enough; then the own class may be; then the longest there is.

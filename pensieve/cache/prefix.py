@@ -25,6 +25,7 @@ class PrefixCache(OneTier):
     """
 
     grows = True
+    shares = True
 
     def __init__(self, *, policy: EvictionPolicy, chunk_tokens: int, gpu_blocks: int, cpu_blocks: int = 0) -> None:
         super().__init__()

@@ -31,6 +31,20 @@ class Session:
     turns: int = 0
 
 
+class Sessions(dict[str, Session]):
+    """The conversations that a manager knows, by name."""
+
+    _made = 0
+
+    def open(self, name: str, now_s: float) -> Session:
+        """The conversation of that name, made if new."""
+        session = self.get(name)
+        if session is None:
+            session = self[name] = Session(name, self._made, now_s, now_s)
+            self._made += 1
+        return session
+
+
 def common_prefix(a: TokenArray[int], b: TokenArray[int]) -> int:
     """Length of the longest common prefix, by halving: whole slices compare at memory speed."""
     low, high = 0, min(len(a), len(b))
@@ -45,13 +59,19 @@ def common_prefix(a: TokenArray[int], b: TokenArray[int]) -> int:
     return low
 
 
-def missing_runs(session: Session, length: int, chunk_tokens: int) -> tuple[tuple[int, int], ...]:
-    """Maximal intervals of [0, length) without KV on GPU (swap-ins of the plan being made count as there)."""
+def missing_runs(
+    session: Session, length: int, chunk_tokens: int, cpu_too: bool = False
+) -> tuple[tuple[int, int], ...]:
+    """Maximal intervals of [0, length) without KV on GPU (swap-ins of the plan being made count as there); with cpu_too,
+    without KV in either tier."""
     runs: list[list[int]] = []
     for index in range(ceil_div(length, chunk_tokens)):
         start = index * chunk_tokens
         stop = min(start + chunk_tokens, length)
-        missing = start + (session.chunks[index].gpu_len if index < len(session.chunks) else 0)
+        missing = start
+        if index < len(session.chunks):
+            chunk = session.chunks[index]
+            missing += chunk.resident_len if cpu_too else chunk.gpu_len
         if missing >= stop:
             continue
         if runs and runs[-1][1] == missing:

@@ -10,6 +10,9 @@ from pensieve.cache.one_tier import OneTier
 from pensieve.cache.session import Session, common_prefix
 from pensieve.errors import CapacityError
 from pensieve.request import TokenArray, tokens_of
+from pensieve.units import ceil_div
+
+MOST_SLOTS = 4  # that are chosen where nobody says how many
 
 
 @dataclass(slots=True)
@@ -29,13 +32,27 @@ class SlotCache(OneTier):
     A request takes the idle slot whose tokens share the longest prefix with its prompt, then the least recently used. KV up
     to the first difference is kept, the rest is overwritten; nothing is shared between slots, and a request longer than a
     slot can never be served. The eviction policy of the configuration has no say.
+
+    n_slots None: llama-server leaves the number to whoever starts it, who would see to it that a conversation fits; so it is
+    the largest up to MOST_SLOTS whose slots hold `longest_tokens` (None: not known) with a chunk to spare.
     """
 
     grows = False
+    shares = False
 
     def __init__(
-        self, *, policy: EvictionPolicy, chunk_tokens: int, gpu_blocks: int, cpu_blocks: int = 0, n_slots: int = 4
+        self,
+        *,
+        policy: EvictionPolicy,
+        chunk_tokens: int,
+        gpu_blocks: int,
+        cpu_blocks: int = 0,
+        n_slots: int | None = None,
+        longest_tokens: int | None = None,
     ) -> None:
+        if n_slots is None:
+            each = ceil_div((longest_tokens or 0) + chunk_tokens, chunk_tokens)
+            n_slots = max(1, min(MOST_SLOTS, gpu_blocks // each))
         if n_slots < 1 or gpu_blocks < n_slots:
             raise CapacityError(
                 f"{n_slots} slots do not fit in {gpu_blocks} blocks of {chunk_tokens} tokens; "
@@ -48,6 +65,11 @@ class SlotCache(OneTier):
         each = self.request_blocks
         self.slots = [Slot(number, tuple(range(number * each, (number + 1) * each))) for number in range(n_slots)]
         self._slot_of: dict[int, Slot] = {}
+
+    @property
+    def chosen(self) -> dict[str, int]:
+        """For the record of a trial."""
+        return {"n_slots": len(self.slots), "slot_tokens": self.request_blocks * self.chunk_tokens}
 
     @property
     def available(self) -> int:

@@ -64,13 +64,23 @@ class Transfers:
         """Chunks that will be clean and evictable when their copy is done."""
         return sum(moved.outward and moved.alive and not moved.chunk.pins for moved in self.under_way())
 
+    @property
+    def incoming(self) -> int:
+        """Chunks that the link from the CPU has still to bring."""
+        return sum(not moved.outward for moved in self.under_way())
+
+    @property
+    def in_flight(self) -> bool:
+        """A plan is launched and not collected."""
+        return self.launched > self.collected
+
     def retire(self, on_gpu: bool, block: int, discarded: bool, copying: bool) -> None:
         """Give a block back to its pool, now or when it is safe.
 
         An evicted block is in no launched plan (it was not pinned), and its next user comes after those plans; one that
         was discarded may still be written by a plan under way.
         """
-        if copying or (discarded and self.launched > self.collected):
+        if copying or (discarded and self.in_flight):
             self._quarantine.append((self.launched, on_gpu, block))
         else:
             (self._gpu if on_gpu else self._cpu).release((block,))

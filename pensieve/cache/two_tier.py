@@ -9,9 +9,13 @@ from pensieve.cache.chunk import Chunk, View
 from pensieve.cache.cpu_room import CpuRoom
 from pensieve.cache.invariants import check_two_tier
 from pensieve.cache.pool import BlockPool
-from pensieve.cache.session import Session, missing_runs
+from pensieve.cache.residency import demand_of, residency_of
+from pensieve.cache.restore import RestoreMode, Restorer
+from pensieve.cache.session import Session, Sessions, missing_runs
+from pensieve.cache.shadows import Shadows
 from pensieve.cache.transfers import Transfer, Transfers
 from pensieve.cache.victims import VictimIndex
+from pensieve.cost.base import CostModel
 from pensieve.plan import Copy
 from pensieve.request import TokenArray
 from pensieve.units import ceil_div
@@ -22,28 +26,41 @@ class TwoTierCache:
 
     With cpu_blocks = 0 it is the GPU-only baseline: evicting a chunk drops it, and every idle chunk counts as available.
     Pinning forbids eviction only. A block whose chunk was truncated or forgotten while a copy or a launched plan still
-    uses it waits in quarantine. The states of a chunk are in chunk.py.
+    uses it waits in quarantine. The states of a chunk are in chunk.py, the ways to `restore` those on CPU in restore.py.
     """
 
     grows = True
+    shares = False
 
-    def __init__(self, *, policy: EvictionPolicy, chunk_tokens: int, gpu_blocks: int, cpu_blocks: int) -> None:
+    def __init__(
+        self,
+        *,
+        policy: EvictionPolicy,
+        chunk_tokens: int,
+        gpu_blocks: int,
+        cpu_blocks: int,
+        restore: RestoreMode = "load",
+    ) -> None:
         self.chunk_tokens = chunk_tokens
         self.gpu_blocks = self.request_blocks = gpu_blocks
         self.cpu_blocks = cpu_blocks
         self.counters = CacheCounters()
-        self.sessions: dict[str, Session] = {}
+        self.sessions = Sessions()
         self.gpu = BlockPool(gpu_blocks)
         self.cpu = BlockPool(cpu_blocks)
         self.dirty = VictimIndex(policy, View.DIRTY)
         self.clean = VictimIndex(policy, View.CLEAN)
         self.cpu_only = VictimIndex(policy, View.CPU_ONLY)
         self._index = {View.DIRTY: self.dirty, View.CLEAN: self.clean, View.CPU_ONLY: self.cpu_only}
-        # Pinned chunks whose CPU copy is a duplicate: the first CPU blocks to give up, since nothing is lost.
-        self.shadows: dict[tuple[int, int], tuple[Session, Chunk]] = {}
+        self.shadows = Shadows()
         self.transfers = Transfers(self.gpu, self.cpu)
+        self.restorer = Restorer(restore, chunk_tokens, self.counters)
+        self._running = 0
         self._observe: Callable[[Session, float], None] | None = getattr(policy, "observe", None)
-        self._made = 0
+
+    def weigh(self, cost: CostModel, layers: int, batch_tokens: int) -> None:
+        """What a hybrid restore is decided by: until it is known, everything on CPU is loaded."""
+        self.restorer.weigh(cost, layers, batch_tokens)
 
     # -- predicates ---------------------------------------------------------------------------------------------------
 
@@ -63,23 +80,12 @@ class TwoTierCache:
         return list(self.sessions)
 
     def demand(self, session: Session, keep: int, length: int) -> Demand:
-        size = self.chunk_tokens
-        total = ceil_div(length + 1, size)  # one more position: the first token decoded must not need a new block
-        own = reserved = 0
-        for index in range(min(len(session.chunks), ceil_div(keep, size))):
-            chunk = session.chunks[index]
-            own += chunk.gpu is not None
-            reserved += chunk.view is View.CLEAN or (not self.cpu_blocks and chunk.view is View.DIRTY)
-        return Demand(blocks=total - own, own_available=reserved)
+        return demand_of(session, keep, length, self.chunk_tokens, self.cpu_blocks > 0, self.transfers.in_flight)
 
     # -- sessions -----------------------------------------------------------------------------------------------------
 
     def open(self, name: str, now_s: float) -> Session:
-        session = self.sessions.get(name)
-        if session is None:
-            session = self.sessions[name] = Session(name, self._made, now_s, now_s)
-            self._made += 1
-        return session
+        return self.sessions.open(name, now_s)
 
     def expect(self, session: Session, next_use_s: float | None) -> None:
         session.next_use_s = next_use_s
@@ -117,22 +123,14 @@ class TwoTierCache:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def admit(self, session: Session, keep: int, suffix: TokenArray[int], known: int | None, now_s: float) -> Admission:
-        prompt = keep + len(suffix)
-        history = min(keep, session.computed, prompt - 1) if known is None else min(known, prompt - 1)
-        gpu_hit = cpu_hit = 0
-        found = min(history, keep)
-        for index in range(min(len(session.chunks), ceil_div(found, self.chunk_tokens))):
-            chunk, left = session.chunks[index], found - index * self.chunk_tokens
-            on_gpu = min(chunk.gpu_len, left)
-            gpu_hit += on_gpu
-            cpu_hit += max(0, min(chunk.cpu_len, left) - on_gpu)
+        residency = residency_of(session, keep, keep + len(suffix), known, self.chunk_tokens)
         if keep < len(session.tokens):
             self.truncate(session, keep)
         session.tokens.extend(suffix)
         session.turns += 1
         if self._observe is not None:
             self._observe(session, now_s)
-        return self._pin(session, Residency(prompt, history, gpu_hit, cpu_hit), now_s)
+        return self._pin(session, residency, now_s)
 
     def resume(self, session: Session, now_s: float) -> Admission:
         length = len(session.tokens)
@@ -145,7 +143,7 @@ class TwoTierCache:
             return first, ()
         if count > self.available:
             return None
-        blocks = self._take_gpu(count, now_s)
+        blocks = self._take_gpu(count, now_s, behind=session.chunks[-1].gpu if count == 1 and first else None)
         session.chunks.extend(Chunk(gpu=block, pins=1) for block in blocks)
         return first, blocks
 
@@ -157,6 +155,8 @@ class TwoTierCache:
                 assert chunk.gpu is not None
                 assert chunk.gpu_len == max(start - index * size, 0), "KV is computed in ascending order"
                 chunk.gpu_len = min(stop - index * size, size)
+                if chunk.cpu is not None:
+                    self.shadows.file(session, index, chunk)
             session.computed = max(session.computed, stop)
 
     def release(self, session: Session, now_s: float) -> None:
@@ -184,18 +184,31 @@ class TwoTierCache:
                     break
         return dropped
 
+    def reclaim(self, blocks: int, now_s: float) -> int:
+        """Free GPU blocks of clean chunks, whose KV stays on CPU; returns how many there were."""
+        taken = 0
+        if blocks > 0:
+            for session, index in self.clean.victims(now_s):
+                self._free_gpu(session.chunks[index])
+                self.counters.evicted_chunks += 1
+                self._file(session, index)
+                taken += 1
+                if self.clean.enough(session, taken, blocks):
+                    break
+        return taken
+
     def complete(self, tickets: Sequence[int]) -> None:
         self._settle(tickets, valid=True)
 
-    def void(self, tickets: Sequence[int]) -> None:
-        self._settle(tickets, valid=False)
+    def void(self, tickets: Sequence[int]) -> list[Session]:
+        return self._settle(tickets, valid=False)
 
     def fail(self, session: Session, written: Iterable[Run]) -> None:
         size = self.chunk_tokens
         for start, stop in written:
             for index in range(start // size, ceil_div(stop, size)):
                 session.chunks[index].gpu_len = 0
-                self.shadows.pop((session.order, index), None)
+                self.shadows.remove(session, index)
 
     def launched(self, step: int) -> None:
         self.transfers.launched = step
@@ -214,6 +227,7 @@ class TwoTierCache:
         for victims in self._index.values():
             victims.remove_session(session)
         session.running = True
+        self._running += 1
         session.last_active_s = now_s
         total = ceil_div(length + 1, size)
         session.chunks.extend(Chunk() for _ in range(total - len(session.chunks)))
@@ -223,25 +237,27 @@ class TwoTierCache:
         lacking = [chunk for chunk in session.chunks if chunk.gpu is None]
         for chunk, block in zip(lacking, self._take_gpu(len(lacking), now_s), strict=True):
             chunk.gpu = block
-        swapped = [(i, chunk) for i, chunk in enumerate(session.chunks) if chunk.cpu_len > chunk.gpu_len]
-        swapped_tokens = sum(chunk.cpu_len - chunk.gpu_len for _, chunk in swapped)
-        swap_in = self._copy_in(session, swapped)
+        restore = self.restorer.choose(session, self.transfers.incoming, alone=self._running == 1)
+        swap_in = self._copy_in(session, restore.load)
         for index, chunk in enumerate(session.chunks):
-            self._shade(session, index, chunk)
+            self.shadows.file(session, index, chunk)
         work = missing_runs(session, length, size)
         again = sum(max(0, min(stop, session.computed) - start) for start, stop in work)
         table = tuple(chunk.gpu for chunk in session.chunks if chunk.gpu is not None)
-        return Admission(residency, work, table, swap_in, swapped_tokens, again)
+        return Admission(residency, work, table, swap_in, restore.loaded_tokens, again, restore.recomputed_tokens)
 
     def _unpin(self, session: Session, now_s: float) -> None:
         session.running = False
+        self._running -= 1
         session.last_active_s = now_s
         session.computed = min(session.computed, max(len(session.tokens) - 1, 0))
         for index, chunk in enumerate(session.chunks):
             chunk.pins -= 1
-            if chunk.gpu is not None and chunk.gpu_len == 0:
+            if chunk.gpu is not None and (chunk.gpu_len == 0 or chunk.gpu_len < chunk.cpu_len):
+                # Reserved, voided, or computed again but not as far as the copy on CPU.
+                self._abandon(chunk)
                 self._free_gpu(chunk, discarded=True)
-            self.shadows.pop((session.order, index), None)
+            self.shadows.remove(session, index)
         while session.chunks and session.chunks[-1].gpu is None and session.chunks[-1].cpu is None:
             if (len(session.chunks) - 1) * self.chunk_tokens < session.computed:
                 break  # dropped, not unused: the record of a missing chunk stays
@@ -249,11 +265,12 @@ class TwoTierCache:
         for index in range(len(session.chunks)):
             self._file(session, index)
 
-    def _copy_in(self, session: Session, chunks: list[tuple[int, Chunk]]) -> tuple[Copy, ...]:
+    def _copy_in(self, session: Session, chunks: list[int]) -> tuple[Copy, ...]:
         if not chunks:
             return ()
         moves = []
-        for index, chunk in chunks:
+        for index in chunks:
+            chunk = session.chunks[index]
             assert chunk.gpu is not None and chunk.cpu is not None
             moves.append(Transfer(session, chunk, index, False, chunk.gpu, chunk.cpu, chunk.cpu_len))
             chunk.gpu_len = chunk.cpu_len
@@ -287,22 +304,14 @@ class TwoTierCache:
         ticket = self.transfers.open(moves)
         return (Copy(ticket, tuple(m.gpu for m in moves), tuple(m.cpu for m in moves), urgent=urgent),)
 
-    def _take_gpu(self, count: int, now_s: float) -> tuple[int, ...]:
+    def _take_gpu(self, count: int, now_s: float, behind: int | None = None) -> tuple[int, ...]:
         """Free blocks, reclaimed from clean chunks (or, without a CPU tier, dropped) as far as they are lacking."""
-        lacking, taken = count - self.gpu.free, 0
-        if lacking > 0:
-            for session, index in self.clean.victims(now_s):
-                chunk = session.chunks[index]
-                self._free_gpu(chunk)
-                self.counters.evicted_chunks += 1
-                self._file(session, index)
-                taken += 1
-                if self.clean.enough(session, taken, lacking):
-                    break
+        lacking = count - self.gpu.free
+        taken = self.reclaim(lacking, now_s)
         if taken < lacking:
             assert not self.cpu_blocks, "admission took more blocks than are available"
             self.drop(lacking - taken, now_s)
-        return self.gpu.allocate(count)
+        return self.gpu.allocate(count) if behind is None else (self.gpu.allocate_after(behind),)
 
     def _drop_gpu(self, session: Session, index: int) -> None:
         chunk = session.chunks[index]
@@ -320,8 +329,7 @@ class TwoTierCache:
     def _discard(self, session: Session, index: int) -> None:
         """The chunk ceases to exist (truncated or forgotten); blocks under way go to quarantine."""
         chunk = session.chunks[index]
-        for moved in self.transfers.of(chunk):
-            moved.alive = False
+        self._abandon(chunk)
         if chunk.gpu is not None:
             self._free_gpu(chunk, discarded=True)
         if chunk.cpu is not None:
@@ -334,7 +342,7 @@ class TwoTierCache:
         if chunk.cpu is not None and not chunk.cpu_len and not chunk.copying:
             self.free_cpu(chunk)  # its copy was voided
         if chunk.pins:
-            self._shade(session, index, chunk)
+            self.shadows.file(session, index, chunk)
             return
         if chunk.copying:
             view = View.NONE
@@ -354,26 +362,32 @@ class TwoTierCache:
         if before is not View.NONE:
             self._index[before].remove(session, index)
 
-    def _shade(self, session: Session, index: int, chunk: Chunk) -> None:
-        if chunk.cpu is not None and not chunk.copying and chunk.gpu_len >= chunk.cpu_len:
-            self.shadows[session.order, index] = (session, chunk)
-        else:
-            self.shadows.pop((session.order, index), None)
-
     def _refresh(self, session: Session) -> None:
         for victims in self._index.values():
             victims.refresh(session)
 
-    def _settle(self, tickets: Sequence[int], valid: bool) -> None:
+    def _settle(self, tickets: Sequence[int], valid: bool) -> list[Session]:
+        """Returns the running conversations that lost KV by it."""
+        lost: dict[str, Session] = {}
         for moved in self.transfers.close(tickets):
-            if not moved.alive:
-                continue  # truncated away: its blocks are in quarantine
-            if moved.outward and valid:
-                moved.chunk.cpu_len = moved.length
-            elif not moved.outward and not valid:
-                moved.chunk.gpu_len = 0
-            self._file(moved.session, moved.index)
+            session, chunk = moved.session, moved.chunk
+            if moved.alive and moved.outward and valid:
+                chunk.cpu_len = moved.length
+            elif moved.alive and not moved.outward and not valid:
+                chunk.gpu_len = 0
+                if session.running:
+                    lost[session.name] = session
+                else:
+                    self._free_gpu(chunk, discarded=True)
+            if moved.index < len(session.chunks) and session.chunks[moved.index] is chunk:
+                self._file(session, moved.index)
         self.transfers.leave_quarantine()
+        return list(lost.values())
+
+    def _abandon(self, chunk: Chunk) -> None:
+        """Copies under way of a chunk that gives its blocks up: what they bring is nobody's, they wait in quarantine."""
+        for moved in self.transfers.of(chunk):
+            moved.alive = False
 
     def _free_gpu(self, chunk: Chunk, discarded: bool = False) -> None:
         assert chunk.gpu is not None

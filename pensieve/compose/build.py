@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from pensieve.baselines.base import System
 from pensieve.cache.base import CacheManager, EvictionPolicy, PolicyContext
 from pensieve.cache.remembered import MemoryLimits
 from pensieve.clock import Clock, VirtualClock, WallClock
+from pensieve.compose.capacity import memory_share
 from pensieve.compose.schema import ModelConfig, TrialConfig
 from pensieve.compose.target import factory, locate
 from pensieve.compose.trial_plan import TrialPlan
@@ -53,19 +55,34 @@ def build_tokenizer(model: ModelConfig, vocab: int, simulated: bool) -> Tokenize
     return load_tokenizer(sources, model.revision, eos_id, vocab, meaningless, download=not meaningless)
 
 
-def find_parts(config: TrialConfig) -> Parts:
-    """Raises EngineMissing where a target is not there, ConfigError for a field that it does not take."""
+def find_parts(config: TrialConfig, longest_tokens: int | None = None) -> Parts:
+    """longest_tokens: of the workload's longest conversation, for a cache that asks for it by a field of that name.
+
+    Raises EngineMissing where a target is not there, ConfigError for a field that it does not take.
+    """
     assert config.baseline.cache is not None
+    cache = dict(config.baseline.cache)
+    if "longest_tokens" in cache and cache["longest_tokens"] is None:
+        cache["longest_tokens"] = longest_tokens
     return Parts(
-        cache=factory("baseline", {**config.baseline.cache, "name": config.baseline.name}, given=_CACHE_ARGUMENTS),
+        cache=factory("baseline", {**cache, "name": config.baseline.name}, given=_CACHE_ARGUMENTS),
         policy=factory("eviction", config.eviction),
         composition=locate(config.scheduler.composition, f"scheduler={config.scheduler.name}"),
         workload=factory("workload", config.workload),
     )
 
 
-def build_system(plan: TrialPlan, tokenizer: Tokenizer | None = None) -> System:
+def build_system(
+    plan: TrialPlan,
+    tokenizer: Tokenizer | None = None,
+    trace: Path | None = None,
+    described: WorkloadPlan | None = None,
+) -> System:
     """The system of an in-engine baseline, not started: model loaded (real) or described (simulated).
+
+    described: what the workload says of itself, where there is one.
+
+    trace: where a profiler writes what the worker's steps consist of (real only); None: no profiler.
 
     Raises EngineMissing, WeightsMissing, HardwareMissing, UnsupportedModel.
     """
@@ -73,7 +90,7 @@ def build_system(plan: TrialPlan, tokenizer: Tokenizer | None = None) -> System:
     from pensieve.scheduler.settings import SchedulerSettings
 
     config = plan.config
-    parts = find_parts(config)
+    parts = find_parts(config, longest_conversation(described) if described else None)
     s = config.scheduler
     scheduler = SchedulerSettings(
         composition=parts.composition,
@@ -84,7 +101,7 @@ def build_system(plan: TrialPlan, tokenizer: Tokenizer | None = None) -> System:
         admission_reserve=s.admission_reserve,
     )
     tokenizer = tokenizer or build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
-    clock, worker = _clock_and_worker(plan)
+    clock, worker, gpu_blocks = _clock_and_worker(plan, trace)
     system: System = EngineSystem(
         model=plan.model,
         hardware=plan.hardware,
@@ -93,7 +110,7 @@ def build_system(plan: TrialPlan, tokenizer: Tokenizer | None = None) -> System:
         cache=parts.cache,
         policy=parts.policy,
         scheduler=scheduler,
-        gpu_blocks=plan.gpu_blocks,
+        gpu_blocks=gpu_blocks,
         cpu_blocks=plan.cpu_blocks,
         chunk_tokens=plan.chunk_tokens,
         tokenizer=tokenizer,
@@ -104,19 +121,39 @@ def build_system(plan: TrialPlan, tokenizer: Tokenizer | None = None) -> System:
     return system
 
 
-def _clock_and_worker(plan: TrialPlan) -> tuple[Clock, Worker]:
+def _clock_and_worker(plan: TrialPlan, trace: Path | None) -> tuple[Clock, Worker, int | Callable[[], int]]:
+    """The last: GPU blocks, or what measures how many fit."""
+    hardware, scheduler = plan.config.hardware, plan.config.scheduler
     if plan.device.simulated:
         from pensieve.worker.simulated import SimulatedWorker
 
         virtual = VirtualClock()
-        return virtual, SimulatedWorker(plan.model, plan.hardware, virtual, plan.chunk_tokens)
-    from pensieve.worker.torch.model import load_model
+        simulated = SimulatedWorker(plan.model, plan.hardware, virtual, plan.chunk_tokens, hardware.depth)
+        return virtual, simulated, plan.gpu_blocks
+    from pensieve.worker.torch.options import TorchOptions
+    from pensieve.worker.torch.shelf import take_model
     from pensieve.worker.torch.worker import TorchWorker
 
     m, clock = plan.config.model, WallClock()
     threads = plan.config.hardware.threads
-    model = load_model(plan.model, m.weights, m.hub_id, m.revision, m.seed, plan.device.name, threads)
-    return clock, TorchWorker(model, plan.chunk_tokens, clock)
+    attention = plan.config.attention_backend
+    model = take_model(
+        plan.model, m.weights, m.hub_id, m.revision, m.seed, plan.device.name, threads, attention, plan.chunk_tokens
+    )
+    options = TorchOptions(
+        depth=hardware.depth,
+        graphs=hardware.graphs == "auto",
+        max_batch_tokens=scheduler.max_batch_tokens,
+        max_batch_requests=scheduler.max_batch_requests,
+        memory_share=memory_share(plan.device, hardware.memory_share),
+    )
+    worker = TorchWorker(model, plan.chunk_tokens, clock, options=options)
+    gpu_blocks = worker.room if plan.gpu_measured else plan.gpu_blocks
+    if trace is None:
+        return clock, worker, gpu_blocks
+    from pensieve.worker.torch.profiled import ProfiledWorker
+
+    return clock, ProfiledWorker(worker, trace), gpu_blocks
 
 
 def make_workload(plan: TrialPlan, tokenizer: Tokenizer) -> Workload:
@@ -141,13 +178,20 @@ def build_workload(plan: TrialPlan, tokenizer: Tokenizer) -> tuple[Workload, Wor
     """
     workload = make_workload(plan, tokenizer)
     described = workload.describe()
-    longest = described.facts.get("longest_conversation_tokens")
-    slots = int((plan.config.baseline.cache or {}).get("n_slots", 1))
+    longest = longest_conversation(described)
+    slots = int((plan.config.baseline.cache or {}).get("n_slots") or 1)
     room = (plan.gpu_blocks // slots - 1) * plan.chunk_tokens
     if longest is not None and longest > room:
         raise CapacityError(
             f"The longest conversation of workload={plan.config.workload.get('name')} needs {longest:,} tokens of KV and "
             f"baseline={plan.config.baseline.name} has room for {room:,} on its device; "
-            f'use a larger cache.gpu (at least "{longest + 2 * plan.chunk_tokens} tokens") or a smaller workload.max_turns.'
+            f'use a larger cache.gpu (at least "{slots * (longest + 2 * plan.chunk_tokens)} tokens") or a smaller '
+            "workload.max_turns."
         )
     return workload, described
+
+
+def longest_conversation(described: WorkloadPlan) -> int | None:
+    """Tokens; None where the workload cannot tell in advance."""
+    longest = described.facts.get("longest_conversation_tokens")
+    return None if longest is None else int(longest)

@@ -28,6 +28,8 @@ def explain(error: BaseException, arguments: Sequence[str] = ()) -> str:
         return _no_such_option(error)
     if isinstance(error, OSError):
         return _system(error)
+    if isinstance(error, ModuleNotFoundError):
+        return f"The Python package {error.name} is not installed; install it and run again."
     if isinstance(error, HydraException | OmegaConfBaseException):
         return _composition(error, arguments)
     return f"{type(error).__name__}: {_first_line(error)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pensieve.compose.build import build_tokenizer, build_workload, find_parts
+from pensieve.compose.capacity import LEAST_GPU_BLOCKS
 from pensieve.compose.machine import free_device_bytes
 from pensieve.compose.trial_plan import TrialPlan
 from pensieve.compose.weights import check_weights
@@ -11,10 +12,6 @@ from pensieve.units import format_bytes
 
 GPU_USABLE = 0.95
 """Share of a GPU's memory that torch gets: the rest is the context's and fragmentation."""
-
-
-LEAST_GPU_BLOCKS = 4
-"""A prompt, its reply and the reserve need a few blocks; what the workload's longest conversation needs comes later."""
 
 
 def preflight(plan: TrialPlan) -> None:
@@ -46,8 +43,10 @@ def check_memory(plan: TrialPlan, free_bytes: int | None = None) -> None:
     Raises HardwareMissing with one sentence: what it needs, what is there, what to use instead.
     """
     device, model = plan.device, plan.model
-    need = model.weight_bytes + plan.gpu_bytes + plan.activation_bytes
-    parts = f"weights {format_bytes(model.weight_bytes)} in {model.dtype}, KV {format_bytes(plan.gpu_bytes)}"
+    # What is free decides how large a measured tier becomes; it must only be worth starting.
+    kv_bytes = LEAST_GPU_BLOCKS * plan.block_bytes if plan.gpu_measured and free_bytes is not None else plan.gpu_bytes
+    need = model.weight_bytes + kv_bytes + plan.activation_bytes
+    parts = f"weights {format_bytes(model.weight_bytes)} in {model.dtype}, KV {format_bytes(kv_bytes)}"
     if device.shared:
         need += plan.cpu_bytes
         parts += f" + {format_bytes(plan.cpu_bytes)} for the CPU tier"

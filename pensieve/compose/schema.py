@@ -29,7 +29,8 @@ class ModelConfig(_Group):
 
 
 class CacheConfig(_Group):
-    """gpu, cpu: sizes a device, "4GiB" or "8192 tokens". session_ttl_s, max_remembered_tokens: see MemoryLimits."""
+    """gpu, cpu: sizes a device, "4GiB" or "8192 tokens"; gpu may be auto: what fits. session_ttl_s,
+    max_remembered_tokens: see MemoryLimits."""
 
     name: str
     gpu: str | int
@@ -62,13 +63,20 @@ class BaselineConfig(_Group):
 
 
 class HardwareConfig(_Group):
-    """A real machine needs device, gpus and threads only; the rates are for the simulated ones."""
+    """A real machine needs device, gpus and threads only; the rates are for the simulated ones.
+
+    depth: plans in flight. graphs: replay decode iterations (YAML reads a bare off as false). memory_share: what
+    cache.gpu=auto may fill, by default nine tenths of a GPU and half of a CPU machine's free memory.
+    """
 
     name: str
     simulated: bool
     device: str = "auto"
     gpus: Count = 1
     threads: Count | None = None
+    depth: Literal[1, 2] = 1
+    graphs: Literal["auto", "off", False] = "auto"
+    memory_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     gpu_memory: str | None = None
     cpu_memory: str | None = None
     flops: Rate = 0.0
@@ -113,6 +121,7 @@ class TrialConfig(_Group):
     repeat: Annotated[int, Field(ge=0)] = 0
     force: bool = False
     resume: Literal["fingerprint", "config"] = "fingerprint"
+    attention_backend: Literal["auto", "reference", "triton", "varlen", "flashinfer"] = "auto"
     trial: TrialOptions = TrialOptions()
     slo: SloConfig = SloConfig()
     model: ModelConfig

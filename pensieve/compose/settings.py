@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from pensieve.compose.folder import ended, nearest
 from pensieve.compose.schema import TrialConfig
-from pensieve.errors import ConfigError, EngineMissing
+from pensieve.errors import ConfigError
 
 
 def resolved(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
@@ -35,14 +35,12 @@ def check(cfg: DictConfig | Mapping[str, Any]) -> TrialConfig:
         raise ConfigError(_sentence(error)) from None
     if config.scheduler.swap_out_stop < config.scheduler.swap_out_start:
         raise ConfigError("scheduler.swap_out_stop must not be below scheduler.swap_out_start.")
-    _refuse_later_options(config)
+    if config.trial.profile and config.hardware.simulated:
+        raise ConfigError(
+            f"trial.profile=true traces what torch does, and hardware={config.hardware.name} is simulated without torch; "
+            "use hardware=local."
+        )
     return config
-
-
-def _refuse_later_options(config: TrialConfig) -> None:
-    """Fields of the contract whose machinery this version lacks may keep their defaults only."""
-    if config.trial.profile:
-        raise EngineMissing("trial.profile cannot be used in this version yet; leave it at its default.")
 
 
 def _sentence(error: ValidationError) -> str:

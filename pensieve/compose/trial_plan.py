@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from pensieve.compose.capacity import AUTO, auto_gpu_blocks
 from pensieve.compose.machine import Device, find_device, hardware_spec
 from pensieve.compose.schema import ModelConfig, TrialConfig
 from pensieve.compose.target import refuse_missing
@@ -39,6 +40,15 @@ class TrialPlan:
         return self.chunk_tokens * self.model.kv_bytes_per_token
 
     @property
+    def gpu_auto(self) -> bool:
+        """The GPU tier takes what fits; on a real GPU gpu_blocks is then an estimate, and the started worker measures."""
+        return self.config.cache.gpu == AUTO
+
+    @property
+    def gpu_measured(self) -> bool:
+        return self.gpu_auto and self.device.kind == "cuda"
+
+    @property
     def gpu_bytes(self) -> int:
         return self.gpu_blocks * self.block_bytes
 
@@ -63,7 +73,8 @@ class TrialPlan:
         return (
             f"{self.model.name} {self.model.dtype} on {self.device.label}"
             f"{' (simulated)' if self.device.simulated else ''}: "
-            f"cache.gpu = {tier(self.budget_gpu_blocks)}, cache.cpu = {tier(self.budget_cpu_blocks)}, "
+            f"cache.gpu = {'about ' if self.gpu_measured else ''}{tier(self.budget_gpu_blocks)}, "
+            f"cache.cpu = {tier(self.budget_cpu_blocks)}, "
             f"{format_bytes(self.model.kv_bytes_per_token)} of KV a token"
         )
 
@@ -85,11 +96,13 @@ def plan_trial(config: TrialConfig) -> TrialPlan:
     model = model_spec(config.model, device)
     chunk = config.cache.chunk_tokens
     gpu, cpu = (
-        parse_capacity(size, f"cache.{tier}").in_blocks(model.kv_bytes_per_token, chunk) * device.count
+        0
+        if size == AUTO and tier == "gpu"
+        else parse_capacity(size, f"cache.{tier}").in_blocks(model.kv_bytes_per_token, chunk) * device.count
         for tier, size in (("gpu", config.cache.gpu), ("cpu", config.cache.cpu))
     )
     total = baseline.kv_budget == "total" and not baseline.cpu_tier
-    return TrialPlan(
+    plan = TrialPlan(
         config=config,
         model=model,
         hardware=hardware_spec(config.hardware, device),
@@ -100,6 +113,21 @@ def plan_trial(config: TrialConfig) -> TrialPlan:
         gpu_blocks=gpu + cpu if total else gpu,
         cpu_blocks=cpu if baseline.cpu_tier else 0,
     )
+    return _sized(plan, total) if plan.gpu_auto else plan
+
+
+def _sized(plan: TrialPlan, total: bool) -> TrialPlan:
+    """With the GPU tier that fits. The budget is the same for every baseline: room is kept for the CPU tier even where a
+    baseline has none."""
+    if total and not plan.device.shared:
+        raise ConfigError(
+            "cache.gpu=auto fills the device, so baseline.kv_budget=total has nothing to add to it; give cache.gpu a size, "
+            "or use baseline.kv_budget=device."
+        )
+    cpu_bytes = plan.budget_cpu_blocks * plan.block_bytes
+    share = plan.config.hardware.memory_share
+    gpu = auto_gpu_blocks(plan.device, plan.model, plan.activation_bytes, cpu_bytes, plan.block_bytes, share)
+    return replace(plan, budget_gpu_blocks=gpu, gpu_blocks=gpu + plan.budget_cpu_blocks if total else gpu)
 
 
 def model_spec(model: ModelConfig, device: Device) -> ModelSpec:

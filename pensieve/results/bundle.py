@@ -16,6 +16,7 @@ from pensieve.results.schema import ArtifactRow, Base, Trial, version_table
 from pensieve.results.store import DATABASE_NAME, ResultsStore, open_store
 
 SOURCES = ("pensieve", "analysis", "conf", "runners", "pyproject.toml", "constraints.txt", "README.md")
+FIGURE_SCRIPT = "analysis/figures.py"
 _BATCH = 5000
 
 README = """One sweep of Pensieve, complete: its figures are redrawn from the rows in outputs/{database}.
@@ -38,10 +39,10 @@ if [ -z "${{PYTHON:-}}" ]; then
 fi
 PENSIEVE_OUTPUTS="$PWD/outputs"
 export PENSIEVE_OUTPUTS
-{commands}
+{command}
 """
 
-_FIGURE_PACKAGES = ("numpy", "matplotlib", "pandas", "pyarrow", "sqlalchemy", "filelock", "psutil")
+_FIGURE_PACKAGES = ("numpy", "matplotlib", "pandas", "pyarrow", "sqlalchemy", "filelock", "psutil", "rich")
 
 
 def bundle_sweep(store: ResultsStore, sweep_id: int, checkout: Path, path: Path) -> Path:
@@ -54,7 +55,8 @@ def bundle_sweep(store: ResultsStore, sweep_id: int, checkout: Path, path: Path)
     trials = {trial.id: trial for job in jobs for trial in (job.last, job.trial) if trial is not None}
     if not any(job.trial for job in jobs):
         raise MissingSeries(f"No trial of sweep {sweep_id} is completed; run its command again and bundle then.")
-    figures = _figure_scripts(checkout)
+    if not (checkout / FIGURE_SCRIPT).is_file():
+        raise ResultsError(f"There is no {FIGURE_SCRIPT} in {checkout}; bundle from a checkout, which has the figures.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as name:
@@ -72,8 +74,8 @@ def bundle_sweep(store: ResultsStore, sweep_id: int, checkout: Path, path: Path)
                 archive.writestr("lock.txt", "".join(f"{package}=={version}\n" for package, version in lock.items()))
                 archive.writestr("README.txt", README.format(database=DATABASE_NAME, sweep=sweep_id))
                 pinned = [f"{package}=={lock[package]}" for package in _FIGURE_PACKAGES if package in lock]
-                commands = "\n".join(f'"$PYTHON" {script} --sweep {sweep_id}' for script in figures)
-                archive.writestr("redraw.sh", REDRAW.format(packages=" ".join(pinned), commands=commands))
+                command = f'"$PYTHON" {FIGURE_SCRIPT} --sweep {sweep_id} --quiet'
+                archive.writestr("redraw.sh", REDRAW.format(packages=" ".join(pinned), command=command))
         partial.replace(path)
     except OSError as error:
         raise ResultsError(
@@ -112,16 +114,6 @@ def _copy_rows(store: ResultsStore, sweep_id: int, trial_ids: Sequence[int], fol
             )
     target.database.settle()
     return files
-
-
-def _figure_scripts(checkout: Path) -> list[str]:
-    """Every script of analysis/ that draws from a sweep."""
-    folder = checkout / "analysis"
-    return [
-        f"analysis/{script.name}"
-        for script in sorted(folder.glob("*.py"))
-        if '"--sweep"' in script.read_text(encoding="utf-8")
-    ]
 
 
 def _source_files(checkout: Path) -> Iterable[Path]:

@@ -104,6 +104,12 @@ def _outputs_notes(rows: Sequence[ComparisonRow]) -> list[str]:
             f"{REFERENCE} / this: how many times longer {REFERENCE} takes to the first token, at each conversation's last "
             "turn, paired by seed and conversation, with the 95 % interval."
         )
+    bounds = {row.baseline: row.bound_hit_rate for row in rows if row.bound_hit_rate is not None}
+    if bounds and len(rows) == len({row.baseline for row in rows}):  # several groups: it is in the database
+        named = ", ".join(f"{baseline} {_percent(bound)}" for baseline, bound in bounds.items())
+        notes.append(
+            f"Offline bound, the most that GPU and CPU hits could have come to with this capacity, in %: {named}."
+        )
     return notes
 
 

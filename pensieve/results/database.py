@@ -83,6 +83,18 @@ class Database:
         return self._transaction("IMMEDIATE")
 
     @contextmanager
+    def held(self) -> Iterator[None]:
+        """For many small transactions. On SQLite the last connection to be closed copies the whole log into the file and
+        deletes it, so that each transaction by itself pays for that; while this block runs, none of them is the last."""
+        if self.path is None:
+            yield
+            return
+        with self.engine.connect() as connection:
+            with self._sentences(), connection.begin():
+                connection.exec_driver_sql("SELECT 1 FROM sqlite_master").fetchall()  # only then is the log open
+            yield
+
+    @contextmanager
     def _transaction(self, begin: str) -> Iterator[Connection]:
         with self._memory_lock or nullcontext(), self._sentences():
             engine = self.engine.execution_options(pensieve_begin=begin)

@@ -57,7 +57,7 @@ def _machine() -> dict[str, Any]:
             "mhz": _cpu_mhz(),
         },
         "memory_bytes": psutil.virtual_memory().total,
-        "gpus": _gpus(),
+        "gpus": gpus(),
     }
 
 
@@ -131,7 +131,7 @@ def _usable_cores() -> int | None:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count()
 
 
-def _gpus() -> list[dict[str, Any]]:
+def gpus() -> list[dict[str, Any]]:
     """Name, memory, driver, clocks and limits of each NVIDIA device; none where the driver's library does not answer."""
     try:
         import pynvml

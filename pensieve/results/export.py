@@ -19,6 +19,12 @@ from pensieve.results.summary import axis_value, varying_axes
 from pensieve.statistics import nearest_rank
 
 TRIAL_COLUMNS = ("trial_id", "model", "baseline", "eviction", "cache", "workload", "hardware", "seed", "repeat")
+NOTES = {
+    "gpu_util_pct": "null: the device does not tell its utilisation, or there is no GPU",
+    "memory_bw_gbps": "null: the traffic of the device's memory was not measured, and it is never estimated",
+}
+"""Why a field that could be a number is not one."""
+
 _MEGABYTE = 1e6
 
 
@@ -100,6 +106,7 @@ def baseline_report(store: ResultsStore, jobs: Sequence[JobResult]) -> dict[str,
             "p95_total_ms": nearest_rank(totals, 0.95) if totals else None,
             "mean_per_token_ms": fmean(each_token) if each_token else None,
         },
+        "notes": {name: note for name, note in NOTES.items() if all(run[name] is None for run in runs)},
     }
 
 

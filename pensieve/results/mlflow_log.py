@@ -11,10 +11,12 @@ import json
 import logging
 import os
 import re
+import shutil
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
+from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Any, ParamSpec, TypeVar
@@ -30,10 +32,12 @@ from pensieve.results.store import ResultsStore
 P = ParamSpec("P")
 T = TypeVar("T")
 
+DATABASE_NAME, NEW_PREFIX = "mlflow.db", ".mlflow-new-"
 LOCK_TIMEOUT_S = 120
-PARAMS_A_BATCH, METRICS_A_BATCH = 100, 1000
+PARAMS_A_BATCH, METRICS_A_BATCH = 100, 1000  # and no more than the latter of both together
 PARAM_LENGTH, NAME_LENGTH, TAG_LENGTH = 6000, 250, 5000
-TRIAL_TAG = "pensieve.trial_id"
+TRIAL_TAG, SWEEP_TAG, KEY_TAG = "pensieve.trial_id", "pensieve.sweep_id", "pensieve.sweep_key"
+PARENT_TAG, FINGERPRINT_TAG, SUPERSEDED_TAG = "mlflow.parentRunId", "fingerprint", "superseded"
 TTFT_BY_TURN = "ttft_ms_by_turn"
 _COLUMNS_AS_PARAMS = (
     "model", "baseline", "eviction", "scheduler", "cache", "workload", "hardware", "seed", "repeat", "weights", "dtype",
@@ -46,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 def mlflow_url(outputs: Path) -> str:
     """The tracking URI of the local store. The timeout lets parallel trials wait for each other."""
-    return f"sqlite:///{outputs.absolute() / 'mlflow.db'}?timeout=30"
+    return f"sqlite:///{outputs.absolute() / DATABASE_NAME}?timeout=30"
 
 
 def _or_none(function: Callable[P, T | None]) -> Callable[P, T | None]:
@@ -83,18 +87,21 @@ def start_parent(outputs: Path, store: ResultsStore, sweep_id: int, experiment_n
     client = _client(outputs.absolute())
     with _lock(outputs):
         sweep = store.sweep(sweep_id)
-        if _exists(client, sweep.mlflow_run_id):
-            client.update_run(sweep.mlflow_run_id, status="RUNNING")
-            return sweep.mlflow_run_id
-        tags = {"pensieve.sweep_id": str(sweep.id), "pensieve.sweep_key": sweep.key, "status": "running"}
-        if sweep.command:
-            tags["pensieve.command"] = sweep.command[:TAG_LENGTH]
-        run = client.create_run(
-            _experiment(client, outputs, experiment_name), _milliseconds(sweep.started_at), tags, sweep.name
-        )
-        run_id = str(run.info.run_id)
-        _log_params(client, run_id, dict(_flat(sweep.overrides)))
-        store.set_sweep(sweep_id, mlflow_run_id=run_id)
+        experiment = _experiment(client, outputs, experiment_name)
+        run_id = sweep.mlflow_run_id if _exists(client, sweep.mlflow_run_id) else None
+        # A process that died after making the run, and before its id was in the sweep's row, left one to take up.
+        run_id = run_id or _first(client, experiment, **{SWEEP_TAG: str(sweep.id), KEY_TAG: sweep.key})
+        if run_id is None:
+            tags = {SWEEP_TAG: str(sweep.id), KEY_TAG: sweep.key}
+            if sweep.command:
+                tags["pensieve.command"] = sweep.command[:TAG_LENGTH]
+            made = client.create_run(experiment, _milliseconds(sweep.started_at), tags, sweep.name)
+            run_id = str(made.info.run_id)
+        _log_batches(client, run_id, _params(dict(_flat(sweep.overrides))), [])
+        client.update_run(run_id, status="RUNNING")
+        client.set_tag(run_id, "status", "running")
+        if run_id != sweep.mlflow_run_id:
+            store.set_sweep(sweep_id, mlflow_run_id=run_id)
     return run_id
 
 
@@ -106,24 +113,37 @@ def log_trial(
     experiment_name: str,
     parent_run_id: str | None = None,
     reused: bool = False,
+    fresh: bool = False,
 ) -> str | None:
     """A run for a trial that ended, under the sweep's parent where there is one; the same child is not made twice.
 
-    The run's id is kept in the trial's row, unless the trial was reused: then the row keeps its first run.
+    One that a dead process left half logged is completed: all that is logged may be logged again. Other attempts at the
+    same trial under the same parent are tagged superseded. The run's id is kept in the trial's row, unless the trial
+    was reused: then the row keeps its first run. fresh: the store was made just now and is not searched for any of it.
     """
     client = _client(outputs.absolute())
     trial = store.trial(trial_id)
     with _lock(outputs):
         experiment = _experiment(client, outputs, experiment_name)
-    found = _run_of(client, experiment, trial, parent_run_id)
-    if found is not None:
-        return found
+        run_id, whole = (None, False) if fresh else _run_of(client, experiment, trial, parent_run_id)
+        if run_id is None:
+            run_id = _new_run(client, experiment, trial, parent_run_id, reused)
+    if not whole:
+        _fill_run(client, run_id, store, trial)
+    if trial.status == "completed" and parent_run_id and not fresh:
+        _supersede(client, experiment, trial, parent_run_id, run_id)
+    if trial.mlflow_run_id != run_id and (not reused or trial.mlflow_run_id is None):
+        store.set_trial(trial_id, mlflow_run_id=run_id)
+    return run_id
+
+
+def _new_run(client: Any, experiment: str, trial: Trial, parent_run_id: str | None, reused: bool) -> str:
     tags = {
         TRIAL_TAG: str(trial.id), "status": trial.status, "simulated": str(trial.simulated).lower(),
-        "weights": str(trial.weights), "fingerprint": trial.fingerprint,
+        "weights": str(trial.weights), FINGERPRINT_TAG: trial.fingerprint,
     }  # fmt: skip
     if parent_run_id:
-        tags["mlflow.parentRunId"] = parent_run_id
+        tags[PARENT_TAG] = parent_run_id
     if reused:
         tags["reused"] = "true"
     if trial.git_commit:
@@ -131,21 +151,33 @@ def log_trial(
     if trial.error:
         tags["error"] = trial.error[:TAG_LENGTH]
     name = f"{trial.baseline} seed={trial.seed}" + (f" repeat={trial.repeat}" if trial.repeat else "")
-    run_id = str(client.create_run(experiment, _milliseconds(trial.started_at), tags, name).info.run_id)
+    return str(client.create_run(experiment, _milliseconds(trial.started_at), tags, name).info.run_id)
+
+
+def _fill_run(client: Any, run_id: str, store: ResultsStore, trial: Trial) -> None:
     columns = {key: getattr(trial, key) for key in _COLUMNS_AS_PARAMS}
-    _log_params(client, run_id, {**dict(_flat(trial.config)), **{k: v for k, v in columns.items() if v is not None}})
-    turns = store.turns_of(trial_id)
-    _log_metrics(client, run_id, trial, store, turns)
-    client.log_dict(run_id, trial.config, "config.json")
-    client.log_dict(run_id, trial.environment, "environment.json")
-    _log_turns(client, run_id, turns)
-    for artifact in store.artifacts_of(trial_id):
+    values = {**dict(_flat(trial.config)), **{k: v for k, v in columns.items() if v is not None}}
+    turns = store.turns_of(trial.id)
+    _log_batches(client, run_id, _params(values), _metrics(trial, store, turns))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for file, content in (("config.json", trial.config), ("environment.json", trial.environment)):
+            (folder / file).write_text(json.dumps(content, indent=2, default=str), encoding="utf-8")
+        _write_turns(folder / "turns.parquet", turns)
+        client.log_artifacts(run_id, name)
+    for artifact in store.artifacts_of(trial.id):
         if artifact.kind != "tokens" and artifact.path.is_file():  # tokens would double what the disk holds
             client.log_artifact(run_id, str(artifact.path), artifact.kind)
     client.set_terminated(run_id, _RUN_STATUS[trial.status], _milliseconds(trial.finished_at))
-    if not reused or trial.mlflow_run_id is None:
-        store.set_trial(trial_id, mlflow_run_id=run_id)
-    return run_id
+
+
+def _supersede(client: Any, experiment: str, trial: Trial, parent_run_id: str, run_id: str) -> None:
+    """Under one parent, one run of each trial counts: the attempt that completed last."""
+    query = _tagged(**{PARENT_TAG: parent_run_id, FINGERPRINT_TAG: trial.fingerprint})
+    for run in client.search_runs([experiment], filter_string=query):
+        older = int(run.data.tags[TRIAL_TAG]) < trial.id
+        if run.info.run_id != run_id and older and SUPERSEDED_TAG not in run.data.tags:
+            client.set_tag(run.info.run_id, SUPERSEDED_TAG, "true")
 
 
 @_or_none
@@ -161,6 +193,16 @@ def finish_parent(outputs: Path, store: ResultsStore, sweep_id: int, table: str,
     return run_id
 
 
+@_or_none
+def log_text_of_sweep(outputs: Path, store: ResultsStore, sweep_id: int, text: str, name: str) -> str | None:
+    """A text about the whole sweep, as the artifact `name` of its parent run; its id, None if it has none."""
+    run_id = store.sweep(sweep_id).mlflow_run_id
+    if run_id is None or not _exists(client := _client(outputs.absolute()), run_id):
+        return None
+    client.log_text(run_id, text, name)
+    return run_id
+
+
 @functools.lru_cache(maxsize=4)
 def _client(outputs: Path) -> Any:
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
@@ -171,9 +213,24 @@ def _client(outputs: Path) -> Any:
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
     with _lock(outputs):  # its schema is made by the client or its first question, and two at once would fail
+        if not (outputs / DATABASE_NAME).exists():
+            _create_database(outputs)
         client = MlflowClient(tracking_uri=mlflow_url(outputs))
         client.search_experiments(max_results=1)
     return client
+
+
+def _create_database(outputs: Path) -> None:
+    """Beside its place, then moved there: MLflow could not mend the half of a schema that a dead process left."""
+    from mlflow import MlflowClient
+
+    for left in outputs.glob(f"{NEW_PREFIX}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=NEW_PREFIX, dir=outputs))
+    MlflowClient(tracking_uri=mlflow_url(folder)).search_experiments(max_results=1)
+    shutil.copyfile(folder / DATABASE_NAME, folder / "closed.db")  # MLflow keeps the other one open, under its name
+    (folder / "closed.db").replace(outputs / DATABASE_NAME)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def forget_clients() -> None:
@@ -207,34 +264,53 @@ def _exists(client: Any, run_id: str | None) -> bool:
         return False
 
 
-def _run_of(client: Any, experiment: str, trial: Trial, parent_run_id: str | None) -> str | None:
-    if parent_run_id is None:
-        return trial.mlflow_run_id if _exists(client, trial.mlflow_run_id) else None
-    query = f"tags.`mlflow.parentRunId` = '{parent_run_id}' and tags.`{TRIAL_TAG}` = '{trial.id}'"
-    found = client.search_runs([experiment], filter_string=query, max_results=1)
+def _run_of(client: Any, experiment: str, trial: Trial, parent_run_id: str | None) -> tuple[str | None, bool]:
+    """The trial's run under this parent, or by itself, and whether all of it was logged."""
+    if parent_run_id is not None:
+        run_id = _first(client, experiment, **{PARENT_TAG: parent_run_id, TRIAL_TAG: str(trial.id)})
+    else:
+        run_id = trial.mlflow_run_id if _exists(client, trial.mlflow_run_id) else None
+        own = {TRIAL_TAG: str(trial.id), FINGERPRINT_TAG: trial.fingerprint}
+        run_id = run_id or _first(client, experiment, **own)
+    return run_id, run_id is not None and client.get_run(run_id).info.status != "RUNNING"
+
+
+def _first(client: Any, experiment: str, **tags: str) -> str | None:
+    found = client.search_runs([experiment], filter_string=_tagged(**tags), max_results=1)
     return str(found[0].info.run_id) if found else None
 
 
-def _log_params(client: Any, run_id: str, values: Mapping[str, Any]) -> None:
+def _tagged(**tags: str) -> str:
+    return " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
+
+
+def _log_batches(client: Any, run_id: str, params: Sequence[Any], metrics: Sequence[Any]) -> None:
+    """As few calls as MLflow's limits allow: each is a transaction of its own."""
+    fitting = METRICS_A_BATCH - PARAMS_A_BATCH
+    for number in range(max(ceil(len(params) / PARAMS_A_BATCH), ceil(len(metrics) / fitting))):
+        client.log_batch(
+            run_id,
+            metrics=metrics[number * fitting : (number + 1) * fitting],
+            params=params[number * PARAMS_A_BATCH : (number + 1) * PARAMS_A_BATCH],
+        )
+
+
+def _params(values: Mapping[str, Any]) -> list[Any]:
     from mlflow.entities import Param
 
-    params = [Param(_name(key), str(value)[:PARAM_LENGTH]) for key, value in sorted(values.items())]
-    for start in range(0, len(params), PARAMS_A_BATCH):
-        client.log_batch(run_id, params=params[start : start + PARAMS_A_BATCH])
+    return [Param(_name(key), str(value)[:PARAM_LENGTH]) for key, value in sorted(values.items())]
 
 
-def _log_metrics(client: Any, run_id: str, trial: Trial, store: ResultsStore, turns: Sequence[Row[Any]]) -> None:
+def _metrics(trial: Trial, store: ResultsStore, turns: Sequence[Row[Any]]) -> list[Any]:
     from mlflow.entities import Metric
 
     at = _milliseconds(trial.finished_at) or _milliseconds(trial.started_at)
-    metrics = [
+    summary = [
         Metric(_name(f"{m.name}/{m.label}" if m.label else m.name), m.value, at, 0)
         for m in store.metrics_of(trial.id)
         if m.value is not None
     ]
-    metrics += [Metric(TTFT_BY_TURN, value, at, turn) for turn, value in ttft_by_turn(turns).items()]
-    for start in range(0, len(metrics), METRICS_A_BATCH):
-        client.log_batch(run_id, metrics=metrics[start : start + METRICS_A_BATCH])
+    return summary + [Metric(TTFT_BY_TURN, value, at, turn) for turn, value in ttft_by_turn(turns).items()]
 
 
 def ttft_by_turn(turns: Sequence[Row[Any]]) -> dict[int, float]:
@@ -246,16 +322,12 @@ def ttft_by_turn(turns: Sequence[Row[Any]]) -> dict[int, float]:
     return {turn: median(values[turn]) for turn in sorted(values)}
 
 
-def _log_turns(client: Any, run_id: str, turns: Sequence[Row[Any]]) -> None:
-    if not turns:
-        return
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+def _write_turns(path: Path, turns: Sequence[Row[Any]]) -> None:
+    if turns:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
 
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "turns.parquet"
         pq.write_table(pa.Table.from_pylist([dict(turn._mapping) for turn in turns]), path)
-        client.log_artifact(run_id, str(path))
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -47,15 +47,15 @@ def rebuild_mlflow(outputs: Path, store: ResultsStore, say: Callable[[str], None
         if parent is None:
             raise ResultsError(f"Sweep {sweep.id} cannot be written to MLflow; the warning above says why.")
         made += 1
-        for link in links:
-            if link.sweep_id == sweep.id and link.status != "running":
-                made += log_trial(outputs, store, link.trial_id, sweep.name, parent, reused=link.reused) is not None
+        serving = {one.trial_id: one.reused for one in links if one.sweep_id == sweep.id and one.status != "running"}
+        for trial_id, reused in serving.items():
+            made += log_trial(outputs, store, trial_id, sweep.name, parent, reused, fresh=True) is not None
         if sweep.status != "running":
             finish_parent(outputs, store, sweep.id, comparison_table(store, sweep.id).text(), sweep.status)
         say(f"Sweep {sweep.id} is in MLflow again.")
     for trial in alone:
         if trial.id not in linked:
-            made += log_trial(outputs, store, trial.id, trial.experiment or "pensieve") is not None
+            made += log_trial(outputs, store, trial.id, trial.experiment or "pensieve", fresh=True) is not None
     return made
 
 

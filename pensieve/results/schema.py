@@ -37,6 +37,7 @@ VERSION_TABLE = "pensieve_schema_version"
 use: Alembic takes over with `version_table=VERSION_TABLE` and a first revision called SCHEMA_VERSION."""
 
 SWEEP_STATUSES = ("running", "completed", "failed", "interrupted")
+BENCH = "bench"  # the experiment of a bench command: its trials are single cases
 TRIAL_STATUSES = ("running", "completed", "failed", "interrupted")
 
 CASCADE = "CASCADE"

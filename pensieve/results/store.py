@@ -17,12 +17,13 @@ from sqlalchemy import URL, Connection, Row, Select, func, insert, select, updat
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from pensieve.errors import ResultsError
+from pensieve.errors import ResultsError, TrialRunning
 from pensieve.metrics import Metric
 from pensieve.request import TurnRecord
 from pensieve.results.database import Database
 from pensieve.results.process import Owner, is_alive, this_process
 from pensieve.results.schema import (
+    BENCH,
     ArtifactRow,
     MetricRow,
     Sweep,
@@ -138,19 +139,26 @@ class ResultsStore:
         return found
 
     def latest_sweep(self) -> Sweep | None:
-        """The one that was started, or taken up again, last."""
-        return self._one(select(Sweep).order_by(Sweep.started_at.desc(), Sweep.id.desc()).limit(1))
+        """The one that was started, or taken up again, last; a bench command, whose trials are single cases, is none."""
+        ordinary = select(Sweep).where(Sweep.experiment.is_distinct_from(BENCH))
+        return self._one(ordinary.order_by(Sweep.started_at.desc(), Sweep.id.desc()).limit(1))
 
-    def link(self, sweep_id: int, trial_id: int, job: int, reused: bool) -> None:
-        """Say that the trial serves this job of the sweep, in place of any trial that served it before."""
+    def link(self, sweep_id: int, trial_id: int, job: int, reused: bool) -> bool:
+        """Say that the trial serves this job of the sweep, in place of any trial that served it before.
+
+        Returns whether it counts as reused: a sweep that finds its own trial again did not borrow it.
+        """
         values = {"trial_id": trial_id, "reused": reused}
         with self.database.writing() as connection:
             here = (SweepTrial.sweep_id == sweep_id) & (SweepTrial.job == job)
-            before = connection.execute(select(SweepTrial.trial_id).where(here)).first()
+            before = connection.execute(select(SweepTrial.trial_id, SweepTrial.reused).where(here)).first()
             if before is None:
                 connection.execute(insert(SweepTrial).values(sweep_id=sweep_id, job=job, **values))
-            elif before.trial_id != trial_id:  # a sweep that finds its own trial again did not borrow it
+            elif before.trial_id == trial_id:
+                return bool(before.reused)
+            else:
                 connection.execute(update(SweepTrial).where(here).values(**values))
+        return reused
 
     def trials_of_sweep(self, sweep_id: int) -> list[JobResult]:
         """Every job that was begun, in order, with the metrics of its current trial."""
@@ -166,12 +174,11 @@ class ResultsStore:
             metrics: dict[int, dict[tuple[str, str], Metric]] = {t.id: {} for t in current.values()}
             for row in session.scalars(select(MetricRow).where(MetricRow.trial_id.in_(metrics))):
                 metrics[row.trial_id][row.name, row.label] = _metric(row)
-        results = []
-        for link, last in links:
-            trial = current.get(last.fingerprint)
-            found = metrics[trial.id] if trial else {}
-            results.append(JobResult(link.job, link.reused, last, trial, found))
-        return results
+        return [
+            JobResult(link.job, link.reused, last, trial, metrics[trial.id] if trial else {})
+            for link, last in links
+            for trial in [current.get(last.fingerprint)]
+        ]
 
     # Trials
 
@@ -179,7 +186,7 @@ class ResultsStore:
         """Record a trial as running in this process; returns its id.
 
         fields: columns of `trial`. A trial of the same fingerprint whose process is gone becomes interrupted; one that
-        still runs raises ResultsError with its process.
+        still runs raises TrialRunning with its process.
         """
         unknown = set(fields) - _TRIAL_COLUMNS
         assert not unknown, f"no such columns of trial: {unknown}"
@@ -195,7 +202,7 @@ class ResultsStore:
                         )
                     ).first()
                     if alive is not None:
-                        raise ResultsError(
+                        raise TrialRunning(
                             f"This trial is running already (trial {alive.id}, process {alive.pid} on {alive.host}); "
                             "wait for it, or end that process and run again."
                         )
@@ -271,7 +278,10 @@ class ResultsStore:
         path = path.absolute()
         inside = self.root is not None and path.is_relative_to(self.root)
         stored = path.relative_to(self.root).as_posix() if inside and self.root else str(path)
-        digest = _file_sha256(path) if path.is_file() else None
+        digest = None
+        if path.is_file():
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
         with self._session(write=True) as session:
             session.merge(ArtifactRow(trial_id=trial_id, kind=kind, path=stored, sha256=digest))
 
@@ -314,8 +324,6 @@ class ResultsStore:
         with self._session() as session:
             rows = session.scalars(query if kind is None else query.where(ArtifactRow.kind == kind)).all()
         return [Artifact(row.kind, (self.root or Path()) / row.path, row.sha256) for row in rows]
-
-    # Inside
 
     @contextmanager
     def _session(self, write: bool = False) -> Iterator[Session]:
@@ -390,8 +398,3 @@ def _metric(row: MetricRow) -> Metric:
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and isfinite(value) else None
-
-
-def _file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

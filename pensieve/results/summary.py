@@ -63,6 +63,7 @@ class ComparisonRow:
     gpu_hit_rate: float | None
     cpu_hit_rate: float | None
     miss_rate: float | None
+    bound_hit_rate: float | None
     outputs: OutputCheck | None
     gpu_tokens: int | None
     cpu_tokens: int | None
@@ -128,6 +129,7 @@ def _row(
         gpu_hit_rate=_mean(jobs, "gpu_hit_rate"),
         cpu_hit_rate=_mean(jobs, "cpu_hit_rate"),
         miss_rate=_mean(jobs, "miss_rate"),
+        bound_hit_rate=_mean(jobs, "bound_hit_rate"),
         outputs=outputs,
         gpu_tokens=trials[0].gpu_tokens,
         cpu_tokens=trials[0].cpu_tokens,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from array import array
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
-from math import isnan
+from math import isnan, nan
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,6 +18,8 @@ from numpy.typing import NDArray
 
 from pensieve.errors import ResultsError
 from pensieve.request import TurnRecord
+
+log = logging.getLogger(__name__)
 
 MOST_TURNS = 100_000
 """Of a longer trial the tokens are not kept."""
@@ -35,34 +40,40 @@ class TokenFile:
         self.turns = 0
         self._most_turns = most_turns
         self._partial = path.with_name(f".{path.name}.{os.getpid()}")
-        self._waiting: list[TurnRecord] = []
-        self._waiting_tokens = 0
+        self._waiting = _Columns()
         self._writer: Any = None
 
     def add(self, turn: TurnRecord) -> None:
-        """The record's tokens are copied at the next flush, so they must not be freed before `flush` is called."""
+        """The record's tokens are copied, and may be freed afterwards."""
         self.turns += 1
         if self.turns > self._most_turns:
-            self._waiting = []
+            self._waiting = _Columns()
             return
-        self._waiting.append(turn)
-        self._waiting_tokens += len(turn.token_ids)
-        if self._waiting_tokens >= _FLUSH_TOKENS:
+        self._waiting.add(turn)
+        if len(self._waiting.token_id) >= _FLUSH_TOKENS:
             self.flush()
 
     def flush(self) -> None:
-        if not self._waiting:
+        if not self._waiting.session:
             return
-        import pyarrow.parquet as pq
-
-        batch = _table(self._waiting)
-        self._waiting, self._waiting_tokens = [], 0
+        try:
+            import pyarrow.parquet as pq
+        except ImportError:
+            log.warning("pyarrow is not installed, so output tokens are not kept and outputs cannot be compared.")
+            self._waiting, self._most_turns = _Columns(), 0
+            return
+        batch = self._waiting.table()
+        self._waiting = _Columns()
         try:
             if self._writer is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._writer = pq.ParquetWriter(self._partial, batch.schema, compression="zstd")
+                repeating = ["session", "turn", "position"]  # of the others a dictionary would be as long as they are
+                self._writer = pq.ParquetWriter(
+                    self._partial, batch.schema, compression="zstd", use_dictionary=repeating
+                )
             self._writer.write_table(batch)
         except OSError as error:
+            self.discard()
             raise _cannot_write(self.path, error) from None
 
     def close(self) -> Path | None:
@@ -76,16 +87,21 @@ class TokenFile:
             if self.turns > self._most_turns:
                 self._partial.unlink()
                 return None
+            with self._partial.open("rb") as written:
+                os.fsync(written.fileno())  # the database will say that the file is there, also after a power cut
             self._partial.replace(self.path)
         except OSError as error:
+            self.discard()
             raise _cannot_write(self.path, error) from None
         return self.path
 
     def discard(self) -> None:
-        self._waiting = []
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        """Leave nothing on the disk, also where it is full and the file cannot even be ended."""
+        writer, self._writer, self._waiting = self._writer, None, _Columns()
+        with suppress(OSError):
+            if writer is not None:
+                writer.close()
+        with suppress(OSError):  # nor may tidying up hide why it is needed
             self._partial.unlink(missing_ok=True)
 
     def __enter__(self) -> TokenFile:
@@ -191,33 +207,47 @@ def _first_difference(a: NDArray[np.int32], b: NDArray[np.int32]) -> int | None:
     return shorter if len(a) != len(b) else None
 
 
-def _table(turns: list[TurnRecord]) -> Any:
-    import pyarrow as pa
+class _Columns:
+    """The tokens of finished turns, copied array by array: a turn costs a few calls, however many tokens it has."""
 
-    counts = [len(turn.token_ids) for turn in turns]
-    return pa.table(
-        {
-            "session": pa.array([t.session for t in turns]).take(pa.array(np.repeat(np.arange(len(turns)), counts))),
-            "turn": np.repeat(np.array([t.turn for t in turns], np.int32), counts),
-            "position": np.concatenate([np.arange(count, dtype=np.int32) for count in counts]),
-            "token_id": np.concatenate([np.asarray(t.token_ids, np.int32) for t in turns]),
-            "margin": _nullable([np.asarray(t.margins, np.float64) for t in turns], counts, pa.float32()),
-            "emitted_s": _nullable([np.asarray(t.emitted_s, np.float64) for t in turns], counts, pa.float64()),
-        }
-    )
+    def __init__(self) -> None:
+        self.session: list[str] = []
+        self.turn = array("i")
+        self.counts = array("i")
+        self.token_id = array("i")
+        self.margin = array("d")
+        self.emitted_s = array("d")
 
+    def add(self, record: TurnRecord) -> None:
+        count = len(record.token_ids)
+        self.session.append(record.session)
+        self.turn.append(record.turn)
+        self.counts.append(count)
+        self.token_id.extend(record.token_ids)
+        for column, told in ((self.margin, record.margins), (self.emitted_s, record.emitted_s)):
+            if len(told) == count:
+                column.extend(told)
+            else:  # an engine that tells none, or not all
+                column.extend(told[:count])
+                column.extend(array("d", [nan]) * max(0, count - len(told)))
 
-def _nullable(parts: list[NDArray[np.float64]], counts: list[int], kind: Any) -> Any:
-    """One value a token; an engine that tells none (or too few) leaves nulls."""
-    import pyarrow as pa
+    def table(self) -> Any:
+        import pyarrow as pa
 
-    whole = np.full(sum(counts), np.nan)
-    at = 0
-    for part, count in zip(parts, counts, strict=True):
-        told = min(len(part), count)
-        whole[at : at + told] = part[:told]
-        at += count
-    return pa.array(whole, mask=np.isnan(whole)).cast(kind)
+        counts = np.frombuffer(self.counts, np.int32)
+        starts = np.cumsum(counts, dtype=np.int64) - counts
+        positions = np.arange(len(self.token_id)) - np.repeat(starts, counts)
+        of_turn = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        return pa.table(
+            {
+                "session": pa.array(self.session).take(pa.array(of_turn)),
+                "turn": np.frombuffer(self.turn, np.int32)[of_turn],
+                "position": positions.astype(np.int32),
+                "token_id": np.frombuffer(self.token_id, np.int32),
+                "margin": pa.array(np.frombuffer(self.margin).astype(np.float32), from_pandas=True),  # NaN: null
+                "emitted_s": pa.array(np.frombuffer(self.emitted_s), from_pandas=True),
+            }
+        )
 
 
 def _cannot_write(path: Path, error: OSError) -> ResultsError:

@@ -16,11 +16,13 @@ from pensieve.scheduler.settings import SchedulerSettings
 
 @dataclass(slots=True)
 class Step:
-    """A plan and whose it is. admitted: requests that start with it, whose swap-ins it performs."""
+    """A plan and whose it is. admitted: requests that start with it, whose swap-ins it performs. members: these, and those
+    that have a row."""
 
     plan: StepPlan
     rows: list[tuple[Sequence, tuple[Run, ...]]]
     admitted: list[Sequence]
+    members: list[Sequence]
     tickets: tuple[int, ...]
 
 
@@ -50,10 +52,17 @@ class Scheduler:
     A request waits, runs (pinned, all its blocks reserved), may be suspended when decode runs out of blocks (it returns to
     the queue at its own rank), and ends. With nothing running the admission reserve is 0, and idle chunks are dropped if
     copies cannot make room: so something always starts.
+
+    ahead: plans are made while an earlier one is in flight. A request whose token that one samples is then planned for the
+    position of that token, unseen; the cache learns of the position when the token is known. Nobody is suspended while a
+    plan is in flight: `must_drain` asks for the next plan to be made with none.
     """
 
-    def __init__(self, cache: CacheManager, settings: SchedulerSettings, max_context: int) -> None:
+    def __init__(self, cache: CacheManager, settings: SchedulerSettings, max_context: int, ahead: bool = False) -> None:
         self.cache = cache
+        self.must_drain = False
+        self._ahead = ahead
+        self._in_flight = False
         self.settings = settings
         self.queue = WaitingQueue()
         self.running: list[Sequence] = []  # by rank
@@ -79,8 +88,9 @@ class Scheduler:
         self.cache.hold(sequence.session, now_s)
         self.queue.push(sequence)
 
-    def plan(self, now_s: float) -> Step | None:
-        """The next iteration; None when there is nothing to compute or copy."""
+    def plan(self, now_s: float, in_flight: bool = False) -> Step | None:
+        """The next iteration; None when there is nothing to compute or copy. in_flight: an earlier one is not collected."""
+        self._in_flight, self.must_drain = in_flight, False
         draft = _Draft()
         wanted = self._admit(draft, now_s)
         rows = self._compose(draft, now_s)
@@ -107,7 +117,10 @@ class Scheduler:
         self.counters.batched_tokens += sum(row.positions for _, row in rows)
         self.cache.launched(plan.step)
         tickets = tuple(copy.ticket for copy in (*plan.swap_in, *plan.swap_out))
-        return Step(plan, [(sequence, row.runs) for sequence, row in rows], draft.admitted, tickets)
+        members = list(dict.fromkeys([*(sequence for sequence, _ in rows), *draft.admitted]))
+        for sequence in members:
+            sequence.in_flight += 1
+        return Step(plan, [(sequence, row.runs) for sequence, row in rows], draft.admitted, members, tickets)
 
     def end(self, sequence: Sequence, now_s: float) -> None:
         """The turn is over: its blocks may be evicted, and the next turn of its conversation may start."""
@@ -164,6 +177,7 @@ class Scheduler:
             record.gpu_hit_tokens, record.cpu_hit_tokens = residency.gpu_hit, residency.cpu_hit
             record.recomputed_tokens, record.new_tokens = residency.recomputed, residency.new
             record.shared_hit_tokens = residency.shared_hit
+            record.cpu_recomputed_tokens = admission.cpu_recomputed_tokens
         cache.unhold(session, now_s)
         sequence.set_work(admission.work)
         sequence.slot = self._slots.pop()
@@ -179,7 +193,8 @@ class Scheduler:
 
     def _compose(self, draft: _Draft, now_s: float) -> list[tuple[Sequence, Row]]:
         rows: list[tuple[Sequence, Row]] = []
-        for sequence, count in self.settings.composition(self.running, self.settings.max_batch_tokens):
+        running = [sequence for sequence in self.running if not sequence.closed] if self._ahead else self.running
+        for sequence, count in self.settings.composition(running, self.settings.max_batch_tokens):
             if sequence.slot is None:
                 continue  # suspended a moment ago, to make room for an earlier one
             if sequence.decoding and not self._extend(sequence, draft, rows, now_s):
@@ -190,8 +205,9 @@ class Scheduler:
     def _extend(self, sequence: Sequence, draft: _Draft, rows: list[tuple[Sequence, Row]], now_s: float) -> bool:
         """A block for the next decoded position. False: the request skips this iteration, or was suspended."""
         cache, session = self.cache, sequence.session
+        length = sequence.work[0][1]
         while True:
-            added = cache.extend(session, len(session.tokens), now_s)
+            added = cache.extend(session, length, now_s)
             if added is not None:
                 if added[1]:
                     assert sequence.slot is not None
@@ -202,6 +218,9 @@ class Scheduler:
             draft.swap_out.extend(cache.swap_out(1, now_s, urgent=True))
             if cache.outgoing or cache.available:
                 continue
+            if self._in_flight:
+                self.must_drain = True
+                return False
             victim = self._latest_idle_in(rows)
             if len(self.running) > 1 and victim is not None:
                 self._suspend(victim, draft, now_s)
@@ -226,18 +245,23 @@ class Scheduler:
 
     def _row(self, sequence: Sequence, count: int) -> Row:
         runs = sequence.take(count)
-        tokens = sequence.session.tokens
-        self.cache.advance(sequence.session, runs)
-        ids: list[int] = []
-        for start, stop in runs:
-            ids.extend(tokens[start:stop])
+        tokens, (first, _), (_, position) = sequence.session.tokens, runs[0], runs[-1]
+        ids: tuple[int, ...] | None
+        if position > len(tokens):  # of a token that is still being sampled
+            awaited = sequence.awaited_token()
+            ids = None if awaited is None else (awaited,)
+        else:
+            self.cache.advance(sequence.session, runs)
+            ids = (tokens[first],) if count == 1 else tuple(token for run in runs for token in tokens[slice(*run)])
         sample = None
         if not sequence.work_tokens:
             drawn = sequence.request.sampling
-            position = len(tokens)
             sample = Sample(position, sequence.noise_key, drawn.temperature, drawn.top_p, drawn.top_k)
+            sequence.awaited += 1
+            if self._ahead and sequence.awaited == 1:
+                sequence.decode_next()
         assert sequence.slot is not None
-        return Row(sequence.slot, runs, tuple(ids), sample)
+        return Row(sequence.slot, runs, ids, sample)
 
     def _leave_slot(self, sequence: Sequence) -> None:
         assert sequence.slot is not None

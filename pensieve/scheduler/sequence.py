@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from pensieve.cache.base import Run
 from pensieve.cache.session import Session, common_prefix
-from pensieve.request import Request, TokenArray, TurnRecord
+from pensieve.request import Forced, Request, TokenArray, TurnRecord
 
 
 @dataclass(slots=True, eq=False)
@@ -15,6 +15,9 @@ class Sequence:
     """rank: order of arrival, kept through suspension. work: positions without KV, ascending; the last one ends at the last
     known token, so a decode is a work list of one position. slot: the worker's, while running. length_before and
     computed_before: of the conversation at admission, to which a failed turn returns.
+
+    in_flight: launched plans that it has a part in. awaited: tokens that those plans sample. Its blocks and its slot stay
+    its own until nothing of it is in flight; closed: over for whoever asked, and waiting for that.
     """
 
     request: Request
@@ -28,11 +31,14 @@ class Sequence:
     length_before: int = 0
     computed_before: int = 0
     suspended: bool = False
+    in_flight: int = 0
+    awaited: int = 0
+    closed: bool = False
 
     @property
     def decoding(self) -> bool:
-        """One position is left and it is a token this turn sampled."""
-        return self.work_tokens == 1 and len(self.record.token_ids) > 0
+        """One position is left and it is a token this turn sampled, or is about to."""
+        return self.work_tokens == 1 and (self.awaited > 0 or len(self.record.token_ids) > 0)
 
     @property
     def generated(self) -> int:
@@ -41,6 +47,20 @@ class Sequence:
     def set_work(self, runs: tuple[Run, ...]) -> None:
         self.work = deque(runs)
         self.work_tokens = sum(stop - start for start, stop in runs)
+
+    def decode_next(self) -> None:
+        """The next token's position is the work that is left, unless the tokens awaited are the last ones."""
+        awaited = self.awaited
+        if len(self.record.token_ids) + awaited < self.request.output.max_new_tokens:
+            position = len(self.session.tokens) - 1 + awaited
+            self.work.clear()
+            self.work.append((position, position + 1))
+            self.work_tokens = 1
+
+    def awaited_token(self) -> int | None:
+        """The token that is being sampled, where the request says it ahead."""
+        output = self.request.output
+        return output.tokens[self.generated + self.awaited - 1] if isinstance(output, Forced) else None
 
     def take(self, count: int) -> tuple[Run, ...]:
         """Remove the first `count` positions of the work and return them as runs."""

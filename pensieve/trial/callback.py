@@ -23,13 +23,14 @@ from pensieve.results.environment import git_commit, host
 from pensieve.results.identity import sweep_key
 from pensieve.results.mlflow_log import finish_parent, start_parent
 from pensieve.results.process import this_process
+from pensieve.trial.ending import owes, settled
 from pensieve.trial.inspection import show, wanted
 from pensieve.trial.jobs import Jobs, SweepMembership, compose_job, plan_jobs, sweep_folder, write_membership
 from pensieve.trial.summary import places
-from pensieve.trial.terminal import FULL_TRACE, console, say
+from pensieve.trial.terminal import FULL_TRACE, console, leave_quietly, say, unheard
 from pensieve.trial.tracking import Tracking, open_tracking
 
-FIGURE_SCRIPT = "analysis/ttft_by_turn.py"
+FIGURE_SCRIPT = "analysis/figures.py"
 
 
 class SweepCallback(Callback):  # type: ignore[misc]  # Hydra is not typed for us
@@ -45,10 +46,15 @@ class SweepCallback(Callback):  # type: ignore[misc]  # Hydra is not typed for u
     def on_multirun_start(self, config: DictConfig, config_name: str | None = None, **_: Any) -> None:
         try:
             self._start(config, config_name or "config")
+        except BrokenPipeError:
+            leave_quietly()
         except (PensieveError, HydraException, OmegaConfBaseException, OSError) as error:
             if FULL_TRACE:
                 traceback.print_exc()
             sys.exit(explain(error, sys.argv[1:]))
+        except Exception:  # a bug of ours: Hydra would run the jobs without their sweep
+            traceback.print_exc()
+            sys.exit(1)
 
     def on_multirun_end(self, config: DictConfig, config_name: str | None = None, **_: Any) -> None:
         if self._config is None:
@@ -57,6 +63,9 @@ class SweepCallback(Callback):  # type: ignore[misc]  # Hydra is not typed for u
             completed = self._finish()
         except (PensieveError, OSError) as error:
             sys.exit(explain(error))
+        except Exception:
+            traceback.print_exc()
+            sys.exit(1)
         if not completed:
             sys.exit(1)
 
@@ -92,13 +101,10 @@ class SweepCallback(Callback):  # type: ignore[misc]  # Hydra is not typed for u
             host=host(),
             git_commit=git_commit(),
         )
+        owes(self._close)
         parent = None
         if tracking.mlflow:
-            try:
-                parent = start_parent(tracking.outputs, tracking.store, self._sweep_id, first.experiment_name)
-            except KeyboardInterrupt:  # importing MLflow takes seconds
-                tracking.store.set_sweep(self._sweep_id, status="interrupted")
-                raise
+            parent = start_parent(tracking.outputs, tracking.store, self._sweep_id, first.experiment_name)
         membership = SweepMembership(
             self._sweep_id,
             parent,
@@ -112,22 +118,34 @@ class SweepCallback(Callback):  # type: ignore[misc]  # Hydra is not typed for u
 
     def _finish(self) -> bool:
         assert self._config is not None
+        settled()
         tracking = open_tracking(self._config, self._outputs)
-        store = tracking.store
-        jobs = store.trials_of_sweep(self._sweep_id)
+        jobs = tracking.store.trials_of_sweep(self._sweep_id)
         completed = all(job.last.status == "completed" for job in jobs) and len(jobs) >= max(1, self._n_expected)
-        status = "completed" if completed else "failed"
-        store.set_sweep(self._sweep_id, status=status)
-        table = comparison_table(store, self._sweep_id)
-        console().print(table.renderable)
-        if tracking.mlflow:
-            finish_parent(tracking.outputs, store, self._sweep_id, table.text(), status)
-        for line in places(tracking):
-            print(line)
+        self._end(tracking, "completed" if completed else "failed", shown=True)
         if tracking.kept and completed:
             for figure in _draw(tracking, self._config.tracking.url_env, self._sweep_id):
                 print(f"Figure:   {figure}")
         return completed
+
+    def _close(self, status: str) -> None:
+        """The sweep ends before its time. Whoever pressed Ctrl-C asked for no table."""
+        assert self._config is not None
+        self._end(open_tracking(self._config, self._outputs), status, shown=status != "interrupted")
+
+    def _end(self, tracking: Tracking, status: str, shown: bool) -> None:
+        store = tracking.store
+        store.interrupt_dead()
+        store.set_sweep(self._sweep_id, status=status)
+        table = comparison_table(store, self._sweep_id)
+        try:
+            if shown:
+                console().print(table.renderable)
+                print(*places(tracking), sep="\n", flush=True)
+        except BrokenPipeError:
+            unheard()  # the sweep is still to be closed, and its status to be returned
+        if tracking.mlflow:
+            finish_parent(tracking.outputs, store, self._sweep_id, table.text(), status)
 
 
 def _fixed(config: DictConfig) -> list[str]:
@@ -154,17 +172,18 @@ def _announcement(jobs: Jobs | None, axes: dict[str, str]) -> str:
 
 
 def _draw(tracking: Tracking, url_env: str | None, sweep_id: int) -> list[str]:
-    """The figures of the sweep, by the script that draws them for anyone; none where the script is not there or fails.
+    """The figures that the sweep supports, by the script that draws them for anyone; none where it is not there.
 
     In a process of its own: the figure's libraries take seconds to import and memory that the next trial could use.
     """
     script = conf_folder().parent / FIGURE_SCRIPT
     if not script.is_file():
         return []
-    command = [sys.executable, str(script), "--sweep", str(sweep_id), *(["--url-env", url_env] if url_env else [])]
+    where = ["--url-env", url_env] if url_env else []
+    command = [sys.executable, str(script), "--sweep", str(sweep_id), "--quiet", *where]
     outputs = {**os.environ, "PENSIEVE_OUTPUTS": str(tracking.outputs)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=outputs)
     if done.returncode != 0:
         reason = done.stderr.strip().splitlines() or ["no reason given"]
-        say(f"No figure: {reason[-1]}")
+        say(f"Not every figure was drawn: {reason[-1]}")
     return [line for line in done.stdout.splitlines() if line.endswith(".png")]

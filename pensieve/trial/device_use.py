@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
@@ -43,6 +44,29 @@ def meter_of(device: Device) -> Meter | None:
     except Exception as error:  # no library, no permission, a partition without counters: the trial runs all the same
         log.warning("the device cannot be sampled: %s", error)
         return None
+
+
+def forget_allocator_peak() -> None:
+    """What comes now is this trial's: one process may run many."""
+    torch = _cuda()
+    if torch is not None:
+        for number in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(number)
+
+
+def allocator_peak_bytes(device: Device) -> int | None:
+    """The most that torch's allocator has handed out on all devices together since; None where torch uses no CUDA."""
+    torch = _cuda()
+    if torch is None or device.kind != "cuda":
+        return None
+    return sum(int(torch.cuda.max_memory_allocated(number)) for number in range(torch.cuda.device_count()))
+
+
+def _cuda() -> Any:
+    """torch, where somebody has imported it and started CUDA in this process; asking must do neither."""
+    torch = sys.modules.get("torch")
+    cuda = getattr(torch, "cuda", None)
+    return torch if cuda is not None and cuda.is_initialized() else None
 
 
 class CpuMeter:

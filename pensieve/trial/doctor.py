@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pensieve.compose import outputs_folder, read_option
+from pensieve.compose.capacity import AUTO
 from pensieve.compose.folder import options
 from pensieve.compose.machine import cores, cpu_label, find_device, free_host_memory_bytes, host_memory_bytes
 from pensieve.compose.preflight import GPU_USABLE
@@ -165,7 +166,8 @@ def _models(machine: Machine, cache: CacheConfig) -> tuple[list[str], Table]:
 def _need(spec: ModelSpec, cache: CacheConfig, machine: Machine) -> int:
     """Weights and KV on the device; on a CPU both tiers are the same memory."""
     tiers = (cache.gpu, cache.cpu) if machine.kind == "cpu" else (cache.gpu,)
-    tokens = sum(parse_capacity(tier).in_tokens(spec.kv_bytes_per_token) for tier in tiers)
+    sizes = [tier for tier in tiers if tier != AUTO]  # auto takes what is left
+    tokens = sum(parse_capacity(tier).in_tokens(spec.kv_bytes_per_token) for tier in sizes)
     assert spec.dtype in DTYPE_BYTES
     return spec.weight_bytes + tokens * spec.kv_bytes_per_token
 

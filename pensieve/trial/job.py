@@ -19,7 +19,7 @@ from pensieve.trial.outcome import Outcome
 from pensieve.trial.run import run_trial
 from pensieve.trial.summary import brief, places, summary
 from pensieve.trial.task import Job
-from pensieve.trial.terminal import FULL_TRACE, INTERRUPTED, console, say
+from pensieve.trial.terminal import FULL_TRACE, INTERRUPTED, console, leave_quietly, say
 from pensieve.trial.tracking import Tracking, open_tracking
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,8 @@ def run_job(cfg: DictConfig) -> None:
         return
     try:
         _single(cfg)
+    except BrokenPipeError:
+        leave_quietly()
     except (PensieveError, OSError) as error:
         if FULL_TRACE:
             raise
@@ -68,6 +70,8 @@ def _of_sweep(cfg: DictConfig, membership: SweepMembership, number: int) -> None
         end_with(membership.owner)
     config = check(cfg)
     tracking = open_tracking(config, Path(membership.outputs))
+    if config.trial.fail_fast and tracking.store.sweep(membership.sweep_id).status == "failed":
+        return  # by returning: a job that exits would take the sweep's table with it
     try:
         _record(cfg, config, tracking, membership, number)
     except KeyboardInterrupt:
@@ -100,7 +104,7 @@ def _record(cfg: DictConfig, config: TrialConfig, tracking: Tracking, membership
         say(f"{title}: failed. {outcome.error}")
         if config.trial.fail_fast:
             tracking.store.set_sweep(membership.sweep_id, status="failed")
-            sys.exit(1)
+            say("trial.fail_fast=true: no further trial of this sweep begins.")
 
 
 def _key(override: object) -> str:

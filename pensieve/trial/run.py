@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from pensieve.baselines.base import System
+from pensieve.bound import bound_metrics
 from pensieve.compose import (
     TrialConfig,
     TrialPlan,
@@ -27,9 +29,10 @@ from pensieve.errors import (
     PensieveError,
     RequestFailed,
     RequestRefused,
+    TrialRunning,
     UnsupportedModel,
 )
-from pensieve.metrics import Slo, summarise, thin_percentiles
+from pensieve.metrics import Metric, Slo, summarise, thin_percentiles
 from pensieve.plan import StartReport
 from pensieve.progress import TrialProgress
 from pensieve.replay import Progress, ReplayRecord, replay
@@ -41,10 +44,11 @@ from pensieve.results.schema import Trial
 from pensieve.results.tokens import TokenFile
 from pensieve.trial.deadline import Deadline
 from pensieve.trial.device_lock import device_lock
-from pensieve.trial.device_use import meter_of
+from pensieve.trial.device_use import allocator_peak_bytes, forget_allocator_peak, meter_of
 from pensieve.trial.heartbeat import Heartbeat
 from pensieve.trial.interrupt import raise_if_interrupted
 from pensieve.trial.isolation import run_isolated
+from pensieve.trial.occupancy import Occupancy
 from pensieve.trial.outcome import Outcome
 from pensieve.trial.sampling import DeviceSampler
 from pensieve.trial.task import Job
@@ -56,6 +60,10 @@ log = logging.getLogger(__name__)
 
 
 TURNS_A_BATCH = 1000  # a transaction costs as much as some 200 rows
+
+TRACE_FILE = "trace.json.gz"
+
+ORPHAN_S = 3.0  # how long a process without its sweep may take to notice, on a busy machine
 
 LASTING = (ConfigError, EngineMissing, UnsupportedModel, RequestRefused)
 """Errors that the same configuration meets again on every attempt."""
@@ -114,7 +122,8 @@ def identity_of(plan: TrialPlan, resolved: Mapping[str, Any]) -> Identity:
     """What a completed trial must share with this one to be taken for it."""
     threads = (plan.config.hardware.threads or cores()) if plan.device.shared else None
     device = {"name": plan.device.label, "count": plan.device.count, "threads": threads}
-    return identify(resolved, plan.device.simulated, device)
+    profiled = {"profiled": True} if plan.config.trial.profile else {}  # it slows the trial, so it is another one
+    return identify({**resolved, **profiled}, plan.device.simulated, device)
 
 
 def _attempt(
@@ -127,11 +136,14 @@ def _attempt(
 ) -> Outcome:
     config = plan.config
     deadline = Deadline(config.trial.timeout_s)
-    trial_id = tracking.store.begin_trial(_columns(plan, identity, resolved))
+    begun = _begin(_columns(plan, identity, resolved), tracking, config.force)
+    if isinstance(begun, Trial):
+        return _reuse(begun, config, tracking, job)
+    trial_id = begun
     try:
         if job.sweep_id is not None:
             tracking.store.link(job.sweep_id, trial_id, job.number, reused=False)
-        with Heartbeat(tracking.store, trial_id):
+        with tracking.store.database.held(), Heartbeat(tracking.store, trial_id):
             _run(trial_id, plan, tracking, job, deadline, say)
     except KeyboardInterrupt:
         _close(tracking, trial_id, "interrupted", "Interrupted by the user; the same command runs it again.", None)
@@ -147,6 +159,25 @@ def _attempt(
     return Outcome(trial_id, "completed")
 
 
+def _begin(columns: Mapping[str, Any], tracking: Tracking, force: bool) -> int | Trial:
+    """The id of the trial begun, or the trial that was completed meanwhile.
+
+    A process that was left without its sweep ends by itself in a moment; one that runs for longer raises TrialRunning.
+    """
+    ends = time.monotonic() + ORPHAN_S
+    while True:
+        try:
+            return tracking.store.begin_trial(columns)
+        except TrialRunning:
+            if time.monotonic() > ends:
+                raise
+            raise_if_interrupted()
+            time.sleep(0.1)
+        done = None if force else tracking.store.completed_trial(columns["fingerprint"])
+        if done is not None:
+            return done
+
+
 def _sentence(error: Exception) -> str:
     """torch has an error of its own for a device without memory, which this module does not import."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
@@ -155,12 +186,10 @@ def _sentence(error: Exception) -> str:
 
 
 def _reuse(known: Trial, config: TrialConfig, tracking: Tracking, job: Job) -> Outcome:
-    if job.sweep_id is not None:
-        tracking.store.link(job.sweep_id, known.id, job.number, reused=True)
-        if tracking.mlflow:
-            log_trial(
-                tracking.outputs, tracking.store, known.id, config.experiment_name, job.mlflow_run_id, reused=True
-            )
+    """MLflow hears of it too: whoever ran the trial may have died before it could say so there."""
+    reused = job.sweep_id is not None and tracking.store.link(job.sweep_id, known.id, job.number, reused=True)
+    if job.sweep_id is not None or known.mlflow_run_id is None:
+        _to_mlflow(config, tracking, known.id, job, reused)
     return Outcome(known.id, "completed", reused=True)
 
 
@@ -175,17 +204,21 @@ def _run(
     workload, described = build_workload(plan, tokenizer)
     with device_lock(plan.device, config.trial.exclusive, say):
         check_free_memory(plan)
-        system = build_system(plan, tokenizer)
+        trace = job.folder / TRACE_FILE if config.trial.profile else None
+        forget_allocator_peak()
+        system = build_system(plan, tokenizer, trace, described)
         try:
             raise_if_interrupted()
             started = system.start()
             deadline.check()
             tracking.store.set_trial(trial_id, **_effective(system, plan, described, started))
             sampler = DeviceSampler(tracking.store, trial_id, meter_of(plan.device), system.clock)
-            with sampler:
+            with sampler, Occupancy(tracking.store, trial_id, system):
                 record = _replay(trial_id, system, workload, described, tracking, job, deadline)
         finally:
             system.close()
+    if trace is not None and trace.is_file():
+        tracking.store.add_artifact(trial_id, "trace", trace)
     raise_if_interrupted()
     _refuse_empty(record.turns)
     check_start(described, record.turns)
@@ -194,8 +227,12 @@ def _run(
     start_s, end_s = record.measurement.measure_start_s, record.measurement.measure_end_s
     output = next((metric.value for metric in metrics if metric.name == "throughput_output_tok_s"), None)
     metrics += sampler.metrics(start_s, end_s, output)
+    metrics.append(Metric("allocator_peak_bytes", allocator_peak_bytes(plan.device), "bytes"))
+    metrics += bound_metrics(record.turns, _capacity(system))
     tracking.store.add_metrics(trial_id, metrics)
     flags: dict[str, Any] = {**record.flags, "load": record.load, "drain_share": record.drain_share}
+    if config.trial.profile:
+        flags["profiled"] = True
     thin = thin_percentiles(metrics)
     if thin:
         flags["thin_percentiles"] = thin
@@ -227,7 +264,6 @@ def _replay(
         tracking.store.add_turns(trial_id, turns)
         for turn in turns:
             tokens.add(turn)
-        tokens.flush()  # their tokens are dropped after this
 
     def on_progress(now: Progress) -> None:
         raise_if_interrupted()
@@ -251,6 +287,12 @@ def _replay(
     finally:
         bar.close()
     return record
+
+
+def _capacity(system: System) -> int:
+    """Tokens of KV that its tiers hold together, as the system itself reports them."""
+    settings = system.settings()
+    return sum(int(settings.get(name) or 0) for name in ("gpu_tokens", "cpu_tokens"))
 
 
 def _refuse_empty(turns: Sequence[TurnRecord]) -> None:
@@ -330,11 +372,11 @@ def _close(tracking: Tracking, trial_id: int, status: str, error: str, trace: st
         log.error("trial %s cannot be closed: %s", trial_id, second)
 
 
-def _to_mlflow(config: TrialConfig, tracking: Tracking, trial_id: int, job: Job) -> None:
+def _to_mlflow(config: TrialConfig, tracking: Tracking, trial_id: int, job: Job, reused: bool = False) -> None:
     """The database is the truth: what MLflow or its disk refuses is logged, and never changes a trial."""
     if not tracking.mlflow:
         return
     try:
-        log_trial(tracking.outputs, tracking.store, trial_id, config.experiment_name, job.mlflow_run_id)
+        log_trial(tracking.outputs, tracking.store, trial_id, config.experiment_name, job.mlflow_run_id, reused)
     except PensieveError as error:
         log.error("trial %s is not in MLflow: %s", trial_id, error)

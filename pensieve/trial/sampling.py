@@ -76,6 +76,9 @@ class DeviceSampler:
             *found,
             Metric("energy_j_per_token", joules, "J/token"),
             Metric("device_peak_bytes", max(memory, default=None), "bytes", n=len(memory), n_unit="samples"),
+            Metric(
+                "memory_bw_gbps", None, "GB/s"
+            ),  # no device here counts the bytes of its memory, and none is estimated
             Metric("sampling_cost_pct", cost, "%", n=len(memory), n_unit="samples"),
         ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from rich import box
 from rich.console import RenderableType
 from rich.table import Table
@@ -48,9 +50,19 @@ def places(tracking: Tracking) -> list[str]:
     if not tracking.kept:
         return ["Nothing was kept (tracking=off)."]
     lines = [f"Database: {tracking.store.database.shown}"]
-    if tracking.mlflow:
+    if tracking.mlflow and not installed("mlflow"):
+        lines.append("MLflow:   not installed, so nothing is there; the database is complete without it")
+    elif tracking.mlflow:
         lines.append(f"MLflow:   make ui   (reads {tracking.outputs / 'mlflow.db'})")
     return lines
+
+
+def installed(package: str) -> bool:
+    """Whether it could be imported, without the seconds that importing it takes."""
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def brief(store: ResultsStore, trial_id: int) -> str:

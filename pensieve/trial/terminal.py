@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import BrokenExecutor
+from typing import NoReturn
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
@@ -12,6 +14,7 @@ from rich.console import Console
 
 from pensieve.compose.explain import explain
 from pensieve.errors import PensieveError
+from pensieve.trial.ending import settle
 from pensieve.trial.interrupt import remember_interrupts
 
 INTERRUPTED = 130
@@ -26,7 +29,13 @@ def say(text: str) -> None:
 
 def console() -> Console:
     """stdout; a table in a file or a pipe is not folded at 80 columns."""
-    return Console() if sys.stdout.isatty() else Console(width=LOG_WIDTH)
+    return _Console() if sys.stdout.isatty() else _Console(width=LOG_WIDTH)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """rich would end the process with status 1, whatever the sweep that it shows came to."""
+        unheard()
 
 
 def guarded(app: Callable[[], object]) -> None:
@@ -41,16 +50,44 @@ def guarded(app: Callable[[], object]) -> None:
         return
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
+        _run(app)
+    except SystemExit as left:
+        settle("interrupted" if left.code == INTERRUPTED else "failed")
+        raise
+
+
+def _run(app: Callable[[], object]) -> None:
+    """Every way in which it ends becomes SystemExit, but for a bug's."""
+    try:
         app()
     except KeyboardInterrupt:
         say("Interrupted.")
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:  # somebody read enough: `... --help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        leave_quietly()
+    except BrokenExecutor:  # what joblib raises, too
+        say(
+            "A process of the launcher was killed, most likely because memory ran out; run the same command again: it "
+            "runs what is missing."
+        )
         sys.exit(1)
     except (PensieveError, HydraException, OmegaConfBaseException, OSError) as error:
         say(explain(error, sys.argv[1:]))
         sys.exit(1)
+    except Exception:
+        settle("failed")
+        raise
+
+
+def unheard() -> None:
+    """Nobody reads stdout any more (`... | head`): what follows goes nowhere, without a complaint even at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def leave_quietly() -> NoReturn:
+    """Somebody read enough; nothing is wrong."""
+    unheard()
+    sys.exit(0)
 
 
 def _stands_alone(argument: str) -> bool:

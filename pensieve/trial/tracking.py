@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pensieve.compose import TrialConfig, outputs_folder
+from pensieve.compose.schema import TrackingConfig
 from pensieve.errors import ConfigError
 from pensieve.results.store import ResultsStore, open_store
 
@@ -25,17 +26,22 @@ class Tracking:
 
 def open_tracking(config: TrialConfig, outputs: Path | None = None) -> Tracking:
     """outputs: that of the sweep, where the trial belongs to one. Raises ConfigError, ResultsError."""
-    kept = config.tracking.name != "off"
+    return open_named(config.tracking, outputs)
+
+
+def open_named(tracking: TrackingConfig, outputs: Path | None = None) -> Tracking:
+    """What an option of conf/tracking names, for what is recorded without being a composed trial."""
+    kept = tracking.name != "off"
     url = None
-    if config.tracking.url_env:
-        url = os.environ.get(config.tracking.url_env)
+    if tracking.url_env:
+        url = os.environ.get(tracking.url_env)
         if not url:
             raise ConfigError(
-                f"tracking={config.tracking.name} reads the database's URL from {config.tracking.url_env}, which is not "
+                f"tracking={tracking.name} reads the database's URL from {tracking.url_env}, which is not "
                 "set; export it, or use tracking=local."
             )
     folder = outputs or (outputs_folder() if kept else Path(_thrown_away().name))
-    return Tracking(folder, open_store(folder, url), config.tracking.mlflow and kept, kept)
+    return Tracking(folder, open_store(folder, url), tracking.mlflow and kept, kept)
 
 
 @functools.lru_cache(maxsize=1)

@@ -7,54 +7,75 @@ from dataclasses import dataclass
 
 from pensieve.clock import VirtualClock
 from pensieve.cost.roofline import Roofline
-from pensieve.plan import Copy, Sample, StartReport, StepPlan, StepResult
+from pensieve.plan import Copy, Row, Sample, StartReport, StepPlan, StepResult
 from pensieve.specs import HardwareSpec, ModelSpec
+from pensieve.units import ceil_div
 
 _MASK = (1 << 64) - 1
 
 
 @dataclass(slots=True)
-class _Outward:
-    ticket: int
+class _UnderWay:
+    """Copies of one plan and direction. blocks: of the GPU, that a swap-in brings, layer after layer."""
+
+    tickets: tuple[int, ...]
+    begins_ns: int
     ends_ns: int
+    blocks: frozenset[int] = frozenset()
 
 
 class SimulatedWorker:
     """Three timelines: compute, host to device, device to host.
 
-    A swap-in is pipelined by layer with the compute of its own plan (paper section 4.3.3): with L layers, transfer T and
-    compute C, the plan takes max(T/L + C, T + C/L). Swap-outs follow the swap-ins of their plan, unless urgent: then both
-    directions run at once and each loses `duplex_penalty` of its rate. Tokens are a function of (Sample.key, position),
-    so that baselines can be compared token for token here too.
+    A plan waits for the swap-ins that bring blocks below its rows' positions, its own or an earlier plan's, and overlaps
+    with them by layer (paper section 4.3.3): with L layers, a transfer of T that begins with the plan and compute C, it
+    takes max(T/L + C, T + C/L). Others go on meanwhile, one after the other. Swap-outs follow the swap-ins launched so
+    far, unless urgent: then both directions run at once and each loses `duplex_penalty` of its rate. Tokens are a function
+    of (Sample.key, position), so that baselines can be compared token for token here too. The host prepares one
+    plan after the other, each in the overhead of a step; with depth 2 it does so while the plan before runs.
     """
 
-    depth = 1
-
-    def __init__(self, model: ModelSpec, hardware: HardwareSpec, clock: VirtualClock, chunk_tokens: int) -> None:
+    def __init__(
+        self, model: ModelSpec, hardware: HardwareSpec, clock: VirtualClock, chunk_tokens: int, depth: int = 1
+    ) -> None:
+        self.depth = depth
         self.roofline = Roofline(model, hardware, chunk_tokens)
         self._model = model
         self._hardware = hardware
         self._clock = clock
+        self._chunk_tokens = chunk_tokens
         self._block_bytes = chunk_tokens * model.kv_bytes_per_token
-        self._launched: deque[StepPlan] = deque()
-        self._outward: list[_Outward] = []
+        self._launched: deque[tuple[StepPlan, int]] = deque()  # with the time from which it is prepared
+        self._tables: dict[int, list[int]] = {}
+        self._loading: list[_UnderWay] = []
+        self._outward: list[_UnderWay] = []
+        self._h2d_free_ns = 0
         self._d2h_free_ns = 0
+        self._host_free_ns = self._prepared_ns = 0
 
     def start(self, gpu_blocks: int, cpu_blocks: int) -> StartReport:
         load_s = self._model.weight_bytes / self._hardware.gpus / self._hardware.h2d_bw
-        settings = {"engine": "simulated", "device": self._hardware.name, "dtype": self._model.dtype}
+        settings = {
+            "engine": "simulated",
+            "device": self._hardware.name,
+            "dtype": self._model.dtype,
+            "depth": self.depth,
+        }
         return StartReport(load_s=load_s, warmup_ms=0.0, settings=settings)
 
     def launch(self, plan: StepPlan, horizon_ns: int | None) -> None:
         assert len(self._launched) < self.depth
-        self._launched.append(plan)
+        overhead = round(self._hardware.step_overhead_s * 1e9) if plan.rows else 0
+        self._host_free_ns = max(self._host_free_ns, self._clock.now_ns()) + overhead
+        self._launched.append((plan, self._host_free_ns))
 
     def collect(self, until_ns: int | None) -> StepResult | None:
         if self._launched:
-            return self._perform(self._launched.popleft())
-        if not self._outward:
+            plan, self._prepared_ns = self._launched.popleft()
+            return self._perform(plan)
+        if not self._outward and not self._loading:
             return None
-        ends = min(copy.ends_ns for copy in self._outward)
+        ends = min(copy.ends_ns for copy in (*self._loading, *self._outward))
         if until_ns is not None and ends > until_ns:
             return None
         self._clock.advance_to(ends)
@@ -65,40 +86,69 @@ class SimulatedWorker:
 
     def _perform(self, plan: StepPlan) -> StepResult:
         start = self._clock.now_ns()
+        for slot, first_chunk, blocks in plan.tables:
+            self._tables.setdefault(slot, [])[first_chunk : first_chunk + len(blocks)] = blocks
         blocks_in = sum(len(copy.src) for copy in plan.swap_in)
-        sampled = [row for row in plan.rows if row.sample is not None]
-        compute = self.roofline.iteration_s((run for row in plan.rows for run in row.runs), len(sampled))
         both = bool(blocks_in) and any(copy.urgent for copy in plan.swap_out)
         slowed = 1 / (1 - self._hardware.duplex_penalty) if both else 1.0
-        transfer = self.roofline.transfer_s(blocks_in, to_gpu=True) * slowed
-        layers = self._model.layers
-        total = max(transfer / layers + compute, transfer + compute / layers) if blocks_in else compute
-        ended = start + round(total * 1e9)
-        self._start_outward(plan.swap_out, start, start + round(transfer * 1e9), slowed)
+        self._start_loading(plan.swap_in, start, slowed)
+        self._start_outward(plan.swap_out, start, slowed)
+        sampled = [row for row in plan.rows if row.sample is not None]
+        compute_s = self.roofline.iteration_s((run for row in plan.rows for run in row.runs), len(sampled))
+        compute = round(compute_s * 1e9)
+        if plan.rows:  # of the overhead, what is still to come
+            compute += max(0, self._prepared_ns - start) - round(self._hardware.step_overhead_s * 1e9)
+        ended = self._ended(plan.rows, start, compute)
         self._clock.advance_to(ended)
         tokens = {row.slot: self._token(row.sample) for row in sampled if row.sample is not None}
         return StepResult(
             step=plan.step,
             tokens=tokens,
             ended_ns=(ended,),
-            done=tuple(copy.ticket for copy in plan.swap_in) + self._finished_copies(),
-            compute_ns=round(compute * 1e9),
-            stall_ns=round((total - compute) * 1e9),
+            done=self._finished_copies(),
+            compute_ns=compute,
+            stall_ns=ended - start - compute,
             h2d_bytes=blocks_in * self._block_bytes,
             d2h_bytes=sum(len(copy.src) for copy in plan.swap_out) * self._block_bytes,
         )
 
-    def _start_outward(self, copies: tuple[Copy, ...], now_ns: int, swapped_in_ns: int, slowed: float) -> None:
+    def _ended(self, rows: tuple[Row, ...], start: int, compute: int) -> int:
+        """When the plan's compute is done: no layer begins before its own loads have come."""
+        ended, layers = start + compute, self._model.layers
+        for loading in self._loading:
+            if loading.ends_ns > start and any(self._needs(row, loading) for row in rows):
+                first = loading.begins_ns + round((loading.ends_ns - loading.begins_ns) / layers)
+                ended = max(ended, first + compute, loading.ends_ns + round(compute / layers))
+        return ended
+
+    def _needs(self, row: Row, loading: _UnderWay) -> bool:
+        table = self._tables[row.slot][: ceil_div(row.runs[-1][1], self._chunk_tokens)]
+        return not loading.blocks.isdisjoint(table)
+
+    def _start_loading(self, copies: tuple[Copy, ...], now_ns: int, slowed: float) -> None:
+        """All copies of a plan together, a layer at a time."""
+        if copies:
+            blocks = frozenset(block for copy in copies for block in copy.dst)
+            begins = max(self._h2d_free_ns, now_ns)
+            seconds = self.roofline.transfer_s(len(blocks), to_gpu=True) * slowed
+            self._h2d_free_ns = begins + round(seconds * 1e9)
+            tickets = tuple(copy.ticket for copy in copies)
+            self._loading.append(_UnderWay(tickets, begins, self._h2d_free_ns, blocks))
+
+    def _start_outward(self, copies: tuple[Copy, ...], now_ns: int, slowed: float) -> None:
         for copy in copies:
-            begin = max(self._d2h_free_ns, now_ns if copy.urgent else swapped_in_ns)
+            begins = max(self._d2h_free_ns, now_ns if copy.urgent else max(now_ns, self._h2d_free_ns))
             seconds = self.roofline.transfer_s(len(copy.src), to_gpu=False) * (slowed if copy.urgent else 1.0)
-            self._d2h_free_ns = begin + round(seconds * 1e9)
-            self._outward.append(_Outward(copy.ticket, self._d2h_free_ns))
+            self._d2h_free_ns = begins + round(seconds * 1e9)
+            self._outward.append(_UnderWay((copy.ticket,), begins, self._d2h_free_ns))
 
     def _finished_copies(self) -> tuple[int, ...]:
         now = self._clock.now_ns()
-        done = tuple(copy.ticket for copy in self._outward if copy.ends_ns <= now)
+        done = tuple(
+            ticket for copy in (*self._loading, *self._outward) if copy.ends_ns <= now for ticket in copy.tickets
+        )
         if done:
+            self._loading = [copy for copy in self._loading if copy.ends_ns > now]
             self._outward = [copy for copy in self._outward if copy.ends_ns > now]
         return done
 

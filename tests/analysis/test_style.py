@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis import style
-from analysis.ttft_by_turn import _ranges
+from analysis.drawing import style
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,13 +44,13 @@ def test_labels_that_touch_settle_around_their_middle(wanted, placed):
     assert style.spread(wanted, 6) == pytest.approx(placed, abs=1e-3)
 
 
-def test_ids_are_written_as_ranges():
-    assert _ranges([1, 2, 3, 7, 9, 10]) == "1-3, 7, 9-10"
+def test_no_label_lies_below_the_axis():
+    assert style.spread([0, 1, 30], 6, lowest=2) == [2, 8, 30]
 
 
 def test_drawing_loads_no_engine_and_no_torch():
     code = (
-        "import sys; import analysis.ttft_by_turn; "
+        "import sys; import analysis.figures; "
         "print([n for n in sys.modules if n == 'torch' or n.startswith(('pensieve.engine', 'pensieve.cache', "
         "'pensieve.scheduler', 'pensieve.worker', 'pensieve.replay'))])"
     )

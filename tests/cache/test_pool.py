@@ -29,3 +29,27 @@ def test_freed_neighbours_merge_and_are_handed_out_as_one_run() -> None:
     pool.release(taken[13:16])
     assert pool.allocate(8) == tuple(range(40, 48))
     assert pool.allocate(6) == tuple(range(10, 16))
+
+
+def test_blocks_that_come_one_by_one_lie_behind_each_other() -> None:
+    pool = BlockPool(64)
+    first, other = pool.allocate_after(None), pool.allocate_after(None)
+    assert first == 32, "the middle of the longest extent leaves room to go on"
+    grown, grown_other = [first], [other]
+    for _ in range(8):
+        grown.append(pool.allocate_after(grown[-1]))
+        grown_other.append(pool.allocate_after(grown_other[-1]))
+    assert grown == list(range(first, first + 9))
+    assert grown_other == list(range(other, other + 9))
+    assert pool.free == 64 - 18 == len(pool.free_blocks())
+    assert not pool.free_blocks() & {*grown, *grown_other}
+
+
+def test_where_the_next_block_is_taken_any_other_will_do_and_none_is_lost() -> None:
+    pool = BlockPool(7)
+    taken = [pool.allocate_after(None)]
+    while pool.free:
+        taken.append(pool.allocate_after(taken[-1]))
+    assert sorted(taken) == list(range(7))
+    pool.release(taken)
+    assert pool.allocate(7) == tuple(range(7))

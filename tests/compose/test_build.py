@@ -25,8 +25,8 @@ def test_a_simulated_baseline_serves_the_workload(baseline):
     assert settings["baseline"] == baseline
     assert settings["weights"] == "none"
     assert settings["tokenizer"] == "bytes"
-    assert settings["cpu_tokens"] == (1280 if baseline == "pensieve" else 0)
-    assert settings["gpu_tokens"] == 2560
+    assert settings["cpu_tokens"] == (1152 if baseline == "pensieve" else 0)
+    assert settings["gpu_tokens"] == 2304
 
 
 def test_baselines_are_asked_the_same():
@@ -36,7 +36,7 @@ def test_baselines_are_asked_the_same():
         plan = plan_trial(checked(f"baseline={baseline}", "baseline.kv_budget=total"))
         described.append(build_workload(plan, build_tokenizer(plan.config.model, plan.model.vocab, simulated=True))[1])
     assert described[0] == described[1]
-    assert described[0].working_set_tokens >= 2 * 2560
+    assert described[0].working_set_tokens >= 2 * 2304
 
 
 def test_bytes_need_a_vocabulary_for_them():

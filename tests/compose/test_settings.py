@@ -1,13 +1,13 @@
 import pytest
 
 from pensieve.compose import check, resolved
-from pensieve.errors import ConfigError, EngineMissing
+from pensieve.errors import ConfigError
 from tests.composed import checked, composed
 
 
 def test_resolved_has_no_hydra_and_no_interpolation():
     plain = resolved(composed("cache.gpu=${cache.cpu}"))
-    assert plain["cache"]["gpu"] == plain["cache"]["cpu"] == "1280 tokens"
+    assert plain["cache"]["gpu"] == plain["cache"]["cpu"] == "1152 tokens"
     assert "hydra" not in plain
 
 
@@ -35,6 +35,7 @@ def test_an_unresolvable_reference_is_one_sentence():
         check(composed("experiment_name=${nowhere}"))
 
 
-def test_later_machinery_is_refused():
-    with pytest.raises(EngineMissing, match=r"trial\.profile"):
-        checked("trial.profile=true")
+def test_a_simulated_trial_cannot_be_profiled():
+    assert checked("trial.profile=true", "hardware=cpu").trial.profile
+    with pytest.raises(ConfigError, match=r"trial\.profile"):
+        checked("trial.profile=true", "hardware=sim_h100")

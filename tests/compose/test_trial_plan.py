@@ -78,7 +78,7 @@ def test_what_cannot_be_planned(overrides, error, parts):
         (
             ("model=llama3_8b", "hardware=sim_gtx1650"),
             HardwareMissing,
-            ["needs 15.4 GiB", "4.0 GiB are there", "hardware.gpus=8"],
+            ["needs 15.3 GiB", "4.0 GiB are there", "hardware.gpus=8"],
         ),
         (("cache.cpu=400GB",), HardwareMissing, ["cache.cpu='400GB'", "372.5 GiB", "238.4 GiB"]),
     ],

@@ -2,13 +2,14 @@
 
 import pytest
 from hydra import compose
+from omegaconf import OmegaConf
 
 from pensieve.compose import check, options
 from tests.composed import hydra_session
 
 EXPERIMENTS = [
     "demo_sequential", "hotness", "hotness_users", "hotness_interval", "sharegpt_light", "sharegpt_full",
-    "sharegpt_gemma", "prefix_invalidation", "llm_decode", "agent_scaling",
+    "sharegpt_gemma", "prefix_invalidation", "prefix_invalidation_batch", "llm_decode", "agent_scaling",
 ]  # fmt: skip
 
 
@@ -32,12 +33,10 @@ def test_baseline_is_the_innermost_axis_and_swept_fields_have_a_scalar(name):
     cfg = composed(name)
     axes = list(cfg.hydra.sweeper.params)
     assert axes[-1] == "baseline"
-    plain = check({key: value for key, value in cfg.items() if key != "hydra"})
+    check({key: value for key, value in cfg.items() if key != "hydra"})
     for axis in axes:
-        group, _, field = axis.partition(".")
-        if field:
-            values = cfg.hydra.sweeper.params[axis].split(",")
-            assert str(getattr(plain, group)[field]) in values
+        if "." in axis:
+            assert str(OmegaConf.select(cfg, axis)) in cfg.hydra.sweeper.params[axis].split(",")
 
 
 def test_sharegpt_overlays_have_their_users_turns_and_conversations():

@@ -25,9 +25,13 @@ def swept(tmp_path):
         sweep = store.open_sweep(key, "chat", "pensieve", "run.py -m", overrides, 2, "host", None)
         for job, (baseline, ms) in enumerate((("pensieve", 10.0), ("stateless", 20.0))):
             turns = conversation_turns([ms, ms + 1, ms + 2])
+            for one in turns:
+                history = 10 * (one.turn - 1)
+                one.prompt_tokens, one.new_tokens, one.history_tokens = history + 10, 10, history
+                one.gpu_hit_tokens, one.cpu_hit_tokens, one.recomputed_tokens = history, 0, 0
             tokens = outputs / "runs" / key
             add_trial(store, sweep, job, baseline, turns, tokens=tokens, platform=key, config={"key": key, "seed": 0})
-    failed = store.begin_trial(trial_fields("pensieve/first/{'key': 'first', 'seed': 0}"))
+    failed = store.begin_trial(trial_fields("pensieve/first/{key: first, seed: 0}"))
     store.link(1, failed, 0, reused=False)
     store.finish_trial(failed, "failed", error="no")
     return store
@@ -49,20 +53,45 @@ def test_a_bundle_redraws_its_figures(swept, tmp_path):
     assert tokens.path.read_bytes() == swept.artifacts_of(1, "tokens")[0].path.read_bytes()
     with pytest.raises(ResultsError, match="no sweep 2"):
         copy.sweep(2)
-    env = {key: value for key, value in os.environ.items() if key not in ("PENSIEVE_OUTPUTS", "PYTHONPATH")}
-    done = subprocess.run(
-        ["sh", "redraw.sh"], cwd=folder, env={**env, "PYTHON": sys.executable}, capture_output=True, text=True
-    )
+    with (folder / "pensieve" / "__init__.py").open("a") as package:
+        package.write("\nimport sys\n\nprint('from the bundle', file=sys.stderr)\n")
+    done = redraw(folder, PYTHON=sys.executable)
     assert done.returncode == 0, done.stderr
-    drawn = folder / "outputs" / "figures"
-    assert (drawn / "ttft_by_turn.png").stat().st_size > 10_000
+    assert "from the bundle" in done.stderr  # its own code, not the one that is installed here
     here = subprocess.run(
-        [sys.executable, str(CHECKOUT / "analysis" / "ttft_by_turn.py"), "--sweep", "1"],
-        env={**env, "PENSIEVE_OUTPUTS": str(swept.root)},
+        [sys.executable, str(CHECKOUT / "analysis" / "figures.py"), "--sweep", "1", "--quiet"],
+        env={**os.environ, "PENSIEVE_OUTPUTS": str(swept.root)},
         check=False,
     )
     assert here.returncode == 0
-    assert (drawn / "ttft_by_turn.csv").read_text() == (swept.root / "figures" / "ttft_by_turn.csv").read_text()
+    drawn, original = (sorted(at.rglob("*.csv")) for at in (folder / "outputs" / "figures", swept.root / "figures"))
+    assert [path.name for path in drawn] == [path.name for path in original]
+    assert "ttft_by_turn.csv" in [path.name for path in drawn]
+    for there, before in zip(drawn, original, strict=True):
+        assert there.read_text() == before.read_text()
+        assert there.with_suffix(".png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "PENSIEVE_TEST_PIP" not in os.environ, reason="installs packages: set PENSIEVE_TEST_PIP=1 to run it"
+)
+def test_a_bundle_redraws_its_figures_on_a_machine_without_anything(swept, tmp_path):
+    path = bundle_sweep(swept, 1, CHECKOUT, tmp_path / "sweep.zip")
+    folder = tmp_path / "elsewhere"
+    with zipfile.ZipFile(path) as archive:
+        archive.extractall(folder)
+    done = redraw(folder)
+    assert done.returncode == 0, done.stderr
+    assert (folder / ".venv" / "bin" / "python").exists()
+    assert (folder / "outputs" / "figures" / "ttft_by_turn.png").stat().st_size > 10_000
+
+
+def redraw(folder, **environment):
+    """sh redraw.sh, as someone who has nothing of ours in the environment."""
+    ours = ("PENSIEVE_OUTPUTS", "PYTHONPATH", "VIRTUAL_ENV", "PYTHON")
+    env = {key: value for key, value in os.environ.items() if key not in ours}
+    return subprocess.run(["sh", "redraw.sh"], cwd=folder, env={**env, **environment}, capture_output=True, text=True)
 
 
 def test_what_cannot_be_bundled_says_so(tmp_path):
@@ -71,6 +100,8 @@ def test_what_cannot_be_bundled_says_so(tmp_path):
     with pytest.raises(MissingSeries, match="bundle then"):
         bundle_sweep(store, sweep, CHECKOUT, tmp_path / "sweep.zip")
     add_trial(store, sweep, 0, "pensieve", conversation_turns([1.0]))
+    with pytest.raises(ResultsError, match="bundle from a checkout"):
+        bundle_sweep(store, sweep, tmp_path, tmp_path / "sweep.zip")
     (tmp_path / "file").touch()
     with pytest.raises(ResultsError, match="another file with --to"):
         bundle_sweep(store, sweep, CHECKOUT, tmp_path / "file" / "sweep.zip")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.errors import ResultsError
+from pensieve.metrics import Metric
 from pensieve.request import TurnRecord
 from pensieve.results.comparison import comparison_table
 from pensieve.results.store import ResultsStore
@@ -176,3 +177,13 @@ def test_it_fits_into_a_hundred_columns(store: ResultsStore) -> None:
     text = comparison_table(store, sweep_of(store, slow)).text(100)
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_the_offline_bound_stands_under_the_table(store: ResultsStore) -> None:
+    sweep = sweep_of(store, {"pensieve": FAST, "stateless": SLOW})
+    assert "Offline bound" not in comparison_table(store, sweep).text()
+    for job in store.trials_of_sweep(sweep):
+        assert job.trial is not None
+        best = 0.9 if job.trial.baseline == "pensieve" else 0.6
+        store.add_metrics(job.trial.id, [Metric("bound_hit_rate", best, "share")])
+    assert "in %: pensieve 90.0, stateless 60.0." in " ".join(comparison_table(store, sweep).text().split())

@@ -80,7 +80,7 @@ def test_an_nvidia_device_is_described_as_far_as_it_tells(monkeypatch: pytest.Mo
         nvmlDeviceGetCurrPcieLinkGeneration=lambda _: 5, nvmlDeviceGetCurrPcieLinkWidth=refuses,
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "pynvml", fake)
-    assert environment_module._gpus() == [
+    assert environment_module.gpus() == [
         {
             "name": "H100", "uuid": "GPU-1", "memory_bytes": 80, "driver": "570.1", "sm_mhz": 1980, "sm_mhz_max": None,
             "memory_mhz": 2619, "memory_mhz_max": None, "power_limit_w": 700.0, "pcie_generation": 5, "pcie_width": None,

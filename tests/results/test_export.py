@@ -37,7 +37,9 @@ def test_a_report_has_the_fields_and_the_numbers(tmp_path):
     trial = add_trial(store, sweep, 0, "pensieve", turns, {"gpu_util_pct": 55.0})
     (job,) = store.trials_of_sweep(sweep)
     report = baseline_report(store, [job])
-    assert list(report) == FIELDS
+    assert list(report) == [*FIELDS, "notes"]
+    assert list(report["notes"]) == ["memory_bw_gbps"]
+    assert "never estimated" in report["notes"]["memory_bw_gbps"]
     assert [list(run) for run in report["runs"]] == [RUN_FIELDS] * 3
     assert [run["run_id"] for run in report["runs"]] == [f"{trial}/a/1", f"{trial}/b/1", f"{trial}/a/2"]
     assert report["runs"][0] == {

@@ -2,16 +2,31 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pensieve.results import mlflow_log
 from pensieve.results.store import open_store
+from tests.results.test_database import FORK
 from tests.results.trials import add_trial, conversation_turns, open_sweep, trial_fields
 
 TTFT = [40.0, 42.0, 44.0]
+
+
+class Died(BaseException):
+    """What a kill looks like to the code that it hits."""
+
+
+def died(*_args: object) -> None:
+    raise Died
+
+
+def children(client: Any, experiment: str, parent: str) -> list[Any]:
+    return list(client.search_runs([experiment], filter_string=f"tags.`mlflow.parentRunId` = '{parent}'"))
 
 
 @pytest.mark.slow
@@ -21,6 +36,9 @@ def test_a_sweep_becomes_a_parent_with_children(tmp_path: Path, caplog: pytest.L
     sweep = open_sweep(store, seed="0,1", **{"workload.pressure": "1,2"})
     parent = mlflow_log.start_parent(tmp_path, store, sweep, "first experiment")
     assert parent is not None
+    assert mlflow_log.start_parent(tmp_path, store, sweep, "first experiment") == parent
+    assert store.sweep(sweep).mlflow_run_id == parent
+    store.set_sweep(sweep, mlflow_run_id=None)  # as if the process had died before it could note it
     assert mlflow_log.start_parent(tmp_path, store, sweep, "first experiment") == parent
     assert store.sweep(sweep).mlflow_run_id == parent
     assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
@@ -66,6 +84,25 @@ def test_a_sweep_becomes_a_parent_with_children(tmp_path: Path, caplog: pytest.L
     assert sorted(a.path for a in client.list_artifacts(run_id)) == [
         "config.json", "environment.json", "figure", "turns.parquet",
     ]  # fmt: skip
+
+    # A process that dies while it logs leaves a run half filled; the next one fills it, and makes no second.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mlflow_log, "_write_turns", died)
+        half = add_trial(store, sweep, 1, "pensieve", conversation_turns(TTFT), seed=1)
+        with pytest.raises(Died):
+            mlflow_log.log_trial(tmp_path, store, half, "first experiment", parent)
+    assert store.trial(half).mlflow_run_id is None
+    whole = mlflow_log.log_trial(tmp_path, store, half, "first experiment", parent)
+    assert client.get_run(whole).info.status == "FINISHED"
+    assert client.get_run(whole).data.metrics["gpu_hit_rate"] == 0.5
+    assert len(children(client, run.info.experiment_id, parent)) == 2
+    # Another attempt at the same trial takes the place of the first.
+    again = add_trial(store, sweep, 1, "pensieve", conversation_turns(TTFT), seed=1)
+    mlflow_log.log_trial(tmp_path, store, again, "first experiment", parent)
+    found = children(client, run.info.experiment_id, parent)
+    assert {int(r.data.tags["pensieve.trial_id"]): r.data.tags.get("superseded") for r in found} == {
+        trial: None, half: "true", again: None,
+    }  # fmt: skip
 
     failed = store.begin_trial(trial_fields("failed"))
     store.finish_trial(failed, "failed", error="It broke; mend it.")
@@ -118,3 +155,21 @@ def test_an_mlflow_that_fails_costs_no_trial(tmp_path: Path, caplog: pytest.LogC
     sentences = [r.getMessage() for r in caplog.records if r.name.startswith("pensieve")]
     assert len(sentences) == 1
     assert sentences[0].startswith("Nothing was logged to MLflow (")
+
+
+@pytest.mark.slow
+def test_a_store_whose_maker_died_is_made_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    with monkeypatch.context() as patch:
+        patch.setattr(mlflow_log.shutil, "copyfile", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        dying = FORK.Process(target=mlflow_log.ensure_store, args=(tmp_path,))  # of its own: MLflow remembers files
+        dying.start()
+        dying.join()
+    assert dying.exitcode == -signal.SIGKILL
+    assert not (tmp_path / "mlflow.db").exists()
+    (left,) = tmp_path.glob(".mlflow-new-*")
+    assert (left / "mlflow.db").exists()
+    assert mlflow_log.ensure_store(tmp_path) is not None
+    assert not list(tmp_path.glob(".mlflow-new-*"))
+    store = open_store(tmp_path)
+    assert mlflow_log.start_parent(tmp_path, store, open_sweep(store), "e") is not None

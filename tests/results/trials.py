@@ -67,7 +67,7 @@ def add_trial(
     **changed: Any,
 ) -> int:
     """A completed trial, linked to its job; its tokens go to the folder `tokens`."""
-    fingerprint = "/".join([baseline, *map(str, changed.values())])
+    fingerprint = "/".join([baseline, *map(str, changed.values())]).replace("'", "")
     trial_id = store.begin_trial(trial_fields(fingerprint, baseline=baseline, **changed))
     store.link(sweep_id, trial_id, job, reused=False)
     store.add_turns(trial_id, turns)

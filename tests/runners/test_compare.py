@@ -35,7 +35,7 @@ def test_an_inspection_runs_nothing_and_records_nothing(tmp_path):
         done = run(outputs, "run.py", *SHORT, "workload.inspect=true", "seed=0", *sweep)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("working set") == 1
-        assert "x cache.gpu (2,560)" in done.stdout
+        assert "x cache.gpu (2,304)" in done.stdout
     assert not (outputs / "results.db").exists()
 
 

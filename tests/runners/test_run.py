@@ -36,19 +36,19 @@ def test_a_sweep_is_recorded_compared_and_resumed(outputs):
     done = run(outputs, *SHORT, "seed=0", "-m", "tracking.mlflow=false")
     assert done.returncode == 0, done.stderr
     assert all(name in done.stdout for name in ("pensieve", "gpu_only", "stateless", "Database:"))
-    assert "[3/3] baseline=stateless: TTFT first turn" in done.stderr
+    assert "[3/5] baseline=stateless: TTFT first turn" in done.stderr
     assert rows(outputs, "select baseline, status, simulated from trial order by id") == [
-        ("pensieve", "completed", 1), ("gpu_only", "completed", 1), ("stateless", "completed", 1),
-    ]  # fmt: skip
-    assert rows(outputs, "select n_expected, status from sweep") == [(3, "completed")]
+        (baseline, "completed", 1) for baseline in ("pensieve", "gpu_only", "stateless", "prefix_cache", "llama_slots")
+    ]
+    assert rows(outputs, "select n_expected, status from sweep") == [(5, "completed")]
     assert list(outputs.rglob("config.resolved.yaml"))
     # The same command is the same sweep, and runs nothing; more seeds are another one, and run what is missing.
     again = run(outputs, "-m", *SHORT, "tracking.mlflow=false", "seed=0")
     assert again.returncode == 0, again.stderr
-    assert again.stderr.count("is completed (force=true") == 3
+    assert again.stderr.count("is completed (force=true") == 5
     assert rows(outputs, "select count(*) from sweep") == [(1,)]
-    assert rows(outputs, "select count(*) from trial") == [(3,)]
-    assert rows(outputs, "select count(*) from sweep_trial") == [(3,)]
+    assert rows(outputs, "select count(*) from trial") == [(5,)]
+    assert rows(outputs, "select count(*) from sweep_trial") == [(5,)]
 
 
 def test_no_traceback_for_what_a_user_mistypes(outputs):
@@ -90,6 +90,17 @@ def test_help_and_configuration(outputs):
     completion = run(outputs, "-sc", "query=bash", COMP_LINE="python runners/run.py cache=x")
     assert completion.stdout.split() == ["cache=xlarge"]
     assert not outputs.exists()
+
+
+@pytest.mark.parametrize("arguments", [["workload.inspect=true", "-m"], ["workload.inspect=true"]])
+def test_a_reader_that_has_read_enough_hears_no_complaint(outputs, arguments):
+    """... | head"""
+    env = {**os.environ, "PENSIEVE_OUTPUTS": str(outputs)}
+    command = [sys.executable, str(CHECKOUT / "runners" / "run.py"), *SHORT, *arguments]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(60) == 0
 
 
 def test_a_policy_of_ones_own(outputs, tmp_path):

@@ -1,13 +1,18 @@
 import hashlib
+import inspect
+import re
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from pensieve.clock import WallClock
 from pensieve.compose.machine import Device
+from pensieve.results import environment
 from pensieve.results.store import open_store
+from pensieve.trial import device_use
 from pensieve.trial.device_use import CpuMeter, NvmlMeter, Quantity, meter_of
 from pensieve.trial.sampling import DeviceSampler
 from tests.results.trials import trial_fields
@@ -53,26 +58,29 @@ def test_readings_are_stored_and_summed_up(store):
     clock = WallClock()
     meter = Scripted(clock)
     with DeviceSampler(store, 1, meter, clock, interval_s=0.01) as sampler:
-        time.sleep(0.3)
+        ends = time.monotonic() + 60
+        while meter.reads < 15 and time.monotonic() < ends:  # at least 0.14 s, however slow the machine
+            time.sleep(0.01)
+        lasted = clock.now_s()
     readings = store.samples_of(1)
     assert meter.closed
     assert len(readings) == 4 * meter.reads
     assert {r.device for r in readings} == {"cuda:0"}
-    assert 0 <= readings[0].at_s < 0.1  # of the trial's clock, from its beginning
-    assert 15 <= meter.reads <= 35
-    found = values(sampler.metrics(0.0, 1.0, output_tok_s=100.0))
+    assert 0 <= readings[0].at_s <= readings[-1].at_s <= clock.now_s()  # of the trial's clock, from its beginning
+    assert 15 <= meter.reads <= lasted / 0.01 + 2  # never more often than asked
+    found = values(sampler.metrics(0.0, 1e9, output_tok_s=100.0))
     assert (found["gpu_util_pct"], found["gpu_mem_util_pct"], found["power_w"]) == (50.0, None, 200.0)
-    assert found["energy_j_per_token"] == pytest.approx(3.0, rel=0.05)  # from the counter, not from the power
+    assert found["energy_j_per_token"] == pytest.approx(3.0, rel=0.2)  # from the counter, not from the power
     assert found["device_peak_bytes"] == 10.0 * meter.reads
     assert 0 < found["sampling_cost_pct"] < 50
-    outside = values(sampler.metrics(50.0, 60.0, output_tok_s=100.0))
+    outside = values(sampler.metrics(1e6, 2e6, output_tok_s=100.0))
     assert (outside["gpu_util_pct"], outside["energy_j_per_token"]) == (None, None)
 
 
 def test_a_device_that_is_lost_costs_the_samples_only(store, caplog):
     clock = WallClock()
-    with DeviceSampler(store, 1, Scripted(clock, fails_after=3), clock, interval_s=0.01):
-        time.sleep(0.1)
+    with DeviceSampler(store, 1, Scripted(clock, fails_after=3), clock, interval_s=0.01) as sampler:
+        sampler._thread.join(60)
     assert len(store.samples_of(1)) == 2 * 4
     assert "no longer sampled: lost" in caplog.text
 
@@ -90,16 +98,19 @@ def test_a_cpu_is_sampled_for_less_than_a_hundredth(store):
     assert isinstance(meter, CpuMeter)
     load = bytes(10_000_000)
     with DeviceSampler(store, 1, meter, WallClock()) as sampler:
-        busy_until = time.monotonic() + 4.0  # the one flush at the end is paid by a trial of seconds, too
+        began, busy_until = time.process_time(), time.monotonic() + 4.0  # one flush at the end is paid, too
         while time.monotonic() < busy_until:
             hashlib.sha256(load)  # works outside the interpreter's lock, as an engine does nearly all the time
-    found = values(sampler.metrics(0.0, 10.0, 100.0))
-    assert found["sampling_cost_pct"] < 1
-    assert found["cpu_util_pct"] > 5
+        worked = time.process_time() - began
+    found = values(sampler.metrics(0.0, 1e9, 100.0))
+    # Of the time that passed; where others take the processor, a reading's CPU time is dearer, and so is this loop's.
+    assert found["sampling_cost_pct"] < 1 or sampler.cpu_s < 0.015 * worked
+    assert found["cpu_util_pct"] > 0
     assert found["device_peak_bytes"] > 20e6
     assert found["gpu_util_pct"] is None
     assert found["energy_j_per_token"] is None
-    assert 25 <= len([r for r in store.samples_of(1) if r.name == "memory_bytes"]) <= 42
+    assert found["memory_bw_gbps"] is None
+    assert 4 <= len([r for r in store.samples_of(1) if r.name == "memory_bytes"]) <= 42
 
 
 class NvmlError(Exception):
@@ -132,6 +143,48 @@ def test_an_nvidia_device_through_nvml(monkeypatch):
         ("power_w", 312.5, "W"), ("pcie_tx", 7_000.0, "bytes/s"), ("pcie_rx", 8_000.0, "bytes/s"),
     ]  # fmt: skip
     assert len(meter.read()) == 4  # the link is asked once a second
+
+
+def test_every_question_is_one_that_the_real_library_answers():
+    """The fakes here could agree with us on a name that NVIDIA's own bindings do not have."""
+    nvml = pytest.importorskip("pynvml")
+    asked = set()
+    for module in (device_use, environment):
+        source = Path(module.__file__).read_text()
+        asked |= set(re.findall(r"nvml\.(\w+)", source))
+    assert {"nvmlDeviceGetPcieThroughput", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetClockInfo"} <= asked
+    assert [name for name in asked if not hasattr(nvml, name)] == []
+    for name, arguments in (
+        ("nvmlDeviceGetPcieThroughput", 2), ("nvmlDeviceGetHandleByUUID", 1), ("nvmlDeviceGetUtilizationRates", 1),
+        ("nvmlDeviceGetMemoryInfo", 1), ("nvmlDeviceGetPowerUsage", 1), ("nvmlDeviceGetClockInfo", 2),
+        ("nvmlDeviceGetTotalEnergyConsumption", 1), ("nvmlDeviceGetMaxClockInfo", 2), ("nvmlInit", 0),
+        ("nvmlDeviceGetEnforcedPowerLimit", 1), ("nvmlDeviceGetCurrPcieLinkGeneration", 1),
+        ("nvmlDeviceGetCurrPcieLinkWidth", 1), ("nvmlSystemGetDriverVersion", 0), ("nvmlShutdown", 0),
+    ):  # fmt: skip
+        inspect.signature(getattr(nvml, name)).bind(*range(arguments))
+    assert {field for field, _ in nvml.c_nvmlUtilization_t._fields_} == {"gpu", "memory"}
+    assert "used" in {field for field, _ in nvml.c_nvmlMemory_t._fields_}
+    assert fake_nvml().NVML_PCIE_UTIL_TX_BYTES == nvml.NVML_PCIE_UTIL_TX_BYTES
+    assert fake_nvml().NVML_PCIE_UTIL_RX_BYTES == nvml.NVML_PCIE_UTIL_RX_BYTES
+
+
+def test_the_peak_of_torchs_own_allocator(monkeypatch):
+    reset, peaks = [], {0: 700, 1: 42}
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True,
+        device_count=lambda: 2,
+        reset_peak_memory_stats=reset.append,
+        max_memory_allocated=peaks.__getitem__,
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    device_use.forget_allocator_peak()
+    assert reset == [0, 1]
+    assert device_use.allocator_peak_bytes(GPU) == 742
+    assert device_use.allocator_peak_bytes(CPU) is None
+    cuda.is_initialized = lambda: False  # nobody may start CUDA by asking
+    assert device_use.allocator_peak_bytes(GPU) is None
+    monkeypatch.delitem(sys.modules, "torch")
+    assert device_use.allocator_peak_bytes(GPU) is None
 
 
 def test_an_nvidia_device_that_nvml_does_not_know(monkeypatch, caplog):

@@ -25,13 +25,14 @@ def perform(worker: SimulatedWorker, plan: StepPlan):  # type: ignore[no-untyped
 
 
 ROW = Row(0, ((0, 40),), tuple(range(40)), Sample(40, key=9))
+TABLE = ((0, 0, tuple(range(10))),)
 
 
 def test_swap_in_is_pipelined_by_layer_with_compute() -> None:
     worker, clock = started(h2d_bw=1e6)
     compute = worker.roofline.iteration_s([(0, 40)], 1)
     transfer = worker.roofline.transfer_s(4, to_gpu=True)
-    result = perform(worker, StepPlan(0, rows=(ROW,), swap_in=(Copy(1, (0, 1, 2, 3), (4, 5, 6, 7)),)))
+    result = perform(worker, StepPlan(0, (ROW,), TABLE, swap_in=(Copy(1, (0, 1, 2, 3), (4, 5, 6, 7)),)))
     expected = max(transfer / MODEL.layers + compute, transfer + compute / MODEL.layers)
     assert clock.now_s() == pytest.approx(expected, rel=1e-6)
     assert max(compute, transfer) < expected < compute + transfer
@@ -43,7 +44,7 @@ def test_swap_out_waits_for_swap_in_unless_urgent_and_is_reported_when_it_ends()
     ends = {}
     for urgent in (False, True):
         worker, clock = started(h2d_bw=1e6, d2h_bw=1e5)
-        plan = StepPlan(0, rows=(ROW,), swap_in=(Copy(1, (0,), (1,)),), swap_out=(Copy(2, (2,), (3,), urgent),))
+        plan = StepPlan(0, (ROW,), TABLE, swap_in=(Copy(1, (0,), (9,)),), swap_out=(Copy(2, (2,), (3,), urgent),))
         assert 2 not in perform(worker, plan).done
         assert worker.collect(clock.now_ns()) is None, "not before its time"
         late = worker.collect(None)
@@ -60,3 +61,31 @@ def test_tokens_depend_on_key_and_position_only() -> None:
     both = perform(worker, StepPlan(1, rows=(other, replace(ROW, slot=7)))).tokens
     assert both[7] == alone
     assert 0 <= both[3] < MODEL.vocab
+
+
+def test_a_row_waits_only_for_the_loads_below_its_positions() -> None:
+    """A restore: chunks 0 to 3 are computed again while chunks 4 to 7 load; the plan above them waits."""
+    worker, clock = started(h2d_bw=3e5)
+    leading, rest = Row(0, ((0, 16),), tuple(range(16))), Row(0, ((32, 40),), tuple(range(8)), Sample(40))
+    transfer = worker.roofline.transfer_s(4, to_gpu=True)
+    first = perform(worker, StepPlan(0, (leading,), TABLE, swap_in=(Copy(1, (0, 1, 2, 3), (4, 5, 6, 7)),)))
+    assert (first.stall_ns, first.done) == (0, ())
+    alone = clock.now_s()
+    assert alone == pytest.approx(worker.roofline.iteration_s([(0, 16)], 0), rel=1e-6) and alone < transfer / 4
+    second = perform(worker, StepPlan(1, (rest,)))
+    compute = worker.roofline.iteration_s([(32, 40)], 1)
+    assert second.done == (1,)
+    assert clock.now_s() == pytest.approx(transfer + compute / MODEL.layers, rel=1e-5)
+    assert perform(worker, StepPlan(2, (rest,))).stall_ns == 0
+
+
+def test_loads_of_successive_plans_share_the_link_one_after_the_other() -> None:
+    worker, clock = started(h2d_bw=3e5)
+    transfer = worker.roofline.transfer_s(2, to_gpu=True)
+    for step, blocks in ((0, (0, 1)), (1, (2, 3))):
+        perform(worker, StepPlan(step, swap_in=(Copy(step, blocks, blocks),)))
+    ends = []
+    while (late := worker.collect(None)) is not None:
+        ends.append((late.done, clock.now_s()))
+    assert [done for done, _ in ends] == [(0,), (1,)]
+    assert [at for _, at in ends] == pytest.approx([transfer, 2 * transfer], rel=1e-6)

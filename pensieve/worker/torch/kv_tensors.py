@@ -9,6 +9,7 @@ import torch
 from pensieve.errors import HardwareMissing
 from pensieve.specs import ModelSpec
 from pensieve.units import format_bytes
+from pensieve.worker.torch.pinned import pinned_bytes
 
 
 class KvTensors:
@@ -75,13 +76,20 @@ class KvTensors:
             if device.type == "cpu" and not pinned and blocks:
                 flat = torch.from_numpy(np.zeros(blocks * self.block_bytes, dtype=np.uint8))
                 return flat.view(self.dtype).view(shape)
-            return torch.zeros(shape, dtype=self.dtype, device=device, pin_memory=pinned)
+            if pinned:
+                return pinned_bytes(blocks * self.block_bytes).view(self.dtype).view(shape)
+            return torch.zeros(shape, dtype=self.dtype, device=device)
         except (RuntimeError, MemoryError) as error:  # torch's OutOfMemoryError is a RuntimeError
             where = "pinned CPU" if pinned else device.type.upper()
             raise HardwareMissing(
                 f"A KV pool of {format_bytes(blocks * self.block_bytes)} ({blocks} blocks of "
-                f"{format_bytes(self.block_bytes)}) does not fit in {where} memory; lower cache.gpu or cache.cpu."
+                f"{format_bytes(self.block_bytes)}) does not fit in {where} memory, of which {format_bytes(_free(device))} "
+                "are free; lower cache.gpu or cache.cpu."
             ) from error
+
+
+def _free(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available)
 
 
 def _refuse_beyond(total: int, wanted: int, what: str) -> None:

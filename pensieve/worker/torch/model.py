@@ -17,10 +17,11 @@ import torch
 from pensieve.errors import HardwareMissing, UnsupportedModel, WeightsMissing
 from pensieve.specs import ModelSpec
 from pensieve.units import format_bytes
-from pensieve.worker.torch.attention import IMPLEMENTATION, register
-from pensieve.worker.torch.forward import Forward, TransformersForward
-from pensieve.worker.torch.fused import build_fused
-from pensieve.worker.torch.self_check import SelfCheck, check_against_eager
+from pensieve.worker.torch.attention import IMPLEMENTATION, REFERENCE, register
+from pensieve.worker.torch.choice import choose
+from pensieve.worker.torch.forward import Forward
+from pensieve.worker.torch.kernels.base import AttentionBackend
+from pensieve.worker.torch.kernels.choose import load_backend, order
 
 # Run through the plug without an error, or seem to, and are wrong: attention with sinks, chunked attention, latent KV.
 _REFUSED_TYPES = {"gpt_oss", "llama4", "llama4_text", "deepseek_v2", "deepseek_v3"}
@@ -38,7 +39,8 @@ class LoadedModel:
 
     weights: "random", "hub" or the folder. revision: the commit that was loaded, where the hub gave one. module: the
     transformers model, the reference in tests; forward: what serves, over the same weights; forward_note: why it is not
-    the fused one, "" where it is.
+    the fused one, "" where it is. attention: the backend it attends with, over which it was checked; attention_note: why
+    no better one, where auto chose.
     """
 
     module: Any
@@ -53,6 +55,8 @@ class LoadedModel:
     revision: str | None
     threads: int
     self_check_difference: float
+    attention: AttentionBackend = REFERENCE
+    attention_note: str = ""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -74,18 +78,24 @@ def load_model(
     device: str,
     threads: int | None = None,
     fused: bool = True,
+    attention: str = "auto",
+    chunk_tokens: int = 32,
 ) -> LoadedModel:
     """Load through transformers (safetensors only, never remote code) and check against eager attention.
 
     weights: "random" (from spec.architecture under `seed`, no download), "hub" (`hub_id`), or a folder written by
     save_pretrained. device: auto, cpu, cuda or cuda:N. threads: CPU threads, all physical cores by default. fused: use
     the fused forward where the architecture has one and it passes the check; otherwise transformers' modules.
-    Raises WeightsMissing, HardwareMissing, UnsupportedModel.
+    attention: a backend's name, or auto for the best that loads and passes the check with blocks of `chunk_tokens`.
+    Raises WeightsMissing, HardwareMissing, UnsupportedModel, EngineMissing for a backend that cannot run here.
     """
     where = resolve_device(device)
     spec = runtime_spec(spec, where)
     _check_memory(spec, where)
     dtype = getattr(torch, spec.dtype)
+    names = order(attention, where)
+    if attention != "auto":  # said before minutes are spent on the weights
+        load_backend(attention, where, dtype, spec.head_dim, chunk_tokens)
     threads = threads or physical_cores()
     torch.set_num_threads(threads)
     register()  # imports transformers: seconds that belong to no model, so the clock starts after it
@@ -100,7 +110,7 @@ def load_model(
                 module = _from_folder(spec, weights, dtype)
             module = module.to(where).eval().requires_grad_(False)
             check_sizes(spec, module.config)
-            forward, note, check = _choose_forward(module, spec, where, dtype, fused)
+            chosen = choose(module, spec, where, dtype, fused, names, chunk_tokens)
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise HardwareMissing(
                 f"Model {spec.name} needs {format_bytes(spec.weight_bytes)} for its weights, more than {where} has left; "
@@ -108,8 +118,8 @@ def load_model(
             ) from error
     return LoadedModel(
         module=module,
-        forward=forward,
-        forward_note=note,
+        forward=chosen.forward,
+        forward_note=chosen.forward_note,
         spec=spec,
         config=module.config,
         device=where,
@@ -118,25 +128,10 @@ def load_model(
         weights=weights,
         revision=getattr(module.config, "_commit_hash", None),
         threads=threads,
-        self_check_difference=check.difference,
+        self_check_difference=chosen.check.difference,
+        attention=chosen.attention,
+        attention_note=chosen.attention_note,
     )
-
-
-def _choose_forward(
-    module: Any, spec: ModelSpec, device: torch.device, dtype: torch.dtype, fused: bool
-) -> tuple[Forward, str, SelfCheck]:
-    """The forward that serves, why it is not the fused one, and its check. Raises UnsupportedModel if none passes."""
-    plain = TransformersForward(module)
-    if not fused:
-        return plain, "asked for", check_against_eager(module, plain, spec, device, dtype)
-    built = build_fused(module)
-    if isinstance(built, str):
-        return plain, f"no fused forward: {built}", check_against_eager(module, plain, spec, device, dtype)
-    try:
-        return built, "", check_against_eager(module, built, spec, device, dtype)
-    except UnsupportedModel as error:
-        note = f"the fused forward was refused: {error}"
-        return plain, note, check_against_eager(module, plain, spec, device, dtype)
 
 
 def resolve_device(device: str) -> torch.device:

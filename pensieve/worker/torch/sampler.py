@@ -1,11 +1,13 @@
-"""Logits to tokens."""
+"""Logits to tokens, wholly on the device: nothing here waits for it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pensieve.plan import Sample
 
@@ -13,60 +15,102 @@ from pensieve.plan import Sample
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
+_TOGETHER = 16  # rows drawn at once: each takes some ten float64 vectors of the vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How the rows with a temperature are drawn; the others are greedy. All [draws]; rows: their places among the logits.
+
+    starts: of the noise, see noise_start. limited: some row has a top_k or top_p.
+    """
+
+    rows: torch.Tensor
+    starts: torch.Tensor
+    temperatures: torch.Tensor
+    top_p: torch.Tensor
+    top_k: torch.Tensor
+    limited: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One entry a sampled row. margin: the row's highest logit less its second highest."""
+    """tokens [rows] int64. margins [rows] float32: the highest logit less the second highest; not finite where the logits
+    are not."""
 
-    tokens: list[int]
-    margins: list[float]
+    tokens: torch.Tensor
+    margins: torch.Tensor
 
 
-def draw(logits: torch.Tensor, samples: Sequence[Sample]) -> Drawn:
+def numbers_of(samples: Sequence[Sample]) -> tuple[list[NDArray[np.int64]], bool]:
+    """The fields of Draws, in their order, as integers that can travel with others (floats bit for bit), and `limited`."""
+    rows = [row for row, sample in enumerate(samples) if sample.temperature > 0]
+    drawn = [samples[row] for row in rows]
+    starts = [noise_start(sample.key, sample.position) for sample in drawn]
+    floats = ([sample.temperature for sample in drawn], [sample.top_p for sample in drawn])
+    temperatures, top_p = (np.array(values, dtype=np.float64).view(np.int64) for values in floats)
+    integers = (rows, starts, [sample.top_k for sample in drawn])
+    places, noise, top_k = (np.array(values, dtype=np.int64) for values in integers)
+    limited = any(sample.top_k > 0 or sample.top_p < 1.0 for sample in drawn)
+    return [places, noise, temperatures, top_p, top_k], limited
+
+
+def draws_of(numbers: Sequence[torch.Tensor], limited: bool) -> Draws:
+    """From what `numbers_of` gave, on the device."""
+    rows, starts, temperatures, top_p, top_k = numbers
+    return Draws(rows, starts, temperatures.view(torch.float64), top_p.view(torch.float64), top_k, limited)
+
+
+def draw(logits: torch.Tensor, draws: Draws | None) -> Drawn:
     """A token for every row of `logits` [rows, vocab].
 
     The Gumbel maximum: argmax(logits / temperature + noise) is a draw from softmax(logits / temperature). The noise is
     a function of (key, position) and the token alone, so a row's token is the same in any batch, on any baseline.
     """
-    assert len(logits) == len(samples)
     scores = logits.float()
     top = torch.topk(scores, min(2, scores.shape[-1]), dim=-1)
-    chosen = top.indices[:, 0].clone()
-    for index, sample in enumerate(samples):
-        if sample.temperature > 0:
-            kept = _keep(scores[index].double() / sample.temperature, sample.top_p, sample.top_k)
-            chosen[index] = torch.argmax(kept + gumbel_noise(sample.key, sample.position, kept.shape[0], kept.device))
-    margins = top.values[:, 0] - top.values[:, -1]
-    return Drawn(chosen.tolist(), margins.tolist())
+    tokens, margins = top.indices[:, 0], top.values[:, 0] - top.values[:, -1]
+    if draws is not None:
+        tokens = tokens.clone()
+        for first in range(0, len(draws.rows), _TOGETHER):
+            some = slice(first, first + _TOGETHER)
+            rows = draws.rows[some]
+            wanted = scores.index_select(0, rows).double() / draws.temperatures[some, None]
+            if draws.limited:
+                wanted = _keep(wanted, draws.top_p[some, None], draws.top_k[some, None])
+            wanted += gumbel_noise(draws.starts[some], wanted.shape[1])
+            tokens.index_copy_(0, rows, torch.argmax(wanted, dim=-1))
+    return Drawn(tokens, margins)
 
 
-def gumbel_noise(key: int, position: int, vocab: int, device: torch.device) -> torch.Tensor:
-    """[vocab] float64, Gumbel(0, 1): counter-based, so there is no state to keep and nothing to seed."""
+def noise_start(key: int, position: int) -> int:
+    """Where the noise of one draw begins: a signed 64-bit integer."""
     start = _mix_int(_mix_int(key) ^ (position & (2**64 - 1)))
-    counters = torch.arange(1, vocab + 1, dtype=torch.int64, device=device) * _GAMMA + _signed(start)
+    return start - 2**64 if start >= 2**63 else start
+
+
+def gumbel_noise(starts: torch.Tensor, vocab: int) -> torch.Tensor:
+    """[rows, vocab] float64, Gumbel(0, 1): counter-based, so there is no state to keep and nothing to seed."""
+    counters = torch.arange(1, vocab + 1, dtype=torch.int64, device=starts.device) * _GAMMA + starts[:, None]
     bits = _shift(_mix(counters), 11)  # 53 of them: every value is exact in float64
     uniform = (bits.double() + 0.5) * 2.0**-53
     return -torch.log(-torch.log(uniform))
 
 
-def _keep(scores: torch.Tensor, top_p: float, top_k: int) -> torch.Tensor:
-    """Minus infinity outside the top_k scores and outside the smallest set whose probability reaches top_p.
+def _keep(scores: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+    """Minus infinity outside each row's top_k scores and outside the smallest set whose probability reaches its top_p.
 
-    Ties are broken by token id (the sort is stable), so that exactly as many remain on every device.
+    scores [rows, vocab]; top_p, top_k [rows, 1]. Ties are broken by token id (the sort is stable), so that exactly as many
+    remain on every device. Nothing is selected by a mask of unknown size, which would wait for the device.
     """
-    if top_k <= 0 and top_p >= 1.0:
-        return scores
-    ordered, ids = torch.sort(scores, descending=True, stable=True)
-    if 0 < top_k < len(ordered):
-        ordered, ids = ordered[:top_k], ids[:top_k]
-    if top_p < 1.0:
-        probabilities = torch.softmax(ordered, dim=-1)
-        before = torch.cumsum(probabilities, dim=-1) - probabilities
-        within = before < top_p
-        within[0] = True  # top_p = 0 still leaves the best
-        ordered, ids = ordered[within], ids[within]
-    return torch.full_like(scores, float("-inf")).index_copy_(0, ids, ordered)
+    nothing = float("-inf")
+    ordered, ids = torch.sort(scores, dim=-1, descending=True, stable=True)
+    rank = torch.arange(scores.shape[1], device=scores.device)[None, :]
+    ordered = ordered.masked_fill((top_k > 0) & (rank >= top_k), nothing)
+    probabilities = torch.softmax(ordered, dim=-1)
+    before = torch.cumsum(probabilities, dim=-1) - probabilities
+    beyond = (top_p < 1.0) & (before >= top_p) & (rank > 0)  # top_p = 0 still leaves the best
+    return torch.empty_like(scores).scatter_(1, ids, ordered.masked_fill(beyond, nothing))
 
 
 def _shift(x: torch.Tensor, count: int) -> torch.Tensor:
@@ -87,7 +131,3 @@ def _mix_int(x: int) -> int:
     x = ((x ^ (x >> 30)) * _MIX_1) & mask
     x = ((x ^ (x >> 27)) * _MIX_2) & mask
     return x ^ (x >> 31)
-
-
-def _signed(x: int) -> int:
-    return x - 2**64 if x >= 2**63 else x

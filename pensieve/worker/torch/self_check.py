@@ -11,14 +11,14 @@ import torch
 from pensieve.errors import PensieveError, UnsupportedModel
 from pensieve.plan import Row, Sample
 from pensieve.specs import ModelSpec
-from pensieve.worker.torch.attention import IMPLEMENTATION, Iteration
+from pensieve.worker.torch.attention import IMPLEMENTATION, REFERENCE, Iteration
 from pensieve.worker.torch.batch import BlockTables, build_batch
 from pensieve.worker.torch.forward import Forward
+from pensieve.worker.torch.kernels.base import AttentionBackend
 from pensieve.worker.torch.kv_tensors import KvTensors
 
-_CHUNK = 4
-_PROMPT = 22  # not a multiple of the chunk
-_CUT = 9  # the second piece starts inside a chunk
+_PROMPT = 5.5  # chunks: the last one is half full
+_CUT = 2.25  # the second piece starts inside a chunk
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}  # of the largest logit, at least of 1
 
 
@@ -31,7 +31,13 @@ class SelfCheck:
 
 
 def check_against_eager(
-    module: Any, forward: Forward, spec: ModelSpec, device: torch.device, dtype: torch.dtype
+    module: Any,
+    forward: Forward,
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    backend: AttentionBackend = REFERENCE,
+    chunk: int = 4,
 ) -> SelfCheck:
     """Compare the logits of `forward` with those of the module's own eager attention: a prompt whole, in two pieces, and
     a token decoded after it.
@@ -39,17 +45,18 @@ def check_against_eager(
     The blocks are scattered and their unwritten slots hold large numbers. The attention of every layer must be called
     exactly once a forward. Raises UnsupportedModel with the difference, or with what the model did instead.
     """
-    length = min(_PROMPT, spec.max_context)
-    assert length > _CUT + 1, "a context too short to check"
+    length = min(int(_PROMPT * chunk), spec.max_context)
+    cut = min(int(_CUT * chunk), length // 2)
+    assert 0 < cut < length - 1, "a context too short to check"
     ids = torch.arange(length, device=device).mul(7).add(3).remainder(spec.vocab)
     try:
         with torch.inference_mode():
             module.set_attn_implementation("eager")
             expected = module(input_ids=ids[None], use_cache=False).logits[0].float()
             module.set_attn_implementation(IMPLEMENTATION)
-            tensors = KvTensors(spec, _CHUNK, 16, 0, device, dtype)
-            whole = _pieces(forward, tensors, ids, (0, length))
-            in_pieces = _pieces(forward, tensors, ids, (0, _CUT, length - 1, length))
+            tensors = KvTensors(spec, chunk, 16, 0, device, dtype)
+            whole = _pieces(forward, backend, tensors, ids, (0, length))
+            in_pieces = _pieces(forward, backend, tensors, ids, (0, cut, length - 1, length))
     except (PensieveError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever the model's code trips over, the user can only choose another model
@@ -67,7 +74,9 @@ def check_against_eager(
     return SelfCheck(difference, limit)
 
 
-def _pieces(forward: Forward, tensors: KvTensors, ids: torch.Tensor, bounds: tuple[int, ...]) -> torch.Tensor:
+def _pieces(
+    forward: Forward, backend: AttentionBackend, tensors: KvTensors, ids: torch.Tensor, bounds: tuple[int, ...]
+) -> torch.Tensor:
     """Logits [tokens, vocab] of the prompt computed in the pieces between `bounds`."""
     tensors.gpu.fill_(1e4)
     tables = BlockTables()
@@ -76,7 +85,7 @@ def _pieces(forward: Forward, tensors: KvTensors, ids: torch.Tensor, bounds: tup
     for start, stop in pairwise(bounds):
         row = Row(0, ((start, stop),), tuple(ids[start:stop].tolist()), Sample(stop))
         batch = build_batch([row], tables, {}, tensors.chunk_tokens, tensors.device)
-        iteration = Iteration(batch, tensors.gpu_tokens(), tensors.chunk_tokens)
+        iteration = Iteration(batch, tensors.gpu_tokens(), tensors.chunk_tokens, backend=backend)
         piece = forward(iteration, torch.arange(stop - start, device=tensors.device))
         if sorted(iteration.layers) != list(range(tensors.layers)):
             raise UnsupportedModel(

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from time import perf_counter_ns
-from typing import Any
+from time import perf_counter_ns, sleep
+from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pensieve.plan import Copy
 from pensieve.worker.torch.kv_tensors import KvTensors
+from pensieve.worker.torch.link import BlockRun, CudaLink, Link, Mark, Piece
 
-
-@dataclass(frozen=True, slots=True)
-class BlockRun:
-    """`blocks` consecutive blocks from `src` on, copied to as many from `dst` on."""
-
-    src: int
-    dst: int
-    blocks: int
+_POLL_S = 5e-5
 
 
 def merge_copies(copies: Sequence[Copy]) -> list[BlockRun]:
@@ -35,86 +33,191 @@ def merge_copies(copies: Sequence[Copy]) -> list[BlockRun]:
     return runs
 
 
-class Transfer:
-    """Performs the copies of one plan: swap-ins first, a layer at a time, then swap-outs (section 4.3.3, section 5).
+class Attending(Protocol):
+    """What `require` looks at: a row's GPU blocks, below 0 for none."""
 
-    On CUDA both directions have a stream. The attention of layer i waits for the event of layer i only, so that loading
-    overlaps with compute; swap-outs wait for the swap-ins, since two directions at once slow each other by a fifth.
-    Without CUDA a copy is done when the call returns.
+    @property
+    def blocks(self) -> NDArray[np.int64]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Copies of one plan and direction. marks: one a layer."""
+
+    number: int
+    tickets: tuple[int, ...]
+    marks: list[Mark]
+
+    @property
+    def reached(self) -> bool:
+        return self.marks[-1].reached()
+
+
+class Transfer:
+    """Performs the copies of plans, a layer at a time (section 4.3.3, section 5).
+
+    The attention of layer i waits for layer i of those loads that bring a block its rows attend to, and for nothing else:
+    so loading overlaps with compute, and a restore may compute leading chunks while later ones are still under way.
+    Swap-outs wait for the loads before them unless urgent, since two directions at once slow each other by a fifth; their
+    tickets are reported when they are done, which may be some plans later.
+
+    On a CPU both tiers are RAM and a copy is done when the call returns, unless a link is given.
 
     h2d_bytes and d2h_bytes count what was copied, fragments the contiguous pieces of one layer it was copied in.
     """
 
-    def __init__(self, tensors: KvTensors) -> None:
+    def __init__(self, tensors: KvTensors, link: Link | None = None) -> None:
         self._tensors = tensors
+        self._link = CudaLink(tensors.device) if link is None and tensors.device.type == "cuda" else link
         self.h2d_bytes = 0
         self.d2h_bytes = 0
         self.fragments = 0
-        self._cuda = tensors.device.type == "cuda"
-        self._loaded: list[Any] = []  # an event a layer while a swap-in is under way
-        self._waits: list[tuple[Any, Any]] = []  # events on the compute stream before and after each wait
-        if self._cuda:
-            self._h2d_stream = torch.cuda.Stream(tensors.device)
-            self._d2h_stream = torch.cuda.Stream(tensors.device)
-            self._layer_events = [torch.cuda.Event() for _ in range(tensors.layers)]
+        self._loads: deque[_Group] = deque()  # oldest first
+        self._outs: deque[_Group] = deque()
+        self._numbers = 0
+        self._brought_by = np.zeros(tensors.gpu_blocks + 1, dtype=np.int64)  # the last entry is that of no block
+        self._required: _Group | None = None
+        self._done: list[int] = []
+        self._failed: list[int] = []
+        self._lost: dict[int, BaseException] = {}  # groups that failed and were not reported yet, and why
 
     @property
     def mean_fragment_bytes(self) -> float:
         return (self.h2d_bytes + self.d2h_bytes) / self.fragments if self.fragments else 0.0
 
     def swap_in(self, copies: Sequence[Copy]) -> int:
-        """CPU blocks to GPU blocks. Returns the nanoseconds for which the caller was held up (0 on CUDA)."""
+        """CPU blocks to GPU blocks. Returns the nanoseconds for which the caller was held up (0 with a link).
+
+        The next forward waits for all loads under way, unless `require` says which it needs.
+        """
         runs = merge_copies(copies)
         self.h2d_bytes += self._count(runs)
-        source, target = self._tensors.cpu, self._tensors.gpu
-        if not self._cuda:
-            return _copy_now(runs, source, target)
-        if runs:
-            with torch.cuda.stream(self._h2d_stream):
-                for layer, event in enumerate(self._layer_events):
-                    _copy_layer(runs, source[layer], target[layer])
-                    event.record(self._h2d_stream)
-            self._loaded = self._layer_events
+        tickets = tuple(copy.ticket for copy in copies)
+        if self._link is None:
+            self._done += tickets
+            return _copy_now(runs, self._tensors.cpu, self._tensors.gpu)
+        if copies:
+            pieces = self._pieces(runs, self._tensors.cpu, self._tensors.gpu)
+            self._loads.append(self._group(tickets, self._link.inward.enqueue(pieces, ())))
+            for run in runs:
+                self._brought_by[run.dst : run.dst + run.blocks] = self._numbers
+        self._required = self._loads[-1] if self._loads else None
         return 0
+
+    def require(self, rows: Iterable[Attending]) -> bool:
+        """The next forward needs only the loads that bring blocks of these rows. False where it need not wait at all.
+
+        Raises RuntimeError where one of them has failed already.
+        """
+        self._settle()
+        self._required = None
+        if not self._loads and not self._lost:
+            return False
+        numbers = {int(number) for row in rows for number in np.unique(self._brought_by[row.blocks])}
+        for number in numbers & self._lost.keys():
+            cause = self._lost[number]
+            raise RuntimeError(f"A copy between the tiers failed: {cause}") from cause
+        # Loads follow each other in one lane, so waiting for the newest is waiting for all.
+        self._required = next((group for group in reversed(self._loads) if group.number in numbers), None)
+        return self._required is not None
 
     def wait_for_layer(self, layer: int) -> None:
-        """Let the compute stream wait until this layer's swap-ins have arrived; free where there are none."""
-        if not self._loaded:
-            return
-        compute = torch.cuda.current_stream(self._tensors.device)
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record(compute)
-        compute.wait_event(self._loaded[layer])
-        after.record(compute)
-        self._waits.append((before, after))
+        """Let the compute wait until this layer's required loads have come; free where there are none. Raises what made
+        such a load fail, where the link can tell."""
+        if self._required is not None:
+            assert self._link is not None
+            self._link.hold_compute(self._required.marks[layer])
 
     def swap_out(self, copies: Sequence[Copy]) -> int:
-        """GPU blocks to CPU blocks. Returns the nanoseconds for which the caller was held up (0 on CUDA)."""
-        runs = merge_copies(copies)
-        self.d2h_bytes += self._count(runs)
-        source, target = self._tensors.gpu, self._tensors.cpu
-        if not self._cuda:
-            return _copy_now(runs, source, target)
-        if runs:
-            self._d2h_stream.wait_stream(self._h2d_stream)
-            with torch.cuda.stream(self._d2h_stream):
-                for layer in range(self._tensors.layers):
-                    _copy_layer(runs, source[layer], target[layer])
-        return 0
+        """GPU blocks to CPU blocks, as the compute launched so far leaves them. Returns the nanoseconds for which the
+        caller was held up (0 with a link)."""
+        link, held_ns = self._link, 0
+        for urgent in (True, False):
+            chosen = [copy for copy in copies if copy.urgent is urgent]
+            if not chosen:
+                continue
+            runs, tickets = merge_copies(chosen), tuple(copy.ticket for copy in chosen)
+            self.d2h_bytes += self._count(runs)
+            if link is None:
+                held_ns += _copy_now(runs, self._tensors.gpu, self._tensors.cpu)
+                self._done += tickets
+                continue
+            after = [link.computed()]
+            if self._loads and not urgent:
+                after.append(self._loads[-1].marks[-1])
+            pieces = self._pieces(runs, self._tensors.gpu, self._tensors.cpu)
+            self._outs.append(self._group(tickets, link.outward.enqueue(pieces, after)))
+        return held_ns
+
+    def stalled_ns(self) -> int:
+        """For how long compute waited for loads since the last call, as far as those waits are over."""
+        return self._link.stalled_ns() if self._link is not None else 0
+
+    def done(self) -> tuple[int, ...]:
+        """Tickets of copies that finished since the last call, whatever plan they came with."""
+        self._settle()
+        done, self._done = tuple(self._done), []
+        return done
+
+    def failed(self) -> tuple[int, ...]:
+        """Tickets of copies that failed since the last call; what they wrote is not valid."""
+        self._settle()
+        failed, self._failed = tuple(self._failed), []
+        self._lost.clear()
+        return failed
+
+    def wait(self) -> bool:
+        """Hold up the caller until a copy finishes. False where none is under way or left to be reported."""
+        while not self._done and not self._failed:
+            if not self._loads and not self._outs:
+                return False
+            self._settle()
+            if not self._done and not self._failed:
+                sleep(_POLL_S)
+        return True
+
+    def abandon(self, tickets: Sequence[int]) -> None:
+        """The plan of these copies failed: they are waited for, and never reported."""
+        self.finish()
+        self._done = [ticket for ticket in self._done if ticket not in tickets]
+        self._failed = [ticket for ticket in self._failed if ticket not in tickets]
 
     def finish(self) -> int:
-        """Wait until copies and compute are done. Returns the nanoseconds for which compute waited for swap-ins.
+        """Wait until copies and compute are done. Returns what `stalled_ns` does.
 
         Compute too, since a forward that failed halfway may have left kernels that still write to blocks.
         """
-        if not self._cuda:
+        if self._link is None:
             return 0
-        torch.cuda.current_stream(self._tensors.device).synchronize()
-        self._h2d_stream.synchronize()
-        self._d2h_stream.synchronize()
-        stalled_ms = sum(before.elapsed_time(after) for before, after in self._waits)
-        self._loaded, self._waits = [], []
-        return int(stalled_ms * 1e6)
+        self._link.synchronize()
+        self._settle()
+        assert not self._loads and not self._outs
+        self._required = None
+        return self._link.stalled_ns()
+
+    def close(self) -> None:
+        if self._link is not None:
+            with suppress(RuntimeError):  # a device in error cannot be waited for; whoever used it was told
+                self.finish()
+                self._link.close()
+
+    def _group(self, tickets: tuple[int, ...], marks: list[Mark]) -> _Group:
+        self._numbers += 1
+        return _Group(self._numbers, tickets, marks)
+
+    def _settle(self) -> None:
+        for groups in (self._loads, self._outs):
+            while groups and groups[0].reached:
+                group = groups.popleft()
+                error = group.marks[-1].error
+                if error is None:
+                    self._done += group.tickets
+                else:
+                    self._failed += group.tickets
+                    self._lost[group.number] = error
+
+    def _pieces(self, runs: Sequence[BlockRun], source: torch.Tensor, target: torch.Tensor) -> list[Piece]:
+        return [Piece(runs, source[layer], target[layer]) for layer in range(self._tensors.layers)]
 
     def _count(self, runs: list[BlockRun]) -> int:
         self.fragments += len(runs) * self._tensors.layers
@@ -122,14 +225,8 @@ class Transfer:
 
 
 def _copy_now(runs: list[BlockRun], source: torch.Tensor, target: torch.Tensor) -> int:
-    """All layers of a run in one call. A slice, never an index list: x[ids].copy_(y) would write into a temporary."""
+    """All layers of a run in one call."""
     started = perf_counter_ns()
     for run in runs:
         target[:, run.dst : run.dst + run.blocks].copy_(source[:, run.src : run.src + run.blocks])
     return perf_counter_ns() - started if runs else 0
-
-
-def _copy_layer(runs: list[BlockRun], source: torch.Tensor, target: torch.Tensor) -> None:
-    """One layer: contiguous on both sides, so that each run is one DMA transfer."""
-    for run in runs:
-        target[run.dst : run.dst + run.blocks].copy_(source[run.src : run.src + run.blocks], non_blocking=True)

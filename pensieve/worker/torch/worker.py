@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import math
+from collections import deque
+from collections.abc import Sequence
 from time import perf_counter_ns
 from typing import Any
 
 import torch
 
 from pensieve.clock import Clock
+from pensieve.errors import HardwareMissing
 from pensieve.plan import Row, Sample, StartReport, StepPlan, StepResult
 from pensieve.worker.torch.attention import IMPLEMENTATION, Iteration
 from pensieve.worker.torch.batch import Batch, BlockTables, build_batch
+from pensieve.worker.torch.flight import Flight
+from pensieve.worker.torch.graphs import CudaRecorder, DecodeGraphs, Recorder
+from pensieve.worker.torch.kernels.base import CapturingBackend
 from pensieve.worker.torch.kv_tensors import KvTensors
+from pensieve.worker.torch.link import Link
+from pensieve.worker.torch.memory import explain, fitting_blocks
 from pensieve.worker.torch.model import LoadedModel
+from pensieve.worker.torch.options import TorchOptions
 from pensieve.worker.torch.sampler import draw
 from pensieve.worker.torch.transfer import Transfer
 
@@ -21,30 +29,43 @@ _WARMUP_TOKENS = 64
 
 
 class TorchWorker:
-    """A synchronous worker: `launch` takes a plan, `collect` performs it and returns when all of it is done.
+    """`launch` hands a plan to the device, `collect` waits for the oldest one; on a CPU the launch itself computes.
 
-    A plan's swap-ins come first, then its forward and sampling, then its swap-outs. An exception on the device becomes
-    StepResult.error; tables and copies of that plan stand, and the worker goes on.
+    A plan's swap-ins are started first, then its swap-outs, then its forward, which waits for the loads it needs, and
+    sampling. Copies that outlast their plan are reported by a later `collect`. The token that a slot sampled last stays on
+    the device for the next plan, so that nothing but the tokens' copy is ever waited for. An exception on the device
+    becomes StepResult.error; tables of that plan stand, its copies are over, and the worker goes on.
 
-    stall_ns is the time for which compute waited for copies: on a CPU all of their time, on a GPU the part of the
-    swap-ins that the layers' own work did not cover.
+    stall_ns is the time for which compute waited for copies: on a CPU all of their time, over a link (a GPU's, or its
+    stand-in) the part of the swap-ins that the layers' own work did not cover.
 
-    keep_logits: for tests; last_logits then holds the float32 logits [vocab] of every row sampled in the last step.
+    link: on a CPU, what stands in for copy streams; None: copies are made directly. keep_logits: for tests; last_logits
+    then holds the float32 logits [vocab] of every row sampled in the step collected last.
     """
 
-    depth = 1
-
-    def __init__(self, model: LoadedModel, chunk_tokens: int, clock: Clock, keep_logits: bool = False) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        chunk_tokens: int,
+        clock: Clock,
+        keep_logits: bool = False,
+        link: Link | None = None,
+        options: TorchOptions | None = None,
+    ) -> None:
         self.model = model
         self.chunk_tokens = chunk_tokens
+        self.options = options or TorchOptions()
+        self.depth = self.options.depth
         self.keep_logits = keep_logits
         self.last_logits: dict[int, torch.Tensor] = {}
         self._clock = clock
-        self._pending: StepPlan | None = None
+        self._flights: deque[Flight] = deque()
         self._tables = BlockTables()
-        self._last_token: dict[int, int] = {}
+        self._last_tokens = torch.zeros(self.options.max_batch_requests, dtype=torch.int64, device=model.device)
         self._tensors: KvTensors | None = None
         self._transfer: Transfer | None = None
+        self._graphs: DecodeGraphs | None = None
+        self._link = link
 
     @property
     def tensors(self) -> KvTensors:
@@ -56,29 +77,62 @@ class TorchWorker:
         assert self._transfer is not None, "start() comes first"
         return self._transfer
 
+    def room(self) -> int:
+        """GPU blocks that fit beside the weights and the largest iteration, by measurement; only on a GPU, before `start`.
+
+        Raises HardwareMissing with the numbers.
+        """
+        block_bytes = self.chunk_tokens * self.model.spec.kv_bytes_per_token
+
+        def iterate(blocks: int, rows: list[Row]) -> None:
+            self._allocate(blocks, 0)
+            self._try(rows, blocks)
+            self._free()
+
+        try:
+            return fitting_blocks(self.model, self.options, block_bytes, iterate)
+        finally:
+            self._free()
+
     def start(self, gpu_blocks: int, cpu_blocks: int) -> StartReport:
-        """Allocate both tiers and run the first forwards, which choose kernels. Raises HardwareMissing."""
+        """Allocate both tiers, run the first forwards, which choose kernels, and record graphs. Raises HardwareMissing."""
         started = perf_counter_ns()
-        model = self.model
-        self._tensors = KvTensors(model.spec, self.chunk_tokens, gpu_blocks, cpu_blocks, model.device, model.dtype)
-        self._transfer = Transfer(self._tensors)
-        self._warm_up()
-        return StartReport(model.load_s, (perf_counter_ns() - started) / 1e6, self.settings())
+        try:
+            recorder = self._recorder()
+            self._allocate(gpu_blocks, cpu_blocks, scratch_blocks=0 if recorder is None else 1)
+            self._warm_up(gpu_blocks)
+            if recorder is not None:
+                self._make_graphs(recorder)
+        except HardwareMissing:
+            self._free()
+            raise
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            sentence = explain(error, self.model.device) if isinstance(error, torch.OutOfMemoryError) else str(error)
+            taken = f"{gpu_blocks} GPU blocks of {self.chunk_tokens} tokens" if self._tensors else "the KV pools"
+            self._free()
+            raise HardwareMissing(f"The first iterations do not fit beside {taken}. {sentence}") from error
+        return StartReport(self.model.load_s, (perf_counter_ns() - started) / 1e6, self.settings())
 
     def settings(self) -> dict[str, Any]:
         """What runs, as torch and transformers themselves report it."""
         import transformers
 
-        model, tensors = self.model, self._tensors
+        model, tensors, graphs = self.model, self._tensors, self._graphs
         on_gpu = model.device.type == "cuda"
         return {
             "engine": "torch",
             "device": torch.cuda.get_device_name(model.device) if on_gpu else "cpu",
             "dtype": str(model.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
+            "depth": self.depth,
+            "graphs": "off" if graphs is None else graphs.note or "on",
+            "graph_buckets": [] if graphs is None else list(graphs.buckets),
             "forward": model.forward.name,
             "forward_note": model.forward_note,
             "attention": IMPLEMENTATION,
+            "attention_backend": model.attention.name,
+            "attention_version": model.attention.version,
+            "attention_note": model.attention_note,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "weights": model.weights,
@@ -91,101 +145,189 @@ class TorchWorker:
         }
 
     def launch(self, plan: StepPlan, horizon_ns: int | None) -> None:
-        """Take the plan. A repeat is ignored: a real step ends when it ends."""
-        assert self._pending is None, "depth 1: collect the plan before"
-        self._pending = plan
-
-    def collect(self, until_ns: int | None) -> StepResult | None:
-        """Perform the launched plan; None if there is none. A step is not cut at `until_ns`."""
-        plan, self._pending = self._pending, None
-        if plan is None:
-            return None
-        with torch.inference_mode():
-            return self._perform(plan)
-
-    def close(self) -> None:
-        """Free the pools; the model stays with whoever loaded it."""
-        self._tensors = self._transfer = self._pending = None
-        self._tables, self._last_token, self.last_logits = BlockTables(), {}, {}
-        if self.model.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def _perform(self, plan: StepPlan) -> StepResult:
+        """Hand the plan to the device. A repeat is ignored: a real step ends when it ends."""
+        assert len(self._flights) < self.depth, "collect a plan before"
+        flight = Flight(plan)
+        self._flights.append(flight)
         transfer = self.transfer
         h2d, d2h = transfer.h2d_bytes, transfer.d2h_bytes
         for slot, first_chunk, blocks in plan.tables:
             self._tables.overwrite(slot, first_chunk, blocks)
+        try:
+            with torch.inference_mode():
+                flight.held_ns = transfer.swap_in(plan.swap_in) + transfer.swap_out(plan.swap_out)
+                if plan.rows:
+                    self._start(flight)
+        except Exception as failure:  # anything the device or the model's code raises fails this step only
+            flight.error = failure
+        flight.h2d_bytes, flight.d2h_bytes = transfer.h2d_bytes - h2d, transfer.d2h_bytes - d2h
+
+    def collect(self, until_ns: int | None) -> StepResult | None:
+        """Wait for the oldest plan, else for a copy under way; None if there is neither. Nothing is cut at `until_ns`."""
+        if not self._flights:
+            if self._transfer is None or not self._transfer.wait():
+                return None
+            return StepResult(step=None, done=self._transfer.done(), failed=self._transfer.failed())
+        return self._land(self._flights.popleft())
+
+    def close(self) -> None:
+        """Free the pools; the model stays with whoever loaded it."""
+        if self._transfer is not None:
+            self._transfer.close()
+        self._free()
+
+    # -- how ----------------------------------------------------------------------------------------------------------
+
+    def _start(self, flight: Flight) -> None:
+        """Enqueue forward, sampling and the copy of the tokens; on a CPU, do them."""
+        on_gpu, rows = self.model.device.type == "cuda", flight.plan.rows
+        batch = build_batch(rows, self._tables, {}, self.chunk_tokens, self.model.device)
+        started = perf_counter_ns()
+        if batch.unseen is not None:
+            places, slots = batch.unseen
+            batch.token_ids.index_copy_(0, places, self._last_tokens.index_select(0, slots))
+        if on_gpu:
+            compute = torch.cuda.current_stream(self.model.device)
+            flight.began, flight.ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flight.began.record(compute)
+        logits = self._forward(batch)
+        if batch.sampled:
+            self._sample(flight, batch, logits)
+        if on_gpu:
+            flight.ended.record(compute)
+        else:
+            flight.compute_ns = perf_counter_ns() - started
+            flight.ended_ns = self._clock.now_ns()
+
+    def _sample(self, flight: Flight, batch: Batch, logits: torch.Tensor) -> None:
+        drawn = draw(logits, batch.draws)
+        slots = tuple(slot for slot, _ in batch.sampled)
+        self._make_room_for(max(slots))
+        assert batch.sampled_slots is not None
+        self._last_tokens.index_copy_(0, batch.sampled_slots, drawn.tokens)
+        flight.send(slots, drawn)
+        if self.keep_logits:
+            flight.logits = {slot: row.float().cpu().clone() for slot, row in zip(slots, logits, strict=True)}
+
+    def _land(self, flight: Flight) -> StepResult:
+        transfer, plan = self.transfer, flight.plan
         tokens: dict[int, int] = {}
         margins: dict[int, float] = {}
-        error, computed_ns = None, 0
-        stalled_ns = transfer.swap_in(plan.swap_in)
-        if plan.rows:
-            batch = build_batch(plan.rows, self._tables, self._last_token, self.chunk_tokens, self.model.device)
-            started = perf_counter_ns()
-            try:
-                tokens, margins = self._compute(batch)
-            except Exception as failure:  # anything the device or the model's code raises fails this step only
-                error = self._explain(failure)
-            computed_ns = perf_counter_ns() - started
-        stalled_ns += transfer.swap_out(plan.swap_out)
-        waited_ns = transfer.finish()
+        error: str | None = None
+        try:
+            if flight.error is not None:
+                raise flight.error
+            flight.wait()
+            tokens, margins = flight.read()
+        except Exception as failure:  # of the launch, or of a kernel that failed since
+            error = explain(failure, self.model.device)
+            self._abandon(flight)
+        if self.keep_logits and flight.logits:
+            self.last_logits = flight.logits
+        waited_ns = transfer.stalled_ns()
+        ended_ns = self._clock.now_ns() if flight.ended_ns is None else flight.ended_ns
         return StepResult(
             step=plan.step,
             tokens=tokens,
             margins=margins,
-            ended_ns=(self._clock.now_ns(),) if plan.rows else (),
-            done=tuple(copy.ticket for copy in (*plan.swap_in, *plan.swap_out)),
-            compute_ns=max(0, computed_ns - waited_ns),
-            stall_ns=stalled_ns + waited_ns,
-            h2d_bytes=transfer.h2d_bytes - h2d,
-            d2h_bytes=transfer.d2h_bytes - d2h,
+            ended_ns=(ended_ns,) if plan.rows else (),
+            done=transfer.done(),
+            failed=transfer.failed(),
+            compute_ns=max(0, flight.compute_ns - waited_ns),
+            stall_ns=flight.held_ns + waited_ns,
+            h2d_bytes=flight.h2d_bytes,
+            d2h_bytes=flight.d2h_bytes,
             error=error,
         )
 
-    def _compute(self, batch: Batch) -> tuple[dict[int, int], dict[int, float]]:
-        """Forward and sampling; the tokens come back as integers, so the device is done with the forward."""
-        logits = self._forward(batch)
-        if not batch.sampled:
-            if self.model.device.type == "cuda":
-                torch.cuda.current_stream(self.model.device).synchronize()
-            return {}, {}
-        slots = [slot for slot, _ in batch.sampled]
-        drawn = draw(logits, [sample for _, sample in batch.sampled])
-        if not all(math.isfinite(margin) for margin in drawn.margins):
-            raise FloatingPointError("the logits are not finite")
-        tokens = dict(zip(slots, drawn.tokens, strict=True))
-        self._last_token.update(tokens)
-        if self.keep_logits:
-            self.last_logits = {slot: row.float().cpu() for slot, row in zip(slots, logits, strict=True)}
-        return tokens, dict(zip(slots, drawn.margins, strict=True))
+    def _abandon(self, flight: Flight) -> None:
+        try:
+            self.transfer.abandon(flight.tickets)
+        except RuntimeError as failure:  # the device is in error for good, and so will every later step be
+            flight.error = failure
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         """Logits [sampled rows, vocab]; those of one position, unused, where no row is sampled."""
         transfer = self.transfer
-        iteration = Iteration(batch, self.tensors.gpu_tokens(), self.chunk_tokens, transfer.wait_for_layer)
+        waits = transfer.require(batch.spans)
+        if self._graphs is not None and self._graphs.takes(batch):
+            if waits:  # a graph cannot wait in the middle
+                for layer in range(self.tensors.layers):
+                    transfer.wait_for_layer(layer)
+            logits = self._graphs.run(batch)
+            if logits is not None:
+                whole = len(batch.sampled) == len(batch.spans)  # then they are in this order already
+                return logits if whole else logits.index_select(0, batch.logits_at)
+        iteration = Iteration(
+            batch, self.tensors.gpu_tokens(), self.chunk_tokens, transfer.wait_for_layer, self.model.attention
+        )
         wanted = batch.logits_at if batch.sampled else batch.token_ids.new_zeros(1)
         return self.model.forward(iteration, wanted)
 
-    def _warm_up(self) -> None:
+    def _make_room_for(self, slot: int) -> None:
+        if slot >= len(self._last_tokens):
+            longer = self._last_tokens.new_zeros(2 * slot + 1)
+            longer[: len(self._last_tokens)] = self._last_tokens
+            self._last_tokens = longer
+
+    # -- start and end ------------------------------------------------------------------------------------------------
+
+    def _allocate(self, gpu_blocks: int, cpu_blocks: int, scratch_blocks: int = 0) -> None:
+        model, blocks = self.model, gpu_blocks + scratch_blocks
+        self._tensors = KvTensors(model.spec, self.chunk_tokens, blocks, cpu_blocks, model.device, model.dtype)
+        self._transfer = Transfer(self._tensors, self._link)
+
+    def _free(self) -> None:
+        self._flights.clear()
+        self._tensors = self._transfer = self._graphs = None
+        self._tables, self.last_logits = BlockTables(), {}
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _warm_up(self, gpu_blocks: int) -> None:
         """A prefill and a decode of one token, in block 0 and on; what they wrote is zeroed."""
-        longest = min(_WARMUP_TOKENS, self.tensors.gpu_blocks * self.chunk_tokens, self.model.spec.max_context) - 1
+        longest = min(_WARMUP_TOKENS, gpu_blocks * self.chunk_tokens, self.model.spec.max_context) - 1
         chunks = -(-(longest + 1) // self.chunk_tokens)
-        tables = BlockTables()
-        tables.overwrite(0, 0, range(chunks))
         rows = [Row(0, ((longest, longest + 1),), (0,), Sample(longest + 1))]
         if longest > 0:
             rows.insert(0, Row(0, ((0, longest),), (0,) * longest, None))
+        for row in rows:
+            self._try([row], chunks)
+        self.tensors.gpu[:, :chunks].zero_()
+
+    def _try(self, rows: Sequence[Row], blocks: int) -> None:
+        """An iteration of slot 0 in the first blocks, which leaves nothing but what it wrote there."""
+        tables = BlockTables()
+        tables.overwrite(0, 0, range(blocks))
         with torch.inference_mode():
-            for row in rows:
-                self._compute(build_batch([row], tables, {}, self.chunk_tokens, self.model.device))
-            self.tensors.gpu[:, :chunks].zero_()
-        self._last_token, self.last_logits = {}, {}
+            batch = build_batch(rows, tables, {}, self.chunk_tokens, self.model.device)
+            logits = self._forward(batch)
+            if batch.sampled:
+                draw(logits, batch.draws)
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
 
-    def _explain(self, failure: Exception) -> str:
-        if isinstance(failure, torch.OutOfMemoryError):
-            torch.cuda.empty_cache()
-            return "The device ran out of memory in this step; lower scheduler.max_batch_tokens or cache.gpu."
-        text = (str(failure).strip().splitlines() or [""])[0]
-        return f"The step failed on the device: {type(failure).__name__}: {text}"
+    def _recorder(self) -> Recorder | None:
+        """What records decode iterations; None where they are not to be, or cannot be."""
+        backend = self.model.attention
+        if not (self.options.graphs and backend.captures and isinstance(backend, CapturingBackend)):
+            return None
+        if self.options.recorder is not None:
+            return self.options.recorder
+        return CudaRecorder(self.model.device) if self.model.device.type == "cuda" else None
+
+    def _make_graphs(self, recorder: Recorder) -> None:
+        backend, tensors = self.model.attention, self.tensors
+        assert isinstance(backend, CapturingBackend)
+        self._graphs = DecodeGraphs(
+            self.model.forward,
+            backend,
+            tensors.gpu_tokens(),
+            self.chunk_tokens,
+            tensors.gpu_blocks - 1,
+            min(self.options.max_batch_requests, self.options.max_batch_tokens),
+            self.model.spec.max_context,
+            recorder,
+        )
+        with torch.inference_mode():
+            self._graphs.warm_up()

@@ -13,7 +13,9 @@ from pensieve.clock import WallClock
 from pensieve.plan import Copy, Row, Sample, StepPlan, StepResult
 from pensieve.specs import ModelSpec
 from pensieve.worker.torch.attention import IMPLEMENTATION
+from pensieve.worker.torch.link import Link
 from pensieve.worker.torch.model import LoadedModel, load_model
+from pensieve.worker.torch.options import TorchOptions
 from pensieve.worker.torch.worker import TorchWorker
 
 _COMMON = {
@@ -90,10 +92,17 @@ class Driver:
     """
 
     def __init__(
-        self, model: LoadedModel, chunk: int = 8, gpu_blocks: int = 96, cpu_blocks: int = 64, scatter: bool = True
+        self,
+        model: LoadedModel,
+        chunk: int = 8,
+        gpu_blocks: int = 96,
+        cpu_blocks: int = 64,
+        scatter: bool = True,
+        link: Link | None = None,
+        options: TorchOptions | None = None,
     ):
         self.model, self.chunk = model, chunk
-        self.worker = TorchWorker(model, chunk, WallClock(), keep_logits=True)
+        self.worker = TorchWorker(model, chunk, WallClock(), keep_logits=True, link=link, options=options)
         self.worker.start(gpu_blocks, cpu_blocks)
         self.free = list(range(gpu_blocks))
         if scatter:
@@ -111,13 +120,21 @@ class Driver:
         swap_in: Iterable[Copy] = (),
         swap_out: Iterable[Copy] = (),
     ) -> StepResult:
-        self.steps += 1
-        plan = StepPlan(self.steps, tuple(rows), tuple(tables), tuple(swap_in), tuple(swap_out))
-        self.worker.launch(plan, None)
+        self.worker.launch(self.plan(rows, tables, swap_in, swap_out), None)
         result = self.worker.collect(None)
         assert result is not None
         assert result.step == self.steps
         return result
+
+    def plan(
+        self,
+        rows: Iterable[Row] = (),
+        tables: Iterable[tuple[int, int, tuple[int, ...]]] = (),
+        swap_in: Iterable[Copy] = (),
+        swap_out: Iterable[Copy] = (),
+    ) -> StepPlan:
+        self.steps += 1
+        return StepPlan(self.steps, tuple(rows), tuple(tables), tuple(swap_in), tuple(swap_out))
 
     def step(self, *rows: Row, swap_in: Iterable[Copy] = (), swap_out: Iterable[Copy] = ()) -> StepResult:
         """Allocate what the rows lack, perform, and append the sampled tokens."""

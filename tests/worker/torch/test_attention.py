@@ -7,9 +7,9 @@ import torch
 
 from pensieve.errors import UnsupportedModel
 from pensieve.plan import Row, Sample
-from pensieve.worker.torch import attention
 from pensieve.worker.torch.attention import Iteration, attending, paged_attention
 from pensieve.worker.torch.batch import Batch, BlockTables, build_batch
+from pensieve.worker.torch.kernels import reference
 
 CHUNK, HEADS, KV_HEADS, DIM = 4, 4, 2, 8
 CPU = torch.device("cpu")
@@ -159,7 +159,7 @@ def test_long_contexts_attend_by_themselves(
     window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Contexts of one, two and three runs, one of many small ones, and a short one, in one batch; NaN everywhere else."""
-    monkeypatch.setattr(attention, "_RUN_TOKENS", 96)
+    monkeypatch.setattr(reference, "_RUN_TOKENS", 96)
     lengths = [150, 199, 333, 70, 9]
     starts = [(0,), (50, 200), (120, 260, 90), tuple(range(300, 390, 5)), (395,)]  # first blocks of the runs
     in_place = [True, True, True, False, None]
@@ -176,7 +176,8 @@ def test_long_contexts_attend_by_themselves(
         pool[1, slots[-1]] = torch.randn(stop, 2, KV_HEADS, DIM, generator=torch.Generator().manual_seed(slot))
     batch = build_batch(rows, tables, {}, CHUNK, CPU)
     iteration, q, output = _attend(batch, pool, window, softcap)
-    pieces = {piece.first: piece for piece in iteration.work(window, softcap is not None)}
+    assert isinstance(iteration.plan, reference.ReferencePlan)
+    pieces = {piece.first: piece for piece in iteration.plan.work(window, softcap is not None)}
     for span in batch.spans:
         slot = lengths.index(span.stop)
         if window is None:

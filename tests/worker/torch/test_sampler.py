@@ -4,9 +4,24 @@ import pytest
 import torch
 
 from pensieve.plan import Sample
-from pensieve.worker.torch.sampler import draw, gumbel_noise
+from pensieve.worker.torch.sampler import draw as draw_on_device
+from pensieve.worker.torch.sampler import draws_of, gumbel_noise, noise_start, numbers_of
 
-CPU = torch.device("cpu")
+
+class Read:
+    """A draw, read back."""
+
+    def __init__(self, logits: torch.Tensor, samples: list[Sample]) -> None:
+        numbers, limited = numbers_of(samples)
+        drawn = draw_on_device(logits, draws_of([torch.from_numpy(part) for part in numbers], limited))
+        self.tokens, self.margins = drawn.tokens.tolist(), drawn.margins.tolist()
+
+
+draw = Read
+
+
+def noise_of(key: int, position: int, vocab: int) -> torch.Tensor:
+    return gumbel_noise(torch.tensor([noise_start(key, position)]), vocab)[0]
 
 
 def _logits(rows: int, vocab: int = 50, seed: int = 0) -> torch.Tensor:
@@ -28,10 +43,10 @@ def test_a_tie_goes_to_one_token_with_margin_zero() -> None:
 
 def test_noise_is_a_function_of_key_position_and_token() -> None:
     """Known numbers: another machine, process or version of torch must draw the same."""
-    noise = gumbel_noise(12345, 67, 4, CPU)
-    assert torch.equal(noise, gumbel_noise(12345, 67, 400, CPU)[:4])
-    assert not torch.equal(noise, gumbel_noise(12345, 68, 4, CPU))
-    assert not torch.equal(noise, gumbel_noise(12346, 67, 4, CPU))
+    noise = noise_of(12345, 67, 4)
+    assert torch.equal(noise, noise_of(12345, 67, 400)[:4])
+    assert not torch.equal(noise, noise_of(12345, 68, 4))
+    assert not torch.equal(noise, noise_of(12346, 67, 4))
     assert noise.tolist() == pytest.approx(_noise_in_integers(12345, 67, 4), rel=1e-12)
 
 
@@ -53,7 +68,7 @@ def _noise_in_integers(key: int, position: int, vocab: int) -> list[float]:
 
 
 def test_noise_is_gumbel() -> None:
-    noise = gumbel_noise(1, 2, 200_000, CPU)
+    noise = noise_of(1, 2, 200_000)
     assert torch.isfinite(noise).all()
     assert float(noise.mean()) == pytest.approx(0.5772, abs=0.01)
     assert float(noise.var()) == pytest.approx(1.6449, abs=0.03)

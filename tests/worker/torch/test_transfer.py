@@ -6,7 +6,8 @@ import torch
 
 from pensieve.plan import Copy
 from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.transfer import BlockRun, Transfer, merge_copies
+from pensieve.worker.torch.link import BlockRun
+from pensieve.worker.torch.transfer import Transfer, merge_copies
 
 from .driver import tiny_spec
 

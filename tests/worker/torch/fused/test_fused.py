@@ -12,7 +12,7 @@ import torch
 
 from pensieve.plan import Row, Sample
 from pensieve.specs import ModelSpec
-from pensieve.worker.torch import model as loading
+from pensieve.worker.torch import choice as loading
 from pensieve.worker.torch.attention import Iteration
 from pensieve.worker.torch.batch import BlockTables, build_batch
 from pensieve.worker.torch.fused import build_fused

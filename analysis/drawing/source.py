@@ -1,0 +1,268 @@
+"""What a figure reads: the current trials of a sweep, in panels that differ in nothing but what is drawn."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from analysis.drawing.provenance import Provenance, trace
+from pensieve.errors import MissingSeries
+from pensieve.metrics import UNMEASURED
+from pensieve.results.identity import NOT_CONFIG
+from pensieve.results.schema import Sweep, Trial
+from pensieve.results.store import JobResult, ResultsStore
+from pensieve.results.summary import axis_value
+
+DEFAULT_COMMAND = "python runners/run.py -m"
+_NOT_AXES = ("seed", "repeat", *NOT_CONFIG)
+_CHOSEN_BY_BASELINE = ("baseline.name", "baseline._target_")
+
+BySession = dict[tuple[int, str], list[float]]
+"""(seed, "session/repeat") -> values of its turns: what an interval resamples, seeds first, then conversations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """The completed trials of one baseline at one place of the drawn axes: they differ in seed and repeat alone."""
+
+    baseline: str
+    at: Mapping[str, str]
+    jobs: Sequence[JobResult]
+
+    @property
+    def trials(self) -> list[Trial]:
+        return [job.trial for job in self.jobs if job.trial is not None]
+
+    @property
+    def ids(self) -> str:
+        """For the column `trials` of a CSV."""
+        return " ".join(str(trial.id) for trial in self.trials)
+
+    def metric(self, name: str, label: str = "") -> dict[tuple[int, int], float]:
+        """(seed, repeat) -> value; trials without one are left out."""
+        found = {(job.trial.seed, job.trial.repeat): job.value(name, label) for job in self.jobs if job.trial}
+        return {key: value for key, value in found.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One picture's worth. sweep: None for trials of a bench. group: the swept axes that are not drawn, with their values."""
+
+    sweep: Sweep | None
+    group: Mapping[str, str]
+    cells: Sequence[Cell]
+    provenance: Provenance
+
+    @property
+    def baselines(self) -> list[str]:
+        return list(dict.fromkeys(cell.baseline for cell in self.cells))
+
+    def of(self, baseline: str) -> list[Cell]:
+        return [cell for cell in self.cells if cell.baseline == baseline]
+
+    def values(self, axis: str) -> list[str]:
+        """Of a drawn axis: numbers in ascending order, names as they were given."""
+        return in_order(dict.fromkeys(cell.at[axis] for cell in self.cells))
+
+    @property
+    def text(self) -> str:
+        return ", ".join(f"{axis}={value}" for axis, value in self.group.items())
+
+
+@dataclass
+class Source:
+    """A sweep as figures read it. wanted: only these baselines. allow_mixed: see provenance.trace."""
+
+    store: ResultsStore
+    sweep: Sweep
+    wanted: Sequence[str] = ()
+    allow_mixed: bool = False
+    jobs: Sequence[JobResult] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.jobs = self.store.trials_of_sweep(self.sweep.id)
+
+    @property
+    def command(self) -> str:
+        """What completes the sweep: trials that it has are not run again."""
+        return self.sweep.command or DEFAULT_COMMAND
+
+    @property
+    def trials(self) -> list[Trial]:
+        """Current, wanted, in order of id."""
+        found = {job.trial.id: job.trial for job in self.jobs if job.trial is not None}
+        chosen = set(self.baselines())
+        return [found[key] for key in sorted(found) if found[key].baseline in chosen]
+
+    def baselines(self) -> list[str]:
+        """As wanted, else all that the sweep names or has begun."""
+        return list(self.wanted) or list(
+            dict.fromkeys([*self._named("baseline"), *(job.last.baseline for job in self.jobs)])
+        )
+
+    def swept(self, axis: str) -> list[str]:
+        """The values that an axis takes in this sweep, those of trials that did not complete included."""
+        begun = (axis_value(job.trial or job.last, axis) for job in self.jobs)
+        return in_order(dict.fromkeys([*self._named(axis), *begun]))
+
+    def lacks(self, what: str) -> MissingSeries:
+        """To be raised where `what` is missing from the sweep."""
+        return MissingSeries(f"Sweep {self.sweep.id} has no {what}; run `{self.command}`.")
+
+    def has_metric(self, name: str, label: str = "") -> bool:
+        return any(job.value(name, label) is not None for job in self.jobs)
+
+    def panels(self, *along: str) -> list[Panel]:
+        """A panel for each combination of the swept axes but seed, repeat, baseline and those that are drawn `along`.
+
+        An axis is a group (cache, eviction, ...) or a dotted field (workload.request_rate). Raises MissingSeries, with
+        the command to run, where a panel lacks a baseline at some value, and MixedPanel where one mixes what must not be.
+        """
+        names = self.baselines()
+        if not names:
+            raise self.lacks("trials yet")
+        if not self.trials and not self.wanted:
+            raise self.lacks("completed trial")
+        begun = [job for job in self.jobs if job.last.baseline in names]
+        panels = []
+        for group, jobs in self._groups(begun, along).items() or {(): begun}.items():
+            cells = self._cells(dict(group), jobs, names, along)
+            trials = [trial for cell in cells for trial in cell.trials]
+            origin = trace(self.store, self.sweep, trials, self._incomplete(), self.allow_mixed)
+            panels.append(Panel(self.sweep, dict(group), cells, origin))
+        return panels
+
+    def turns(self, trial: Trial, *columns: str) -> Iterator[Any]:
+        """The measured, completed turns, rows with these columns as attributes."""
+        for row in self.store.turns_of(trial.id, "phase", "status", *columns):
+            if row.phase not in UNMEASURED and row.status == "completed":
+                yield row
+
+    def by_session(self, cell: Cell, columns: Sequence[str], value_of: Callable[[Any], float | None]) -> BySession:
+        """`value_of(row)` of each measured, completed turn that has one; rows have `columns` and `session`."""
+        found: BySession = defaultdict(list)
+        for trial in cell.trials:
+            for row in self.turns(trial, *{"session", *columns}):
+                value = value_of(row)
+                if value is not None:
+                    found[trial.seed, f"{row.session}/{trial.repeat}"].append(value)
+        return dict(found)
+
+    def _cells(
+        self, group: Mapping[str, str], jobs: Sequence[JobResult], names: Sequence[str], along: Sequence[str]
+    ) -> list[Cell]:
+        places = dict.fromkeys(_place(job, along) for job in jobs) or {(): None}
+        for axis in along:  # what the sweep names and never began is missing too
+            for value in self._named(axis):
+                if len(along) == 1:
+                    places.setdefault((value,))
+        cells = []
+        for name in names:
+            for place in places:
+                own = [job for job in jobs if job.trial and job.trial.baseline == name and _place(job, along) == place]
+                at = dict(zip(along, place, strict=True))
+                if not own:
+                    self._missing(name, {**group, **at})
+                cells.append(Cell(name, at, own))
+        return cells
+
+    def _missing(self, baseline: str, at: Mapping[str, str]) -> None:
+        own = not self.wanted or baseline in {*self._named("baseline"), *(job.last.baseline for job in self.jobs)}
+        command = self.command if own else f"python runners/run.py baseline={baseline} -m"
+        where = f" with {', '.join(f'{axis}={value}' for axis, value in at.items())}" if at else ""
+        raise MissingSeries(
+            f"Sweep {self.sweep.id} has no completed trial of baseline {baseline}{where}; run `{command}`."
+        )
+
+    def _incomplete(self) -> int:
+        """Jobs of the sweep without a completed trial, those that never began included."""
+        done = sum(job.trial is not None for job in self.jobs)
+        return max(self.sweep.n_expected, len(self.jobs)) - done
+
+    def _named(self, axis: str) -> list[str]:
+        """Values of a swept axis as the command gives them; none where it is not swept by a plain list."""
+        text = str({key.lstrip("+"): value for key, value in self.sweep.overrides.items()}.get(axis, ""))
+        if "(" in text:  # range(...), choice(...): what they come to is seen in the trials
+            return []
+        values = (
+            re.sub(r"\\(.)", r"\1", value).strip().strip("\"'") for value in text.split(",")
+        )  # Hydra escapes blanks
+        return [value for value in values if value]
+
+    def _groups(
+        self, jobs: Sequence[JobResult], along: Sequence[str]
+    ) -> dict[tuple[tuple[str, str], ...], list[JobResult]]:
+        leaves = {job.job: _leaves((job.trial or job.last).config or {}) for job in jobs}
+        alike: dict[tuple[str, int, int], list[dict[str, str]]] = defaultdict(list)
+        for job in jobs:
+            alike[job.last.baseline, job.last.seed, job.last.repeat].append(leaves[job.job])
+        varying = sorted(
+            {
+                axis
+                for members in alike.values()
+                for axis in set().union(*members)
+                if len({member.get(axis) for member in members}) > 1
+            }
+        )
+        options = {axis.removesuffix(".name") for axis in varying if axis.endswith(".name")}
+        typed = {key.lstrip("+") for key in self.sweep.overrides}
+        axes = [
+            axis
+            for axis in varying
+            if (axis.endswith(".name") or axis in typed or axis.split(".")[0] not in options)  # an option's own fields
+            and axis.removesuffix(".name") not in along
+            and not (axis.split(".")[0] in along and axis not in typed)
+        ]
+        groups: dict[tuple[tuple[str, str], ...], list[JobResult]] = {}
+        for job in jobs:
+            key = tuple((axis.removesuffix(".name"), leaves[job.job].get(axis, "")) for axis in axes)
+            groups.setdefault(key, []).append(job)
+        return groups
+
+
+def open_source(
+    store: ResultsStore, sweep_id: int | None = None, wanted: Sequence[str] = (), allow_mixed: bool = False
+) -> Source:
+    """A sweep by its id, or the latest. Raises MissingSeries where there is none."""
+    sweep = store.latest_sweep() if sweep_id is None else store.sweep(sweep_id)
+    if sweep is None:
+        raise MissingSeries(f"There is no sweep in the results database; run `{DEFAULT_COMMAND}` first.")
+    return Source(store, sweep, wanted, allow_mixed)
+
+
+def number(value: str) -> float | None:
+    """The number that a swept value is or begins with ("0.5", "768 tokens", "2GiB" as 2 of its unit); None for a name."""
+    found = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?(?:e-?\d+)?)\s*([A-Za-z]*)\s*", value)
+    if found is None:
+        return None
+    scale = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tib": 2**40, "tb": 1e12}
+    return float(found[1]) * scale.get(found[2].lower(), 1)
+
+
+def in_order(values: Mapping[str, Any] | Sequence[str]) -> list[str]:
+    """Ascending where all are numbers, else as given."""
+    numbers = {value: number(value) for value in values}
+    if any(found is None for found in numbers.values()):
+        return list(numbers)
+    return sorted(numbers, key=lambda value: numbers[value] or 0.0)
+
+
+def _place(job: JobResult, along: Sequence[str]) -> tuple[str, ...]:
+    return tuple(axis_value(job.trial or job.last, axis) for axis in along)
+
+
+def _leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """A nested configuration as dotted names and texts, without what is not an axis."""
+    found: dict[str, str] = {}
+    for key, value in config.items():
+        dotted = f"{prefix}{key}"
+        if (not prefix and key in _NOT_AXES) or dotted in _CHOSEN_BY_BASELINE:
+            continue
+        if isinstance(value, Mapping):
+            found |= _leaves(value, f"{dotted}.")
+        else:
+            found[dotted] = str(value)
+    return found

@@ -1,0 +1,135 @@
+"""A report as one HTML file that needs nothing else: the parts it is made of, and their rendering."""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from pensieve.results.claims.verdict import VERDICTS, Bounds, Measured, Verdict
+
+HERE = Path(__file__).resolve().parent
+SYMBOLS: Mapping[Verdict, str] = {"holds": "✓", "fails": "✗", "inconclusive": "≈", "not comparable": "–"}
+"""Beside the word, so that colour says nothing by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """rows: one text a column, the first one names the row. columns: heading and what is under it, such as the unit.
+
+    words: how many columns, from the first on, hold words; the others hold numbers. None: all hold words.
+    """
+
+    columns: Sequence[tuple[str, str]]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+    words: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A measurement beside its claim, as shares (0 to 100) of a bar's width. scale: "" or "log"."""
+
+    band: tuple[float, float]
+    line: tuple[float, float] | None
+    point: float
+    scale: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicted:
+    """A claim as the page shows it. claimed, measured: with unit. stands_on: n, seeds, baselines, trials."""
+
+    name: str
+    verdict: Verdict
+    why: Sequence[str]
+    text: str
+    source: str
+    claimed: str
+    measured: str
+    interval: Interval | None
+    stands_on: str
+    simulated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    title: str
+    group: str
+    png: Path
+    files: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """facts: label, value. warnings: what a reader has to know first. not_drawn: figure, why, the command that makes its
+    trials or "". commands: what it does, the line to type."""
+
+    title: str
+    subtitle: str
+    facts: Sequence[tuple[str, str]]
+    warnings: Sequence[str]
+    results: Sequence[Table]
+    notes: Sequence[str]
+    verdicts: Sequence[Verdicted]
+    pictures: Sequence[Picture]
+    not_drawn: Sequence[tuple[str, str, str]]
+    failures: Table | None
+    flags: Table | None
+    configuration: Sequence[Table]
+    environment: Table
+    engines: Sequence[Table]
+    trials: Table
+    commands: Sequence[tuple[str, str]]
+    written: str
+    tally: Mapping[Verdict, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        counts = {verdict: sum(one.verdict == verdict for one in self.verdicts) for verdict in VERDICTS}
+        object.__setattr__(self, "tally", counts)
+
+
+def render(page: Page) -> str:
+    """The whole file as text: style and pictures are inside, and every value is escaped."""
+    environment = Environment(
+        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["picture"] = _picture
+    style = Markup((HERE / "page.css").read_text(encoding="utf-8"))  # ours, and nothing of a database in it
+    return environment.get_template("page.html.j2").render(page=page, style=style, symbols=SYMBOLS)
+
+
+def interval(bounds: Bounds, measured: Measured) -> Interval | None:
+    """Where the claim and the measurement lie beside each other; None where a number has no place on a line."""
+    known = [measured.value, measured.ci_low, measured.ci_high, bounds.low, bounds.high]
+    values = [value for value in known if value is not None]
+    if not all(math.isfinite(value) for value in values):
+        return None
+    low, high = min(values), max(values)
+    log = low > 0 and high / low > 20
+    place = math.log if log else float
+    start, end = place(low), place(high)
+    room = (end - start or abs(end) or 1.0) * 0.15
+    start, end = start - room, end + room
+
+    def at(value: float) -> float:
+        return round(100 * (place(value) - start) / (end - start), 2)
+
+    band = (0.0 if bounds.low is None else at(bounds.low), 100.0 if bounds.high is None else at(bounds.high))
+    line = None if measured.ci_low is None or measured.ci_high is None else (at(measured.ci_low), at(measured.ci_high))
+    return Interval(band, line, at(measured.value), "log" if log else "")
+
+
+def _picture(path: Path) -> Mapping[str, object]:
+    """A PNG as a data URL, with its size in pixels, so that the page does not move while it is drawn."""
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG"), path
+    width, height = struct.unpack(">II", content[16:24])
+    data = base64.b64encode(content).decode("ascii")
+    return {"source": f"data:image/png;base64,{data}", "width": width, "height": height, "wide": width > 1400}

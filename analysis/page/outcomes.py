@@ -1,0 +1,149 @@
+"""What came of a sweep, as tables: baselines side by side, speed-ups by turn, or the cases of a benchmark."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from analysis.drawing.source import Source
+from analysis.page.document import Table
+from pensieve.errors import MissingSeries
+from pensieve.results.claims.evidence import Evidence, mixtures
+from pensieve.results.claims.measures import Sides
+from pensieve.results.claims.measures.turns import Which, speedup
+from pensieve.results.summary import REFERENCE, ComparisonRow, compare
+
+NONE = "–"
+SPEEDUP_TURNS: Sequence[tuple[str, Which]] = (
+    ("turn 1", 1),
+    ("turn 5", 5),
+    ("turn 10", 10),
+    ("last", "last"),
+    ("all", None),
+)
+
+
+def results(source: Source) -> list[Table]:
+    """Baselines side by side, at every combination of the other swept axes; then the speed-ups by turn."""
+    if _benchmark(source):
+        return _cases(source)
+    rows = compare(source.store, source.sweep.id).rows
+    return [*([_comparison(rows)] if rows else []), *_speedups(source)]
+
+
+def notes(source: Source) -> list[str]:
+    warned = ("Simulated on", "Random weights", "Not completed", "trials were never begun", "shared their device")
+    found = [note for note in compare(source.store, source.sweep.id).notes if not any(word in note for word in warned)]
+    if source.trials and not _benchmark(source):
+        found.insert(
+            0,
+            "TTFT: time to first token from the intended arrival, queueing included; median over seeds and conversations. "
+            "Rates are shares of history tokens; throughput is the mean of trials.",
+        )
+    return found
+
+
+def estimated(value: float, low: float | None, high: float | None, unit: str = "") -> str:
+    """A value with its unit, and its interval, with as many digits as tell them apart."""
+    ends = [abs(x) for x in (value, low, high) if x is not None]
+    digits = 0 if max(ends) >= 1000 or max(ends) == 0 else 1 if max(ends) >= 100 else 2 if max(ends) >= 0.995 else 3
+    interval = f" [{low:,.{digits}f}, {high:,.{digits}f}]" if low is not None and high is not None else ""
+    return f"{with_unit(f'{value:,.{digits}f}', unit)}{interval}"
+
+
+def with_unit(number: str, unit: str) -> str:
+    return f"{number}×" if unit == "x" else f"{number} {unit}".rstrip()
+
+
+def _benchmark(source: Source) -> bool:
+    return bool(source.trials) and all(trial.workload.startswith("bench_") for trial in source.trials)
+
+
+def _comparison(rows: Sequence[ComparisonRow]) -> Table:
+    axes = list(rows[0].group)
+    columns = [
+        *((axis, "") for axis in axes), ("baseline", ""), ("trials", ""), ("TTFT first", "ms"), ("TTFT fifth", "ms"),
+        ("TTFT last", "ms"), ("output", "tok/s"), ("GPU hit", "%"), ("CPU hit", "%"), ("miss", "%"),
+        ("outputs", "held against the others"),
+    ]  # fmt: skip
+    texts = [[*row.group.values(), *_row(row)] for row in rows]
+    if all(text[-1] == NONE for text in texts):
+        columns, texts = columns[:-1], [text[:-1] for text in texts]
+    return Table(columns, texts, "Baselines side by side", words=len(axes) + 1)
+
+
+def _row(row: ComparisonRow) -> list[str]:
+    return [
+        row.baseline,
+        str(row.trials),
+        *(number(ms) for ms in (row.ttft_first_ms, row.ttft_fifth_ms, row.ttft_last_ms)),
+        number(row.throughput_output_tok_s),
+        *(_percent(rate) for rate in (row.gpu_hit_rate, row.cpu_hit_rate, row.miss_rate)),
+        _outputs(row),
+    ]
+
+
+def _outputs(row: ComparisonRow) -> str:
+    check = row.outputs
+    if check is None or check.problem:
+        return NONE
+    if check.turns_differing:
+        return f"{check.turns_differing:,} of {check.turns_compared:,} turns differ"
+    return f"{'identical' if check.exact else 'agree'} in {check.turns_compared:,} turns"
+
+
+def _speedups(source: Source) -> list[Table]:
+    """How many times longer stateless takes to the first token, by turn; none where no conversation has two turns."""
+    evidence = Evidence(source.store, source.sweep.id)
+    groups = evidence.groups(None)
+    rows: list[tuple[list[str], list[str]]] = []
+    for group in groups:
+        reference = group.trials.get(REFERENCE)
+        if reference is None or mixtures([trial for members in group.trials.values() for trial in members]):
+            continue
+        for name, members in group.trials.items():
+            if name != REFERENCE:
+                sides = Sides(evidence, members, reference)
+                rows.append(([*group.at.values(), name], [_speedup(sides, turn) for _, turn in SPEEDUP_TURNS]))
+    kept = [place for place in range(len(SPEEDUP_TURNS)) if any(row[place] != NONE for _, row in rows)]
+    if len(kept) < 3:  # nothing but the last turn and all of them
+        return []
+    columns = [*((axis, "") for axis in groups[0].at), ("baseline", ""), *(_heading(SPEEDUP_TURNS[p]) for p in kept)]
+    texts = [[*names, *(row[place] for place in kept)] for names, row in rows]
+    return [Table(columns, texts, f"{REFERENCE} / this, time to first token", words=len(groups[0].at) + 1)]
+
+
+def _heading(turn: tuple[str, Which]) -> tuple[str, str]:
+    name, which = turn
+    return (name, "") if isinstance(which, int) else (name, "turn" if which else "turns")
+
+
+def _speedup(sides: Sides, turn: Which) -> str:
+    try:
+        found = speedup(sides, turn=turn)
+    except MissingSeries:
+        return NONE
+    return estimated(found.value, found.ci_low, found.ci_high)
+
+
+def _cases(source: Source) -> list[Table]:
+    """Of a benchmark: each case with what its backends made of it, beside the limit."""
+    found: dict[str, list[Sequence[str]]] = defaultdict(list)
+    for job in source.jobs:
+        for (name, case), metric in sorted(job.metrics.items()):
+            if job.trial is not None and metric.value is not None:
+                limit = NONE if metric.limit_value is None else with_unit(number(metric.limit_value), metric.unit)
+                value = estimated(metric.value, metric.ci_low, metric.ci_high, metric.unit)
+                found[job.trial.workload].append([case or NONE, job.trial.baseline, name, value, limit])
+    columns = [("case", ""), ("backend", ""), ("metric", ""), ("value", "95 % interval"), ("limit", "")]
+    return [Table(columns, sorted(rows, key=lambda row: row[0]), workload, words=3) for workload, rows in found.items()]
+
+
+def number(value: float | None) -> str:
+    if value is None:
+        return NONE
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _percent(rate: float | None) -> str:
+    return NONE if rate is None else f"{100 * rate:.1f}"

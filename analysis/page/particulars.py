@@ -1,0 +1,267 @@
+"""What a report says of a sweep in words and tables: what ran, where, what came of it, and how to do it again."""
+
+from __future__ import annotations
+
+import shlex
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from analysis.drawing.provenance import ranges
+from analysis.drawing.source import Source
+from analysis.page.document import Table
+from analysis.page.outcomes import NONE, number
+from pensieve.results.claims import Judged
+from pensieve.results.claims.evidence import mixtures
+from pensieve.results.schema import Trial
+from pensieve.results.selection import differences, flat
+from pensieve.results.store import JobResult
+from pensieve.results.summary import axis_value, varying_axes
+
+_GROUPS = ("model", "cache", "eviction", "scheduler", "baseline", "workload", "hardware")
+_PER_TRIAL = ("seed", "repeat")
+_HIDDEN = ("_partial_", "missing", "architecture", "inspect")
+_FLAGS_AS_FACTS = ("load", "bench", "floor_is")
+
+
+def title(source: Source) -> str:
+    return source.sweep.experiment or _list(trial.workload for trial in source.trials) or source.sweep.name
+
+
+def subtitle(source: Source) -> str:
+    sweep = source.sweep
+    return f"Sweep {sweep.id}, {sweep.status}, begun {sweep.started_at:%Y-%m-%d %H:%M} UTC on {sweep.host}"
+
+
+def facts(source: Source) -> list[tuple[str, str]]:
+    trials = source.trials
+    done = sum(job.trial is not None for job in source.jobs)
+    seeds = len({trial.seed for trial in trials})
+    found = [
+        ("trials completed", f"{done} of {max(source.sweep.n_expected, len(source.jobs))}"),
+        ("seeds", str(seeds)),
+        ("baselines", _list(trial.baseline for trial in trials)),
+        ("workload", _list(trial.workload for trial in trials)),
+        ("model", _list(f"{trial.model}{f', {trial.dtype}' if trial.dtype else ''}" for trial in trials)),
+        ("device", _list(_device(trial) for trial in trials)),
+        ("load", _list(str(load) for trial in trials if (load := (trial.flags or {}).get("load")))),
+    ]
+    return [(label, value) for label, value in found if value]
+
+
+def warnings(source: Source) -> list[str]:
+    """What a reader has to know before any number."""
+    trials = source.trials
+    found = []
+    simulated = [trial for trial in trials if trial.simulated]
+    if simulated:
+        found.append(
+            f"Simulated on {_list(trial.hardware for trial in simulated)}: times come from a cost model, not from a "
+            "device. Hits and misses are those of the real cache."
+        )
+    if any(trial.weights == "random" for trial in trials):
+        found.append("Random weights: the text is meaningless; the speed is that of the architecture.")
+    found += [f"{_capital(mixture)}: do not compare their times." for mixture in mixtures(trials)]
+    missing = sum(job.trial is None for job in source.jobs) + max(0, source.sweep.n_expected - len(source.jobs))
+    if missing:
+        found.append(f"{missing} of the sweep's trials did not complete; the same command runs what is missing.")
+    return found
+
+
+def failures(source: Source) -> Table | None:
+    rows = [
+        [f"{job.last.baseline}, seed {job.last.seed}", str(job.last.id), job.last.status, job.last.error or NONE]
+        for job in source.jobs
+        if job.last.status != "completed"
+    ]
+    columns = [("trial", ""), ("id", ""), ("status", ""), ("why", "")]
+    return Table(columns, rows, "Trials that did not complete") if rows else None
+
+
+def flags(source: Source) -> Table | None:
+    """What trials say of themselves that a reader should know: a line a flag, with the first of its sentences."""
+    said: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for trial in source.trials:
+        for name, value in (trial.flags or {}).items():
+            if name not in _FLAGS_AS_FACTS and value not in (None, False, 0, 0.0, [], {}, ""):
+                said[name][_flag(name, value)].append(trial.id)
+    rows = []
+    for name, texts in said.items():
+        more = f" ({len(texts) - 1} more like it)" if len(texts) > 1 else ""
+        rows.append([name, f"{next(iter(texts))}{more}", ranges(sorted(id_ for ids in texts.values() for id_ in ids))])
+    columns = [("flag", ""), ("what it says", ""), ("trials", "")]
+    return Table(columns, rows, "What trials flag about themselves") if rows else None
+
+
+def configuration(source: Source) -> list[Table]:
+    """The fields that all trials share, a table a group."""
+    trials = source.trials
+    if not trials:
+        return []
+    varying = differences(trials)
+    groups: dict[str, list[Sequence[str]]] = defaultdict(list)
+    for field, value in flat(trials[0].config):
+        group, _, rest = field.partition(".")
+        if field in varying or field in _PER_TRIAL or any(part in _HIDDEN for part in field.split(".")):
+            continue
+        place = group if group in _GROUPS and rest else "others"
+        groups[place].append([rest if place != "others" else field, value])
+    order = [*(name for name in _GROUPS if name in groups), "others"]
+    return [Table([("field", ""), ("value", "")], groups[name], name) for name in order if groups[name]]
+
+
+def environment(source: Source) -> Table:
+    """Of all trials; where they differ, every value stands."""
+    found: dict[str, dict[str, None]] = defaultdict(dict)
+    for trial in source.trials:
+        for name, value in _environment(trial):
+            if value:
+                found[name][value] = None
+    rows = [[name, " | ".join(values)] for name, values in found.items()]
+    return Table([("what", ""), ("value", "")], rows)
+
+
+def engines(source: Source) -> list[Table]:
+    """The settings that each baseline's engine reports of itself, from its first trial."""
+    tables = []
+    for name in dict.fromkeys(trial.baseline for trial in source.trials):
+        trial = next(one for one in source.trials if one.baseline == name)
+        rows = [row for row in flat(trial.engine or {}) if row[1] not in ("", "None")]
+        caption = f"What the engine of {name} reports (trial {trial.id})"
+        tables.append(Table([("setting", ""), ("value", "")], rows, caption))
+    return tables
+
+
+def trials(source: Source) -> Table:
+    axes = varying_axes(source.sweep.overrides, source.trials)
+    columns = [
+        ("trial", ""),
+        ("job", ""),
+        ("baseline", ""),
+        *((axis, "") for axis in axes),
+        ("seed", ""),
+        ("status", ""),
+    ]
+    columns += [
+        ("TTFT", "mean, ms"),
+        ("output", "tok/s"),
+        ("window", "s"),
+        ("took", "s"),
+        ("code", ""),
+        ("fingerprint", ""),
+    ]
+    return Table(columns, [_trial(job, axes) for job in source.jobs], words=3 + len(axes))
+
+
+def commands(source: Source) -> list[tuple[str, str]]:
+    """What it does, and the line to type."""
+    sweep = source.sweep
+    found = [
+        ("run the sweep: what is completed is not run again", run_again(sweep.command, sweep.overrides)),
+        ("this page", f"python analysis/report.py --sweep {sweep.id}"),
+        ("its figures, with the numbers behind them", f"python analysis/figures.py --sweep {sweep.id}"),
+    ]
+    if source.trials:
+        found.append(
+            ("one trial again, and what differs", f"python runners/results.py reproduce {source.trials[0].id}")
+        )
+    return found
+
+
+def run_again(command: str | None, overrides: Mapping[str, Any]) -> str:
+    """The sweep's command as a shell takes it: the record of what was typed has lost its quotes."""
+    typed = [f"{key}={value}" for key, value in overrides.items()]
+    if command and not any(shlex.quote(word) != word for word in typed):
+        return command
+    script = next((word for word in (command or "").split() if word.endswith(".py")), "runners/run.py")
+    multirun = [] if script.endswith("bench.py") else ["-m"]
+    return " ".join(["python", script, *multirun, *map(shlex.quote, typed)])
+
+
+def stands_on(one: Judged) -> str:
+    """n, seeds, what was held against what, and the trials."""
+    found = one.measured
+    if found is None:
+        return ""
+    seeds = "one seed" if found.seeds == 1 else f"{found.seeds} seeds"
+    sides = f"{one.ours} against {one.theirs}" if one.theirs else str(one.ours)
+    parts = [
+        sides,
+        found.about,
+        f"n = {found.n:,} {found.n_unit}, {seeds}",
+        f"trials {ranges(sorted(found.trial_ids))}",
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def _trial(job: JobResult, axes: Sequence[str]) -> list[str]:
+    one = job.trial or job.last
+    took = (one.finished_at - one.started_at).total_seconds() if one.finished_at else None
+    window = (
+        None if one.measure_start_s is None or one.measure_end_s is None else one.measure_end_s - one.measure_start_s
+    )
+    seed = f"{one.seed}, repeat {one.repeat}" if one.repeat else str(one.seed)
+    return [
+        str(one.id),
+        one.baseline,
+        *(axis_value(one, axis) for axis in axes),
+        f"{job.last.status}{', reused' if job.reused else ''}",
+        str(job.job),
+        seed,
+        number(job.value("ttft_ms_mean")),
+        number(job.value("throughput_output_tok_s")),
+        number(window),
+        number(took),
+        one.code_hash[:8],
+        one.fingerprint[:8],
+    ]
+
+
+def _environment(trial: Trial) -> Iterable[tuple[str, str]]:
+    said = trial.environment or {}
+    cpu, git = said.get("cpu") or {}, said.get("git") or {}
+    yield "host", str(said.get("host") or "")
+    yield "system", str(said.get("os") or "")
+    yield "device", _device(trial)
+    cores = cpu.get("usable_cores")
+    yield "processor", f"{cpu.get('model') or ''}{f', {cores} cores' if cores else ''}"
+    memory = said.get("memory_bytes")
+    yield "memory", f"{memory / 2**30:,.1f} GiB" if memory else ""
+    yield "GPUs", "; ".join(_gpu(gpu) for gpu in said.get("gpus") or ())
+    yield "platform", trial.platform
+    yield "Python", str(said.get("python") or "")
+    yield "packages", ", ".join(f"{name} {version}" for name, version in (said.get("packages") or {}).items())
+    changed = " with local changes" if git.get("dirty") else ""
+    yield "commit", f"{git['commit'][:12]}{changed}" if git.get("commit") else ""
+    yield "code", f"hash {trial.code_hash[:12]}"
+
+
+def _gpu(gpu: Any) -> str:
+    return (
+        ", ".join(str(value) for value in gpu.values() if value is not None) if isinstance(gpu, Mapping) else str(gpu)
+    )
+
+
+def _device(trial: Trial) -> str:
+    name = trial.device or trial.hardware
+    name = f"{trial.device_count} x {name}" if (trial.device_count or 1) > 1 else name
+    return f"{name} (simulated)" if trial.simulated else name
+
+
+def _flag(name: str, value: Any) -> str:
+    if name == "thin_percentiles" and isinstance(value, list):
+        labelled = sum("[" in one for one in value)
+        plain = ", ".join(one for one in value if "[" not in one)
+        more = f"{' and ' if plain else ''}{labelled} of single turns or labels" if labelled else ""
+        return f"Too few values to take these percentiles at their word: {plain}{more}."
+    if name == "drain_share" and isinstance(value, float):
+        return f"{100 * value:.0f} % of the output tokens came after the window and are left out of the throughput."
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _list(values: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(values))
+
+
+def _capital(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}"

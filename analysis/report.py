@@ -1,0 +1,147 @@
+"""A sweep as one HTML page with a verdict for each claim: python analysis/report.py [--sweep ID]
+
+Reads the results database and runs nothing. The page needs no network and no other file; it goes to outputs/reports, and
+to the sweep's parent run in MLflow where it has one. The verdicts go to table `claim`, in place of earlier ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder, installed or not
+
+from analysis import figures
+from analysis.drawing import command_line, style
+from analysis.drawing.source import Source
+from analysis.page import document, outcomes, particulars
+from analysis.page.document import Page, Picture, Verdicted
+from pensieve.compose.folder import conf_folder
+from pensieve.errors import PensieveError, ResultsError
+from pensieve.results.claims import Claim, Judged, judge_sweep, read_claims, record_claims
+from pensieve.results.mlflow_log import log_text_of_sweep
+
+AS_TABLES = ("speedup",)
+"""Drawn for papers; the page has the same numbers as text."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    outputs = style.outputs_folder()
+    try:
+        claims = read_claims(options.claims or conf_folder() / "claims.yaml")
+        source = command_line.chosen_source(command_line.chosen_store(options), options, options.sweep)
+        path = options.to or outputs / "reports" / f"sweep-{source.sweep.id}.html"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        judged = judge_sweep(source.store, source.sweep.id, claims)
+        with tempfile.TemporaryDirectory() as folder:
+            html = document.render(build(source, judged, Path(folder)))
+        path.write_text(html, encoding="utf-8")
+        print(path)
+        _keep(source, judged, html, outputs)
+    except PensieveError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"The report cannot be written: {error}; set PENSIEVE_OUTPUTS, or --to FILE.", file=sys.stderr)
+        return 1
+    return 0
+
+
+def build(source: Source, judged: Sequence[Judged], folder: Path) -> Page:
+    """The sweep as a page; its figures are drawn into `folder`, where the page's rendering reads them."""
+    pictures, not_drawn = _figures(source, folder)
+    sweep = source.sweep
+    return Page(
+        title=particulars.title(source),
+        subtitle=particulars.subtitle(source),
+        facts=particulars.facts(source),
+        warnings=particulars.warnings(source),
+        results=outcomes.results(source),
+        notes=outcomes.notes(source),
+        verdicts=[verdicted(one) for one in judged],
+        pictures=pictures,
+        not_drawn=not_drawn,
+        failures=particulars.failures(source),
+        flags=particulars.flags(source),
+        configuration=particulars.configuration(source),
+        environment=particulars.environment(source),
+        engines=particulars.engines(source),
+        trials=particulars.trials(source),
+        commands=particulars.commands(source),
+        written=f"Sweep {sweep.id}, written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC from the results database alone.",
+    )
+
+
+def verdicted(one: Judged) -> Verdicted:
+    """A verdict in words."""
+    bounds, unit, found = one.claim.claimed.bounds(), one.claim.unit, one.measured
+    return Verdicted(
+        name=one.name,
+        verdict=one.judgement.verdict,
+        why=one.differences or (_sentence(one.judgement.why),),
+        text=f"{one.claim.text}{f' ({one.group})' if one.group and one.name != one.claim.name else ''}",
+        source=_source(one.claim),
+        claimed=outcomes.with_unit(bounds.shown, unit),
+        measured=outcomes.estimated(found.value, found.ci_low, found.ci_high, unit) if found else "",
+        interval=document.interval(bounds, found) if found else None,
+        stands_on=particulars.stands_on(one),
+        simulated=one.simulated,
+    )
+
+
+def _figures(source: Source, folder: Path) -> tuple[list[Picture], list[tuple[str, str, str]]]:
+    drawings, problems = figures.draw_all(source, folder)
+    pictures = [
+        Picture(d.title, d.panel.text, d.png, [d.pdf.name, d.csv.name]) for d in drawings if d.name not in AS_TABLES
+    ]
+    failed = [(*problem.split(": ", 1), "") for problem in problems]
+    missing = [
+        (figure.name, f"{figure.shows}; its trials come from", figure.command)
+        for figure in figures.FIGURES
+        if not figure.applies(source)
+    ]
+    return pictures, [*failed, *missing]  # type: ignore[list-item]
+
+
+def _keep(source: Source, judged: Sequence[Judged], html: str, outputs: Path) -> None:
+    try:
+        record_claims(source.store, source.sweep.id, judged)
+    except ResultsError as error:
+        print(f"The verdicts were not recorded: {error}", file=sys.stderr)
+    if source.sweep.mlflow_run_id is None:
+        print(f"Not logged to MLflow: sweep {source.sweep.id} has no run there.")
+    elif log_text_of_sweep(outputs, source.store, source.sweep.id, html, "report.html") is None:
+        print(f"Not logged to MLflow: the run of sweep {source.sweep.id} is not in {outputs}.")
+    else:
+        print(f"Logged to MLflow as report.html of run {source.sweep.mlflow_run_id}.")
+
+
+def _source(claim: Claim) -> str:
+    return f"{claim.source[0].upper()}{claim.source[1:]}"
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--sweep", type=int, help="id of the sweep (default: the latest)")
+    found.add_argument("--to", type=Path, help="file to write (default: reports/sweep-ID.html in the outputs folder)")
+    found.add_argument("--claims", type=Path, help="file of claims (default: conf/claims.yaml)")
+    found.add_argument("--url-env", help="environment variable that holds the URL of another results database")
+    found.add_argument(
+        "--allow-mixed", action="store_true",
+        help="draw figures of simulated and real, contended, differently weighted or differently coded trials; they say so",
+    )  # fmt: skip
+    found.set_defaults(baselines=None)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""What a benchmark measures: a case with its limit, and what each backend made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import comb
+from statistics import median
+from typing import Any
+
+OURS = "ours"
+_CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One question that several backends answer in the same run.
+
+    label: the metric's label in the database, and the case's name in the table. metric: the metric's name.
+    floor: the limit in `unit`, from physics measured in this run; floor_is: what it is made of, in words.
+    higher_is_better: for rates; then the limit is a ceiling. parameters: the sizes that make up the case (batch,
+    context, ...), JSON-ready: they identify the trial. ours: the backend that the others are the peers of. needs: peers
+    without which the case is no benchmark; none: any one will do.
+    """
+
+    label: str
+    floor: float | None
+    floor_is: str = ""
+    metric: str = "time_ms"
+    unit: str = "ms"
+    higher_is_better: bool = False
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    ours: str = OURS
+    needs: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A further number about a measurement, such as the overlap of a pipelined copy: a metric of the same trial.
+
+    shown: in the table too; False for details that only the database keeps. remark: before the value there, such as >=.
+    """
+
+    name: str
+    value: float | None
+    unit: str
+    limit: float | None = None
+    shown: bool = True
+    remark: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one backend made of a case. values: one a repetition, in the case's unit; none where it failed.
+
+    version: of the backend's package. engine: settings that it ran with. error: the sentence, where it failed.
+    """
+
+    backend: str
+    values: Sequence[float] = ()
+    version: str | None = None
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    figures: Sequence[Figure] = ()
+    error: str | None = None
+
+    @property
+    def value(self) -> float:
+        """The median: a repetition that another process disturbed does not move it."""
+        return median(self.values)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """An interval that holds the median of such repetitions 95 times in 100, whatever their distribution.
+
+        The order statistics [k, n - k + 1] with the largest k that still gives 95 %; all of them for n < 6, where even
+        lowest and highest do not.
+        """
+        ordered, n = sorted(self.values), len(self.values)
+        k = 0
+        while 1 - 2 * sum(comb(n, i) for i in range(k + 1)) / 2**n >= _CONFIDENCE:
+            k += 1
+        outer = max(k - 1, 0)
+        return ordered[outer], ordered[n - 1 - outer]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A case with all its backends, as they were measured beside each other."""
+
+    target: str
+    case: Case
+    measured: Sequence[Measured]
+
+    @property
+    def gaps(self) -> list[str]:
+        """What keeps the case from being a benchmark, a sentence each: no limit, no peer, or a backend that failed."""
+        name = f"{self.target} {self.case.label}"
+        found = []
+        if self.case.floor is None:
+            found.append(f"{name}: no limit{f' ({self.case.floor_is})' if self.case.floor_is else ''}.")
+        if not any(m.values for m in self.measured if m.backend == self.case.ours):
+            found.append(f"{name}: nothing was measured for {self.case.ours}{self._why(ours=True)}.")
+        if not any(m.values for m in self.measured if m.backend != self.case.ours):
+            found.append(f"{name}: no peer ran beside it{self._why(ours=False)}.")
+        for needed in self.case.needs:
+            if not any(m.values for m in self.measured if m.backend == needed):
+                reason = next((m.error for m in self.measured if m.backend == needed and m.error), "it was not tried")
+                found.append(f"{name}: {needed} did not run beside it ({reason.rstrip('.')}).")
+        return found
+
+    def _why(self, ours: bool) -> str:
+        errors = [
+            f"{m.backend}: {m.error.rstrip('.')}"
+            for m in self.measured
+            if m.error and (m.backend == self.case.ours) == ours
+        ]
+        return f" ({'; '.join(errors)})" if errors else ""

@@ -1,0 +1,138 @@
+"""transformers as a peer: generate with its caches, and its continuous batching sized by hand."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from itertools import pairwise
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from pensieve.errors import EngineMissing, RequestFailed
+from pensieve.units import ceil_div
+
+PAGE = 32
+_TIMEOUT_S = 120.0
+_PREFILL_TOKENS = 16384  # of one forward, so that its activations fit beside the pools
+
+
+def prompts(batch: int, context: int, vocab: int) -> list[list[int]]:
+    """Of `context` tokens each; none shares a block with another, so that no prefix cache helps."""
+    return [[(slot * 31 + 7 * i) % (vocab - 1) + 1 for i in range(context)] for slot in range(batch)]
+
+
+class Generate:
+    """A decode step of `module.generate` over a cache that holds the context already (dynamic), or its own (static)."""
+
+    def __init__(self, module: Any, batch: int, context: int, vocab: int, static: bool = False) -> None:
+        from transformers import DynamicCache
+
+        self._module, self._context, self._static = module, context, static
+        self._ids = torch.tensor(prompts(batch, context + 1, vocab), device=module.device)
+        self._cache: Any = None
+        if not static:
+            self._cache = DynamicCache(config=module.config)
+            with torch.inference_mode():
+                for part in self._ids[:, :context].split(max(1, _PREFILL_TOKENS // batch), dim=1):
+                    module(input_ids=part, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+
+    def step_ms(self, steps: int) -> float:
+        """The median time between two tokens of one generate call; its prefill is left out."""
+        from transformers import StoppingCriteriaList
+
+        clock = _TokenClock()
+        given = {"cache_implementation": "static"} if self._static else {"past_key_values": self._cache}
+        with torch.inference_mode():
+            self._module.generate(
+                self._ids,
+                attention_mask=torch.ones_like(self._ids),
+                max_new_tokens=steps + 2,
+                min_new_tokens=steps + 2,
+                do_sample=False,
+                pad_token_id=0,
+                stopping_criteria=StoppingCriteriaList([clock]),
+                **given,
+            )
+        if self._cache is not None:
+            self._cache.crop(self._context - self._cache.get_seq_length())  # negative: how many tokens to take off
+        return clock.gap_ms()
+
+
+class _TokenClock:
+    """A stopping criterion that stops nothing and notes when it was asked: once a token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        if input_ids.device.type == "cuda":
+            torch.cuda.synchronize(input_ids.device)
+        self.times.append(perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    def gap_ms(self) -> float:
+        gaps = [b - a for a, b in pairwise(self.times[1:])]  # the first holds the prefill
+        return median(gaps) * 1e3
+
+
+@contextmanager
+def continuous_batching(module: Any, tokens: int, batch_tokens: int, requests: int) -> Iterator[Any]:
+    """A running manager whose pages hold `tokens` tokens of KV, sized by hand: it sizes itself far worse.
+
+    Raises EngineMissing where this version of transformers has none.
+    """
+    try:
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+    except ImportError:
+        raise EngineMissing("this version of transformers has no continuous batching (5.10 and later do)") from None
+    sizes = {
+        "page_size": PAGE,
+        "block_size": PAGE,  # its name before 5.17
+        "num_blocks": ceil_div(tokens, PAGE) + requests + 1,
+        "max_batch_tokens": batch_tokens,
+        "max_requests_per_batch": requests,
+    }
+    known = {field.name for field in fields(ContinuousBatchingConfig)}
+    if "page_size" in known:
+        del sizes["block_size"]
+    config = ContinuousBatchingConfig(**{name: value for name, value in sizes.items() if name in known})
+    generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1)
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with module.continuous_batching_context_manager(
+            generation_config=generation, continuous_batching_config=config, timeout=10
+        ) as manager:
+            yield manager
+    finally:
+        logger.setLevel(level)
+
+
+def batched_gaps_ms(manager: Any, inputs: Sequence[list[int]], new_tokens: int) -> list[float]:
+    """Milliseconds a decode step while all of `inputs` are decoding and none is still being prefilled.
+
+    Raises RequestFailed where the engine failed one of them.
+    """
+    manager.add_requests(list(inputs), max_new_tokens=new_tokens, record_timestamps=True)
+    finished: list[Any] = []
+    deadline = perf_counter() + _TIMEOUT_S
+    while len(finished) < len(inputs):
+        result = manager.get_result(timeout=1)
+        if result is not None and result.is_finished():
+            if result.error is not None:
+                raise RequestFailed(f"continuous batching failed a request: {result.error}")
+            finished.append(result)
+        elif result is None and (not manager.is_running() or perf_counter() > deadline):
+            raise RequestFailed("continuous batching ended or hung without answering all requests")
+    last = max(finished, key=lambda result: result.timestamps[0])
+    end = min(result.timestamps[-1] for result in finished)
+    inside = [at for at in last.timestamps if at <= end]
+    if len(inside) < 2:
+        raise RequestFailed("continuous batching never decoded all requests at once; give it more new tokens")
+    return [(b - a) * 1e3 for a, b in pairwise(inside)]

@@ -1,0 +1,159 @@
+"""Benchmarks in the results database: a sweep row a command, a trial for each backend of each case."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from pensieve.bench.case import Case, Measured, Result
+from pensieve.compose.machine import Device
+from pensieve.metrics import Metric
+from pensieve.results.environment import environment, git_commit, gpus, host
+from pensieve.results.identity import Identity, identify, sweep_key
+from pensieve.results.schema import BENCH
+from pensieve.results.store import ResultsStore
+
+REPETITIONS = "repetitions"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all trials of a target share. dtype, model: "none" where the target has no model."""
+
+    target: str
+    device: Device
+    hardware: str
+    model: str
+    dtype: str
+    threads: int | None
+    seed: int
+    contended: bool
+
+
+class Record:
+    """The record of one bench command. Trials are numbered in the order in which they are added."""
+
+    def __init__(self, store: ResultsStore, name: str, overrides: Mapping[str, str], device: Device) -> None:
+        self.store = store
+        self.trials: list[int] = []
+        typed = [f"{key}={value}" for key, value in overrides.items() if key != "bench.markdown"]
+        self.sweep_id = store.open_sweep(
+            key=sweep_key(["bench", f"device={device.identity}", *typed], {}),
+            name=f"bench_{name}",
+            experiment=BENCH,
+            command=command(),
+            overrides=overrides,
+            n_expected=0,
+            host=host(),
+            git_commit=git_commit(),
+        )
+
+    def add(self, setting: Setting, result: Result, limits: Mapping[str, Any], began: datetime) -> None:
+        """Every backend of a case becomes a trial; one that failed is a failed trial with its sentence.
+
+        limits: the rates measured in this run that the case's floor was computed from.
+        """
+        for measured in result.measured:
+            identity, config = _identity(setting, result.case, measured.backend)
+            trial_id = self.store.begin_trial(_columns(setting, measured, identity, config, limits))
+            self.link(trial_id)
+            self.store.set_trial(trial_id, started_at=began)
+            self.store.add_metrics(trial_id, _metrics(result.case, measured))
+            status = "completed" if measured.values else "failed"
+            self.store.finish_trial(
+                trial_id, status, error=measured.error, flags={"bench": True, "floor_is": result.case.floor_is}
+            )
+
+    def link(self, trial_id: int) -> None:
+        """Count a trial, also one that was recorded elsewhere, as part of this command."""
+        self.store.link(self.sweep_id, trial_id, len(self.trials), reused=False)
+        self.trials.append(trial_id)
+
+    def close(self, status: str) -> None:
+        """status: completed, failed or interrupted."""
+        self.store.set_sweep(self.sweep_id, status=status, n_expected=len(self.trials))
+
+
+def command() -> str:
+    """As it was typed, from the checkout's folder."""
+    return " ".join(["python", *sys.argv])
+
+
+def now() -> datetime:
+    return datetime.now(UTC)
+
+
+def _identity(setting: Setting, case: Case, backend: str) -> tuple[Identity, dict[str, Any]]:
+    """Repetitions and outputs are no part of it: the same case on the same device is the same trial, measured again."""
+    config = {
+        "bench": {"target": setting.target, "case": case.label, "metric": case.metric, **case.parameters},
+        "model": {"name": setting.model, "dtype": setting.dtype},
+        "hardware": {"name": setting.hardware, "threads": setting.threads},
+        "baseline": {"name": backend},
+        "workload": {"name": f"bench_{setting.target}"},
+        "seed": setting.seed,
+    }
+    device = {"name": setting.device.label, "count": setting.device.count, "threads": setting.threads}
+    return identify(config, setting.device.simulated, device), config
+
+
+def _columns(
+    setting: Setting, measured: Measured, identity: Identity, config: Mapping[str, Any], limits: Mapping[str, Any]
+) -> dict[str, Any]:
+    return {
+        "fingerprint": identity.fingerprint,
+        "config_hash": identity.config_hash,
+        "code_hash": identity.code_hash,
+        "platform": identity.platform,
+        "experiment": BENCH,
+        "model": setting.model,
+        "baseline": measured.backend,
+        "workload": f"bench_{setting.target}",
+        "hardware": setting.hardware,
+        "seed": setting.seed,
+        "weights": "none" if setting.model == "none" else "random",
+        "dtype": setting.dtype,
+        "device": setting.device.label,
+        "device_count": setting.device.count,
+        "simulated": setting.device.simulated,
+        "contended": setting.contended,
+        "git_commit": git_commit(),
+        "config": dict(config),
+        "environment": environment(),
+        "engine": {
+            "backend": measured.backend,
+            "version": measured.version,
+            "threads": setting.threads,
+            "values": list(measured.values),
+            **measured.engine,
+            "limits": dict(limits),
+            "runtime": runtime(),
+        },
+    }
+
+
+def _metrics(case: Case, measured: Measured) -> list[Metric]:
+    found = [Metric(f.name, f.value, f.unit, case.label, limit_value=f.limit) for f in measured.figures]
+    if not measured.values:
+        return found
+    low, high = measured.spread
+    n = len(measured.values)
+    main = Metric(case.metric, measured.value, case.unit, case.label, n, REPETITIONS, low, high, limit_value=case.floor)
+    return [main, *found]
+
+
+def runtime() -> dict[str, Any]:
+    """Versions that only the running libraries know, and the clocks of the devices as they are at this moment."""
+    torch = sys.modules.get("torch")
+    found: dict[str, Any] = {"gpus": gpus()}
+    if torch is not None:
+        found |= {"torch": torch.__version__, "cuda": torch.version.cuda}
+        if torch.version.cuda is not None:
+            found["cudnn"] = torch.backends.cudnn.version()
+    triton = sys.modules.get("triton")
+    if triton is not None:
+        found["triton"] = triton.__version__
+    return found

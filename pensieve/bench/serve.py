@@ -1,0 +1,295 @@
+"""End to end: conversations and agents through whole trials, every baseline beside transformers' continuous batching."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+import torch
+import transformers
+
+from pensieve.bench.case import Case, Figure, Measured
+from pensieve.bench.curve import Point, at_latency, common_latency
+from pensieve.bench.models import plain_module
+from pensieve.bench.prediction import Turn, all_hit_ratio
+from pensieve.bench.record import now
+from pensieve.bench.session import Bench
+from pensieve.bench.timer import explain
+from pensieve.bench.transformers_system import TransformersSystem
+from pensieve.compose import TrialPlan, build_tokenizer, build_workload, check, plan_trial, resolved
+from pensieve.cost.roofline import Roofline
+from pensieve.errors import ConfigError, PensieveError, RequestFailed
+from pensieve.metrics import Metric, summarise
+from pensieve.replay import replay
+from pensieve.trial import Job, run_trial
+from pensieve.trial.device_lock import device_lock
+from pensieve.trial.jobs import compose_job
+from pensieve.worker.torch.shelf import take_model
+
+LOCKS_ITSELF = True  # every trial takes the device for itself
+BASELINES = ("pensieve", "gpu_only", "stateless", "prefix_cache", "llama_slots")
+OURS, WORST, PEER = "pensieve", "stateless", "transformers_cb"
+GPU_BATCH = ("scheduler.max_batch_tokens=2048", "scheduler.max_batch_requests=256")  # the peer gets the same sizes
+_TIMEOUT_S = 180.0  # of one trial
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A workload, the KV it may keep, and the loads it is tried at. think_s: between a reply and what follows it."""
+
+    workload: str
+    fields: Mapping[str, object]
+    load_field: str
+    loads: Sequence[int]
+    gpu: str
+    cpu: str
+    think_s: float
+
+    @property
+    def label(self) -> str:
+        return f"{self.workload}, {self.think_s:g} s apart, KV {self.gpu} + {self.cpu}"
+
+    def overrides(self, load: int) -> list[str]:
+        each = {"conversations": load} if self.workload == "sharegpt" else {}
+        fields = {**self.fields, self.load_field: load, **each}
+        sizes = [f"cache.gpu='{self.gpu}'", f"cache.cpu='{self.cpu}'"]
+        return [f"workload={self.workload}", *(f"workload.{name}={value}" for name, value in fields.items()), *sizes]
+
+
+def cells(gpu: bool, full: bool) -> list[Cell]:
+    """On a CPU a small model and short conversations. On a GPU loads beyond what the device can do, in KV that is too
+    small for them; full: whole replies, 5 s of thinking, 40 GB as well."""
+    if not gpu:
+        chat: dict[str, object] = {"think_time_s": 0.5, "min_turns": 2, "max_turns": 3, "max_new_tokens": 12}
+        agents: dict[str, object] = {
+            "act_s": 0.5,
+            "steps": 2,
+            "reason_tokens": 96,
+            "reason_output": 8,
+            "reflect_output": 8,
+        }
+        tiers = [("1024 tokens", "2048 tokens")]
+        loads: tuple[tuple[int, ...], tuple[int, ...]] = ((2, 5), (2, 4))
+    elif not full:
+        chat = {"think_time_s": 0.5, "min_turns": 2, "max_turns": 3, "max_new_tokens": 96}
+        agents = {"act_s": 1.0, "steps": 2, "reason_tokens": 512}
+        tiers, loads = [("6GB", "8GB")], ((64, 256), (32, 96))
+    else:
+        chat = {"think_time_s": 5.0, "min_turns": 2, "max_turns": 8, "max_new_tokens": 512}
+        agents = {"act_s": 5.0, "steps": 6, "reason_tokens": 512}
+        tiers, loads = [("8GB", "40GB"), ("40GB", "40GB")], ((64, 192, 384), (32, 96, 192))
+    found = []
+    for on_gpu, on_cpu in tiers:
+        think, act = float(str(chat["think_time_s"])), float(str(agents["act_s"]))
+        found.append(Cell("sharegpt", {**chat, "warmup_turns": 1}, "users", loads[0], on_gpu, on_cpu, think))
+        found.append(Cell("agents", agents, "agents", loads[1], on_gpu, on_cpu, act))
+    return found
+
+
+def run(bench: Bench) -> None:
+    """Target serve. Raises PensieveError where no baseline can run."""
+    like_gpu = bench.on_gpu or bench.machine.simulated
+    bench.model = bench.options.model or ("llama3_8b" if like_gpu else "tiny")
+    wanted = [cell for cell in cells(like_gpu, bench.full) if (bench.options.only or "") in cell.label]
+    if not wanted:
+        raise ConfigError(f"bench.only={bench.options.only} names no cell of serve; try sharegpt or agents.")
+    for cell in wanted:
+        _measure(bench, cell)
+    bench.note(
+        "value: output tokens a second where the 90th percentile of latency over output tokens is the same for all (a "
+        "quarter above the lowest that every system keeps to), between the loads tried; >=: it stayed below at all of them. "
+        "limit: the throughput of stateless times the roofline ratio, that is, every history found and no wait for a copy. "
+        "TTFT: p50 at the highest load."
+    )
+
+
+def _measure(bench: Bench, cell: Cell) -> None:
+    began = now()
+    points: dict[str, list[Point]] = {name: [] for name in (*BASELINES, PEER)}
+    errors: dict[str, str] = {}
+    for load in cell.loads:
+        for name in points:  # of one load after another: a disturbance meets all systems alike
+            if name not in errors:
+                try:
+                    point = _peer(bench, cell, load) if name == PEER else _baseline(bench, cell, load, name)
+                    points[name].append(point)
+                except Exception as error:  # recorded with its reason; the others go on
+                    errors[name] = str(error) if isinstance(error, PensieveError) else explain(error)
+    curves = {name: some for name, some in points.items() if some and name not in errors}
+    if OURS not in curves or WORST not in curves:
+        missing = OURS if OURS not in curves else WORST
+        raise RequestFailed(f"baseline={missing} gave nothing in {cell.label}: {errors.get(missing, 'no point')}")
+    latency = common_latency(curves)
+    reached = {name: at_latency(some, latency) for name, some in curves.items()}
+    ratio = _roofline_ratio(bench, cell, curves[OURS][-1])
+    case = Case(
+        label=cell.label,
+        floor=ratio * reached[WORST].throughput,
+        floor_is=f"stateless times the roofline ratio {ratio:.2f}",
+        metric="throughput_output_tok_s_at_equal_p90",
+        unit="tok/s",
+        higher_is_better=True,
+        parameters={**cell.fields, "loads": list(cell.loads), "gpu": cell.gpu, "cpu": cell.cpu},
+        ours=OURS,
+        needs=(PEER,),
+    )
+    measured = []
+    for name in points:
+        if name not in curves:
+            measured.append(Measured(name, error=errors[name]))
+            continue
+        times = reached[name].throughput / reached[WORST].throughput
+        figures = [Figure("times_stateless", times, "x", remark=reached[name].bound), *_ttft(curves[name][-1])]
+        if name == OURS:
+            figures.append(Figure("roofline_ratio", ratio, "x"))
+        engine = {
+            "curve": [_row(point) for point in curves[name]],
+            "p90_ms_per_token": latency,
+            "bound": reached[name].bound,
+            "think_s": cell.think_s,
+        }
+        version = transformers.__version__ if name == PEER else None
+        measured.append(Measured(name, (reached[name].throughput,), version, engine, figures))
+    bench.record(case, measured, began)
+    bench.note(
+        f"{cell.label}: KV on {cell.gpu} of GPU and {cell.cpu} of CPU memory (gpu_only, stateless, prefix_cache, llama_slots "
+        f"and {PEER}: GPU alone), think time {cell.think_s:g} s, {cell.load_field} {', '.join(map(str, cell.loads))}; equal "
+        f"P90 {latency:.3g} ms/token; roofline ratio {ratio:.2f}."
+    )
+
+
+def _compose(bench: Bench, cell: Cell, load: int, baseline: str) -> Any:
+    hardware = [f"hardware={bench.hardware.name}"]
+    if not bench.machine.simulated:
+        hardware += [f"hardware.device={bench.hardware.device}"]
+        hardware += [f"hardware.threads={bench.threads}"] if bench.threads else []
+    overrides = [
+        *(f"model={bench.model}", "model.weights=random", "cache=demo", f"baseline={baseline}", *hardware),
+        *(GPU_BATCH if bench.on_gpu or bench.machine.simulated else ()),
+        *cell.overrides(load),
+        *("force=true", "trial.isolate=false", f"trial.timeout_s={_TIMEOUT_S:g}", f"seed={bench.options.seed}"),
+        f"trial.exclusive={str(bench.options.exclusive).lower()}",
+        "experiment_name=bench",
+    ]
+    return compose_job("config", overrides)
+
+
+def _baseline(bench: Bench, cell: Cell, load: int, name: str) -> Point:
+    """One trial like any other, recorded as such and as part of this command."""
+    cfg = _compose(bench, cell, load, name)
+    if name == "llama_slots":  # as many slots as conversations, where each still has room for the longest
+        plan = plan_trial(check(cfg))
+        longest = _longest(plan)
+        cfg.baseline.cache.n_slots = max(1, min(load, plan.gpu_blocks * plan.chunk_tokens // (longest + 64)))
+    number = len(bench.records.trials)
+    folder = bench.tracking.outputs / "runs" / "bench" / f"{bench.records.sweep_id}-{number}"
+    title = f"{cell.workload} {cell.load_field}={load} {name}"
+    job = Job(title=title, folder=folder, sweep_id=bench.records.sweep_id, number=number, preflight=False)
+    outcome = run_trial(check(cfg), resolved(cfg), replace(bench.tracking, mlflow=False), job, bench.say)
+    if outcome.trial_id:
+        bench.records.link(outcome.trial_id)
+    if not outcome.completed:
+        raise RequestFailed(outcome.error or "the trial did not complete")
+    return _point(load, bench.tracking.store.metrics_of(outcome.trial_id), outcome.trial_id)
+
+
+def _longest(plan: TrialPlan) -> int:
+    """Tokens of the longest conversation of the workload, as it says itself."""
+    tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, plan.device.simulated)
+    facts = build_workload(replace(plan, config=_one_slot(plan)), tokenizer)[1].facts
+    return int(facts.get("longest_conversation_tokens") or facts.get("longest_context_tokens") or 0)
+
+
+def _one_slot(plan: TrialPlan) -> Any:
+    baseline = plan.config.baseline
+    return plan.config.model_copy(
+        update={"baseline": baseline.model_copy(update={"cache": {**(baseline.cache or {}), "n_slots": 1}})}
+    )
+
+
+def _peer(bench: Bench, cell: Cell, load: int) -> Point:
+    """The same requests through transformers' continuous batching, with the KV of the GPU tier."""
+    if bench.machine.simulated:
+        raise RequestFailed("it cannot be simulated; run this on a real device")
+    plan = plan_trial(check(_compose(bench, cell, load, WORST)))
+    tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, False)
+    m, settings = plan.config.model, plan.config.scheduler
+    threads = plan.config.hardware.threads
+    model = take_model(plan.model, m.weights, m.hub_id, m.revision, m.seed, plan.device.name, threads)
+    workload, _ = build_workload(plan, tokenizer)
+    kv_tokens = plan.gpu_blocks * plan.chunk_tokens
+    system = TransformersSystem(plain_module(model), kv_tokens, settings.max_batch_tokens, settings.max_batch_requests)
+    with device_lock(plan.device, bench.options.exclusive, bench.say):
+        try:
+            started = system.start()
+            record = replay(system, workload, deadline_s=_TIMEOUT_S, keep_tokens=False)
+        finally:
+            system.close()
+            if bench.on_gpu:
+                torch.cuda.empty_cache()
+    failed = next((turn.error for turn in record.turns if turn.error), None)
+    if failed or "cut_off" in record.flags:
+        raise RequestFailed(failed or record.flags["cut_off"])
+    return _point(load, summarise(record.measurement, started), None)
+
+
+def _point(load: int, metrics: Sequence[Metric], trial_id: int | None) -> Point:
+    values = {(m.name, m.label): m.value for m in metrics}
+    throughput = values["throughput_output_tok_s", ""]
+    latency = values["normalized_latency_ms_p90", ""]
+    if throughput is None or latency is None:
+        raise RequestFailed("no turn completed in the window of the throughput")
+    turns = {
+        int(label[5:]): value
+        for (name, label), value in values.items()
+        if name == "ttft_ms_p50" and label.startswith("turn=") and value is not None
+    }
+    return Point(load, throughput, latency, trial_id, turns)
+
+
+def _roofline_ratio(bench: Bench, cell: Cell, point: Point) -> float:
+    """For the very turns that were measured, at the rates measured in this run (simulated: those of the machine)."""
+    assert point.trial_id is not None
+    plan = plan_trial(check(_compose(bench, cell, point.load, OURS)))
+    hardware = plan.hardware
+    if not bench.machine.simulated:
+        bench.measure_limits()
+        hardware = replace(
+            hardware,
+            flops=bench.matrix_flops_s,
+            memory_bw=bench.copy_bytes_s,
+            compute_efficiency=1.0,
+            memory_efficiency=1.0,
+        )
+    rows = bench.tracking.store.turns_of(
+        point.trial_id, "phase", "history_tokens", "new_tokens", "output_tokens", "status"
+    )
+    turns = [
+        Turn(row.history_tokens, row.new_tokens, row.output_tokens)
+        for row in rows
+        if row.phase != "warmup" and row.status == "completed" and row.history_tokens is not None
+    ]
+    context = fmean(turn.history + turn.new + turn.output for turn in turns)
+    room = int(plan.gpu_blocks * plan.chunk_tokens / context)
+    batch = max(1, min(point.load, plan.config.scheduler.max_batch_requests, room))
+    return all_hit_ratio(Roofline(plan.model, hardware, plan.chunk_tokens), turns, batch)
+
+
+def _ttft(point: Point) -> list[Figure]:
+    ends = {min(point.ttft_ms, default=0), max(point.ttft_ms, default=0)}
+    return [
+        Figure(f"ttft_ms_p50_turn_{turn}", value, "ms", shown=turn in ends)
+        for turn, value in sorted(point.ttft_ms.items())
+    ]
+
+
+def _row(point: Point) -> dict[str, Any]:
+    return {
+        "load": point.load,
+        "throughput_output_tok_s": point.throughput,
+        "normalized_latency_ms_p90": point.latency,
+        "trial_id": point.trial_id,
+        "ttft_ms_p50_by_turn": {str(turn): value for turn, value in point.ttft_ms.items()},
+    }

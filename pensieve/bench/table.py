@@ -1,0 +1,107 @@
+"""The results of a bench command as a terminal shows them, and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from pensieve.bench.case import Measured, Result
+from pensieve.errors import ConfigError
+from pensieve.results.environment import environment
+from pensieve.units import format_bytes
+
+NONE = "–"
+COLUMNS = ("case", "backend", "value", "spread", "unit", "limit", "value / limit", "against best peer", "beside")
+
+
+def table(target: str, results: Sequence[Result]) -> Table:
+    """A row a backend of a case; see cells."""
+    shown = Table(title=f"bench {target}", title_justify="left", box=box.SIMPLE_HEAD)
+    for name in COLUMNS:
+        shown.add_column(name, justify="left" if name in ("case", "backend", "unit", "beside") else "right")
+    for result in results:
+        for number, measured in enumerate(result.measured):
+            shown.add_row(*cells(result, measured, first=number == 0), end_section=measured is result.measured[-1])
+    return shown
+
+
+def cells(result: Result, measured: Measured, first: bool = True) -> tuple[str, ...]:
+    """One row: value with its spread, limit, ratio to it, and how many times better than the best peer it is."""
+    case = result.case
+    name = case.label if first else ""
+    backend = measured.backend + (f" {measured.version}" if measured.version else "")
+    limit = _number(case.floor)
+    if not measured.values:
+        return (name, backend, NONE, "", case.unit, limit, NONE, NONE, measured.error or "")
+    low, high = measured.spread
+    ratio = f"{measured.value / case.floor:.2f}" if case.floor else NONE
+    shown = [figure for figure in measured.figures if figure.shown]
+    beside = ", ".join(f"{f.name.replace('_', ' ')} {f.remark}{_number(f.value)} {f.unit}".rstrip() for f in shown)
+    spread, against = f"{_number(low)}..{_number(high)}", _against_peers(result, measured)
+    return (name, backend, _number(measured.value), spread, case.unit, limit, ratio, against, beside)
+
+
+def _against_peers(result: Result, measured: Measured) -> str:
+    case = result.case
+    peers = [m.value for m in result.measured if m.values and m.backend != case.ours]
+    if measured.backend != case.ours or not peers:
+        return ""
+    if case.higher_is_better:
+        return f"{measured.value / max(peers):.2f}x"
+    return f"{min(peers) / measured.value:.2f}x"
+
+
+def markdown(
+    command: str,
+    device: str,
+    limits: Mapping[str, Any],
+    results: Mapping[str, Sequence[Result]],
+    sentences: Sequence[str],
+) -> str:
+    """The command, what it ran on, and a table a target."""
+    found = environment()
+    packages = found["packages"]
+    lines = [f"`{command}`", "", f"- device: {device}"]
+    lines += [
+        f"- GPU: {gpu['name']}, {format_bytes(gpu['memory_bytes'])}, driver {gpu['driver']}, "
+        f"SM clock {gpu['sm_mhz']} of {gpu['sm_mhz_max']} MHz, memory clock {gpu['memory_mhz']} MHz"
+        for gpu in found["gpus"]
+    ]
+    names = ("torch", "transformers", "triton", "pensieve")
+    versions = ", ".join(f"{name} {packages[name]}" for name in names if name in packages)
+    lines.append(f"- {versions}, Python {found['python']}, {found['torch_threads']} CPU thread(s)")
+    lines.append(f"- commit {found['git']['commit'] or 'unknown'}{' with changes' if found['git']['dirty'] else ''}")
+    lines += [f"- {name.replace('_', ' ')} measured in this run: {_rate(value)}" for name, value in limits.items()]
+    for target, some in results.items():
+        lines += ["", f"**{target}**", "", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+        for result in some:
+            lines += [f"| {' | '.join(cells(result, m))} |" for m in result.measured]
+    if sentences:
+        lines += ["", *(f"- {sentence}" for sentence in sentences)]
+    return "\n".join(lines) + "\n"
+
+
+def append(path: Path, text: str) -> None:
+    """At the end of the file, after an empty line; a new file where there is none."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        before = path.read_text(encoding="utf-8").rstrip("\n") + "\n\n" if path.is_file() else ""
+        path.write_text(before + text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"bench.markdown={path} cannot be written ({error.strerror}).") from None
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return NONE
+    if value != 0 and (abs(value) < 0.01 or abs(value) >= 1e6):
+        return f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _rate(value: Any) -> str:
+    return f"{value / 1e9:,.4g} x 10^9 a second" if isinstance(value, float) else str(value)

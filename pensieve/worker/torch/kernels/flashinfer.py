@@ -1,0 +1,114 @@
+"""FlashInfer's paged prefill kernel, which takes rows of one query too; an optional package, on CUDA only."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from pensieve.errors import EngineMissing
+from pensieve.worker.torch.batch import Batch
+from pensieve.worker.torch.kernels.reference import write
+
+_WORKSPACE_BYTES = 256 * 2**20
+_Key = tuple[float | None, int | None, float | None]  # scaling, window, softcap
+
+
+class FlashInferPlan:
+    """One of FlashInfer's plans for each combination of scale, window and softcap: layers alternate."""
+
+    def __init__(
+        self, library: Any, wrappers: dict[_Key, Any], batch: Batch, pool: torch.Tensor, chunk_tokens: int
+    ) -> None:
+        self._library = library
+        self._wrappers = wrappers
+        self._chunk_tokens = chunk_tokens
+        self._planned: set[_Key] = set()
+        spans = batch.spans
+        self._queries = _indptr([span.queries for span in spans])
+        self._pages = _indptr([len(span.blocks) for span in spans])
+        blocks = np.maximum(np.concatenate([span.blocks for span in spans]), 0).astype(np.int32)
+        self._blocks = torch.from_numpy(blocks).to(pool.device)
+        self._last = torch.tensor([(span.stop - 1) % chunk_tokens + 1 for span in spans], dtype=torch.int32)
+
+    def write(self, pool: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        write(pool, slots, keys, values)
+
+    def attend(
+        self,
+        pool: torch.Tensor,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        key = (scaling, window, softcap)
+        if key not in self._planned:
+            self._plan(pool, queries, key)
+            self._planned.add(key)
+        paged = pool.unflatten(0, (-1, self._chunk_tokens))
+        result: torch.Tensor = self._wrappers[key].run(queries.contiguous(), (paged[:, :, 0], paged[:, :, 1]))
+        return result
+
+    def _plan(self, pool: torch.Tensor, queries: torch.Tensor, key: _Key) -> None:
+        """Plans that are in use at the same time must not share a workspace; those of successive iterations may."""
+        if key not in self._wrappers:
+            workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
+            self._wrappers[key] = self._library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        scaling, window, softcap = key
+        self._wrappers[key].plan(
+            self._queries,
+            self._pages,
+            self._blocks,
+            self._last,
+            queries.shape[1],
+            pool.shape[2],
+            queries.shape[2],
+            self._chunk_tokens,
+            causal=True,
+            sm_scale=scaling,
+            window_left=-1 if window is None else window - 1,
+            logits_soft_cap=softcap,
+            q_data_type=queries.dtype,
+            kv_data_type=pool.dtype,
+        )
+
+
+def _indptr(counts: list[int]) -> torch.Tensor:
+    """[0, and the running sums], on the CPU: FlashInfer plans there."""
+    return torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+
+
+class FlashInferBackend:
+    """Raises EngineMissing where it is not installed, or there is no CUDA device."""
+
+    name = "flashinfer"
+    captures = False
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        try:
+            import flashinfer
+        except ImportError as error:
+            raise EngineMissing(
+                "attention_backend=flashinfer needs the package flashinfer (pip install 'pensieve[flashinfer]'); or use "
+                "auto."
+            ) from error
+        if device.type != "cuda":
+            raise EngineMissing("attention_backend=flashinfer runs on CUDA only; use auto or reference on a CPU.")
+        if dtype == torch.float32:
+            raise EngineMissing(
+                "attention_backend=flashinfer computes in 16 bits only; use triton, or model.dtype=bfloat16."
+            )
+        self._library = flashinfer
+        self._wrappers: dict[_Key, Any] = {}
+
+    @property
+    def version(self) -> str:
+        return str(self._library.__version__)
+
+    def plan(self, batch: Batch, pool: torch.Tensor, chunk_tokens: int) -> FlashInferPlan:
+        return FlashInferPlan(self._library, self._wrappers, batch, pool, chunk_tokens)

@@ -1,0 +1,319 @@
+"""The Triton backend: work lists to the device, tile sizes by a fixed table, three launches a layer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+
+from pensieve.worker.torch.batch import Batch
+from pensieve.worker.torch.kernels.paged import attend_kernel, join_kernel, write_kernel
+from pensieve.worker.torch.kernels.work_list import (
+    ITEM,
+    JOIN,
+    LARGE,
+    Cutting,
+    Ranges,
+    WorkList,
+    ranges_of,
+    work_list,
+)
+
+_LOG2_E = math.log2(math.e)
+_LEAST_ROWS = 16  # of a tile: what tl.dot takes
+_PROGRAMS_PER_SM = 4
+_JOIN_SPLITS = 16
+_LEAST_SHARED = 99 * 1024  # what every GPU since Ampere gives one program
+_INTERPRETED_SMS = 4  # a small machine, so that tests split
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Sizes of one launch: rows of a large tile, keys a step, warps, and stages of the copy pipeline."""
+
+    large_rows: int
+    block_keys: int
+    warps: int
+    stages: int
+
+    def shared_bytes(self, padded_dim: int, itemsize: int, rows: int) -> int:
+        """An upper estimate: the queries, every stage of K and V, and the weights of a step."""
+        kv = 2 * self.block_keys * padded_dim * itemsize * self.stages
+        return rows * padded_dim * itemsize + kv + rows * self.block_keys * itemsize
+
+
+# By bytes an element and by whether the launch has large tiles: the first that fits is taken. Chosen so that in
+# 16 bits hardly a register is spilled on sm_80, sm_89 and sm_90, and that two programs with large tiles share a
+# multiprocessor, since in a mixed batch most of them read keys for a single query. float32 products are unrolled, and take
+# a minute to compile when they are larger.
+_TILES = {
+    (2, True): (
+        Tiles(64, 64, 4, 3),
+        Tiles(64, 64, 4, 2),
+        Tiles(64, 64, 8, 2),
+        Tiles(64, 32, 8, 2),
+        Tiles(64, 32, 8, 1),
+        Tiles(32, 16, 4, 1),
+    ),
+    (2, False): (Tiles(0, 64, 4, 3), Tiles(0, 64, 4, 2), Tiles(0, 32, 4, 2), Tiles(0, 16, 4, 1)),
+    (4, True): (Tiles(32, 32, 8, 2), Tiles(32, 16, 8, 1)),
+    (4, False): (Tiles(0, 32, 4, 2), Tiles(0, 16, 4, 1)),
+}
+_MOST_ACCUMULATORS = {2: 2048, 4: 512}  # rows times head_dim of a tile, a warp: they live in registers
+
+
+def tiles_for(padded_dim: int, itemsize: int, small_rows: int, large: bool, shared_bytes: int) -> Tiles:
+    """shared_bytes: what one program may have on this device. A launch with large tiles may hold small ones too."""
+    table = _TILES[itemsize, large]
+    for tiles in table:
+        rows = max(small_rows, tiles.large_rows)
+        fits = tiles.shared_bytes(padded_dim, itemsize, rows) <= shared_bytes
+        if fits and (rows == small_rows or rows * padded_dim <= tiles.warps * _MOST_ACCUMULATORS[itemsize]):
+            return tiles
+    return table[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What a model and a device fix: sizes of heads, and of the device."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    chunk_tokens: int
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def padded_dim(self) -> int:
+        return max(_LEAST_ROWS, triton.next_power_of_2(self.head_dim))
+
+    @property
+    def small_rows(self) -> int:
+        return max(_LEAST_ROWS, triton.next_power_of_2(self.group))
+
+    def tiles(self, large: bool) -> Tiles:
+        shared = 2**20
+        if self.device.type == "cuda":
+            properties = torch.cuda.get_device_properties(self.device)
+            shared = getattr(properties, "shared_memory_per_block_optin", _LEAST_SHARED)
+        return tiles_for(self.padded_dim, self.dtype.itemsize, self.small_rows, large, shared)
+
+    def cutting(self, tiles: Tiles) -> Cutting:
+        multiprocessors = _INTERPRETED_SMS
+        if self.device.type == "cuda":
+            multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        return Cutting(
+            small_queries=self.small_rows // self.group,
+            large_queries=max(self.small_rows, tiles.large_rows) // self.group,
+            block_keys=tiles.block_keys,
+            wanted_items=-(-multiprocessors * _PROGRAMS_PER_SM // self.kv_heads),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A work list on the device. Only its first rows may be in use: the rest is zero, and its programs exit.
+
+    large: the kernel takes tiles of both kinds. There is none for large ones alone: a third to compile would be one that
+    no warm-up meets.
+    """
+
+    tiles: Tiles
+    items: torch.Tensor
+    joins: torch.Tensor
+    partial: torch.Tensor
+    weight: torch.Tensor
+    large: bool
+
+
+def _copy(values: NDArray[np.int32], target: torch.Tensor) -> None:
+    """Without waiting for the device: from pinned memory, which torch keeps until the copy is done."""
+    source = torch.from_numpy(values)
+    target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
+
+
+def _to_device(values: NDArray[np.int32], device: torch.device) -> torch.Tensor:
+    target = torch.empty(values.shape, dtype=torch.int32, device=device)
+    _copy(values, target)
+    return target
+
+
+class _TritonPlan:
+    """What a one-off and a standing plan share: where the descriptors are is all that differs."""
+
+    _tables: torch.Tensor
+
+    def _launch(self, geometry: Geometry, window: int | None) -> Launch:
+        raise NotImplementedError
+
+    def __init__(self, pool: torch.Tensor, chunk_tokens: int) -> None:
+        assert chunk_tokens & (chunk_tokens - 1) == 0, "blocks hold a power of two of tokens"
+        self._chunk_tokens = chunk_tokens
+        self._launches: dict[int | None, Launch] = {}  # by window: layers alternate
+
+    def write(self, pool: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        tokens, kv_heads, head_dim = keys.shape
+        keys, values = _unit_stride(keys), _unit_stride(values)
+        with torch.cuda.device_of(pool):
+            write_kernel[(tokens,)](
+                keys, values, pool, slots,
+                keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), pool.stride(0),
+                KV_HEADS=kv_heads, HEAD_DIM=head_dim, PADDED=triton.next_power_of_2(kv_heads * head_dim),
+            )  # fmt: skip
+
+    def attend(
+        self,
+        pool: torch.Tensor,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        _, heads, head_dim = queries.shape
+        geometry = Geometry(heads, pool.shape[2], head_dim, pool.dtype, pool.device, self._chunk_tokens)
+        if window not in self._launches:
+            self._launches[window] = self._launch(geometry, window)
+        launch = self._launches[window]
+        queries = _unit_stride(queries)
+        k, v = pool[:, 0], pool[:, 1]
+        output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+        scale = head_dim**-0.5 if scaling is None else scaling
+        # tanh(x) is made of 2 ** (x * 2 log2 e), so that a cap costs one exponential.
+        scales = (scale * _LOG2_E, 1.0) if softcap is None else (scale / softcap * 2 * _LOG2_E, softcap * _LOG2_E)
+        tiles = launch.tiles
+        with torch.cuda.device_of(pool):
+            attend_kernel[(geometry.kv_heads, len(launch.items))](
+                queries, k, v, output, launch.partial, launch.weight, launch.items, self._tables,
+                *scales, queries.stride(0), queries.stride(1), k.stride(0), k.stride(1),
+                HEADS=heads, GROUP=geometry.group, SOFTCAP=softcap is not None, WINDOW=window or 0,
+                CHUNK=self._chunk_tokens, HEAD_DIM=head_dim, PADDED_DIM=geometry.padded_dim,
+                SMALL_M=geometry.small_rows, LARGE_M=max(geometry.small_rows, tiles.large_rows),
+                BLOCK_N=tiles.block_keys, DOT=_dot_type(pool.dtype),
+                HAS_LARGE=launch.large,
+                num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True,
+            )  # fmt: skip
+            if len(launch.joins):
+                join_kernel[(heads, len(launch.joins))](
+                    output, launch.partial, launch.weight, launch.joins,
+                    HEADS=heads, HEAD_DIM=head_dim, PADDED_DIM=geometry.padded_dim, BLOCK_S=_JOIN_SPLITS,
+                    num_warps=4, enable_fp_fusion=True,
+                )  # fmt: skip
+        return output
+
+
+class OncePlan(_TritonPlan):
+    """For one batch: launches are as large as its work."""
+
+    def __init__(self, batch: Batch, pool: torch.Tensor, chunk_tokens: int, joined: set[Geometry]) -> None:
+        """joined: where a join has been launched, and so compiled. A plan without joins launches one that does nothing,
+        the first time, so that no request waits for the compiler when its context is the first to be split."""
+        super().__init__(pool, chunk_tokens)
+        self._joined = joined
+        self._ranges = ranges_of(batch.spans)
+        self._tables = _to_device(self._ranges.tables, pool.device)
+
+    def _launch(self, geometry: Geometry, window: int | None) -> Launch:
+        most = int((self._ranges.stop - self._ranges.start).max())
+        tiles = geometry.tiles(large=most * geometry.group > geometry.small_rows)
+        work = work_list(self._ranges, geometry.cutting(tiles), window)
+        nothing = np.zeros((0 if geometry in self._joined else 1, JOIN), dtype=np.int32)
+        self._joined.add(geometry)
+        items, joins = (
+            _to_device(part, geometry.device) for part in (work.items, work.joins if len(work.joins) else nothing)
+        )
+        return Launch(tiles, items, joins, *_partials(work.partial_rows, geometry), LARGE in work.kinds)
+
+
+class StandingPlan(_TritonPlan):
+    """For single positions, up to a capacity: tensors and launches stay the same, as a captured graph needs."""
+
+    def __init__(self, pool: torch.Tensor, chunk_tokens: int, rows: int, max_blocks: int) -> None:
+        super().__init__(pool, chunk_tokens)
+        self._rows = rows
+        self._tables = torch.zeros(rows * max_blocks, dtype=torch.int32, device=pool.device)
+        self._cuttings: dict[int | None, Cutting] = {}
+        self._ranges: Ranges | None = None
+
+    def update(self, batch: Batch) -> None:
+        assert all(span.queries == 1 for span in batch.spans) and len(batch.spans) <= self._rows
+        self._ranges = ranges_of(batch.spans, self._rows)
+        assert len(self._ranges.tables) <= len(self._tables), "a row has more blocks than there is room for"
+        _copy(self._ranges.tables, self._tables[: len(self._ranges.tables)])
+        for window, launch in self._launches.items():
+            self._fill(launch, work_list(self._ranges, self._cuttings[window], window))
+
+    def _launch(self, geometry: Geometry, window: int | None) -> Launch:
+        assert self._ranges is not None, "update() comes first"
+        capturing = geometry.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        assert not capturing, (
+            "attend once outside a capture first: a list made inside would be made again at every replay"
+        )
+        tiles = geometry.tiles(large=False)
+        cutting = self._cuttings[window] = geometry.cutting(tiles)
+        most = self._rows + cutting.wanted_items  # items, and so rows of partial results
+        items, joins = (
+            torch.zeros(size, dtype=torch.int32, device=geometry.device) for size in ((most, ITEM), (self._rows, JOIN))
+        )
+        launch = Launch(tiles, items, joins, *_partials(most, geometry), large=False)
+        self._fill(launch, work_list(self._ranges, cutting, window))
+        return launch
+
+    @staticmethod
+    def _fill(launch: Launch, work: WorkList) -> None:
+        for target, part in ((launch.items, work.items), (launch.joins, work.joins)):
+            assert len(part) <= len(target)
+            whole = np.zeros(tuple(target.shape), dtype=np.int32)
+            whole[: len(part)] = part
+            _copy(whole, target)
+
+
+def _partials(rows: int, geometry: Geometry) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (max(1, rows), geometry.heads, geometry.head_dim)  # never empty: a launch takes their addresses
+    return (
+        torch.empty(shape, dtype=torch.float32, device=geometry.device),
+        torch.empty(shape[:2], dtype=torch.float32, device=geometry.device),
+    )
+
+
+def _dot_type(dtype: torch.dtype) -> tl.dtype:
+    if not isinstance(attend_kernel, triton.runtime.JITFunction):  # interpreted
+        return tl.float32
+    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
+
+
+def _unit_stride(x: torch.Tensor) -> torch.Tensor:
+    """The kernels step through a head one element at a time."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class TritonBackend:
+    """Needs triton, and a GPU or Triton's interpreter."""
+
+    name = "triton"
+    captures = True
+
+    def __init__(self) -> None:
+        self._joined: set[Geometry] = set()
+
+    @cached_property
+    def version(self) -> str:
+        return str(triton.__version__)
+
+    def plan(self, batch: Batch, pool: torch.Tensor, chunk_tokens: int) -> OncePlan:
+        return OncePlan(batch, pool, chunk_tokens, self._joined)
+
+    def standing(self, pool: torch.Tensor, chunk_tokens: int, rows: int, max_blocks: int) -> StandingPlan:
+        return StandingPlan(pool, chunk_tokens, rows, max_blocks)

@@ -1,0 +1,127 @@
+"""torch's own paged attention (torch.nn.attention.varlen), where this torch has it: FlashAttention, on CUDA only."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import torch
+
+from pensieve.errors import EngineMissing, PensieveError, UnsupportedModel
+from pensieve.worker.torch.batch import Batch
+from pensieve.worker.torch.kernels.reference import write
+
+_NEEDED = ("block_table", "seqused_k", "enable_gqa", "window_size", "scale")
+
+
+class VarlenPlan:
+    """Spans are sequences of their own that may share blocks; each is causal, aligned at its end."""
+
+    def __init__(self, function: Any, batch: Batch, pool: torch.Tensor, chunk_tokens: int) -> None:
+        self._function = function
+        self._chunk_tokens = chunk_tokens
+        spans, device = batch.spans, pool.device
+        lengths = [len(span.blocks) for span in spans]
+        # Entries beyond a span's blocks are never read, but must be blocks that exist.
+        tables = np.zeros((len(spans), max(lengths)), dtype=np.int32)
+        for row, span in zip(tables, spans, strict=True):
+            row[: len(span.blocks)] = np.maximum(span.blocks, 0)
+        firsts = np.cumsum([0, *(span.queries for span in spans)]).astype(np.int32)
+        stops = np.array([span.stop for span in spans], dtype=np.int32)
+        self._tables, self._firsts, self._stops = (torch.from_numpy(x).to(device) for x in (tables, firsts, stops))
+        self._most_queries = max(span.queries for span in spans)
+        self._most_keys = int(stops.max())
+
+    def write(self, pool: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        write(pool, slots, keys, values)
+
+    def attend(
+        self,
+        pool: torch.Tensor,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Raises UnsupportedModel for a softcap."""
+        if softcap is not None:
+            raise UnsupportedModel(
+                "The model caps its attention scores, which attention_backend=varlen cannot; use triton or reference."
+            )
+        paged = pool.unflatten(0, (-1, self._chunk_tokens))  # [blocks, chunk_tokens, 2, kv_heads, head_dim]
+        result: torch.Tensor = self._function(
+            queries.contiguous(),
+            paged[:, :, 0],
+            paged[:, :, 1],
+            self._firsts,
+            None,
+            self._most_queries,
+            self._most_keys,
+            scale=scaling,
+            # torch counts the keys before the query, without its own.
+            window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=queries.shape[1] != pool.shape[2],
+            seqused_k=self._stops,
+            block_table=self._tables,
+        )
+        return result
+
+
+class VarlenBackend:
+    """Raises EngineMissing where this torch lacks it, or its kernel refuses blocks of this size."""
+
+    name = "varlen"
+    captures = False
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, head_dim: int, chunk_tokens: int) -> None:
+        if device.type != "cuda":
+            raise EngineMissing("attention_backend=varlen runs on CUDA only; use auto or reference on a CPU.")
+        if dtype == torch.float32:
+            raise EngineMissing(
+                "attention_backend=varlen computes in 16 bits only; use triton, or model.dtype=bfloat16."
+            )
+        self._function = _function()
+        query = torch.zeros(1, 1, head_dim, device=device, dtype=dtype)
+        page = torch.zeros(1, chunk_tokens, 2, 1, head_dim, device=device, dtype=dtype)
+        first, stop, table = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 1], [1], [[0]]))
+        try:
+            self._function(
+                query, page[:, :, 0], page[:, :, 1], first, None, 1, 1,
+                window_size=(-1, 0), seqused_k=stop, block_table=table,
+            )  # fmt: skip
+        except PensieveError:
+            raise
+        except Exception as error:  # whatever its kernel says of this device, head size or block size
+            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise EngineMissing(
+                f"torch {torch.__version__}'s varlen_attn refuses blocks of {chunk_tokens} tokens with heads of {head_dim} "
+                f"here ({line}); use attention_backend=triton or reference."
+            ) from error
+
+    @property
+    def version(self) -> str:
+        """With the FlashAttention that was activated in its place, if one was."""
+        current = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+        return f"torch {torch.__version__}" + (f", {current}" if current else "")
+
+    def plan(self, batch: Batch, pool: torch.Tensor, chunk_tokens: int) -> VarlenPlan:
+        return VarlenPlan(self._function, batch, pool, chunk_tokens)
+
+
+def _function() -> Any:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError as error:
+        raise EngineMissing(
+            f"torch {torch.__version__} has no varlen_attn; use attention_backend=triton, or a newer torch."
+        ) from error
+    missing = [name for name in _NEEDED if name not in inspect.signature(varlen_attn).parameters]
+    if missing:
+        raise EngineMissing(
+            f"varlen_attn of torch {torch.__version__} takes no {', '.join(missing)}, which paged attention needs; use "
+            "attention_backend=triton, or a newer torch."
+        )
+    return varlen_attn

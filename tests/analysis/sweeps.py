@@ -1,0 +1,184 @@
+"""Made-up sweeps for tests of figures, and what a figure shows of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from matplotlib.axis import Tick, XTick
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.text import Text
+
+from analysis.drawing import style
+from analysis.drawing.source import Source, open_source
+from pensieve.metrics import Measurement, Metric, summarise
+from pensieve.request import TurnRecord
+from pensieve.results.store import ResultsStore
+from tests.results.trials import trial_fields, turn
+
+TurnsOf = Callable[[Mapping[str, str], int], Sequence[TurnRecord]]
+MetricsOf = Callable[[Mapping[str, str], int], Mapping[str, float]]
+
+
+class Drawn:
+    """Lines and bars of a figure by their gid, as data."""
+
+    def __init__(self, figure: Figure) -> None:
+        self.figure = figure
+
+    @property
+    def lines(self) -> dict[str, list[tuple[float, float]]]:
+        return {
+            str(line.get_gid()): [(float(x), float(y)) for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)]
+            for axes in self.figure.axes
+            for line in axes.get_lines()
+            if line.get_gid()
+        }
+
+    @property
+    def bars(self) -> dict[str, list[tuple[float, float]]]:
+        """gid -> (bottom, height) of each bar, left to right."""
+        found: dict[str, list[tuple[float, float, float]]] = {}
+        for axes in self.figure.axes:
+            for patch in axes.patches:
+                if isinstance(patch, Rectangle) and patch.get_gid():
+                    found.setdefault(str(patch.get_gid()), []).append(
+                        (patch.get_x(), patch.get_y(), patch.get_height())
+                    )
+        return {gid: [(float(y), float(height)) for _, y, height in sorted(bars)] for gid, bars in found.items()}
+
+    @property
+    def intervals(self) -> dict[str, list[tuple[float, float]]]:
+        """gid of a collection of segments -> (low, high) of each."""
+        return {
+            str(one.get_gid()): [(float(part[0][1]), float(part[-1][1])) for part in one.get_segments()]
+            for axes in self.figure.axes
+            for one in axes.collections
+            if one.get_gid() and hasattr(one, "get_segments")
+        }
+
+    @property
+    def colours(self) -> dict[str, str]:
+        found = {}
+        for axes in self.figure.axes:
+            for line in axes.get_lines():
+                found[str(line.get_gid())] = to_hex(line.get_color()).upper()
+            for patch in axes.patches:
+                found[str(patch.get_gid())] = to_hex(patch.get_facecolor()).upper()
+        return found
+
+    @property
+    def texts(self) -> list[str]:
+        """Everything written on it, without the ticks; wrapped lines joined."""
+        parts = [*self.figure.texts, *(text for axes in self.figure.axes for text in axes.texts)]
+        labels = [label for axes in self.figure.axes for label in (axes.get_xlabel(), axes.get_ylabel())]
+        return [" ".join(text.get_text().split()) for text in parts] + labels
+
+    @property
+    def ticks(self) -> list[str]:
+        return [tick.get_text() for axes in self.figure.axes for tick in axes.get_xticklabels()]
+
+    @property
+    def clipped(self) -> list[str]:
+        """Texts that reach over the edge of a figure, which is one column wide."""
+        assert self.figure.get_figwidth() == style.WIDTH_IN
+        self.figure.draw_without_rendering()
+        page = self.figure.bbox.padded(1.0)
+        found = []
+        for text in set(self.figure.findobj(Text)) - _unseen(self.figure):
+            box = text.get_window_extent()
+            inside = page.contains(box.x0, box.y0) and page.contains(box.x1, box.y1)
+            if text.get_visible() and text.get_text().strip() and not inside:
+                found.append(text.get_text())
+        return found
+
+
+def flat(points: Sequence[tuple[float, float]]) -> list[float]:
+    """x, y, x, y, ...: what pytest.approx compares."""
+    return [value for point in points for value in point]
+
+
+def answered(
+    session: str,
+    number: int,
+    ttft_ms: float,
+    *,
+    new: int = 10,
+    history: int = 0,
+    gpu: int = 0,
+    cpu: int = 0,
+    tokens: int = 4,
+    **columns: Any,
+) -> TurnRecord:
+    """A completed turn whose history was found as `gpu` and `cpu` say, the rest recomputed."""
+    given = {"queue_ms": 0.0, "finished_s": 1.0, **columns}
+    return turn(
+        session, number, ttft_ms, tokens=range(tokens), prompt_tokens=history + new, new_tokens=new,
+        history_tokens=history, gpu_hit_tokens=gpu, cpu_hit_tokens=cpu, recomputed_tokens=history - gpu - cpu, **given,
+    )  # fmt: skip
+
+
+def fill(
+    store: ResultsStore,
+    axes: Mapping[str, Sequence[str]],
+    turns_of: TurnsOf,
+    metrics_of: MetricsOf = lambda at, seed: {},
+    *,
+    seeds: Sequence[int] = (0, 1),
+    summary: bool = False,
+    command: str = "run.py -m",
+    **columns: Any,
+) -> Source:
+    """A sweep over seeds and `axes` ("baseline" among them), a trial a combination.
+
+    turns_of, metrics_of: what a trial at these values and seed came to. summary: its metrics are those that its turns
+    give, in a window that holds all of them. columns: of every trial.
+    """
+    overrides = {"seed": ",".join(map(str, seeds)), **{name: ",".join(values) for name, values in axes.items()}}
+    combinations = list(itertools.product(seeds, *axes.values()))
+    sweep = store.open_sweep(f"key {command}", "sweep", None, command, overrides, len(combinations), "host", None)
+    for job, (seed, *values) in enumerate(combinations):
+        at = dict(zip(axes, values, strict=True))
+        turns = list(turns_of(at, seed))
+        trial = store.begin_trial(_fields(at, seed, columns))
+        store.link(sweep, trial, job, reused=False)
+        store.add_turns(trial, turns)
+        metrics = summarise(_measured(turns)) if summary else []
+        given = metrics_of(at, seed)
+        kept = [metric for metric in metrics if metric.name not in given]
+        store.add_metrics(trial, [*kept, *(Metric(name, value, "1") for name, value in given.items())])
+        store.finish_trial(trial, "completed")
+    store.set_sweep(sweep, status="completed")
+    return open_source(store, sweep)
+
+
+def _fields(at: Mapping[str, str], seed: int, columns: Mapping[str, Any]) -> dict[str, Any]:
+    config: dict[str, Any] = {"seed": seed, "workload": {"name": "chat"}, "cache": {"name": "demo"}}
+    chosen: dict[str, Any] = {}
+    for axis, value in at.items():
+        group, _, field = axis.partition(".")
+        node = config.setdefault(group, {})
+        node[field or "name"] = value
+        if not field:
+            chosen[group] = value
+    base = trial_fields(f"{sorted(at.items())} {seed}", seed=seed)
+    engine = {"workload": {"load": "closed", "cache_state": "cold"}}
+    return {**base, **chosen, "config": config, "engine": engine, **columns}
+
+
+def _measured(turns: Sequence[TurnRecord]) -> Measurement:
+    ends = [turn.finished_s for turn in turns if turn.finished_s is not None]
+    return Measurement(turns, 0.0, max(ends, default=1.0), 0.0, max(ends, default=1.0))
+
+
+def _unseen(figure: Figure) -> set[Text]:
+    """Labels of ticks beyond an axis' limits, which are never shown."""
+    found = set()
+    for tick in figure.findobj(Tick):
+        low, high = sorted(tick.axes.get_xlim() if isinstance(tick, XTick) else tick.axes.get_ylim())
+        if not low <= tick.get_loc() <= high:
+            found |= {tick.label1, tick.label2}
+    return found

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+
+import pytest
+
+from analysis import agent_ratios, agent_scaling, agent_table
+from analysis.drawing import agents, style
+from analysis.drawing.source import open_source
+from pensieve.errors import MissingSeries
+from pensieve.results.store import ResultsStore
+from tests.analysis.prefixes import colours, marks, swapped
+from tests.analysis.sweeps import fill
+from tests.results.trials import MEMORY, turn
+
+FAST = {"reason": 100.0, "reflect": 20.0}
+SLOW = {"reason": 400.0, "reflect": 200.0}
+STRAIGHT = {"pensieve": FAST, "gpu_only": FAST, "stateless": SLOW}
+SWAPPED = {"pensieve": SLOW, "gpu_only": FAST, "stateless": FAST}
+COUNTS = ("4", "1", "16")
+
+
+def agent_sweep(store, costs, refused_from: Mapping[str, int] | None = None, counts=COUNTS, **columns):
+    """Each agent reasons and reflects twice; agent a takes 1 + a / 10 times as long, and n agents 1 + n / 100 times.
+
+    refused_from: from so many agents on the second reflection of agent 0 is refused, by baseline.
+    """
+
+    def turns(at, seed):
+        n, found = int(at["workload.agents"]), []
+        for agent in range(n):
+            found.append(labelled(f"warmup-{agent}", 1, "warmup", 9000.0))
+            for number in range(1, 5):
+                stage = agents.STAGES[(number - 1) % 2]
+                ms = costs[at["baseline"]][stage] * (1 + agent / 10) * (1 + n / 100) * (1 + seed / 100)
+                found.append(labelled(f"agent-{agent}", number, stage, ms))
+        if n >= (refused_from or {}).get(at["baseline"], 1000):
+            last = found[4]
+            last.status, last.finish_reason, last.latency_ms = "refused", "capacity", None
+        return found
+
+    axes = {"workload.agents": list(counts), "baseline": list(costs)}
+    return fill(store, axes, turns, workload="agents", **columns)
+
+
+def labelled(session, number, stage, ms):
+    record = turn(session, number, ms, phase=stage, label="" if stage == "warmup" else stage)
+    record.latency_ms = ms
+    return record
+
+
+def drawn_by(module, drawn, tmp_path, *args, **kwargs):
+    drawn.clear()
+    module.draw(agent_sweep(ResultsStore(MEMORY), *args, **kwargs), tmp_path)
+    [found] = drawn.values()
+    return marks(found.figure)
+
+
+def rows_of(tmp_path, stem):
+    with (tmp_path / f"{stem}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_swapping_two_baselines_in_the_database_swaps_the_lines(drawn, tmp_path):
+    before = drawn_by(agent_scaling, drawn, tmp_path, STRAIGHT)
+    inks = colours(drawn["agent_scaling"].figure)
+    after = drawn_by(agent_scaling, drawn, tmp_path, SWAPPED)
+    assert after == swapped(before, "pensieve", "stateless") != before
+    assert all(inks[name] == style.colour(name).upper() for name in STRAIGHT)
+
+
+@pytest.mark.parametrize("module", [agent_table, agent_ratios], ids=lambda module: module.NAME)
+def test_swapping_two_baselines_swaps_the_numbers_of_the_tables(module, tmp_path, drawn):
+    def quantities(costs):
+        drawn_by(module, drawn, tmp_path, costs)
+        names = [
+            name
+            for name in rows_of(tmp_path, module.NAME)[0]
+            if name == "value" or "_ratio" in name or name == "reason_over_reflect"
+        ]
+        return {
+            tuple(row[name] for name in ("baseline", "agents", "stage", "quantity") if name in row): [
+                row[name] for name in names
+            ]
+            for row in rows_of(tmp_path, module.NAME)
+        }
+
+    before, after = quantities(STRAIGHT), quantities(SWAPPED)
+    if module is agent_table:
+        exchanged = {"pensieve": "stateless", "stateless": "pensieve"}
+        assert after == {(exchanged.get(key[0], key[0]), *key[1:]): value for key, value in before.items()} != before
+    else:  # ratios to the first baseline turn over
+        assert before["stateless",] != after["stateless",]
+        assert float(before["stateless",][2]) > 1 > float(after["stateless",][2])
+
+
+def test_a_point_is_the_99th_percentile_of_a_stage_without_warmup(drawn, tmp_path):
+    found = drawn_by(agent_scaling, drawn, tmp_path, {"pensieve": FAST})
+    reason, reflect = dict(found["0:pensieve"]), dict(found["1:pensieve"])
+    assert list(reason) == list(reflect) == [1.0, 4.0, 16.0]
+    assert reason[4.0] == pytest.approx(100 * 1.3 * 1.04 * 1.01)  # the slowest agent of the slowest seed
+    assert reflect[16.0] == pytest.approx(20 * 2.5 * 1.16 * 1.01, rel=0.02)
+    texts = " ".join(drawn["agent_scaling"].texts)
+    assert "the fewest here are 4" in texts and "× memory ran out" not in texts
+
+
+def test_the_point_where_memory_runs_out_is_the_first_number_of_agents_with_a_refusal(drawn, tmp_path):
+    found = drawn_by(agent_scaling, drawn, tmp_path, STRAIGHT, {"stateless": 4, "gpu_only": 16})
+    assert [x for x, _ in found["0:stateless/out of memory"]] == [4.0]
+    assert [x for x, _ in found["1:gpu_only/out of memory"]] == [16.0]
+    assert "0:pensieve/out of memory" not in found
+    assert "× memory ran out" in " ".join(drawn["agent_scaling"].texts)
+
+
+def test_density_compares_what_each_carries_and_says_when_it_is_a_bound(drawn, tmp_path):
+    drawn_by(agent_ratios, drawn, tmp_path, STRAIGHT, {"stateless": 4, "gpu_only": 1})
+    rows = {row["baseline"]: row for row in rows_of(tmp_path, "agent_ratios")}
+    assert [rows[name]["carries_agents"] for name in STRAIGHT] == ["16", "", "1"]
+    assert [rows[name]["out_of_memory_at"] for name in STRAIGHT] == ["none", "1", "4"]
+    assert rows["stateless"]["density_ratio_text"] == "≤ 0.0625"
+    assert rows["gpu_only"]["density_ratio_text"] == "–"
+    assert rows["pensieve"]["density_ratio_text"] == "1"
+
+
+def test_a_density_met_by_both_is_a_plain_ratio(drawn, tmp_path):
+    drawn_by(agent_ratios, drawn, tmp_path, STRAIGHT, {"stateless": 4, "pensieve": 16})
+    rows = {row["baseline"]: row for row in rows_of(tmp_path, "agent_ratios")}
+    assert rows["stateless"]["density_ratio_text"] == "0.25"
+    assert rows["gpu_only"]["density_ratio_text"] == "≥ 4"
+
+
+def test_latencies_are_compared_at_the_largest_number_that_all_completed(drawn, tmp_path):
+    drawn_by(agent_ratios, drawn, tmp_path, STRAIGHT)
+    rows = {row["baseline"]: row for row in rows_of(tmp_path, "agent_ratios")}
+    assert rows["stateless"]["compared_at_agents"] == "16"
+    assert float(rows["stateless"]["reason_latency_ratio"]) == pytest.approx(4.0)
+    assert float(rows["stateless"]["reflect_latency_ratio"]) == pytest.approx(10.0)
+    assert float(rows["pensieve"]["reason_over_reflect"]) == pytest.approx(5.0)
+    assert rows["stateless"]["reason_latency_ratio_n"] == "32"
+
+
+def test_a_device_that_ran_out_of_memory_counts_too(store):
+    source = agent_sweep(store, {"pensieve": FAST}, counts=("1",))
+    with store.database.writing() as connection:
+        connection.exec_driver_sql(
+            "UPDATE turn SET status = 'failed', error = 'The device ran out of memory in this step.' "
+            "WHERE trial_id = 1 AND phase = 'reflect'"
+        )
+        connection.exec_driver_sql("UPDATE turn SET status = 'failed', error = 'Lost.' WHERE trial_id = 2")
+    [(_, [scaling])] = agents.read(source)
+    assert scaling.loads[0].out_of_memory == 2
+    assert scaling.out_of_memory_at == 1 and scaling.density is None
+
+
+def test_the_summary_table_has_mean_median_and_99th_percentile(drawn, tmp_path):
+    drawn_by(agent_table, drawn, tmp_path, {"pensieve": FAST}, {"pensieve": 16})
+    rows = [row for row in rows_of(tmp_path, "agent_table") if (row["agents"], row["stage"]) == ("4", "reason")]
+    assert [row["quantity"] for row in rows] == ["latency_ms_mean", "latency_ms_p50", "latency_ms_p99"]
+    assert float(rows[0]["value"]) == pytest.approx(100 * 1.15 * 1.04 * 1.005)
+    assert all(row["n"] == "16" for row in rows)
+    found = marks(drawn["agent_table"].figure)
+    assert [found[f"0:{line}/out of\nmemory"] for line in range(3)] == ["–", "–", "2"]
+    assert [found[f"0:{line}/baseline"] for line in range(3)] == ["pensieve", "", ""]
+
+
+def test_one_number_of_agents_makes_a_table_and_no_figure(store):
+    source = agent_sweep(store, {"pensieve": FAST}, counts=("4",))
+    assert agent_table.applies(source) and not agent_scaling.applies(source) and not agent_ratios.applies(source)
+    assert "experiment=agent_scaling -m" in agent_scaling.FIGURE.missing(source)
+
+
+@pytest.mark.parametrize("module", [agent_scaling, agent_table, agent_ratios], ids=lambda module: module.NAME)
+def test_a_missing_baseline_names_the_command(module, store, tmp_path):
+    agent_sweep(store, {"pensieve": FAST})
+    with pytest.raises(
+        MissingSeries, match=r"baseline ray_serverless.*`python runners/run.py baseline=ray_serverless -m`"
+    ):
+        module.draw(open_source(store, wanted=["pensieve", "ray_serverless"]), tmp_path)

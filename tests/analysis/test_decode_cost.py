@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import csv
+
+import pytest
+
+from analysis import decode_cost
+from analysis.drawing import style
+from pensieve.errors import MissingSeries
+from pensieve.results.store import ResultsStore
+from tests.analysis.prefixes import colours, marks, swapped
+from tests.analysis.sweeps import fill
+from tests.results.trials import MEMORY, turn
+
+NAMES = ("pensieve", "gpu_only", "semantic_blind")
+MOVED = {"sent_bytes_per_token": 1000.0, "received_bytes_per_token": 24.0, "h2d_bytes_per_token": 7.0}
+
+
+def decode_sweep(store, slow: str, counted: bool = True):
+    """Ten requests of 50 tokens at 10 ms a token, 40 for the slow one, which also moves bytes over a network."""
+
+    def turns(at, seed):
+        each = 40.0 if at["baseline"] == slow else 10.0
+        found = [turn("iteration-0", 1, 9.0, tokens=(1,) * 50, phase="warmup", latency_ms=99999.0)]
+        for number in range(1, 11):
+            one = turn(f"iteration-{number}", 1, 9.0, tokens=(1,) * 50, phase="throughput", iteration=number)
+            one.latency_ms = 50 * each * (1 + number / 100)
+            found.append(one)
+        return found
+
+    def metrics(at, seed):
+        moved = MOVED if at["baseline"] == slow else dict.fromkeys(MOVED, 0.0)
+        return {**moved, "d2h_bytes_per_token": 0.0} if counted else moved
+
+    return fill(store, {"baseline": NAMES}, turns, metrics, workload="decode")
+
+
+def drawn_by(drawn, tmp_path, slow):
+    drawn.clear()
+    decode_cost.draw(decode_sweep(ResultsStore(MEMORY), slow), tmp_path)
+    return marks(drawn["decode_cost"].figure)
+
+
+def test_swapping_two_baselines_in_the_database_swaps_the_bars(drawn, tmp_path):
+    before, after = (drawn_by(drawn, tmp_path, slow) for slow in ("semantic_blind", "pensieve"))
+    assert after == swapped(before, "pensieve", "semantic_blind") != before
+    inks = colours(drawn["decode_cost"].figure)
+    assert all(inks[f"{name}/p50"] == style.colour(name).upper() for name in NAMES)
+
+
+def test_a_bar_is_the_latency_by_tokens_and_the_bytes_are_those_that_were_counted(drawn, tmp_path):
+    found = drawn_by(drawn, tmp_path, "semantic_blind")
+    assert found["0:pensieve/p50"][1] == pytest.approx(10.5)
+    assert found["0:semantic_blind/p99"][1] == pytest.approx(44.0)
+    assert found["1:semantic_blind/network"][1] == pytest.approx(1024.0)
+    assert found["1:semantic_blind/GPU-CPU"][1] == pytest.approx(7.0)
+    assert found["1:pensieve/network"][1] == 0.0
+    texts = drawn["decode_cost"].texts
+    assert {"network 1.02 kB", "network 0 B", "GPU-CPU 7 B", "p50 10.5"} <= set(texts)
+    with (tmp_path / "decode_cost.csv").open(newline="") as file:
+        rows = {(row["baseline"], row["quantity"]): row for row in csv.DictReader(file)}
+    one = rows["semantic_blind", "per_token_ms_p50"]
+    assert (float(one["value"]), one["n"], one["n_seeds"], one["trials"]) == (pytest.approx(42.0), "20", "2", "3 6")
+    assert rows["semantic_blind", "bytes_per_token network"]["value"] == "1024.0"
+
+
+def test_bytes_that_nobody_counted_are_not_drawn_as_none(drawn, store, tmp_path):
+    decode_cost.draw(decode_sweep(store, "semantic_blind", counted=False), tmp_path)
+    assert "GPU-CPU not counted" in drawn["decode_cost"].texts
+    with (tmp_path / "decode_cost.csv").open(newline="") as file:
+        values = {row["value"] for row in csv.DictReader(file) if row["quantity"].endswith("GPU-CPU")}
+    assert values == {""}
+
+
+def test_a_sweep_without_decoding_names_the_command(store, tmp_path):
+    source = fill(store, {"baseline": ["pensieve"]}, lambda at, seed: [turn("a", 1, phase="warmup")], workload="decode")
+    with pytest.raises(MissingSeries, match=r"no completed request of baseline pensieve.*experiment=llm_decode -m"):
+        decode_cost.draw(source, tmp_path)

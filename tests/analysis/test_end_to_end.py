@@ -1,0 +1,56 @@
+"""From a sweep on simulated hardware to its figures, by the commands that a user types."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SWEEP = (
+    "hardware=sim_h100",
+    "model=llama3_8b",
+    "cache.gpu='2560 tokens'",
+    "cache.cpu='5120 tokens'",
+    "seed=0",
+    "workload.users=2",
+    "workload.conversations=3",
+    "baseline=pensieve,stateless",
+    "tracking.mlflow=false",
+    "-m",
+)
+
+
+@pytest.mark.slow
+def test_a_sweep_draws_its_figures_and_they_can_be_drawn_again(tmp_path):
+    def python(script, *arguments):
+        env = {**os.environ, "PENSIEVE_OUTPUTS": str(tmp_path)}
+        return subprocess.run(
+            [sys.executable, str(ROOT / script), *arguments], cwd=tmp_path, env=env, capture_output=True, text=True
+        )
+
+    swept = python("runners/run.py", *SWEEP)
+    assert swept.returncode == 0, swept.stderr
+    names = ("ttft_by_turn", "speedup", "hit_rates")
+    for name in names:
+        picture = tmp_path / "figures" / f"{name}.png"
+        assert f"Figure:   {picture}" in swept.stdout.splitlines()
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        told = json.loads(picture.with_suffix(".json").read_text())
+        assert (told["kind"], told["weights"], told["load"], told["cache_state"]) == (
+            ["simulated"],
+            ["none"],
+            ["closed"],
+            ["cold"],
+        )
+        assert len(told["trials"]) == 2 and told["incomplete"] == 0
+    again = python("analysis/figures.py", "--to", str(tmp_path / "again"))
+    assert again.returncode == 0, again.stderr
+    for name in names:
+        csv = f"{name}.csv"
+        assert (tmp_path / "again" / csv).read_text() == (tmp_path / "figures" / csv).read_text()
+    assert "hotness; run `python runners/run.py experiment=hotness -m`" in again.stderr

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import pytest
+
+from analysis import figures, ttft_by_turn
+from analysis.drawing.source import open_source
+from pensieve.results.store import open_store
+from tests.analysis.sweeps import answered, fill
+
+
+def chat(store, command="run.py -m", baselines=("pensieve", "stateless")):
+    def turns(at, seed):
+        return [
+            answered(s, number, 10.0 * number, history=50 * (number - 1), gpu=40 * (number - 1))
+            for s in "ab"
+            for number in (1, 2, 3)
+        ]
+
+    return fill(store, {"baseline": list(baselines)}, turns, summary=True, command=command)
+
+
+@pytest.fixture
+def outputs(tmp_path, monkeypatch):
+    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
+    return tmp_path
+
+
+def test_what_a_sweep_supports_is_drawn_and_the_rest_is_named_with_its_command(outputs, drawn, capsys):
+    chat(open_store(outputs))
+    assert figures.main([]) == 0
+    assert set(drawn) == {"ttft_by_turn", "speedup", "hit_rates"}
+    assert [one.clipped for one in drawn.values()] == [[]] * 3
+    told = capsys.readouterr()
+    assert str(outputs / "figures" / "hit_rates.png") in told.out.splitlines()
+    lines = told.err.splitlines()
+    skipped = {name for line in lines for name in line.removeprefix("not drawn: ").partition(";")[0].split(", ")}
+    assert skipped == {figure.name for figure in figures.FIGURES} - set(drawn)
+    assert all("; run `python runners/" in line for line in lines)
+    assert "not drawn: hotness; run `python runners/run.py experiment=hotness -m`" in lines
+
+
+def test_all_draws_each_sweep_into_a_folder_of_its_own(outputs, drawn, capsys):
+    store = open_store(outputs)
+    chat(store)
+    chat(store, "run.py other -m")
+    assert figures.main(["--all"]) == 0
+    told = capsys.readouterr()
+    for sweep in (1, 2):
+        assert str(outputs / "figures" / f"sweep-{sweep}" / "ttft_by_turn.png") in told.out.splitlines()
+    assert not told.err
+
+
+def test_one_figure_that_cannot_be_drawn_does_not_take_the_others_with_it(outputs, drawn, capsys, monkeypatch):
+    store = open_store(outputs)
+    source = chat(store)
+
+    def broken(source, folder):
+        raise source.lacks("patience")
+
+    broken_figure = figures.Figure("broken", "nothing", "none", lambda source: True, broken)
+    monkeypatch.setattr(figures, "FIGURES", (broken_figure, ttft_by_turn.FIGURE))
+    assert figures.main(["--quiet"]) == 1
+    assert capsys.readouterr().err.strip() == f"broken: Sweep {source.sweep.id} has no patience; run `run.py -m`."
+    assert list(drawn) == ["ttft_by_turn"]
+
+
+def test_only_the_asked_baselines_are_drawn(outputs, drawn, capsys):
+    chat(open_store(outputs), baselines=("pensieve", "gpu_only", "stateless"))
+    assert figures.main(["--baselines", "gpu_only,stateless", "--quiet"]) == 0
+    assert set(drawn["ttft_by_turn"].lines) == {"gpu_only", "stateless", "ideal"}
+
+
+def test_a_sweep_that_supports_nothing_says_how_it_is_completed(outputs, capsys):
+    store = open_store(outputs)
+    store.open_sweep("key", "chat", None, "run.py -m", {}, 3, "host", None)
+    assert figures.main(["--quiet"]) == 1
+    assert capsys.readouterr().err.strip() == "Sweep 1 supports no figure; run `run.py -m` to complete it."
+
+
+def test_every_figure_has_a_name_of_its_own():
+    names = [figure.name for figure in figures.FIGURES]
+    assert len(names) == len(set(names))
+    assert all("python runners/" in figure.command for figure in figures.FIGURES)
+
+
+def test_applying_never_raises_on_a_sweep_without_trials(store):
+    store.open_sweep("key", "chat", None, "run.py -m", {}, 3, "host", None)
+    source = open_source(store)
+    assert not any(figure.applies(source) for figure in figures.FIGURES)

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import csv
+
+import pytest
+
+from analysis import hit_rates
+from pensieve.errors import MissingSeries
+from pensieve.results.store import ResultsStore
+from tests.analysis.sweeps import answered, fill, flat
+from tests.results.trials import MEMORY, turn
+
+FOUND = {"pensieve": (50, 30), "gpu_only": (60, 0), "stateless": (0, 0)}
+SIZES = {"2048 tokens": 0.5, "4096 tokens": 1.0}
+
+
+def cached(store, found, sizes=(), metrics=lambda at, seed: {}):
+    def turns(at, seed):
+        gpu, cpu = found[at["baseline"]]
+        share = SIZES[at["cache.gpu"]] if sizes else 1.0
+        first = answered("a", 1, 5.0)
+        return [first, *(answered(s, 2, 5.0, history=100, gpu=int(gpu * share), cpu=int(cpu * share)) for s in "ab")]
+
+    axes = {"cache.gpu": list(sizes)} if sizes else {}
+    return fill(store, {**axes, "baseline": list(found)}, turns, metrics, summary=True)
+
+
+def test_the_parts_of_history_are_stacked_to_a_hundred(store, drawn, tmp_path):
+    hit_rates.draw(cached(store, FOUND), tmp_path)
+    bars = drawn["hit_rates"].bars
+    assert bars["pensieve/GPU hit"] == [(0.0, 50.0)]
+    assert bars["pensieve/CPU hit"] == [(50.0, 30.0)]
+    assert bars["pensieve/recomputed"] == [(80.0, 20.0)]
+    assert bars["stateless/recomputed"] == [(0.0, 100.0)]
+    assert drawn["hit_rates"].ticks == ["pensieve", "gpu_only", "stateless"]
+
+
+def test_a_sweep_over_the_size_gets_a_bar_a_size_from_the_smallest_on(store, drawn, tmp_path):
+    source = cached(store, FOUND, sizes=["4096 tokens", "2048 tokens"])
+    for job in source.jobs:
+        store.set_trial(job.last.id, gpu_tokens=int(job.last.config["cache"]["gpu"].split()[0]))
+    [drawing] = hit_rates.draw(hit_rates.Source(store, source.sweep), tmp_path)
+    bars = drawn["hit_rates"].bars
+    assert bars["pensieve/GPU hit"] == [(0.0, 25.0), (0.0, 50.0)]
+    assert bars["pensieve/CPU hit"] == [(25.0, 15.0), (50.0, 30.0)]
+    assert drawn["hit_rates"].ticks == ["2.0k", "4.1k"] * 3
+    assert not drawn["hit_rates"].clipped
+    assert [axes.get_title(loc="left") for axes in drawn["hit_rates"].figure.axes] == list(FOUND)
+    with drawing.csv.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["baseline"], row["cache.gpu"], row["gpu_hit_pct"]) for row in rows[:2]] == [
+        ("pensieve", "2048 tokens", "25.0"),
+        ("pensieve", "4096 tokens", "50.0"),
+    ]
+
+
+def test_swapping_two_baselines_in_the_database_swaps_the_drawn_data(drawn, tmp_path):
+    def picture(found):
+        hit_rates.draw(cached(ResultsStore(MEMORY), found), tmp_path)
+        return drawn["hit_rates"].bars
+
+    straight = picture(FOUND)
+    swapped = picture({**FOUND, "pensieve": FOUND["gpu_only"], "gpu_only": FOUND["pensieve"]})
+    for part in ("GPU hit", "CPU hit", "recomputed"):
+        assert straight[f"pensieve/{part}"] == swapped[f"gpu_only/{part}"]
+        assert straight[f"gpu_only/{part}"] == swapped[f"pensieve/{part}"]
+        assert straight[f"stateless/{part}"] == swapped[f"stateless/{part}"]
+    assert straight["pensieve/CPU hit"] != straight["gpu_only/CPU hit"]
+
+
+def test_the_offline_bound_joins_where_it_is_recorded(store, drawn, tmp_path):
+    source = cached(store, {"pensieve": (50, 30)}, list(SIZES), lambda at, seed: {"bound_hit_rate": 0.9})
+    hit_rates.draw(source, tmp_path)
+    assert flat(drawn["hit_rates"].lines["pensieve/bound"]) == pytest.approx([0, 90.0, 1, 90.0])
+    assert "offline bound" in drawn["hit_rates"].texts
+
+
+def test_an_engine_that_does_not_say_what_it_found_is_marked(store, drawn, tmp_path):
+    def turns(at, seed):
+        if at["baseline"] == "pensieve":
+            return [answered("a", 2, 5.0, history=100, gpu=100)]
+        return [turn("a", 2, 5.0)]
+
+    hit_rates.draw(fill(store, {"baseline": ["pensieve", "vllm_http"]}, turns), tmp_path)
+    assert "vllm_http/GPU hit" not in drawn["hit_rates"].bars
+    assert "not reported" in drawn["hit_rates"].texts
+
+
+def test_without_any_history_there_is_nothing_to_draw(store, tmp_path):
+    source = fill(store, {"baseline": ["pensieve"]}, lambda at, seed: [answered("a", 1, 5.0)])
+    with pytest.raises(MissingSeries, match=r"turn with history .* run `run.py -m`"):
+        hit_rates.draw(source, tmp_path)
+
+
+def test_sizes_are_short_enough_to_stand_under_a_bar():
+    assert [hit_rates.short(n) for n in (768, 2560, 10_240, 152_576, 2_000_000)] == [
+        "768",
+        "2.6k",
+        "10k",
+        "153k",
+        "2.0M",
+    ]
+
+
+def test_a_sweep_over_something_else_has_figures_of_its_own(store):
+    axes = {"eviction": ["lru", "fifo"], "baseline": ["pensieve"]}
+    source = fill(store, axes, lambda at, seed: [answered("a", 2, 5.0, history=10, gpu=5)], summary=True)
+    assert not hit_rates.applies(source)

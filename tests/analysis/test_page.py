@@ -1,0 +1,191 @@
+"""The page as HTML: well-formed, whole in one file, escaped, and a mark beside every colour."""
+
+import struct
+import zlib
+from html.parser import HTMLParser
+
+import pytest
+
+from analysis.page.document import SYMBOLS, Page, Picture, Table, Verdicted, interval, render
+from pensieve.results.claims.verdict import VERDICTS, Bounds, Measured
+
+HOSTILE = "<script src='https://evil.example/x.js'>alert(1)</script>\"'&"
+VOID = {"meta", "img", "rect", "br", "link", "input"}
+LOADING = {"src", "href", "xlink:href", "data", "action", "poster", "srcset", "formaction", "background"}
+
+
+class Reader(HTMLParser):
+    """Tags that are opened and never closed, attributes that load something, texts by tag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.faults: list[str] = []
+        self.loads: list[str] = []
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.text = ""
+        self.style = ""
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.loads += [value or "" for name, value in attrs if name in LOADING]
+        self.style += " ".join(value or "" for name, value in attrs if name == "style")
+        self.ids += [value or "" for name, value in attrs if name == "id"]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        if not self.open or self.open.pop() != tag:
+            self.faults.append(tag)
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "style":
+            self.style += data
+        else:
+            self.text += data
+
+
+def read(html: str) -> Reader:
+    reader = Reader()
+    reader.feed(html)
+    reader.close()
+    return reader
+
+
+def assert_self_contained(html: str) -> None:
+    reader = read(html)
+    assert reader.faults == [] and reader.open == []
+    assert all(load.startswith(("#", "data:image/png;base64,")) for load in reader.loads)
+    assert not {"script", "link", "iframe", "object", "embed", "base"} & set(reader.tags)
+    assert "url(" not in reader.style and "@import" not in reader.style
+    assert len(reader.ids) == len(set(reader.ids))
+    assert {load[1:] for load in reader.loads if load.startswith("#")} <= set(reader.ids)
+
+
+def png(path, width=990, height=750):
+    def chunk(kind, content):
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0))
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b""))
+    return path
+
+
+def page(tmp_path=None, text="plain", verdicts=VERDICTS, **changed):
+    table = Table([(text, text), ("ms", "")], [[text, text]], text)
+    fields = {
+        "title": text,
+        "subtitle": text,
+        "facts": [(text, text)],
+        "warnings": [text],
+        "results": [table],
+        "notes": [text],
+        "verdicts": [
+            Verdicted(text, one, (text,), text, text, text, text, interval(BOUNDS, MEASURED), text, True)
+            for one in verdicts
+        ],
+        "pictures": [Picture(text, text, png(tmp_path / "one.png"), [text])] if tmp_path else [],
+        "not_drawn": [(text, text, text)],
+        "failures": table,
+        "flags": table,
+        "configuration": [table],
+        "environment": table,
+        "engines": [table],
+        "trials": table,
+        "commands": [(text, text)],
+        "written": text,
+    }
+    return Page(**fields | changed)
+
+
+BOUNDS = Bounds(1.0, 2.0, 1.0, "1 to 2")
+MEASURED = Measured(2.5, 1.5, 3.0, 9, "conversations", 3, (1,))
+
+
+def test_the_page_is_well_formed_and_loads_nothing(tmp_path):
+    assert_self_contained(render(page(tmp_path)))
+
+
+def test_the_page_without_anything_is_well_formed():
+    empty = page(
+        facts=[], warnings=[], results=[], notes=[], verdicts=[], not_drawn=[], failures=None, flags=None,
+        configuration=[], engines=[], commands=[],
+    )  # fmt: skip
+    html = render(empty)
+    assert_self_contained(html)
+    for sentence in ("No trial of this sweep is completed", "No claim is about", "supports no figure"):
+        assert sentence in html
+
+
+def test_hostile_names_stay_text_everywhere(tmp_path):
+    html = render(page(tmp_path, HOSTILE))
+    assert_self_contained(html)
+    assert "<script" not in html
+    assert read(html).text.count("alert(1)") > 20
+
+
+def test_the_check_itself_finds_what_it_looks_for():
+    for bad in (
+        '<img src="https://x">',
+        "<script></script>",
+        "<p>",
+        '<style>@import "x"</style>',
+        '<a href="#no"></a>',
+    ):
+        with pytest.raises(AssertionError):
+            assert_self_contained(bad)
+
+
+def test_a_verdict_is_a_symbol_and_a_word():
+    text = " ".join(read(render(page())).text.split())
+    assert len(set(SYMBOLS.values())) == len(VERDICTS)
+    for verdict in VERDICTS:
+        assert f"1 {SYMBOLS[verdict]} {verdict}" in text  # the tally
+        assert text.count(f"{SYMBOLS[verdict]} {verdict}") == 2
+
+
+def test_a_picture_is_inside_with_its_size_and_a_text_for_it(tmp_path):
+    html = render(
+        page(tmp_path, pictures=[Picture("TTFT", "cache=small", png(tmp_path / "w.png", 2100, 700), ["a.csv"])])
+    )
+    assert 'src="data:image/png;base64,iVBOR' in html
+    assert 'width="2100" height="700"' in html
+    assert 'alt="TTFT, cache=small; its numbers are in a.csv"' in html
+    assert 'class="wide"' in html
+
+
+def test_the_page_follows_the_reader_s_light_width_and_printer():
+    html = render(page())
+    for query in ("prefers-color-scheme: dark", "max-width: 52rem", "@media print", 'name="viewport"'):
+        assert query in html
+
+
+@pytest.mark.parametrize(
+    ("bounds", "measured", "ordered"),
+    [
+        (Bounds(1.0, 2.0, 1.0, ""), (2.5, 2.2, 3.0), ["band0", "band1", "line0", "point", "line1"]),
+        (Bounds(2.0, None, 2.0, ""), (2.5, 1.0, 3.0), ["line0", "band0", "point", "line1", "band1"]),
+        (Bounds(None, 5.0, 5.0, ""), (6.0, 5.5, 7.0), ["band0", "band1", "line0", "point", "line1"]),
+        (Bounds(1e3, 1e5, 1e3, ""), (2e3, 50.0, 3e3), ["line0", "band0", "point", "line1", "band1"]),
+    ],
+)
+def test_the_bar_orders_claim_and_measurement_as_their_numbers(bounds, measured, ordered):
+    value, low, high = measured
+    found = interval(bounds, Measured(value, low, high, 1, "", 1, ()))
+    places = {
+        "band0": found.band[0], "band1": found.band[1], "line0": found.line[0], "line1": found.line[1],
+        "point": found.point,
+    }  # fmt: skip
+    assert sorted(places, key=places.get) == ordered
+    assert all(0.0 <= place <= 100.0 for place in places.values())
+    assert found.scale == ("log" if bounds.high == 1e5 else "")
+
+
+def test_a_bar_without_width_has_a_middle():
+    found = interval(Bounds(2.0, None, 2.0, ""), Measured(2.0, None, None, 1, "", 1, ()))
+    assert (found.line, found.point) == (None, 50.0)
+    assert interval(BOUNDS, Measured(float("inf"), None, None, 1, "", 1, ())) is None

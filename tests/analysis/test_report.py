@@ -1,0 +1,263 @@
+"""The report of a sweep: what it says, where it goes, and what it leaves in the database."""
+
+import pytest
+
+from analysis import figures, report
+from analysis.drawing import command_line
+from analysis.drawing.source import open_source
+from analysis.page import outcomes, particulars
+from pensieve.errors import MissingSeries
+from pensieve.results import mlflow_log
+from pensieve.results.claims import recorded_claims
+from pensieve.results.store import ResultsStore, open_store
+from tests.analysis.test_page import assert_self_contained, read
+from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep, trial_fields
+
+FAST = [40.0, 42.0, 44.0, 44.0, 44.0]
+SLOW = [40.0, 80.0, 150.0, 200.0, 220.0]
+USERS = {"workload": {"name": "chat", "users": 6}, "cache": {"name": "demo", "gpu": "4096 tokens"}, "seed": 0}
+
+
+def fill(store, ttft=None, seeds=3, **changed):
+    ttft = ttft or {"pensieve": FAST, "stateless": SLOW}
+    sweep = open_sweep(store, n_expected=seeds * len(ttft), seed="0,1,2", baseline=",".join(ttft))
+    for seed in range(seeds):
+        for place, (name, medians) in enumerate(ttft.items()):
+            fields = {"seed": seed, "config": USERS, "flags": {"load": "closed"}, "device": "cpu"} | changed
+            add_trial(store, sweep, seed * len(ttft) + place, name, conversation_turns(medians), **fields)
+    return sweep
+
+
+@pytest.fixture
+def outputs(tmp_path, monkeypatch):
+    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def without_figures(monkeypatch):
+    """They take a second each."""
+    monkeypatch.setattr(figures, "FIGURES", ())
+
+
+def verdicts(store, sweep):
+    return {row.name: row.verdict for row in recorded_claims(store, sweep)}
+
+
+def test_one_command_writes_the_page_and_the_verdicts(outputs, capsys):
+    store = open_store(outputs)
+    sweep = fill(store)
+    assert report.main([]) == 0
+    path = outputs / "reports" / f"sweep-{sweep}.html"
+    out = capsys.readouterr().out
+    assert out.splitlines() == [str(path), f"Not logged to MLflow: sweep {sweep} has no run there."]
+    html = path.read_text(encoding="utf-8")
+    assert_self_contained(html)
+    text = " ".join(read(html).text.split())
+    for part in (
+        "6 of 6",
+        "Random weights",
+        "trials 1-6",
+        "python analysis/report.py --sweep 1",
+        "Time to first token by turn",
+    ):
+        assert part in text
+    assert html.count("data:image/png;base64,") >= 1
+    assert verdicts(store, sweep)["speedup_turn_5"] == "holds"
+    assert verdicts(store, sweep)["paper_opt_13b_sharegpt"] == "not comparable"
+
+
+def test_again_replaces_the_verdicts_of_the_sweep_and_swapping_the_baselines_flips_them(
+    outputs, tmp_path, without_figures
+):
+    store = open_store(outputs)
+    first = fill(store)
+    assert report.main(["--sweep", str(first)]) == 0
+    before = verdicts(store, first)
+    assert report.main(["--sweep", str(first)]) == 0
+    assert verdicts(store, first) == before
+    other = open_store(tmp_path / "other")
+    swapped = fill(other, {"pensieve": SLOW, "stateless": FAST})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PENSIEVE_OUTPUTS", str(tmp_path / "other"))
+        assert report.main([]) == 0
+    assert (before["speedup_turn_5"], verdicts(other, swapped)["speedup_turn_5"]) == ("holds", "fails")
+
+
+def test_a_figure_that_cannot_be_drawn_is_a_line_with_the_command(outputs, monkeypatch):
+    def draw(source, folder):
+        raise MissingSeries("Sweep 1 has no completed trial of baseline vllm; run `some command`.")
+
+    broken = command_line.Figure("broken", "a thing", "some command", lambda source: True, draw)
+    other = command_line.Figure("other", "another thing", "run.py experiment=other", lambda source: False, draw)
+    monkeypatch.setattr(figures, "FIGURES", (broken, other))
+    fill(open_store(outputs))
+    assert report.main([]) == 0
+    text = " ".join(read((outputs / "reports" / "sweep-1.html").read_text(encoding="utf-8")).text.split())
+    assert "broken Sweep 1 has no completed trial of baseline vllm; run `some command`." in text
+    assert "other another thing; its trials come from run.py experiment=other" in text
+
+
+def test_names_from_the_database_are_escaped(outputs, without_figures):
+    store = open_store(outputs)
+    hostile = "<img src=x onerror=alert(1)>"
+    sweep = fill(store, {"pensieve": FAST, "stateless": SLOW, hostile: FAST}, device=hostile, model=hostile)
+    trial = store.begin_trial(trial_fields("gone", baseline=hostile, config=USERS, model=hostile))
+    store.link(sweep, trial, 99, reused=False)
+    store.finish_trial(trial, "failed", hostile)
+    assert report.main([]) == 0
+    html = (outputs / "reports" / f"sweep-{sweep}.html").read_text(encoding="utf-8")
+    assert_self_contained(html)
+    assert "<img src=x" not in html
+    assert "&lt;img src=x onerror=alert(1)&gt;" in html
+
+
+def test_it_goes_to_the_sweep_s_run_in_mlflow(outputs, capsys, monkeypatch, without_figures):
+    store = open_store(outputs)
+    sweep = fill(store)
+    store.set_sweep(sweep, mlflow_run_id="abc")
+    logged = []
+    monkeypatch.setattr(report, "log_text_of_sweep", lambda *given: logged.append(given) or "abc")
+    assert report.main([]) == 0
+    assert "Logged to MLflow as report.html of run abc." in capsys.readouterr().out
+    [(folder, _, sweep_id, html, name)] = logged
+    assert (folder, sweep_id, name) == (outputs, sweep, "report.html")
+    assert html.startswith("<!doctype html>")
+
+
+@pytest.mark.slow
+def test_a_text_about_a_sweep_becomes_an_artifact_of_its_run(tmp_path):
+    pytest.importorskip("mlflow")
+    store = open_store(tmp_path)
+    sweep = open_sweep(store)
+    assert mlflow_log.log_text_of_sweep(tmp_path, store, sweep, "page", "report.html") is None
+    run = mlflow_log.start_parent(tmp_path, store, sweep, "pensieve")
+    assert mlflow_log.log_text_of_sweep(tmp_path, store, sweep, "page", "report.html") == run
+    [written] = tmp_path.glob(f"mlartifacts/**/{run}/artifacts/report.html")
+    assert written.read_text() == "page"
+
+
+def test_help_and_errors_are_sentences(outputs, capsys, tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        report.main(["--help"])
+    assert ended.value.code == 0
+    assert "--sweep" in capsys.readouterr().out
+    assert report.main([]) == 1
+    assert "There are no results" in capsys.readouterr().err
+    open_store(outputs)
+    assert report.main([]) == 1
+    assert "no sweep" in capsys.readouterr().err
+    assert report.main(["--sweep", "7"]) == 1
+    assert "no sweep 7" in capsys.readouterr().err
+    assert report.main(["--claims", str(tmp_path / "none.yaml")]) == 1
+    assert "claims cannot be read" in capsys.readouterr().err
+
+
+def test_a_sweep_without_completed_trials_still_has_its_page(outputs, without_figures):
+    store = open_store(outputs)
+    sweep = open_sweep(store, n_expected=3)
+    trial = store.begin_trial(trial_fields("one", config=USERS))
+    store.link(sweep, trial, 0, reused=False)
+    store.finish_trial(trial, "failed", "The GPU caught fire; buy another.")
+    assert report.main([]) == 0
+    text = read((outputs / "reports" / f"sweep-{sweep}.html").read_text(encoding="utf-8")).text
+    assert "The GPU caught fire" in text
+    assert "3 of the sweep's trials did not complete" in text
+    assert set(verdicts(store, sweep).values()) == {"not comparable"}
+
+
+def source_of(**changed):
+    store = ResultsStore(MEMORY)
+    return open_source(store, fill(store, **changed))
+
+
+def test_what_a_reader_has_to_know_comes_first():
+    said = " ".join(particulars.warnings(source_of(simulated=True, weights="none", hardware="sim_h100")))
+    assert "Simulated on sim_h100" in said and "Random weights" not in said
+    assert "shared their device" in " ".join(particulars.warnings(source_of(contended=True)))
+    assert not set(particulars.warnings(source_of())) & set(outcomes.notes(source_of()))
+
+
+def test_the_comparison_has_a_line_a_baseline_and_speed_ups_against_stateless():
+    side_by_side, speedups = outcomes.results(source_of())
+    assert [row[0] for row in side_by_side.rows] == ["pensieve", "stateless"]
+    assert dict(zip((name for name, _ in side_by_side.columns), side_by_side.rows[0], strict=True)) | {
+        "TTFT first": "44.0", "TTFT fifth": "48.4", "GPU hit": "50.0", "output": "100"
+    } == dict(zip((name for name, _ in side_by_side.columns), side_by_side.rows[0], strict=True))  # fmt: skip
+    [row] = speedups.rows
+    assert [name for name, _ in speedups.columns] == ["baseline", "turn 1", "turn 5", "last", "all"]
+    assert (row[1], row[2]) == ("1.00 [1.00, 1.00]", "5.00 [5.00, 5.00]")
+
+
+def test_alike_flags_are_said_once():
+    def flagged(seed_text):
+        return source_of(flags={"load": "closed", "window": seed_text, "thin_percentiles": ["a_p99", "b_p99[turn=1]"]})
+
+    table = particulars.flags(flagged("Only 2 turns finished."))
+    assert [list(row) for row in table.rows] == [
+        ["window", "Only 2 turns finished.", "1-6"],
+        [
+            "thin_percentiles",
+            "Too few values to take these percentiles at their word: a_p99 and 1 of single turns or labels.",
+            "1-6",
+        ],
+    ]
+    assert particulars.flags(source_of()) is None
+
+
+def test_configuration_is_what_all_trials_share():
+    tables = {table.caption: dict(row for row in table.rows) for table in particulars.configuration(source_of())}
+    assert tables["workload"] == {"name": "chat", "users": "6"}
+    assert tables["cache"]["gpu"] == "4096 tokens"
+    assert "seed" not in tables.get("others", {})
+
+
+@pytest.mark.parametrize(
+    ("command", "overrides", "line"),
+    [
+        ("python runners/run.py -m", {"seed": "0,1"}, "python runners/run.py -m"),
+        (
+            "python /x/runners/run.py -m cache.gpu=8 tokens",
+            {"cache.gpu": "8 tokens", "seed": "0,1"},
+            "python /x/runners/run.py -m 'cache.gpu=8 tokens' seed=0,1",
+        ),
+        (
+            "python runners/bench.py target=a b",
+            {"target": "a b"},
+            "python runners/bench.py 'target=a b'",
+        ),
+        (None, {"cache.gpu": "8 tokens"}, "python runners/run.py -m 'cache.gpu=8 tokens'"),
+    ],
+)
+def test_the_command_can_be_pasted_into_a_shell(command, overrides, line):
+    assert particulars.run_again(command, overrides) == line
+
+
+@pytest.mark.parametrize(
+    ("numbers", "unit", "shown"),
+    [
+        ((2.254, 0.669, 10.43), "x", "2.25× [0.67, 10.43]"),
+        ((3.0, None, None), "ms", "3.00 ms"),
+        ((0.0, 0.0, 0.0), "%", "0 % [0, 0]"),
+        ((0.81, 0.607, 0.914), "R²", "0.810 R² [0.607, 0.914]"),
+        ((2882.772, 2478.6, 3155.8), "ms", "2,883 ms [2,479, 3,156]"),
+        ((111.66, 110.2, 112.9), "%", "111.7 % [110.2, 112.9]"),
+    ],
+)
+def test_a_value_has_as_many_digits_as_it_deserves(numbers, unit, shown):
+    assert outcomes.estimated(*numbers, unit) == shown
+
+
+def test_a_benchmark_shows_its_cases():
+    from pensieve.metrics import Metric
+
+    store = ResultsStore(MEMORY)
+    sweep = open_sweep(store)
+    for job, name in enumerate(("ours", "transformers")):
+        trial = store.begin_trial(trial_fields(name, baseline=name, workload="bench_decode", config={}))
+        store.link(sweep, trial, job, reused=False)
+        store.add_metrics(trial, [Metric("time_ms", 5.0 + job, "ms", "decode 8", 9, "repetitions", 4.9, 5.1, 4.0)])
+        store.finish_trial(trial, "completed")
+    [table] = outcomes.results(open_source(store, sweep))
+    assert table.caption == "bench_decode"
+    assert list(table.rows[0]) == ["decode 8", "ours", "time_ms", "5.00 ms [4.90, 5.10]", "4.00 ms"]

@@ -1,0 +1,35 @@
+"""A Bench on the CPU with a database of its own, for tests of targets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pensieve.bench.record import Record
+from pensieve.bench.session import Bench, Options
+from pensieve.compose.machine import Device
+from pensieve.compose.schema import HardwareConfig
+from pensieve.results.store import open_store
+from pensieve.trial.tracking import Tracking
+
+CPU = Device("cpu", "cpu", "cpu", "a processor", 1, 2**33, 2**33)
+
+
+def make_bench(target: str, folder: Path, **options: Any) -> Bench:
+    store = open_store(folder)
+    given = Options(size="small", repeats=2, model=None, seed=0, exclusive=False)
+    fields = {name: getattr(given, name) for name in Options.__slots__}
+    return Bench(
+        target=target,
+        device=torch.device("cpu"),
+        machine=CPU,
+        hardware=HardwareConfig(name="cpu", simulated=False, device="cpu", threads=1),
+        options=Options(**{**fields, **options}),
+        records=Record(store, target, {"target": target}, CPU),
+        tracking=Tracking(folder, store, mlflow=False, kept=True),
+        say=lambda _: None,
+        threads=1,
+        limits={"copy_bytes_s": 1e9, "matrix_flops_s": 1e9},
+    )

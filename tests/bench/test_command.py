@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from pensieve.bench import command
+from pensieve.bench.case import Case, Measured
+from pensieve.bench.session import Bench
+from pensieve.bench.targets import run_target
+from pensieve.compose import read_option
+from pensieve.errors import ConfigError, HardwareMissing
+from pensieve.results.store import open_store
+
+CASES = {
+    "whole": (Case("a", 1.0), [Measured("ours", [1.5, 1.6]), Measured("sdpa", [3.0])]),
+    "no_peer": (Case("a", 1.0), [Measured("ours", [1.5, 1.6])]),
+    "no_limit": (Case("a", None), [Measured("ours", [1.5, 1.6]), Measured("sdpa", [3.0])]),
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
+    bench = {"size": "auto", "repeats": None, "model": "auto", "markdown": str(tmp_path / "table.md"), "only": None}
+    bench |= {"exclusive": False, "turns": 1, "seed": 0}
+    hardware = {**read_option("hardware", "cpu"), "threads": 1}
+    return {"target": "kernel", "bench": bench, "hardware": hardware, "tracking": read_option("tracking", "local")}
+
+
+def target_that(monkeypatch: pytest.MonkeyPatch, name: str, run: Any) -> None:
+    module = ModuleType(name)
+    module.run = run  # type: ignore[attr-defined]
+    monkeypatch.setattr(command, "find_spec", lambda name: True)
+    monkeypatch.setitem(sys.modules, f"pensieve.bench.{name}", module)
+
+
+@pytest.mark.parametrize(
+    ("what", "status", "said"), [("whole", 0, ""), ("no_peer", 1, "no peer"), ("no_limit", 1, "no limit")]
+)
+def test_without_limit_or_peer_the_status_is_not_zero(
+    what: str,
+    status: int,
+    said: str,
+    config: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    target_that(monkeypatch, "kernel", lambda bench: bench.record(*CASES[what]))
+    assert run_target(config, {"target": "kernel"}) == status
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert "1.55" in printed.out
+    store = open_store(tmp_path)
+    assert store.sweep(1).status == ("failed" if status else "completed")
+    text = (tmp_path / "table.md").read_text()
+    assert "| a | ours | 1.55 | 1.5..1.6 | ms |" in text
+    assert "torch " in text and "commit " in text
+
+
+def test_the_targets_of_all_run_though_one_fails(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[str] = []
+
+    def works(bench: Bench) -> None:
+        ran.append(bench.target)
+        bench.record(*CASES["whole"])
+
+    def fails(bench: Bench) -> None:
+        raise HardwareMissing("This machine has no such thing.")
+
+    def lacks(bench: Bench) -> None:
+        raise ModuleNotFoundError("No module named 'flashinfer'", name="flashinfer")
+
+    for name, run in {"kernel": works, "swap": fails, "decode": lacks, "prefill": works, "serve": works}.items():
+        target_that(monkeypatch, name, run)
+    assert run_target({**config, "target": "all"}, {}) == 1
+    assert ran == ["kernel", "prefill", "serve"]
+    said = capsys.readouterr().err
+    assert "swap: This machine has no such thing." in said
+    assert "decode: the Python package flashinfer is not installed" in said
+
+
+def test_unknown_targets_and_options_are_one_sentence(config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="no target 'kernels'"):
+        run_target({**config, "target": "kernels"}, {})
+    with pytest.raises(ConfigError, match=r"bench\.repeats"):
+        run_target({**config, "bench": {**config["bench"], "repeats": 0}}, {})
+    with pytest.raises(ConfigError, match=r"bench\.size='huge'"):
+        run_target({**config, "bench": {**config["bench"], "size": "huge"}}, {})
+    with pytest.raises(HardwareMissing, match="is simulated"):
+        run_target({**config, "hardware": read_option("hardware", "sim_h100")}, {})

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pensieve.bench import decode, prefill
+from pensieve.bench.models import plain_module
+from pensieve.bench.peers import Generate, batched_gaps_ms, continuous_batching, prompts
+from pensieve.bench.stepper import Stepper, prompt
+from pensieve.worker.torch.model import LoadedModel
+from tests.bench.bench import make_bench
+from tests.worker.torch.driver import tiny_model, tiny_spec
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return tiny_model("llama")
+
+
+def test_the_floor_reads_all_weights_and_kv_once_or_does_all_operations() -> None:
+    spec = tiny_spec("llama")
+    weights = 4 * (2 * spec.layer_parameters + 97 * 64)
+    by_memory = decode.floor_ms(spec, 3, 40, copy_bytes_s=1e6, matrix_flops_s=1e15)
+    assert by_memory == pytest.approx((weights + 3 * 41 * spec.kv_bytes_per_token) / 1e6 * 1e3)
+    operations = 3 * (2 * 2 * spec.layer_parameters + 2 * 97 * 64 + spec.attention_flops(1, 41))
+    assert decode.floor_ms(spec, 3, 40, copy_bytes_s=1e15, matrix_flops_s=1e6) == pytest.approx(operations / 1e3)
+
+
+def test_a_prompts_operations_are_those_of_its_projections_and_its_causal_attention() -> None:
+    spec = tiny_spec("llama")
+    pairs = 10 * 11 // 2
+    expected = 10 * 2 * 2 * spec.layer_parameters + 4 * 2 * 4 * 16 * pairs + 2 * 97 * 64
+    assert prefill.operations(spec, 10) == expected
+
+
+def test_the_stepper_computes_what_the_plain_model_computes(model: LoadedModel) -> None:
+    stepper = Stepper(model, requests=3, context=70)
+    stepper.fill()
+    assert stepper.decode(2, steps=1) > 0
+    token = stepper.tokens[1]
+    stepper.close()
+    ids = prompt(1, 70, 97)
+    module = plain_module(model)
+    with torch.inference_mode():
+        for _ in range(2):  # the token that follows the prompt, then the one that a decode step gave
+            ids = (*ids, int(module(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    assert token == ids[-1]
+
+
+def test_generate_is_timed_between_its_tokens_and_can_be_asked_again(model: LoadedModel) -> None:
+    peer = Generate(plain_module(model), 2, 40, 97)
+    assert peer.step_ms(4) > 0
+    assert peer._cache.get_seq_length() == 40
+    assert peer.step_ms(3) > 0
+
+
+def test_continuous_batching_is_timed_while_all_requests_decode(model: LoadedModel) -> None:
+    with continuous_batching(plain_module(model), 3 * 64, 64, 3) as manager:
+        gaps = batched_gaps_ms(manager, prompts(3, 40, 97), 12)
+    assert 3 <= len(gaps) <= 12
+    assert all(gap > 0 for gap in gaps)
+
+
+def test_prompts_share_no_block() -> None:
+    some = prompts(8, 64, 97)
+    assert len({tuple(prompt[:32]) for prompt in some}) == 8
+    assert all(0 < token < 97 for prompt in some for token in prompt)
+
+
+def test_decode_and_prefill_stand_beside_their_peers(
+    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench("decode", tmp_path, repeats=1)
+    monkeypatch.setattr(decode, "load", lambda bench: model)
+    monkeypatch.setattr(decode, "_CPU", ((2, 40),))
+    monkeypatch.setattr(type(bench), "measure_limits", lambda self: None)
+    decode.run(bench)
+    assert bench.gaps == []
+    (result,) = bench.results
+    assert [m.backend for m in result.measured] == ["ours", "transformers_generate", "transformers_cb"]
+    assert all(m.values for m in result.measured), [m.error for m in result.measured]
+    assert result.measured[0].engine["engine"] == "torch"
+    monkeypatch.setattr(prefill, "load", lambda bench: model)
+    monkeypatch.setattr(prefill, "_CPU", (48,))
+    bench.target = "prefill"
+    prefill.run(bench)
+    assert bench.gaps == []
+    assert [m.backend for m in bench.results[1].measured] == ["ours", "transformers"]

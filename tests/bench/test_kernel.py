@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pensieve.bench.kernel import find_backends, pairs, plain_cases, recovery_runs
+from pensieve.bench.kernel_inputs import (
+    Runs,
+    Shape,
+    contiguous,
+    copied_out,
+    make_inputs,
+    one_at_a_time,
+    paged,
+)
+from pensieve.worker.torch.kernels.reference import ReferenceBackend
+
+SHAPE = Shape(heads=4, kv_heads=2, dim=16, chunk=8)
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "rows", [[[(40, 41)]] * 3, [[(40, 48)]] * 2, [[(30, 31)], [(9, 10)], [(0, 12)]], [[(0, 8), (16, 30)]]], ids=str
+)
+def test_all_ways_of_attending_do_the_same_work(rows: list[Runs]) -> None:
+    inputs = make_inputs(rows, SHAPE, CPU, torch.float32, seed=0, layers=2)
+    ways = [paged(ReferenceBackend(), inputs), copied_out(inputs)]
+    if inputs.uniform:
+        ways += [contiguous(inputs), one_at_a_time(ReferenceBackend(), inputs)]
+    with torch.inference_mode():
+        first, *others = [way() for way in ways]
+    assert first.shape == inputs.queries.shape
+    for other in others:
+        assert torch.allclose(first, other, atol=1e-5)
+
+
+def test_inputs_lie_beyond_the_caches_and_count_shared_keys_once() -> None:
+    inputs = make_inputs([[(0, 8), (16, 30)], [(3, 4)]], SHAPE, CPU, torch.float32, seed=0)
+    assert inputs.kv_bytes == (30 + 4) * 2 * 2 * 16 * 4
+    assert inputs.layers == 32
+    assert not inputs.pool.isnan().any()
+
+
+@pytest.mark.parametrize(("context", "runs", "tokens"), [(4096, 4, 256), (512, 4, 32)])
+def test_a_recoverys_one_run_has_as_many_pairs(context: int, runs: int, tokens: int) -> None:
+    several, [one] = recovery_runs(context, runs, tokens)
+    assert [stop - start for start, stop in several] == [tokens] * runs
+    assert one[1] - one[0] == runs * tokens and one[0] >= 0
+    assert sum(pairs(*run) for run in several) == pytest.approx(pairs(*one), rel=1e-3)
+    assert pairs(2, 5) == 3 + 4 + 5
+
+
+def test_on_a_gpu_the_cases_are_those_of_the_goals() -> None:
+    labels = [label for label, _, _ in plain_cases(on_gpu=True, full=False)]
+    assert [label for label in labels if label.startswith("decode 64")] == [
+        f"decode 64 over {n}" for n in (1024, 4096, 16384)
+    ]
+    mixed = next(rows for label, rows, _ in plain_cases(on_gpu=True, full=False) if label.startswith("mixed"))
+    assert len(mixed) == 57 and mixed[-1] == [(0, 512)]
+
+
+def test_on_a_cpu_the_reference_serves_and_nothing_is_missed() -> None:
+    backends = find_backends(CPU, torch.float32, SHAPE)
+    assert (backends.ours.name, backends.others, backends.absent) == ("reference", (), {})

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pensieve.compose import build_system, plan_trial, resolved
+from pensieve.errors import ConfigError, EngineMissing
+from pensieve.results.identity import config_hash
+from tests.composed import checked, composed
+
+
+def test_it_is_part_of_what_is_measured() -> None:
+    plain, chosen = (config_hash(resolved(composed(*typed))) for typed in ((), ("attention_backend=reference",)))
+    assert plain != chosen
+
+
+def test_an_unknown_one_is_one_sentence() -> None:
+    with pytest.raises(
+        ConfigError, match="attention_backend='flash' cannot be used: Input should be 'auto', 'reference'"
+    ):
+        checked("attention_backend=flash")
+
+
+def test_simulated_hardware_ignores_it() -> None:
+    system = build_system(plan_trial(checked("attention_backend=flashinfer")))
+    system.start()
+    system.close()
+
+
+def test_the_model_is_loaded_with_it_and_with_the_size_of_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pensieve.worker.torch import model
+
+    seen: dict[str, Any] = {}
+
+    def load(*arguments: Any, **options: Any) -> None:
+        seen.update(options)
+        raise EngineMissing("enough seen")
+
+    monkeypatch.setattr("pensieve.worker.torch.shelf.load_model", load)
+    assert model.load_model is not load
+    with pytest.raises(EngineMissing, match="enough seen"):
+        build_system(plan_trial(checked("hardware=cpu", "attention_backend=varlen", "cache.chunk_tokens=64")))
+    assert (seen["attention"], seen["chunk_tokens"]) == ("varlen", 64)
+
+
+def test_one_that_cannot_run_here_is_one_sentence() -> None:
+    with pytest.raises(EngineMissing, match="attention_backend=varlen runs on CUDA only"):
+        build_system(plan_trial(checked("hardware=cpu", "attention_backend=varlen")))

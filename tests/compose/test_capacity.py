@@ -1,0 +1,105 @@
+"""cache.gpu=auto: what fits, the same for every baseline, and one sentence with the numbers where nothing does."""
+
+import dataclasses
+
+import pytest
+
+from pensieve.baselines.engine_system import EngineSystem
+from pensieve.compose import plan_trial
+from pensieve.compose.build import build_system
+from pensieve.compose.capacity import auto_gpu_blocks
+from pensieve.compose.machine import Device
+from pensieve.compose.preflight import check_memory
+from pensieve.errors import ConfigError, HardwareMissing
+from pensieve.specs import ModelSpec
+from tests.composed import checked
+
+GIB = 2**30
+CPU = Device("cpu", "cpu", "cpu", "a CPU", 1, 16 * GIB, 16 * GIB)
+
+
+def test_simulated_takes_its_share_less_weights_and_an_iteration():
+    plan = plan_trial(checked("model=llama3_8b", "cache.gpu=auto", "cache.cpu=20GB", "hardware=sim_a100_80g"))
+    taken = plan.gpu_bytes + plan.model.weight_bytes + plan.activation_bytes
+    share = 0.9 * 80 * GIB
+    assert share - plan.block_bytes < taken <= share
+    check_memory(plan)
+    half = plan_trial(
+        checked("model=llama3_8b", "cache.gpu=auto", "hardware=sim_a100_80g", "hardware.memory_share=0.5")
+    )
+    assert plan.gpu_bytes - half.gpu_bytes == pytest.approx(0.4 * 80 * GIB, rel=1e-3)
+    more = plan_trial(checked("model=llama3_8b", "cache.gpu=auto", "hardware=sim_a100_80g", "hardware.gpus=2"))
+    assert more.gpu_bytes > 2 * plan.gpu_bytes, "the weights are there once"
+
+
+def test_the_started_engine_reports_what_auto_became():
+    plan = plan_trial(checked("model=llama3_8b", "cache.gpu=auto", "hardware=sim_h100", "hardware.depth=2"))
+    system = build_system(plan)
+    assert isinstance(system, EngineSystem)
+    system.start()
+    assert system.settings()["gpu_tokens"] == plan.gpu_blocks * plan.chunk_tokens
+    assert system.settings()["depth"] == 2
+    assert system.engine.cache.gpu_blocks == plan.gpu_blocks
+    system.close()
+
+
+def test_every_baseline_has_the_same_budget():
+    budgets = {
+        plan_trial(checked("cache.gpu=auto", "cache.cpu=20GB", f"baseline={name}")).budget_gpu_blocks
+        for name in ("pensieve", "gpu_only", "stateless")
+    }
+    assert len(budgets) == 1
+
+
+def test_all_of_a_gpu_cannot_be_more_than_all():
+    with pytest.raises(ConfigError, match="kv_budget=device"):
+        plan_trial(checked("cache.gpu=auto", "baseline=gpu_only", "baseline.kv_budget=total"))
+
+
+def test_a_cpu_takes_half_of_what_is_free_to_a_power_of_two():
+    tiny = dataclasses.replace(plan_trial(checked()).model, dtype="float32")
+    block = 32 * tiny.kv_bytes_per_token
+
+    def blocks(free: int) -> int:
+        return auto_gpu_blocks(CPU, tiny, 100 * 2**20, GIB, block, None, free)
+
+    assert blocks(8 * GIB) == blocks(8 * GIB - 64 * 2**20), "a little more or less in use changes nothing"
+    assert blocks(8 * GIB).bit_count() == 1
+    assert 1.2 * GIB < blocks(8 * GIB) * block <= 3 * GIB
+    with pytest.raises(HardwareMissing, match=r"cache\.gpu=auto finds no room") as error:
+        blocks(2 * GIB)
+    for part in ("2.0 GiB free on a CPU is 1.0 GiB", "an iteration 100.0 MiB", "the CPU tier 1.0 GiB", "cache.cpu"):
+        assert part in str(error.value)
+
+
+def test_a_model_that_fills_the_device_leaves_no_room():
+    with pytest.raises(HardwareMissing, match=r"use a smaller model, or set hardware\.memory_share higher") as error:
+        plan_trial(checked("model=llama2_70b", "cache.gpu=auto", "hardware=sim_a100_80g"))
+    assert "80.0 GiB of memory" in str(error.value)
+
+
+def test_a_measured_tier_must_only_be_worth_starting():
+    """On a real GPU others may use part of it: the worker measures what is left."""
+    plan = plan_trial(checked("model=llama3_8b", "cache.gpu=auto", "hardware=sim_a100_80g"))
+    gpu = dataclasses.replace(plan, device=dataclasses.replace(plan.device, kind="cuda"))
+    assert gpu.gpu_measured
+    assert "about" in gpu.budget()
+    check_memory(gpu, 20 * GIB)
+    with pytest.raises(HardwareMissing, match=r"10\.0 GiB are free"):
+        check_memory(gpu, 10 * GIB)
+    with pytest.raises(HardwareMissing):
+        check_memory(plan, 20 * GIB)
+
+
+def test_graphs_off_is_understood_however_yaml_reads_it():
+    for word in ("hardware.graphs=off", "hardware.graphs=false"):
+        assert checked("hardware=cpu", word).hardware.graphs in ("off", False)
+    with pytest.raises(ConfigError, match=r"hardware\.depth"):
+        checked("hardware=cpu", "hardware.depth=3")
+
+
+def test_a_spec_without_room_says_so_before_anything_starts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("pensieve.compose.capacity.free_host_memory_bytes", lambda: 64 * 2**20)
+    with pytest.raises(HardwareMissing, match=r"64\.0 MiB free"):
+        plan_trial(checked("hardware=cpu", "cache.gpu=auto"))
+    assert isinstance(plan_trial(checked("hardware=cpu")).model, ModelSpec)

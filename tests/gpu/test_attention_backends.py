@@ -1,0 +1,128 @@
+"""Each backend that is installed, on CUDA, against the definition in float64; the kernel inside a captured graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pensieve.errors import EngineMissing, UnsupportedModel
+from pensieve.worker.torch.kernels.base import AttentionBackend, CapturingBackend
+from pensieve.worker.torch.kernels.choose import BACKENDS, load_backend
+
+from ..worker.torch.kernels.cases import MIXED, Heads, Runs, make_case
+
+LONG: list[Runs] = [
+    [(9000, 9001)],
+    [(3000, 3001)],
+    [(17, 18)],
+    [(0, 700)],
+    [(2000, 2033)],
+    [(0, 64), (500, 700), (1400, 1500)],
+]
+
+
+def _backend(name: str, dtype: torch.dtype, dim: int, chunk: int) -> AttentionBackend:
+    try:
+        return load_backend(name, torch.device("cuda", 0), dtype, dim, chunk)
+    except EngineMissing as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (40, None), (None, 2.0)])
+def test_mixed_rows(name: str, window: int | None, softcap: float | None) -> None:
+    backend = _backend(name, torch.bfloat16, 128, 32)
+    for rows in (MIXED, LONG):
+        case = make_case(rows, Heads(8, 2, 128), torch.bfloat16, 32, "cuda")
+        try:
+            got = case.attend(backend.plan(case.batch, case.pool, 32), 0.1, window, softcap)
+        except UnsupportedModel as error:
+            pytest.skip(str(error))
+        case.check(got, case.expected(0.1, window, softcap))
+
+
+@pytest.mark.parametrize("chunk", [16, 32, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", [Heads(4, 4, 64), Heads(32, 8, 128), Heads(14, 2, 80), Heads(8, 4, 256)], ids=str)
+def test_the_kernel_on_all_shapes(heads: Heads, dtype: torch.dtype, chunk: int) -> None:
+    backend = _backend("triton", dtype, heads.dim, chunk)
+    for rows in ([[(2100, 2101)], [(4, 5)]], [[(0, 300)]], MIXED):
+        case = make_case(rows, heads, dtype, chunk, "cuda")
+        case.check(
+            case.attend(backend.plan(case.batch, case.pool, chunk), None, None, None), case.expected(None, None, None)
+        )
+
+
+def test_offsets_beyond_two_to_the_31() -> None:
+    """A layer of 2^31 elements and more: the last block is past what 32 bits can address."""
+    backend = _backend("triton", torch.bfloat16, 128, 32)
+    tokens = 2**31 // (2 * 8 * 128) + 64
+    if torch.cuda.mem_get_info()[0] < 2.2 * tokens * 2 * 8 * 128 * 2:
+        pytest.skip("needs 10 GB of free GPU memory")
+    case = make_case([[(50, 51)]], Heads(32, 8, 128), torch.bfloat16, 32, "cuda")
+    expected = case.expected(None, None, None)
+    blocks = len(case.pool[1]) // 32
+    pool = torch.zeros(1, tokens, 2, 8, 128, dtype=torch.bfloat16, device="cuda")
+    pool[0, -blocks * 32 :] = case.pool[1]
+    for span in case.batch.spans:
+        span.blocks[:] += tokens // 32 - blocks  # the arrays are this test's own
+    plan = backend.plan(case.batch, pool, 32)
+    slots = case.batch.write_slots + tokens - blocks * 32
+    plan.write(pool[0], slots, case.keys, case.values)
+    got = plan.attend(pool[0], case.queries, case.keys, case.values, None, None, None)
+    assert float((got.cpu().double() - expected).abs().max()) < 0.05
+
+
+def test_a_captured_graph_serves_batch_after_batch() -> None:
+    """Static inputs, a standing plan that is updated between replays, and rows that no span covers."""
+    backend = _backend("triton", torch.bfloat16, 128, 32)
+    assert isinstance(backend, CapturingBackend)
+    rows, heads = 8, Heads(32, 8, 128)
+    batches: list[list[Runs]] = [
+        [[(30, 31)]],
+        [[(6000, 6001)], [(0, 1)], [(999, 1000)]],
+        [[(64 * i, 64 * i + 1)] for i in range(1, 9)],
+    ]
+    cases = [make_case(b, heads, torch.bfloat16, 32, "cuda", seed=i) for i, b in enumerate(batches)]
+    pool = torch.zeros(
+        2, max(case.pool.shape[1] for case in cases) + 32, 2, 8, 128, dtype=torch.bfloat16, device="cuda"
+    )
+    scratch = pool.shape[1] - 1
+    queries = torch.zeros(rows, heads.heads, heads.dim, dtype=torch.bfloat16, device="cuda")
+    keys, values = (torch.zeros(rows, heads.kv_heads, heads.dim, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    slots = torch.full((rows,), scratch, dtype=torch.int64, device="cuda")
+    plan = backend.standing(pool, 32, rows, 200)
+
+    def step() -> list[torch.Tensor]:
+        plan.write(pool[1], slots, keys, values)
+        return [plan.attend(pool[1], queries, keys, values, None, window, None) for window in (None, 100)]
+
+    def load(index: int) -> int:
+        case = cases[index]
+        real = len(case.queries)
+        pool.zero_()
+        pool[1, : case.pool.shape[1]] = case.pool[1].nan_to_num()
+        for target, source in ((queries, case.queries), (keys, case.keys), (values, case.values)):
+            target.fill_(3.0)
+            target[:real] = source
+        slots.fill_(scratch)
+        slots[:real] = case.batch.write_slots
+        case.pool[1, case.batch.write_slots] = torch.stack((case.keys, case.values), dim=1)
+        plan.update(case.batch)
+        return real
+
+    load(0)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = step()
+    for index in (1, 2, 0):
+        real = load(index)
+        graph.replay()
+        for got, window in zip(outputs, (None, 100), strict=True):
+            cases[index].check(got[:real], cases[index].expected(None, window, None))
+            assert not got[real:].any()

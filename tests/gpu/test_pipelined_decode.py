@@ -1,0 +1,116 @@
+"""On a GPU: graphs equal eager, two plans in flight equal one, nothing waits but for the tokens, cache.gpu=auto fits."""
+
+from __future__ import annotations
+
+import warnings
+from array import array
+from functools import cache
+
+import pytest
+import torch
+
+from pensieve.cache.two_tier import TwoTierCache
+from pensieve.clock import WallClock
+from pensieve.engine import Engine
+from pensieve.eviction.lru import Lru
+from pensieve.plan import Row, Sample, StepPlan
+from pensieve.request import Length, Request, Sampling
+from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.specs import ModelSpec
+from pensieve.worker.torch.model import LoadedModel, load_model
+from pensieve.worker.torch.options import TorchOptions
+from pensieve.worker.torch.worker import TorchWorker
+from tests.simulated import policy_context
+from tests.worker.torch.driver import random_tokens
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CHUNK = 32
+SIZES = {
+    "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 512, "vocab_size": 512, "max_position_embeddings": 1024,
+}  # fmt: skip
+
+
+@cache
+def model() -> LoadedModel:
+    """float32, so that tokens can be compared one by one."""
+    return load_model(ModelSpec.from_architecture("small", SIZES), "random", None, None, 0, "cuda", chunk_tokens=CHUNK)
+
+
+def served(depth: int, graphs: bool) -> tuple[dict[int, list[int]], TorchWorker]:
+    options = TorchOptions(depth=depth, graphs=graphs, max_batch_tokens=256, max_batch_requests=12)
+    worker = TorchWorker(model(), CHUNK, WallClock(), options=options)
+    store = TwoTierCache(policy=Lru(policy_context(CHUNK, 40, 40)), chunk_tokens=CHUNK, gpu_blocks=40, cpu_blocks=40)
+    worker.start(40, 40)
+    settings = SchedulerSettings(max_batch_tokens=256, max_batch_requests=12)
+    engine = Engine(cache=store, settings=settings, worker=worker, clock=WallClock(), max_context=1024)
+    tokens: dict[int, list[int]] = {}
+    number = 0
+    for turn in (1, 2, 3):
+        for name in "abcdefghijk":
+            number += 1
+            sampling = Sampling(temperature=0.0 if name < "g" else 1.0, top_k=20, top_p=0.9, seed=3)
+            prompt = array("i", random_tokens(9 + 7 * (number % 9), number))
+            engine.submit(Request(number, name, turn, prompt, Length(12 + number % 5), sampling))
+        while engine.busy:
+            for event in engine.step(None):
+                if event.turn is not None:
+                    assert event.turn.status == "completed", event.turn.error
+                    tokens[event.request_id] = list(event.turn.token_ids)
+            store.check()
+    return tokens, worker
+
+
+@cache
+def plain() -> dict[int, list[int]]:
+    tokens, worker = served(1, graphs=False)
+    worker.close()
+    return tokens
+
+
+@pytest.mark.parametrize(("depth", "graphs"), [(1, True), (2, False), (2, True)])
+def test_graphs_and_depth_change_no_token(depth: int, graphs: bool) -> None:
+    tokens, worker = served(depth, graphs)
+    settings = worker.settings()
+    worker.close()
+    assert settings["depth"] == depth
+    if graphs and model().attention.captures:
+        assert settings["graphs"] == "on"
+    assert tokens == plain()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_launch_waits_for_nothing(temperature: float) -> None:
+    """torch reports every synchronising call of a launch; reading the tokens in collect is not one of them."""
+    worker = TorchWorker(model(), CHUNK, WallClock(), options=TorchOptions(depth=2, max_batch_requests=4))
+    worker.start(40, 0)
+    prompt = Row(0, ((0, 40),), tuple(random_tokens(40, 1)), Sample(40))
+    worker.launch(StepPlan(0, (prompt,), ((0, 0, (3, 4, 5)),)), None)
+    assert worker.collect(None) is not None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            for step in (1, 2):
+                sample = Sample(40 + step, key=7, temperature=temperature, top_p=0.9, top_k=20)
+                worker.launch(StepPlan(step, (Row(0, ((39 + step, 40 + step),), None, sample),)), None)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    results = [worker.collect(None) for _ in range(2)]
+    worker.close()
+    assert all(result is not None and result.error is None for result in results)
+    assert not [str(warning.message) for warning in caught if "synchroniz" in str(warning.message)]
+
+
+def test_auto_fits_and_leaves_its_share() -> None:
+    options = TorchOptions(max_batch_tokens=256, max_batch_requests=12, memory_share=0.5)
+    worker = TorchWorker(model(), CHUNK, WallClock(), options=options)
+    blocks = worker.room()
+    worker.start(blocks, 0)
+    free, total = torch.cuda.mem_get_info()
+    used = 1 - free / total
+    worker.close()
+    assert 0.35 < used < 0.6

@@ -1,0 +1,75 @@
+"""A machine with torch and transformers, and without mlflow, datasets and matplotlib: what runs, and what it says."""
+
+import os
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+BARE = ("mlflow", "datasets", "matplotlib")
+BLOCKER = (
+    "import sys\nsys.modules.update(dict.fromkeys({blocked!r}))\n"  # None there: not found, whoever asks in which way
+)
+SHORT = ("model=llama3_8b", "cache=small", "hardware=sim_a100_80g", "workload.users=2", "workload.max_turns=2",
+         "workload.min_turns=2", "workload.pressure=0")  # fmt: skip
+
+
+@pytest.fixture
+def bare(tmp_path):
+    """Runs a runner where the named packages cannot be imported, also not by the processes that it starts."""
+
+    def run(runner, *arguments, without=BARE):
+        blocker = tmp_path / "blocker"
+        blocker.mkdir(exist_ok=True)
+        (blocker / "sitecustomize.py").write_text(BLOCKER.format(blocked=without))
+        env = {**os.environ, "PYTHONPATH": str(blocker), "PENSIEVE_OUTPUTS": str(tmp_path), "OMP_NUM_THREADS": "1"}
+        env.pop("PYTEST_CURRENT_TEST", None)
+        command = [sys.executable, str(CHECKOUT / "runners" / f"{runner}.py"), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=240)
+
+    return run
+
+
+def statuses(folder):
+    with sqlite3.connect(folder / "results.db") as connection:
+        return connection.execute("SELECT baseline, status FROM trial ORDER BY id").fetchall()
+
+
+def test_a_trial_and_a_sweep_are_recorded_in_the_database_alone(bare, tmp_path):
+    done = bare("run", *SHORT)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("MLflow is not installed") == 1
+    assert "complete without it" in done.stdout
+    done = bare("run", *SHORT, "-m", "seed=0", "baseline=pensieve,stateless")
+    assert done.returncode == 0, done.stderr
+    assert sum("matplotlib" in line for line in done.stderr.splitlines()) == 1
+    assert "Traceback" not in done.stderr
+    assert statuses(tmp_path) == [("pensieve", "completed"), ("stateless", "completed")]
+    assert not (tmp_path / "mlflow.db").exists()
+
+
+def test_without_pyarrow_the_tokens_are_missing_and_nothing_else(bare, tmp_path):
+    done = bare("run", *SHORT, without=("mlflow", "pyarrow", "pandas"))
+    assert done.returncode == 0, done.stderr
+    assert "pyarrow is not installed" in done.stderr
+    assert statuses(tmp_path) == [("pensieve", "completed")]
+
+
+@pytest.mark.slow
+def test_a_bench_runs_and_is_recorded(bare, tmp_path):
+    options = ("hardware=cpu", "hardware.threads=1", "bench.repeats=1", "bench.exclusive=false", "bench.model=tiny")
+    done = bare("bench", "target=prefill", *options, without=(*BARE, "pandas", "pyarrow", "alembic", "pynvml"))
+    assert done.returncode == 0, done.stderr
+    assert "prefill 768" in done.stdout
+    assert statuses(tmp_path) == [("ours", "completed"), ("transformers", "completed")]
+
+
+@pytest.mark.parametrize("runner", ["run", "bench", "doctor", "results", "compare"])
+def test_a_package_that_cannot_be_missing_is_named_in_one_sentence(bare, runner):
+    done = bare(runner, without=("omegaconf", "sqlalchemy"))
+    assert done.returncode == 1
+    assert "is not installed; install it" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

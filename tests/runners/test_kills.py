@@ -1,0 +1,247 @@
+"""kill -9 at random moments, with and without a launcher: afterwards every record tells the same story."""
+
+import contextlib
+import importlib.util
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import time
+
+import psutil
+import pytest
+
+from pensieve.errors import TrialRunning
+from pensieve.results.mlflow_log import ensure_store
+from pensieve.results.mlflow_rebuild import rebuild_mlflow
+from pensieve.results.store import open_store
+from tests.results.test_database import FORK
+from tests.runners.sweeping import SHORT, kill, start
+from tests.runners.test_faults import check_whole, completed, query, said
+
+SWEEP = (*SHORT, "-m", "seed=0", "baseline=pensieve,gpu_only,stateless")
+JOBS = 3
+KILLED_WORKER = "A process of the launcher was killed"
+
+
+@pytest.fixture(autouse=True)
+def no_figure(monkeypatch):
+    """The figure costs two seconds a sweep and is drawn from the same rows."""
+    monkeypatch.setattr("pensieve.trial.callback._draw", lambda *_: [])
+
+
+@pytest.fixture
+def warm(monkeypatch):
+    """What every process would import first is here already, and joblib's workers fork from it."""
+    pytest.importorskip("mlflow")
+    from mlflow import MlflowClient  # noqa: F401
+    from mlflow.store.tracking import sqlalchemy_store  # noqa: F401
+
+
+@pytest.fixture
+def forked_workers(warm):
+    if any(importlib.util.find_spec(name) is None for name in ("joblib", "hydra_plugins.hydra_joblib_launcher")):
+        pytest.skip("hydra-joblib-launcher is not installed")
+    from joblib.externals.loky.backend import context
+
+    before = context._DEFAULT_START_METHOD
+    context.set_start_method("fork", force=True)
+    yield
+    context.set_start_method(before, force=True)
+
+
+def mlflow_runs(outputs):
+    """id -> (status, tags, ttft_ms_mean), read with SQLite itself: MLflow would keep the file open across a fork."""
+    with contextlib.closing(sqlite3.connect(outputs / "mlflow.db")) as connection:
+        assert connection.execute("pragma integrity_check").fetchall() == [("ok",)]
+        tags = {}
+        for run, key, value in connection.execute("select run_uuid, key, value from tags"):
+            tags.setdefault(run, {})[key] = value
+        values = dict(connection.execute("select run_uuid, value from latest_metrics where key = 'ttft_ms_mean'"))
+        runs = connection.execute("select run_uuid, status from runs where lifecycle_stage = 'active'").fetchall()
+    return {run: (status, tags.get(run, {}), values.get(run)) for run, status in runs}
+
+
+def check_mlflow(outputs):
+    """One parent, ended; under it one whole run of each completed trial, and nothing that still seems to run."""
+    runs = mlflow_runs(outputs)
+    ((sweep_status, parent),) = query(outputs, "select status, mlflow_run_id from sweep")
+    assert [run for run, (_, tags, _) in runs.items() if "pensieve.sweep_id" in tags] == [parent]
+    assert (runs[parent][0], sweep_status) == ("FINISHED", "completed")
+    children = {run: found for run, found in runs.items() if run != parent}
+    assert {tags.get("mlflow.parentRunId") for _, tags, _ in children.values()} == {parent}
+    assert "RUNNING" not in {status for status, _, _ in children.values()}
+    current = {run: found for run, found in children.items() if "superseded" not in found[1]}
+    logged = sorted((int(tags["pensieve.trial_id"]), run, value) for run, (_, tags, value) in current.items())
+    rows = query(
+        outputs,
+        "select t.id, t.mlflow_run_id, m.value from current_trial t join metric m on m.trial_id = t.id "
+        "where m.name = 'ttft_ms_mean' and m.label = '' order by t.id",
+    )
+    assert logged == rows
+    assert len(rows) == JOBS
+    assert {status for status, _, _ in current.values()} == {"FINISHED"}
+    assert not [run for run, (_, tags, _) in current.items() if "reused" in tags]
+
+
+def finish(outputs, arguments):
+    process = start(outputs, *arguments)
+    process.join(200)
+    assert process.exitcode == 0, said(outputs)
+    check_whole(outputs, JOBS)
+    check_mlflow(outputs)
+
+
+def begin_with_nothing(outputs):
+    """As on the first day, but for MLflow's tables, which take seconds to make."""
+    empty = outputs.with_name("empty")
+    if not empty.exists():
+        empty.mkdir()
+        maker = FORK.Process(target=ensure_store, args=(empty,))
+        maker.start()
+        maker.join()
+    shutil.rmtree(outputs, ignore_errors=True)
+    outputs.mkdir()
+    shutil.copyfile(empty / "mlflow.db", outputs / "mlflow.db")
+
+
+def kill_and_resume(outputs, kills, arguments, kill_one):
+    """The same command again and again, killed at a random moment of the time that it takes on this machine as busy as
+    it is now; what was completed stays as it was. A sweep that came to its end is checked, and begins with nothing."""
+    begin_with_nothing(outputs)
+    began = time.monotonic()
+    finish(outputs, arguments)
+    seconds = time.monotonic() - began
+    begin_with_nothing(outputs)
+    draw, finished, landed = random.Random(kills), [], 0
+    for _ in range(kills):
+        process = start(outputs, *arguments)
+        process.join(draw.uniform(0, seconds))
+        landed += process.exitcode is None
+        kill_one(process, draw)
+        now = completed(outputs)
+        assert set(finished) <= set(now)
+        finished = now
+        if len(finished) == JOBS:
+            finish(outputs, arguments)
+            begin_with_nothing(outputs)
+            finished = []
+    assert landed > kills / 2
+    finish(outputs, arguments)
+    assert said(outputs).count("is this one and is completed") == len(finished)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_one_process_killed_at_random_moments(tmp_path, warm):
+    kill_and_resume(tmp_path / "outputs", 30, SWEEP, lambda process, _: kill(process))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_joblib_killed_at_random_moments(tmp_path, forked_workers):
+    """Parent, worker or both, in turn. A parent that lives tells of its worker; workers that live end by themselves."""
+    outputs = tmp_path / "outputs"
+    turns = iter(["parent", "worker", "both"] * 7)
+    left, told = [], []
+
+    def kill_one(process, draw):
+        who = next(turns)
+        workers = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            workers = [p for p in psutil.Process(process.pid).children() if not _is_tracker(p)]
+        if who == "parent":
+            left.extend(workers)
+            process.kill()  # the next sweep begins at once, while its workers may still be at work
+            process.join()
+        elif who == "worker" and workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                draw.choice(workers).send_signal(signal.SIGKILL)
+            process.join(60)
+            assert process.exitcode in (0, 1), said(outputs)
+            assert "Traceback" not in said(outputs)
+            if process.exitcode == 1:
+                assert KILLED_WORKER in said(outputs)
+                assert query(outputs, "select status from sweep") == [("failed",)]
+                told.append(process.pid)
+        else:
+            kill(process)
+
+    kill_and_resume(outputs, 20, (*SWEEP, "hydra/launcher=joblib_2"), kill_one)
+    assert told
+    psutil.wait_procs(left, timeout=30)
+    at_work = [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    for process in left:  # those that never got a job wait for one
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    pids = {pid for (pid,) in query(outputs, "select pid from trial")}
+    assert not pids & {p.pid for p in at_work}
+    assert os.getpid() not in pids
+
+
+def _is_tracker(process):
+    try:
+        return any("resource_tracker" in word for word in process.cmdline())
+    except psutil.Error:
+        return True
+
+
+@pytest.mark.slow
+def test_fail_fast_ends_the_sweep_with_its_table_and_its_mlflow_run(tmp_path, warm, monkeypatch):
+    outputs = tmp_path / "outputs"
+    monkeypatch.setenv("CRASH", "error")
+    monkeypatch.setenv("CRASH_COUNT", str(tmp_path / "crashes"))
+    monkeypatch.setenv("CRASHES", "1")
+    failing = (*SWEEP, "trial.fail_fast=true", "++eviction._target_=tests.trial.crashing.Crash")
+    begin_with_nothing(outputs)
+    process = start(outputs, *failing)
+    process.join(200)
+    assert process.exitcode == 1
+    assert query(outputs, "select status from trial") == [("failed",)]
+    assert query(outputs, "select status from sweep") == [("failed",)]
+    assert "no further trial of this sweep begins" in said(outputs)
+    assert "2 of 3 trials were never begun; run the same command again." in said(outputs)
+    assert {status for status, _, _ in mlflow_runs(outputs).values()} == {"FAILED"}
+    finish(outputs, failing)
+    attempts = query(outputs, "select status, count(*) from trial group by status order by status")
+    assert attempts == [("completed", JOBS), ("failed", 1)]
+
+
+@pytest.mark.slow
+def test_a_sweep_without_its_mlflow_store_is_rebuilt_later(tmp_path, warm):
+    outputs = tmp_path / "outputs"
+    outputs.mkdir()
+    (outputs / "mlflow.db").write_bytes(b"not a database" * 100)
+    process = start(outputs, *SWEEP)
+    process.join(200)
+    assert process.exitcode == 0, said(outputs)
+    assert "the results database is complete without it" in said(outputs)
+    assert "Traceback" not in said(outputs)
+    check_whole(outputs, JOBS)
+    assert query(outputs, "select count(*) from trial where mlflow_run_id is not null") == [(0,)]
+    rebuilding = FORK.Process(target=rebuild_mlflow, args=(outputs, open_store(outputs), print))
+    rebuilding.start()
+    rebuilding.join()
+    assert rebuilding.exitcode == 0
+    check_mlflow(outputs)
+
+
+def test_a_command_repeated_at_once_waits_for_the_worker_that_was_left(tmp_path, monkeypatch):
+    """It ends by itself a quarter of a second after its sweep; until then the trial is not anybody else's."""
+    outputs = tmp_path / "outputs"
+    store = open_store(outputs)
+    fields = []
+    begin = type(store).begin_trial
+
+    def refused_once(self, columns):
+        fields.append(columns)
+        if len(fields) == 1:
+            raise TrialRunning("This trial is running already.")
+        return begin(self, columns)
+
+    monkeypatch.setattr(type(store), "begin_trial", refused_once)
+    process = start(outputs, *SHORT, "-m", "seed=0", "baseline=pensieve", "tracking.mlflow=false")
+    process.join(100)
+    assert process.exitcode == 0, said(outputs)
+    assert query(outputs, "select status, attempt from trial") == [("completed", 1)]

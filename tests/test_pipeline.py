@@ -1,0 +1,280 @@
+"""One step ahead: with two plans in flight the engine says the same, token for token, and leaks nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Many
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pensieve.cache.prefix import PrefixCache
+from pensieve.cache.slots import SlotCache
+from pensieve.cache.stateless import StatelessCache
+from pensieve.cache.two_tier import TwoTierCache
+from pensieve.engine import Engine
+from pensieve.eviction.belady import Belady
+from pensieve.eviction.lru import Lru
+from pensieve.eviction.retention_value import RetentionValue
+from pensieve.plan import StepPlan, StepResult
+from pensieve.request import Forced, Free, Request, TurnRecord, tokens_of
+from pensieve.scheduler.composition import split, unified
+from pensieve.worker.simulated import SimulatedWorker
+from tests.simulated import MACHINE, make_engine, request, run
+
+VOCAB = 97
+
+
+def letters(tokens: Many[int]) -> str:
+    """Token ids as text: stop strings are found in it."""
+    return "".join(chr(ord("a") + token % 26) for token in tokens)
+
+
+class Watched(SimulatedWorker):
+    """Fails the steps it is told to, and checks that plans are collected in order and never more than two at a time.
+
+    A row without tokens must be of a slot that has sampled before: its token is what that slot sampled last.
+    """
+
+    def __init__(self, worker: SimulatedWorker) -> None:
+        self.__dict__.update(worker.__dict__)
+        self.failing: set[int] = set()
+        self.over: set[int] = set()
+        self.most = self.unseen = 0
+        self.steps: list[int] = []
+        self.sampled: dict[int, int] = {}
+
+    def launch(self, plan: StepPlan, horizon_ns: int | None) -> None:
+        super().launch(plan, horizon_ns)
+        self.most = max(self.most, len(self._launched))
+
+    def _perform(self, plan: StepPlan) -> StepResult:
+        self.steps.append(plan.step)
+        for row in plan.rows:
+            if row.tokens is None:
+                self.unseen += 1
+                assert row.positions == 1
+                assert self.sampled[row.slot] == row.runs[0][0], "the position after the one this slot sampled at"
+            if row.sample is not None:
+                self.sampled[row.slot] = row.sample.position
+        result = super()._perform(plan)
+        if plan.step not in self.failing:
+            return result
+        self.over |= {copy.ticket for copy in (*plan.swap_in, *plan.swap_out)}  # a failed plan's are not heard of again
+        return replace(result, tokens={}, error="The device stumbled.")
+
+    def collect(self, until_ns: int | None) -> StepResult | None:
+        result = super().collect(until_ns)
+        return result and replace(result, done=tuple(ticket for ticket in result.done if ticket not in self.over))
+
+
+def engine_of(depth: int, eos: frozenset[int] = frozenset(), **options: Any) -> Engine:
+    made = make_engine(**options)
+    worker = Watched(made.worker)  # type: ignore[arg-type]
+    worker.depth = depth
+    return Engine(
+        cache=made.cache,
+        settings=made.scheduler.settings,
+        worker=worker,
+        clock=made.clock,
+        max_context=4096,
+        eos=eos,
+        decode_text=letters,
+    )
+
+
+def worker_of(engine: Engine) -> Watched:
+    assert isinstance(engine.worker, Watched)
+    return engine.worker
+
+
+def settle(engine: Engine) -> None:
+    """Nothing is left in flight or under way, and no block is lost."""
+    engine.forget(None)
+    while engine.step(None) or engine.progressed:
+        engine.cache.check()
+    assert not engine.busy
+    assert engine.cache.available == engine.cache.gpu_blocks
+
+
+def test_tokens_are_launched_before_they_are_known() -> None:
+    engine = engine_of(2)
+    engine.submit(request(1, "a", tokens=10, output=5))
+    engine.submit(request(2, "b", tokens=3, output=1))
+    turns = run(engine)
+    plain = make_engine()
+    plain.submit(request(1, "a", tokens=10, output=5))
+    assert turns[1].token_ids == run(plain)[1].token_ids
+    worker = worker_of(engine)
+    assert (worker.most, worker.unseen) == (2, 4), "all but the first token of a; none of b, whose first is its last"
+    assert engine.counters.steps == 5, "a known length ends without waste"
+    assert worker.steps == sorted(worker.steps)
+    settle(engine)
+
+
+def test_forced_tokens_are_known_ahead() -> None:
+    engine = engine_of(2)
+    engine.submit(Request(1, "a", 1, tokens_of([1, 2, 3]), Forced(tokens_of([5, 6, 7]))))
+    assert list(run(engine)[1].token_ids) == [5, 6, 7]
+    assert (worker_of(engine).most, worker_of(engine).unseen) == (2, 0)
+    engine.submit(request(2, "a", tokens=2, output=2, turn=2))
+    assert run(engine)[2].history_tokens == 5
+    settle(engine)
+
+
+def test_the_overhead_of_a_step_disappears_behind_the_one_before() -> None:
+    ends = []
+    for depth in (1, 2):
+        engine = engine_of(depth, hardware=replace(MACHINE, step_overhead_s=0.01))
+        engine.submit(request(1, "a", tokens=10, output=21))
+        ends.append(run(engine)[1].finished_s or 0.0)
+    hidden, compute = ends[0] - ends[1], ends[0] - 21 * 0.01
+    assert hidden == pytest.approx(compute, rel=0.2), "compute is shorter than the overhead and disappears behind it"
+    assert hidden < compute
+
+
+@pytest.mark.parametrize("ends", ["eos", "stop"])
+def test_a_stop_makes_one_row_waste(ends: str) -> None:
+    plain = make_engine(gpu_blocks=32)
+    plain.submit(request(1, "a", tokens=9, output=20))
+    tokens = list(run(plain)[1].token_ids)
+    cut = next(
+        i for i in range(4, 20) if tokens[i] not in tokens[:i] and tokens[i] % 26 not in [t % 26 for t in tokens[:i]]
+    )
+    eos = frozenset({tokens[cut]} if ends == "eos" else ())
+    output = Free(20, () if ends == "eos" else (letters(tokens[cut : cut + 1]),))
+    records = []
+    for depth in (1, 2):
+        engine = engine_of(depth, eos, gpu_blocks=32)
+        engine.submit(replace(request(1, "a", tokens=9, output=20), output=output))
+        first = run(engine)[1]
+        assert (first.finish_reason, list(first.token_ids)) == (ends, tokens[: cut + 1])
+        assert engine.counters.steps == cut + depth, "one step is waste at depth 2"
+        engine.submit(request(2, "a", tokens=4, output=6, turn=2))
+        second = run(engine)[2]
+        records.append((second.history_tokens, second.gpu_hit_tokens, second.new_tokens, list(second.token_ids)))
+        settle(engine)
+    assert records[0] == records[1], "the waste left no position behind"
+
+
+def test_a_cancelled_request_ends_at_once_and_leaves_when_its_plans_have() -> None:
+    engine = engine_of(2)
+    engine.submit(request(1, "a", tokens=6, output=30))
+    for _ in range(4):
+        engine.step(None)
+    free = engine.cache.gpu.free  # type: ignore[attr-defined]
+    engine.cancel(1, "timeout")
+    engine.cancel(1, "cancelled")
+    events = [event for event in engine.take_events() if event.turn]
+    assert [event.turn.status for event in events if event.turn] == ["timeout"], "once"
+    assert engine.cache.gpu.free == free, "a plan in flight still writes to its blocks"  # type: ignore[attr-defined]
+    engine.submit(request(2, "a", tokens=2, output=2, turn=2))
+    assert run(engine)[2].status == "completed"
+    settle(engine)
+
+
+def test_forgetting_waits_for_what_is_in_flight() -> None:
+    engine = engine_of(2, frozenset(range(VOCAB)))
+    engine.submit(replace(request(1, "a", tokens=6, output=30), output=Free(30)))
+    finished = [event for event in engine.step(None) if event.turn]
+    assert finished, "its first token ends it, with a row in flight behind"
+    engine.forget("a")
+    engine.cache.check()
+    assert engine.cache.names() == []
+    settle(engine)
+
+
+@pytest.mark.parametrize("make", [TwoTierCache, PrefixCache, SlotCache, StatelessCache])
+def test_a_failure_in_mid_pipeline_fails_its_requests_and_what_was_built_on_it(make: Any) -> None:
+    engine = engine_of(2, gpu_blocks=64, cache=make)
+    shared = tokens_of(range(3, 24))
+    engine.submit(request(1, "a", tokens=9, output=4))
+    run(engine)
+    kept = list(engine.cache.find("a").tokens)  # type: ignore[union-attr]
+    worker = worker_of(engine)
+    worker.failing = {engine.scheduler.counters.steps + 2}
+    engine.submit(request(2, "a", tokens=4, output=12, turn=2))
+    engine.submit(request(3, "b", tokens=5, output=1))
+    events = engine.step(None)
+    engine.submit(Request(4, "c", 1, shared, Forced(tokens_of([1, 2, 3, 4]))))  # in the failing step
+    events += engine.step(None)
+    engine.submit(Request(5, "d", 1, shared, Forced(tokens_of([1, 2, 3, 4]))))  # admitted behind it
+    turns = run(engine) | {event.request_id: event.turn for event in events if event.turn}
+    assert [turns[n].status for n in (2, 3, 4)] == ["failed", "completed", "failed"]
+    assert turns[5].status == ("failed" if make is PrefixCache else "completed"), "it hit blocks of the failed step"
+    assert list(engine.cache.find("a").tokens) == kept  # type: ignore[union-attr]
+    engine.submit(request(6, "a", tokens=4, output=3, turn=2))
+    engine.submit(Request(7, "e", 1, shared, Forced(tokens_of([1, 2]))))
+    turns = run(engine)
+    assert [turns[n].status for n in (6, 7)] == ["completed", "completed"]
+    assert make is SlotCache or turns[7].shared_hit_tokens == 0, "nothing of the failed step may hit (d's slot may)"
+    settle(engine)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_traffic_gives_the_same_tokens_at_both_depths(seed: int) -> None:
+    """Small pools, late copies, stops, cancellations, forgetting and failures, against a roomy engine of depth 1."""
+    rng = random.Random(seed)
+    gpu = rng.randint(10, 26)
+    make = (TwoTierCache, TwoTierCache, TwoTierCache, PrefixCache, SlotCache, StatelessCache)[seed % 6]
+    eos = frozenset(rng.sample(range(VOCAB), 8))
+    engine = engine_of(
+        2,
+        eos,
+        gpu_blocks=gpu,
+        cpu_blocks=rng.choice((0, 3, 8, 24)),
+        cache=make,
+        policy=rng.choice((RetentionValue, Lru, Belady)),
+        hardware=replace(MACHINE, d2h_bw=rng.choice((1e5, 1e8)), h2d_bw=rng.choice((1e6, 1e9))),
+        composition=rng.choice((unified, split)),
+        max_batch_tokens=rng.choice((3, 16, 64)),
+        max_batch_requests=rng.choice((2, 8)),
+    )
+    worker = worker_of(engine)
+    roomy = engine_of(1, eos, gpu_blocks=4096, cpu_blocks=0)
+    asked: dict[int, Request] = {}
+    done: dict[int, TurnRecord] = {}
+    number, fails = 0, rng.random() < 0.4
+    for _ in range(60):
+        for _ in range(rng.randint(0, 2)):
+            number += 1
+            made = request(number, rng.choice("abcdefgh"), rng.randint(1, 12), rng.randint(1, 9), turn=number)
+            length = made.output.max_new_tokens
+            output = rng.choice((made.output, Free(length), Free(length, ("kz", "q")), Forced(made.prompt[:length])))
+            asked[number] = replace(made, output=output)
+            engine.submit(asked[number])
+        if rng.random() < 0.08 and number:
+            engine.cancel(rng.randint(max(1, number - 4), number), "cancelled")
+        if rng.random() < 0.05:
+            engine.forget(rng.choice("abcdefgh"))
+        if fails and rng.random() < 0.05:
+            worker.failing.add(engine.scheduler.counters.steps + rng.randint(0, 2))
+        for event in engine.step(None):
+            if event.turn:
+                assert event.request_id not in done
+                done[event.request_id] = event.turn
+        engine.cache.check()
+    done.update(run(engine))
+    assert len(done) == number
+    compared = 0
+    for again in asked.values():
+        turn = done[again.id]
+        assert turn.status in ("completed", "refused", "cancelled") or fails
+        if turn.status != "completed":
+            continue
+        # The simulated token is a function of key and position, so the same position gives the same tokens.
+        assert turn.prompt_tokens is not None
+        filler = tokens_of([1] * (turn.prompt_tokens - len(again.prompt)))
+        alone = replace(again, session=again.session, prompt=filler + again.prompt, continues=False)
+        roomy.forget(again.session)
+        roomy.submit(alone)
+        assert run(roomy)[again.id].token_ids == turn.token_ids
+        assert turn.history_tokens is not None
+        assert (turn.gpu_hit_tokens or 0) + (turn.cpu_hit_tokens or 0) + (
+            turn.recomputed_tokens or 0
+        ) == turn.history_tokens
+        compared += 1
+    assert compared > 5
+    assert worker.most == 2
+    settle(engine)

@@ -1,0 +1,131 @@
+"""Restores over the torch worker, with copies that take their time: every sampled token's logits equal the plain model's."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+
+from pensieve.bench.exact import CheckedEngine
+from pensieve.cache.two_tier import TwoTierCache
+from pensieve.cost.profile import Profile
+from pensieve.engine import Engine
+from pensieve.eviction.retention_value import RetentionValue
+from pensieve.plan import StepResult
+from pensieve.request import Length, Request, TurnRecord
+from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.worker.torch.link import Piece, copy_runs
+from pensieve.worker.torch.thread_link import ThreadLink
+from tests.simulated import policy_context
+from tests.test_exactness import load
+from tests.worker.torch.driver import random_tokens
+
+CHUNK = 8
+
+
+def engine(name: str, restore: Any, link: ThreadLink | None, budget: int, load_ratio: float) -> CheckedEngine:
+    """load_ratio: seconds to load a chunk over seconds to compute it, for the split of a hybrid restore."""
+    model = load(name)
+    blocks = 30
+    cache = TwoTierCache(
+        policy=RetentionValue(policy_context(CHUNK, blocks, 80)),
+        chunk_tokens=CHUNK,
+        gpu_blocks=blocks,
+        cpu_blocks=80,
+        restore=restore,
+    )
+    cache.weigh(Profile(CHUNK, {128: 0.128, 256: 0.256}, load_ratio * CHUNK / 1000, {}), model.spec.layers, budget)
+    return CheckedEngine(model, cache, SchedulerSettings(max_batch_tokens=budget), 512, link)
+
+
+def ask(engine: CheckedEngine, number: int, name: str, tokens: int, output: int, turn: int) -> TurnRecord:
+    engine.submit(Request(number, name, turn, random_tokens(tokens, number), Length(output)))
+    [record] = engine.run()
+    return record
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_every_way_to_restore_gives_the_plain_models_tokens(name: str) -> None:
+    outputs = []
+    for restore, bytes_per_s in (("load", None), ("hybrid", 2e6), ("recompute", 2e6)):
+        checked = engine(name, restore, ThreadLink(bytes_per_s), budget=24, load_ratio=1.0)
+        records = [
+            ask(checked, 10 * turn + index, conversation, 70 if turn == 1 else 9, 5, turn)
+            for turn in (1, 2, 3)
+            for index, conversation in enumerate("abc")
+        ]
+        outputs.append([list(record.token_ids) for record in records])
+        found = sum(record.cpu_hit_tokens or 0 for record in records)
+        again = sum(record.cpu_recomputed_tokens for record in records)
+        assert found > 40
+        assert {"load": again == 0, "hybrid": 0 < again < found, "recompute": again == found}[restore]
+        checked.torch_worker.close()
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_a_hybrid_restore_computes_while_the_rest_loads() -> None:
+    """The loads stand still until two leading iterations are over, and their ticket comes with a later plan."""
+    go = threading.Event()
+    go.set()
+
+    def copy(piece: Piece) -> None:
+        if piece.target.data_ptr() in to_gpu:
+            assert go.wait(20), "an iteration waits for loads that it does not need"
+        copy_runs(piece)
+
+    checked = engine("llama", "hybrid", ThreadLink(copy=copy), budget=8, load_ratio=2.0)
+    to_gpu = {layer.data_ptr() for layer in checked.torch_worker.tensors.gpu}
+    ask(checked, 1, "a", 150, 2, 1)
+    ask(checked, 2, "b", 200, 2, 1)
+    assert not checked.torch_worker.transfer.wait()
+    go.clear()
+    checked.forget("b")
+    results: list[StepResult] = []
+    commit = checked._commit
+
+    def watched(result: StepResult) -> None:
+        results.append(result)
+        if len(results) == 2:
+            go.set()
+        commit(result)
+
+    checked._commit = watched  # type: ignore[method-assign]
+    turn = ask(checked, 3, "a", 4, 2, 2)
+    assert 0 < turn.cpu_recomputed_tokens < (turn.cpu_hit_tokens or 0)
+    assert [(result.done, result.stall_ns) for result in results[:2]] == [((), 0)] * 2
+    assert any(result.done for result in results[2:])
+    checked.torch_worker.close()
+
+
+def test_a_load_that_fails_ends_its_request_and_no_other() -> None:
+    broken = [False]
+
+    def copy(piece: Any) -> None:
+        if broken[0] and piece.source.data_ptr() in sources:
+            raise OSError("the link is down")
+        copy_runs(piece)
+
+    link = ThreadLink(copy=copy)
+    checked = engine("llama", "load", link, budget=16, load_ratio=1.0)
+    cpu = checked.torch_worker.tensors.cpu
+    sources = {layer.data_ptr() for layer in cpu}
+    ask(checked, 1, "a", 100, 2, 1)
+    ask(checked, 2, "b", 180, 2, 1)
+    before = list(checked.cache.find("a").tokens)  # type: ignore[union-attr]
+    broken[0] = True
+    checked._close = partial(_closed, checked)  # type: ignore[method-assign]
+    failed = ask(checked, 3, "a", 5, 2, 2)
+    assert failed.status == "failed" and "link is down" in (failed.error or "")
+    assert list(checked.cache.find("a").tokens) == before, "its turn is undone"  # type: ignore[union-attr]
+    broken[0] = False
+    assert ask(checked, 4, "b", 5, 2, 2).status == "completed"
+    again = ask(checked, 5, "a", 5, 2, 2)
+    assert (again.status, again.cpu_hit_tokens or 0) == ("completed", again.cpu_hit_tokens) and again.cpu_hit_tokens
+    checked.torch_worker.close()
+
+
+def _closed(checked: CheckedEngine, *args: Any) -> None:
+    """CheckedEngine takes a failed step for a fault; here it is the point."""
+    Engine._close(checked, *args)

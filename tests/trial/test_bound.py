@@ -1,0 +1,36 @@
+"""Beside the hit rates of a trial stands what the best offline choice could have reached, and none reaches more."""
+
+from dataclasses import replace
+
+import pytest
+
+from pensieve.compose import resolved
+from pensieve.trial import Job, run_trial
+from pensieve.trial.tracking import open_tracking
+from tests.composed import checked, composed
+
+BUSY = ("workload.users=8", "workload.conversations=8", "workload.think_time_s=1.0")
+
+
+def rates(tmp_path, monkeypatch, *words):
+    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
+    tracking = replace(open_tracking(checked("tracking=local")), mlflow=False)
+    words = ("tracking=local", *BUSY, *words)
+    job = Job("test", tracking.outputs / "runs" / "x")
+    outcome = run_trial(checked(*words), resolved(composed(*words)), tracking, job, lambda text: None)
+    assert outcome.completed, outcome.error
+    return {metric.name: metric.value for metric in tracking.store.metrics_of(outcome.trial_id) if not metric.label}
+
+
+@pytest.mark.parametrize("eviction", ["retention_value", "lru", "fifo", "adaptive_retention", "belady"])
+def test_no_policy_beats_the_bound(tmp_path, monkeypatch, eviction):
+    found = rates(tmp_path, monkeypatch, f"eviction={eviction}")
+    reached = found["gpu_hit_rate"] + found["cpu_hit_rate"]
+    assert 0.2 < reached <= found["bound_hit_rate"] < 1.0
+    assert found["prompt_hit_rate"] <= found["bound_prompt_hit_rate"] < found["bound_hit_rate"]
+
+
+def test_less_room_has_a_lower_bound(tmp_path, monkeypatch):
+    both = rates(tmp_path / "both", monkeypatch)
+    gpu = rates(tmp_path / "gpu", monkeypatch, "baseline=gpu_only")
+    assert gpu["gpu_hit_rate"] <= gpu["bound_hit_rate"] < both["bound_hit_rate"]

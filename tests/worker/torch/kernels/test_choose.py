@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+
+from pensieve.errors import ConfigError, EngineMissing
+from pensieve.worker.torch.kernels import choose
+from pensieve.worker.torch.kernels.choose import BACKENDS, load_backend, order
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def _load(name: str, device: torch.device = CPU, dtype: torch.dtype = torch.bfloat16, chunk: int = 32) -> Any:
+    return load_backend(name, device, dtype, 64, chunk)
+
+
+def test_auto_takes_the_kernel_on_a_gpu_and_the_reference_on_a_cpu() -> None:
+    assert order("auto", CUDA) == ("triton", "varlen", "reference")
+    assert order("auto", CPU) == ("reference",)
+    assert [order(name, CPU) for name in BACKENDS] == [(name,) for name in BACKENDS]
+    with pytest.raises(ConfigError, match="attention_backend=flash is unknown; use auto, reference"):
+        order("flash", CPU)
+
+
+def test_the_reference_is_always_there() -> None:
+    backend = _load("reference")
+    assert (backend.name, backend.version, backend.captures) == ("reference", torch.__version__, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "chunk", "interpret", "sentence"),
+    [
+        ("triton", CPU, 32, None, "needs a GPU; use auto on a CPU, or set TRITON_INTERPRET=1"),
+        ("triton", CUDA, 32, "1", "TRITON_INTERPRET=1 is set"),
+        ("triton", CPU, 24, "1", "cache.chunk_tokens=24"),
+        ("varlen", CPU, 32, None, "runs on CUDA only"),
+        ("flashinfer", CPU, 32, None, r"pensieve\[flashinfer\]|runs on CUDA only"),
+    ],
+)
+def test_what_cannot_run_here_is_one_sentence(
+    name: str, device: torch.device, chunk: int, interpret: str | None, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "triton":
+        monkeypatch.setattr(importlib.util, "find_spec", lambda module: object())
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    if interpret:
+        monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    with pytest.raises(EngineMissing, match=sentence) as raised:
+        _load(name, device, chunk=chunk)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_missing_triton_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose.importlib.util, "find_spec", lambda module: None)
+    with pytest.raises(EngineMissing, match=r"pip install 'pensieve\[triton\]'"):
+        _load("triton")

@@ -1,0 +1,82 @@
+"""The kernels compiled for GPUs that this machine need not have: what the interpreter cannot find."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from .conftest import INTERPRETED
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(INTERPRETED, reason="Triton interprets in this process, and compiles nothing"),
+    pytest.mark.skipif(
+        find_spec("triton") is None, reason="the extra triton is not installed: pip install 'pensieve[triton]'"
+    ),
+]
+POINTERS = {
+    "partial_ptr": "*fp32",
+    "weight_ptr": "*fp32",
+    "items_ptr": "*i32",
+    "tables_ptr": "*i32",
+    "joins_ptr": "*i32",
+}
+POINTERS |= {"slots_ptr": "*i64"}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "shared", "dim", "large"), [(90, 232448, 128, True), (80, 166912, 80, False)], ids=str
+)
+def test_compiles_within_the_shared_memory_it_was_given(
+    architecture: int, shared: int, dim: int, large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from pensieve.worker.torch.kernels.paged import attend_kernel, join_kernel, write_kernel
+    from pensieve.worker.torch.kernels.triton_backend import tiles_for
+
+    tiles = tiles_for(128, 2, 16, large, shared)
+    sizes = {"HEADS": 32, "GROUP": 4, "SOFTCAP": False, "WINDOW": 0, "CHUNK": 32, "HEAD_DIM": dim, "PADDED_DIM": 128}
+    sizes |= {"SMALL_M": 16, "LARGE_M": max(16, tiles.large_rows), "BLOCK_N": tiles.block_keys, "DOT": tl.bfloat16}
+    sizes |= {"HAS_LARGE": large, "BLOCK_S": 16, "KV_HEADS": 8, "PADDED": 1024}
+    limits = {
+        attend_kernel: tiles.shared_bytes(128, 2, max(16, tiles.large_rows)),
+        join_kernel: shared,
+        write_kernel: shared,
+    }
+    for kernel, limit in limits.items():
+        signature = {}
+        for name in kernel.arg_names:
+            pointer = POINTERS.get(name, "*bf16") if name.endswith("_ptr") else None
+            number = "fp32" if name.endswith("_scale") else "i32"
+            signature[name] = "constexpr" if name in sizes else pointer or number
+        constants = {(index,): sizes[name] for index, name in enumerate(kernel.arg_names) if name in sizes}
+        aligned = {
+            (i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if signature[n] in ("i32", "*bf16")
+        }
+        built = triton.compile(
+            ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned),
+            target=GPUTarget("cuda", architecture, 32),
+            options={"num_warps": tiles.warps, "num_stages": tiles.stages, "enable_fp_fusion": True},
+        )
+        assert built.metadata.shared <= limit <= shared
+        assert ("cp.async" in built.asm["ptx"]) == (kernel is attend_kernel), "keys are copied while others are used"
+
+
+@pytest.mark.parametrize("kibibytes", [99, 163, 227])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_tiles_fit_the_device(itemsize: int, kibibytes: int) -> None:
+    from pensieve.worker.torch.kernels.triton_backend import tiles_for
+
+    for dim in (16, 64, 128, 256):
+        for large in (False, True):
+            tiles = tiles_for(dim, itemsize, 16, large, kibibytes * 1024)
+            assert tiles.shared_bytes(dim, itemsize, max(16, tiles.large_rows)) <= kibibytes * 1024
+            assert (tiles.large_rows >= 32) == large
+            assert tiles.stages > 1 or dim == 256, "keys are copied ahead, but for the largest heads"

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pensieve.worker.torch.batch import Span
+from pensieve.worker.torch.kernels.work_list import LARGE, SMALL, Cutting, WorkList, ranges_of, work_list
+
+
+def _spans(bounds: list[tuple[int, int]], chunk: int = 16) -> list[Span]:
+    spans, first = [], 0
+    for start, stop in bounds:
+        spans.append(Span(first, start, stop, np.arange(first, first + -(-stop // chunk), dtype=np.int64)))
+        first += stop - start
+    return spans
+
+
+def _pairs(work: WorkList, cutting: Cutting, window: int | None) -> list[tuple[int, int]]:
+    """(query, key) as the kernel walks them: a tile's keys in steps, shared among its splits, masked row by row."""
+    pairs = []
+    for kind, first, count, start, _, split, splits, _ in work.items.tolist():
+        assert count <= (cutting.small_queries if kind == SMALL else cutting.large_queries)
+        lowest = 0 if window is None else max(0, start - window + 1)
+        steps = -(-(start + count - lowest) // cutting.block_keys)
+        share = -(-steps // splits) * cutting.block_keys
+        low = lowest + split * share
+        assert low < start + count or start < 0, "no split is without keys"
+        for key in range(low, min(low + share, start + count)):
+            seen = (i for i in range(count) if key <= start + i and (window is None or key > start + i - window))
+            pairs.extend((first + i, key) for i in seen)
+    return pairs
+
+
+bounds = st.lists(
+    st.tuples(st.integers(0, 300), st.integers(1, 60)).map(lambda x: (x[0], x[0] + x[1])), min_size=1, max_size=6
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(bounds, st.integers(1, 4), st.integers(1, 40), st.sampled_from([None, 1, 50]), st.integers(0, 3))
+def test_every_query_meets_every_key_it_sees_once(
+    rows: list[tuple[int, int]], small: int, wanted: int, window: int | None, idle: int
+) -> None:
+    cutting = Cutting(small, 8 * small, 16, wanted, least_keys=32)
+    queries = sum(stop - start for start, stop in rows)
+    work = work_list(ranges_of(_spans(rows), queries + idle), cutting, window)
+    expected = [
+        (span.first + i, key)
+        for span in _spans(rows)
+        for i in range(span.queries)
+        for key in range(max(0, span.start + i - window + 1) if window else 0, span.start + i + 1)
+    ]
+    assert sorted(_pairs(work, cutting, window)) == sorted(expected)
+    tiles = sum(-(-(b - a) // (small if b - a <= small else 8 * small)) for a, b in rows) + idle
+    assert len(work.items) <= tiles + wanted
+
+
+@settings(max_examples=40, deadline=None)
+@given(bounds, st.integers(1, 40))
+def test_joins_name_each_split_once(rows: list[tuple[int, int]], wanted: int) -> None:
+    work = work_list(ranges_of(_spans(rows)), Cutting(2, 16, 16, wanted, least_keys=32), None)
+    written = {}
+    for _, first, count, _, _, split, splits, partial in work.items.tolist():
+        if splits > 1:
+            for query in range(count):
+                row = partial + split * count + query
+                assert row not in written, "two programs write one row"
+                written[row] = first + query
+    read = {}
+    for query, first, step, splits in work.joins.tolist():
+        for split in range(splits):
+            read[first + split * step] = query
+    assert read == written
+    assert set(written) == set(range(work.partial_rows))
+
+
+def test_a_long_decode_row_is_split_beside_a_prefill() -> None:
+    work = work_list(ranges_of(_spans([(8191, 8192), (0, 256)])), Cutting(4, 32, 64, 66), None)
+    by_kind = {kind: work.items[work.items[:, 0] == kind] for kind in (SMALL, LARGE)}
+    assert by_kind[SMALL][:, 6].min() > 16
+    assert set(by_kind[LARGE][:, 6]) == {1}, "a prefill of 256 tokens has little to split"
+    assert work.kinds == {SMALL, LARGE}
+
+
+@pytest.mark.parametrize("batch", [64, 128])
+def test_enough_rows_are_not_split(batch: int) -> None:
+    """128 rows of 8 KV heads occupy 132 multiprocessors by themselves."""
+    work = work_list(ranges_of(_spans([(4095, 4096)] * batch)), Cutting(4, 32, 64, 66), None)
+    assert len(work.items) == batch and len(work.joins) == 0
+
+
+def test_tables_are_laid_end_to_end() -> None:
+    spans = _spans([(0, 20), (47, 48)])
+    ranges = ranges_of(spans)
+    for span, begin in zip(spans, ranges.table, strict=True):
+        assert ranges.tables[begin : begin + len(span.blocks)].tolist() == span.blocks.tolist()

@@ -1,0 +1,290 @@
+"""Copies that take their time: what waits for what, and what becomes of a copy that fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pensieve.plan import Copy
+from pensieve.worker.torch.kv_tensors import KvTensors
+from pensieve.worker.torch.link import CudaLink, Piece, copy_runs
+from pensieve.worker.torch.thread_link import ThreadLink
+from pensieve.worker.torch.transfer import Transfer
+
+from .driver import Driver, random_tokens, tiny_model, tiny_spec
+
+LAYERS, BLOCKS = 2, 16
+
+
+@dataclass
+class Gate:
+    """Lets copies through one by one, and writes down in which order they were made."""
+
+    passes: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    made: list[str] = field(default_factory=list)
+    fails: Callable[[str], bool] = lambda name: False
+    names: dict[int, str] = field(default_factory=dict)
+
+    def __call__(self, piece: Piece) -> None:
+        name = self.names[piece.target.data_ptr()]
+        if not self.passes.acquire(timeout=10):
+            raise TimeoutError("nobody let this copy through")
+        self.made.append(name)
+        if self.fails(name):
+            raise OSError(f"{name} is broken")
+        copy_runs(piece)
+
+    def let(self, count: int) -> None:
+        self.passes.release(count)
+
+
+def gated(**changes: Any) -> tuple[Transfer, KvTensors, Gate]:
+    tensors = KvTensors(tiny_spec("llama"), 4, BLOCKS, BLOCKS, torch.device("cpu"), torch.float32)
+    gate = Gate(**changes)
+    for layer in range(LAYERS):
+        gate.names[tensors.gpu[layer].data_ptr()] = f"in{layer}"
+        gate.names[tensors.cpu[layer].data_ptr()] = f"out{layer}"
+    return Transfer(tensors, ThreadLink(copy=gate)), tensors, gate
+
+
+def rows(*blocks: int) -> list[Any]:
+    return [SimpleNamespace(blocks=np.array(blocks))]
+
+
+def until(true: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < limit, "it never came"
+        time.sleep(1e-4)
+
+
+@pytest.fixture
+def open_at_the_end() -> Iterator[Callable[[Transfer, Gate], None]]:
+    opened: list[tuple[Transfer, Gate]] = []
+    yield lambda transfer, gate: opened.append((transfer, gate))
+    for transfer, gate in opened:
+        gate.let(1000)
+        transfer.close()
+
+
+def test_a_layer_waits_for_its_own_load_only(open_at_the_end: Any) -> None:
+    transfer, tensors, gate = gated()
+    open_at_the_end(transfer, gate)
+    tensors.cpu[:, 3] = 7.0
+    transfer.swap_in([Copy(1, (3,), (5,))])
+    assert transfer.require(rows(0, 5))
+    gate.let(1)
+    transfer.wait_for_layer(0)
+    assert (tensors.gpu[0, 5] == 7.0).all() and not tensors.gpu[1, 5].any()
+    assert transfer.done() == ()
+    threading.Timer(0.05, gate.let, [1]).start()
+    transfer.wait_for_layer(1)
+    assert (tensors.gpu[1, 5] == 7.0).all()
+    assert 3e7 < transfer.stalled_ns() < 5e9
+    assert transfer.done() == (1,) and transfer.done() == ()
+    assert not transfer.require(rows(5)) and transfer.stalled_ns() == 0
+
+
+def test_rows_that_attend_to_none_of_the_loaded_blocks_do_not_wait(open_at_the_end: Any) -> None:
+    transfer, _, gate = gated()
+    open_at_the_end(transfer, gate)
+    transfer.swap_in([Copy(1, (0, 1), (4, 5))])
+    transfer.swap_in([Copy(2, (2,), (6,))])
+    assert not transfer.require(rows(0, 1, 2, -1))
+    transfer.wait_for_layer(1)  # would hang
+    assert transfer.require([*rows(0), *rows(1, 5)])
+    gate.let(LAYERS)
+    transfer.wait_for_layer(1)
+    until(lambda: transfer.done() == (1,))
+    assert transfer.require(rows(4, 5, 6)), "the second plan's load is still under way"
+    gate.let(LAYERS)
+    transfer.wait_for_layer(1)
+    assert transfer.wait() and transfer.done() == (2,)
+    assert not transfer.wait(), "nothing is under way"
+
+
+def test_without_require_a_forward_waits_for_all_loads(open_at_the_end: Any) -> None:
+    transfer, _, gate = gated()
+    open_at_the_end(transfer, gate)
+    transfer.swap_in([Copy(1, (0,), (4,))])
+    transfer.swap_in([])
+    threading.Timer(0.03, gate.let, [LAYERS]).start()
+    transfer.wait_for_layer(LAYERS - 1)
+    assert transfer.stalled_ns() > 2e7
+
+
+@pytest.mark.parametrize("urgent", [False, True])
+def test_swap_outs_wait_for_loads_unless_urgent(urgent: bool, open_at_the_end: Any) -> None:
+    transfer, _, gate = gated()
+    open_at_the_end(transfer, gate)
+    transfer.swap_in([Copy(1, (0,), (4,))])
+    until(lambda: transfer._link.inward._orders.empty())  # the load is at the gate
+    transfer.swap_out([Copy(2, (8,), (9,), urgent)])
+    if urgent:
+        until(lambda: transfer._link.outward._orders.empty())
+        gate.let(2 * LAYERS)
+        transfer.finish()
+        assert sorted(gate.made) == ["in0", "in1", "out0", "out1"]
+    else:
+        gate.let(LAYERS)
+        until(lambda: transfer.done() == (1,))
+        assert gate.made == ["in0", "in1"]
+        gate.let(LAYERS)
+        assert transfer.wait() and transfer.done() == (2,)
+        assert gate.made == ["in0", "in1", "out0", "out1"]
+
+
+def test_an_urgent_swap_out_passes_a_load_that_is_stuck(open_at_the_end: Any) -> None:
+    transfer, _, gate = gated()
+    stuck = threading.Event()
+    passes = gate.passes
+
+    def copy(piece: Piece) -> None:
+        if gate.names[piece.target.data_ptr()].startswith("in"):
+            stuck.wait(10)
+        copy_runs(piece)
+
+    transfer.close()
+    transfer = Transfer(transfer._tensors, ThreadLink(copy=copy))
+    open_at_the_end(transfer, gate)
+    transfer.swap_in([Copy(1, (0,), (4,))])
+    transfer.swap_out([Copy(2, (8,), (9,)), Copy(3, (7,), (6,), True)])
+    assert transfer.wait() and transfer.done() == (3,)
+    stuck.set()
+    transfer.finish()
+    assert sorted(transfer.done()) == [1, 2] and passes is gate.passes
+
+
+def test_a_failed_load_fails_whoever_needs_it_and_nobody_else(open_at_the_end: Any) -> None:
+    transfer, tensors, gate = gated(fails=lambda name: name == "in1")
+    open_at_the_end(transfer, gate)
+    gate.let(100)
+    tensors.gpu[:, 8] = 3.0
+    transfer.swap_in([Copy(1, (0,), (4,))])
+    transfer.swap_out([Copy(2, (8,), (9,))])
+    assert transfer._required is not None
+    transfer.wait_for_layer(0)
+    with pytest.raises(RuntimeError, match="in1 is broken"):
+        transfer.wait_for_layer(1)
+    transfer.finish()
+    assert not transfer.require(rows(0, 1))
+    with pytest.raises(RuntimeError, match="in1 is broken"):
+        transfer.require(rows(0, 4))
+    assert (transfer.done(), transfer.failed()) == ((2,), (1,))
+    assert (tensors.cpu[:, 9] == 3.0).all()
+    assert not transfer.require(rows(0, 4)), "it was reported; the blocks are somebody else's"
+    gate.fails = lambda name: False
+    transfer.swap_in([Copy(3, (0,), (4,))])
+    transfer.wait_for_layer(1)
+    assert transfer.done() == (3,)
+
+
+def test_abandoned_tickets_are_never_reported(open_at_the_end: Any) -> None:
+    transfer, _, gate = gated(fails=lambda name: name == "out0")
+    open_at_the_end(transfer, gate)
+    gate.let(100)
+    transfer.swap_in([Copy(1, (0,), (4,))])
+    transfer.swap_in([Copy(2, (1,), (5,))])
+    transfer.swap_out([Copy(3, (8,), (9,))])
+    transfer.abandon([2, 3])
+    assert (transfer.done(), transfer.failed()) == ((1,), ())
+
+
+def test_a_link_keeps_its_bandwidth() -> None:
+    tensors = KvTensors(tiny_spec("llama"), 4, BLOCKS, BLOCKS, torch.device("cpu"), torch.float32)
+    transfer = Transfer(tensors, ThreadLink(bytes_per_s=8 * tensors.block_bytes / 0.1))
+    began = time.perf_counter()
+    transfer.swap_in([Copy(1, tuple(range(8)), tuple(range(8)))])
+    assert time.perf_counter() - began < 0.05, "the caller is not held up"
+    transfer.finish()
+    assert 0.1 <= time.perf_counter() - began < 0.3
+    transfer.close()
+
+
+def test_a_step_goes_on_beside_loads_it_does_not_need_and_reports_them_later() -> None:
+    gate = Gate()
+    driver = Driver(tiny_model("llama"), link=ThreadLink(copy=gate))
+    worker, tensors = driver.worker, driver.worker.tensors
+    for layer in range(LAYERS):
+        gate.names[tensors.gpu[layer].data_ptr()] = "in"
+        gate.names[tensors.cpu[layer].data_ptr()] = "out"
+    driver.step(driver.prompt_row(0, random_tokens(12, 0)))
+    result = driver.step(driver.decode_row(0), swap_in=[Copy(7, (0,), (driver.free[-1],))])
+    assert (result.error, result.done) == (None, ())
+    gate.let(LAYERS)
+    late = worker.collect(None)
+    assert late is not None and (late.step, late.done) == (None, (7,))
+    assert worker.collect(None) is None
+    gate.fails = lambda name: True
+    gate.let(LAYERS)
+    results = [driver.perform(swap_out=[Copy(8, (0,), (1,))]), worker.collect(None)]
+    assert [r.failed for r in results if r is not None and r.failed] == [(8,)]
+    worker.close()
+
+
+class FakeStream:
+    """What CudaLink asks of a stream, written down."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name = log, name
+
+    def wait_event(self, event: Any) -> None:
+        self.log.append(f"{self.name} waits for {event.name}")
+
+    def record_event(self) -> Any:
+        self.log.append(f"{self.name} marks")
+        return SimpleNamespace(name=f"{self.name}'s mark {len(self.log)}", query=lambda: False)
+
+    def synchronize(self) -> None:
+        self.log.append(f"{self.name} is waited for")
+
+    def __enter__(self) -> None:
+        self.log.append(f"on {self.name}")
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+
+def test_cuda_streams_wait_as_the_threads_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of calls on CUDA, with streams that only write it down."""
+    log: list[str] = []
+    names = iter(("in", "out"))
+    compute = FakeStream(log, "compute")
+
+    def event(enable_timing: bool) -> Any:
+        name = "a timing event"
+        return SimpleNamespace(
+            record=lambda stream: log.append(f"{stream.name} times"),
+            query=lambda: True,
+            elapsed_time=lambda other: 2.0,
+            name=name,
+        )
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream(log, next(names)))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    tensors = KvTensors(tiny_spec("llama"), 4, BLOCKS, BLOCKS, torch.device("cpu"), torch.float32)
+    tensors.cpu[:, 0] = 5.0
+    transfer = Transfer(tensors, CudaLink(torch.device("cpu")))
+    transfer.swap_in([Copy(1, (0,), (4,))])
+    assert log == ["on in", "in marks", "in marks"], "a layer, an event"
+    assert (tensors.gpu[:, 4] == 5.0).all()
+    log.clear()
+    transfer.swap_out([Copy(2, (8,), (9,)), Copy(3, (7,), (6,), True)])
+    assert log[:4] == ["compute marks", "on out", "out waits for compute's mark 1", "out marks"], "the urgent one first"
+    assert log[5:9] == ["compute marks", "on out", "out waits for compute's mark 6", "out waits for in's mark 3"]
+    log.clear()
+    transfer.require(rows(4))
+    transfer.wait_for_layer(1)
+    assert log == ["compute times", "compute waits for in's mark 3", "compute times"]
+    assert transfer.stalled_ns() == 2e6
+    assert transfer.done() == (), "no event was reached, and nobody waited for one"

@@ -1,0 +1,203 @@
+"""Memory that ends: at start one sentence with the numbers, in flight the requests of one step, and the next ones go on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pensieve.cache.two_tier import TwoTierCache
+from pensieve.clock import WallClock
+from pensieve.engine import Engine
+from pensieve.errors import HardwareMissing
+from pensieve.eviction.lru import Lru
+from pensieve.plan import Row
+from pensieve.request import Length, Request, TurnRecord
+from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.worker.torch.memory import blocks_in, fitting_blocks, largest_rows, rounded
+from pensieve.worker.torch.model import LoadedModel
+from pensieve.worker.torch.options import TorchOptions
+from pensieve.worker.torch.worker import TorchWorker
+from tests.simulated import policy_context
+
+from .driver import plain_generate, random_tokens
+
+GIB = 2**30
+
+
+class Stumbling:
+    """A forward that raises at the calls it is told to."""
+
+    name = "stumbling"
+
+    def __init__(self, model: LoadedModel, failing: set[int], error: type[Exception] = torch.OutOfMemoryError) -> None:
+        self._forward, self._error = model.forward, error
+        self.failing, self.calls = failing, 0
+
+    def __call__(self, iteration: Any, wanted: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        logits = self._forward(iteration, wanted)  # K and V are written by then
+        if self.calls in self.failing:
+            raise self._error("Tried to allocate 2.00 GiB.\nmany more lines")
+        return logits
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_out_of_memory_at_start_is_a_sentence_and_frees_everything(llama: LoadedModel, call: int) -> None:
+    forward = Stumbling(llama, {call})
+    worker = TorchWorker(replace(llama, forward=forward), 8, WallClock())
+    with pytest.raises(HardwareMissing, match="16 GPU blocks of 8 tokens") as error:
+        worker.start(16, 4)
+    assert "lower scheduler.max_batch_tokens or cache.gpu" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert worker.settings()["gpu_pool_bytes"] == 0
+    forward.failing.clear()
+    assert worker.start(16, 4).settings["gpu_pool_bytes"] > 0
+
+
+def test_a_pool_that_cannot_be_allocated_is_a_sentence(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(np, "zeros", none_left)
+    worker = TorchWorker(llama, 8, WallClock())
+    with pytest.raises(
+        HardwareMissing, match=r"A KV pool of .* \(16 blocks of .*\) does not fit .* of which .* are free"
+    ):
+        worker.start(16, 4)
+    monkeypatch.undo()
+    assert worker.start(16, 4).settings["gpu_pool_bytes"] > 0
+
+
+def engine_on(model: LoadedModel, forward: Any, depth: int) -> Engine:
+    worker = TorchWorker(replace(model, forward=forward), 8, WallClock(), options=TorchOptions(depth=depth))
+    cache = TwoTierCache(policy=Lru(policy_context(8, 40, 40)), chunk_tokens=8, gpu_blocks=40, cpu_blocks=40)
+    worker.start(40, 40)
+    settings = SchedulerSettings(max_batch_tokens=64, max_batch_requests=4)
+    return Engine(cache=cache, settings=settings, worker=worker, clock=WallClock(), max_context=512)
+
+
+def served(engine: Engine, *requests: Request) -> dict[int, TurnRecord]:
+    for request in requests:
+        engine.submit(request)
+    turns: dict[int, TurnRecord] = {}
+    while engine.busy:
+        for event in engine.step(None):
+            if event.turn is not None:
+                turns[event.request_id] = event.turn
+        engine.cache.check()
+    return turns
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("after", [1, 3])
+def test_in_flight_it_fails_the_step_and_the_next_requests_are_exact(
+    llama: LoadedModel, depth: int, after: int, error: type[Exception]
+) -> None:
+    """In the prefill, and in the middle of decoding (at depth 2 with a plan launched behind it)."""
+    forward = Stumbling(llama, set(), error)
+    engine = engine_on(llama, forward, depth)
+    first, second = random_tokens(20, 1), random_tokens(9, 2)
+    before = served(engine, Request(1, "a", 1, first, Length(5)))[1]
+    forward.failing = {forward.calls + after}
+    failed = served(engine, Request(2, "a", 2, second, Length(6)), Request(3, "b", 1, second, Length(6)))
+    assert {turn.status for turn in failed.values()} == {"failed"}
+    said = failed[2].error or ""
+    assert ("ran out of memory" in said) == (error is torch.OutOfMemoryError)
+    assert "2.00 GiB" in said
+    assert "\n" not in said
+    assert engine.counters.failed_steps == 1
+    turns = served(engine, Request(4, "a", 2, second, Length(6)), Request(5, "c", 1, first, Length(4)))
+    history = [*first, *before.token_ids, *second]
+    assert list(turns[4].token_ids) == plain_generate(llama, history, 6)
+    assert list(turns[5].token_ids) == plain_generate(llama, first, 4)
+    assert turns[4].history_tokens == 24
+
+
+def test_copies_that_fail_fail_their_step(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_on(llama, llama.forward, 2)
+    worker: Any = engine.worker
+    with monkeypatch.context() as patch:
+
+        def none_left(copies: Any) -> int:
+            raise torch.OutOfMemoryError("no staging buffer")
+
+        patch.setattr(worker.transfer, "swap_in", none_left)
+        turn = served(engine, Request(1, "a", 1, random_tokens(20, 1), Length(5)))[1]
+    assert (turn.status, "no staging buffer" in (turn.error or "")) == ("failed", True)
+    turn = served(engine, Request(2, "a", 1, random_tokens(20, 1), Length(5)))[2]
+    assert list(turn.token_ids) == plain_generate(llama, random_tokens(20, 1), 5)
+
+
+# -- how much fits ------------------------------------------------------------------------------------------------------
+
+
+def test_sizes_are_rounded_down_to_six_digits() -> None:
+    assert [rounded(n) for n in (0, 5, 63, 64, 65, 1000, 12345)] == [0, 5, 63, 64, 64, 992, 12288]
+    assert all(rounded(n) > n * 31 / 32 for n in range(1, 5000, 7))
+
+
+def test_the_largest_iterations_reach_every_bound() -> None:
+    long, many = largest_rows(1000, 64, 400)
+    assert [row.positions for row in long] == [400, 400, 200]
+    assert len(many) == 64
+    assert sum(row.positions for row in many) <= 1000
+    assert all(row.sample for row in (*long, *many))
+    assert [row.positions for row in largest_rows(8, 64, 400)[1]] == [1] * 8
+
+
+@dataclass
+class Device:
+    """torch.cuda's accounts, scripted."""
+
+    free: int
+    total: int
+    peak: int
+    allocated: int = 5 * GIB
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
+            patch.setattr(torch.cuda, name, lambda *_: None)
+        patch.setattr(torch.cuda, "mem_get_info", lambda *_: (self.free, self.total))
+        patch.setattr(torch.cuda, "memory_allocated", lambda *_: self.allocated)
+        patch.setattr(torch.cuda, "max_memory_allocated", lambda *_: self.peak)
+
+
+def test_what_is_measured_decides_how_much_fits(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, options = replace(llama, device=torch.device("cuda")), TorchOptions(max_batch_tokens=100, memory_share=0.9)
+    block = 8 * llama.spec.kv_bytes_per_token
+    seen: list[tuple[int, int]] = []
+
+    def iterate(blocks: int, rows: list[Row]) -> None:
+        seen.append((blocks, sum(row.positions for row in rows)))
+
+    used = 13 * block  # the pool of the measured iterations, which is not working memory
+    Device(free=60 * GIB, total=80 * GIB, peak=(5 + 2) * GIB + used).install(monkeypatch)
+    blocks = fitting_blocks(model, options, block, iterate)
+    room = 0.9 * 80 * GIB - 20 * GIB - 2 * GIB
+    assert room * 31 / 32 < blocks * block <= room
+    assert seen == [(13, 100), (13, 64)]
+    Device(free=9 * GIB, total=80 * GIB, peak=7 * GIB + used).install(monkeypatch)
+    with pytest.raises(
+        HardwareMissing, match=r"9.0 GiB of 80.0 GiB are free .* an iteration of 100 tokens needs 2.0 GiB"
+    ):
+        fitting_blocks(model, options, block, iterate)
+
+
+def test_an_iteration_that_does_not_fit_is_a_sentence(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def iterate(blocks: int, rows: list[Row]) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate")
+
+    Device(free=GIB, total=80 * GIB, peak=0).install(monkeypatch)
+    model = replace(llama, device=torch.device("cuda"))
+    with pytest.raises(HardwareMissing, match=r"1.0 GiB of 80.0 GiB are free .* needs more than that"):
+        fitting_blocks(model, TorchOptions(), 4096, iterate)
+
+
+def test_a_share_of_nothing_is_refused(llama: LoadedModel) -> None:
+    with pytest.raises(HardwareMissing, match=r"hardware.memory_share=0.5"):
+        blocks_in(llama, TorchOptions(memory_share=0.5), free=30 * GIB, total=80 * GIB, working=0, block_bytes=4096)
