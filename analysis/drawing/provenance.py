@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pensieve.errors import MixedPanel
 from pensieve.metrics import UNMEASURED
+from pensieve.results.mixture import Mixture, mixtures
 from pensieve.results.schema import Sweep, Trial
 from pensieve.results.store import ResultsStore
 
@@ -47,10 +47,12 @@ def trace(
 ) -> Provenance:
     """Raises MixedPanel where simulated stand beside real trials, random beside trained weights, trials beside others on
     their device, or one version of the code beside another; allow_mixed: note it instead."""
-    mixed = tuple(clause for clause, _ in _mixtures(trials))
+    found = mixtures(trials)
+    mixed = tuple(_clause(one) for one in found)
     if mixed and not allow_mixed:
-        clause, remedy = next(_mixtures(trials))
-        raise MixedPanel(f"One panel would hold {clause}; {remedy}, or draw it with --allow-mixed, which it then says.")
+        raise MixedPanel(
+            f"One panel would hold {mixed[0]}; {found[0].remedy}, or draw it with --allow-mixed, which it then says."
+        )
     return Provenance(
         sweep=sweep.id if sweep else None,
         command=sweep.command if sweep else None,
@@ -114,40 +116,8 @@ def ranges(ids: Sequence[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _mixtures(trials: Sequence[Trial]) -> Iterator[tuple[str, str]]:
-    """(what is mixed, what to do about it)."""
-    if len({trial.simulated for trial in trials}) > 1:
-        yield "simulated and real trials", "draw a sweep over one kind of hardware"
-    contended = sorted(trial.id for trial in trials if trial.contended)
-    if contended:
-        yield (
-            f"trials that shared their device with others ({ranges(contended)}), whose times mean little",
-            "run them again with trial.exclusive=true",
-        )
-    profiled = sorted(trial.id for trial in trials if (trial.flags or {}).get("profiled"))
-    if profiled:
-        yield f"trials that a profiler slowed ({ranges(profiled)})", "run them again without trial.profile=true"
-    if len({trial.weights == "random" for trial in trials if not trial.simulated}) > 1:
-        yield "random and trained weights", "give all trials the same model.weights"
-    if any(len(hashes) > 1 for hashes in _code(trials).values()):
-        yield "trials of different versions of the code", "run the sweep's command again, which redoes the older ones"
-
-
-def _code(trials: Iterable[Trial]) -> dict[tuple[str, ...], set[str]]:
-    """Hashes of the code by the classes outside the package that a trial names: their source is part of its hash, so
-    only trials that name the same ones can be told apart by it."""
-    found: dict[tuple[str, ...], set[str]] = {}
-    for trial in trials:
-        found.setdefault(tuple(sorted(_foreign(trial.config or {}))), set()).add(trial.code_hash)
-    return found
-
-
-def _foreign(config: Mapping[str, Any]) -> Iterator[str]:
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _foreign(value)
-        elif key == "_target_" and not str(value).startswith("pensieve."):
-            yield str(value)
+def _clause(mixture: Mixture) -> str:
+    return f"{mixture.what} ({ranges(mixture.trials)})" if mixture.trials else mixture.what
 
 
 def _conversations(store: ResultsStore, trial: Trial) -> set[tuple[int, int, str]]:

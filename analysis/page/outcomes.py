@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from analysis.drawing.source import Source
 from analysis.page.document import Table
 from pensieve.errors import MissingSeries
-from pensieve.results.claims.evidence import Evidence, mixtures
+from pensieve.results.claims.evidence import Evidence
 from pensieve.results.claims.measures import Sides
 from pensieve.results.claims.measures.turns import Which, speedup
+from pensieve.results.mixture import mixtures
 from pensieve.results.summary import REFERENCE, ComparisonRow, compare
 
 NONE = "–"

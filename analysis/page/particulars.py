@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from analysis.drawing.provenance import ranges
-from analysis.drawing.source import Source
+from analysis.drawing.source import DEFAULT_COMMAND, Source
 from analysis.page.document import Table
 from analysis.page.outcomes import NONE, number
 from pensieve.results.claims import Judged
-from pensieve.results.claims.evidence import mixtures
+from pensieve.results.mixture import mixtures
 from pensieve.results.schema import Trial
 from pensieve.results.selection import differences, flat
 from pensieve.results.store import JobResult
@@ -61,7 +60,7 @@ def warnings(source: Source) -> list[str]:
         )
     if any(trial.weights == "random" for trial in trials):
         found.append("Random weights: the text is meaningless; the speed is that of the architecture.")
-    found += [f"{_capital(mixture)}: do not compare their times." for mixture in mixtures(trials)]
+    found += [f"The sweep holds {one.what}: do not compare their times, and {one.remedy}." for one in mixtures(trials)]
     missing = sum(job.trial is None for job in source.jobs) + max(0, source.sweep.n_expected - len(source.jobs))
     if missing:
         found.append(f"{missing} of the sweep's trials did not complete; the same command runs what is missing.")
@@ -157,7 +156,7 @@ def commands(source: Source) -> list[tuple[str, str]]:
     """What it does, and the line to type."""
     sweep = source.sweep
     found = [
-        ("run the sweep: what is completed is not run again", run_again(sweep.command, sweep.overrides)),
+        ("run the sweep: what is completed is not run again", sweep.command or DEFAULT_COMMAND),
         ("this page", f"python analysis/report.py --sweep {sweep.id}"),
         ("its figures, with the numbers behind them", f"python analysis/figures.py --sweep {sweep.id}"),
     ]
@@ -166,16 +165,6 @@ def commands(source: Source) -> list[tuple[str, str]]:
             ("one trial again, and what differs", f"python runners/results.py reproduce {source.trials[0].id}")
         )
     return found
-
-
-def run_again(command: str | None, overrides: Mapping[str, Any]) -> str:
-    """The sweep's command as a shell takes it: the record of what was typed has lost its quotes."""
-    typed = [f"{key}={value}" for key, value in overrides.items()]
-    if command and not any(shlex.quote(word) != word for word in typed):
-        return command
-    script = next((word for word in (command or "").split() if word.endswith(".py")), "runners/run.py")
-    multirun = [] if script.endswith("bench.py") else ["-m"]
-    return " ".join(["python", script, *multirun, *map(shlex.quote, typed)])
 
 
 def stands_on(one: Judged) -> str:
@@ -261,7 +250,3 @@ def _flag(name: str, value: Any) -> str:
 
 def _list(values: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(values))
-
-
-def _capital(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ class Record:
 
 def command() -> str:
     """As it was typed, from the checkout's folder."""
-    return " ".join(["python", *sys.argv])
+    return shlex.join(["python", *sys.argv])
 
 
 def now() -> datetime:

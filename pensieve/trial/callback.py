@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import traceback
@@ -95,7 +96,7 @@ class SweepCallback(Callback):  # type: ignore[misc]  # Hydra is not typed for u
             key=sweep_key(fixed, axes),
             name=first.experiment_name,
             experiment=_overlay(fixed),
-            command=" ".join(["python", *sys.argv]),
+            command=shlex.join(["python", *sys.argv]),
             overrides={**dict(text.lstrip("+").partition("=")[::2] for text in fixed), **axes},
             n_expected=self._n_expected,
             host=host(),

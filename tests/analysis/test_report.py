@@ -213,27 +213,6 @@ def test_configuration_is_what_all_trials_share():
 
 
 @pytest.mark.parametrize(
-    ("command", "overrides", "line"),
-    [
-        ("python runners/run.py -m", {"seed": "0,1"}, "python runners/run.py -m"),
-        (
-            "python /x/runners/run.py -m cache.gpu=8 tokens",
-            {"cache.gpu": "8 tokens", "seed": "0,1"},
-            "python /x/runners/run.py -m 'cache.gpu=8 tokens' seed=0,1",
-        ),
-        (
-            "python runners/bench.py target=a b",
-            {"target": "a b"},
-            "python runners/bench.py 'target=a b'",
-        ),
-        (None, {"cache.gpu": "8 tokens"}, "python runners/run.py -m 'cache.gpu=8 tokens'"),
-    ],
-)
-def test_the_command_can_be_pasted_into_a_shell(command, overrides, line):
-    assert particulars.run_again(command, overrides) == line
-
-
-@pytest.mark.parametrize(
     ("numbers", "unit", "shown"),
     [
         ((2.254, 0.669, 10.43), "x", "2.25× [0.67, 10.43]"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,29 +66,3 @@ class Group:
 
     def first_of(self, baselines: Iterable[str]) -> str | None:
         return next((name for name in baselines if name in self.trials), None)
-
-
-def mixtures(trials: Sequence[Trial]) -> list[str]:
-    """Why times of these trials must not stand beside each other, a clause each."""
-    found = []
-    if len({trial.simulated for trial in trials}) > 1:
-        found.append("simulated and real trials are mixed")
-    hashes: dict[tuple[str, ...], set[str]] = defaultdict(set)
-    for trial in trials:  # the source of a class outside the package is part of the hash of the trials that name it
-        hashes[tuple(sorted(_outside(trial.config or {})))].add(trial.code_hash)
-    if any(len(same) > 1 for same in hashes.values()):
-        found.append("the trials ran different versions of the code: run the sweep's command again")
-    if len({trial.weights == "random" for trial in trials if trial.weights not in (None, "none")}) > 1:
-        found.append("random and trained weights are mixed")
-    contended = sum(trial.contended for trial in trials)
-    if contended:
-        found.append(f"{contended} of the trials shared their device with others")
-    return found
-
-
-def _outside(config: Mapping[str, Any]) -> Iterator[str]:
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _outside(value)
-        elif key == "_target_" and not str(value).startswith("pensieve."):
-            yield str(value)

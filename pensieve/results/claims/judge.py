@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pensieve.errors import MissingSeries
 from pensieve.results.claims.claim import Claim
 from pensieve.results.claims.conditions import Limits, Values, differences
-from pensieve.results.claims.evidence import Evidence, Group, mixtures
+from pensieve.results.claims.evidence import Evidence, Group
 from pensieve.results.claims.measures import MEASURES, Sides
 from pensieve.results.claims.verdict import Judgement, Measured, judge
+from pensieve.results.mixture import mixtures
 from pensieve.results.schema import Trial
 from pensieve.results.store import ResultsStore
 
@@ -59,7 +60,11 @@ def _judged(claim: Claim, evidence: Evidence, group: Group, several: bool) -> Ju
     ]
     sides = Sides(evidence, group.trials[ours] if ours else (), group.trials[theirs] if theirs else (), claim.over)
     trials: Sequence[Trial] = [*sides.ours, *sides.theirs] or [one for own in group.trials.values() for one in own]
-    reasons = [*absent, *differences(claim.conditions, trials), *mixtures(trials)]
+    reasons = [
+        *absent,
+        *differences(claim.conditions, trials),
+        *(f"the sweep holds {one.what}" for one in mixtures(trials)),
+    ]
     simulated = any(trial.simulated for trial in trials)
     if simulated and not claim.simulated:
         reasons.append("times are simulated here, claimed for a real device")

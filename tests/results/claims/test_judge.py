@@ -82,10 +82,10 @@ def test_simulated_times_speak_only_where_the_claim_lets_them():
 @pytest.mark.parametrize(
     ("changed", "clause"),
     [
-        ({"simulated": True}, "simulated and real trials are mixed"),
+        ({"simulated": True}, "the sweep holds simulated and real trials"),
         ({"code_hash": "other"}, "different versions of the code"),
-        ({"weights": "hub"}, "random and trained weights are mixed"),
-        ({"contended": True}, "1 of the trials shared their device with others"),
+        ({"weights": "hub"}, "random and trained weights"),
+        ({"contended": True}, "shared their device with others"),
     ],
 )
 def test_trials_that_must_not_stand_beside_each_other(changed, clause):

@@ -1,0 +1,56 @@
+"""Which trials must not stand beside each other: a rule for figures, claims and reports alike."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pensieve.results.schema import Trial
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """what: a noun phrase. remedy: what the reader should do. trials: the ids at fault, empty where all are."""
+
+    what: str
+    remedy: str
+    trials: tuple[int, ...] = ()
+
+
+def mixtures(trials: Sequence[Trial]) -> list[Mixture]:
+    """Why times of these trials must not be compared; empty where they may be."""
+    found = []
+    if len({trial.simulated for trial in trials}) > 1:
+        found.append(Mixture("simulated and real trials", "keep to one kind of hardware"))
+    contended = tuple(sorted(trial.id for trial in trials if trial.contended))
+    if contended:
+        what = "trials that shared their device with others"
+        found.append(Mixture(what, "run them again with trial.exclusive=true", contended))
+    profiled = tuple(sorted(trial.id for trial in trials if (trial.flags or {}).get("profiled")))
+    if profiled:
+        found.append(Mixture("trials that a profiler slowed", "run them again without trial.profile=true", profiled))
+    if len({trial.weights == "random" for trial in trials if not trial.simulated}) > 1:
+        found.append(Mixture("random and trained weights", "give all trials the same model.weights"))
+    if any(len(hashes) > 1 for hashes in _code(trials).values()):
+        what = "trials of different versions of the code"
+        found.append(Mixture(what, "run the sweep's command again, which redoes the older ones"))
+    return found
+
+
+def _code(trials: Sequence[Trial]) -> Mapping[tuple[str, ...], set[str]]:
+    """Hashes of the code by the classes outside the package that a trial names: their source is part of its hash, so
+    only trials that name the same ones can be told apart by it."""
+    found: dict[tuple[str, ...], set[str]] = defaultdict(set)
+    for trial in trials:
+        found[tuple(sorted(_outside(trial.config or {})))].add(trial.code_hash)
+    return found
+
+
+def _outside(config: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _outside(value)
+        elif key == "_target_" and not str(value).startswith("pensieve."):
+            yield str(value)
