@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo test check format ui figures report doctor clean
+.PHONY: help install demo test test-fast test-slow check format ui figures report doctor clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -28,8 +28,13 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## run the default sweep on a tiny model and print the comparison
 	$(BIN)/python runners/run.py -m
 
-test: $(STAMP)  ## run the tests
-	$(BIN)/python -m pytest
+test: test-fast test-slow  ## the tests (make -j2 --output-sync test: two runs at a time)
+
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow
 
 check: $(STAMP)  ## ruff, ruff format, mypy --strict, import layers
 	$(BIN)/ruff check .
