@@ -10,10 +10,12 @@ from pensieve.errors import WorkerError
 from pensieve.plan import Row, Sample, StepPlan
 from pensieve.units import ceil_div
 from pensieve.worker.torch.model import LoadedModel
+from pensieve.worker.torch.options import TorchOptions
 from pensieve.worker.torch.worker import TorchWorker
 
 CHUNK = 32
 _PREFILL_TOKENS = 8192  # of one plan
+_GRAPH_ROWS = 64  # recorded at least
 
 
 def prompt(slot: int, tokens: int, vocab: int) -> tuple[int, ...]:
@@ -29,7 +31,10 @@ class Stepper:
     """
 
     def __init__(self, model: LoadedModel, requests: int, context: int) -> None:
-        self.worker = TorchWorker(model, CHUNK, WallClock())
+        # On a GPU one step ahead, and with graphs for every batch that is asked for.
+        depth = 2 if model.device.type == "cuda" else 1
+        options = TorchOptions(depth=depth, max_batch_requests=max(_GRAPH_ROWS, requests))
+        self.worker = TorchWorker(model, CHUNK, WallClock(), options=options)
         self.requests, self.context = requests, context
         chunks = ceil_div(context + 1, CHUNK)
         self.worker.start(requests * chunks, 0)
