@@ -32,7 +32,6 @@ from pensieve.plan import Row, Sample
 from pensieve.specs import ModelSpec
 from pensieve.worker.torch.attention import IMPLEMENTATION, Iteration
 from pensieve.worker.torch.batch import BlockTables, build_batch
-from pensieve.worker.torch.forward import Forward
 from pensieve.worker.torch.kv_tensors import KvTensors
 from pensieve.worker.torch.model import LoadedModel, load_model
 
@@ -91,8 +90,8 @@ def measure(model: LoadedModel, fallback: LoadedModel, case: Case, rounds: int) 
     vocab = model.spec.vocab
     runs: dict[str, Callable[[], object]] = {
         "floor": _products(fallback.module, case),
-        "ours": _paged(model, model.forward, case, vocab),
-        "fallback": _paged(fallback, fallback.forward, case, vocab),
+        "ours": _paged(model, case),
+        "fallback": _paged(fallback, case),
         "peer": _transformers(fallback.module, case, vocab),
     }
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -127,7 +126,7 @@ def _products(module: Any, case: Case) -> Callable[[], object]:
     return run
 
 
-def _paged(model: LoadedModel, forward: Forward, case: Case, vocab: int) -> Callable[[], object]:
+def _paged(model: LoadedModel, case: Case) -> Callable[[], object]:
     """Batch, attention over blocks, logits: what a worker does in a step, but for sampling."""
     chunks = -(-(case.past + case.new) // CHUNK)
     pool = KvTensors(model.spec, CHUNK, case.requests * chunks, 0, model.device, model.dtype)
@@ -140,11 +139,12 @@ def _paged(model: LoadedModel, forward: Forward, case: Case, vocab: int) -> Call
     rows = []
     for slot in range(case.requests):
         tables.overwrite(slot, 0, blocks[slot * chunks : (slot + 1) * chunks])
-        rows.append(Row(slot, ((case.past, stop),), tuple(i % vocab for i in range(case.new)), Sample(stop)))
+        rows.append(Row(slot, ((case.past, stop),), tuple(i % model.spec.vocab for i in range(case.new)), Sample(stop)))
 
     def run() -> object:
         batch = build_batch(rows, tables, {}, CHUNK, model.device)
-        return forward(Iteration(batch, pool.gpu_tokens(), CHUNK), batch.logits_at)
+        iteration = Iteration(batch, pool.gpu_tokens(), CHUNK, backend=model.attention)
+        return model.forward(iteration, batch.logits_at)
 
     return run
 
@@ -171,19 +171,23 @@ def _transformers(module: Any, case: Case, vocab: int) -> Callable[[], object]:
 
 
 def load_both(name: str, threads: int) -> tuple[LoadedModel, LoadedModel]:
-    """The model on its fused forward and on transformers' modules, with equal random weights.
+    """The model as it is served, and on transformers' modules with torch's attention, with equal random weights.
 
     name: llama_25m, or an option of conf/model. Raises PensieveError.
     """
     architecture = LLAMA_25M if name == "llama_25m" else read_option("model", name)["architecture"]
     spec = ModelSpec.from_architecture(name, architecture)
-    fused, plain = (load_model(spec, "random", None, None, 0, "cpu", threads, fused=f) for f in (True, False))
-    return fused, plain
+
+    def load(fused: bool, attention: str) -> LoadedModel:
+        return load_model(spec, "random", None, None, 0, "cpu", threads, fused, attention)
+
+    return load(True, "auto"), load(False, "reference")
 
 
 def report(model: LoadedModel, timings: dict[Case, Timing], goals: bool) -> Table:
     """A row a case: milliseconds of the floor, then each ratio to it with the quartiles of its rounds."""
-    table = Table(title=f"{model.spec.name}, {model.threads} thread(s), float32: {model.forward.name}")
+    how = f"{model.forward.name}, {model.attention.name} attention"
+    table = Table(title=f"{model.spec.name}, {model.threads} thread(s), float32: {how}")
     for column in ("", "products ms", "ours ms", "ours / products", "plain modules, paged", "transformers", "goal"):
         table.add_column(column, justify="left" if not column else "right")
     for case, timing in timings.items():
@@ -233,8 +237,8 @@ def _backends(timing: Timing, model: LoadedModel, fallback: LoadedModel, goal: f
     import transformers
 
     return [
-        measured("ours", timing.ours, model.forward.name, goal),
-        measured("plain_modules", timing.fallback, fallback.forward.name),
+        measured("ours", timing.ours, f"{model.forward.name}, {model.attention.name} attention", goal),
+        measured("plain_modules", timing.fallback, f"{fallback.forward.name}, {fallback.attention.name} attention"),
         measured("transformers", timing.peer, "sdpa, DynamicCache"),
     ]
 

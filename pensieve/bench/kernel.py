@@ -21,7 +21,7 @@ from pensieve.bench.session import Bench
 from pensieve.bench.timer import interleaved
 from pensieve.errors import PensieveError
 from pensieve.worker.torch.kernels.base import AttentionBackend
-from pensieve.worker.torch.kernels.choose import BACKENDS, load_backend, order
+from pensieve.worker.torch.kernels.choose import BACKENDS, ON_CPU, load_backend, order
 
 Call = Callable[[], object]
 
@@ -70,10 +70,10 @@ def run(bench: Bench) -> None:
 
 
 def find_backends(device: torch.device, dtype: torch.dtype, shape: Shape) -> Backends:
-    """Every backend that loads here. On a CPU those for a GPU are not missed."""
+    """Every backend that loads here. Those of the other kind of device are not missed."""
     found: dict[str, AttentionBackend] = {}
     absent: dict[str, str] = {}
-    for name in BACKENDS if device.type == "cuda" else ("reference",):
+    for name in ON_CPU if device.type == "cpu" else (name for name in BACKENDS if name != "native"):
         try:
             found[name] = load_backend(name, device, dtype, shape.dim, shape.chunk)
         except PensieveError as error:

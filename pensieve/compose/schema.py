@@ -121,7 +121,7 @@ class TrialConfig(_Group):
     repeat: Annotated[int, Field(ge=0)] = 0
     force: bool = False
     resume: Literal["fingerprint", "config"] = "fingerprint"
-    attention_backend: Literal["auto", "reference", "triton", "varlen", "flashinfer"] = "auto"
+    attention_backend: Literal["auto", "reference", "native", "triton", "varlen", "flashinfer"] = "auto"
     trial: TrialOptions = TrialOptions()
     slo: SloConfig = SloConfig()
     model: ModelConfig

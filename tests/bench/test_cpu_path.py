@@ -27,7 +27,7 @@ def test_ours_and_the_peer_compute_the_same(scattered: bool) -> None:
     model = tiny_model("llama")
     case = Case("prefill", 1, 0, 90, scattered=scattered)
     with torch.inference_mode():
-        ours: Any = cpu_path._paged(model, model.forward, case, model.spec.vocab)()
+        ours: Any = cpu_path._paged(model, case)()
         run = cpu_path._transformers(model.module, case, model.spec.vocab)
         model.module.set_attn_implementation("sdpa")
         output: Any = run()

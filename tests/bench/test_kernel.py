@@ -59,6 +59,14 @@ def test_on_a_gpu_the_cases_are_those_of_the_goals() -> None:
     assert len(mixed) == 57 and mixed[-1] == [(0, 512)]
 
 
-def test_on_a_cpu_the_reference_serves_and_nothing_is_missed() -> None:
+def test_on_a_cpu_the_compiled_one_serves_beside_the_reference() -> None:
     backends = find_backends(CPU, torch.float32, SHAPE)
-    assert (backends.ours.name, backends.others, backends.absent) == ("reference", (), {})
+    assert [backend.name for backend in (backends.ours, *backends.others)] == ["native", "reference"]
+    assert not backends.absent
+
+
+def test_without_a_compiler_the_reference_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    backends = find_backends(CPU, torch.float32, Shape(heads=2, kv_heads=1, dim=24, chunk=8))
+    assert (backends.ours.name, backends.others) == ("reference", ())
+    assert "no-such-compiler is not one" in backends.absent["native"]

@@ -13,7 +13,7 @@ from pensieve.specs import ModelSpec
 from pensieve.worker.torch.forward import Forward, TransformersForward
 from pensieve.worker.torch.fused import build_fused
 from pensieve.worker.torch.kernels.base import AttentionBackend
-from pensieve.worker.torch.kernels.choose import load_backend
+from pensieve.worker.torch.kernels.choose import ON_CPU, load_backend
 from pensieve.worker.torch.self_check import SelfCheck, check_against_eager
 
 
@@ -64,7 +64,7 @@ def _forward(
     """The forward that serves, why it is not the fused one, and its check. Raises UnsupportedModel if none passes."""
 
     def check(forward: Forward) -> SelfCheck:
-        if backend.name == "reference":  # takes any size: small blocks check more in less time
+        if backend.name in ON_CPU:  # they take any size: small blocks check more in less time
             return check_against_eager(module, forward, spec, device, dtype, backend)
         return check_against_eager(module, forward, spec, device, dtype, backend, chunk_tokens)
 

@@ -18,9 +18,9 @@ def model_of() -> Callable[..., LoadedModel]:
 
 @pytest.fixture(params=[(name, fused) for name in sorted(ARCHITECTURES) for fused in (True, False)], ids=str)
 def model(request: pytest.FixtureRequest, model_of: Callable[..., LoadedModel]) -> LoadedModel:
-    """Every architecture on both of its forwards."""
+    """Every architecture on both of its forwards, each with another of the backends that a CPU has."""
     name, fused = request.param
-    return model_of(name, fused=fused)
+    return model_of(name, fused=fused, attention="auto" if fused else "reference")
 
 
 @pytest.fixture

@@ -51,8 +51,8 @@ def tiny_spec(name: str, **changes: object) -> ModelSpec:
     return ModelSpec.from_architecture(name, {**ARCHITECTURES[name], **changes})
 
 
-def tiny_model(name: str, seed: int = 0, fused: bool = True) -> LoadedModel:
-    return load_model(tiny_spec(name), "random", None, None, seed, "cpu", threads=1, fused=fused)
+def tiny_model(name: str, seed: int = 0, fused: bool = True, attention: str = "auto") -> LoadedModel:
+    return load_model(tiny_spec(name), "random", None, None, seed, "cpu", threads=1, fused=fused, attention=attention)
 
 
 def random_tokens(count: int, seed: int, vocab: int = 97) -> array[int]:

@@ -11,13 +11,14 @@ from pensieve.errors import ConfigError, EngineMissing
 from pensieve.worker.torch.kernels.base import AttentionBackend
 from pensieve.worker.torch.kernels.reference import ReferenceBackend
 
-BACKENDS = ("reference", "triton", "varlen", "flashinfer")
+ON_CPU = ("native", "reference")  # best first
+BACKENDS = ("reference", "native", "triton", "varlen", "flashinfer")
 
 
 def order(choice: str, device: torch.device) -> tuple[str, ...]:
     """The backends to try, best first: one, but for auto. Raises ConfigError for an unknown name."""
     if choice == "auto":
-        return ("triton", "varlen", "reference") if device.type == "cuda" else ("reference",)
+        return ("triton", "varlen", "reference") if device.type == "cuda" else ON_CPU
     if choice not in BACKENDS:
         raise ConfigError(f"attention_backend={choice} is unknown; use auto, {', '.join(BACKENDS)}.")
     return (choice,)
@@ -29,6 +30,10 @@ def load_backend(
     """Raises EngineMissing, in one sentence, where it cannot run here."""
     if name == "reference":
         return ReferenceBackend()
+    if name == "native":
+        from pensieve.worker.torch.kernels.native import NativeBackend
+
+        return NativeBackend(device, dtype, head_dim)
     if name == "triton":
         return _triton(device, chunk_tokens)
     if name == "varlen":

@@ -115,7 +115,7 @@ class ReferencePlan:
 
     def _direct(self, span: Span, window: int | None, capped: bool) -> _Direct | None:
         """None on a GPU, where one kernel takes all rows, and for short contexts, which are cheap to pad."""
-        low = _lowest_key(span, window)
+        low = lowest_key(span, window)
         length = span.stop - low
         if self._device.type != "cpu" or length < _ALONE_TOKENS:
             return None
@@ -123,7 +123,7 @@ class ReferencePlan:
         return _Direct(span.first, runs, len(runs) == 1 or (length >= len(runs) * _RUN_TOKENS and not capped))
 
     def _append(self, span: Span, window: int | None) -> _Append:
-        low = _lowest_key(span, window)
+        low = lowest_key(span, window)
         mask = torch.full((span.queries, span.stop - low), float("-inf"), dtype=self._dtype, device=self._device)
         if window is None:
             mask.triu_(span.start - low + 1)  # later than the query
@@ -132,7 +132,7 @@ class ReferencePlan:
         return _Append(span.first, span.queries, self._slots(span, low), mask)
 
     def _decode(self, group: Sequence[Span], window: int | None) -> _Decode:
-        lows = [_lowest_key(span, window) for span in group]
+        lows = [lowest_key(span, window) for span in group]
         lengths = [span.stop - low for span, low in zip(group, lows, strict=True)]
         width = max(lengths)
         if len(group) == 1:
@@ -196,14 +196,14 @@ def write(pool: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: t
     pool[:, 1].index_copy_(0, slots, values)
 
 
-def _lowest_key(span: Span, window: int | None) -> int:
+def lowest_key(span: Span, window: int | None) -> int:
     """The first position that any query of the span attends to."""
     return 0 if window is None else max(0, span.start - window + 1)
 
 
 def _groups(spans: Sequence[Span], window: int | None) -> Iterator[list[Span]]:
     """Cut spans, sorted by falling context, where padding to the first one's would waste too much."""
-    lengths = [span.stop - _lowest_key(span, window) for span in spans]
+    lengths = [span.stop - lowest_key(span, window) for span in spans]
     cuts = [0]
     for index, length in enumerate(lengths):
         longest = lengths[cuts[-1]]

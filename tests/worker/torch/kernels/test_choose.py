@@ -17,9 +17,9 @@ def _load(name: str, device: torch.device = CPU, dtype: torch.dtype = torch.bflo
     return load_backend(name, device, dtype, 64, chunk)
 
 
-def test_auto_takes_the_kernel_on_a_gpu_and_the_reference_on_a_cpu() -> None:
+def test_auto_takes_the_triton_kernel_on_a_gpu_and_the_compiled_one_on_a_cpu() -> None:
     assert order("auto", CUDA) == ("triton", "varlen", "reference")
-    assert order("auto", CPU) == ("reference",)
+    assert order("auto", CPU) == ("native", "reference")
     assert [order(name, CPU) for name in BACKENDS] == [(name,) for name in BACKENDS]
     with pytest.raises(ConfigError, match="attention_backend=flash is unknown; use auto, reference"):
         order("flash", CPU)
@@ -36,6 +36,8 @@ def test_the_reference_is_always_there() -> None:
         ("triton", CPU, 32, None, "needs a GPU; use auto on a CPU, or set TRITON_INTERPRET=1"),
         ("triton", CUDA, 32, "1", "TRITON_INTERPRET=1 is set"),
         ("triton", CPU, 24, "1", "cache.chunk_tokens=24"),
+        ("native", CUDA, 32, None, "runs on a CPU only"),
+        ("native", CPU, 32, None, "computes in float32 only"),
         ("varlen", CPU, 32, None, "runs on CUDA only"),
         ("flashinfer", CPU, 32, None, r"pensieve\[flashinfer\]|runs on CUDA only"),
     ],

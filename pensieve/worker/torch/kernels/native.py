@@ -1,0 +1,116 @@
+"""Attention on a CPU with decode rows in C, straight over the blocks; everything else as the reference does it."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pensieve.errors import EngineMissing
+from pensieve.worker.torch.batch import Batch, Span
+from pensieve.worker.torch.kernels.compiler import Library, load_library
+from pensieve.worker.torch.kernels.reference import ReferencePlan, lowest_key, write
+
+_SOURCE = Path(__file__).with_name("native.c")
+_POINTERS, _SIZES = [ctypes.c_void_p] * 7, [ctypes.c_int64, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+
+
+class NativePlan:
+    """Spans of one query come first in a batch: they are rows of one call a layer."""
+
+    def __init__(self, library: Library, batch: Batch, pool: torch.Tensor, chunk_tokens: int) -> None:
+        self._library, self._chunk_tokens = library, chunk_tokens
+        spans = batch.spans
+        self._rows = next((row for row, span in enumerate(spans) if span.queries > 1), len(spans))
+        self._singles = _Rows(spans[: self._rows]) if self._rows else None
+        several = spans[self._rows :]
+        self._several = ReferencePlan(replace(batch, spans=several), pool, chunk_tokens) if several else None
+        self._threads = torch.get_num_threads() if library.threads else 1
+
+    def write(self, pool: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        write(pool, slots, keys, values)
+
+    def attend(
+        self,
+        pool: torch.Tensor,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        pieces = []
+        if self._singles is not None:
+            pieces.append(self._decode(self._singles, pool, queries[: self._rows], scaling, window, softcap))
+        if self._several is not None:
+            pieces.append(self._several.attend(pool, queries, keys, values, scaling, window, softcap))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _decode(
+        self,
+        rows: _Rows,
+        pool: torch.Tensor,
+        queries: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        queries = queries.contiguous()
+        assert pool.is_contiguous()
+        result = torch.empty_like(queries)
+        _, heads, head_dim = queries.shape
+        kv_heads = pool.shape[2]
+        self._library.functions.attend_decode(
+            queries.data_ptr(), pool.data_ptr(), result.data_ptr(), rows.lows(window).ctypes.data,
+            rows.stops.ctypes.data, rows.starts.ctypes.data, rows.table.ctypes.data, len(queries), kv_heads,
+            heads // kv_heads, self._chunk_tokens, head_dim**-0.5 if scaling is None else scaling, softcap or 0.0,
+            self._threads,
+        )  # fmt: skip
+        return result
+
+
+class _Rows:
+    """Single queries as the arrays that the call takes. table: all rows' blocks, starts: where each row's begin."""
+
+    def __init__(self, spans: tuple[Span, ...]) -> None:
+        assert [span.first for span in spans] == list(range(len(spans)))
+        self._spans = spans
+        self.stops = np.array([span.stop for span in spans], dtype=np.int64)
+        self.starts = np.cumsum([0, *(len(span.blocks) for span in spans[:-1])], dtype=np.int64)
+        self.table = np.concatenate([span.blocks for span in spans])
+        self._lows: dict[int | None, NDArray[np.int64]] = {}
+
+    def lows(self, window: int | None) -> NDArray[np.int64]:
+        """The first position that each row attends to; one array a window, since layers alternate."""
+        if window not in self._lows:
+            self._lows[window] = np.array([lowest_key(span, window) for span in self._spans], dtype=np.int64)
+        return self._lows[window]
+
+
+class NativeBackend:
+    """Raises EngineMissing on a GPU, for 16-bit numbers, and where no compiler is."""
+
+    name = "native"
+    captures = False
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+        if device.type != "cpu":
+            raise EngineMissing("attention_backend=native runs on a CPU only; use auto or triton on a GPU.")
+        if dtype != torch.float32:
+            raise EngineMissing("attention_backend=native computes in float32 only; use reference.")
+        self._library = load_library(_SOURCE, (f"HEAD_DIM={head_dim}",))
+        function = self._library.functions.attend_decode
+        function.restype = None
+        function.argtypes = [*_POINTERS, *_SIZES, ctypes.c_float, ctypes.c_float, ctypes.c_int]
+
+    @property
+    def version(self) -> str:
+        return self._library.compiler
+
+    def plan(self, batch: Batch, pool: torch.Tensor, chunk_tokens: int) -> NativePlan:
+        return NativePlan(self._library, batch, pool, chunk_tokens)

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pensieve.errors import EngineMissing
+from pensieve.worker.torch.kernels import compiler
+from pensieve.worker.torch.kernels.compiler import find_compiler, load_library
+
+try:
+    find_compiler()
+except EngineMissing as missing:
+    pytest.skip(str(missing), allow_module_level=True)
+
+_SOURCE = """
+#include <omp.h>
+int answer(void) { return ANSWER; }
+int threads(int wanted) {
+    int seen = 0;
+#pragma omp parallel num_threads(wanted)
+#pragma omp atomic
+    seen++;
+    return seen;
+}
+"""
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    load_library.cache_clear()
+    yield tmp_path / "cache" / "pensieve" / "kernels"
+    load_library.cache_clear()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "answer.c"
+    path.write_text(_SOURCE)
+    return path
+
+
+def _answer(source: Path, answer: int) -> int:
+    library = load_library(source, (f"ANSWER={answer}",))
+    return int(library.functions.answer())
+
+
+def test_compiled_once_and_kept(source: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _answer(source, 42) == 42
+    made = list(cache_folder.iterdir())
+    assert [path.suffix for path in made] == [".so"], "nothing else is left behind"
+    load_library.cache_clear()
+    monkeypatch.setattr(compiler, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert _answer(source, 42) == 42
+
+
+def test_another_definition_source_or_processor_is_another_file(
+    source: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (_answer(source, 1), _answer(source, 2)) == (1, 2)
+    source.write_text(_SOURCE + "/* changed */")
+    load_library.cache_clear()
+    assert _answer(source, 1) == 1
+    monkeypatch.setattr(compiler, "_processor", lambda: "a machine with the same home")
+    load_library.cache_clear()
+    assert _answer(source, 1) == 1
+    assert len(list(cache_folder.iterdir())) == 4
+
+
+def test_it_shares_the_threads_of_torch(source: Path) -> None:
+    import torch
+
+    torch.randn(2)
+    if compiler.openmp_runtime() is None:
+        pytest.skip("this torch was built without OpenMP")
+    library = load_library(source, ("ANSWER=0",))
+    assert library.threads and library.functions.threads(3) == 3
+    runtimes = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
+    assert len(runtimes) <= 1
+
+
+def test_a_home_that_cannot_be_written_to(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert _answer(source, 7) == 7
+
+
+def test_no_compiler_and_a_broken_one_are_one_sentence(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(EngineMissing, match="CC=no-such-compiler is not one"):
+        load_library(source, ())
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr(compiler.shutil, "which", lambda name: None)
+    with pytest.raises(EngineMissing, match=r"there is none \(install gcc or clang\)"):
+        load_library(source, ())
+
+
+def test_what_the_compiler_says_is_passed_on(source: Path) -> None:
+    source.write_text("int answer(void) { return NOWHERE; }")
+    with pytest.raises(EngineMissing, match=r"NOWHERE.*undeclared.*attention_backend=reference") as raised:
+        load_library(source, ())
+    assert "\n" not in str(raised.value)
+
+
+def test_without_openmp_it_runs_on_one_thread(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "openmp_runtime", lambda: None)
+    source.write_text(_SOURCE.replace("#include <omp.h>", ""))
+    library = load_library(source, ("ANSWER=5",))
+    assert not library.threads and library.functions.threads(4) == 1
+
+
+def test_small_numbers_stay_numbers() -> None:
+    """Linking with -ffast-math would make the whole process flush denormal numbers to zero."""
+    code = (
+        "import torch; from pensieve.worker.torch.kernels.native import NativeBackend; "
+        "NativeBackend(torch.device('cpu'), torch.float32, 64); print(float(torch.tensor(1e-40) * 0.5) > 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
+    assert ctypes.c_float(1e-40).value > 0

@@ -1,0 +1,106 @@
+"""Decode rows in C against the definition in float64. Skipped where no C compiler is."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from pensieve.errors import EngineMissing
+from pensieve.worker.torch.kernels.compiler import find_compiler
+from pensieve.worker.torch.kernels.native import NativeBackend, NativePlan
+
+from .cases import MIXED, Case, Heads, Runs, make_case
+
+try:
+    find_compiler()
+except EngineMissing as missing:
+    pytest.skip(str(missing), allow_module_level=True)
+
+
+def _plan(case: Case) -> NativePlan:
+    backend = NativeBackend(torch.device("cpu"), torch.float32, case.queries.shape[2])
+    return backend.plan(case.batch, case.pool, case.chunk)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_all_kinds_of_rows_in_one_batch(window: int | None, softcap: float | None) -> None:
+    case = make_case(MIXED)
+    case.check(case.attend(_plan(case), 0.3, window, softcap), case.expected(0.3, window, softcap))
+
+
+@pytest.mark.parametrize(
+    ("heads", "chunk"),
+    [
+        (Heads(4, 4, 64), 32),
+        (Heads(8, 1, 80), 16),
+        (Heads(6, 2, 128), 7),
+        (Heads(2, 1, 256), 4),
+        (Heads(20, 1, 8), 128),
+    ],
+    ids=str,
+)
+def test_head_sizes_groups_and_blocks(heads: Heads, chunk: int) -> None:
+    """Groups of 1, 8, 3, 2 and 20; blocks that are no power of two, smaller and larger than what is taken at once."""
+    case = make_case([[(140, 141)], [(7, 8)], [(0, 1)]], heads, chunk=chunk)
+    case.check(case.attend(_plan(case), None, None, None), case.expected(None, None, None))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_rows(seed: int) -> None:
+    source = random.Random(seed)
+    lengths = [source.randint(1, 400) for _ in range(source.randint(1, 9))]
+    heads = Heads(*source.choice([(4, 1), (4, 4), (6, 2), (16, 2)]), dim=source.choice([16, 64, 96]))
+    window, softcap = source.choice([None, 1, 33]), source.choice([None, 5.0])
+    case = make_case([[(n - 1, n)] for n in lengths], heads, chunk=source.choice([8, 16, 32]), seed=seed)
+    case.check(case.attend(_plan(case), None, window, softcap), case.expected(None, window, softcap))
+
+
+def test_layers_may_differ_in_window_and_take_strided_queries() -> None:
+    """As transformers passes them: [heads, tokens, head_dim] transposed. One plan, several layers."""
+    case = make_case([[(60, 61)], [(30, 31)]])
+    plan = _plan(case)
+    queries = case.queries.transpose(0, 1).contiguous().transpose(0, 1)
+    plan.write(case.pool[1], case.batch.write_slots, case.keys, case.values)
+    for window in (None, 7, None):
+        case.check(
+            plan.attend(case.pool[1], queries, case.keys, case.values, None, window, None),
+            case.expected(None, window, None),
+        )
+
+
+def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
+    case = make_case([[(99, 100)], [(49, 50)]])
+    case.queries.mul_(100)
+    got = case.attend(_plan(case), 1.0, None, None)
+    assert torch.isfinite(got).all()
+    case.check(got, case.expected(1.0, None, None))
+
+
+def test_neither_other_rows_nor_threads_change_a_row() -> None:
+    """Bit for bit: so a request's tokens do not depend on who else is served."""
+    rows: list[Runs] = [[(300, 301)], [(90, 91)], [(20, 21)]]
+    case = make_case(rows, Heads(8, 4, 64))
+    plan = _plan(case)
+    alone = torch.cat([_one(case, row) for row in range(len(rows))])
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3, 8):
+            torch.set_num_threads(threads)
+            assert torch.equal(case.attend(_plan(case), None, None, None), alone)
+            assert torch.equal(case.attend(plan, None, None, None), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _one(case: Case, row: int) -> torch.Tensor:
+    from dataclasses import replace
+
+    span = case.batch.spans[row]
+    case.attend(_plan(case), None, None, None)  # everybody's keys are in the pool
+    batch = replace(case.batch, spans=(replace(span, first=0),))
+    backend = NativeBackend(torch.device("cpu"), torch.float32, case.queries.shape[2])
+    plan = backend.plan(batch, case.pool, case.chunk)
+    return plan.attend(case.pool[1], case.queries[row : row + 1], case.keys, case.values, None, None, None)
