@@ -23,11 +23,12 @@ from pensieve.compose.machine import cores, cpu_label, find_device, free_host_me
 from pensieve.compose.preflight import GPU_USABLE
 from pensieve.compose.schema import CacheConfig, HardwareConfig, ModelConfig
 from pensieve.compose.weights import local_weights
-from pensieve.errors import PensieveError
+from pensieve.errors import EngineMissing, PensieveError
 from pensieve.results.store import open_store
 from pensieve.specs import DTYPE_BYTES, ModelSpec
 from pensieve.trial.terminal import LOG_WIDTH, say
 from pensieve.units import format_bytes, parse_capacity
+from pensieve.worker.torch.kernels.compiler import compiler_version, find_compiler
 
 EXTRAS = {
     "triton": "Triton kernels on a GPU",
@@ -108,6 +109,7 @@ def _facts(machine: Machine, database: str) -> Iterator[tuple[str, str]]:
     yield "extras", ", ".join(f"{n} {'installed' if _has(n) else 'not installed'} ({use})" for n, use in EXTRAS.items())
     yield "GPU", machine.gpu
     yield "CPU", f"{cpu_label()}, {cores()} cores"
+    yield "compiler", _compiler()
     yield "memory", f"{format_bytes(free_host_memory_bytes())} free of {format_bytes(machine.host_bytes)}"
     yield "disk", f"{format_bytes(shutil.disk_usage(_existing(outputs)).free)} free for {outputs}"
     yield "database", database
@@ -196,6 +198,14 @@ def _existing(folder: Path) -> Path:
 
 def _has(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
+
+
+def _compiler() -> str:
+    """Of C, which decode attention on a CPU is written in."""
+    try:
+        return compiler_version(find_compiler())
+    except EngineMissing:
+        return "none for C, so that decode attention on a CPU is torch's, and slower: install gcc or clang"
 
 
 def _version(package: str) -> str | None:

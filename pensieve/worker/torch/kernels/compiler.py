@@ -36,7 +36,7 @@ class Library:
 def load_library(source: Path, definitions: tuple[str, ...]) -> Library:
     """Compile `source` with -D`definitions`, or take what was compiled before. Raises EngineMissing without a compiler."""
     compiler = find_compiler()
-    version = _first_line([*compiler, "--version"])
+    version = compiler_version(compiler)
     said = ""
     for attempt in _ATTEMPTS:
         parallel = attempt[-1] == "-fopenmp"
@@ -65,6 +65,16 @@ def find_compiler() -> list[str]:
         f"attention_backend=native needs a C compiler, and {f'CC={given} is not one' if given else 'there is none'} (install "
         "gcc or clang); attention_backend=reference needs none."
     )
+
+
+def compiler_version(command: Sequence[str]) -> str:
+    """The first line of what it says of itself."""
+    ask = [*command, "--version"]
+    try:
+        done = subprocess.run(ask, capture_output=True, text=True, timeout=_LIMIT_S, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.SubprocessError):
+        return command[0]
+    return (done.stdout.splitlines() or [command[0]])[0].strip()
 
 
 def openmp_runtime() -> str | None:
@@ -119,11 +129,3 @@ def _processor() -> str:
     return "\n".join(
         dict.fromkeys(line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part")))
     )
-
-
-def _first_line(command: Sequence[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.SubprocessError):
-        return command[0]
-    return (done.stdout.splitlines() or [command[0]])[0].strip()

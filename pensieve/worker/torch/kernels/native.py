@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,7 +111,11 @@ class NativeBackend:
 
     @property
     def version(self) -> str:
-        return self._library.compiler
+        """The compiler's name and number: `cc (Debian 12.2.0-14) 12.2.0` is cc 12.2.0."""
+        said = self._library.compiler
+        numbers = re.findall(r"(?<!\S)\d+(?:\.\d+)+", said)
+        name = "clang" if "clang" in said else said.split()[0]
+        return f"{name} {numbers[-1]}" if numbers else said
 
     def plan(self, batch: Batch, pool: torch.Tensor, chunk_tokens: int) -> NativePlan:
         return NativePlan(self._library, batch, pool, chunk_tokens)

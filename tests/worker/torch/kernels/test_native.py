@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -95,9 +96,21 @@ def test_neither_other_rows_nor_threads_change_a_row() -> None:
         torch.set_num_threads(before)
 
 
-def _one(case: Case, row: int) -> torch.Tensor:
-    from dataclasses import replace
+@pytest.mark.parametrize(
+    ("said", "version"),
+    [
+        ("cc (Debian 12.2.0-14+deb12u1) 12.2.0", "cc 12.2.0"),
+        ("Ubuntu clang version 18.1.3 (1ubuntu1)", "clang 18.1.3"),
+        ("tcc", "tcc"),
+    ],
+)
+def test_the_version_is_the_compilers(said: str, version: str) -> None:
+    backend = NativeBackend(torch.device("cpu"), torch.float32, 64)
+    backend._library = replace(backend._library, compiler=said)
+    assert backend.version == version
 
+
+def _one(case: Case, row: int) -> torch.Tensor:
     span = case.batch.spans[row]
     case.attend(_plan(case), None, None, None)  # everybody's keys are in the pool
     batch = replace(case.batch, spans=(replace(span, first=0),))
