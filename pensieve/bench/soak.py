@@ -98,7 +98,8 @@ class Episode:
             max_batch_tokens=rng.choice((7, 48, 256)),
             max_batch_requests=rng.choice((1, 4, 16)),
         )
-        model = _model(_architecture(self.rng("model")))
+        source = self.rng("model")
+        model = _model(_architecture(source), source.choice(("auto", "reference")))
         if make is TwoTierCache:
             cache.weigh(_cost(chunk, rng.choice((0.0, 0.1, 1.0, 10.0))), model.spec.layers, settings.max_batch_tokens)
         # Copies in the background and now and then so slow that they outlast their plans, or made at once.
@@ -187,10 +188,10 @@ def _cost(chunk: int, load: float) -> Profile:
 
 
 @lru_cache(maxsize=16)
-def _model(architecture: tuple[tuple[str, Any], ...]) -> LoadedModel:
+def _model(architecture: tuple[tuple[str, Any], ...], attention: str) -> LoadedModel:
     fields = dict(architecture)
     spec = ModelSpec.from_architecture(str(fields["model_type"]), fields)
-    return load_model(spec, "random", None, None, 0, "cpu", threads=1)
+    return load_model(spec, "random", None, None, 0, "cpu", threads=1, attention=attention)
 
 
 def shrink(operations: list[Operation], fails: Callable[[list[Operation]], bool]) -> list[Operation]:
