@@ -67,10 +67,7 @@ def _ttft(p: float, source: Source, cell: Cell) -> Estimate | None:
 
 
 def _per_token(p: float, source: Source, cell: Cell) -> Estimate | None:
-    def value(row: Any) -> float | None:
-        return row.latency_ms / row.output_tokens if row.latency_ms is not None and row.output_tokens else None
-
-    values = source.by_session(cell, ("latency_ms", "output_tokens"), value)
+    values = source.latency_per_token(cell)
     return percentile(values, p) if values else None
 
 

@@ -1,4 +1,7 @@
-"""What a decoded token costs in time and in bytes moved, a bar a baseline: python analysis/decode_cost.py [--sweep ID]"""
+"""What a decoded token costs in time and in bytes moved, a bar a baseline: python analysis/decode_cost.py [--sweep ID]
+
+Bytes have bars where some were moved: an engine in this process has no network, and one without pressure copies nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder, installed or not
 
-from matplotlib.ticker import NullLocator
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from analysis.drawing import command_line, estimates, style
 from analysis.drawing.bars import Bar, Group, draw_groups, height_in, place_values
 from analysis.drawing.command_line import Figure
+from analysis.drawing.curves import wide
 from analysis.drawing.publish import Drawing, arrange, columns, publish
 from analysis.drawing.source import Cell, Panel, Source
 from pensieve.errors import MissingSeries
@@ -22,10 +27,9 @@ from pensieve.statistics import Estimate
 NAME = "decode_cost"
 TITLE = "A decoded token: time, and bytes moved"
 COMMAND = "python runners/run.py experiment=llm_decode -m"
-LEAD = (
-    "Latency: median over requests of arrival to last token over output tokens, with its 95 % interval; bytes: counted, "
-    "sum over a trial by its output tokens, mean over trials"
-)
+LEAD = "Latency: median and 99th percentile over requests of arrival to last token over output tokens, with the 95 % interval"
+MOVED = "bytes: counted, sum over a trial by its output tokens, mean over trials"
+NOTHING = "no baseline moved a byte over a network or between GPU and CPU"
 WAYS = {"network": ("sent_bytes", "received_bytes"), "GPU-CPU": ("h2d_bytes", "d2h_bytes")}
 
 
@@ -51,11 +55,7 @@ def draw(source: Source, folder: Path) -> list[Drawing]:
 
 
 def _cost(source: Source, cell: Cell) -> Cost:
-    each = source.by_session(
-        cell,
-        ("phase", "latency_ms", "output_tokens"),
-        lambda row: row.latency_ms / row.output_tokens if row.phase == "throughput" and row.output_tokens else None,
-    )
+    each = source.latency_per_token(cell, phase="throughput")
     if not each:
         raise MissingSeries(
             f"Sweep {source.sweep.id} has no completed request of baseline {cell.baseline} that decodes by itself; run "
@@ -75,20 +75,19 @@ def _moved(cell: Cell, names: Sequence[str]) -> Estimate | None:
 
 def _draw(panel: Panel, costs: Sequence[Cost], folder: Path) -> Drawing:
     times = [_times(cost) for cost in costs]
-    moved = [_bytes(cost) for cost in costs]
-    figure, grid = style.new_row(height_in(times) + 1.4, 2)
-    for index, (axes, groups) in enumerate(zip(grid, (times, moved), strict=True)):
+    some = any(found is None or found.value for cost in costs for found in cost.bytes_per_token.values())
+    shown = (times, [_bytes(cost) for cost in costs]) if some else (times,)
+    figure, grid = style.new_row(height_in(times) + 1.4, len(shown))
+    for index, (axes, groups) in enumerate(zip(grid, shown, strict=True)):
         draw_groups(axes, groups, names=index == 0)
     grid[0].set_xlabel("ms a token")
-    grid[1].set_xlabel("bytes a token")
-    grid[1].set_xscale("symlog", linthresh=1.0)
-    grid[1].xaxis.set_minor_locator(NullLocator())
-    arrange(figure, panel, TITLE, LEAD, left=0.10 + style.name_room(panel.baselines), right=0.08)
+    if some:
+        _scale(grid[1], [found.value for cost in costs for found in cost.bytes_per_token.values() if found])
+    lead = f"{LEAD}; {MOVED if some else NOTHING}"
+    arrange(figure, panel, TITLE, lead, left=0.10 + style.name_room(panel.baselines), right=0.08)
     figure.subplots_adjust(wspace=0.12)
-    for axes, groups in zip(grid, (times, moved), strict=True):
+    for axes, groups in zip(grid, shown, strict=True):
         place_values(figure, axes, groups, size=5.5)
-    if all(found is None or found.value == 0 for cost in costs for found in cost.bytes_per_token.values()):
-        grid[1].set_xticks([0])
     rows = []
     for cost in costs:
         base = {"baseline": cost.cell.baseline}
@@ -100,7 +99,23 @@ def _draw(panel: Panel, costs: Sequence[Cost], folder: Path) -> Drawing:
             rows.append({**base, "quantity": quantity, **(columns("value", found) if found else empty)})
         for row in rows[-len(cost.per_token_ms) - len(cost.bytes_per_token) :]:
             row["trials"] = cost.cell.ids
-    return publish(figure, panel, NAME, TITLE, LEAD, rows, folder)
+    return publish(figure, panel, NAME, TITLE, lead, rows, folder)
+
+
+def _scale(axes: Axes, values: Sequence[float]) -> None:
+    """Linear, unless only a logarithm shows both the smallest and the largest; none where there is nothing to read off."""
+    moved = [value for value in values if value]
+    axes.set_xlabel("bytes a token")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _size(value)))
+    if not moved:
+        axes.set_xticks([0])
+    elif wide(moved):
+        axes.set_xscale("symlog", linthresh=1.0)
+        axes.set_xticks([0, 1e3, 1e6, 1e9])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _size(value)))
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(3))
 
 
 def _times(cost: Cost) -> Group:
@@ -113,19 +128,24 @@ def _times(cost: Cost) -> Group:
 
 
 def _bytes(cost: Cost) -> Group:
+    """Bars of what was moved; a text where it was not counted, or nothing was moved at all."""
     name, colour = cost.cell.baseline, style.colour(cost.cell.baseline)
+    nothing = Estimate(0.0, None, None, 0, 0)
     bars = [
         Bar(
-            found or Estimate(0.0, None, None, 0, 0), colour,
-            f"{way} {'not counted' if found is None else _size(found.value)}", f"{name}/{way}", way != "network",
+            found or nothing, colour, f"{way} {'not counted' if found is None else _size(found.value)}", f"{name}/{way}",
+            way != "network",
         )
         for way, found in cost.bytes_per_token.items()
+        if found is None or found.value
     ]  # fmt: skip
-    return Group(name, colour, bars)
+    return Group(name, colour, bars or [Bar(nothing, colour, "nothing moved", f"{name}/nothing")], rows=2)
 
 
 def _size(value: float) -> str:
     """Three digits and a decimal unit."""
+    if not value:
+        return "0"
     for unit in ("B", "kB", "MB"):
         if abs(value) < 999.5:
             return f"{value:.3g} {unit}"

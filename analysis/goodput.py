@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any fo
 from analysis import throughput_latency
 from analysis.drawing import command_line, style
 from analysis.drawing.command_line import Figure
-from analysis.drawing.curves import LOADS, draw_curve, load_axis
+from analysis.drawing.curves import LOADS, along_load, draw_curve, load_axis
 from analysis.drawing.estimates import FEWEST_SEEDS, over_seeds
 from analysis.drawing.publish import Drawing, arrange, columns, publish
 from analysis.drawing.source import Cell, Panel, Source, number
@@ -43,9 +43,7 @@ def applies(source: Source) -> bool:
 
 def read(source: Source) -> list[tuple[Panel, list[Point]]]:
     """Points in the order of the load. Raises MissingSeries and MixedPanel."""
-    axis = load_axis(source)
-    assert axis is not None, "asked only where it applies"
-    return [(panel, _points(source, panel, axis)) for panel in source.panels(axis)]
+    return along_load(source, "goodput", _point)
 
 
 def draw(source: Source, folder: Path) -> list[Drawing]:
@@ -53,18 +51,9 @@ def draw(source: Source, folder: Path) -> list[Drawing]:
     return [_draw(panel, points, axis, folder) for panel, points in read(source)]
 
 
-def _points(source: Source, panel: Panel, axis: str) -> list[Point]:
-    found = []
-    for load in panel.values(axis):
-        for cell in panel.cells:
-            if cell.at[axis] != load:
-                continue
-            good, every = cell.metric("goodput_req_s"), cell.metric("throughput_req_s")
-            at = number(load)
-            if not good or not every or at is None:
-                raise source.lacks(f"goodput of {cell.baseline} with {axis}={load}")
-            found.append(Point(cell, at, over_seeds(good), over_seeds(every)))
-    return found
+def _point(cell: Cell, load: str) -> Point | None:
+    good, every, at = cell.metric("goodput_req_s"), cell.metric("throughput_req_s"), number(load)
+    return Point(cell, at, over_seeds(good), over_seeds(every)) if good and every and at is not None else None
 
 
 def promise(panel: Panel) -> str:

@@ -29,6 +29,7 @@ TITLE = "Where history was found"
 LEAD = "Shares of history tokens, with the 95 % intervals of both boundaries"
 COMMAND = "python runners/run.py experiment=ablation_cpu_size -m"
 SIZES = {"cache": "cache", "cache.gpu": "GPU cache (tokens)", "cache.cpu": "CPU cache (tokens)"}
+BOUND = "offline bound"
 A_ROW = 3  # baselines beside each other
 
 
@@ -90,15 +91,16 @@ def _draw(panel: Panel, bars: Sequence[Bar], axis: str | None, folder: Path) -> 
     for row in grid:
         row[0].set_ylabel("history tokens (%)")
     lead = LEAD
-    if any(bar.bound is not None for bar in bars):
-        lead += "; offline bound: what a policy that knows the future could find with the same room"
+    bounded = any(bar.bound is not None for bar in bars)
+    if bounded:
+        lead += f"; {BOUND}: what a policy that knows the future could find with the same room"
     gap = 0.42 if axis else 0.62 if _slanted(bars) else 0.28
     top = arrange(figure, panel, TITLE, lead, left=0.5, gap=gap, head=0.34 if axis else 0.18)
     figure.subplots_adjust(wspace=0.12, hspace=0.35)
     if axis:
         below = figure.subplotpars.bottom - 0.22 / figure.get_figheight()
         figure.text(0.55, below, SIZES[axis], fontsize=7.5, ha="center", va="top")
-    style.key(figure, PARTS, top)
+    style.key(figure, PARTS, top, dash=BOUND if bounded else "")
     return publish(figure, panel, NAME, TITLE, lead, [_row(bar, axis) for bar in bars], folder)
 
 
@@ -126,12 +128,10 @@ def _part(axes: Axes, name: str, bars: Sequence[Bar]) -> None:
             axes.text(place, 4, "not reported", rotation=90, fontsize=6, ha="center", color=style.GREY)
     known = [(place, bar.bound) for place, bar in enumerate(bars) if bar.bound is not None]
     if known:
-        axes.plot(*zip(*known, strict=True), color="black", linewidth=1, marker="_", markersize=9, gid=f"{name}/bound")
-        if axes.get_subplotspec().is_first_col():
-            place, bound = known[0]  # below the line, which rises with the size
-            axes.annotate(
-                "offline bound", (place - 0.34, bound), xytext=(0, -3), textcoords="offset points", va="top", fontsize=6
-            )
+        axes.plot(
+            *zip(*known, strict=True), color="black", linewidth=1 if name else 0, marker="_", markersize=9, clip_on=False,
+            gid=f"{name}/bound",
+        )  # fmt: skip
     labels = [bar.size if name else bar.cell.baseline for bar in bars]
     axes.set_xticks(places, labels, fontsize=6 if name else 6.5)
     if not name:

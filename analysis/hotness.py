@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any fo
 
 from analysis.drawing import command_line, style
 from analysis.drawing.command_line import Figure
-from analysis.drawing.paired import by_turn, has_reference, others, speed_up, ttfts
+from analysis.drawing.paired import LEAD, by_turn, has_reference, others, speed_up, ttfts
 from analysis.drawing.publish import Drawing, arrange, publish
 from analysis.drawing.source import Cell, Panel, Source
 from pensieve.results.summary import REFERENCE
@@ -23,10 +23,6 @@ from pensieve.statistics import PairedRatio
 
 NAME = "hotness"
 TITLE = "Speed-up by how often users return"
-LEAD = (
-    "Time to first token of stateless over that of the baseline (2: half the time), geometric mean over conversations "
-    "paired by seed, with the 95 % interval"
-)
 COMMAND = "python runners/run.py experiment=hotness -m"
 CLASSES = ("hot", "warm", "cold")
 

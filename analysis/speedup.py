@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any fo
 
 from analysis.drawing import tables
 from analysis.drawing.command_line import Figure
-from analysis.drawing.paired import by_turn, has_reference, speed_up, ttfts
+from analysis.drawing.paired import LEAD, by_turn, has_reference, speed_up, ttfts
 from analysis.drawing.publish import Drawing
 from analysis.drawing.source import DEFAULT_COMMAND, Cell, Panel, Source
 from analysis.drawing.tables import Table
@@ -24,10 +24,6 @@ from pensieve.statistics import PairedRatio
 
 NAME = "speedup"
 TITLE = "Speed-up of the first token over stateless"
-LEAD = (
-    "Time to first token of stateless over that of the baseline (2: half the time), geometric mean over conversations "
-    "paired by seed, with the 95 % interval"
-)
 TURNS = (1, 5, 10)
 AVERAGE = "average"
 
@@ -41,9 +37,7 @@ class Row:
 
 
 def applies(source: Source) -> bool:
-    return has_reference(source) and any(
-        row.turn > 1 and row.phase == "chat" for trial in source.trials[:1] for row in source.turns(trial, "turn")
-    )
+    return has_reference(source) and source.has_turns
 
 
 def ratios(source: Source) -> list[tuple[Panel, list[Row]]]:

@@ -8,11 +8,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder, installed or not
 
-from analysis.drawing import benchmarks, style
-from analysis.drawing.bars import Group, height_in
-from analysis.drawing.benchmarks import BenchCase, Benchmark
+from analysis.drawing import benchmarks
+from analysis.drawing.benchmarks import BenchCase, Benchmark, Timed
 from analysis.drawing.command_line import Figure
-from analysis.drawing.publish import Drawing, arrange, publish
+from analysis.drawing.publish import Drawing, publish
 from analysis.drawing.source import Source
 from pensieve.statistics import PairedRatio, paired_ratio
 
@@ -43,15 +42,7 @@ def speed_up(case: BenchCase) -> PairedRatio:
 
 
 def _draw(found: Benchmark, folder: Path) -> Drawing:
-    groups: list[Group] = []
-    for case in found.cases:
-        groups += benchmarks.floor_group(case, {one.backend: _text(case, one.backend) for one in case.timed})
-    figure, axes = style.new_figure(height_in=height_in(groups) + 1.45)
-    lead = f"{LEAD}{benchmarks.small_print(found)}"
-    left = 0.10 + style.name_room(found.backends)
-    benchmarks.draw_cases(
-        figure, axes, found, groups, lambda: arrange(figure, found.panel, TITLE, lead, left=left, right=0.08)
-    )
+    figure, lead = benchmarks.draw_cases(found, TITLE, LEAD, _text, margin_in=1.45)
     speeds = {case.label: speed_up(case) for case in found.cases}
     rows = [
         {
@@ -65,11 +56,9 @@ def _draw(found: Benchmark, folder: Path) -> Drawing:
     return publish(figure, found.panel, NAME, TITLE, lead, rows, folder)
 
 
-def _text(case: BenchCase, backend: str) -> str:
-    one = case.of(backend)
-    assert one is not None
+def _text(case: BenchCase, one: Timed) -> str:
     said = f"{benchmarks.digits(one.time.value)} {one.unit}"
-    if backend != PIPELINED:
+    if one.backend != PIPELINED:
         return said
     said += f", {speed_up(case).ratio:.2f}× faster"
     overlap = one.figures.get("overlap_pct")

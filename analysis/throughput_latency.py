@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any fo
 
 from analysis.drawing import command_line, style
 from analysis.drawing.command_line import Figure
-from analysis.drawing.curves import LOADS, draw_curve, load_axis, wide
+from analysis.drawing.curves import LOADS, along_load, draw_curve, load_axis, wide
 from analysis.drawing.estimates import mean, over_seeds, percentile
 from analysis.drawing.publish import Drawing, arrange, columns, publish
 from analysis.drawing.source import Cell, Panel, Source
@@ -48,9 +49,7 @@ def applies(source: Source) -> bool:
 
 def read(source: Source) -> list[tuple[Panel, list[Point]]]:
     """Points in the order of the load. Raises MissingSeries and MixedPanel."""
-    axis = load_axis(source)
-    assert axis is not None, "asked only where it applies"
-    return [(panel, _points(source, panel, axis)) for panel in source.panels(axis)]
+    return along_load(source, "throughput and latency", partial(_point, source))
 
 
 def draw(source: Source, folder: Path) -> list[Drawing]:
@@ -58,23 +57,12 @@ def draw(source: Source, folder: Path) -> list[Drawing]:
     return [_draw(panel, points, axis, folder) for panel, points in read(source)]
 
 
-def _points(source: Source, panel: Panel, axis: str) -> list[Point]:
-    found = []
-    for load in panel.values(axis):
-        for cell in panel.cells:
-            if cell.at[axis] != load:
-                continue
-            rates = cell.metric("throughput_req_s")
-            values = source.by_session(cell, ("latency_ms", "output_tokens"), _normalized)
-            if not rates or not values:
-                raise source.lacks(f"throughput and latency of {cell.baseline} with {axis}={load}")
-            latency = {"mean": mean(values), "p90": percentile(values, 0.9)}
-            found.append(Point(cell, load, over_seeds(rates), latency))
-    return found
-
-
-def _normalized(row: Any) -> float | None:
-    return row.latency_ms / row.output_tokens if row.latency_ms is not None and row.output_tokens else None
+def _point(source: Source, cell: Cell, load: str) -> Point | None:
+    rates = cell.metric("throughput_req_s")
+    values = source.latency_per_token(cell)
+    if not rates or not values:
+        return None
+    return Point(cell, load, over_seeds(rates), {"mean": mean(values), "p90": percentile(values, 0.9)})
 
 
 def _draw(panel: Panel, points: Sequence[Point], axis: str, folder: Path) -> Drawing:

@@ -51,10 +51,7 @@ class Lines:
 
 
 def applies(source: Source) -> bool:
-    """Conversations of several turns; elsewhere a turn's number means nothing."""
-    return any(
-        row.turn > 1 and row.phase == "chat" for trial in source.trials[:1] for row in source.turns(trial, "turn")
-    )
+    return source.has_turns
 
 
 def read(source: Source) -> list[Lines]:

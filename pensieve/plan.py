@@ -92,8 +92,12 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class StartReport:
-    """load_s: weights to memory. warmup_ms: from then until ready. settings: as the engine itself reports them."""
+    """load_s: weights to memory. warmup_ms: from then until ready. settings: as the engine itself reports them.
+
+    eos: token ids that end a turn by the model's own account, which may name more than its tokenizer does.
+    """
 
     load_s: float
     warmup_ms: float
     settings: dict[str, Any] = field(default_factory=dict)
+    eos: frozenset[int] = frozenset()

@@ -95,9 +95,6 @@ class Request:
     next_use_s: float | None = None
 
 
-NOT_TURN_COLUMNS = ("request_id", "token_ids", "margins", "emitted_s")  # fields of TurnRecord that table turn lacks
-
-
 @dataclass(slots=True)
 class TurnRecord:
     """The columns of table `turn` (units in the names; None: not known or never admitted), and the tokens themselves.

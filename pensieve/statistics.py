@@ -11,7 +11,7 @@ function draws from a generator of its own: equal data gives equal intervals.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal
@@ -94,24 +94,11 @@ def bootstrap_percentiles(
 ) -> list[Estimate]:
     """Nearest-rank percentiles over all values, one Estimate for each p in (0, 1], resampling groups."""
     filled = [np.asarray(values, dtype=np.float64) for values in groups.values() if len(values)]
-    values = np.concatenate(filled)
-    member = np.repeat(np.arange(len(filled)), [len(part) for part in filled])
-    order = np.argsort(values, kind="stable")
-    values, member = values[order], member[order]
-    n = len(values)
-    points = [float(values[_rank(p, n) - 1]) for p in ps]
-    if len(filled) < 2:
-        return [Estimate(point, None, None, n, len(filled)) for point in points]
-    resamples = max(min(resamples, _FEWEST), min(resamples, _WORK // n))
-    weights = _draws(np.random.default_rng(seed), len(filled), resamples)
-    replicates = np.empty((len(ps), resamples))
-    step = max(1, _BLOCK // n)
-    for start in range(0, resamples, step):
-        replicates[:, start : start + step] = _weighted_percentiles(
-            values, weights[start : start + step][:, member], ps
-        )
-    ends = [_interval(row, len(filled)) for row in replicates]
-    return [Estimate(point, low, high, n, len(filled)) for point, (low, high) in zip(points, ends, strict=True)]
+
+    def weights(resamples: int) -> Floats:
+        return _draws(np.random.default_rng(seed), len(filled), resamples)
+
+    return _percentiles(filled, ps, weights, resamples, groups=len(filled), independent=len(filled))
 
 
 def bootstrap_percentile_by_seed(
@@ -141,25 +128,46 @@ def bootstrap_percentiles_by_seed(
     """Nearest-rank percentiles over all values of each (seed, session), one Estimate for each p in (0, 1], resampling
     seeds first, then sessions. n counts values, groups counts seeds."""
     keys = [key for key in sorted(groups) if len(groups[key])]
-    values = np.concatenate([np.asarray(groups[key], dtype=np.float64) for key in keys])
-    member = np.repeat(np.arange(len(keys)), [len(groups[key]) for key in keys])
+    centres = _by_seed({key: float(np.mean(groups[key])) for key in keys})
+
+    def weights(resamples: int) -> Floats:
+        return _nested_draws(np.random.default_rng(seed), centres, resamples)
+
+    filled = [np.asarray(groups[key], dtype=np.float64) for key in keys]
+    seeds, independent = len({key[0] for key in keys}), _independent_groups(centres)
+    return _percentiles(filled, ps, weights, resamples, groups=seeds, independent=independent)
+
+
+def _percentiles(
+    filled: Sequence[Floats],
+    ps: Sequence[float],
+    weights_of: Callable[[int], Floats],
+    resamples: int,
+    groups: int,
+    independent: float,
+) -> list[Estimate]:
+    """Over all values of `filled`, whose members are drawn together: weights_of(count) gives [count, members].
+
+    groups: as the estimates say. independent: how many there are to draw from.
+    """
+    values = np.concatenate(filled)
+    member = np.repeat(np.arange(len(filled)), [len(part) for part in filled])
     order = np.argsort(values, kind="stable")
     values, member = values[order], member[order]
-    n, seeds = len(values), len({key[0] for key in keys})
+    n = len(values)
     points = [float(values[_rank(p, n) - 1]) for p in ps]
-    if len(keys) < 2:
-        return [Estimate(point, None, None, n, seeds) for point in points]
-    centres = _by_seed({key: float(np.mean(groups[key])) for key in keys})
+    if len(filled) < 2:
+        return [Estimate(point, None, None, n, groups) for point in points]
     resamples = max(min(resamples, _FEWEST), min(resamples, _WORK // n))
-    weights = _nested_draws(np.random.default_rng(seed), centres, resamples)
+    weights = weights_of(resamples)
     replicates = np.empty((len(ps), resamples))
     step = max(1, _BLOCK // n)
     for start in range(0, resamples, step):
         replicates[:, start : start + step] = _weighted_percentiles(
             values, weights[start : start + step][:, member], ps
         )
-    ends = [_interval(row, _independent_groups(centres)) for row in replicates]
-    return [Estimate(point, low, high, n, seeds) for point, (low, high) in zip(points, ends, strict=True)]
+    ends = [_interval(row, independent) for row in replicates]
+    return [Estimate(point, low, high, n, groups) for point, (low, high) in zip(points, ends, strict=True)]
 
 
 def paired_ratio(

@@ -33,9 +33,7 @@ class ByteTokenizer:
 
     name = "bytes"
     vocab_size = 256 + len(SPECIALS)
-    bos_id = 256
     eos_id: int | None = 257
-    pad_id = 258
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))

@@ -6,14 +6,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 from sqlalchemy import select
 
 from analysis.drawing import command_line, style
-from analysis.drawing.bars import Bar, Group, draw_groups, draw_limit, place_values
+from analysis.drawing.bars import Bar, Group, draw_groups, draw_limit, height_in, place_values
 from analysis.drawing.provenance import trace
+from analysis.drawing.publish import arrange
 from analysis.drawing.source import Cell, Panel, Source
 from pensieve.errors import MissingSeries, PensieveError
 from pensieve.metrics import Metric
@@ -156,7 +156,7 @@ def digits(value: float) -> str:
     return f"{value:,.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}"
 
 
-def floor_group(case: BenchCase, texts: dict[str, str]) -> list[Group]:
+def _floor_group(case: BenchCase, texts: dict[str, str]) -> list[Group]:
     """A case as bars: each backend's time over the floor, in the order in which they were measured. texts: beside the
     bars, by backend."""
     return [
@@ -195,12 +195,17 @@ def rows(benchmark: Benchmark) -> list[dict[str, object]]:
 
 
 def draw_cases(
-    figure: Figure, axes: Axes, benchmark: Benchmark, groups: Sequence[Group], arranged: Callable[[], None]
-) -> None:
-    """Bars over their limits; from the limit on and logarithmic where some take more than ten times as long as others.
+    benchmark: Benchmark, title: str, lead: str, text_of: Callable[[BenchCase, Timed], str], margin_in: float
+) -> tuple[Figure, str]:
+    """Every case with all its backends, as multiples of its limit; and what the figure says below, from `lead` on.
 
-    arranged: sets the margins, which the texts beside the bars need to know.
+    From the limit on and logarithmic where some take more than ten times as long as others. text_of: beside a bar.
+    margin_in: inches above and below the bars.
     """
+    groups: list[Group] = []
+    for case in benchmark.cases:
+        groups += _floor_group(case, {one.backend: text_of(case, one) for one in case.timed})
+    figure, axes = style.new_figure(height_in=height_in(groups) + margin_in)
     overs = [one.time.value / case.floor for case in benchmark.cases for one in case.timed]
     wide = min(overs) > 0.9 and max(overs) > 12
     origin = 1.0 if wide else 0.0
@@ -211,11 +216,13 @@ def draw_cases(
     draw_groups(axes, groups, origin=origin)
     draw_limit(axes, groups, 1.0, "limit")
     axes.set_xlabel("time over the limit (×)")
-    arranged()
+    lead += _small_print(benchmark)
+    arrange(figure, benchmark.panel, title, lead, left=0.10 + style.name_room(benchmark.backends), right=0.08)
     place_values(figure, axes, groups, origin=origin)
+    return figure, lead
 
 
-def small_print(benchmark: Benchmark) -> str:
+def _small_print(benchmark: Benchmark) -> str:
     """How often each was repeated, what the limit is made of, and which backends are not there, and why."""
     counts = [one.time.n for case in benchmark.cases for one in case.timed]
     often = str(min(counts)) if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"

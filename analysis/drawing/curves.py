@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from matplotlib.axes import Axes
 
 from analysis.drawing import style
-from analysis.drawing.source import Source
+from analysis.drawing.source import Cell, Panel, Source
 from pensieve.statistics import Estimate
+
+P = TypeVar("P")
 
 LOADS = {
     "workload.request_rate": "offered rate (requests/s)",
@@ -23,6 +26,25 @@ LOADS = {
 def load_axis(source: Source) -> str | None:
     """The load that the sweep runs through; the first of LOADS where there are several."""
     return next((axis for axis in LOADS if len(source.swept(axis)) > 1), None)
+
+
+def along_load(source: Source, what: str, point_of: Callable[[Cell, str], P | None]) -> list[tuple[Panel, list[P]]]:
+    """`point_of(cell, load)` of every cell, in the order of the load.
+
+    Raises MissingSeries where it is None, saying that `what` is not there, and what Source.panels raises.
+    """
+    axis = load_axis(source)
+    assert axis is not None, "asked only where it applies"
+    found = []
+    for panel in source.panels(axis):
+        points = []
+        for cell in sorted(panel.cells, key=lambda cell: panel.values(axis).index(cell.at[axis])):
+            point = point_of(cell, cell.at[axis])
+            if point is None:
+                raise source.lacks(f"{what} of {cell.baseline} with {axis}={cell.at[axis]}")
+            points.append(point)
+        found.append((panel, points))
+    return found
 
 
 def draw_curve(axes: Axes, baseline: str, points: Sequence[tuple[float, Estimate]]) -> None:

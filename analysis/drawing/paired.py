@@ -13,6 +13,10 @@ from pensieve.statistics import PairedRatio, paired_ratio
 
 Ttft = dict[tuple[int, str], dict[Any, float]]
 """(seed, "session/repeat") -> turn -> ms."""
+LEAD = (
+    "Time to first token of stateless over that of the baseline (2: half the time), geometric mean over conversations "
+    "paired by seed, with the 95 % interval"
+)
 
 
 def has_reference(source: Source) -> bool:

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pensieve.errors import MixedPanel
-from pensieve.metrics import UNMEASURED
 from pensieve.results.mixture import Mixture, mixtures
 from pensieve.results.schema import Sweep, Trial
 from pensieve.results.store import ResultsStore
+from pensieve.results.summary import measured_turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +121,7 @@ def _clause(mixture: Mixture) -> str:
 
 
 def _conversations(store: ResultsStore, trial: Trial) -> set[tuple[int, int, str]]:
-    rows = store.turns_of(trial.id, "session", "phase", "status")
-    return {
-        (trial.seed, trial.repeat, row.session)
-        for row in rows
-        if row.phase not in UNMEASURED and row.status == "completed"
-    }
+    return {(trial.seed, trial.repeat, row.session) for row in measured_turns(store, trial.id, "session")}
 
 
 def _declared(trial: Trial, name: str) -> str | None:

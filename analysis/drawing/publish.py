@@ -18,7 +18,6 @@ from analysis.drawing.source import Panel
 from pensieve.statistics import Estimate
 
 Row = Mapping[str, Any]
-INTERVAL = "95 % interval, seeds then conversations"
 
 
 @dataclass(frozen=True, slots=True)

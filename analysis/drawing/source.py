@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from analysis.drawing.provenance import Provenance, trace
 from pensieve.errors import MissingSeries
-from pensieve.metrics import UNMEASURED
-from pensieve.results.identity import NOT_CONFIG
 from pensieve.results.schema import Sweep, Trial
 from pensieve.results.store import JobResult, ResultsStore
-from pensieve.results.summary import axis_value
+from pensieve.results.summary import axis_value, measured_turns, varying_axes
 
 DEFAULT_COMMAND = "python runners/run.py -m"
-_NOT_AXES = ("seed", "repeat", *NOT_CONFIG)
-_CHOSEN_BY_BASELINE = ("baseline.name", "baseline._target_")
 
 BySession = dict[tuple[int, str], list[float]]
 """(seed, "session/repeat") -> values of its turns: what an interval resamples, seeds first, then conversations."""
@@ -115,6 +111,13 @@ class Source:
     def has_metric(self, name: str, label: str = "") -> bool:
         return any(job.value(name, label) is not None for job in self.jobs)
 
+    @property
+    def has_turns(self) -> bool:
+        """Conversations of several turns; elsewhere a turn's number means nothing."""
+        return any(
+            row.turn > 1 and row.phase == "chat" for trial in self.trials[:1] for row in self.turns(trial, "turn")
+        )
+
     def panels(self, *along: str) -> list[Panel]:
         """A panel for each combination of the swept axes but seed, repeat, baseline and those that are drawn `along`.
 
@@ -135,21 +138,28 @@ class Source:
             panels.append(Panel(self.sweep, dict(group), cells, origin))
         return panels
 
-    def turns(self, trial: Trial, *columns: str) -> Iterator[Any]:
+    def turns(self, trial: Trial, *columns: str) -> Sequence[Any]:
         """The measured, completed turns, rows with these columns as attributes."""
-        for row in self.store.turns_of(trial.id, "phase", "status", *columns):
-            if row.phase not in UNMEASURED and row.status == "completed":
-                yield row
+        return measured_turns(self.store, trial.id, *columns)
 
     def by_session(self, cell: Cell, columns: Sequence[str], value_of: Callable[[Any], float | None]) -> BySession:
         """`value_of(row)` of each measured, completed turn that has one; rows have `columns` and `session`."""
         found: BySession = defaultdict(list)
         for trial in cell.trials:
-            for row in self.turns(trial, *{"session", *columns}):
+            for row in self.turns(trial, "session", *columns):
                 value = value_of(row)
                 if value is not None:
                     found[trial.seed, f"{row.session}/{trial.repeat}"].append(value)
         return dict(found)
+
+    def latency_per_token(self, cell: Cell, phase: str | None = None) -> BySession:
+        """Normalized latency, ms: of the turns that have output, of one phase where it is given."""
+
+        def value(row: Any) -> float | None:
+            known = row.latency_ms is not None and row.output_tokens and phase in (None, row.phase)
+            return row.latency_ms / row.output_tokens if known else None
+
+        return self.by_session(cell, ("latency_ms", "output_tokens"), value)
 
     def _cells(
         self, group: Mapping[str, str], jobs: Sequence[JobResult], names: Sequence[str], along: Sequence[str]
@@ -195,30 +205,11 @@ class Source:
     def _groups(
         self, jobs: Sequence[JobResult], along: Sequence[str]
     ) -> dict[tuple[tuple[str, str], ...], list[JobResult]]:
-        leaves = {job.job: _leaves((job.trial or job.last).config or {}) for job in jobs}
-        alike: dict[tuple[str, int, int], list[dict[str, str]]] = defaultdict(list)
-        for job in jobs:
-            alike[job.last.baseline, job.last.seed, job.last.repeat].append(leaves[job.job])
-        varying = sorted(
-            {
-                axis
-                for members in alike.values()
-                for axis in set().union(*members)
-                if len({member.get(axis) for member in members}) > 1
-            }
-        )
-        options = {axis.removesuffix(".name") for axis in varying if axis.endswith(".name")}
-        typed = {key.lstrip("+") for key in self.sweep.overrides}
-        axes = [
-            axis
-            for axis in varying
-            if (axis.endswith(".name") or axis in typed or axis.split(".")[0] not in options)  # an option's own fields
-            and axis.removesuffix(".name") not in along
-            and not (axis.split(".")[0] in along and axis not in typed)
-        ]
+        typed = varying_axes(self.sweep.overrides, [job.trial or job.last for job in jobs])
+        axes = [axis for axis in typed if axis not in along]
         groups: dict[tuple[tuple[str, str], ...], list[JobResult]] = {}
         for job in jobs:
-            key = tuple((axis.removesuffix(".name"), leaves[job.job].get(axis, "")) for axis in axes)
+            key = tuple((axis, axis_value(job.trial or job.last, axis)) for axis in axes)
             groups.setdefault(key, []).append(job)
         return groups
 
@@ -252,17 +243,3 @@ def in_order(values: Mapping[str, Any] | Sequence[str]) -> list[str]:
 
 def _place(job: JobResult, along: Sequence[str]) -> tuple[str, ...]:
     return tuple(axis_value(job.trial or job.last, axis) for axis in along)
-
-
-def _leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """A nested configuration as dotted names and texts, without what is not an axis."""
-    found: dict[str, str] = {}
-    for key, value in config.items():
-        dotted = f"{prefix}{key}"
-        if (not prefix and key in _NOT_AXES) or dotted in _CHOSEN_BY_BASELINE:
-            continue
-        if isinstance(value, Mapping):
-            found |= _leaves(value, f"{dotted}.")
-        else:
-            found[dotted] = str(value)
-    return found

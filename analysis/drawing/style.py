@@ -153,19 +153,21 @@ def arrange(
     return top
 
 
-def key(figure: Figure, parts: Sequence[str], top: float) -> None:
-    """Small squares with the names of PARTS, in a row that ends at the right edge, `top` inches below the top."""
+def key(figure: Figure, parts: Sequence[str], top: float, dash: str = "") -> None:
+    """Small squares with the names of PARTS, in a row that ends at the right edge, `top` inches below the top; before them
+    what a black dash stands for."""
     width, height = figure.get_size_inches()
     x, top = width - 0.05, top + 0.07
-    for part in reversed(parts):
+    for part in (*reversed(parts), *([dash] if dash else [])):
         x -= len(part) * 6.5 * 0.62 / 72
         figure.text(x / width, 1 - top / height, part, fontsize=6.5, va="center")
         x -= 0.11
-        square = Rectangle(
-            (x / width, 1 - (top + 0.035) / height), 0.075 / width, 0.075 / height, transform=figure.transFigure,
-            facecolor=PARTS[part], edgecolor="#7F7F7F", linewidth=0.4,
+        high, look = (0.012, "black") if part == dash else (0.075, PARTS[part])
+        mark = Rectangle(
+            (x / width, 1 - (top + high / 2) / height), 0.075 / width, high / height, transform=figure.transFigure,
+            facecolor=look, edgecolor=look if part == dash else "#7F7F7F", linewidth=0.4,
         )  # fmt: skip
-        figure.add_artist(square)
+        figure.add_artist(mark)
         x -= 0.12
 
 

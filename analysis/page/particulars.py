@@ -133,23 +133,9 @@ def engines(source: Source) -> list[Table]:
 
 def trials(source: Source) -> Table:
     axes = varying_axes(source.sweep.overrides, source.trials)
-    columns = [
-        ("trial", ""),
-        ("job", ""),
-        ("baseline", ""),
-        *((axis, "") for axis in axes),
-        ("seed", ""),
-        ("status", ""),
-    ]
-    columns += [
-        ("TTFT", "mean, ms"),
-        ("output", "tok/s"),
-        ("window", "s"),
-        ("took", "s"),
-        ("code", ""),
-        ("fingerprint", ""),
-    ]
-    return Table(columns, [_trial(job, axes) for job in source.jobs], words=3 + len(axes))
+    lines = [_trial(job, axes) for job in source.jobs]
+    columns = list(lines[0]) if lines else []
+    return Table(columns, [[line[column] for column in columns] for line in lines], words=3 + len(axes))
 
 
 def commands(source: Source) -> list[tuple[str, str]]:
@@ -183,27 +169,27 @@ def stands_on(one: Judged) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def _trial(job: JobResult, axes: Sequence[str]) -> list[str]:
+def _trial(job: JobResult, axes: Sequence[str]) -> dict[tuple[str, str], str]:
+    """By column: its name and its unit."""
     one = job.trial or job.last
     took = (one.finished_at - one.started_at).total_seconds() if one.finished_at else None
     window = (
         None if one.measure_start_s is None or one.measure_end_s is None else one.measure_end_s - one.measure_start_s
     )
-    seed = f"{one.seed}, repeat {one.repeat}" if one.repeat else str(one.seed)
-    return [
-        str(one.id),
-        one.baseline,
-        *(axis_value(one, axis) for axis in axes),
-        f"{job.last.status}{', reused' if job.reused else ''}",
-        str(job.job),
-        seed,
-        number(job.value("ttft_ms_mean")),
-        number(job.value("throughput_output_tok_s")),
-        number(window),
-        number(took),
-        one.code_hash[:8],
-        one.fingerprint[:8],
-    ]
+    return {
+        ("trial", ""): str(one.id),
+        ("baseline", ""): one.baseline,
+        **{(axis, ""): axis_value(one, axis) for axis in axes},
+        ("status", ""): f"{job.last.status}{', reused' if job.reused else ''}",
+        ("job", ""): str(job.job),
+        ("seed", ""): f"{one.seed}, repeat {one.repeat}" if one.repeat else str(one.seed),
+        ("TTFT", "mean, ms"): number(job.value("ttft_ms_mean")),
+        ("output", "tok/s"): number(job.value("throughput_output_tok_s")),
+        ("window", "s"): number(window),
+        ("took", "s"): number(took),
+        ("code", ""): one.code_hash[:8],
+        ("fingerprint", ""): one.fingerprint[:8],
+    }
 
 
 def _environment(trial: Trial) -> Iterable[tuple[str, str]]:

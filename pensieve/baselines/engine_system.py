@@ -107,14 +107,14 @@ class EngineSystem:
         weigh = getattr(cache, "weigh", None)
         if weigh is not None:
             weigh(self._cost, self._model.layers, self._scheduler_settings.max_batch_tokens)
-        eos = self._tokenizer.eos_id if self._tokenizer else None
+        own = self._tokenizer.eos_id if self._tokenizer else None
         self._engine = Engine(
             cache=cache,
             settings=self._scheduler_settings,
             worker=self._worker,
             clock=self.clock,
             max_context=self._model.max_context,
-            eos=frozenset() if eos is None else frozenset((eos,)),
+            eos=report.eos if own is None else report.eos | {own},
             decode_text=self._tokenizer.decode if self._tokenizer else None,
             limits=self._limits,
             cost=self._cost,

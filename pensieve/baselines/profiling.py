@@ -40,7 +40,7 @@ def profile_of(
     return profile
 
 
-_POOL_SETTINGS = {"gpu_pool_bytes", "cpu_pool_bytes", "mean_fragment_bytes"}
+_POOL_SETTINGS = {"gpu_pool_bytes", "cpu_pool_bytes", "mean_fragment_bytes", "copies", "copies_measured"}
 
 
 def _prefill_s(worker: Worker, clock: Clock, chunk_tokens: int, tokens: int) -> float:

@@ -22,6 +22,13 @@ from pensieve.worker.torch.model import LoadedModel
 _GPU = ((1, 1024), (32, 1024), (64, 1024), (128, 1024))
 _CPU = ((1, 500), (8, 512))
 _STEPS = {"cuda": 32, "cpu": 8}
+_PEER_STEPS = {
+    "cuda": 12,
+    "cpu": 8,
+}  # of generate, which takes some 30 ms a step on any GPU: Python launches its kernels
+# Tokens of a batch on a GPU, up to which continuous batching is tried in the small size: without FlashAttention it attends
+# through a mask over all of its pages, which takes half a minute for the prompts of 128 x 1024 tokens.
+_MOST_BATCHED = 32 * 1024
 _IDLE_FROM = 64  # requests: below, launching decides
 
 
@@ -55,6 +62,8 @@ def _measure(bench: Bench, model: LoadedModel, module: Any, batch: int, context:
     rounds = bench.rounds(5)
     values: dict[str, list[float]] = {}
     errors: dict[str, str] = {}
+    if bench.on_gpu and not bench.full and batch * context > _MOST_BATCHED:
+        errors["transformers_cb"] = "left out of the small size, for its time; bench.size=full runs it"
     _try("transformers_cb", values, errors, lambda: _batched(module, spec, batch, context, steps))
     stepper = Stepper(model, batch, context)
     try:
@@ -62,7 +71,8 @@ def _measure(bench: Bench, model: LoadedModel, module: Any, batch: int, context:
         runs: dict[str, Callable[[], float]] = {"ours": lambda: stepper.decode(batch, steps)}
         for name, static in (("transformers_generate", False), ("transformers_static", True)):
             if not static or bench.full:
-                _prepare(name, module, batch, context, spec.vocab, static, steps, runs, errors)
+                peer_steps = _PEER_STEPS[bench.device.type]
+                _prepare(name, module, batch, context, spec.vocab, static, peer_steps, runs, errors)
         for number in range(rounds + 1):
             for name, measure in runs.items():
                 if number == 0:

@@ -191,3 +191,5 @@ class CheckedEngine(Engine):
             tensors.gpu[:, sorted(cache.gpu.free_blocks())] = nan
         if cache.cpu_blocks:
             tensors.cpu[:, sorted(cache.cpu.free_blocks())] = nan
+        if tensors.device.type == "cuda":  # a load into a block that was free does not wait for its poison
+            torch.cuda.synchronize(tensors.device)

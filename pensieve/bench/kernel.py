@@ -20,10 +20,11 @@ from pensieve.bench.record import now
 from pensieve.bench.session import Bench
 from pensieve.bench.timer import interleaved
 from pensieve.errors import PensieveError
+from pensieve.worker.torch.graphs import CudaRecorder
 from pensieve.worker.torch.kernels.base import AttentionBackend
 from pensieve.worker.torch.kernels.choose import BACKENDS, ON_CPU, load_backend, order
 
-Call = Callable[[], object]
+Call = Callable[[], torch.Tensor]
 
 _GPU_SHAPE = Shape(heads=32, kv_heads=8, dim=128, chunk=32)
 _CPU_SHAPE = Shape(heads=8, kv_heads=4, dim=64, chunk=32)
@@ -230,17 +231,7 @@ def _captured(call: Call, device: torch.device) -> Call | None:
         return None
     try:
         with torch.inference_mode():
-            stream = torch.cuda.Stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
-                for _ in range(2):
-                    call()
-            torch.cuda.current_stream(device).wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                call()
+            return CudaRecorder(device).record(call)
     except Exception:  # one that waits for the device cannot be captured; one that always raises is recorded when timed
         torch.cuda.synchronize(device)
         return None
-    replay: Call = graph.replay
-    return replay

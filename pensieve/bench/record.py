@@ -57,9 +57,10 @@ class Record:
 
         limits: the rates measured in this run that the case's floor was computed from.
         """
+        known = {"limits": dict(limits), "runtime": runtime()}
         for measured in result.measured:
             identity, config = _identity(setting, result.case, measured.backend)
-            trial_id = self.store.begin_trial(_columns(setting, measured, identity, config, limits))
+            trial_id = self.store.begin_trial(_columns(setting, measured, identity, config, known))
             self.link(trial_id)
             self.store.set_trial(trial_id, started_at=began)
             self.store.add_metrics(trial_id, _metrics(result.case, measured))
@@ -102,7 +103,7 @@ def _identity(setting: Setting, case: Case, backend: str) -> tuple[Identity, dic
 
 
 def _columns(
-    setting: Setting, measured: Measured, identity: Identity, config: Mapping[str, Any], limits: Mapping[str, Any]
+    setting: Setting, measured: Measured, identity: Identity, config: Mapping[str, Any], known: Mapping[str, Any]
 ) -> dict[str, Any]:
     return {
         "fingerprint": identity.fingerprint,
@@ -130,8 +131,7 @@ def _columns(
             "threads": setting.threads,
             "values": list(measured.values),
             **measured.engine,
-            "limits": dict(limits),
-            "runtime": runtime(),
+            **known,
         },
     }
 

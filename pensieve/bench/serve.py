@@ -31,7 +31,7 @@ from pensieve.worker.torch.shelf import take_model
 LOCKS_ITSELF = True  # every trial takes the device for itself
 BASELINES = ("pensieve", "gpu_only", "stateless", "prefix_cache", "llama_slots")
 OURS, WORST, PEER = "pensieve", "stateless", "transformers_cb"
-GPU_BATCH = ("scheduler.max_batch_tokens=2048", "scheduler.max_batch_requests=256")  # the peer gets the same sizes
+GPU_BATCH_TOKENS, GPU_BATCH_REQUESTS = 2048, {"small": 128, "full": 256}  # the peer gets the same sizes
 _TIMEOUT_S = 180.0  # of one trial
 
 
@@ -60,7 +60,8 @@ class Cell:
 
 def cells(gpu: bool, full: bool) -> list[Cell]:
     """On a CPU a small model and short conversations. On a GPU loads beyond what the device can do, in KV that is too
-    small for them; full: whole replies, 5 s of thinking, 40 GB as well."""
+    small for them, and as short as 24 trials within some minutes need it; full: whole replies, 5 s of thinking, 40 GB as
+    well."""
     if not gpu:
         chat: dict[str, object] = {"think_time_s": 0.5, "min_turns": 2, "max_turns": 3, "max_new_tokens": 12}
         agents: dict[str, object] = {
@@ -73,9 +74,9 @@ def cells(gpu: bool, full: bool) -> list[Cell]:
         tiers = [("1024 tokens", "2048 tokens")]
         loads: tuple[tuple[int, ...], tuple[int, ...]] = ((2, 5), (2, 4))
     elif not full:
-        chat = {"think_time_s": 0.5, "min_turns": 2, "max_turns": 3, "max_new_tokens": 96}
-        agents = {"act_s": 1.0, "steps": 2, "reason_tokens": 512}
-        tiers, loads = [("6GB", "8GB")], ((64, 256), (32, 96))
+        chat = {"think_time_s": 0.25, "min_turns": 2, "max_turns": 3, "max_new_tokens": 64}
+        agents = {"act_s": 0.5, "steps": 2, "reason_tokens": 512}
+        tiers, loads = [("2GB", "4GB")], ((32, 128), (16, 32))
     else:
         chat = {"think_time_s": 5.0, "min_turns": 2, "max_turns": 8, "max_new_tokens": 512}
         agents = {"act_s": 5.0, "steps": 6, "reason_tokens": 512}
@@ -168,13 +169,18 @@ def _compose(bench: Bench, cell: Cell, load: int, baseline: str) -> Any:
         hardware += [f"hardware.threads={bench.threads}"] if bench.threads else []
     overrides = [
         *(f"model={bench.model}", "model.weights=random", "cache=demo", f"baseline={baseline}", *hardware),
-        *(GPU_BATCH if bench.on_gpu or bench.machine.simulated else ()),
+        *(_gpu_batch(bench) if bench.on_gpu or bench.machine.simulated else ()),
         *cell.overrides(load),
         *("force=true", "trial.isolate=false", f"trial.timeout_s={_TIMEOUT_S:g}", f"seed={bench.options.seed}"),
         f"trial.exclusive={str(bench.options.exclusive).lower()}",
         "experiment_name=bench",
     ]
     return compose_job("config", overrides)
+
+
+def _gpu_batch(bench: Bench) -> tuple[str, ...]:
+    requests = GPU_BATCH_REQUESTS[bench.options.size]
+    return f"scheduler.max_batch_tokens={GPU_BATCH_TOKENS}", f"scheduler.max_batch_requests={requests}"
 
 
 def _baseline(bench: Bench, cell: Cell, load: int, name: str) -> Point:

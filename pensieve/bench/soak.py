@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, get_args
@@ -108,25 +108,30 @@ class Episode:
 
     def run(self, operations: list[Operation]) -> Paths:
         """Raises Mismatch (or AssertionError, from an invariant) at the first fault."""
-        engine, number = self.engine(), 0
-        for operation in operations:
-            if operation.kind in ("ask", "edit"):
-                number += 1
-                _submit(engine, operation, number)
-            elif operation.kind == "forget":
-                engine.forget(operation.session)
-            elif operation.kind == "cancel":
-                engine.cancel(max(1, number - operation.count % 4), "cancelled")
-            else:
-                for _ in range(operation.count):
-                    engine.step()
-        engine.run()
-        engine.forget(None)
-        while engine.step() or engine.progressed:
-            pass
-        assert engine.cache.available == engine.cache.gpu_blocks, "blocks leaked"
-        engine.torch_worker.close()
-        return engine.paths
+        return perform(self.engine(), operations)
+
+
+def perform(engine: CheckedEngine, operations: Sequence[Operation]) -> Paths:
+    """All of them, and whatever is still waiting after the last; closes the engine. Raises as `Episode.run` does."""
+    number = 0
+    for operation in operations:
+        if operation.kind in ("ask", "edit"):
+            number += 1
+            _submit(engine, operation, number)
+        elif operation.kind == "forget":
+            engine.forget(operation.session)
+        elif operation.kind == "cancel":
+            engine.cancel(max(1, number - operation.count % 4), "cancelled")
+        else:
+            for _ in range(operation.count):
+                engine.step()
+    engine.run()
+    engine.forget(None)
+    while engine.step() or engine.progressed:
+        pass
+    assert engine.cache.available == engine.cache.gpu_blocks, "blocks leaked"
+    engine.torch_worker.close()
+    return engine.paths
 
 
 def _submit(engine: CheckedEngine, operation: Operation, number: int) -> None:

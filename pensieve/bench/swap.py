@@ -9,24 +9,20 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-import torch
-
 from pensieve.bench.case import Case, Figure, Measured
+from pensieve.bench.fragments import measure_fragments, scattered, ways_of_copying
 from pensieve.bench.models import load
 from pensieve.bench.record import now
 from pensieve.bench.returning import CHUNK, Returning
 from pensieve.bench.session import Bench
-from pensieve.bench.timer import interleaved
 from pensieve.bench.unused_tier import UnusedTier
 from pensieve.cache.restore import RestoreMode
 from pensieve.clock import WallClock
 from pensieve.errors import WorkerError
 from pensieve.plan import Copy, Row, Sample, StepPlan
-from pensieve.specs import ModelSpec
-from pensieve.worker.torch.kv_tensors import KvTensors
+from pensieve.worker.torch.link import CudaLink
 from pensieve.worker.torch.model import LoadedModel
 from pensieve.worker.torch.thread_link import ThreadLink, copy_and_wait
-from pensieve.worker.torch.transfer import Transfer
 from pensieve.worker.torch.worker import TorchWorker
 
 SLOW_LINK = 12.5e9  # bytes/s of PCIe Gen4 x8, as large copies reach it: what a GPU with a faster link is held to
@@ -34,7 +30,6 @@ SLOW_LINK = 12.5e9  # bytes/s of PCIe Gen4 x8, as large copies reach it: what a 
 # The stand-in for the link is as much slower than this machine's compute.
 LINKS = {"gen4_x8": 0.35, "gen5_x16": 0.09}
 _LEARNED = ("gpt2", "opt")  # positions beyond max_context do not exist; rotary ones do, and speed is what is asked
-_FRAGMENT_BLOCKS = (1, 2, 8, 32)
 _GPU, _GPU_FULL, _CPU = (8192,), (8192, 16384, 32768), (1024,)  # tokens that are restored
 _MODES: tuple[RestoreMode, ...] = ("load", "hybrid", "recompute")
 
@@ -42,7 +37,7 @@ _MODES: tuple[RestoreMode, ...] = ("load", "hybrid", "recompute")
 def run(bench: Bench) -> None:
     """Target swap. Raises PensieveError."""
     model = load(bench)
-    _bandwidth(bench, model.spec)
+    measure_fragments(bench, model.spec)
     for tokens in (_GPU_FULL if bench.full else _GPU) if bench.on_gpu else _CPU:
         if tokens + 512 > model.spec.max_context:
             if model.spec.model_type in _LEARNED:
@@ -52,6 +47,8 @@ def run(bench: Bench) -> None:
         if not bench.on_gpu:
             _restored(bench, model, tokens, ThreadLink(), LINKS)
             continue
+        if tokens == _GPU[0]:
+            _beside_compute(bench, model, tokens)
         _restored(bench, model, tokens, None, {"own_link": None})
         slow = ThreadLink(SLOW_LINK, copy_and_wait, bench.device)
         _restored(bench, model, tokens, slow, {"gen4_x8": None})
@@ -63,59 +60,6 @@ def run(bench: Bench) -> None:
         )
     else:
         bench.note(f"gen4_x8: copies held back to {SLOW_LINK / 1e9} GB/s by the host. own_link: the machine's.")
-
-
-def _bandwidth(bench: Bench, spec: ModelSpec) -> None:
-    """Swap-ins of the same bytes in fragments of so many blocks, beside one plain copy of them all."""
-    blocks = 1024 if bench.on_gpu else 256
-    tensors = KvTensors(spec, CHUNK, blocks, blocks, bench.device, bench.dtype)
-    tensors.cpu.fill_(0.5)
-    moved = blocks // 2
-    size = moved * tensors.block_bytes
-    plain_source = torch.empty(size, dtype=torch.uint8, pin_memory=bench.on_gpu).fill_(1)
-    plain_target = torch.empty(size, dtype=torch.uint8, device=bench.device)
-    transfer = Transfer(tensors)
-    for together in (*_FRAGMENT_BLOCKS, moved):
-        began = now()
-        ids = _scattered(moved, together)
-        runs: dict[str, Callable[[], object]] = {
-            "ours": partial(_swap_in, transfer, tensors.layers, Copy(0, ids, ids)),
-            "gathered": partial(_gathered, tensors, torch.tensor(ids)),
-            "plain_copy": lambda: plain_target.copy_(plain_source, non_blocking=True),
-        }
-        with torch.inference_mode():
-            times = interleaved(runs, bench.rounds(7), bench.device)
-        rates = {name: [size / ms / 1e6 for ms in t.values] for name, t in times.items()}
-        fragment = together * tensors.layer_block_bytes
-        case = Case(
-            label=f"swap in, fragments of {fragment // 1024} KiB",
-            floor=max(rates["plain_copy"]),
-            floor_is="one plain copy of the same bytes" + (" from pinned memory" if bench.on_gpu else ""),
-            metric="swap_in_gb_s",
-            unit="GB/s",
-            higher_is_better=True,
-            parameters={"fragment_bytes": fragment, "bytes": size, "fragments": moved // together * tensors.layers},
-        )
-        bench.record(case, [Measured(n, rates[n], error=times[n].error) for n in runs], began)
-    transfer.close()
-
-
-def _swap_in(transfer: Transfer, layers: int, copy: Copy) -> None:
-    transfer.swap_in([copy])
-    for layer in range(layers):  # the current stream waits, so that its events see the copies
-        transfer.wait_for_layer(layer)
-    transfer.done()
-    transfer.stalled_ns()
-
-
-def _gathered(tensors: KvTensors, index: torch.Tensor) -> None:
-    """The same blocks by index: gathered in RAM, copied in one piece, scattered."""
-    tensors.gpu[:, index.to(tensors.device)] = tensors.cpu[:, index].to(tensors.device)
-
-
-def _scattered(count: int, together: int) -> tuple[int, ...]:
-    """`count` of twice as many blocks, in runs of `together`."""
-    return tuple(first + i for first in range(0, 2 * count, 2 * together) for i in range(together))[:count]
 
 
 def _pipelined(bench: Bench, model: LoadedModel, tokens: int) -> None:
@@ -165,6 +109,42 @@ def _pipelined(bench: Bench, model: LoadedModel, tokens: int) -> None:
     )
     rows = [Measured("pipelined", values["pipelined"], figures=figures), Measured("sequential", values["sequential"])]
     bench.record(case, rows, began)
+
+
+def _beside_compute(bench: Bench, model: LoadedModel, tokens: int) -> None:
+    """The same with every block apart from all others, by each way of copying: what it takes from the compute beside it
+    counts too. Only on a GPU."""
+    new, began, chunks = 512, now(), tokens // CHUNK
+    link = CudaLink(bench.device)
+    worker = TorchWorker(model, CHUNK, WallClock(), link=link)
+    worker.start(2 * chunks + new // CHUNK, 2 * chunks)
+    copying = ways_of_copying(bench, worker.tensors)
+    worker.tensors.cpu.fill_(0.01)
+    apart = scattered(chunks, 1)
+    copies = (Copy(1, apart, apart[1:] + apart[:1]),)
+    row = Row(0, ((tokens, tokens + new),), tuple(i % 250 for i in range(new)), Sample(tokens + new))
+    table = ((0, 0, (*copies[0].dst, *range(2 * chunks, 2 * chunks + new // CHUNK))),)
+
+    def step(way: str, rows: tuple[Row, ...], swap_in: tuple[Copy, ...]) -> float:
+        link.inward.copier = copying[way].inward
+        return perform_ms(worker, StepPlan(1, rows, table, swap_in))
+
+    ways: dict[str, Callable[[], float]] = {way: partial(step, way, (row,), copies) for way in copying}
+    ways["transfer"], ways["compute"] = partial(step, "auto", (), copies), partial(step, "auto", (row,), ())
+    for measure in ways.values():
+        measure()
+    values = _rounds(bench.rounds(7), ways)
+    fragment = worker.tensors.layer_block_bytes
+    worker.close()
+    case = Case(
+        label=f"restore {tokens} scattered, compute {new}",
+        floor=max(median(values["transfer"]), median(values["compute"])),
+        floor_is="the longer of transfer and compute, each alone in the same rounds",
+        metric="restore_ms",
+        parameters={"context": tokens, "new": new, "fragment_bytes": fragment},
+        ours="auto",
+    )
+    bench.record(case, [Measured(way, values[way]) for way in copying], began)
 
 
 def perform_ms(worker: TorchWorker, plan: StepPlan) -> float:

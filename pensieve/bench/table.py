@@ -11,7 +11,7 @@ from rich.table import Table
 
 from pensieve.bench.case import Measured, Result
 from pensieve.errors import ConfigError
-from pensieve.results.environment import environment
+from pensieve.results.environment import environment, gpus
 from pensieve.units import format_bytes
 
 NONE = "–"
@@ -67,9 +67,9 @@ def markdown(
     packages = found["packages"]
     lines = [f"`{command}`", "", f"- device: {device}"]
     lines += [
-        f"- GPU: {gpu['name']}, {format_bytes(gpu['memory_bytes'])}, driver {gpu['driver']}, "
+        f"- GPU: {gpu['name']}, {format_bytes(gpu['memory_bytes'] or 0)}, driver {gpu['driver']}, "
         f"SM clock {gpu['sm_mhz']} of {gpu['sm_mhz_max']} MHz, memory clock {gpu['memory_mhz']} MHz"
-        for gpu in found["gpus"]
+        for gpu in gpus()  # the clocks of now, not of a device that had nothing to do yet
     ]
     names = ("torch", "transformers", "triton", "pensieve")
     versions = ", ".join(f"{name} {packages[name]}" for name in names if name in packages)

@@ -53,7 +53,7 @@ class RestoreTimes:
         backlog: chunks that the link has still to load for others.
         """
 
-        leading = _Leading(on_cpu)
+        leading = Leading(on_cpu)
 
         def computes_longer(recomputed: int) -> bool:
             below, _ = _cut_at(_merged(missing, leading.runs(recomputed)), on_cpu[recomputed][0])
@@ -65,15 +65,12 @@ class RestoreTimes:
         crossing = bisect_left(range(chunks), True, key=computes_longer)
         reach = ceil_div(self.batch_tokens, self.chunk_tokens)
         around = range(max(0, crossing - reach), min(chunks, crossing + reach) + 1, ceil_div(2 * reach, _CANDIDATES))
-        seconds = {count: self._finish_s(missing, leading, count, backlog) for count in {0, crossing, chunks, *around}}
+        seconds = {count: self.finish_s(missing, leading, count, backlog) for count in {0, crossing, chunks, *around}}
         best = min(seconds, key=lambda count: (seconds[count], count))
         return Split(best, seconds[best], seconds[0], seconds[chunks])
 
-    def finish_s(self, missing: Sequence[Run], on_cpu: Sequence[Run], recomputed: int, backlog: int) -> float:
+    def finish_s(self, missing: Sequence[Run], leading: Leading, recomputed: int, backlog: int) -> float:
         """Seconds until everything is there and computed, if the first `recomputed` chunks on CPU are not loaded."""
-        return self._finish_s(missing, _Leading(on_cpu), recomputed, backlog)
-
-    def _finish_s(self, missing: Sequence[Run], leading: _Leading, recomputed: int, backlog: int) -> float:
         work = _merged(missing, leading.runs(recomputed))
         loads = len(leading.chunks) - recomputed
         if not loads:
@@ -158,7 +155,7 @@ class Restorer:
         return split.recomputed
 
 
-class _Leading:
+class Leading:
     """The chunks on CPU, so that the first few of them come as runs without joining them one by one."""
 
     def __init__(self, chunks: Sequence[Run]) -> None:

@@ -129,10 +129,6 @@ class VictimIndex:
         score = self._policy.score(key, order, now_s)
         return (1 if session.waiting else 0, score, session.last_active_s, session.order, chunk)
 
-    def peek(self, now_s: float) -> tuple[Session, int] | None:
-        """The next victim, which stays."""
-        return next(self.victims(now_s), None)
-
     def members(self) -> Iterator[tuple[Session, int]]:
         """For check(): every chunk in the index."""
         for lead in self._leads.values():

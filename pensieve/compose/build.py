@@ -143,6 +143,7 @@ def _clock_and_worker(plan: TrialPlan, trace: Path | None) -> tuple[Clock, Worke
     options = TorchOptions(
         depth=hardware.depth,
         graphs=hardware.graphs == "auto",
+        copies=hardware.copies,
         max_batch_tokens=scheduler.max_batch_tokens,
         max_batch_requests=scheduler.max_batch_requests,
         memory_share=memory_share(plan.device, hardware.memory_share),

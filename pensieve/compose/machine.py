@@ -116,12 +116,13 @@ def find_device(hardware: HardwareConfig) -> Device:
 
 
 def free_device_bytes(device: Device) -> int:
-    """Memory of the device that nobody uses at this moment."""
+    """Memory of the device that nobody else uses at this moment. What this process holds of a GPU counts as free: a model
+    that the next trial shares, or memory that is given back for it."""
     if device.kind == "cuda":
         import torch
 
         free, _ = torch.cuda.mem_get_info(device.name)
-        return int(free)
+        return int(free) + int(torch.cuda.memory_reserved(device.name))
     return free_host_memory_bytes() if device.kind == "cpu" else device.gpu_bytes
 
 

@@ -65,8 +65,9 @@ class BaselineConfig(_Group):
 class HardwareConfig(_Group):
     """A real machine needs device, gpus and threads only; the rates are for the simulated ones.
 
-    depth: plans in flight. graphs: replay decode iterations (YAML reads a bare off as false). memory_share: what
-    cache.gpu=auto may fill, by default nine tenths of a GPU and half of a CPU machine's free memory.
+    depth: plans in flight. graphs: replay decode iterations (YAML reads a bare off as false). copies: what moves blocks
+    between a GPU and the CPU tier. memory_share: what cache.gpu=auto may fill, by default nine tenths of a GPU and half of
+    a CPU machine's free memory.
     """
 
     name: str
@@ -76,6 +77,7 @@ class HardwareConfig(_Group):
     threads: Count | None = None
     depth: Literal[1, 2] = 1
     graphs: Literal["auto", "off", False] = "auto"
+    copies: Literal["auto", "dma", "kernel"] = "auto"
     memory_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     gpu_memory: str | None = None
     cpu_memory: str | None = None

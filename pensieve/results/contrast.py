@@ -6,13 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Literal
 
 from pensieve.errors import MissingSeries
-from pensieve.metrics import UNMEASURED
 from pensieve.results.schema import Trial
 from pensieve.results.selection import differences, flat
 from pensieve.results.store import ResultsStore
+from pensieve.results.summary import measured_turns
 from pensieve.statistics import paired_ratio
 
 FEWEST_SEEDS = 5
@@ -25,7 +24,6 @@ _LESS_IS_BETTER = (
     "degradation", "energy",
 )  # fmt: skip
 
-Side = Literal["A", "B"]
 Values = dict[tuple[int, str], float]
 
 
@@ -204,15 +202,8 @@ def _session_values(
     store: ResultsStore, pair: tuple[Trial, Trial]
 ) -> dict[tuple[str, str], dict[str, tuple[float, float]]]:
     """(metric, label) -> session -> mean of A and of B, over the turns that both completed."""
-    columns = ("session", "turn", "phase", "label", "status", "output_tokens", "ttft_ms", "latency_ms", "queue_ms")
-    sides = [
-        {
-            (row.session, row.turn): row
-            for row in store.turns_of(trial.id, *columns)
-            if row.phase not in UNMEASURED and row.status == "completed"
-        }
-        for trial in pair
-    ]
+    columns = ("session", "turn", "label", "output_tokens", "ttft_ms", "latency_ms", "queue_ms")
+    sides = [{(row.session, row.turn): row for row in measured_turns(store, trial.id, *columns)} for trial in pair]
     sums: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for key in sides[0].keys() & sides[1].keys():
         one, other = sides[0][key], sides[1][key]

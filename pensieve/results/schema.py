@@ -36,9 +36,7 @@ VERSION_TABLE = "pensieve_schema_version"
 """Shaped like Alembic's own (one row, `version_num`), under a name that an MLflow store in the same database does not
 use: Alembic takes over with `version_table=VERSION_TABLE` and a first revision called SCHEMA_VERSION."""
 
-SWEEP_STATUSES = ("running", "completed", "failed", "interrupted")
 BENCH = "bench"  # the experiment of a bench command: its trials are single cases
-TRIAL_STATUSES = ("running", "completed", "failed", "interrupted")
 
 CASCADE = "CASCADE"
 BigId = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts up by itself only in a column of type INTEGER
@@ -97,7 +95,7 @@ class Sweep(Base):
     command: Mapped[str | None]
     overrides: Mapped[dict[str, Any]]
     n_expected: Mapped[int]
-    status: Mapped[str]
+    status: Mapped[str]  # running, completed, failed, interrupted
     host: Mapped[str]
     git_commit: Mapped[str | None]
     mlflow_run_id: Mapped[str | None]
@@ -152,7 +150,7 @@ class Trial(Base):
     working_set_tokens: Mapped[int | None] = mapped_column(BigInteger)
     measure_start_s: Mapped[float | None]
     measure_end_s: Mapped[float | None]
-    status: Mapped[str]
+    status: Mapped[str]  # as a sweep's
     error: Mapped[str | None]
     traceback: Mapped[str | None]
     host: Mapped[str]

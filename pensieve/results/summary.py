@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
+from sqlalchemy import Row
+
 from pensieve.errors import ResultsError
+from pensieve.metrics import UNMEASURED
 from pensieve.results.schema import Sweep, Trial
 from pensieve.results.store import JobResult, ResultsStore
 from pensieve.results.tokens import TokenComparison, compare_tokens
@@ -216,6 +219,14 @@ def axis_value(trial: Trial, axis: str) -> str:
     for part in axis.replace("/", ".").split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return str(value.get("name", value)) if isinstance(value, Mapping) else str(value)
+
+
+def measured_turns(store: ResultsStore, trial_id: int, *columns: str) -> list[Row[Any]]:
+    """What counts: turns that completed, of phases that do not prepare others. Rows have the columns as attributes, without
+    names all of them."""
+    chosen = dict.fromkeys(("phase", "status", *columns)) if columns else ()
+    rows = store.turns_of(trial_id, *chosen)
+    return [row for row in rows if row.status == "completed" and row.phase not in UNMEASURED]
 
 
 def _notes(sweep: Sweep, jobs: Sequence[JobResult], warmups: int) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from array import array
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from math import isnan, nan
@@ -109,14 +108,6 @@ class TokenFile:
 
     def __exit__(self, kind: type[BaseException] | None, _e: BaseException | None, _t: TracebackType | None) -> None:
         self.close() if kind is None else self.discard()
-
-
-def write_tokens(path: Path, turns: Iterable[TurnRecord]) -> Path | None:
-    """All at once; see TokenFile."""
-    with TokenFile(path) as file:
-        for turn in turns:
-            file.add(turn)
-        return file.close()
 
 
 @dataclass(frozen=True, slots=True)

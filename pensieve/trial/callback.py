@@ -91,13 +91,14 @@ class SweepCallback(Callback):  # type: ignore[misc]  # Hydra is not typed for u
         self._config, self._outputs = first, tracking.outputs
         self._n_expected = len(jobs.jobs) if jobs else 0
         axes = {key: ",".join(values) for key, values in jobs.axes.items()} if jobs else {}
+        ranges = {} if jobs else {str(k): str(v) for k, v in (config.hydra.sweeper.get("params") or {}).items()}
         fixed = list(jobs.overrides) if jobs else _fixed(config)
         self._sweep_id = tracking.store.open_sweep(
             key=sweep_key(fixed, axes),
             name=first.experiment_name,
             experiment=_overlay(fixed),
             command=shlex.join(["python", *sys.argv]),
-            overrides={**dict(text.lstrip("+").partition("=")[::2] for text in fixed), **axes},
+            overrides={**ranges, **dict(text.lstrip("+").partition("=")[::2] for text in fixed), **axes},
             n_expected=self._n_expected,
             host=host(),
             git_commit=git_commit(),

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import count
 from typing import Any
 
 from pensieve.errors import ConfigError
-from pensieve.request import Free, Length, Output, Request, Sampling, TurnRecord
+from pensieve.request import TurnRecord
 from pensieve.workload.base import Arrival, WorkloadContext, WorkloadPlan
 from pensieve.workload.chance import between, exponential
 from pensieve.workload.fields import at_least, positive_seconds
@@ -81,7 +80,6 @@ class ChatWorkload:
         self._think_time_s = think_time_s
         self._timeout_s = timeout_s
         self._free = free
-        self._ids = count(1)
         self._writer = ScriptWriter(context, max_new_tokens, free)
 
         self._warmup = self._writer.warmup(
@@ -154,18 +152,7 @@ class ChatWorkload:
         return exponential(self._think_time_s, self._context.seed, "think", script.session, turn)
 
     def _arrival(self, script: Script, turn: int, at_s: float) -> Arrival:
-        limit = script.replies[turn - 1]
-        output: Output = Free(limit) if self._free else Length(limit)
-        request = Request(
-            id=next(self._ids),
-            session=script.session,
-            turn=turn,
-            prompt=script.prompts[turn - 1][:],  # a copy: texts that repeat share one encoding here
-            output=output,
-            sampling=Sampling(seed=self._context.seed),
-            phase=script.phase,
-        )
-        return Arrival(at_s, request, None if self._timeout_s is None else at_s + self._timeout_s)
+        return self._writer.arrival(script, turn, at_s, self._timeout_s)
 
     def _measured_scripts(self, fewest: int, pressure: float) -> list[Script]:
         goal = pressure * self._context.gpu_tokens

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import count
 
 from pensieve.errors import ConfigError
-from pensieve.request import Free, Length, Output, Request, Sampling, TurnRecord
+from pensieve.request import TurnRecord
 from pensieve.workload.base import Arrival, WorkloadContext, WorkloadPlan
 from pensieve.workload.chance import uniform
 from pensieve.workload.fields import at_least, positive_seconds
@@ -59,8 +59,7 @@ class HotnessWorkload:
         self._request_interval = request_interval
         self._timeout_s = timeout_s
         self._free = free
-        self._ids = count(1)
-        writer = ScriptWriter(context, max_new_tokens, free)
+        self._writer = writer = ScriptWriter(context, max_new_tokens, free)
         self._warmup = writer.warmup(max(warmup_turns, users), users)
         self._labels = [class_of(user, users) for user in range(users)]
         self._shares: list[list[Script]] = []  # a list a user: what is left of its conversations, the next one last
@@ -119,19 +118,7 @@ class HotnessWorkload:
         return self._request_interval * INTERVALS[script.label] * spread
 
     def _arrival(self, script: Script, turn: int, at_s: float) -> Arrival:
-        limit = script.replies[turn - 1]
-        output: Output = Free(limit) if self._free else Length(limit)
-        request = Request(
-            id=next(self._ids),
-            session=script.session,
-            turn=turn,
-            prompt=script.prompts[turn - 1][:],  # a copy: texts that repeat share one encoding
-            output=output,
-            sampling=Sampling(seed=self._context.seed),
-            phase=script.phase,
-            label=script.label,
-        )
-        return Arrival(at_s, request, None if self._timeout_s is None else at_s + self._timeout_s)
+        return self._writer.arrival(script, turn, at_s, self._timeout_s)
 
 
 def class_of(user: int, users: int) -> str:

@@ -1,13 +1,14 @@
-"""What each conversation will say, written before the first of them begins."""
+"""What each conversation will say, written before the first of them begins, and the requests that say it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import count
 
 from pensieve.errors import ConfigError
-from pensieve.request import TokenArray, tokens_of
-from pensieve.workload.base import WorkloadContext
+from pensieve.request import Free, Length, Request, Sampling, TokenArray, tokens_of
+from pensieve.workload.base import Arrival, WorkloadContext
 from pensieve.workload.chance import shuffled
 from pensieve.workload.conversations import Conversation, Turn, shipped
 
@@ -50,8 +51,24 @@ class ScriptWriter:
         self._context = context
         self._max_new_tokens = max_new_tokens
         self._free = free
+        self._ids = count(1)
         self._encoded: dict[str, TokenArray[int]] = {}
         self._order = shuffled(len(shipped()), context.seed, "corpus")
+
+    def arrival(self, script: Script, turn: int, at_s: float, timeout_s: float | None) -> Arrival:
+        """The request of turn `turn`, from 1; cancelled `timeout_s` after it was due."""
+        limit = script.replies[turn - 1]
+        request = Request(
+            id=next(self._ids),
+            session=script.session,
+            turn=turn,
+            prompt=script.prompts[turn - 1][:],  # a copy: texts that repeat share one encoding
+            output=Free(limit) if self._free else Length(limit),
+            sampling=Sampling(seed=self._context.seed),
+            phase=script.phase,
+            label=script.label,
+        )
+        return Arrival(at_s, request, None if timeout_s is None else at_s + timeout_s)
 
     def session(self, number: int) -> str:
         """The name of measured conversation `number`, from 0; beyond the shipped ones they repeat under another name."""

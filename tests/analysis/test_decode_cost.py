@@ -54,14 +54,27 @@ def test_a_bar_is_the_latency_by_tokens_and_the_bytes_are_those_that_were_counte
     assert found["0:semantic_blind/p99"][1] == pytest.approx(44.0)
     assert found["1:semantic_blind/network"][1] == pytest.approx(1024.0)
     assert found["1:semantic_blind/GPU-CPU"][1] == pytest.approx(7.0)
-    assert found["1:pensieve/network"][1] == 0.0
     texts = drawn["decode_cost"].texts
-    assert {"network 1.02 kB", "network 0 B", "GPU-CPU 7 B", "p50 10.5"} <= set(texts)
+    assert {"network 1.02 kB", "GPU-CPU 7 B", "p50 10.5"} <= set(texts)
+    assert not drawn["decode_cost"].clipped
     with (tmp_path / "decode_cost.csv").open(newline="") as file:
         rows = {(row["baseline"], row["quantity"]): row for row in csv.DictReader(file)}
     one = rows["semantic_blind", "per_token_ms_p50"]
     assert (float(one["value"]), one["n"], one["n_seeds"], one["trials"]) == (pytest.approx(42.0), "20", "2", "3 6")
     assert rows["semantic_blind", "bytes_per_token network"]["value"] == "1024.0"
+
+
+def test_what_moves_nothing_has_no_bars_of_bytes(drawn, store, tmp_path):
+    found = drawn_by(drawn, tmp_path, "semantic_blind")
+    moved = {gid for gid in found if gid.startswith("1:")}
+    assert moved == {"1:semantic_blind/network", "1:semantic_blind/GPU-CPU", "1:pensieve/nothing", "1:gpu_only/nothing"}
+    assert drawn["decode_cost"].texts.count("nothing moved") == 2
+
+    drawn.clear()
+    decode_cost.draw(decode_sweep(store, slow="nobody"), tmp_path)
+    [axes] = drawn["decode_cost"].figure.axes
+    assert axes.get_xlabel() == "ms a token"
+    assert any("no baseline moved a byte" in text for text in drawn["decode_cost"].texts)
 
 
 def test_bytes_that_nobody_counted_are_not_drawn_as_none(drawn, store, tmp_path):

@@ -72,7 +72,24 @@ def test_the_offline_bound_joins_where_it_is_recorded(store, drawn, tmp_path):
     source = cached(store, {"pensieve": (50, 30)}, list(SIZES), lambda at, seed: {"bound_hit_rate": 0.9})
     hit_rates.draw(source, tmp_path)
     assert flat(drawn["hit_rates"].lines["pensieve/bound"]) == pytest.approx([0, 90.0, 1, 90.0])
-    assert "offline bound" in drawn["hit_rates"].texts
+    figure = drawn["hit_rates"].figure
+    assert "offline bound" in [text.get_text() for text in figure.texts], "in the key, where no bar lies under it"
+    assert not drawn["hit_rates"].clipped
+
+
+def test_the_offline_bounds_of_baselines_are_not_joined(store, drawn, tmp_path):
+    """There is nothing between two baselines that a line could pass through."""
+    hit_rates.draw(cached(store, FOUND, metrics=lambda at, seed: {"bound_hit_rate": 0.9}), tmp_path)
+    [bound] = [
+        line for axes in drawn["hit_rates"].figure.axes for line in axes.get_lines() if line.get_gid() == "/bound"
+    ]
+    assert bound.get_linewidth() == 0
+    assert list(bound.get_ydata()) == pytest.approx([90.0] * len(FOUND))
+
+
+def test_without_a_bound_the_key_has_none(store, drawn, tmp_path):
+    hit_rates.draw(cached(store, FOUND), tmp_path)
+    assert "offline bound" not in drawn["hit_rates"].texts
 
 
 def test_an_engine_that_does_not_say_what_it_found_is_marked(store, drawn, tmp_path):

@@ -212,6 +212,19 @@ def test_configuration_is_what_all_trials_share():
     assert "seed" not in tables.get("others", {})
 
 
+def test_each_trial_stands_under_its_headings():
+    source = source_of()
+    table = particulars.trials(source)
+    lines = [dict(zip((name for name, _ in table.columns), row, strict=True)) for row in table.rows]
+    assert [(one["trial"], one["baseline"], one["status"], one["job"], one["seed"]) for one in lines[:3]] == [
+        ("1", "pensieve", "completed", "0", "0"),
+        ("2", "stateless", "completed", "1", "0"),
+        ("3", "pensieve", "completed", "2", "1"),
+    ]
+    headings = [name for name, _ in table.columns]
+    assert headings[: table.words] == ["trial", "baseline", "status"]  # the rest are numbers
+
+
 @pytest.mark.parametrize(
     ("numbers", "unit", "shown"),
     [

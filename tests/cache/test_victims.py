@@ -68,7 +68,7 @@ def test_choice_equals_brute_force_while_time_passes(make: type[EvictionPolicy],
             session.next_use_s = rng.choice((None, now + rng.uniform(0, 9)))
             index.refresh(session)
         expected = brute_force(policy, sessions, now)
-        found = index.peek(now)
+        found = next(index.victims(now), None)
         assert (found and (found[0].order, found[1])) == expected
         if action > 0.9:
             for victim, victim_chunk in index.victims(now):
@@ -89,7 +89,7 @@ def test_retention_value_is_not_lru_on_long_contexts() -> None:
         index = VictimIndex(policy, View.DIRTY)
         for session, chunk in ((old, 199), (recent, 0)):
             put(index, session, chunk)
-        found = index.peek(100.0)
+        found = next(index.victims(100.0), None)
         assert found is not None
         assert found[0].name == expected
         for record in (*old.chunks, *recent.chunks):
@@ -151,7 +151,7 @@ def test_adaptive_retention_reorders_when_keeping_hits_more() -> None:
             policy.observe(session, now)
             index.refresh(session)
     assert policy.keeps
-    assert index.peek(now) == (sessions[-1], 0), "the newest goes, the others stay"
+    assert next(index.victims(now), None) == (sessions[-1], 0), "the newest goes, the others stay"
     for fresh in range(100, 160):  # conversations that never return, between two that do: keeping holds on to others
         for session in (Session("x", fresh, 0.0, now, tokens=tokens_of(range(20))), *sessions[5:7]):
             policy.observe(session, now)

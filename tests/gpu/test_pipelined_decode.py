@@ -1,4 +1,4 @@
-"""On a GPU: graphs equal eager, two plans in flight equal one, nothing waits but for the tokens, cache.gpu=auto fits."""
+"""On a GPU: graphs equal eager, two plans in flight equal one, nothing waits but for the tokens."""
 
 from __future__ import annotations
 
@@ -16,28 +16,23 @@ from pensieve.eviction.lru import Lru
 from pensieve.plan import Row, Sample, StepPlan
 from pensieve.request import Length, Request, Sampling
 from pensieve.scheduler.settings import SchedulerSettings
-from pensieve.specs import ModelSpec
-from pensieve.worker.torch.model import LoadedModel, load_model
+from pensieve.worker.torch.model import LoadedModel
 from pensieve.worker.torch.options import TorchOptions
 from pensieve.worker.torch.worker import TorchWorker
 from tests.simulated import policy_context
 from tests.worker.torch.driver import random_tokens
+
+from .small import small_model
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 CHUNK = 32
-SIZES = {
-    "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 512, "vocab_size": 512, "max_position_embeddings": 1024,
-}  # fmt: skip
 
 
-@cache
 def model() -> LoadedModel:
-    """float32, so that tokens can be compared one by one."""
-    return load_model(ModelSpec.from_architecture("small", SIZES), "random", None, None, 0, "cuda", chunk_tokens=CHUNK)
+    return small_model("llama")
 
 
 def served(depth: int, graphs: bool) -> tuple[dict[int, list[int]], TorchWorker]:
@@ -103,14 +98,3 @@ def test_a_launch_waits_for_nothing(temperature: float) -> None:
     worker.close()
     assert all(result is not None and result.error is None for result in results)
     assert not [str(warning.message) for warning in caught if "synchroniz" in str(warning.message)]
-
-
-def test_auto_fits_and_leaves_its_share() -> None:
-    options = TorchOptions(max_batch_tokens=256, max_batch_requests=12, memory_share=0.5)
-    worker = TorchWorker(model(), CHUNK, WallClock(), options=options)
-    blocks = worker.room()
-    worker.start(blocks, 0)
-    free, total = torch.cuda.mem_get_info()
-    used = 1 - free / total
-    worker.close()
-    assert 0.35 < used < 0.6

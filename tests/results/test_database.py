@@ -17,8 +17,7 @@ from pensieve.errors import ResultsError
 from pensieve.results.database import Database
 from pensieve.results.schema import VERSION_TABLE
 from pensieve.results.store import ResultsStore, open_store
-from pensieve.results.tokens import write_tokens
-from tests.results.trials import conversation_turns, trial_fields, turn
+from tests.results.trials import conversation_turns, trial_fields, turn, write_tokens
 
 FORK = multiprocessing.get_context("fork")
 

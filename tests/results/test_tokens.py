@@ -9,8 +9,8 @@ import pytest
 from pensieve.errors import ResultsError
 from pensieve.request import TurnRecord
 from pensieve.results import tokens as tokens_module
-from pensieve.results.tokens import TokenFile, compare_tokens, read_tokens, write_tokens
-from tests.results.trials import turn
+from pensieve.results.tokens import TokenFile, compare_tokens, read_tokens
+from tests.results.trials import turn, write_tokens
 
 
 def test_tokens_come_back_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from pensieve.metrics import Metric
 from pensieve.request import TurnRecord
 from pensieve.results.store import ResultsStore
-from pensieve.results.tokens import write_tokens
+from pensieve.results.tokens import TokenFile
 
 MEMORY = "sqlite://"
+
+
+def write_tokens(path: Path, turns: Iterable[TurnRecord]) -> Path | None:
+    """All at once."""
+    with TokenFile(path) as file:
+        for turn in turns:
+            file.add(turn)
+        return file.close()
 
 
 def trial_fields(fingerprint: str = "f", **changed: Any) -> dict[str, Any]:

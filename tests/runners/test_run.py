@@ -51,6 +51,20 @@ def test_a_sweep_is_recorded_compared_and_resumed(outputs):
     assert rows(outputs, "select count(*) from sweep_trial") == [(5,)]
 
 
+def test_the_axes_of_a_sweeper_that_chooses_as_it_goes_are_kept_apart(outputs, tmp_path):
+    """They stand in the overlay's sweeper parameters alone: neither typed nor known before the trials are."""
+    plugin = tmp_path / "hydra_plugins" / "own_sweeper.py"
+    plugin.parent.mkdir()
+    plugin.write_text(
+        "from hydra._internal.core_plugins.basic_sweeper import BasicSweeper\n\n\nclass Own(BasicSweeper):\n    pass\n"
+    )
+    own = ("-m", "hydra.sweeper._target_=hydra_plugins.own_sweeper.Own", "experiment=ablation_chunk", "seed=0")
+    done = run(outputs, *own, *SHORT, "tracking.mlflow=false", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert rows(outputs, "select json_extract(overrides, '$.\"cache.chunk_tokens\"') from sweep") == [("8,32,128",)]
+    assert all(f"cache.chunk_tokens={size}" in done.stdout for size in (8, 32, 128))
+
+
 def test_no_traceback_for_what_a_user_mistypes(outputs):
     for arguments, part in (
         (["model=lama3_8b"], "did you mean llama3_8b?"),

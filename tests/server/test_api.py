@@ -71,6 +71,21 @@ def test_stop_string_ends_the_reply_and_is_not_part_of_it() -> None:
         assert out.turn.finish_reason in ("stop", "eos")
 
 
+def test_a_reply_ends_with_any_token_that_the_model_says_ends_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chat models name several, and their tokenizer one."""
+    from pensieve.worker.torch.model import LoadedModel
+
+    asked = {"prompt_ids": [5, 6, 7], "max_new_tokens": 6}
+    with server() as s:
+        ids = s.generate("a", **asked, ignore_eos=True).token_ids
+        assert s.generate("b", **asked).token_ids == ids
+    last = next(i for i in range(2, 6) if ids[i] not in ids[:i])
+    monkeypatch.setattr(LoadedModel, "eos_token_ids", frozenset({ids[last]}))
+    with server() as s:
+        out = s.generate("a", **asked)
+    assert (out.token_ids, out.turn.finish_reason) == (ids[: last + 1], "eos")
+
+
 def test_bad_input_is_one_sentence() -> None:
     with server() as s:
         with pytest.raises(RequestRefused, match=r"cache\.gpu|context"):

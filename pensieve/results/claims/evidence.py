@@ -9,10 +9,10 @@ from typing import Any
 
 from sqlalchemy import Row
 
-from pensieve.metrics import UNMEASURED, Metric
+from pensieve.metrics import Metric
 from pensieve.results.schema import Sweep, Trial
 from pensieve.results.store import JobResult, ResultsStore
-from pensieve.results.summary import axis_value, varying_axes
+from pensieve.results.summary import axis_value, measured_turns, varying_axes
 
 
 class Evidence:
@@ -31,11 +31,7 @@ class Evidence:
     def turns(self, trial: Trial) -> Sequence[Row[Any]]:
         """Completed turns that are measured: no warm-up, no re-warming."""
         if trial.id not in self._turns:
-            self._turns[trial.id] = [
-                row
-                for row in self._store.turns_of(trial.id)
-                if row.status == "completed" and row.phase not in UNMEASURED
-            ]
+            self._turns[trial.id] = measured_turns(self._store, trial.id)
         return self._turns[trial.id]
 
     def metric(self, trial: Trial, name: str, label: str = "") -> Metric | None:

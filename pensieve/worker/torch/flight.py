@@ -61,3 +61,13 @@ class Flight:
         if not all(math.isfinite(margin) for margin in margins):
             raise FloatingPointError("the logits are not finite")
         return dict(zip(self.slots, self.copied[0].tolist(), strict=True)), dict(zip(self.slots, margins, strict=True))
+
+
+def without_frames(failure: Exception) -> Exception:
+    """The same exception with no frames behind it. A frame keeps what its function had in hand: the activations of the very
+    forward that ran out of memory, and the flight that keeps the exception, so that no count of references would end them."""
+    link: BaseException | None = failure
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return failure

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,24 +44,37 @@ class CudaRecorder:
             return self._record(work)
 
     def _record(self, work: Work) -> Work:
-        compute = torch.cuda.current_stream(self._device)
-        aside = torch.cuda.Stream(self._device)
+        compute, aside = torch.cuda.current_stream(self._device), _side_stream(self._device)
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         aside.wait_stream(compute)
         with torch.cuda.stream(aside):
             work()  # outside of a capture first: kernels are compiled and libraries make their workspaces
             work()
-        compute.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        # Other threads (a sampler of the device's state) may call CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = work()
-        self._pool = graph.pool()
+        try:
+            # Other threads (a sampler of the device's state) may call CUDA meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, stream=aside, capture_error_mode="thread_local"):
+                result = work()
+        except BaseException:
+            # What cannot be captured cannot be ended in order either: torch leaves the side stream as the current one, and
+            # its allocator gives back no memory while it thinks that a capture is under way.
+            torch.cuda.set_stream(compute)
+            with suppress(Exception):  # it did end in order
+                torch._C._cuda_endAllocateToPool(compute.device_index, self._pool)
+            raise
+        compute.wait_stream(aside)
 
         def replay() -> torch.Tensor:
             graph.replay()
             return result
 
         return replay
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all recordings of the process: on each stream that multiplies cuBLAS keeps a workspace of 32 MiB for good."""
+    return torch.cuda.Stream(device)
 
 
 def buckets_up_to(rows: int) -> tuple[int, ...]:
@@ -104,6 +119,7 @@ class DecodeGraphs:
             torch.zeros(most_rows, dtype=torch.int64, device=device) for _ in range(3)
         )
         self._all_rows = torch.arange(most_rows, device=device)
+        self._logits: torch.Tensor | None = None  # what all graphs end in: each would keep its own
 
     def takes(self, batch: Batch) -> bool:
         """May this batch be replayed?"""
@@ -163,4 +179,7 @@ class DecodeGraphs:
 
     def _compute(self, bucket: _Bucket) -> torch.Tensor:
         iteration = Iteration(bucket.batch, self._pool, self._chunk_tokens, plan=bucket.plan)
-        return self._forward(iteration, bucket.batch.logits_at)
+        logits = self._forward(iteration, bucket.batch.logits_at)
+        if self._logits is None:
+            self._logits = logits.new_empty(len(self._all_rows), logits.shape[1])
+        return self._logits[: len(logits)].copy_(logits)

@@ -77,7 +77,8 @@ class KvTensors:
                 flat = torch.from_numpy(np.zeros(blocks * self.block_bytes, dtype=np.uint8))
                 return flat.view(self.dtype).view(shape)
             if pinned:
-                return pinned_bytes(blocks * self.block_bytes).view(self.dtype).view(shape)
+                with torch.cuda.device(self.device):  # else a context is made on the first device, whoever uses that
+                    return pinned_bytes(blocks * self.block_bytes).view(self.dtype).view(shape)
             return torch.zeros(shape, dtype=self.dtype, device=device)
         except (RuntimeError, MemoryError) as error:  # torch's OutOfMemoryError is a RuntimeError
             where = "pinned CPU" if pinned else device.type.upper()

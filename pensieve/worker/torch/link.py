@@ -7,7 +7,8 @@ so it is simply made.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,6 +33,38 @@ class Piece:
     target: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Haul:
+    """The same runs of every layer, from one pool [layers, blocks, ...] to another; both are contiguous."""
+
+    runs: Sequence[BlockRun]
+    source: torch.Tensor
+    target: torch.Tensor
+
+    @property
+    def layers(self) -> int:
+        return self.source.shape[0]
+
+    @property
+    def layer_block_bytes(self) -> int:
+        return self.source.stride(1) * self.source.itemsize
+
+    def piece(self, layer: int) -> Piece:
+        return Piece(self.runs, self.source[layer], self.target[layer])
+
+
+class Copier(Protocol):
+    """A way of getting a haul over the link of a GPU."""
+
+    @property
+    def name(self) -> str: ...
+
+    def prepare(self, haul: Haul) -> Callable[[int], None]:
+        """What copies one layer, to be called for one after the other, on the stream that is current now. Both return at
+        once. Raises RuntimeError where the device refuses."""
+        ...
+
+
 class Mark(Protocol):
     """A point in a lane, reached when all that was enqueued before it is done."""
 
@@ -50,8 +83,8 @@ class Mark(Protocol):
 class Lane(Protocol):
     """One direction, first come, first served."""
 
-    def enqueue(self, pieces: Sequence[Piece], after: Sequence[Mark]) -> list[Mark]:
-        """Copy the pieces one after the other once `after` is reached; a mark behind each. Returns at once."""
+    def enqueue(self, haul: Haul, after: Sequence[Mark]) -> list[Mark]:
+        """Copy layer by layer once `after` is reached; a mark behind each layer. Returns at once."""
         ...
 
 
@@ -84,12 +117,13 @@ class Link(Protocol):
 
 
 class CudaLink:
-    """Copy engines: whole runs through cudaMemcpyAsync (`copy_` between pinned and device memory, contiguous on both
-    sides), never a kernel that would compete with compute."""
+    """Two streams. How a lane copies is its copier's: by default a cudaMemcpyAsync a run, which a copy engine performs
+    beside the compute; `copying.choose_copying` finds out what is fastest here."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, inward: Copier | None = None, outward: Copier | None = None) -> None:
         self._device = device
-        self.inward, self.outward = _CudaLane(device), _CudaLane(device)
+        self.inward = _CudaLane(device, inward or CallCopier())
+        self.outward = _CudaLane(device, outward or CallCopier())
         self._waits: list[tuple[Any, Any]] = []  # events on the compute stream before and after each wait
 
     def computed(self) -> Mark:
@@ -109,10 +143,11 @@ class CudaLink:
     def stalled_ns(self) -> int:
         stalled_ms, still = 0.0, []
         for before, after in self._waits:
-            if after.query():
-                stalled_ms += before.elapsed_time(after)
-            else:
-                still.append((before, after))
+            with suppress(RuntimeError):  # of a device in error, which answers nothing
+                if after.query():
+                    stalled_ms += before.elapsed_time(after)
+                else:
+                    still.append((before, after))
         self._waits = still
         return int(stalled_ms * 1e6)
 
@@ -126,17 +161,20 @@ class CudaLink:
 
 
 class _CudaLane:
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
+    def __init__(self, device: torch.device, copier: Copier) -> None:
+        # A copy that is a kernel gets the next free multiprocessor before the compute does; copy engines do not care.
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.copier = copier
 
-    def enqueue(self, pieces: Sequence[Piece], after: Sequence[Mark]) -> list[Mark]:
+    def enqueue(self, haul: Haul, after: Sequence[Mark]) -> list[Mark]:
         marks: list[Mark] = []
         with torch.cuda.stream(self.stream):
             for mark in after:
                 assert isinstance(mark, CudaMark)
                 self.stream.wait_event(mark.event)
-            for piece in pieces:
-                copy_runs(piece)
+            copy = self.copier.prepare(haul) if haul.runs else _nothing
+            for layer in range(haul.layers):
+                copy(layer)
                 marks.append(CudaMark(self.stream.record_event()))
         return marks
 
@@ -156,8 +194,32 @@ class CudaMark:
         self.event.synchronize()
 
 
+class CallCopier:
+    """A `copy_` a run and layer, which torch turns into one cudaMemcpyAsync since both sides are contiguous.
+
+    Not one strided copy for all layers: between CPU and GPU torch first gathers in RAM what is not contiguous. The views
+    are made for all layers of a run at once, and the calls of a layer from within torch: both save time of the host.
+    """
+
+    name = "dma, a call a run"
+
+    def prepare(self, haul: Haul) -> Callable[[int], None]:
+        source, target = haul.source.flatten(2), haul.target.flatten(2)
+        sources = list(zip(*(source.narrow(1, run.src, run.blocks).unbind(0) for run in haul.runs), strict=True))
+        targets = list(zip(*(target.narrow(1, run.dst, run.blocks).unbind(0) for run in haul.runs), strict=True))
+
+        def copy(layer: int) -> None:
+            torch._foreach_copy_(targets[layer], sources[layer], non_blocking=True)
+
+        return copy
+
+
+def _nothing(layer: int) -> None:
+    """Of a haul without runs."""
+
+
 def copy_runs(piece: Piece) -> None:
     """A slice, never an index list: x[ids].copy_(y) would write into a temporary."""
+    source, target = piece.source.flatten(1), piece.target.flatten(1)
     for run in piece.runs:
-        source = piece.source[run.src : run.src + run.blocks]
-        piece.target[run.dst : run.dst + run.blocks].copy_(source, non_blocking=True)
+        target[run.dst : run.dst + run.blocks].copy_(source[run.src : run.src + run.blocks], non_blocking=True)

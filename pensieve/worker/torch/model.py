@@ -59,14 +59,14 @@ class LoadedModel:
     attention_note: str = ""
 
     @property
-    def eos_token_ids(self) -> tuple[int, ...]:
+    def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end a turn; empty where the model names none."""
         generation = getattr(self.module, "generation_config", None)
         ids = getattr(generation, "eos_token_id", None)
         ids = self.config.eos_token_id if ids is None else ids
         if ids is None:
-            return ()
-        return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+            return frozenset()
+        return frozenset(ids) if isinstance(ids, list | tuple) else frozenset((int(ids),))
 
 
 def load_model(
@@ -173,23 +173,6 @@ def physical_cores() -> int:
     """Cores this process may use, hyper-threads not counted."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
-
-
-def spec_from_folder(path: str, dtype: str = "float32") -> ModelSpec:
-    """The spec of a model written by save_pretrained. Raises WeightsMissing, UnsupportedModel."""
-    from transformers import AutoConfig
-
-    folder = Path(path)
-    if not (folder / "config.json").is_file():
-        raise WeightsMissing(
-            f"{path} is not a model folder (it has no config.json); give a folder written by save_pretrained, or set "
-            "model.weights=random."
-        )
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise UnsupportedModel(f"{path}/config.json does not describe a model transformers knows: {error}") from error
-    return ModelSpec.from_architecture(folder.name, config.to_dict(), dtype)
 
 
 def check_sizes(spec: ModelSpec, config: Any) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pensieve.worker.torch.copying import CopyWay
 from pensieve.worker.torch.graphs import Recorder
 
 
 @dataclass(frozen=True, slots=True)
 class TorchOptions:
     """depth: plans in flight, 1 or 2. graphs: replay decode iterations where the device and the attention backend can.
+    copies: how blocks move between a GPU and the CPU tier; auto measures.
 
     max_batch_tokens, max_batch_requests: of one iteration. memory_share: of the device's memory, what weights, KV and the
     largest iteration may take together where the KV's size is computed. recorder: what records a graph; torch.cuda's by
@@ -18,6 +20,7 @@ class TorchOptions:
 
     depth: int = 1
     graphs: bool = True
+    copies: CopyWay = "auto"
     max_batch_tokens: int = 512
     max_batch_requests: int = 64
     memory_share: float = 0.9

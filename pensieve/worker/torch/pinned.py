@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 
 def pinned_bytes(size: int) -> torch.Tensor:
@@ -26,3 +27,16 @@ def pinned_bytes(size: int) -> torch.Tensor:
     # The array outlives every view of it, and is told before its memory goes.
     weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False
     return flat
+
+
+def send(values: NDArray[np.int32], target: torch.Tensor) -> None:
+    """Into `target` without waiting for the device: from pinned memory, which torch keeps until the copy is done."""
+    source = torch.from_numpy(values)
+    target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
+
+
+def sent(values: NDArray[np.int32], device: torch.device) -> torch.Tensor:
+    """A new tensor there, filled as `send` does it."""
+    target = torch.empty(values.shape, dtype=torch.int32, device=device)
+    send(values, target)
+    return target

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ class ProfiledWorker:
         report = self._worker.start(gpu_blocks, cpu_blocks)
         self.depth = self._worker.depth
         settings = {**report.settings, "profiled_steps": [self._skipped, self._skipped + self._traced]}
-        return StartReport(report.load_s, report.warmup_ms, settings)
+        return replace(report, settings=settings)
 
     def launch(self, plan: StepPlan, horizon_ns: int | None) -> None:
         if plan.step >= 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -57,5 +58,6 @@ def take_model(
 
 
 def _release() -> None:
+    gc.collect()  # the frame in which transformers was imported first stays, in a circle, and with it its model
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

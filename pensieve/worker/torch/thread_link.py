@@ -10,7 +10,7 @@ from queue import SimpleQueue
 
 import torch
 
-from pensieve.worker.torch.link import CudaMark, Mark, Piece, copy_runs
+from pensieve.worker.torch.link import CudaMark, Haul, Mark, Piece, copy_runs
 
 
 class ThreadLink:
@@ -55,7 +55,7 @@ class ThreadLink:
     def synchronize(self) -> None:
         self.computed().wait()
         for lane in (self.inward, self.outward):
-            for mark in lane.enqueue((), ()):
+            for mark in lane.enqueue(None, ()):
                 mark.wait()
 
     def close(self) -> None:
@@ -93,11 +93,12 @@ class _ThreadMark:
 
 
 class _Order:
-    """Pieces to copy, with the marks to wait for and those to reach. No piece: one mark behind all that came before."""
+    """What to copy, with the marks to wait for and those to reach. No haul: one mark behind all that came before."""
 
-    def __init__(self, pieces: Sequence[Piece], after: Sequence[Mark]) -> None:
-        self.pieces, self.after = pieces, after
-        self.marks = [_ThreadMark() for _ in pieces] or [_ThreadMark()]
+    def __init__(self, haul: Haul | None, after: Sequence[Mark]) -> None:
+        self.pieces = [] if haul is None else [haul.piece(layer) for layer in range(haul.layers)]
+        self.after = after
+        self.marks = [_ThreadMark() for _ in self.pieces] or [_ThreadMark()]
 
 
 class _ThreadLane:
@@ -109,8 +110,8 @@ class _ThreadLane:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def enqueue(self, pieces: Sequence[Piece], after: Sequence[Mark]) -> list[Mark]:
-        order = _Order(pieces, after)
+    def enqueue(self, haul: Haul | None, after: Sequence[Mark]) -> list[Mark]:
+        order = _Order(haul, after)
         self._orders.put(order)
         return list(order.marks)
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pensieve.plan import Copy
 from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.link import BlockRun, CudaLink, Link, Mark, Piece
+from pensieve.worker.torch.link import BlockRun, CudaLink, Haul, Link, Mark
 
 _POLL_S = 5e-5
 
@@ -97,8 +97,8 @@ class Transfer:
             self._done += tickets
             return _copy_now(runs, self._tensors.cpu, self._tensors.gpu)
         if copies:
-            pieces = self._pieces(runs, self._tensors.cpu, self._tensors.gpu)
-            self._loads.append(self._group(tickets, self._link.inward.enqueue(pieces, ())))
+            haul = Haul(runs, self._tensors.cpu, self._tensors.gpu)
+            self._loads.append(self._group(tickets, self._link.inward.enqueue(haul, ())))
             for run in runs:
                 self._brought_by[run.dst : run.dst + run.blocks] = self._numbers
         self._required = self._loads[-1] if self._loads else None
@@ -145,8 +145,8 @@ class Transfer:
             after = [link.computed()]
             if self._loads and not urgent:
                 after.append(self._loads[-1].marks[-1])
-            pieces = self._pieces(runs, self._tensors.gpu, self._tensors.cpu)
-            self._outs.append(self._group(tickets, link.outward.enqueue(pieces, after)))
+            haul = Haul(runs, self._tensors.gpu, self._tensors.cpu)
+            self._outs.append(self._group(tickets, link.outward.enqueue(haul, after)))
         return held_ns
 
     def stalled_ns(self) -> int:
@@ -178,7 +178,9 @@ class Transfer:
 
     def abandon(self, tickets: Sequence[int]) -> None:
         """The plan of these copies failed: they are waited for, and never reported."""
-        self.finish()
+        with suppress(RuntimeError):  # a device in error for good: nothing is under way there, and whoever asks is told
+            self.finish()
+        self._settle()
         self._done = [ticket for ticket in self._done if ticket not in tickets]
         self._failed = [ticket for ticket in self._failed if ticket not in tickets]
 
@@ -207,17 +209,19 @@ class Transfer:
 
     def _settle(self) -> None:
         for groups in (self._loads, self._outs):
-            while groups and groups[0].reached:
+            while groups:
+                try:
+                    if not groups[0].reached:
+                        break
+                    error = groups[0].marks[-1].error
+                except RuntimeError as failure:  # the device is in error for good: whatever is asked raises it
+                    error = failure
                 group = groups.popleft()
-                error = group.marks[-1].error
                 if error is None:
                     self._done += group.tickets
                 else:
                     self._failed += group.tickets
                     self._lost[group.number] = error
-
-    def _pieces(self, runs: Sequence[BlockRun], source: torch.Tensor, target: torch.Tensor) -> list[Piece]:
-        return [Piece(runs, source[layer], target[layer]) for layer in range(self._tensors.layers)]
 
     def _count(self, runs: list[BlockRun]) -> int:
         self.fragments += len(runs) * self._tensors.layers

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from time import perf_counter_ns
 from typing import Any
 
 import torch
 
 from pensieve.clock import Clock
-from pensieve.errors import HardwareMissing
+from pensieve.errors import EngineMissing, HardwareMissing
 from pensieve.plan import Row, Sample, StartReport, StepPlan, StepResult
 from pensieve.worker.torch.attention import IMPLEMENTATION, Iteration
 from pensieve.worker.torch.batch import Batch, BlockTables, build_batch
-from pensieve.worker.torch.flight import Flight
+from pensieve.worker.torch.copying import Copying, choose_copying
+from pensieve.worker.torch.flight import Flight, without_frames
 from pensieve.worker.torch.graphs import CudaRecorder, DecodeGraphs, Recorder
 from pensieve.worker.torch.kernels.base import CapturingBackend
 from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.link import Link
+from pensieve.worker.torch.link import CudaLink, Link
 from pensieve.worker.torch.memory import explain, fitting_blocks
 from pensieve.worker.torch.model import LoadedModel
 from pensieve.worker.torch.options import TorchOptions
@@ -65,6 +67,7 @@ class TorchWorker:
         self._tensors: KvTensors | None = None
         self._transfer: Transfer | None = None
         self._graphs: DecodeGraphs | None = None
+        self._copying: Copying | None = None
         self._link = link
 
     @property
@@ -95,7 +98,8 @@ class TorchWorker:
             self._free()
 
     def start(self, gpu_blocks: int, cpu_blocks: int) -> StartReport:
-        """Allocate both tiers, run the first forwards, which choose kernels, and record graphs. Raises HardwareMissing."""
+        """Allocate both tiers, measure how to copy between them, run the first forwards, which choose kernels, and record
+        graphs. Raises HardwareMissing, EngineMissing."""
         started = perf_counter_ns()
         try:
             recorder = self._recorder()
@@ -103,7 +107,8 @@ class TorchWorker:
             self._warm_up(gpu_blocks)
             if recorder is not None:
                 self._make_graphs(recorder)
-        except HardwareMissing:
+            self._synchronize()  # the streams of the copies do not wait for what was zeroed here
+        except (HardwareMissing, EngineMissing):
             self._free()
             raise
         except (torch.OutOfMemoryError, MemoryError) as error:
@@ -111,13 +116,14 @@ class TorchWorker:
             taken = f"{gpu_blocks} GPU blocks of {self.chunk_tokens} tokens" if self._tensors else "the KV pools"
             self._free()
             raise HardwareMissing(f"The first iterations do not fit beside {taken}. {sentence}") from error
-        return StartReport(self.model.load_s, (perf_counter_ns() - started) / 1e6, self.settings())
+        warmup_ms = (perf_counter_ns() - started) / 1e6
+        return StartReport(self.model.load_s, warmup_ms, self.settings(), self.model.eos_token_ids)
 
     def settings(self) -> dict[str, Any]:
         """What runs, as torch and transformers themselves report it."""
         import transformers
 
-        model, tensors, graphs = self.model, self._tensors, self._graphs
+        model, tensors, graphs, copying = self.model, self._tensors, self._graphs, self._copying
         on_gpu = model.device.type == "cuda"
         return {
             "engine": "torch",
@@ -141,6 +147,8 @@ class TorchWorker:
             "chunk_tokens": self.chunk_tokens,
             "gpu_pool_bytes": tensors.gpu_bytes if tensors else 0,
             "cpu_pool_bytes": tensors.cpu_bytes if tensors else 0,
+            "copies": copying.note if copying else "",
+            "copies_measured": copying.figures if copying else {},
             "mean_fragment_bytes": self._transfer.mean_fragment_bytes if self._transfer else 0.0,
         }
 
@@ -159,7 +167,7 @@ class TorchWorker:
                 if plan.rows:
                     self._start(flight)
         except Exception as failure:  # anything the device or the model's code raises fails this step only
-            flight.error = failure
+            flight.error = without_frames(failure)
         flight.h2d_bytes, flight.d2h_bytes = transfer.h2d_bytes - h2d, transfer.d2h_bytes - d2h
 
     def collect(self, until_ns: int | None) -> StepResult | None:
@@ -214,14 +222,16 @@ class TorchWorker:
         tokens: dict[int, int] = {}
         margins: dict[int, float] = {}
         error: str | None = None
-        try:
-            if flight.error is not None:
-                raise flight.error
-            flight.wait()
-            tokens, margins = flight.read()
-        except Exception as failure:  # of the launch, or of a kernel that failed since
+        failure = flight.error
+        if failure is None:
+            try:
+                flight.wait()
+                tokens, margins = flight.read()
+            except Exception as raised:  # of a kernel that failed since the launch
+                failure = without_frames(raised)
+        if failure is not None:
             error = explain(failure, self.model.device)
-            self._abandon(flight)
+            transfer.abandon(flight.tickets)
         if self.keep_logits and flight.logits:
             self.last_logits = flight.logits
         waited_ns = transfer.stalled_ns()
@@ -239,12 +249,6 @@ class TorchWorker:
             d2h_bytes=flight.d2h_bytes,
             error=error,
         )
-
-    def _abandon(self, flight: Flight) -> None:
-        try:
-            self.transfer.abandon(flight.tickets)
-        except RuntimeError as failure:  # the device is in error for good, and so will every later step be
-            flight.error = failure
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         """Logits [sampled rows, vocab]; those of one position, unused, where no row is sampled."""
@@ -275,20 +279,30 @@ class TorchWorker:
     def _allocate(self, gpu_blocks: int, cpu_blocks: int, scratch_blocks: int = 0) -> None:
         model, blocks = self.model, gpu_blocks + scratch_blocks
         self._tensors = KvTensors(model.spec, self.chunk_tokens, blocks, cpu_blocks, model.device, model.dtype)
-        self._transfer = Transfer(self._tensors, self._link)
+        link = self._link
+        if link is None and model.device.type == "cuda" and cpu_blocks:
+            self._copying = choose_copying(self._tensors, self.options.copies)
+            link = CudaLink(model.device, self._copying.inward, self._copying.outward)
+        self._transfer = Transfer(self._tensors, link)
 
     def _free(self) -> None:
         self._flights.clear()
-        self._tensors = self._transfer = self._graphs = None
+        self._tensors = self._transfer = self._graphs = self._copying = None
         self._tables, self.last_logits = BlockTables(), {}
         if self.model.device.type == "cuda":
-            torch.cuda.empty_cache()
+            with suppress(RuntimeError):  # a device in error gives nothing back
+                torch.cuda.empty_cache()
+
+    def _synchronize(self) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
 
     def _warm_up(self, gpu_blocks: int) -> None:
-        """A prefill and a decode of one token, in block 0 and on; what they wrote is zeroed."""
+        """A prefill and a decode of one token, greedy and by chance, in block 0 and on; what they wrote is zeroed."""
         longest = min(_WARMUP_TOKENS, gpu_blocks * self.chunk_tokens, self.model.spec.max_context) - 1
         chunks = -(-(longest + 1) // self.chunk_tokens)
-        rows = [Row(0, ((longest, longest + 1),), (0,), Sample(longest + 1))]
+        samples = (Sample(longest + 1), Sample(longest + 1, temperature=1.0, top_p=0.9, top_k=2))
+        rows = [Row(0, ((longest, longest + 1),), (0,), sample) for sample in samples]
         if longest > 0:
             rows.insert(0, Row(0, ((0, longest),), (0,) * longest, None))
         for row in rows:
@@ -304,8 +318,7 @@ class TorchWorker:
             logits = self._forward(batch)
             if batch.sampled:
                 draw(logits, batch.draws)
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
+        self._synchronize()
 
     def _recorder(self) -> Recorder | None:
         """What records decode iterations; None where they are not to be, or cannot be."""

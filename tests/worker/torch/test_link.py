@@ -15,7 +15,7 @@ import torch
 
 from pensieve.plan import Copy
 from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.link import CudaLink, Piece, copy_runs
+from pensieve.worker.torch.link import BlockRun, CudaLink, Haul, Piece, copy_runs
 from pensieve.worker.torch.thread_link import ThreadLink
 from pensieve.worker.torch.transfer import Transfer
 
@@ -268,7 +268,7 @@ def test_cuda_streams_wait_as_the_threads_do(monkeypatch: pytest.MonkeyPatch) ->
             name=name,
         )
 
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream(log, next(names)))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: FakeStream(log, next(names)))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
     monkeypatch.setattr(torch.cuda, "Event", event)
@@ -288,3 +288,30 @@ def test_cuda_streams_wait_as_the_threads_do(monkeypatch: pytest.MonkeyPatch) ->
     assert log == ["compute times", "compute waits for in's mark 3", "compute times"]
     assert transfer.stalled_ns() == 2e6
     assert transfer.done() == (), "no event was reached, and nobody waited for one"
+
+
+def test_a_lane_copies_as_its_copier_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    names = iter(("in", "out"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: FakeStream(log, next(names)))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+
+    class Written:
+        name = "written down"
+
+        def prepare(self, haul: Haul) -> Callable[[int], None]:
+            log.append(f"prepares {len(haul.runs)} runs of {haul.layers} layers")
+            return lambda layer: log.append(f"copies {layer}")
+
+    tensors = KvTensors(tiny_spec("llama"), 4, BLOCKS, BLOCKS, torch.device("cpu"), torch.float32)
+    link = CudaLink(torch.device("cpu"), inward=Written())
+    runs = [BlockRun(0, 4, 2), BlockRun(9, 1, 1)]
+    link.inward.enqueue(Haul(runs, tensors.cpu, tensors.gpu), ())
+    assert log == ["on in", "prepares 2 runs of 2 layers", "copies 0", "in marks", "copies 1", "in marks"]
+    log.clear()
+    tensors.gpu[:, 9] = 4.0
+    link.outward.enqueue(Haul(runs, tensors.gpu, tensors.cpu), ())
+    assert log == ["on out", "out marks", "out marks"] and (tensors.cpu[:, 1] == 4.0).all(), "torch's own copies"
+    log.clear()
+    assert len(link.inward.enqueue(Haul([], tensors.cpu, tensors.gpu), ())) == LAYERS
+    assert log == ["on in", "in marks", "in marks"], "nothing to copy, and somebody may wait for it"

@@ -8,10 +8,11 @@ import pytest
 import torch
 from transformers import AttentionInterface
 
+from pensieve.compose.weights import folder_architecture
 from pensieve.errors import HardwareMissing, UnsupportedModel, WeightsMissing
 from pensieve.specs import ModelSpec
 from pensieve.worker.torch.attention import IMPLEMENTATION, paged_attention
-from pensieve.worker.torch.model import LoadedModel, load_model, resolve_device, runtime_spec, spec_from_folder
+from pensieve.worker.torch.model import LoadedModel, load_model, resolve_device, runtime_spec
 
 from .driver import ARCHITECTURES, Driver, plain_logits, random_tokens, tiny_model, tiny_spec
 
@@ -44,8 +45,15 @@ def test_what_was_loaded(llama: LoadedModel) -> None:
     assert (llama.device.type, llama.dtype) == ("cpu", torch.float32)
     assert llama.load_s > 0
     assert 0 < llama.self_check_difference < 1e-4
-    assert llama.eos_token_ids == (2,)
+    assert llama.eos_token_ids == {2}
     assert not any(p.requires_grad for p in llama.module.parameters())
+
+
+def test_a_turn_ends_with_every_token_that_the_generation_settings_name(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama.module.generation_config, "eos_token_id", [2, 9])
+    assert llama.eos_token_ids == {2, 9}
 
 
 def test_on_a_cpu_everything_is_float32() -> None:
@@ -57,8 +65,8 @@ def test_on_a_cpu_everything_is_float32() -> None:
 
 def test_a_folder_is_read_back(llama: LoadedModel, tmp_path: Path) -> None:
     llama.module.save_pretrained(tmp_path / "mine")
-    spec = spec_from_folder(str(tmp_path / "mine"))
-    assert (spec.name, spec.layers, spec.kv_heads, spec.head_dim, spec.vocab) == ("mine", 2, 2, 16, 97)
+    spec = ModelSpec.from_architecture("mine", folder_architecture(str(tmp_path / "mine")), "float32")
+    assert (spec.layers, spec.kv_heads, spec.head_dim, spec.vocab) == (2, 2, 16, 97)
     loaded = _load(spec, str(tmp_path / "mine"))
     tokens = random_tokens(10, 0)
     assert torch.equal(plain_logits(loaded, tokens), plain_logits(llama, tokens))
@@ -80,14 +88,12 @@ def test_weights_that_are_not_safetensors_are_not_read(llama: LoadedModel, tmp_p
 def test_no_such_folder(tmp_path: Path) -> None:
     with pytest.raises(WeightsMissing, match=r"no config\.json.*model\.weights=random"):
         _load(tiny_spec("llama"), str(tmp_path / "none"))
-    with pytest.raises(WeightsMissing, match=r"no config\.json"):
-        spec_from_folder(str(tmp_path / "none"))
 
 
 def test_a_folder_that_is_not_a_known_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "not_a_model"}')
     with pytest.raises(UnsupportedModel, match="not_a_model"):
-        spec_from_folder(str(tmp_path))
+        _load(tiny_spec("llama"), str(tmp_path))
 
 
 def test_a_model_without_published_weights() -> None:

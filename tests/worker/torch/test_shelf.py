@@ -1,3 +1,6 @@
+import gc
+import weakref
+
 from pensieve.worker.torch.shelf import open_shelf, take_model
 from tests.worker.torch.driver import tiny_spec
 
@@ -19,3 +22,19 @@ def test_without_a_shelf_every_trial_loads_its_own():
         first = take()
     assert take() is not first
     assert take() is not take()
+
+
+def test_a_model_leaves_memory_before_the_next_one_comes():
+    """Also where a circle of references holds it, as the frame does in which transformers was imported first."""
+    with open_shelf():
+        model = take(0)
+        first = weakref.ref(model.module)
+        gc.disable()
+        try:
+            circle = [model.module]
+            circle.append(circle)
+            del circle, model
+            take(1)
+        finally:
+            gc.enable()
+        assert first() is None

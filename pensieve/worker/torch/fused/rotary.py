@@ -14,12 +14,15 @@ from pensieve.worker.torch.fused.linear import Linear
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMS norm over the last dimension; weight of that size, or of any shape that broadcasts to x."""
+    """RMS norm over the last dimension; weight of that size, or of any shape that broadcasts to x. A weight in float32 over
+    an x in 16 bits is applied before the result is rounded."""
 
     weight: torch.Tensor
     eps: float
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.weight.dtype != x.dtype:
+            return F.rms_norm(x.float(), (x.shape[-1],), self.weight, self.eps).to(x.dtype)
         if self.weight.dim() == 1:
             return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
         return F.rms_norm(x, (x.shape[-1],), None, self.eps).mul_(self.weight)
@@ -70,8 +73,9 @@ def build_rotary(module: Any, pack: bool) -> FusedModel | str:
         return f"activation {activation}"
 
     def norm(rms: Any) -> Norm:
-        eps = rms.eps if gemma else rms.variance_epsilon
-        return Norm(rms.weight.detach() + 1 if gemma else rms.weight.detach(), eps)
+        if gemma:  # kept as what is added to 1, of which 16 bits would leave little
+            return Norm(rms.weight.detach().float() + 1, rms.eps)
+        return Norm(rms.weight.detach(), rms.variance_epsilon)
 
     def layer(index: int, block: Any) -> RotaryLayer:
         attention, mlp = block.self_attn, block.mlp

@@ -11,6 +11,7 @@ import torch
 from pensieve.errors import EngineMissing
 from pensieve.worker.torch.batch import Batch
 from pensieve.worker.torch.kernels.reference import write
+from pensieve.worker.torch.pinned import sent
 
 _WORKSPACE_BYTES = 256 * 2**20
 _Key = tuple[float | None, int | None, float | None]  # scaling, window, softcap
@@ -30,7 +31,7 @@ class FlashInferPlan:
         self._queries = _indptr([span.queries for span in spans])
         self._pages = _indptr([len(span.blocks) for span in spans])
         blocks = np.maximum(np.concatenate([span.blocks for span in spans]), 0).astype(np.int32)
-        self._blocks = torch.from_numpy(blocks).to(pool.device)
+        self._blocks = sent(blocks, pool.device)
         self._last = torch.tensor([(span.stop - 1) % chunk_tokens + 1 for span in spans], dtype=torch.int32)
 
     def write(self, pool: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:

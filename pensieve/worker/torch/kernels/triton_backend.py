@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,7 +11,6 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 
 from pensieve.worker.torch.batch import Batch
 from pensieve.worker.torch.kernels.paged import attend_kernel, join_kernel, write_kernel
@@ -24,6 +24,7 @@ from pensieve.worker.torch.kernels.work_list import (
     ranges_of,
     work_list,
 )
+from pensieve.worker.torch.pinned import send, sent
 
 _LOG2_E = math.log2(math.e)
 _LEAST_ROWS = 16  # of a tile: what tl.dot takes
@@ -137,25 +138,14 @@ class Launch:
     large: bool
 
 
-def _copy(values: NDArray[np.int32], target: torch.Tensor) -> None:
-    """Without waiting for the device: from pinned memory, which torch keeps until the copy is done."""
-    source = torch.from_numpy(values)
-    target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
-
-
-def _to_device(values: NDArray[np.int32], device: torch.device) -> torch.Tensor:
-    target = torch.empty(values.shape, dtype=torch.int32, device=device)
-    _copy(values, target)
-    return target
-
-
-class _TritonPlan:
+class _TritonPlan(ABC):
     """What a one-off and a standing plan share: where the descriptors are is all that differs."""
 
     _tables: torch.Tensor
 
+    @abstractmethod
     def _launch(self, geometry: Geometry, window: int | None) -> Launch:
-        raise NotImplementedError
+        """Made at a window's first layer, kept for the others."""
 
     def __init__(self, pool: torch.Tensor, chunk_tokens: int) -> None:
         assert chunk_tokens & (chunk_tokens - 1) == 0, "blocks hold a power of two of tokens"
@@ -223,7 +213,7 @@ class OncePlan(_TritonPlan):
         super().__init__(pool, chunk_tokens)
         self._joined = joined
         self._ranges = ranges_of(batch.spans)
-        self._tables = _to_device(self._ranges.tables, pool.device)
+        self._tables = sent(self._ranges.tables, pool.device)
 
     def _launch(self, geometry: Geometry, window: int | None) -> Launch:
         most = int((self._ranges.stop - self._ranges.start).max())
@@ -232,7 +222,7 @@ class OncePlan(_TritonPlan):
         nothing = np.zeros((0 if geometry in self._joined else 1, JOIN), dtype=np.int32)
         self._joined.add(geometry)
         items, joins = (
-            _to_device(part, geometry.device) for part in (work.items, work.joins if len(work.joins) else nothing)
+            sent(part, geometry.device) for part in (work.items, work.joins if len(work.joins) else nothing)
         )
         return Launch(tiles, items, joins, *_partials(work.partial_rows, geometry), LARGE in work.kinds)
 
@@ -251,7 +241,7 @@ class StandingPlan(_TritonPlan):
         assert all(span.queries == 1 for span in batch.spans) and len(batch.spans) <= self._rows
         self._ranges = ranges_of(batch.spans, self._rows)
         assert len(self._ranges.tables) <= len(self._tables), "a row has more blocks than there is room for"
-        _copy(self._ranges.tables, self._tables[: len(self._ranges.tables)])
+        send(self._ranges.tables, self._tables[: len(self._ranges.tables)])
         for window, launch in self._launches.items():
             self._fill(launch, work_list(self._ranges, self._cuttings[window], window))
 
@@ -277,7 +267,7 @@ class StandingPlan(_TritonPlan):
             assert len(part) <= len(target)
             whole = np.zeros(tuple(target.shape), dtype=np.int32)
             whole[: len(part)] = part
-            _copy(whole, target)
+            send(whole, target)
 
 
 def _partials(rows: int, geometry: Geometry) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ import torch
 from pensieve.errors import EngineMissing, PensieveError, UnsupportedModel
 from pensieve.worker.torch.batch import Batch
 from pensieve.worker.torch.kernels.reference import write
+from pensieve.worker.torch.pinned import sent
 
 _NEEDED = ("block_table", "seqused_k", "enable_gqa", "window_size", "scale")
 
@@ -29,7 +30,7 @@ class VarlenPlan:
             row[: len(span.blocks)] = np.maximum(span.blocks, 0)
         firsts = np.cumsum([0, *(span.queries for span in spans)]).astype(np.int32)
         stops = np.array([span.stop for span in spans], dtype=np.int32)
-        self._tables, self._firsts, self._stops = (torch.from_numpy(x).to(device) for x in (tables, firsts, stops))
+        self._tables, self._firsts, self._stops = (sent(x, device) for x in (tables, firsts, stops))
         self._most_queries = max(span.queries for span in spans)
         self._most_keys = int(stops.max())
 

@@ -80,3 +80,38 @@ def test_tiles_fit_the_device(itemsize: int, kibibytes: int) -> None:
             assert tiles.shared_bytes(dim, itemsize, max(16, tiles.large_rows)) <= kibibytes * 1024
             assert (tiles.large_rows >= 32) == large
             assert tiles.stages > 1 or dim == 256, "keys are copied ahead, but for the largest heads"
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("layer_block_bytes", [131072, 4096, 8640], ids=str)
+def test_blocks_are_copied_in_accesses_of_16_bytes(
+    architecture: int, layer_block_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a mask ends the block (8,640 bytes: 540 words): a scalar access would be a quarter of the width."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from pensieve.worker.torch.kernel_copy import tile_of
+    from pensieve.worker.torch.kernels.block_copy import copy_blocks_kernel
+
+    elements = layer_block_bytes // 4
+    signature = {"source_ptr": "*i32", "target_ptr": "*i32", "pairs_ptr": "*i32", "tiles": "i32"}
+    signature |= {"ELEMENTS": "constexpr", "TILE": "constexpr"}
+    built = triton.compile(
+        ASTSource(
+            fn=copy_blocks_kernel,
+            signature=signature,
+            constexprs={(4,): elements, (5,): tile_of(elements)},
+            attrs={(i,): [["tt.divisibility", 16]] for i in range(3)},
+        ),
+        target=GPUTarget("cuda", architecture, 32),
+        options={"num_warps": 8, "enable_fp_fusion": True},
+    )
+    accesses = [line for line in built.asm["ptx"].splitlines() if "ld.global" in line or "st.global" in line]
+    moved = [line for line in accesses if ".v4." in line]
+    tables = [line for line in accesses if ".v4." not in line]
+    assert len(tables) == 2, "the two numbers of a pair, and nothing else in narrow accesses"
+    assert sum("ld.global.cg.v4.b32" in line for line in moved) == sum("st.global.v4.b32" in line for line in moved) > 0
+    assert "cp.async" not in built.asm["ptx"] and built.metadata.shared == 0

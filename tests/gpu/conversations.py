@@ -1,0 +1,34 @@
+"""Random conversations on a checked engine whose tiers are too small for them: the same on a GPU and on its stand-ins."""
+
+from __future__ import annotations
+
+from pensieve.bench.exact import CheckedEngine, Paths
+from pensieve.bench.soak import Episode, perform
+from pensieve.cache.restore import RestoreMode
+from pensieve.cache.two_tier import TwoTierCache
+from pensieve.cost.profile import Profile
+from pensieve.eviction.retention_value import RetentionValue
+from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.worker.torch.link import Link
+from pensieve.worker.torch.model import LoadedModel
+from pensieve.worker.torch.options import TorchOptions
+from tests.simulated import policy_context
+
+CHUNK, GPU_BLOCKS, CPU_BLOCKS, CONTEXT, REQUESTS = 8, 36, 40, 512, 8
+TURNS = 40
+
+
+def converse(model: LoadedModel, mode: RestoreMode, options: TorchOptions, link: Link | None, turns: int) -> Paths:
+    """Raises Mismatch at the first token or logit that the plain model would not have given."""
+    policy = RetentionValue(policy_context(CHUNK, GPU_BLOCKS, CPU_BLOCKS))
+    cache = TwoTierCache(policy=policy, chunk_tokens=CHUNK, gpu_blocks=GPU_BLOCKS, cpu_blocks=CPU_BLOCKS, restore=mode)
+    settings = SchedulerSettings(max_batch_tokens=48, max_batch_requests=REQUESTS)
+    cost = Profile(CHUNK, {128: 0.128, 256: 0.256}, 2 * CHUNK / 1000, {})  # loading is twice as dear as computing
+    cache.weigh(cost, model.spec.layers, settings.max_batch_tokens)
+    engine = CheckedEngine(model, cache, settings, CONTEXT, link, options)
+    return perform(engine, Episode(5, 0).operations(turns))
+
+
+def check_paths(paths: Paths, mode: RestoreMode) -> None:
+    assert paths.tokens > 100 and paths.gpu_hit and paths.cpu_restore and paths.recompute
+    assert bool(paths.again) == (mode != "load"), paths

@@ -1,0 +1,105 @@
+"""On a GPU: every way of copying blocks brings every byte in both directions, and the choice is in the record."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from pensieve.clock import WallClock
+from pensieve.errors import EngineMissing
+from pensieve.plan import Copy
+from pensieve.specs import ModelSpec
+from pensieve.worker.torch.batch_copy import BatchCopier
+from pensieve.worker.torch.copying import CopyWay, choose_copying
+from pensieve.worker.torch.kv_tensors import KvTensors
+from pensieve.worker.torch.link import CallCopier, Copier, CudaLink
+from pensieve.worker.torch.model import load_model
+from pensieve.worker.torch.options import TorchOptions
+from pensieve.worker.torch.transfer import Transfer
+from pensieve.worker.torch.worker import TorchWorker
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CHUNK, BLOCKS = 32, 600
+SIZES = {
+    "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 512, "vocab_size": 512, "max_position_embeddings": 1024,
+}  # fmt: skip
+
+
+def spec() -> ModelSpec:
+    return ModelSpec.from_architecture("small", SIZES)
+
+
+def tensors() -> KvTensors:
+    return KvTensors(spec(), CHUNK, BLOCKS, BLOCKS, torch.device("cuda"), torch.bfloat16)
+
+
+def copiers(name: str) -> tuple[Copier, Copier]:
+    if name == "calls":
+        return CallCopier(), CallCopier()
+    try:
+        if name == "batch":
+            return BatchCopier(), BatchCopier()
+        pytest.importorskip("triton")
+        from pensieve.worker.torch.kernel_copy import KernelCopier
+
+        return KernelCopier(), KernelCopier()
+    except EngineMissing as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.mark.parametrize("name", ["calls", "batch", "kernel"])
+def test_a_round_trip_by_every_way_is_byte_for_byte(name: str) -> None:
+    """Scattered runs of one to five blocks, out and in again elsewhere, and nothing beside them changes."""
+    pools = tensors()
+    transfer = Transfer(pools, CudaLink(pools.device, *copiers(name)))
+    pools.gpu.view(-1).view(torch.int16).random_(-(2**15), 2**15)
+    before = pools.gpu.cpu().view(torch.int16)
+    torch.cuda.synchronize()
+    chance = random.Random(7)
+    starts, homes, back = (chance.sample(range(0, BLOCKS, 6), 60) for _ in range(3))
+    lengths = [chance.randint(1, 5) for _ in starts]
+
+    def blocks(firsts: list[int]) -> tuple[int, ...]:
+        return tuple(first + i for first, length in zip(firsts, lengths, strict=True) for i in range(length))
+
+    transfer.swap_out([Copy(1, blocks(starts), blocks(homes))])
+    transfer.finish()
+    kept = pools.cpu.view(torch.int16)
+    expected = torch.zeros_like(kept)
+    expected[:, list(blocks(homes))] = before[:, list(blocks(starts))]
+    assert torch.equal(kept, expected)
+    transfer.swap_in([Copy(2, blocks(homes), blocks(back))])
+    transfer.finish()
+    expected = before.clone()
+    expected[:, list(blocks(back))] = before[:, list(blocks(starts))]
+    assert torch.equal(pools.gpu.cpu().view(torch.int16), expected)
+    assert transfer.done() == (1, 2)
+    transfer.close()
+
+
+@pytest.mark.parametrize("way", ["auto", "dma", "kernel"])
+def test_what_is_chosen_is_measured_and_leaves_nothing_behind(way: CopyWay) -> None:
+    if way == "kernel":
+        pytest.importorskip("triton")
+    pools = tensors()
+    copying = choose_copying(pools, way)
+    assert not pools.gpu.any() and not pools.cpu.any()
+    assert "wrongly" not in copying.note and "Error" not in copying.note, copying.note
+    if way != "auto":
+        assert copying.inward.name.startswith(way) and copying.outward.name.startswith(way)
+    assert {name.split(",")[0] for name in copying.figures} == {"in", "out"}
+    assert all(figure["gb_s"] > 0 and figure["host_us"] > 0 for figure in copying.figures.values())
+
+
+def test_a_worker_records_how_it_copies() -> None:
+    model = load_model(spec(), "random", None, None, 0, "cuda", chunk_tokens=CHUNK)
+    worker = TorchWorker(model, CHUNK, WallClock(), options=TorchOptions(copies="dma", max_batch_requests=4))
+    settings = worker.start(100, 100).settings
+    assert settings["copies"].startswith("in: dma") and settings["copies_measured"]
+    worker.close()

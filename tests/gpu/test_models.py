@@ -1,0 +1,73 @@
+"""On a GPU: a model in bfloat16 is served by our kernel, and what it took is measured."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from pensieve.bench.idle import idle_pct
+from pensieve.bench.models import plain_module
+from pensieve.bench.peers import Generate, batched_gaps_ms, continuous_batching, prompts
+from pensieve.bench.stepper import Stepper
+from pensieve.clock import WallClock
+from pensieve.plan import Row, Sample, StepPlan
+from pensieve.worker.torch.profiled import ProfiledWorker
+from pensieve.worker.torch.worker import TorchWorker
+
+from .small import small_model
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_a_deep_model_with_random_weights_is_served_by_triton_and_the_fused_forward() -> None:
+    model = small_model("deep", dtype="bfloat16")
+    assert (model.attention.name, model.attention_note, model.forward_note) == ("triton", "", "")
+    assert model.self_check_difference > 0
+
+
+def test_decode_steps_are_timed_by_the_device_and_graphs_are_faster() -> None:
+    model = small_model("deep", dtype="bfloat16")
+    stepper = Stepper(model, 8, 200)
+    try:
+        stepper.fill()
+        stepper.decode(8, 4)
+        took = min(stepper.decode(8, 16) for _ in range(5))
+        idle = idle_pct(lambda: stepper.decode(8, 16))
+        graphs = stepper.worker.settings()["graphs"]
+    finally:
+        stepper.close()
+    assert 0 < took < 1000
+    assert idle is None or 0 <= idle < 100
+    assert graphs == "on" or not model.attention.captures
+    assert len(set(stepper.tokens.values())) > 1 and all(0 <= token < 1024 for token in stepper.tokens.values())
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
+def test_a_trace_holds_the_kernels_of_replayed_graphs(tmp_path: Path) -> None:
+    model = small_model("deep", dtype="bfloat16")
+    for number in range(2):  # the profiler is started a second time beside graphs
+        worker = ProfiledWorker(TorchWorker(model, 32, WallClock()), tmp_path / f"{number}.json.gz", 2, 4)
+        worker.start(8, 0)
+        worker.launch(StepPlan(0, (Row(0, ((0, 8),), tuple(range(8)), Sample(8)),), ((0, 0, (0, 1)),)), None)
+        assert worker.collect(None) is not None
+        for step in range(1, 8):
+            worker.launch(StepPlan(step, (Row(0, ((7 + step, 8 + step),), None, Sample(8 + step)),)), None)
+            result = worker.collect(None)
+            assert result is not None and result.error is None, result
+        worker.close()
+        with gzip.open(worker.path) as file:
+            kinds = {event.get("cat") for event in json.load(file)["traceEvents"]}
+        assert "kernel" in kinds
+
+
+def test_the_peers_of_the_benchmarks_run() -> None:
+    """transformers' own ways to decode, on the weights that the fused forward has joined."""
+    module = plain_module(small_model("deep", dtype="bfloat16"))
+    assert Generate(module, 4, 100, 1024).step_ms(6) > 0
+    with continuous_batching(module, 4 * 256, 512, 4) as manager:
+        gaps = batched_gaps_ms(manager, prompts(4, 100, 1024), 20)
+    assert gaps and all(0 < gap < 10_000 for gap in gaps)

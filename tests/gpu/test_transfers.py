@@ -1,0 +1,75 @@
+"""On a GPU: what leaves for pinned memory and comes back is the same bytes, by each way of copying, while it computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pensieve.errors import EngineMissing
+from pensieve.specs import ModelSpec
+from pensieve.worker.torch.copying import CopyWay, choose_copying
+from pensieve.worker.torch.kv_tensors import KvTensors
+from pensieve.worker.torch.link import CudaLink, Link
+from pensieve.worker.torch.pinned import pinned_bytes
+from pensieve.worker.torch.thread_link import ThreadLink, copy_and_wait
+from pensieve.worker.torch.transfer import Transfer
+
+from .shuttle import shuttle
+from .small import SIZES
+
+DEVICE = torch.device("cuda", 0)
+LARGE = {**SIZES["llama"], "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 8}
+
+
+def _tensors(sizes: dict[str, object], blocks: int) -> KvTensors:
+    spec = ModelSpec.from_architecture("copied", sizes, "bfloat16")
+    return KvTensors(spec, 32, blocks, blocks, DEVICE, torch.bfloat16)
+
+
+def _shuttle(tensors: KvTensors, link: Link | None) -> None:
+    square = torch.randn(4096, 4096, dtype=torch.bfloat16, device=DEVICE)
+
+    def compute() -> None:
+        for _ in range(20):
+            torch.mm(square, square)
+
+    transfer = Transfer(tensors, link)
+    with torch.inference_mode():
+        shuttle(tensors, transfer, compute, rounds=5)
+    transfer.close()
+
+
+@pytest.mark.parametrize("sizes", [SIZES["llama"], LARGE], ids=["blocks of 16 KiB", "blocks of 128 KiB"])
+@pytest.mark.parametrize("way", ["calls", "auto", "dma", "kernel"])
+def test_bytes_survive(way: str, sizes: dict[str, object]) -> None:
+    tensors = _tensors(sizes, 96)
+    if way == "calls":
+        _shuttle(tensors, None)
+        return
+    kind: CopyWay = "auto" if way == "auto" else "dma" if way == "dma" else "kernel"
+    try:
+        copying = choose_copying(tensors, kind)
+    except EngineMissing as missing:
+        pytest.skip(str(missing))
+    _shuttle(tensors, CudaLink(DEVICE, copying.inward, copying.outward))
+
+
+def test_bytes_survive_a_slowed_link() -> None:
+    _shuttle(_tensors(SIZES["llama"], 32), ThreadLink(2e9, copy_and_wait, DEVICE))
+
+
+def test_pinned_memory_is_copied_without_waiting_and_may_be_given_back() -> None:
+    """A copy from it returns while the device is still busy; and it can be taken and dropped again and again."""
+    for _ in range(3):
+        memory = pinned_bytes(2**26 + 1)
+        assert memory.is_pinned() and not memory.any()
+        target = torch.empty(memory.shape, dtype=torch.uint8, device=DEVICE)
+        square = torch.randn(8192, 8192, device=DEVICE)
+        torch.cuda.synchronize()
+        memory.fill_(7)
+        for _ in range(5):
+            torch.mm(square, square)
+        target.copy_(memory, non_blocking=True)
+        assert not torch.cuda.current_stream().query(), "the copy was waited for"
+        assert bool((target == 7).all())
+        del memory

@@ -1,0 +1,126 @@
+"""A device that is in error for good raises whatever it is asked: steps fail with a sentence, and nothing else does."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from pensieve.clock import WallClock
+from pensieve.plan import Copy, Row, Sample, StepPlan
+from pensieve.worker.torch import link as links
+from pensieve.worker.torch.link import CudaLink, Haul, Mark
+from pensieve.worker.torch.model import LoadedModel
+from pensieve.worker.torch.worker import TorchWorker
+
+from .driver import Driver, random_tokens
+
+
+class Device:
+    """A link, both its lanes and the marks in them; from `fails` on each answer is an error."""
+
+    error = None
+
+    def __init__(self) -> None:
+        self.fails = False
+        self.inward = self.outward = self
+
+    def _ask(self) -> None:
+        if self.fails:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ...")
+
+    def enqueue(self, haul: Haul, after: Sequence[Mark]) -> list[Mark]:
+        self._ask()
+        return [self] * haul.layers
+
+    def reached(self) -> bool:
+        self._ask()
+        return False
+
+    def computed(self) -> Mark:
+        self._ask()
+        return self
+
+    def hold_compute(self, mark: Mark) -> None:
+        self._ask()
+
+    def stalled_ns(self) -> int:
+        return 0
+
+    def wait(self) -> None:
+        self._ask()
+
+    def synchronize(self) -> None:
+        self._ask()
+
+    def close(self) -> None:
+        self._ask()
+
+
+def test_steps_fail_with_a_sentence_and_copies_under_way_fail_once(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device()
+    driver = Driver(llama, link=device)
+    row, deltas = driver.prompt_row(0, random_tokens(12, 0)), driver.allocate(0, 12)
+    assert driver.perform([row], deltas, swap_out=[Copy(5, (90,), (1,))]).error is None
+
+    def breaks(batch: object) -> torch.Tensor:
+        device.fails = True
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(driver.worker, "_forward", breaks)
+    result = driver.perform([row], swap_out=[Copy(6, (91,), (2,))])
+    assert "illegal memory access" in (result.error or "") and "\n" not in (result.error or "")
+    assert (result.done, result.failed) == ((), (5,)), "those of the failed plan are void, and not reported"
+    later = driver.perform([row], swap_out=[Copy(7, (91,), (2,))])
+    assert "illegal memory access" in (later.error or "") and later.failed == ()
+    assert driver.worker.collect(None) is None
+    driver.worker.close()
+
+
+def test_waits_of_a_device_in_error_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        def query(self) -> bool:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(links, "_CudaLane", lambda *_: None)
+    link = CudaLink(torch.device("cpu"))
+    link._waits = [(Event(), Event())]
+    assert link.stalled_ns() == 0 and not link._waits
+
+
+def test_a_failed_step_keeps_no_activations(llama: LoadedModel) -> None:
+    """Else the memory that was too little stays taken until the garbage collector comes by, and the next steps fail too."""
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    class Greedy:
+        name = "greedy"
+        fails = False
+
+        def __call__(self, iteration: Any, wanted: torch.Tensor) -> torch.Tensor:
+            activations = torch.zeros(1000)
+            if self.fails:
+                held.append(weakref.ref(activations))
+                raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB.")
+            return llama.forward(iteration, wanted)
+
+    forward = Greedy()
+    worker = TorchWorker(replace(llama, forward=forward), 8, WallClock())
+    worker.start(8, 0)
+    forward.fails = True
+    gc.collect()
+    gc.disable()
+    try:
+        worker.launch(StepPlan(1, (Row(0, ((0, 4),), (5, 6, 7, 8), Sample(4)),), ((0, 0, (3,)),)), None)
+        assert len(held) == 1 and held[0]() is None
+        result = worker.collect(None)
+    finally:
+        gc.enable()
+    assert result is not None and "ran out of memory" in (result.error or "")
+    worker.close()

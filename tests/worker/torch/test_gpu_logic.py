@@ -1,0 +1,52 @@
+"""What tests/gpu asks of a GPU, asked of its stand-ins on a CPU: so that the questions themselves are right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pensieve.bench.soak import RestoreMode
+from pensieve.worker.torch.kv_tensors import KvTensors
+from pensieve.worker.torch.model import LoadedModel
+from pensieve.worker.torch.options import TorchOptions
+from pensieve.worker.torch.thread_link import ThreadLink
+from pensieve.worker.torch.transfer import Transfer
+from tests.gpu.conversations import REQUESTS, TURNS, check_paths, converse
+from tests.gpu.shortage import fail_and_go_on
+from tests.gpu.shuttle import shuttle
+
+from .driver import plain_generate, tiny_spec
+
+
+@pytest.mark.parametrize(("mode", "depth"), [("load", 2), ("hybrid", 2), ("recompute", 1)])
+def test_conversations(llama: LoadedModel, mode: RestoreMode, depth: int) -> None:
+    options = TorchOptions(depth=depth, max_batch_requests=REQUESTS)
+    check_paths(converse(llama, mode, options, ThreadLink(5e7), turns=TURNS), mode)
+
+
+def test_blocks_survive() -> None:
+    tensors = KvTensors(tiny_spec("llama"), 4, 24, 24, torch.device("cpu"), torch.float32)
+    transfer = Transfer(tensors, ThreadLink(2e8))
+    shuttle(tensors, transfer, lambda: None, rounds=3)
+    transfer.close()
+
+
+def test_a_copy_that_overtakes_is_found() -> None:
+    """A link whose marks are reached too early."""
+
+    class Hasty(ThreadLink):
+        def hold_compute(self, mark: object) -> None:
+            return
+
+    tensors = KvTensors(tiny_spec("llama"), 4, 24, 24, torch.device("cpu"), torch.float32)
+    transfer = Transfer(tensors, Hasty(2e6))
+    with pytest.raises(AssertionError, match="read before its load had come"):
+        shuttle(tensors, transfer, lambda: None, rounds=3)
+    transfer.close()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_shortage(llama: LoadedModel, depth: int) -> None:
+    failed, served, prompt = fail_and_go_on(llama, depth, 1000)
+    assert failed.error and "\n" not in failed.error
+    assert list(served.token_ids) == plain_generate(llama, prompt, 6)
