@@ -31,10 +31,10 @@ demo: $(STAMP)  ## run the default sweep on a tiny model and print the compariso
 test: test-fast test-slow  ## the tests (make -j2 --output-sync test: two runs at a time)
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -rs -m "not slow"
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -rs -m slow
 
 check: $(STAMP)  ## ruff, ruff format, mypy --strict, import layers
 	$(BIN)/ruff check .

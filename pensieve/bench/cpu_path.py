@@ -1,7 +1,5 @@
 """How far the forward on a CPU is from its matrix products alone: `python runners/bench.py target=cpu_path`.
 
-`python -m pensieve.bench.cpu_path` prints the same figures and records nothing.
-
 Each case is timed in interleaved rounds beside its floor (the products that transformers' modules would do for it, with
 their weights, and nothing else) and its peer (plain transformers: sdpa and a DynamicCache). Rounds alternate, because
 another process on the machine disturbs all of them alike; a ratio is taken within a round, and its spread is over rounds.
@@ -9,9 +7,7 @@ another process on the machine disturbs all of them alike; a ratio is taken with
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -19,8 +15,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 
 from pensieve.bench import case as bench_case
 from pensieve.bench.case import Figure, Measured
@@ -184,21 +178,6 @@ def load_both(name: str, threads: int) -> tuple[LoadedModel, LoadedModel]:
     return load(True, "auto"), load(False, "reference")
 
 
-def report(model: LoadedModel, timings: dict[Case, Timing], goals: bool) -> Table:
-    """A row a case: milliseconds of the floor, then each ratio to it with the quartiles of its rounds."""
-    how = f"{model.forward.name}, {model.attention.name} attention"
-    table = Table(title=f"{model.spec.name}, {model.threads} thread(s), float32: {how}")
-    for column in ("", "products ms", "ours ms", "ours / products", "plain modules, paged", "transformers", "goal"):
-        table.add_column(column, justify="left" if not column else "right")
-    for case, timing in timings.items():
-        ratios = [
-            "{:.2f} [{:.2f}, {:.2f}]".format(*timing.ratio(t)) for t in (timing.ours, timing.fallback, timing.peer)
-        ]
-        goal = f"{case.goal:g}" if goals and case.goal is not None else "–"
-        table.add_row(case.name, f"{min(timing.floor):.2f}", f"{min(timing.ours):.2f}", *ratios, goal)
-    return table
-
-
 def run(bench: Bench) -> None:
     """Target cpu_path: the cases recorded, on one thread unless hardware.threads says otherwise. Raises PensieveError."""
     if bench.on_gpu:
@@ -214,7 +193,13 @@ def run(bench: Bench) -> None:
         timing = measure(model, fallback, case, rounds * (1 if case.new > 1 else 4))
         goal = case.goal if name == "llama_25m" and bench.threads == 1 else None
         bench.record(_recorded(case, timing), _backends(timing, model, fallback, goal), began)
-    bench.note("limit: the best time of the matrix products alone (F.linear with transformers' weights), float32.")
+    bench.note(
+        "limit: the best time of the matrix products alone (F.linear with transformers' weights), float32; packed products "
+        "are faster than these, so a ratio may be below 1. q1, q3: quartiles of the ratios within a round."
+    )
+    goals = ", ".join(f"{case.name} {case.goal:g}" for case in CASES if case.goal is not None)
+    if name == "llama_25m" and bench.threads == 1:
+        bench.note(f"Goals for ours (ratio of best): {goals}.")
 
 
 def _recorded(case: Case, timing: Timing) -> bench_case.Case:
@@ -227,12 +212,13 @@ def _recorded(case: Case, timing: Timing) -> bench_case.Case:
 
 
 def _backends(timing: Timing, model: LoadedModel, fallback: LoadedModel, goal: float | None) -> list[Measured]:
-    """ratio: of the best rounds, as the goals are meant."""
+    """Ratios to the floor: of the best rounds, as the goals are meant, and the quartiles of those within a round."""
 
     def measured(backend: str, times: list[float], forward: str, aim: float | None = None) -> Measured:
-        ratio = Figure("ratio_of_best", timing.ratio(times)[0], "x", limit=aim)
+        best, low, high = timing.ratio(times)
+        ratios = [Figure("ratio_of_best", best, "x", limit=aim), Figure("q1", low, "x"), Figure("q3", high, "x")]
         version = transformers.__version__ if backend == "transformers" else None
-        return Measured(backend, times, version, {"forward": forward}, [ratio])
+        return Measured(backend, times, version, {"forward": forward}, ratios)
 
     import transformers
 
@@ -241,31 +227,3 @@ def _backends(timing: Timing, model: LoadedModel, fallback: LoadedModel, goal: f
         measured("plain_modules", timing.fallback, f"{fallback.forward.name}, {fallback.attention.name} attention"),
         measured("transformers", timing.peer, "sdpa, DynamicCache"),
     ]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """0 when every case ran beside its floor and its peer, 1 otherwise."""
-    parser = argparse.ArgumentParser(prog="python -m pensieve.bench.cpu_path", description=__doc__)
-    parser.add_argument("--model", default="llama_25m", help="llama_25m (default), or an option of conf/model")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=7, help="of a prefill; four times as many of a decode step")
-    given = parser.parse_args(arguments)
-    try:
-        model, fallback = load_both(given.model, given.threads)
-        if model.forward.name == fallback.forward.name:
-            raise PensieveError(f"There is no fused forward to measure ({model.forward_note}).")
-        timings = {case: measure(model, fallback, case, given.rounds * (1 if case.new > 1 else 4)) for case in CASES}
-    except (PensieveError, ImportError) as error:
-        print(f"No comparison: {error}", file=sys.stderr)
-        return 1
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(report(model, timings, goals=given.model == "llama_25m" and given.threads == 1))
-    console.print(
-        "Ratios to the time of the matrix products alone (transformers' weights, F.linear), of the best rounds, with the "
-        "quartiles of the ratios within a round. Packed products are faster than the floor's, so a ratio may be below 1."
-    )
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

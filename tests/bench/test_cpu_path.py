@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 
 from pensieve.bench import cpu_path
 from pensieve.bench.cpu_path import Case, Timing
+from pensieve.errors import PensieveError
+from tests.bench.bench import make_bench
 from tests.worker.torch.driver import tiny_model
 
 
@@ -17,8 +20,10 @@ def test_every_figure_stands_beside_its_floor_and_its_peer(case: Case) -> None:
     for times in (timing.floor, timing.ours, timing.fallback, timing.peer):
         assert len(times) == 3
         assert min(times) > 0
-    table = cpu_path.report(model, {case: timing}, goals=True)
-    assert table.row_count == 1
+    ours, plain, peer = cpu_path._backends(timing, model, fallback, goal=2.0)
+    assert [one.backend for one in (ours, plain, peer)] == ["ours", "plain_modules", "transformers"]
+    assert ours.figures[0].value == min(timing.ours) / min(timing.floor) and ours.figures[0].limit == 2.0
+    assert cpu_path._recorded(case, timing).floor == min(timing.floor)
 
 
 @pytest.mark.parametrize("scattered", [False, True])
@@ -39,17 +44,8 @@ def test_the_ratio_is_of_the_best_rounds_with_its_quartiles() -> None:
     assert timing.ratio(timing.ours) == (2.0, 2.0, 4.0)
 
 
-def test_without_a_comparison_it_exits_with_an_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(module: object, case: Case, vocab: int) -> None:
-        raise ImportError("no DynamicCache")
-
-    monkeypatch.setattr(cpu_path, "load_both", lambda *_: (tiny_model("llama"), tiny_model("llama", fused=False)))
-    monkeypatch.setattr(cpu_path, "_transformers", fail)
-    assert cpu_path.main([]) == 1
-    assert "no DynamicCache" in capsys.readouterr().err
+def test_without_a_fused_forward_there_is_nothing_to_compare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plain = tiny_model("llama", fused=False)
     monkeypatch.setattr(cpu_path, "load_both", lambda *_: (plain, plain))
-    assert cpu_path.main([]) == 1
-    assert "no fused forward" in capsys.readouterr().err
+    with pytest.raises(PensieveError, match="no fused forward to measure"):
+        cpu_path.run(make_bench("cpu_path", tmp_path))

@@ -13,6 +13,8 @@ from pensieve.bench.kernel_inputs import (
     one_at_a_time,
     paged,
 )
+from pensieve.errors import EngineMissing
+from pensieve.worker.torch.kernels.compiler import find_compiler
 from pensieve.worker.torch.kernels.reference import ReferenceBackend
 
 SHAPE = Shape(heads=4, kv_heads=2, dim=16, chunk=8)
@@ -60,6 +62,10 @@ def test_on_a_gpu_the_cases_are_those_of_the_goals() -> None:
 
 
 def test_on_a_cpu_the_compiled_one_serves_beside_the_reference() -> None:
+    try:
+        find_compiler()
+    except EngineMissing as missing:
+        pytest.skip(str(missing))
     backends = find_backends(CPU, torch.float32, SHAPE)
     assert [backend.name for backend in (backends.ours, *backends.others)] == ["native", "reference"]
     assert not backends.absent

@@ -112,7 +112,6 @@ class DecodeGraphs:
         self._max_blocks = min(ceil_div(max_context, chunk_tokens), pool.shape[1] // chunk_tokens)
         self.buckets = buckets_up_to(most_rows)
         self.note = ""
-        self.replayed = 0
         self._made: dict[int, _Bucket] = {}
         device = pool.device
         self._token_ids, self._positions, self._write_slots = (
@@ -140,7 +139,6 @@ class DecodeGraphs:
                     f"not recorded: {type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
                 )
                 return None
-        self.replayed += 1
         return bucket.replay()[:rows]
 
     def warm_up(self) -> None:
