@@ -12,7 +12,7 @@ from pensieve.cache.remembered import MemoryLimits
 from pensieve.clock import Clock, VirtualClock, WallClock
 from pensieve.compose.capacity import memory_share
 from pensieve.compose.schema import ModelConfig, TrialConfig
-from pensieve.compose.target import factory, locate
+from pensieve.compose.target import factory
 from pensieve.compose.trial_plan import TrialPlan
 from pensieve.compose.weights import weights_kind
 from pensieve.errors import CapacityError, ConfigError
@@ -67,7 +67,7 @@ def find_parts(config: TrialConfig, longest_tokens: int | None = None) -> Parts:
     return Parts(
         cache=factory("baseline", {**cache, "name": config.baseline.name}, given=_CACHE_ARGUMENTS),
         policy=factory("eviction", config.eviction),
-        composition=locate(config.scheduler.composition, f"scheduler={config.scheduler.name}"),
+        composition=factory("scheduler", {**config.scheduler.composition, "name": config.scheduler.name}),
         workload=factory("workload", config.workload),
     )
 

@@ -12,7 +12,7 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pensieve.compose.folder import conf_folder, ended, nearest
+from pensieve.compose.folder import BASES, conf_folder, ended, nearest
 from pensieve.errors import PensieveError
 
 _KEY = re.compile(r"[Cc]ould not (?:override|append to config|delete from config)[^']*'\+?~?([^'=@]+)")
@@ -49,7 +49,7 @@ def _no_such_option(error: MissingConfigException) -> str:
     missing = error.missing_cfg_file or ""
     group, _, option = missing.rpartition("/")
     if error.options and group:
-        return ended(f"There is no {group} {option!r}{nearest(option, [str(o) for o in error.options])}")
+        return ended(f"There is no {group} {option!r}{nearest(option, {str(o) for o in error.options} - set(BASES))}")
     return f"There is no configuration {missing!r}; --help lists the groups and their options."
 
 

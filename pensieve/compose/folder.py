@@ -10,6 +10,9 @@ from typing import Any
 
 from pensieve.errors import ConfigError
 
+BASES = ("base", "base_sim")
+"""Files of a group that hold what its options share."""
+
 
 def conf_folder() -> Path:
     """The folder of config.yaml."""
@@ -30,20 +33,29 @@ def outputs_folder() -> Path:
 
 
 def options(group: str) -> list[str]:
-    """The options of a config group, by name."""
-    return sorted(file.stem for file in (conf_folder() / group).glob("*.yaml"))
+    """The options of a config group, by name; what they only build on is none of them."""
+    return sorted(file.stem for file in (conf_folder() / group).glob("*.yaml") if file.stem not in BASES)
 
 
 def read_option(group: str, option: str) -> dict[str, Any]:
-    """One option's YAML as plain values, for callers that compose nothing. Raises ConfigError for an unknown one."""
-    file = conf_folder() / group / f"{option}.yaml"
-    if not file.is_file():
+    """One option's YAML over what it builds on, as plain values, for callers that compose nothing. Raises ConfigError for
+    an unknown one."""
+    if option not in options(group):
         raise ConfigError(ended(f"There is no {group} {option!r}{nearest(option, options(group))}"))
+    content = _merged(group, option)
+    return {str(key): value for key, value in content.items()}
+
+
+def _merged(group: str, name: str) -> dict[Any, Any]:
+    """A file over those that its `defaults` name, all of the same group and before it."""
     from omegaconf import OmegaConf
 
-    content = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
-    assert isinstance(content, dict)
-    return {str(key): value for key, value in content.items()}
+    own = OmegaConf.to_container(OmegaConf.load(conf_folder() / group / f"{name}.yaml"), resolve=True)
+    assert isinstance(own, dict)
+    below = [_merged(group, above) for above in own.pop("defaults", ()) if above != "_self_"]
+    merged = OmegaConf.to_container(OmegaConf.merge(*below, own))
+    assert isinstance(merged, dict)
+    return merged
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

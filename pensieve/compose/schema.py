@@ -41,10 +41,10 @@ class CacheConfig(_Group):
 
 
 class SchedulerConfig(_Group):
-    """composition: dotted path of the function that makes a batch. The shares are of the GPU blocks."""
+    """composition: the function that makes a batch, by its `_target_`. The shares are of the GPU blocks."""
 
     name: str
-    composition: str
+    composition: dict[str, Any]
     max_batch_tokens: Count
     max_batch_requests: Count
     swap_out_start: Share

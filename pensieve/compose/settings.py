@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
-from pensieve.compose.folder import ended, nearest
+from pensieve.compose.folder import ended, nearest, options
 from pensieve.compose.schema import TrialConfig
 from pensieve.errors import ConfigError
 
@@ -18,9 +18,16 @@ def resolved(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
     """Plain values with every interpolation resolved, without Hydra's own node."""
     if isinstance(cfg, DictConfig):
         try:
+            unset = sorted(key for key in OmegaConf.missing_keys(cfg) if not key.startswith("hydra."))
             plain = OmegaConf.to_container(cfg, resolve=True)
         except OmegaConfBaseException as error:
             raise ConfigError(f"The configuration cannot be resolved: {str(error).splitlines()[0]}.") from error
+        if unset:
+            group = unset[0].partition(".")[0]
+            raise ConfigError(
+                f"{unset[0]} has no value: {group}=base only holds what the others share; choose one of: "
+                f"{', '.join(options(group))}."
+            )
         assert isinstance(plain, dict)
     else:
         plain = dict(cfg)

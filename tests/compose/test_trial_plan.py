@@ -73,7 +73,7 @@ def test_what_cannot_be_planned(overrides, error, parts):
         (("cache.gpu='32 tokens'",), CapacityError, ["cache.gpu='32 tokens'", '"128 tokens"']),
         (("cache.gpu='512 tokens'",), CapacityError, ["longest conversation", "cache.gpu"]),
         (("eviction=lru", "eviction._target_=pensieve.eviction.no.No"), EngineMissing, ["eviction=lru"]),
-        (("scheduler.composition=pensieve.scheduler.composition.no",), EngineMissing, ["scheduler=unified"]),
+        (("scheduler.composition._target_=pensieve.scheduler.composition.no",), EngineMissing, ["scheduler=unified"]),
         (("+workload.user=3",), ConfigError, ["workload.user", "did you mean workload.users"]),
         (
             ("model=llama3_8b", "hardware=sim_gtx1650"),

@@ -2,9 +2,10 @@
 
 import pytest
 
-from pensieve.compose import check, conf_folder, options, plan_trial, resolved
+from pensieve.compose import check, conf_folder, options, plan_trial, read_option, resolved
+from pensieve.compose.folder import BASES
 from pensieve.compose.schema import ModelConfig
-from pensieve.errors import EngineMissing
+from pensieve.errors import ConfigError, EngineMissing
 from pensieve.specs import ModelSpec
 from tests.composed import composed
 
@@ -65,3 +66,19 @@ def test_overlays_compose(overlay):
 def test_every_yaml_begins_with_a_comment():
     for file in conf_folder().glob("[a-z]*/*.yaml"):
         assert file.read_text().startswith("#"), file
+
+
+@pytest.mark.parametrize("group", CONTRACT)
+def test_an_option_read_by_itself_is_the_composed_one(group):
+    for option in options(group):
+        if group != "sweep":
+            composed_one = resolved(composed(f"{group}={option}"))[group]
+            assert read_option(group, option).items() <= composed_one.items()
+
+
+@pytest.mark.parametrize("choice", ["model=base", "cache=base", "hardware=base_sim", "scheduler=base", "baseline=base"])
+def test_what_options_build_on_cannot_be_chosen(choice):
+    group = choice.partition("=")[0]
+    assert not set(BASES) & set(options(group))
+    with pytest.raises(ConfigError, match=rf"{group}\.\w+ has no value.*{options(group)[0]}"):
+        check(composed(choice))
