@@ -21,7 +21,7 @@ from pensieve.bench.timer import explain
 from pensieve.compose.machine import Device, cores, find_device
 from pensieve.compose.schema import HardwareConfig, TrackingConfig
 from pensieve.errors import ConfigError, EngineMissing, HardwareMissing, PensieveError
-from pensieve.trial.device_lock import device_lock
+from pensieve.trial.liveness import device_lock
 from pensieve.trial.terminal import say
 from pensieve.trial.tracking import Tracking, open_named
 from pensieve.worker.torch.shelf import open_shelf

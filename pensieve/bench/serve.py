@@ -24,8 +24,8 @@ from pensieve.errors import ConfigError, PensieveError, RequestFailed
 from pensieve.metrics import Metric, summarise
 from pensieve.replay import replay
 from pensieve.trial import Job, run_trial
-from pensieve.trial.device_lock import device_lock
 from pensieve.trial.jobs import compose_job
+from pensieve.trial.liveness import device_lock
 from pensieve.worker.torch.shelf import take_model
 
 LOCKS_ITSELF = True  # every trial takes the device for itself

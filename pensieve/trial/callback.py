@@ -24,11 +24,18 @@ from pensieve.results.environment import git_commit, host
 from pensieve.results.identity import sweep_key
 from pensieve.results.mlflow_log import finish_parent, start_parent
 from pensieve.results.process import this_process
-from pensieve.trial.ending import owes, settled
 from pensieve.trial.inspection import show, wanted
 from pensieve.trial.jobs import Jobs, SweepMembership, compose_job, plan_jobs, sweep_folder, write_membership
 from pensieve.trial.summary import places
-from pensieve.trial.terminal import FULL_TRACE, console, leave_quietly, say, unheard
+from pensieve.trial.terminal import (
+    FULL_TRACE,
+    close_at_exit,
+    console,
+    discard_output,
+    leave_quietly,
+    say,
+    sweep_is_closed,
+)
 from pensieve.trial.tracking import Tracking, open_tracking
 
 FIGURE_SCRIPT = "analysis/figures.py"
@@ -103,7 +110,7 @@ class SweepCallback(Callback):  # type: ignore[misc]  # Hydra is not typed for u
             host=host(),
             git_commit=git_commit(),
         )
-        owes(self._close)
+        close_at_exit(self._close)
         parent = None
         if tracking.mlflow:
             parent = start_parent(tracking.outputs, tracking.store, self._sweep_id, first.experiment_name)
@@ -120,7 +127,7 @@ class SweepCallback(Callback):  # type: ignore[misc]  # Hydra is not typed for u
 
     def _finish(self) -> bool:
         assert self._config is not None
-        settled()
+        sweep_is_closed()
         tracking = open_tracking(self._config, self._outputs)
         jobs = tracking.store.trials_of_sweep(self._sweep_id)
         completed = all(job.last.status == "completed" for job in jobs) and len(jobs) >= max(1, self._n_expected)
@@ -145,7 +152,7 @@ class SweepCallback(Callback):  # type: ignore[misc]  # Hydra is not typed for u
                 console().print(table.renderable)
                 print(*places(tracking), sep="\n", flush=True)
         except BrokenPipeError:
-            unheard()  # the sweep is still to be closed, and its status to be returned
+            discard_output()  # the sweep is still to be closed, and its status to be returned
         if tracking.mlflow:
             finish_parent(tracking.outputs, store, self._sweep_id, table.text(), status)
 

@@ -14,7 +14,7 @@ from pensieve.compose.explain import explain
 from pensieve.errors import PensieveError
 from pensieve.trial.inspection import show, wanted
 from pensieve.trial.jobs import SweepMembership, current_membership
-from pensieve.trial.orphan import end_with
+from pensieve.trial.liveness import end_with
 from pensieve.trial.outcome import Outcome
 from pensieve.trial.run import run_trial
 from pensieve.trial.summary import brief, places, summary

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Outcome:
     """status: completed, failed or interrupted. error: the sentence, where it is not completed.
 
-    reused: the trial was there already, and nothing ran. note: what a user should know besides. lasting: the same
+    reused: the trial was there already, and nothing ran. note: what a user should know besides. permanent: the same
     configuration would fail in the same way again, so that another attempt is wasted.
     """
 
@@ -18,7 +18,7 @@ class Outcome:
     reused: bool = False
     error: str | None = None
     note: str | None = None
-    lasting: bool = False
+    permanent: bool = False
 
     @property
     def completed(self) -> bool:

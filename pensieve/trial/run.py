@@ -42,16 +42,13 @@ from pensieve.results.identity import Identity, explain_difference, identify, in
 from pensieve.results.mlflow_log import log_trial
 from pensieve.results.schema import Trial
 from pensieve.results.tokens import TokenFile
-from pensieve.trial.deadline import Deadline
-from pensieve.trial.device_lock import device_lock
-from pensieve.trial.device_use import allocator_peak_bytes, forget_allocator_peak, meter_of
-from pensieve.trial.heartbeat import Heartbeat
-from pensieve.trial.interrupt import raise_if_interrupted
-from pensieve.trial.isolation import run_isolated
-from pensieve.trial.occupancy import Occupancy
+from pensieve.trial.isolate import run_isolated
+from pensieve.trial.liveness import Deadline, Heartbeat, device_lock
+from pensieve.trial.meters import allocator_peak_bytes, forget_allocator_peak, meter_of
 from pensieve.trial.outcome import Outcome
-from pensieve.trial.sampling import DeviceSampler
+from pensieve.trial.samples import DeviceSampler, Occupancy
 from pensieve.trial.task import Job
+from pensieve.trial.terminal import raise_if_interrupted
 from pensieve.trial.tracking import Tracking
 from pensieve.workload.base import Workload, WorkloadPlan
 from pensieve.workload.start_state import check_start
@@ -65,7 +62,7 @@ TRACE_FILE = "trace.json.gz"
 
 ORPHAN_S = 3.0  # how long a process without its sweep may take to notice, on a busy machine
 
-LASTING = (ConfigError, EngineMissing, UnsupportedModel, RequestRefused)
+PERMANENT = (ConfigError, EngineMissing, UnsupportedModel, RequestRefused)
 """Errors that the same configuration meets again on every attempt."""
 
 
@@ -99,7 +96,7 @@ def run_trial(
                 _to_mlflow(config, tracking, outcome.trial_id, job)
         else:
             outcome = _attempt(plan, identity, resolved, tracking, job, say)
-        if outcome.completed or outcome.lasting or attempts_left == 0:
+        if outcome.completed or outcome.permanent or attempts_left == 0:
             break
         say(f"{job.title}: failed, and is tried again ({attempts_left} more). {outcome.error}")
     return replace(outcome, note=note)
@@ -154,7 +151,7 @@ def _attempt(
         log.info("trial %s failed", trial_id, exc_info=error)  # to the run folder's log, not to the terminal
         _close(tracking, trial_id, "failed", sentence, traceback.format_exc())
         _to_mlflow(config, tracking, trial_id, job)
-        return Outcome(trial_id, "failed", error=sentence, lasting=isinstance(error, LASTING))
+        return Outcome(trial_id, "failed", error=sentence, permanent=isinstance(error, PERMANENT))
     _to_mlflow(config, tracking, trial_id, job)
     return Outcome(trial_id, "completed")
 

@@ -1,11 +1,19 @@
-"""The edge to the user: every error one sentence on stderr and a non-zero exit, Ctrl-C one line and 130."""
+"""The edge to the user: every error one sentence on stderr and a non-zero exit, Ctrl-C one line and 130.
+
+Python raises KeyboardInterrupt wherever the program happens to be, and inside a weak reference's callback (SQLAlchemy has
+many) it is printed and dropped. So the handler also remembers, and the trial asks at its safe points. Hydra does not call
+on_multirun_end when a launcher raised or a job left by SystemExit; so a sweep leaves here how it is to be closed.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor
+from types import FrameType
 from typing import NoReturn
 
 from hydra.errors import HydraException
@@ -14,11 +22,14 @@ from rich.console import Console
 
 from pensieve.compose.explain import explain
 from pensieve.errors import PensieveError
-from pensieve.trial.ending import settle
-from pensieve.trial.interrupt import remember_interrupts
 
 INTERRUPTED = 130
 LOG_WIDTH = 120
+log = logging.getLogger(__name__)
+
+_interrupted = False
+_close_sweep: Callable[[str], object] | None = None
+
 FULL_TRACE = os.environ.get("HYDRA_FULL_ERROR", "") == "1"  # as the user set it, before `guarded` does
 
 
@@ -35,7 +46,7 @@ def console() -> Console:
 class _Console(Console):
     def on_broken_pipe(self) -> None:
         """rich would end the process with status 1, whatever the sweep that it shows came to."""
-        unheard()
+        discard_output()
 
 
 def guarded(app: Callable[[], object]) -> None:
@@ -52,7 +63,7 @@ def guarded(app: Callable[[], object]) -> None:
     try:
         _run(app)
     except SystemExit as left:
-        settle("interrupted" if left.code == INTERRUPTED else "failed")
+        close_sweep("interrupted" if left.code == INTERRUPTED else "failed")
         raise
 
 
@@ -75,21 +86,65 @@ def _run(app: Callable[[], object]) -> None:
         say(explain(error, sys.argv[1:]))
         sys.exit(1)
     except Exception:
-        settle("failed")
+        close_sweep("failed")
         raise
 
 
-def unheard() -> None:
+def discard_output() -> None:
     """Nobody reads stdout any more (`... | head`): what follows goes nowhere, without a complaint even at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def leave_quietly() -> NoReturn:
     """Somebody read enough; nothing is wrong."""
-    unheard()
+    discard_output()
     sys.exit(0)
 
 
 def _stands_alone(argument: str) -> bool:
     """A flag that takes no next argument. They go to the front, since argparse wants all overrides in one piece."""
     return argument in ("-m", "--multirun") or (argument.startswith("--") and "=" in argument)
+
+
+def remember_interrupts() -> None:
+    """Install the handler, unless the process was told to ignore Ctrl-C (as a shell's background job is)."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _handle)
+
+
+def raise_if_interrupted() -> None:
+    """Raises KeyboardInterrupt, once, for an interrupt that came since and was dropped on its way."""
+    global _interrupted
+    if _interrupted:
+        _interrupted = False
+        raise KeyboardInterrupt
+
+
+def _handle(_signal: int, _frame: FrameType | None) -> None:
+    global _interrupted
+    _interrupted = True
+    raise KeyboardInterrupt
+
+
+def close_at_exit(close: Callable[[str], object]) -> None:
+    """However the command ends, `close` is called once, with the status of the sweep that it runs."""
+    global _close_sweep
+    _close_sweep = close
+
+
+def close_sweep(status: str) -> None:
+    """Make that call, if it is still to be made; what goes wrong in it must not hide why the command ends."""
+    global _close_sweep
+    close, _close_sweep = _close_sweep, None
+    if close is None:
+        return
+    try:
+        close(status)
+    except (PensieveError, OSError) as error:
+        log.warning("the sweep could not be closed: %s", error)
+
+
+def sweep_is_closed() -> None:
+    """The call is not needed any more."""
+    global _close_sweep
+    _close_sweep = None

@@ -4,7 +4,7 @@ import threading
 import pytest
 
 from pensieve.compose.machine import Device
-from pensieve.trial.device_lock import device_lock, lock_file
+from pensieve.trial.liveness import device_lock, lock_file
 
 CPU = Device("cpu", "cpu", "cpu", "this CPU", 1, 1, 1)
 SIMULATED = Device("sim", "sim", "sim", "sim_h100", 1, 1, 1)

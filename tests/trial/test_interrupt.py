@@ -2,8 +2,8 @@ import signal
 
 import pytest
 
-from pensieve.trial import interrupt
-from pensieve.trial.interrupt import raise_if_interrupted, remember_interrupts
+from pensieve.trial import terminal
+from pensieve.trial.terminal import raise_if_interrupted, remember_interrupts
 
 
 @pytest.fixture(autouse=True)
@@ -11,7 +11,7 @@ def python_handler():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-    interrupt._asked = False
+    terminal._interrupted = False
 
 
 def test_a_dropped_interrupt_is_raised_at_the_next_safe_point():

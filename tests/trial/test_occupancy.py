@@ -6,7 +6,7 @@ import pytest
 from pensieve.clock import VirtualClock, WallClock
 from pensieve.errors import ResultsError
 from pensieve.results.store import open_store
-from pensieve.trial.occupancy import MOST_MOMENTS, Occupancy
+from pensieve.trial.samples import MOST_MOMENTS, Occupancy
 from tests.results.trials import trial_fields
 from tests.trial.test_run import run, tracking  # noqa: F401  a fixture
 

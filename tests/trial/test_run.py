@@ -7,7 +7,7 @@ from pensieve.errors import CapacityError, ResultsError
 from pensieve.results.tokens import read_tokens
 from pensieve.trial import Job, run_trial
 from pensieve.trial import run as run_module
-from pensieve.trial.heartbeat import Heartbeat
+from pensieve.trial.liveness import Heartbeat
 from pensieve.trial.summary import brief
 from pensieve.trial.tracking import Tracking, open_tracking
 from tests.composed import SHORT, checked, composed

@@ -12,9 +12,9 @@ from pensieve.clock import WallClock
 from pensieve.compose.machine import Device
 from pensieve.results import environment
 from pensieve.results.store import open_store
-from pensieve.trial import device_use
-from pensieve.trial.device_use import CpuMeter, NvmlMeter, Quantity, meter_of
-from pensieve.trial.sampling import DeviceSampler
+from pensieve.trial import meters
+from pensieve.trial.meters import CpuMeter, NvmlMeter, Quantity, meter_of
+from pensieve.trial.samples import DeviceSampler
 from tests.results.trials import trial_fields
 
 CPU = Device("cpu", "cpu", "cpu", "this CPU", 1, 1, 1)
@@ -149,7 +149,7 @@ def test_every_question_is_one_that_the_real_library_answers():
     """The fakes here could agree with us on a name that NVIDIA's own bindings do not have."""
     nvml = pytest.importorskip("pynvml")
     asked = set()
-    for module in (device_use, environment):
+    for module in (meters, environment):
         source = Path(module.__file__).read_text()
         asked |= set(re.findall(r"nvml\.(\w+)", source))
     assert {"nvmlDeviceGetPcieThroughput", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetClockInfo"} <= asked
@@ -177,14 +177,14 @@ def test_the_peak_of_torchs_own_allocator(monkeypatch):
         max_memory_allocated=peaks.__getitem__,
     )
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
-    device_use.forget_allocator_peak()
+    meters.forget_allocator_peak()
     assert reset == [0, 1]
-    assert device_use.allocator_peak_bytes(GPU) == 742
-    assert device_use.allocator_peak_bytes(CPU) is None
+    assert meters.allocator_peak_bytes(GPU) == 742
+    assert meters.allocator_peak_bytes(CPU) is None
     cuda.is_initialized = lambda: False  # nobody may start CUDA by asking
-    assert device_use.allocator_peak_bytes(GPU) is None
+    assert meters.allocator_peak_bytes(GPU) is None
     monkeypatch.delitem(sys.modules, "torch")
-    assert device_use.allocator_peak_bytes(GPU) is None
+    assert meters.allocator_peak_bytes(GPU) is None
 
 
 def test_an_nvidia_device_that_nvml_does_not_know(monkeypatch, caplog):

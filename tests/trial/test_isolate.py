@@ -14,8 +14,8 @@ import pytest
 from pensieve.compose import check, resolved
 from pensieve.errors import TrialTimeout
 from pensieve.results.store import open_store
-from pensieve.trial import Job, isolation, run_trial
-from pensieve.trial.deadline import Deadline
+from pensieve.trial import Job, isolate, run_trial
+from pensieve.trial.liveness import Deadline
 from pensieve.trial.run import _isolated
 from pensieve.trial.tracking import Tracking
 from tests.composed import SHORT, composed
@@ -93,7 +93,7 @@ def test_retries_have_an_end_and_isolated_ones_too(tracking, monkeypatch):
 
 def test_what_would_fail_again_is_not_tried_again(tracking):
     outcome = run(tracking, "trial.retries=5", "cache.gpu='256 tokens'")
-    assert outcome.lasting
+    assert outcome.permanent
     assert tracking.store.trial(outcome.trial_id).attempt == 1
 
 
@@ -125,7 +125,7 @@ def test_a_deadline():
 def test_a_trial_that_hangs_is_killed(tracking, monkeypatch):
     monkeypatch.setenv("CRASH", "hang")
     hanging = Path(os.environ["CRASH_COUNT"])  # its time is up once it hangs, however long its imports took
-    monkeypatch.setattr(isolation, "time", SimpleNamespace(monotonic=lambda: 1e6 if hanging.exists() else 0.0))
+    monkeypatch.setattr(isolate, "time", SimpleNamespace(monotonic=lambda: 1e6 if hanging.exists() else 0.0))
     outcome = run(tracking, "trial.isolate=true", "trial.timeout_s=0.5", CRASHING)
     assert "did not stop by itself" in outcome.error
     assert tracking.store.trial(outcome.trial_id).status == "failed"

@@ -1,0 +1,149 @@
+"""A trial in a process of its own: a native crash, or the kernel's out-of-memory killer, costs that one trial."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+
+from pensieve.compose import check
+from pensieve.errors import PensieveError, TrialCrashed
+from pensieve.results.process import Owner, this_process
+from pensieve.trial.liveness import end_with
+from pensieve.trial.outcome import Outcome
+from pensieve.trial.task import Job
+from pensieve.trial.terminal import INTERRUPTED, raise_if_interrupted, remember_interrupts, say
+from pensieve.trial.tracking import Tracking, open_tracking
+
+CRASH_FILE = "crash.log"  # in the job's folder: Python's stack, where a native crash left time to write it
+GRACE_S = 30.0  # beyond trial.timeout_s, for the imports before it and for a trial that ends itself in time
+WAKE_S = 0.25
+
+log = logging.getLogger(__name__)
+
+
+def run_isolated(resolved: Mapping[str, Any], tracking: Tracking, job: Job, timeout_s: float | None) -> Outcome:
+    """One attempt in a process of its own. A process that dies leaves a failed trial; Ctrl-C is handed on to it."""
+    job.folder.mkdir(parents=True, exist_ok=True)
+    crash = job.folder / CRASH_FILE
+    crash.unlink(missing_ok=True)
+    spawn = multiprocessing.get_context("spawn")  # a fork would share the parent's CUDA context and threads
+    receiver, sender = spawn.Pipe(duplex=False)
+    asked = (dict(resolved), tracking.outputs, tracking.mlflow, job, this_process(), sender)
+    process = spawn.Process(target=_perform, args=asked, name=job.title)
+    process.start()
+    sender.close()
+    try:
+        outcome, late = _wait(process, receiver, timeout_s)
+    except KeyboardInterrupt:
+        _interrupt(process)
+        raise
+    finally:
+        if process.is_alive():
+            process.kill()
+        process.join()
+        receiver.close()
+    if outcome is not None:
+        return outcome
+    return _record_death(process, tracking, crash, timeout_s if late else None)
+
+
+def _wait(process: SpawnProcess, receiver: Connection, timeout_s: float | None) -> tuple[Outcome | None, bool]:
+    """The outcome, None where the process ended without one; and whether it was killed for being late."""
+    ends = None if timeout_s is None else time.monotonic() + timeout_s + GRACE_S
+    while not receiver.poll(WAKE_S):
+        raise_if_interrupted()
+        if ends is not None and time.monotonic() > ends:
+            process.kill()
+            process.join()
+            return None, True
+    try:
+        outcome: Outcome = receiver.recv()
+    except EOFError:
+        process.join()
+        return None, False
+    return outcome, False
+
+
+def _interrupt(process: SpawnProcess) -> None:
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGINT)
+    process.join(GRACE_S)
+    if process.is_alive():
+        log.warning("process %s did not end after Ctrl-C and is killed", process.pid)
+
+
+def _record_death(process: SpawnProcess, tracking: Tracking, crash: Path, late_s: float | None) -> Outcome:
+    """Record for a process that could not: its trial failed, with what is known of the reason."""
+    code, pid = process.exitcode, process.pid
+    assert code is not None and pid is not None
+    if late_s is not None:
+        sentence = f"The trial ran past trial.timeout_s={late_s:g}, did not stop by itself, and was killed."
+    elif code == -signal.SIGKILL:
+        sentence = (
+            "The trial's process was killed (signal 9), most likely because memory ran out; use a smaller cache or "
+            "model, or run the same command again if you ended it yourself."
+        )
+    elif code < 0:
+        sentence = (
+            f"The trial's process crashed with {signal.Signals(-code).name}; its stack is in the trial's traceback."
+        )
+    else:
+        sentence = f"The trial's process ended with status {code} and said nothing; see the log in {crash.parent}."
+    error = str(TrialCrashed(sentence))
+    stack = crash.read_text(encoding="utf-8", errors="replace") if crash.is_file() else ""
+    trial_id = tracking.store.close_trial_of(pid, error, stack or None)
+    return Outcome(trial_id or 0, "failed", error=error)
+
+
+# -- in the process of its own ------------------------------------------------------------------------------------------
+
+
+def _perform(
+    resolved: dict[str, Any], outputs: Path, mlflow: bool, job: Job, parent: Owner, sender: Connection
+) -> None:
+    """One attempt; its outcome goes to `sender`, and whatever it prints to stderr."""
+    os.setsid()  # Ctrl-C on the terminal reaches it once, through the parent
+    os.dup2(2, 1)
+    end_with(parent)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # even where the shell told our parent to ignore it
+    remember_interrupts()
+    _log_to(job.folder)
+    with (job.folder / CRASH_FILE).open("w", encoding="utf-8") as crash:
+        faulthandler.enable(crash)
+        try:
+            sender.send(_attempt(resolved, outputs, mlflow, job))
+        except KeyboardInterrupt:
+            sys.exit(INTERRUPTED)
+        finally:
+            faulthandler.disable()
+    (job.folder / CRASH_FILE).unlink(missing_ok=True)
+
+
+def _attempt(resolved: dict[str, Any], outputs: Path, mlflow: bool, job: Job) -> Outcome:
+    from pensieve.trial.run import attempt_trial  # which starts isolated trials, and so imports this module
+
+    try:
+        config = check(resolved)
+        opened = open_tracking(config, outputs)
+        tracking = Tracking(opened.outputs, opened.store, mlflow, opened.kept)
+        return attempt_trial(config, resolved, tracking, job, say)
+    except PensieveError as error:
+        return Outcome(0, "failed", error=str(error))
+
+
+def _log_to(folder: Path) -> None:
+    """As conf/hydra/job_logging does for a trial in the launcher's process."""
+    file, console = logging.FileHandler(folder / "isolated.log", delay=True), logging.StreamHandler(sys.stderr)
+    console.setLevel(logging.WARNING)
+    form = "[%(asctime)s][%(name)s][%(levelname)s] %(message)s"
+    logging.basicConfig(level=logging.INFO, format=form, handlers=[file, console])
