@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
-
 from pensieve.engine import Engine
+from tests.calls import calls_of
 from tests.simulated import make_engine, request
 
 STEPS = 100
@@ -19,18 +17,12 @@ def calls_a_step(engine: Engine, first: int, waiting: int = 0) -> float:
         engine.submit(request(first + 8 + number, f"waiting{number}", tokens=8, output=1))
     for _ in range(20):
         engine.step(None)
-    calls = 0
 
-    def count(frame: FrameType, event: str, arg: object) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(count)
-    try:
+    def steps() -> None:
         for _ in range(STEPS):
             engine.step(None)
-    finally:
-        sys.setprofile(None)
+
+    calls = calls_of(steps)
     assert len(engine.scheduler.running) == 8
     return calls / STEPS
 
