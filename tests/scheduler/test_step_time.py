@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pensieve.cache.remembered import MemoryLimits
 from pensieve.engine import Engine
 from tests.calls import calls_of
 from tests.simulated import make_engine, request
@@ -28,7 +29,8 @@ def calls_a_step(engine: Engine, first: int, waiting: int = 0) -> float:
 
 
 def engine_with(idle: int) -> Engine:
-    engine = make_engine(gpu_blocks=idle + 4000, cpu_blocks=idle, chunk_tokens=16, max_batch_requests=8)
+    limits = MemoryLimits(ttl_s=1e6, tokens=10**9)
+    engine = make_engine(idle + 4000, idle, chunk_tokens=16, limits=limits, max_batch_requests=8)
     for number in range(idle):
         engine.submit(request(number, f"idle{number}", tokens=8, output=1))
         while engine.busy:
