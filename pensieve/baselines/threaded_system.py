@@ -46,6 +46,7 @@ class ThreadedSystem(EngineSystem):
 
     def forget(self, session: str | None) -> None:
         """Returns when it is done, so that a cold cache is cold; a closed engine has forgotten everything."""
+        assert self._thread is not None, "start() comes first"
         done: Future[None] = Future()
 
         def command() -> None:
