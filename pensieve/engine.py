@@ -84,8 +84,14 @@ class Engine:
         """Some request waits or runs, or a plan is in flight."""
         return bool(self._sequences or self._launched)
 
+    @property
+    def next_expiry_ns(self) -> int | None:
+        """When a `step` will forget the next idle conversation for its age; None: not before another request ends."""
+        return self._remembered.next_expiry_ns
+
     def submit(self, request: Request) -> None:
         """Queue a request; one that can never be served comes out of the next `step` as refused."""
+        self._forget_surplus()  # may be this very conversation: whoever returns too late begins anew
         now_s = self.clock.now_s()
         record = TurnRecord(
             session=request.session,
@@ -161,15 +167,18 @@ class Engine:
     def _plan(self) -> Step | None:
         began = time.perf_counter_ns()
         now_s = self.clock.now_s()
-        for session in self._remembered.surplus(now_s):
-            self.counters.forgotten_sessions += 1
-            self.cache.forget(session)
+        self._forget_surplus()
         step = self.scheduler.plan(now_s, in_flight=bool(self._launched))
         for sequence, error in self.scheduler.take_refused():
             self._close(sequence, "refused", error.reason, now_s, str(error))
             self._leave(sequence)
         self.counters.schedule_ns += time.perf_counter_ns() - began
         return step
+
+    def _forget_surplus(self) -> None:
+        for session in self._remembered.surplus(self.clock.now_ns()):
+            self.counters.forgotten_sessions += 1
+            self.cache.forget(session)
 
     def _collect(self, until_ns: int | None) -> None:
         result = self.worker.collect(until_ns)
@@ -321,4 +330,4 @@ class Engine:
             self._pending[name] -= 1
             if not self._pending[name]:
                 del self._pending[name]
-                self._remembered.rest(sequence.session)
+                self._remembered.rest(sequence.session, self.clock.now_ns())

@@ -285,6 +285,41 @@ def test_idle_conversations_are_forgotten_after_their_time_and_beyond_the_bound(
     assert engine.counters.forgotten_sessions == 2
 
 
+@pytest.mark.parametrize(("away_s", "hit"), [(4.9, 15), (5.0, 0), (1000.0, 0)])
+def test_a_conversation_that_returns_too_late_begins_anew(away_s: float, hit: int) -> None:
+    engine = make_engine(limits=MemoryLimits(ttl_s=5.0))
+    engine.submit(request(1, "a", tokens=12, output=4))
+    run(engine)
+    engine.clock.advance_to(engine.clock.now_ns() + round(away_s * 1e9))  # type: ignore[attr-defined]
+    engine.submit(request(2, "a", tokens=3, output=2, turn=2))
+    turn = run(engine)[2]
+    assert turn.gpu_hit_tokens == turn.history_tokens == hit
+    assert turn.prompt_tokens == (19 if hit else 3)
+    assert engine.counters.forgotten_sessions == (0 if hit else 1)
+
+
+def test_a_conversation_is_idle_from_the_end_of_its_last_request_however_it_ended() -> None:
+    """One whose request was cancelled before it was admitted was asked for all the same."""
+    engine = make_engine(limits=MemoryLimits(ttl_s=5.0))
+    clock = engine.clock
+    for number, name in enumerate("ab", start=1):
+        engine.submit(request(number, name, tokens=4, output=2))
+    run(engine)
+    clock.advance_to(4 * 10**9)  # type: ignore[attr-defined]
+    engine.submit(request(3, "a", tokens=4, output=2, turn=2))
+    engine.cancel(3, "cancelled")
+    assert engine.next_expiry_ns is not None
+    assert engine.next_expiry_ns < 6 * 10**9, "b's"
+    clock.advance_to(6 * 10**9)  # type: ignore[attr-defined]
+    engine.step(None)
+    assert engine.cache.names() == ["a"]
+    assert engine.next_expiry_ns == 9 * 10**9
+    clock.advance_to(9 * 10**9)  # type: ignore[attr-defined]
+    engine.step(None)
+    assert engine.cache.names() == []
+    assert engine.next_expiry_ns is None
+
+
 def test_a_conversation_that_returns_during_its_swap_out_is_a_gpu_hit() -> None:
     engine = make_engine(gpu_blocks=16, cpu_blocks=16, hardware=replace(MACHINE, d2h_bw=1e4))
     engine.submit(request(1, "a", tokens=46, output=6))

@@ -1,39 +1,31 @@
-"""Every in-engine baseline as a System: one engine, on a virtual clock in the caller's thread, on the wall in its own."""
+"""What every in-engine baseline has, whoever drives it: its parts, how they are started, and what it reports."""
 
 from __future__ import annotations
 
-import queue
-import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from pensieve.baselines.base import Capabilities
-from pensieve.baselines.profiling import profile_of
 from pensieve.cache.base import CacheManager, EvictionPolicy, PolicyContext
 from pensieve.cache.pool import BlockPool
 from pensieve.cache.remembered import MemoryLimits
-from pensieve.clock import Clock, VirtualClock
+from pensieve.clock import Clock
 from pensieve.cost.base import CostModel
-from pensieve.cost.roofline import Roofline
 from pensieve.engine import Engine
-from pensieve.errors import WorkerError
 from pensieve.plan import StartReport
-from pensieve.request import Event, Request
 from pensieve.scheduler.settings import SchedulerSettings
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.tokenizer import Tokenizer
 from pensieve.worker.base import Worker
 
-_Command = Callable[[], None]
 
-
-class EngineSystem:
-    """The engine behind run.py, the API, HTTP and chat.
+class EngineSystem(ABC):
+    """The engine behind run.py, the API, HTTP and chat. An InlineSystem drives it on a virtual clock, a ThreadedSystem on
+    the wall.
 
     cache: factory(policy=, chunk_tokens=, gpu_blocks=, cpu_blocks=). policy: factory(PolicyContext). gpu_blocks: a number,
-    or what measures how many fit, asked by `start`. Given a VirtualClock,
-    poll runs the engine; given any other clock, `start` starts a thread that owns it, and submit, cancel and forget reach
-    it through an inbox. A crash of that thread surfaces in poll.
+    or what measures how many fit, asked by `start`.
     """
 
     def __init__(
@@ -67,29 +59,36 @@ class EngineSystem:
         self._engine: Engine | None = None
         self._cost: CostModel | None = None
         self._report: StartReport | None = None
-        self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
-        self._outbox: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._crash: BaseException | None = None
 
     @property
     def engine(self) -> Engine:
         assert self._engine is not None, "start() comes first"
         return self._engine
 
+    @abstractmethod
+    def _prices(self, report: StartReport) -> CostModel:
+        """What chunks cost on the worker that has just started."""
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """The engine is there: let it serve."""
+
     def start(self) -> StartReport:
+        """Where anything fails, the worker is closed before the error is raised."""
+        try:
+            report = self._start_engine()
+            self._begin()
+        except BaseException:
+            self._worker.close()
+            raise
+        return report
+
+    def _start_engine(self) -> StartReport:
         if self._measure_gpu_blocks is not None:
             self._gpu_blocks = self._measure_gpu_blocks()
         self._report = report = self._worker.start(self._gpu_blocks, self._cpu_blocks)
         size = self._chunk_tokens
-        if isinstance(self.clock, VirtualClock):
-            self._cost = Roofline(self._model, self._hardware, size)
-        else:
-            longest = min(self._gpu_blocks * size, self._model.max_context)
-            where = {**report.settings, "model": self._model.name, "parameters": self._model.parameters}
-            self._cost = profile_of(
-                self._worker, self.clock, size, longest, min(self._cpu_blocks, self._gpu_blocks), where
-            )
+        self._cost = self._prices(report)
         context = PolicyContext(
             chunk_tokens=size,
             gpu_blocks=self._gpu_blocks,
@@ -119,38 +118,7 @@ class EngineSystem:
             limits=self._limits,
             cost=self._cost,
         )
-        if not self.clock.virtual:
-            self._thread = threading.Thread(target=self._serve, name="pensieve-engine", daemon=True)
-            self._thread.start()
         return report
-
-    def submit(self, request: Request) -> None:
-        self._do(lambda: self.engine.submit(request))
-
-    def cancel(self, request_id: int, status: str) -> None:
-        self._do(lambda: self.engine.cancel(request_id, status))
-
-    def expect(self, session: str, next_use_s: float | None) -> None:
-        """When the schedule will ask this conversation again; only an offline policy reads it."""
-        self._do(lambda: self.engine.expect(session, next_use_s))
-
-    def forget(self, session: str | None) -> None:
-        """Returns when it is done, so that a cold cache is cold."""
-        if self._thread is None:
-            self.engine.forget(session)
-            return
-        done = threading.Event()
-
-        def command() -> None:
-            self.engine.forget(session)
-            done.set()
-
-        self._do(command)
-        while not done.wait(0.1):
-            self._raise_crash()
-
-    def poll(self, until_s: float | None) -> list[Event]:
-        return self._poll_virtual(until_s) if self._thread is None else self._poll_wall(until_s)
 
     def counters(self) -> dict[str, float]:
         engine = self.engine
@@ -216,80 +184,3 @@ class EngineSystem:
             "cost": self._cost.describe(),
             **getattr(cache, "chosen", {}),  # what a manager settled for itself
         }
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._inbox.put(None)
-            self._thread.join()
-            self._thread = None
-        self._worker.close()
-
-    # -- on a virtual clock -------------------------------------------------------------------------------------------
-
-    def _poll_virtual(self, until_s: float | None) -> list[Event]:
-        assert isinstance(self.clock, VirtualClock)
-        engine, clock = self.engine, self.clock
-        until_ns = None if until_s is None else round(until_s * 1e9)
-        events = engine.take_events()
-        while not any(event.kind == "finished" for event in events):
-            if until_ns is not None and clock.now_ns() >= until_ns:
-                break
-            if until_ns is None and not engine.busy:
-                break
-            before = clock.now_ns()
-            stepped = engine.step(until_ns)
-            events += stepped
-            if not stepped and clock.now_ns() == before and not engine.progressed:
-                # Nothing to compute and no copy ends by then.
-                assert until_ns is not None, "requests wait, and nothing runs that could let them in"
-                clock.advance_to(until_ns)
-        return events
-
-    # -- on the wall --------------------------------------------------------------------------------------------------
-
-    def _do(self, command: _Command) -> None:
-        if self._thread is None:
-            command()
-        else:
-            self._inbox.put(command)
-
-    def _serve(self) -> None:
-        engine = self.engine
-        try:
-            while True:
-                wait = not engine.busy and not engine.progressed
-                while wait or not self._inbox.empty():
-                    command = self._inbox.get()
-                    if command is None:
-                        self._worker.close()  # in the thread that drove it: a profiler belongs to its thread
-                        return
-                    command()
-                    wait = False
-                events = engine.step(None)
-                assert engine.progressed or not engine.busy, "requests wait, and nothing runs that could let them in"
-                if events:
-                    self._outbox.put(events)
-        except BaseException as error:  # whoever polls must learn of it, whatever it is
-            self._crash = error
-            self._outbox.put([])
-
-    def _poll_wall(self, until_s: float | None) -> list[Event]:
-        events: list[Event] = []
-        while True:
-            self._raise_crash()
-            try:
-                if not self._outbox.empty():
-                    events += self._outbox.get()
-                elif any(event.kind == "finished" for event in events):
-                    return events
-                else:
-                    left = None if until_s is None else until_s - self.clock.now_s()
-                    if left is not None and left <= 0:
-                        return events
-                    events += self._outbox.get(timeout=left)
-            except queue.Empty:
-                return events
-
-    def _raise_crash(self) -> None:
-        if self._crash is not None:
-            raise WorkerError(f"The engine stopped: {self._crash}") from self._crash

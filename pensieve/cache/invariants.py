@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 def check_two_tier(cache: TwoTierCache) -> None:
     _check_pools(cache)
+    cache.transfers.check()
     copying: Counter[int] = Counter()
     for moved in cache.transfers.under_way():
         copying[id(moved.chunk)] += 1

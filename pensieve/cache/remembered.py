@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,33 +19,49 @@ class MemoryLimits:
     tokens: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Idle:
+    session: Session
+    tokens: int
+    since_ns: int
+
+
 class Remembered:
-    """Idle conversations, the one idle longest first; each step costs only what it forgets."""
+    """Idle conversations, the one idle longest first; each call costs only what it forgets."""
 
     def __init__(self, limits: MemoryLimits) -> None:
-        self._limits = limits
-        self._idle: OrderedDict[str, tuple[Session, int]] = OrderedDict()
+        ttl_s = limits.ttl_s
+        self._ttl_ns = None if ttl_s is None or math.isinf(ttl_s) else round(ttl_s * 1e9)
+        self._most_tokens = limits.tokens
+        self._idle: OrderedDict[str, _Idle] = OrderedDict()
         self.tokens = 0
 
-    def rest(self, session: Session) -> None:
+    @property
+    def next_expiry_ns(self) -> int | None:
+        """When `surplus` will have a conversation to forget for its age; None: never, as things stand."""
+        if self._ttl_ns is None or not self._idle:
+            return None
+        return next(iter(self._idle.values())).since_ns + self._ttl_ns
+
+    def rest(self, session: Session, now_ns: int) -> None:
         """Its last request ended."""
         self.wake(session)
-        self._idle[session.name] = (session, len(session.tokens))
+        self._idle[session.name] = _Idle(session, len(session.tokens), now_ns)
         self.tokens += len(session.tokens)
 
     def wake(self, session: Session) -> None:
         """A request of it arrived, or it was forgotten."""
         known = self._idle.pop(session.name, None)
         if known is not None:
-            self.tokens -= known[1]
+            self.tokens -= known.tokens
 
-    def surplus(self, now_s: float) -> Iterator[Session]:
+    def surplus(self, now_ns: int) -> Iterator[Session]:
         """Conversations to forget now; each is taken off the books as it is yielded."""
-        ttl, most = self._limits.ttl_s, self._limits.tokens
         while self._idle:
-            session, _ = next(iter(self._idle.values()))
-            expired = ttl is not None and now_s - session.last_active_s > ttl
-            if not expired and (most is None or self.tokens <= most):
+            expiry_ns = self.next_expiry_ns
+            expired = expiry_ns is not None and expiry_ns <= now_ns
+            if not expired and (self._most_tokens is None or self.tokens <= self._most_tokens):
                 return
+            session = next(iter(self._idle.values())).session
             self.wake(session)
             yield session

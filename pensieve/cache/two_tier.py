@@ -112,8 +112,7 @@ class TwoTierCache:
             index = len(session.chunks) - 1
             chunk, left = session.chunks[index], length - index * size
             chunk.gpu_len, chunk.cpu_len = min(chunk.gpu_len, left), min(chunk.cpu_len, left)
-            for moved in self.transfers.of(chunk):
-                moved.length = min(moved.length, left)
+            self.transfers.shorten(chunk, left)
             self._file(session, index)
 
     def forget(self, session: Session) -> None:
@@ -214,8 +213,7 @@ class TwoTierCache:
         self.transfers.launched = step
 
     def collected(self, step: int) -> None:
-        self.transfers.collected = step
-        self.transfers.leave_quarantine()
+        self.transfers.collected(step)
 
     def check(self) -> None:
         check_two_tier(self)
@@ -232,7 +230,7 @@ class TwoTierCache:
         total = ceil_div(length + 1, size)
         session.chunks.extend(Chunk() for _ in range(total - len(session.chunks)))
         for chunk in session.chunks:
-            chunk.pins += 1
+            self.transfers.pin(chunk)
             chunk.view = View.NONE
         lacking = [chunk for chunk in session.chunks if chunk.gpu is None]
         for chunk, block in zip(lacking, self._take_gpu(len(lacking), now_s), strict=True):
@@ -252,10 +250,10 @@ class TwoTierCache:
         session.last_active_s = now_s
         session.computed = min(session.computed, max(len(session.tokens) - 1, 0))
         for index, chunk in enumerate(session.chunks):
-            chunk.pins -= 1
+            self.transfers.unpin(chunk)
             if chunk.gpu is not None and (chunk.gpu_len == 0 or chunk.gpu_len < chunk.cpu_len):
                 # Reserved, voided, or computed again but not as far as the copy on CPU.
-                self._abandon(chunk)
+                self.transfers.abandon(chunk)
                 self._free_gpu(chunk, discarded=True)
             self.shadows.remove(session, index)
         while session.chunks and session.chunks[-1].gpu is None and session.chunks[-1].cpu is None:
@@ -329,7 +327,7 @@ class TwoTierCache:
     def _discard(self, session: Session, index: int) -> None:
         """The chunk ceases to exist (truncated or forgotten); blocks under way go to quarantine."""
         chunk = session.chunks[index]
-        self._abandon(chunk)
+        self.transfers.abandon(chunk)
         if chunk.gpu is not None:
             self._free_gpu(chunk, discarded=True)
         if chunk.cpu is not None:
@@ -381,20 +379,14 @@ class TwoTierCache:
                     self._free_gpu(chunk, discarded=True)
             if moved.index < len(session.chunks) and session.chunks[moved.index] is chunk:
                 self._file(session, moved.index)
-        self.transfers.leave_quarantine()
         return list(lost.values())
-
-    def _abandon(self, chunk: Chunk) -> None:
-        """Copies under way of a chunk that gives its blocks up: what they bring is nobody's, they wait in quarantine."""
-        for moved in self.transfers.of(chunk):
-            moved.alive = False
 
     def _free_gpu(self, chunk: Chunk, discarded: bool = False) -> None:
         assert chunk.gpu is not None
         block, chunk.gpu, chunk.gpu_len = chunk.gpu, None, 0
-        self.transfers.retire(True, block, discarded, bool(chunk.copying))
+        self.transfers.retire(True, block, discarded)
 
     def free_cpu(self, chunk: Chunk, discarded: bool = False) -> None:
         assert chunk.cpu is not None
         block, chunk.cpu, chunk.cpu_len = chunk.cpu, None, 0
-        self.transfers.retire(False, block, discarded, bool(chunk.copying))
+        self.transfers.retire(False, block, discarded)

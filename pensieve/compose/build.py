@@ -86,7 +86,8 @@ def build_system(
 
     Raises EngineMissing, WeightsMissing, HardwareMissing, UnsupportedModel.
     """
-    from pensieve.baselines.engine_system import EngineSystem
+    from pensieve.baselines.inline_system import InlineSystem
+    from pensieve.baselines.threaded_system import ThreadedSystem
     from pensieve.scheduler.settings import SchedulerSettings
 
     config = plan.config
@@ -102,7 +103,8 @@ def build_system(
     )
     tokenizer = tokenizer or build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
     clock, worker, gpu_blocks = _clock_and_worker(plan, trace)
-    system: System = EngineSystem(
+    kind: type[InlineSystem | ThreadedSystem] = InlineSystem if clock.virtual else ThreadedSystem
+    system: System = kind(
         model=plan.model,
         hardware=plan.hardware,
         worker=worker,

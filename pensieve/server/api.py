@@ -69,7 +69,11 @@ class Server:
         self._work = threading.Event()
         self.report = system.start()
         self._thread = threading.Thread(target=self._deliver, name="pensieve-server", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            system.close()
+            raise
 
     def process_request(self, session_id: str, text: str, max_new_tokens: int = 128, **options: Any) -> str:
         """Send one message of a conversation and return the reply. `options` as of `generate`."""
@@ -161,9 +165,8 @@ class Server:
 
     def close(self) -> None:
         """Stop the engine; requests under way end with RequestFailed."""
-        if self._closing:
-            return
-        self._closing = True
+        with self._lock:
+            self._closing = True
         self._work.set()
         self._thread.join()
         self._system.close()
@@ -185,7 +188,6 @@ class Server:
                 raise RequestFailed(f"The server is closed{f': {self._crash}' if self._crash else ''}.")
             number = next(self._ids)
             self._turns[session] = self._turns.get(session, 0) + 1
-            self._waiters[number] = waiter
             self._system.submit(
                 Request(
                     id=number,
@@ -197,6 +199,7 @@ class Server:
                     intended_s=self._system.clock.now_s(),
                 )
             )
+            self._waiters[number] = waiter  # before its turn is handed over, which takes the lock
         self._work.set()
         waiter.done.wait()
         if waiter.error is not None:
@@ -210,10 +213,8 @@ class Server:
                 self._work.wait()
                 self._work.clear()
                 while self._waiters and not self._closing:
-                    virtual = self._system.clock.virtual
-                    with self._lock if virtual else _no_lock:
-                        events = self._system.poll(None if virtual else self._system.clock.now_s() + _POLL_S)
-                    self._hand_over(events)
+                    clock = self._system.clock
+                    self._hand_over(self._system.poll(None if clock.virtual else clock.now_s() + _POLL_S))
             self._fail_all(RequestFailed("The server was closed."))
         except BaseException as error:  # every caller must wake up, whatever it was
             self._crash = error
@@ -251,15 +252,6 @@ class Server:
 
 
 _COUNTED = ("prompt_tokens", "history_tokens", "gpu_hit_tokens", "cpu_hit_tokens", "recomputed_tokens", "new_tokens")
-
-
-class _NoLock:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-_no_lock = _NoLock()
 
 
 def create_server(

@@ -47,8 +47,9 @@ class SimulatedWorker:
         self._block_bytes = chunk_tokens * model.kv_bytes_per_token
         self._launched: deque[tuple[StepPlan, int]] = deque()  # with the time from which it is prepared
         self._tables: dict[int, list[int]] = {}
-        self._loading: list[_UnderWay] = []
-        self._outward: list[_UnderWay] = []
+        # Each direction performs its copies one after the other, so the oldest is done first.
+        self._loading: deque[_UnderWay] = deque()
+        self._outward: deque[_UnderWay] = deque()
         self._h2d_free_ns = 0
         self._d2h_free_ns = 0
         self._host_free_ns = self._prepared_ns = 0
@@ -75,7 +76,7 @@ class SimulatedWorker:
             return self._perform(plan)
         if not self._outward and not self._loading:
             return None
-        ends = min(copy.ends_ns for copy in (*self._loading, *self._outward))
+        ends = min(copies[0].ends_ns for copies in (self._loading, self._outward) if copies)
         if until_ns is not None and ends > until_ns:
             return None
         self._clock.advance_to(ends)
@@ -115,10 +116,12 @@ class SimulatedWorker:
     def _ended(self, rows: tuple[Row, ...], start: int, compute: int) -> int:
         """When the plan's compute is done: no layer begins before its own loads have come."""
         ended, layers = start + compute, self._model.layers
-        for loading in self._loading:
-            if loading.ends_ns > start and any(self._needs(row, loading) for row in rows):
+        for loading in reversed(self._loading):  # whatever waits for a later load waits for the earlier ones too
+            if loading.ends_ns <= start:
+                break
+            if any(self._needs(row, loading) for row in rows):
                 first = loading.begins_ns + round((loading.ends_ns - loading.begins_ns) / layers)
-                ended = max(ended, first + compute, loading.ends_ns + round(compute / layers))
+                return max(ended, first + compute, loading.ends_ns + round(compute / layers))
         return ended
 
     def _needs(self, row: Row, loading: _UnderWay) -> bool:
@@ -144,13 +147,11 @@ class SimulatedWorker:
 
     def _finished_copies(self) -> tuple[int, ...]:
         now = self._clock.now_ns()
-        done = tuple(
-            ticket for copy in (*self._loading, *self._outward) if copy.ends_ns <= now for ticket in copy.tickets
-        )
-        if done:
-            self._loading = [copy for copy in self._loading if copy.ends_ns > now]
-            self._outward = [copy for copy in self._outward if copy.ends_ns > now]
-        return done
+        done: list[int] = []
+        for copies in (self._loading, self._outward):
+            while copies and copies[0].ends_ns <= now:
+                done += copies.popleft().tickets
+        return tuple(done)
 
     def _token(self, sample: Sample) -> int:
         # splitmix64: a fixed, well-mixed function of two integers

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
+from dataclasses import replace
+from typing import Any
 
+from pensieve.cache.remembered import MemoryLimits
 from pensieve.engine import Engine
-from tests.simulated import make_engine, request
+from tests.calls import calls_of
+from tests.simulated import MACHINE, make_engine, request
 
 STEPS = 100
 
@@ -19,24 +21,19 @@ def calls_a_step(engine: Engine, first: int, waiting: int = 0) -> float:
         engine.submit(request(first + 8 + number, f"waiting{number}", tokens=8, output=1))
     for _ in range(20):
         engine.step(None)
-    calls = 0
 
-    def count(frame: FrameType, event: str, arg: object) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(count)
-    try:
+    def steps() -> None:
         for _ in range(STEPS):
             engine.step(None)
-    finally:
-        sys.setprofile(None)
+
+    calls = calls_of(steps)
     assert len(engine.scheduler.running) == 8
     return calls / STEPS
 
 
-def engine_with(idle: int) -> Engine:
-    engine = make_engine(gpu_blocks=idle + 4000, cpu_blocks=idle, chunk_tokens=16, max_batch_requests=8)
+def engine_with(idle: int, **settings: Any) -> Engine:
+    limits = MemoryLimits(ttl_s=1e6, tokens=10**9)
+    engine = make_engine(idle + 4000, idle, chunk_tokens=16, limits=limits, max_batch_requests=8, **settings)
     for number in range(idle):
         engine.submit(request(number, f"idle{number}", tokens=8, output=1))
         while engine.busy:
@@ -51,6 +48,16 @@ def test_a_step_does_not_grow_with_who_is_idle_or_waits() -> None:
     assert alone < 500, "at about 0.1 us a call, a step of eight stays far below 0.3 ms"
     assert abs(crowded - alone) < 0.1 * alone
     assert abs(queued - alone) < 0.2 * alone
+
+
+def test_a_step_does_not_grow_with_the_copies_under_way() -> None:
+    """Over a link that hardly moves: every idle conversation is on its way out, each by a ticket of its own."""
+    link = {"hardware": replace(MACHINE, d2h_bw=1.0), "swap_out_start": 1.0, "swap_out_stop": 1.0}
+    few, many = engine_with(idle=100, **link), engine_with(idle=1000, **link)
+    assert (few.cache.outgoing, many.cache.outgoing) == (99, 999), "all but the one that ended last"
+    costs = [calls_a_step(engine, 10_000) for engine in (few, many)]
+    assert many.cache.outgoing >= 1000
+    assert abs(costs[1] - costs[0]) < 0.1 * costs[0]
 
 
 def test_the_engine_reports_its_own_time() -> None:

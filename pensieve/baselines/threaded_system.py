@@ -1,0 +1,148 @@
+"""An engine on the wall clock: a thread of its own drives it and its worker."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any
+
+from pensieve.baselines.engine_system import EngineSystem
+from pensieve.baselines.profiling import profile_of
+from pensieve.cost.base import CostModel
+from pensieve.errors import WorkerError
+from pensieve.plan import StartReport
+from pensieve.request import Event, Request
+
+_Command = Callable[[], None]
+
+
+class ThreadedSystem(EngineSystem):
+    """`start` starts the thread that owns the engine, `close` ends it; submit, cancel, expect and forget reach it through
+    an inbox, and what happened comes back through an outbox that `poll` reads. A crash of the thread surfaces in poll and
+    forget, as WorkerError. Any thread may call anything; one at a time polls.
+    """
+
+    def __init__(self, **parts: Any) -> None:
+        """parts: as EngineSystem takes them, with a WallClock."""
+        super().__init__(**parts)
+        self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()  # None: the end
+        self._outbox: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+        self._unfinished: set[int] = set()  # requests whose end poll has not told yet
+        self._thread: threading.Thread | None = None
+        self._ended: Future[None] = Future()  # of the thread, with what made it crash
+
+    def submit(self, request: Request) -> None:
+        self._unfinished.add(request.id)
+        self._inbox.put(lambda: self.engine.submit(request))
+
+    def cancel(self, request_id: int, status: str) -> None:
+        self._inbox.put(lambda: self.engine.cancel(request_id, status))
+
+    def expect(self, session: str, next_use_s: float | None) -> None:
+        """When the schedule will ask this conversation again; only an offline policy reads it."""
+        self._inbox.put(lambda: self.engine.expect(session, next_use_s))
+
+    def forget(self, session: str | None) -> None:
+        """Returns when it is done, so that a cold cache is cold; a closed engine has forgotten everything."""
+        assert self._thread is not None, "start() comes first"
+        done: Future[None] = Future()
+
+        def command() -> None:
+            self.engine.forget(session)
+            done.set_result(None)
+
+        self._inbox.put(command)
+        wait((done, self._ended), return_when=FIRST_COMPLETED)
+        if not done.done():
+            self._raise_crash()
+
+    def poll(self, until_s: float | None) -> list[Event]:
+        """Raises WorkerError once there is nothing more to tell and the engine has crashed or was closed."""
+        events: list[Event] = []
+        finished = False
+        while True:
+            if self._ended.done() and self._outbox.empty():
+                if events:
+                    return events
+                self._raise_crash()
+                raise WorkerError("The engine was closed; start another one to serve requests.")
+            try:
+                news = self._outbox.get(timeout=0.0 if finished else self._patience_s(until_s))
+            except queue.Empty:
+                return events
+            events += news
+            for event in news:
+                if event.kind == "finished":
+                    self._unfinished.discard(event.request_id)
+                    finished = True
+
+    def close(self) -> None:
+        """Requests under way never finish; commands that came before are carried out."""
+        if self._thread is not None:
+            self._inbox.put(None)
+            self._thread.join()
+        if self._thread is None or self._ended.exception() is not None:
+            self._worker.close()
+
+    # -- the caller's side --------------------------------------------------------------------------------------------
+
+    def _prices(self, report: StartReport) -> CostModel:
+        size, model = self._chunk_tokens, self._model
+        longest = min(self._gpu_blocks * size, model.max_context)
+        where = {**report.settings, "model": model.name, "parameters": model.parameters}
+        return profile_of(self._worker, self.clock, size, longest, min(self._cpu_blocks, self._gpu_blocks), where)
+
+    def _begin(self) -> None:
+        thread = threading.Thread(target=self._drive, name="pensieve-engine", daemon=True)
+        thread.start()
+        self._thread = thread
+
+    def _patience_s(self, until_s: float | None) -> float | None:
+        """For how long poll may wait now; None: until something happens."""
+        if until_s is None:
+            return None if self._unfinished else 0.0
+        return max(0.0, until_s - self.clock.now_s())
+
+    def _raise_crash(self) -> None:
+        crash = self._ended.exception()
+        if crash is not None:
+            raise WorkerError(f"The engine stopped: {crash}") from crash
+
+    # -- the engine's thread ------------------------------------------------------------------------------------------
+
+    def _drive(self) -> None:
+        try:
+            self._serve()
+            self._worker.close()  # in the thread that drove it: a profiler belongs to its thread
+        except BaseException as error:  # whoever polls must learn of it, whatever it is
+            self._ended.set_exception(error)
+        else:
+            self._ended.set_result(None)
+        self._outbox.put([])  # wakes a poll that waits
+
+    def _serve(self) -> None:
+        engine = self.engine
+        while True:
+            idle = not engine.busy and not engine.progressed
+            while idle or not self._inbox.empty():
+                try:
+                    command = self._inbox.get(timeout=self._idle_s() if idle else None)
+                except queue.Empty:
+                    break  # a conversation's time is up: the step forgets it
+                if command is None:
+                    return
+                command()
+                idle = False
+            events = engine.step(None)
+            assert engine.progressed or not engine.busy, "requests wait, and nothing runs that could let them in"
+            if events:
+                self._outbox.put(events)
+
+    def _idle_s(self) -> float | None:
+        """For how long an idle engine has nothing to do; None: until a command comes."""
+        expiry_ns = self.engine.next_expiry_ns
+        if expiry_ns is None:
+            return None
+        return min(max(0, expiry_ns - self.clock.now_ns()) / 1e9, threading.TIMEOUT_MAX)

@@ -1,0 +1,113 @@
+"""In-engine systems over workers that tests can hold up, on either clock, without torch."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from pensieve.baselines.inline_system import InlineSystem
+from pensieve.baselines.threaded_system import ThreadedSystem
+from pensieve.cache.two_tier import TwoTierCache
+from pensieve.clock import VirtualClock, WallClock
+from pensieve.cost.base import CostModel
+from pensieve.cost.roofline import Roofline
+from pensieve.eviction.retention_value import RetentionValue
+from pensieve.plan import StartReport, StepPlan, StepResult
+from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.worker.simulated import SimulatedWorker
+from tests.simulated import MACHINE, MODEL
+
+PATIENCE_S = 20.0  # after which a thread that should have come back is taken to hang
+
+
+class HeldWorker:
+    """Computes at once, as soon as `gate` is open. entered: set while a plan is held up. failure: what a plan raises."""
+
+    depth = 1
+
+    def __init__(self, clock: WallClock) -> None:
+        self._clock = clock
+        self._plan: StepPlan | None = None
+        self.gate, self.entered = threading.Event(), threading.Event()
+        self.gate.set()
+        self.failure: Exception | None = None
+        self.closed = 0
+
+    def start(self, gpu_blocks: int, cpu_blocks: int) -> StartReport:
+        return StartReport(load_s=0.0, warmup_ms=0.0)
+
+    def launch(self, plan: StepPlan, horizon_ns: int | None) -> None:
+        self._plan = plan
+
+    def collect(self, until_ns: int | None) -> StepResult | None:
+        plan, self._plan = self._plan, None
+        if plan is None:
+            return None
+        self.entered.set()
+        assert self.gate.wait(PATIENCE_S)
+        if self.failure is not None:
+            raise self.failure
+        tokens = {row.slot: 1 for row in plan.rows if row.sample is not None}
+        done = tuple(copy.ticket for copy in (*plan.swap_in, *plan.swap_out))
+        return StepResult(plan.step, tokens, ended_ns=(self._clock.now_ns(),), done=done)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class PricedSystem(ThreadedSystem):
+    """With the costs of a toy machine, which nobody measures."""
+
+    def _prices(self, report: StartReport) -> CostModel:
+        return Roofline(self._model, self._hardware, self._chunk_tokens)
+
+
+def parts(**changed: Any) -> dict[str, Any]:
+    """What an EngineSystem takes beside its worker and clock."""
+    return {
+        "model": MODEL,
+        "hardware": MACHINE,
+        "cache": TwoTierCache,
+        "policy": RetentionValue,
+        "scheduler": SchedulerSettings(),
+        "gpu_blocks": 512,
+        "cpu_blocks": 512,
+        "chunk_tokens": 4,
+        **changed,
+    }
+
+
+def threaded(**changed: Any) -> tuple[ThreadedSystem, HeldWorker]:
+    clock = WallClock()
+    worker = HeldWorker(clock)
+    return PricedSystem(worker=worker, clock=clock, **parts(**changed)), worker
+
+
+def inline(worker: type[SimulatedWorker] = SimulatedWorker, **changed: Any) -> InlineSystem:
+    clock = VirtualClock()
+    return InlineSystem(worker=worker(MODEL, MACHINE, clock, 4), clock=clock, **parts(**changed))
+
+
+class Side:
+    """A call in a thread of its own."""
+
+    def __init__(self, call: Any, *arguments: Any) -> None:
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(call, *arguments), daemon=True)
+        self._thread.start()
+
+    def ended(self) -> bool:
+        """Waits for its end, and gives up on it after PATIENCE_S."""
+        return self.ends_within(PATIENCE_S)
+
+    def ends_within(self, seconds: float) -> bool:
+        """For what must not happen: time enough to go wrong."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self, call: Any, *arguments: Any) -> None:
+        try:
+            self.result = call(*arguments)
+        except BaseException as error:
+            self.error = error

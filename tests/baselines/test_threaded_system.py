@@ -1,0 +1,166 @@
+"""The wall clock's system: every call comes back, whatever the engine's thread is doing, has met or has ended with."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from pensieve.baselines.threaded_system import ThreadedSystem
+from pensieve.cache.remembered import MemoryLimits
+from pensieve.errors import WorkerError
+from tests.baselines.systems import PATIENCE_S, HeldWorker, Side, threaded
+from tests.simulated import request
+
+
+@pytest.fixture
+def started() -> tuple[ThreadedSystem, HeldWorker]:
+    system, worker = threaded()
+    system.start()
+    return system, worker
+
+
+def hold(system: ThreadedSystem, worker: HeldWorker) -> None:
+    """Submit a request, and keep the engine's thread in its first step."""
+    worker.gate.clear()
+    worker.entered.clear()
+    system.submit(request(1, "a", tokens=5, output=2))
+    assert worker.entered.wait(PATIENCE_S)
+
+
+def wait_for_inbox(system: ThreadedSystem, commands: int) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while system._inbox.qsize() < commands:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def test_forget_behind_close_comes_back(started: tuple[ThreadedSystem, HeldWorker]) -> None:
+    system, worker = started
+    hold(system, worker)
+    closing = Side(system.close)
+    wait_for_inbox(system, 1)
+    forgetting = Side(system.forget, None)
+    wait_for_inbox(system, 2)  # the engine will never read it
+    worker.gate.set()
+    assert closing.ended()
+    assert forgetting.ended()
+    assert closing.error is forgetting.error is None
+    assert worker.closed == 1, "in the thread that drove it, and not once more"
+    assert Side(system.forget, None).ended(), "also when the engine is gone already"
+
+
+def test_forget_before_close_is_carried_out(started: tuple[ThreadedSystem, HeldWorker]) -> None:
+    system, _ = started
+    system.submit(request(1, "a", tokens=5, output=2))
+    assert any(event.turn for event in system.poll(None))
+    system.forget("a")
+    assert system.engine.cache.names() == []
+    system.close()
+    system.close()
+
+
+def test_an_idle_system_has_nothing_to_wait_for(started: tuple[ThreadedSystem, HeldWorker]) -> None:
+    system, worker = started
+    for number in (1, 2):
+        polling = Side(system.poll, None)
+        assert polling.ended()
+        assert polling.result == [], "no request is under way"
+        system.submit(request(number, "a", tokens=5, output=2, turn=number))
+        assert [event.turn.status for event in system.poll(None) if event.turn] == ["completed"]
+    system.submit(request(3, "b", tokens=5000, output=2))
+    assert [event.turn.status for event in system.poll(None) if event.turn] == ["refused"]
+    assert Side(system.poll, None).ended()
+    hold(system, worker)
+    polling = Side(system.poll, None)
+    worker.gate.set()
+    assert polling.ended()
+    assert any(event.turn for event in polling.result), "with one under way it waits for its end"
+    system.close()
+
+
+def test_poll_comes_back_when_the_system_is_closed(started: tuple[ThreadedSystem, HeldWorker]) -> None:
+    system, worker = started
+    hold(system, worker)
+    polling, closing = Side(system.poll, None), Side(system.close)
+    wait_for_inbox(system, 1)
+    worker.gate.set()
+    assert closing.ended()
+    assert polling.ended()
+    if polling.error is None:  # what the held step still gave
+        assert not any(event.turn for event in polling.result)
+    with pytest.raises(WorkerError, match="closed"):
+        system.poll(None)
+
+
+def test_a_crash_ends_every_call_that_waits_for_the_engine(started: tuple[ThreadedSystem, HeldWorker]) -> None:
+    system, worker = started
+    hold(system, worker)
+    polling, forgetting = Side(system.poll, None), Side(system.forget, "a")
+    wait_for_inbox(system, 1)
+    worker.failure = RuntimeError("the device fell off the bus")
+    worker.gate.set()
+    for side in (polling, forgetting):
+        assert side.ended()
+    for side in (polling, forgetting, Side(system.forget, None), Side(system.poll, 1e6)):
+        assert side.ended()
+        assert isinstance(side.error, WorkerError)
+        assert "fell off the bus" in str(side.error)
+    assert worker.closed == 0
+    system.close()
+    assert worker.closed == 1
+
+
+@pytest.mark.parametrize("part", ["gpu_blocks", "cache", "policy"])
+def test_a_failed_start_leaves_nothing_behind(part: str) -> None:
+    def refuse(*_: object, **__: object) -> int:
+        raise RuntimeError("no")
+
+    before = threading.active_count()
+    system, worker = threaded(**{part: refuse})
+    with pytest.raises(RuntimeError, match="no"):
+        system.start()
+    assert worker.closed == 1
+    assert threading.active_count() == before
+    system.close()
+
+
+def test_a_start_that_gets_no_thread_closes_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    system, worker = threaded()
+    with pytest.raises(RuntimeError, match="new thread"):
+        system.start()
+    assert worker.closed == 1
+    system.close()
+
+
+def test_an_idle_engine_wakes_to_forget_and_sleeps_again() -> None:
+    """Two conversations, both idle for longer than they may be; nobody calls anything meanwhile."""
+    system, _ = threaded(limits=MemoryLimits(ttl_s=0.3))
+    system.start()
+    engine, forgotten, steps = system.engine, threading.Event(), []
+    for number, name in enumerate("ab", start=1):
+        system.submit(request(number, name, tokens=5, output=2))
+        assert any(event.turn for event in system.poll(None))
+    forget, step = engine.cache.forget, engine.step
+
+    def forget_and_tell(session: object) -> None:
+        forget(session)  # type: ignore[arg-type]
+        if not engine.cache.names():
+            forgotten.set()
+
+    def count(until_ns: int | None) -> object:
+        steps.append(until_ns)
+        return step(until_ns)
+
+    engine.cache.forget = forget_and_tell  # type: ignore[method-assign,assignment]
+    engine.step = count  # type: ignore[method-assign,assignment]
+    assert forgotten.wait(PATIENCE_S)
+    assert engine.counters.forgotten_sessions == 2
+    system.forget(None)  # it sleeps until it is told
+    assert len(steps) < 12, "it woke for its conversations and no more often"
+    system.close()

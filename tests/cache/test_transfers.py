@@ -1,0 +1,173 @@
+"""Copies under way: what they cost does not grow with how many there are, and what is counted is what a recount finds."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import pytest
+
+from pensieve.cache.session import Session
+from pensieve.cache.two_tier import TwoTierCache
+from pensieve.eviction.lru import Lru
+from pensieve.plan import Copy
+from tests.calls import calls_of
+from tests.simulated import policy_context
+
+
+def cache_of(blocks: int) -> TwoTierCache:
+    return TwoTierCache(
+        policy=Lru(policy_context(4, blocks, blocks)), chunk_tokens=4, gpu_blocks=blocks, cpu_blocks=blocks
+    )
+
+
+def rest(cache: TwoTierCache, name: str, chunks: int) -> None:
+    """A conversation of so many chunks, all of them on GPU, idle."""
+    session, tokens = cache.open(name, 0.0), array("i", range(4 * chunks))
+    cache.admit(session, 0, tokens, None, 0.0)
+    cache.advance(session, [(0, 4 * chunks)])
+    cache.release(session, 0.0)
+
+
+def under_way(chunks: int) -> tuple[TwoTierCache, tuple[Copy, ...]]:
+    """Each chunk of a conversation is being copied out, while a plan is in flight."""
+    cache = cache_of(chunks + 1)
+    rest(cache, "a", chunks)
+    copies = cache.swap_out(chunks, 0.0, urgent=False)
+    cache.launched(0)
+    assert cache.outgoing == chunks
+    return cache, copies
+
+
+def session_of(cache: TwoTierCache, name: str) -> Session:
+    session = cache.find(name)
+    assert session is not None
+    return session
+
+
+def edit(cache: TwoTierCache, name: str, length: int) -> None:
+    """As the engine leaves a conversation: its last token has no KV."""
+    session = session_of(cache, name)
+    session.computed = min(session.computed, max(length - 1, 0))
+    cache.truncate(session, length)
+
+
+def test_asking_what_is_on_its_way_costs_the_same_however_much_it_is() -> None:
+    few, many = under_way(40)[0], under_way(400)[0]
+    assert calls_of(lambda: few.outgoing) == calls_of(lambda: many.outgoing)
+    assert calls_of(lambda: few.transfers.incoming) == calls_of(lambda: many.transfers.incoming)
+
+
+def test_forgetting_a_conversation_under_way_costs_its_own_size() -> None:
+    few, many = under_way(40)[0], under_way(400)[0]
+    costs = [calls_of(lambda cache=cache: cache.forget(session_of(cache, "a"))) for cache in (few, many)]
+    assert costs[1] < 12 * costs[0]
+    for cache in (few, many):
+        cache.check()
+        assert cache.outgoing == 0, "of a forgotten conversation nothing becomes available as a clean chunk"
+
+
+def test_editing_a_conversation_under_way_costs_the_same_however_long_it_is() -> None:
+    costs = []
+    for chunks in (40, 400):
+        cache, _ = under_way(chunks)
+        costs.append(calls_of(lambda cache=cache, to=4 * chunks - 3: edit(cache, "a", to)))
+        cache.check()
+    assert costs[0] == costs[1]
+
+
+def test_a_step_does_not_look_at_blocks_that_still_wait_for_their_copies() -> None:
+    costs = []
+    for chunks in (40, 400):
+        cache, copies = under_way(chunks)
+        cache.forget(session_of(cache, "a"))
+        cache.collected(0)
+        assert cache.gpu.free == 1, "all the others are read by copies"
+        cache.launched(1)
+        costs.append(calls_of(lambda cache=cache: cache.collected(1)))
+        cache.check()
+        cache.complete([copy.ticket for copy in copies])
+        cache.check()
+        assert cache.gpu.free == cache.cpu.free == chunks + 1
+    assert costs[0] == costs[1]
+
+
+def test_blocks_wait_for_the_plan_even_if_their_copies_end_before_it() -> None:
+    cache, copies = under_way(6)
+    cache.forget(session_of(cache, "a"))
+    cache.complete([copy.ticket for copy in copies])
+    cache.check()
+    assert (cache.gpu.free, cache.cpu.free) == (1, 1), "the plan in flight may still write them"
+    cache.collected(0)
+    cache.check()
+    assert cache.gpu.free == cache.cpu.free == 7
+
+
+def test_a_return_during_the_copy_takes_its_chunks_from_what_is_outgoing_and_its_end_gives_them_back() -> None:
+    cache, copies = under_way(6)
+    session = session_of(cache, "a")
+    cache.collected(0)
+    cache.admit(session, 20, array("i", [1]), None, 1.0)  # 5 whole chunks are kept, the sixth is cut and written again
+    cache.check()
+    assert cache.outgoing == 0
+    cache.advance(session, [(20, 21)])
+    cache.release(session, 2.0)
+    cache.check()
+    assert cache.outgoing == 5
+    cache.complete([copy.ticket for copy in copies])
+    cache.check()
+    assert cache.outgoing == 0
+    assert cache.clean.chunks == 5
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_counts_hold_through_random_moves(seed: int) -> None:
+    """Admissions, ends, edits, copies out and in that end late, out of order or fail, plans launched and collected."""
+    rng = random.Random(seed)
+    cache = cache_of(48)
+    tickets: list[int] = []
+    step = collected = -1
+    for now in range(400):
+        name = rng.choice("abcdef")
+        session = cache.open(name, float(now))
+        move = rng.choice(("turn", "turn", "out", "out", "end", "end", "fail", "edit", "forget", "plan", "plan"))
+        if move == "turn" and not session.running:
+            suffix = array("i", range(rng.randint(1, 20)))
+            length = len(session.tokens) + len(suffix)
+            demand = cache.demand(session, len(session.tokens), length)
+            if demand.blocks + demand.own_available <= cache.available:
+                admission = cache.admit(session, len(session.tokens), suffix, None, float(now))
+                cache.advance(session, admission.work)
+                tickets += [copy.ticket for copy in admission.swap_in]
+        elif move == "turn":
+            cache.release(session, float(now))
+        elif move == "out":
+            tickets += [copy.ticket for copy in cache.swap_out(rng.randint(1, 12), float(now), urgent=False)]
+        elif move in ("end", "fail") and tickets:
+            ticket = tickets.pop(rng.randrange(len(tickets)))
+            if move == "end":
+                cache.complete([ticket])
+            else:
+                for lost in cache.void([ticket]):
+                    cache.release(lost, float(now))
+                    cache.truncate(lost, 0)
+        elif move == "edit" and not session.running:
+            edit(cache, name, rng.randint(0, len(session.tokens)))
+        elif move == "forget" and not session.running:
+            cache.forget(session)
+        elif move == "plan" and step == collected:
+            step += 1
+            cache.launched(step)
+        elif move == "plan":
+            collected = step
+            cache.collected(step)
+        cache.check()
+    cache.collected(step)
+    cache.complete(tickets)
+    for name in cache.names():
+        session = session_of(cache, name)
+        if session.running:
+            cache.release(session, 401.0)
+        cache.forget(session)
+    cache.check()
+    assert cache.gpu.free == cache.cpu.free == 48, "every block came back"
