@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from pensieve.cache.prefix import PrefixCache
-from pensieve.cache.remembered import MemoryLimits
 from pensieve.cache.slots import SlotCache
 from pensieve.cache.stateless import StatelessCache
 from pensieve.cache.two_tier import TwoTierCache
@@ -18,6 +17,7 @@ from pensieve.eviction.conversation_lru import ConversationLru
 from pensieve.eviction.fifo import Fifo
 from pensieve.eviction.lru import Lru
 from pensieve.eviction.retention_value import RetentionValue
+from pensieve.idle_sessions import MemoryLimits
 from pensieve.plan import StepPlan, StepResult
 from pensieve.request import Forced, Length, Request, TurnRecord, tokens_of
 from pensieve.scheduler.composition import split, unified
@@ -119,7 +119,7 @@ def test_decode_out_of_blocks_suspends_the_latest_and_both_finish() -> None:
         engine.submit(request(1, "a", tokens=8, output=24))
         engine.submit(request(2, "b", tokens=8, output=24))
         turns = run(engine)
-        assert engine.scheduler.counters.suspended > 0
+        assert engine.scheduler.counters.preempted > 0
         assert [turns[n].status for n in (1, 2)] == ["completed", "completed"]
         assert (turns[1].resumed_swapped_tokens, turns[1].resumed_recomputed_tokens) == (0, 0), (
             "the earlier one went on"
@@ -341,10 +341,10 @@ def test_blocks_of_a_forgotten_conversation_wait_for_its_copies() -> None:
     under_way = engine.cache.outgoing
     engine.forget("a")
     engine.cache.check()
-    assert engine.cache.gpu.free == 16 - under_way, "quarantined until the copies are done"
+    assert engine.cache.tiers.gpu.free == 16 - under_way, "quarantined until the copies are done"
     while engine.step(None) or engine.progressed:
         engine.cache.check()
-    assert engine.cache.gpu.free == engine.cache.cpu.free == 16
+    assert engine.cache.tiers.gpu.free == engine.cache.tiers.cpu.free == 16
 
 
 def test_steady_swap_ins_do_not_starve_swap_outs() -> None:

@@ -71,9 +71,9 @@ class Checked:
 
     def poison(self) -> None:
         tensors = self.worker.tensors
-        tensors.gpu[:, sorted(self.cache.gpu.free_blocks())] = float("nan")
+        tensors.gpu[:, sorted(self.cache.free_blocks()[0])] = float("nan")
         if self.cache.cpu_blocks:
-            tensors.cpu[:, sorted(self.cache.cpu.free_blocks())] = float("nan")
+            tensors.cpu[:, sorted(self.cache.free_blocks()[1])] = float("nan")
 
 
 def conversation(model: LoadedModel, tokens: list[int], new: int) -> list[int]:
@@ -116,7 +116,7 @@ def test_suspended_requests_go_on_exactly(name: str) -> None:
         finished = checked.run(
             Request(1, "a", 1, random_tokens(20, 1), Length(40)), Request(2, "b", 1, random_tokens(20, 2), Length(40))
         )
-        assert checked.engine.scheduler.counters.suspended > 0
+        assert checked.engine.scheduler.counters.preempted > 0
         for number in (1, 2):
             expected = conversation(checked.model, list(random_tokens(20, number)), 40)
             assert list(finished[number].token_ids) == expected

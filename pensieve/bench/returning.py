@@ -6,13 +6,13 @@ from array import array
 from dataclasses import replace
 
 from pensieve.baselines.profiling import load_s, profile_of
-from pensieve.cache.base import PolicyContext
 from pensieve.cache.restore import RestoreMode, Split
 from pensieve.cache.two_tier import TwoTierCache
 from pensieve.clock import WallClock
 from pensieve.cost.profile import Profile
 from pensieve.engine import Engine
 from pensieve.errors import WorkerError
+from pensieve.eviction.base import PolicyContext
 from pensieve.eviction.lru import Lru
 from pensieve.request import Length, Request, TurnRecord
 from pensieve.scheduler.settings import SchedulerSettings
@@ -57,9 +57,9 @@ class Returning:
         known = profile_of(self.worker, self.clock, CHUNK, blocks * CHUNK, blocks, settings)
         return replace(known, load_chunk_s=load_s(self.worker, self.clock, blocks))
 
-    def weigh(self) -> Profile:
+    def set_cost_model(self) -> Profile:
         profile = self.profile
-        self.cache.weigh(profile, self.model.spec.layers, self._batch_tokens)
+        self.cache.set_cost_model(profile, self.model.spec.layers, self._batch_tokens)
         return profile
 
     def fill(self) -> None:

@@ -179,14 +179,14 @@ def _restored(
     """Time to first token of a conversation that is on CPU, by how it is restored; links: to what `link` is throttled."""
     new, batch_tokens = (64, 512) if bench.on_gpu else (32, 128)
     returning = Returning(model, tokens, new, batch_tokens, link)
-    profile = returning.weigh()
+    profile = returning.set_cost_model()
     returning.fill()
     for name, ratio in links.items():
         began = now()
         if link is not None and ratio is not None:
             computed_s = profile.recompute_s(tokens // 2) / CHUNK
             link.throttle(model.spec.kv_bytes_per_token / (ratio * computed_s))
-            profile = returning.weigh()
+            profile = returning.set_cost_model()
         ways: dict[str, Callable[[], float]] = {mode: _return_of(returning, mode) for mode in _MODES}
         ways["on_gpu"] = returning.hit_ms
         for way in ways.values():

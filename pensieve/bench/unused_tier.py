@@ -5,11 +5,11 @@ from __future__ import annotations
 from array import array
 from time import perf_counter
 
-from pensieve.cache.base import PolicyContext
 from pensieve.cache.two_tier import TwoTierCache
 from pensieve.clock import WallClock
 from pensieve.engine import Engine
 from pensieve.errors import WorkerError
+from pensieve.eviction.base import PolicyContext
 from pensieve.eviction.retention_value import RetentionValue
 from pensieve.request import Event, Length, Request
 from pensieve.scheduler.settings import SchedulerSettings

@@ -2,65 +2,39 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 
-from pensieve.cache.base import Admission, CacheCounters, Residency
-from pensieve.cache.session import Session, Sessions
+from pensieve.cache.base import Admission, CacheManager, Residency
 from pensieve.plan import Copy
 from pensieve.request import TokenArray
+from pensieve.session import Session
 
 
-class OneTier(ABC):
+class OneTier(CacheManager):
     """A subclass says what a prompt finds (`_occupy`), how its work follows from that, and what becomes of it afterwards."""
 
-    cpu_blocks = 0
-
-    def __init__(self) -> None:
-        self.counters = CacheCounters()
-        self.sessions = Sessions()
+    def __init__(self, chunk_tokens: int, gpu_blocks: int) -> None:
+        super().__init__(chunk_tokens, gpu_blocks, cpu_blocks=0)
 
     @abstractmethod
     def _occupy(self, session: Session, now_s: float) -> int:
-        """Pin blocks for all of its tokens and one more; returns how many leading tokens have KV there already."""
+        """Start the session and take blocks for all of its tokens and one more; returns how many leading tokens have KV there
+        already."""
 
     @abstractmethod
     def _admission(self, session: Session, residency: Residency, found: int) -> Admission: ...
 
-    @abstractmethod
-    def release(self, session: Session, now_s: float) -> None: ...
-
-    @abstractmethod
-    def truncate(self, session: Session, length: int) -> None: ...
-
-    def open(self, name: str, now_s: float) -> Session:
-        return self.sessions.open(name, now_s)
-
     @property
     def outgoing(self) -> int:
         return 0
-
-    def find(self, name: str) -> Session | None:
-        return self.sessions.get(name)
-
-    def names(self) -> list[str]:
-        return list(self.sessions)
-
-    def expect(self, session: Session, next_use_s: float | None) -> None:
-        session.next_use_s = next_use_s
-
-    def hold(self, session: Session, now_s: float) -> None:
-        session.waiting += 1
-
-    def unhold(self, session: Session, now_s: float) -> None:
-        session.waiting -= 1
 
     def admit(self, session: Session, keep: int, suffix: TokenArray[int], known: int | None, now_s: float) -> Admission:
         prompt = keep + len(suffix)
         history = min(keep, session.computed, prompt - 1) if known is None else min(known, prompt - 1)
         if keep < len(session.tokens):
             self.truncate(session, keep)
-        session.tokens.extend(suffix)
+        session.extend(suffix)
         session.turns += 1
         found = self._occupy(session, now_s)
         hit = min(found, history)
@@ -71,7 +45,7 @@ class OneTier(ABC):
         found = self._occupy(session, now_s)
         return self._admission(session, Residency(length, length - 1, 0, 0), found)
 
-    def suspend(self, session: Session, now_s: float) -> tuple[Copy, ...]:
+    def preempt(self, session: Session, now_s: float) -> tuple[Copy, ...]:
         self.release(session, now_s)
         return ()
 

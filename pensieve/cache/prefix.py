@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from pensieve.cache.base import Admission, Demand, EvictionPolicy, Residency, Run
+from pensieve.cache.base import Admission, Demand, Residency, Run
 from pensieve.cache.block_hash import BlockHash, HashChain
 from pensieve.cache.one_tier import OneTier
 from pensieve.cache.pool import BlockPool
-from pensieve.cache.session import Session
+from pensieve.eviction.base import EvictionPolicy
 from pensieve.request import TokenArray
+from pensieve.session import Session
 from pensieve.units import ceil_div
 
 
@@ -24,13 +25,10 @@ class PrefixCache(OneTier):
     the configuration has no say.
     """
 
-    grows = True
     shares = True
 
     def __init__(self, *, policy: EvictionPolicy, chunk_tokens: int, gpu_blocks: int, cpu_blocks: int = 0) -> None:
-        super().__init__()
-        self.chunk_tokens = chunk_tokens
-        self.gpu_blocks = self.request_blocks = gpu_blocks
+        super().__init__(chunk_tokens, gpu_blocks)
         self.gpu = BlockPool(gpu_blocks)
         self._chains: dict[int, HashChain] = {}
         self._tables: dict[int, list[int]] = {}  # conversation -> blocks, while a request of it runs
@@ -44,9 +42,16 @@ class PrefixCache(OneTier):
     def available(self) -> int:
         return self.gpu.free + len(self._idle)
 
+    @property
+    def gpu_blocks_used(self) -> int:
+        return self.gpu_blocks - self.gpu.free
+
+    def free_blocks(self) -> tuple[set[int], set[int]]:
+        return self.gpu.free_blocks(), set()
+
     def open(self, name: str, now_s: float) -> Session:
         session = super().open(name, now_s)
-        self._chains.setdefault(session.order, HashChain(self.chunk_tokens))
+        self._chains.setdefault(session.number, HashChain(self.chunk_tokens))
         return session
 
     def demand(self, session: Session, keep: int, length: int) -> Demand:
@@ -56,7 +61,7 @@ class PrefixCache(OneTier):
         return Demand(blocks=ceil_div(length + 1, self.chunk_tokens) - len(matched), own_available=idle)
 
     def extend(self, session: Session, length: int, now_s: float) -> tuple[int, tuple[int, ...]] | None:
-        table = self._tables[session.order]
+        table = self._tables[session.number]
         first = len(table)
         count = ceil_div(length, self.chunk_tokens) - first
         if count <= 0:
@@ -67,12 +72,12 @@ class PrefixCache(OneTier):
         return first, tuple(table[first:])
 
     def advance(self, session: Session, runs: Iterable[Run]) -> None:
-        size, table = self.chunk_tokens, self._tables[session.order]
+        size, table = self.chunk_tokens, self._tables[session.number]
         for start, stop in runs:
-            assert start == self._computed[session.order], "KV is computed in ascending order"
-            self._computed[session.order] = stop
-            session.computed = max(session.computed, stop)
-            hashes = self._chains[session.order].upto(session.tokens, stop)
+            assert start == self._computed[session.number], "KV is computed in ascending order"
+            self._computed[session.number] = stop
+            session.advance(stop)
+            hashes = self._chains[session.number].upto(session.tokens, stop)
             for index in range(start // size, stop // size):
                 block, name = table[index], hashes[index]
                 if (
@@ -82,10 +87,8 @@ class PrefixCache(OneTier):
                     self._hash_of[block] = name
 
     def release(self, session: Session, now_s: float) -> None:
-        session.running = False
-        session.last_active_s = now_s
-        session.computed = min(session.computed, max(len(session.tokens) - 1, 0))
-        for block in reversed(self._tables.pop(session.order)):
+        session.stop(now_s)
+        for block in reversed(self._tables.pop(session.number)):
             self._references[block] -= 1
             if not self._references[block]:
                 del self._references[block]
@@ -93,28 +96,26 @@ class PrefixCache(OneTier):
                     self._idle[block] = None
                 else:
                     self.gpu.release((block,))
-        del self._computed[session.order]
+        del self._computed[session.number]
 
     def fail(self, session: Session, written: Iterable[Run]) -> None:
-        size, table = self.chunk_tokens, self._tables[session.order]
+        size, table = self.chunk_tokens, self._tables[session.number]
         for start, stop in written:
             for block in table[start // size : ceil_div(stop, size)]:
                 self._unregister(block)
 
-    def truncate(self, session: Session, length: int) -> None:
-        assert not session.running
-        del session.tokens[length:]
-        session.computed = min(session.computed, length)
-        self._chains[session.order].cut(length)
+    def truncate(self, session: Session, length: int, computed: int | None = None) -> None:
+        session.rollback(length, computed)
+        self._chains[session.number].cut(length)
 
     def forget(self, session: Session) -> None:
-        for name in self._chains[session.order].upto(session.tokens, len(session.tokens)):
+        for name in self._chains[session.number].upto(session.tokens, len(session.tokens)):
             block = self._block_of.get(name)
             if block is not None and block in self._idle:
                 self._evict(block)
                 self.gpu.release((block,))
         self.truncate(session, 0)
-        del self.sessions[session.name], self._chains[session.order]
+        del self.sessions[session.name], self._chains[session.number]
 
     def check(self) -> None:
         used = set(self._references)
@@ -134,7 +135,7 @@ class PrefixCache(OneTier):
 
     def _match(self, session: Session, tokens: TokenArray[int], limit: int) -> list[int]:
         found = []
-        for name in self._chains[session.order].upto(tokens, len(tokens))[: limit // self.chunk_tokens]:
+        for name in self._chains[session.number].upto(tokens, len(tokens))[: limit // self.chunk_tokens]:
             block = self._block_of.get(name)
             if block is None:
                 break
@@ -143,23 +144,22 @@ class PrefixCache(OneTier):
 
     def _occupy(self, session: Session, now_s: float) -> int:
         """Take the longest registered prefix and new blocks for the rest; returns the tokens found."""
-        session.running = True
-        session.last_active_s = now_s
+        session.start(now_s)
         length = len(session.tokens)
         matched = self._match(session, session.tokens, length - 1)
         for block in matched:
             self._references[block] = self._references.get(block, 0) + 1
             self._idle.pop(block, None)
         fresh = self._take(ceil_div(length + 1, self.chunk_tokens) - len(matched))
-        self._tables[session.order] = [*matched, *fresh]
+        self._tables[session.number] = [*matched, *fresh]
         found = len(matched) * self.chunk_tokens
-        self._computed[session.order] = found
+        self._computed[session.number] = found
         return found
 
     def _admission(self, session: Session, residency: Residency, found: int) -> Admission:
         length = len(session.tokens)
         again = max(0, session.computed - found)
-        return Admission(residency, ((found, length),), tuple(self._tables[session.order]), (), 0, again)
+        return Admission(residency, ((found, length),), tuple(self._tables[session.number]), (), 0, again)
 
     def _take(self, count: int) -> tuple[int, ...]:
         for _ in range(count - self.gpu.free):

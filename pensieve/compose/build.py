@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pensieve.baselines.base import System
-from pensieve.cache.base import CacheManager, EvictionPolicy, PolicyContext
-from pensieve.cache.remembered import MemoryLimits
+from pensieve.cache.base import CacheManager
 from pensieve.clock import Clock, VirtualClock, WallClock
 from pensieve.compose.capacity import memory_share
 from pensieve.compose.schema import ModelConfig, TrialConfig
@@ -16,6 +15,8 @@ from pensieve.compose.target import factory
 from pensieve.compose.trial_plan import TrialPlan
 from pensieve.compose.weights import weights_kind
 from pensieve.errors import CapacityError, ConfigError
+from pensieve.eviction.base import EvictionPolicy, PolicyContext
+from pensieve.idle_sessions import MemoryLimits
 from pensieve.scheduler.composition import Composition
 from pensieve.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from pensieve.worker.base import Worker

@@ -21,6 +21,7 @@ from pensieve.compose import (
 )
 from pensieve.compose.target import locate
 from pensieve.errors import ConfigError, RequestFailed, RequestRefused
+from pensieve.eviction.base import needs_future
 from pensieve.request import Event, Free, Length, Request, Sampling, TokenArray, TurnRecord, tokens_of
 from pensieve.tokenizer import Tokenizer
 
@@ -287,7 +288,7 @@ def create_server(
             "tracking": read_option("tracking", "off"),
         }
     )
-    if getattr(locate(str(config.eviction["_target_"]), f"eviction={eviction}"), "needs_future", False):
+    if needs_future(locate(str(config.eviction["_target_"]), f"eviction={eviction}")):
         raise ConfigError(
             f"eviction={eviction} needs a workload whose future is known, and live traffic has none; choose lru."
         )

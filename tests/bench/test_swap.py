@@ -37,7 +37,7 @@ def test_a_conversation_returns_from_the_cpu_as_often_as_it_is_asked(model: Load
     returning = Returning(model, 256, 8, 64, link)
     returning.fill()
     link.throttle(returning.tokens * model.spec.kv_bytes_per_token / 0.2)
-    returning.weigh()
+    returning.set_cost_model()
     split = returning.split()
     assert split.load_s == pytest.approx(0.2, rel=0.3), "the profile measures the link as it is"
     assert split.predicted_s <= min(split.load_s, split.recompute_s)
