@@ -13,7 +13,7 @@ from tests.simulated import policy_context
 def test_as_many_as_hold_the_longest_conversation(longest, slots):
     context = policy_context()
     cache = SlotCache(policy=None, chunk_tokens=4, gpu_blocks=context.gpu_blocks, longest_tokens=longest)
-    assert cache.chosen == {"n_slots": slots, "slot_tokens": 16 // slots * 4}
+    assert cache.chosen == {"n_slots": slots, "slot_tokens": 16 // slots * 4, "slot_prompt_similarity": 0.1}
 
 
 def test_a_number_that_is_given_stands():
