@@ -406,7 +406,7 @@ def test_cancelled_in_any_state_a_turn_stands_or_never_was(
     asked: list[tuple[str, int, int, int, bool]],
     victims: list[tuple[int, int]],
 ) -> None:
-    """Queued, deferred, parked, in prefill, decoding, suspended, in flight: what is left is what the turns that stand said."""
+    """Queued, deferred, parked, in prefill, decoding, suspended, in flight: what is left is what turns that stand said."""
     engine = make_engine(cache=cache, gpu_blocks=gpu, cpu_blocks=8, depth=depth, max_batch_tokens=5)
     submitted: dict[int, Request] = {}
     done: list[TurnRecord] = []
