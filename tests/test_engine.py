@@ -22,7 +22,7 @@ from pensieve.eviction.fifo import Fifo
 from pensieve.eviction.lru import Lru
 from pensieve.eviction.retention_value import RetentionValue
 from pensieve.plan import StepPlan, StepResult
-from pensieve.request import Forced, Length, Request, TurnRecord, tokens_of
+from pensieve.request import Forced, Free, Length, Request, TurnRecord, tokens_of
 from pensieve.scheduler.composition import split, unified
 from tests.simulated import MACHINE, make_engine, request, run
 
@@ -328,6 +328,19 @@ def test_steady_swap_ins_do_not_starve_swap_outs() -> None:
     assert counters.swapped_in_blocks > 100
     assert counters.swapped_out_blocks > 0
     assert counters.dropped_chunks == 0, "everything fits on CPU, so nothing was lost for want of a copy"
+
+
+def test_a_stop_string_is_found_however_many_tokens_without_text_are_in_it() -> None:
+    probe = make_engine(gpu_blocks=64)
+    probe.submit(request(1, "a", tokens=4, output=40))
+    ids = list(run(probe)[1].token_ids)
+    last = next(at for at in range(20, 40) if ids[at] not in ids[:at])
+    letters = {ids[0]: "a", ids[last]: "b"}
+    engine = make_engine(gpu_blocks=64)
+    engine._decode_text = lambda tokens: "".join(letters.get(token, "") for token in tokens)
+    engine.submit(replace(request(1, "a", tokens=4, output=1), output=Free(40, ("ab",))))
+    turn = run(engine)[1]
+    assert (turn.finish_reason, list(turn.token_ids)) == ("stop", ids[: last + 1])
 
 
 def test_cancelling_a_turn_that_waits_behind_a_suspended_one_costs_that_one_nothing() -> None:
