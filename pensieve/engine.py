@@ -14,14 +14,14 @@ from pensieve.cache.session import Session
 from pensieve.clock import Clock
 from pensieve.cost.base import CostModel, predicted_s
 from pensieve.plan import StepResult
-from pensieve.request import Event, Forced, Free, Request, TurnRecord
+from pensieve.request import UNNUMBERED, Event, Forced, Free, Request, TurnRecord
 from pensieve.scheduler.scheduler import Scheduler, Step
 from pensieve.scheduler.sequence import Sequence
 from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.stop import StopSearch
 from pensieve.worker.base import Worker
 
 _LONG_ROW = 128  # positions of a row whose time the cost model should tell
-_STOP_MARGIN = 8  # tokens decoded beyond the longest stop string, since a character may take several tokens
 
 
 @dataclass(slots=True)
@@ -93,9 +93,12 @@ class Engine:
         """Queue a request; one that can never be served comes out of the next `step` as refused."""
         self._forget_surplus()  # may be this very conversation: whoever returns too late begins anew
         now_s = self.clock.now_s()
+        known = self.cache.find(request.session)
+        session = known or self.cache.open(request.session, now_s)
+        session.turns += 1
         record = TurnRecord(
             session=request.session,
-            turn=request.turn,
+            turn=session.turns if request.turn == UNNUMBERED else request.turn,
             iteration=request.iteration,
             label=request.label,
             phase=request.phase,
@@ -104,10 +107,10 @@ class Engine:
             arrived_s=now_s,
             request_id=request.id,
         )
-        known = self.cache.find(request.session)
-        session = known or self.cache.open(request.session, now_s)
-        noise_key = request.sampling.noise_key(request.session, request.turn)
+        noise_key = request.sampling.noise_key(request.session, record.turn)
         sequence = Sequence(request, record, self._arrivals, session, noise_key)
+        if isinstance(request.output, Free) and request.output.stop and self._decode_text is not None:
+            sequence.stop = StopSearch(self._decode_text, request.output.stop)
         self._arrivals += 1
         error = self.scheduler.refusal(sequence)
         if error is not None:
@@ -261,11 +264,8 @@ class Engine:
         if isinstance(output, Free):
             if token in self._eos and not output.ignore_eos:
                 return "eos"
-            if output.stop and self._decode_text is not None:
-                tail = max(len(stop.encode()) for stop in output.stop) + _STOP_MARGIN
-                text = self._decode_text(sequence.record.token_ids[-tail:])
-                if any(stop in text for stop in output.stop):
-                    return "stop"
+            if sequence.stop is not None and sequence.stop.push(token):
+                return "stop"
         return "length" if sequence.generated >= output.max_new_tokens else None
 
     def _fail(self, step: Step, error: str, now_s: float) -> None:
@@ -310,7 +310,7 @@ class Engine:
         self._events.append(Event("finished", record.request_id, now_s, turn=record))
 
     def _retire(self, sequence: Sequence) -> None:
-        """Give back its slot and pins, as of when it was closed; without any output, or failed, its turn is undone."""
+        """Give back its slot and pins, as of when it was closed; a turn that does not stand is undone."""
         record, session = sequence.record, sequence.session
         if self._sequences.get(record.request_id) is not sequence:
             return  # it has
@@ -319,9 +319,10 @@ class Engine:
             self.scheduler.end(sequence, record.finished_s)
         else:
             self.scheduler.withdraw(sequence, record.finished_s)
-        if record.status == "failed" or (record.admitted_s is not None and not sequence.generated):
+        if record.admitted_s is not None and not record.stands:
             session.computed = min(session.computed, sequence.computed_before)
             self.cache.truncate(session, min(sequence.length_before, len(session.tokens)))
+            session.tokens.extend(sequence.replaced)
         self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:

@@ -50,7 +50,8 @@ class ReplayRecord:
     """What one replay observed; `measurement` is what metrics.summarise takes.
 
     origin_s: the system's clock when the replay began, which all other times here count from. send_lag_s: intended
-    arrival to submission, a value a request in order of submission. counters_*: the system's, at the first measured
+    arrival to submission, a value a request in order of submission; where the log of a system without sessions has to wait
+    for the turn before, from its end. counters_*: the system's, at the first measured
     submission and at the end. drain_share: of the measured output tokens, those finished after the window. flags: what a
     reader of the numbers should know, a sentence each.
     """
@@ -106,15 +107,24 @@ class SessionLog:
     """The conversations of a system that keeps none: each prompt is everything said before, and the new message."""
 
     tokens: dict[str, TokenArray[int]] = field(default_factory=dict)
+    said_s: dict[str, float] = field(default_factory=dict)  # when the last turn of each ended
+    under_way: set[str] = field(default_factory=set)
+
+    def complete(self, request: Request) -> bool:
+        """All that was said before it is known: no earlier turn of its conversation is under way."""
+        return request.session not in self.under_way
 
     def whole(self, request: Request) -> Request:
+        self.under_way.add(request.session)
         if not request.continues:
             return request
         return replace(request, prompt=self.tokens.get(request.session, array("i")) + request.prompt, continues=False)
 
     def note(self, sent: Request, turn: TurnRecord) -> None:
-        """A turn that was cut short leaves what it said so far; one that was refused or failed was never said."""
-        if turn.status not in ("refused", "failed"):
+        """What became of it; the same rule as the engine's (TurnRecord.stands)."""
+        self.under_way.discard(sent.session)
+        self.said_s[sent.session] = turn.finished_s or 0.0
+        if turn.stands:
             self.tokens[sent.session] = sent.prompt + turn.token_ids
 
 
@@ -295,14 +305,19 @@ class _Run:
 
     def _send(self) -> None:
         limit = self.system.can.max_in_flight
-        while self.held and (limit is None or len(self.in_flight) < limit):
-            request = self.held.pop(next(iter(self.held)))
+        while limit is None or len(self.in_flight) < limit:
+            request = next((held for held in self.held.values() if self.log is None or self.log.complete(held)), None)
+            if request is None:
+                return
+            del self.held[request.id]
             if self.counters_start is None and request.phase != "warmup":
                 self.counters_start = dict(self.system.counters())
+            due_s = request.intended_s
             if self.log is not None:
+                due_s = max(due_s, self.log.said_s.get(request.session, due_s))
                 request = self.log.whole(request)
             now = self.system.clock.now_s()
-            self.lags.append(max(0.0, now - request.intended_s))
+            self.lags.append(max(0.0, now - due_s))
             self.sent_s[request.id] = now
             self.in_flight[request.id] = request
             self.system.submit(request)

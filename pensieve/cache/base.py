@@ -188,6 +188,9 @@ class CacheManager(Protocol):
         """Unpin in mid-turn and copy what is dirty out, urgently."""
         ...
 
+    def end_suspended(self, session: Session, now_s: float) -> None:
+        """The turn ended while it was suspended: what a release frees beyond the pins goes now."""
+
     def swap_out(self, blocks: int, now_s: float, urgent: bool) -> tuple[Copy, ...]:
         """Start copies until `blocks` more GPU blocks are available or outgoing; drops where no CPU block can be freed."""
         ...

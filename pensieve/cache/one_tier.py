@@ -61,7 +61,6 @@ class OneTier(ABC):
         if keep < len(session.tokens):
             self.truncate(session, keep)
         session.tokens.extend(suffix)
-        session.turns += 1
         found = self._occupy(session, now_s)
         hit = min(found, history)
         return self._admission(session, Residency(prompt, history, hit, 0, found - hit), found)
@@ -74,6 +73,9 @@ class OneTier(ABC):
     def suspend(self, session: Session, now_s: float) -> tuple[Copy, ...]:
         self.release(session, now_s)
         return ()
+
+    def end_suspended(self, session: Session, now_s: float) -> None:
+        return None  # it was released when it was suspended
 
     def swap_out(self, blocks: int, now_s: float, urgent: bool) -> tuple[Copy, ...]:
         return ()

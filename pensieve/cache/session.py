@@ -15,7 +15,7 @@ class Session:
     """tokens: the whole conversation. computed: the positions ever computed for these tokens are [0, computed), dropped
     since or not. order: counts conversations from the first, breaks ties. last_active_s: when its last turn ended or was
     admitted. next_use_s: when it returns, where the schedule knows (offline policies only). waiting: requests of it that
-    wait or are suspended. running: a request of it is admitted.
+    wait or are suspended. running: a request of it is admitted. turns: that were asked of it, whatever became of them.
     """
 
     name: str

@@ -20,10 +20,8 @@ class StatelessCache(TwoTierCache):
         super().release(session, now_s)
         self._forget_kv(session)
 
-    def unhold(self, session: Session, now_s: float) -> None:
-        super().unhold(session, now_s)
-        if not session.running:
-            self._forget_kv(session)  # suspended and then withdrawn
+    def end_suspended(self, session: Session, now_s: float) -> None:
+        self._forget_kv(session)
 
     def _forget_kv(self, session: Session) -> None:
         while session.chunks:

@@ -126,7 +126,6 @@ class TwoTierCache:
         if keep < len(session.tokens):
             self.truncate(session, keep)
         session.tokens.extend(suffix)
-        session.turns += 1
         if self._observe is not None:
             self._observe(session, now_s)
         return self._pin(session, residency, now_s)
@@ -165,6 +164,9 @@ class TwoTierCache:
         self._unpin(session, now_s)
         chosen = [(session, index) for index, chunk in enumerate(session.chunks) if chunk.view is View.DIRTY]
         return self._copy_out(chosen, now_s, urgent=True) if self.cpu_blocks else ()
+
+    def end_suspended(self, session: Session, now_s: float) -> None:
+        return None  # its KV is idle like that of any turn that ended
 
     # -- eviction -----------------------------------------------------------------------------------------------------
 

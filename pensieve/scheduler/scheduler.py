@@ -134,6 +134,8 @@ class Scheduler:
         self.queue.remove(sequence)
         self._deferred.discard(sequence.rank)
         self.cache.unhold(sequence.session, now_s)
+        if sequence.suspended:
+            self.cache.end_suspended(sequence.session, now_s)
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
@@ -170,6 +172,7 @@ class Scheduler:
         else:
             sequence.length_before = len(session.tokens) if sequence.request.continues else keep
             sequence.computed_before = min(session.computed, sequence.length_before)
+            sequence.replaced = session.tokens[sequence.length_before :]
             admission = cache.admit(session, keep, sequence.suffix(keep), sequence.request.known_tokens, now_s)
             residency = admission.residency
             record.admitted_s = now_s
