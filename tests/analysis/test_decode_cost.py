@@ -91,7 +91,9 @@ def test_an_engine_in_this_process_has_a_network_that_nobody_counts(drawn, store
     """From a trial that ran: what the engine counted, as metrics and as the figure shows it."""
     record, _ = replayed("workload=decode", "workload.iterations=3", "workload.discard=1")
     found = {metric.name: metric.value for metric in summarise(record.measurement) if not metric.label}
-    source = fill(store, {"baseline": ["pensieve"]}, lambda at, seed: record.turns, lambda at, seed: found, "decode")
+    source = fill(
+        store, {"baseline": ["pensieve"]}, lambda at, seed: record.turns, lambda at, seed: found, workload="decode"
+    )
     decode_cost.draw(source, tmp_path)
     assert "network not counted" in drawn["decode_cost"].texts
     with (tmp_path / "decode_cost.csv").open(newline="") as file:
