@@ -6,9 +6,10 @@ others are counted by status in `turns`, never dropped silently. Intervals resam
 records cannot give is a metric without a value, not a guess.
 
 What counts cover: recomputed_tokens, h2d_bytes, sent_bytes and received_bytes are what was done for measured turns, summed
-over them. d2h_bytes, swapped_*_bytes, evicted_chunks, dropped_chunks, suspended_requests, deferred_requests and the
-scheduler's time are of work that may be for no turn or for several, so they are the system's counts over the stretches of
-the replay that replay.MeasuredStretches defines: all but those in which only turns that prepare others were served.
+over them. d2h_bytes, swapped_*_bytes, evicted_chunks, dropped_chunks, suspended_requests, deferred_requests,
+schedule_ms_mean and cost_model_error_pct are of work that may be for no turn or for several, so they are the system's
+counts over the stretches of the replay that replay.MeasuredStretches defines: all but those in which only turns that
+prepare others are served.
 """
 
 from __future__ import annotations
