@@ -106,6 +106,8 @@ class Engine:
             intended_s=request.intended_s,
             arrived_s=now_s,
             request_id=request.id,
+            h2d_bytes=0,
+            d2h_bytes=0,
         )
         noise_key = request.sampling.noise_key(request.session, record.turn)
         sequence = Sequence(request, record, self._arrivals, session, noise_key)
@@ -205,6 +207,7 @@ class Engine:
         step = self._launched.popleft()
         assert step.plan.step == result.step, "plans are collected in the order of their launch"
         counters.steps += 1
+        self._count_copies(step, result)
         now_s = result.ended_ns[-1] / 1e9 if result.ended_ns else self.clock.now_s()
         self.cache.collected(result.step)
         for sequence in step.members:
@@ -218,6 +221,21 @@ class Engine:
         for sequence in step.members:
             if sequence.closed and not sequence.in_flight:
                 self._retire(sequence)
+
+    def _count_copies(self, step: Step, result: StepResult) -> None:
+        """The bytes that the step moved, to the turns that waited for them. Blocks are equally large; of a step that failed
+        nobody knows what it moved. A record does not change once it was given out."""
+        for name, copies, moved in (
+            ("h2d_bytes", step.plan.swap_in, result.h2d_bytes),
+            ("d2h_bytes", step.plan.swap_out, result.d2h_bytes),
+        ):
+            blocks = sum(len(copy.src) for copy in copies)
+            for copy in copies:
+                sequence = step.copied_for.get(copy.ticket)
+                if sequence is not None and not sequence.closed:
+                    before = getattr(sequence.record, name)
+                    known = before is not None and result.error is None
+                    setattr(sequence.record, name, before + moved // blocks * len(copy.src) if known else None)
 
     def _hand_out(self, step: Step, result: StepResult, now_s: float) -> None:
         """The tokens to their requests. A row of a request that is closed is waste: its token is dropped, and its position

@@ -189,12 +189,25 @@ class Request:
         text_of(self.session, "session_id")
 
 
+PREPARING = ("warmup", "rewarm")
+
+
+def is_measured(phase: str) -> bool:
+    """Whether a turn of this phase counts, or only prepares others. Whoever picks turns to report asks here, of a
+    TurnRecord, a Request, or a row of table `turn`: `is_measured(row.phase)`."""
+    return phase not in PREPARING
+
+
 @dataclass(slots=True)
 class TurnRecord:
     """The columns of table `turn` (units in the names; None: not known or never admitted), and the tokens themselves.
 
     gpu_hit + cpu_hit + recomputed = history and history + new = prompt, read once, at the admission that succeeded.
     status: completed, timeout, cancelled, refused, failed.
+    *_bytes: None: not counted; 0 is a count. Of steps that were collected before the turn ended. h2d_bytes: swapped in for
+    its admission or resumption. d2h_bytes: of urgent swap-outs, its own KV when it was suspended and any conversation's
+    where it waited for the room; what is copied ahead of time is done for no turn, and in the trial's counter alone.
+    sent_bytes, received_bytes: over a network, where the system has one.
     """
 
     session: str
@@ -229,10 +242,10 @@ class TurnRecord:
     resumed_swapped_tokens: int = 0
     resumed_recomputed_tokens: int = 0
     cpu_recomputed_tokens: int = 0
-    h2d_bytes: int = 0
-    d2h_bytes: int = 0
-    sent_bytes: int = 0
-    received_bytes: int = 0
+    h2d_bytes: int | None = None
+    d2h_bytes: int | None = None
+    sent_bytes: int | None = None
+    received_bytes: int | None = None
     output_sha256: str | None = None
     # Not columns: kept for the Parquet of tokens and for the caller.
     request_id: int = 0

@@ -323,8 +323,23 @@ def test_progress_counts_streamed_tokens_and_ends_with_all_of_them():
 
 def test_counters_cover_the_measured_turns_only():
     record = replay(ScriptedSystem(), chat(warmup_turns=4))
-    assert record.counters_start["evicted_chunks"] == 4
     assert record.measurement.counters["evicted_chunks"] == len(record.turns) - 4
+
+
+def test_counters_leave_out_what_prepares_others_between_measured_turns():
+    phases = ["warmup", "hit", "rewarm", "throughput", "warmup", "miss", "rewarm", "throughput"]
+    turns = [arrival(float(n), n, "a", turn=n, phase=phase) for n, phase in enumerate(phases, start=1)]
+    record = replay(ScriptedSystem(), Listed(*turns))
+    assert record.measurement.counters["evicted_chunks"] == 4
+
+
+def test_what_is_warmed_beside_a_measured_turn_counts_with_it():
+    def latency(request):
+        return Latency(first=3000 if request.phase == "chat" else 10)
+
+    turns = [(0.0, "warmup"), (1.0, "chat"), (2.0, "warmup"), (6.0, "warmup")]
+    listed = [arrival(at, n, f"s{n}", phase=phase) for n, (at, phase) in enumerate(turns, start=1)]
+    assert replay(ScriptedSystem(latency), Listed(*listed)).measurement.counters["evicted_chunks"] == 2
 
 
 def test_nothing_to_do_is_a_record_too():

@@ -36,7 +36,7 @@ from pensieve.metrics import Metric, Slo, summarise, thin_percentiles
 from pensieve.plan import StartReport
 from pensieve.progress import TrialProgress
 from pensieve.replay import Progress, ReplayRecord, replay
-from pensieve.request import TurnRecord
+from pensieve.request import TurnRecord, is_measured
 from pensieve.results.environment import environment, git_commit
 from pensieve.results.identity import Identity, explain_difference, identify, input_files
 from pensieve.results.mlflow_log import log_trial
@@ -294,7 +294,7 @@ def _capacity(system: System) -> int:
 
 def _refuse_empty(turns: Sequence[TurnRecord]) -> None:
     """A trial without one measured turn that completed has no latency to report."""
-    if any(turn.status == "completed" and turn.phase != "warmup" for turn in turns):
+    if any(turn.status == "completed" and is_measured(turn.phase) for turn in turns):
         return
     reason = next((turn.error for turn in turns if turn.error), None)
     raise RequestFailed(f"No measured turn completed: {reason or 'the workload has none'}")
