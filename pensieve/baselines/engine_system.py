@@ -85,11 +85,9 @@ class EngineSystem:
         if isinstance(self.clock, VirtualClock):
             self._cost = Roofline(self._model, self._hardware, size)
         else:
-            longest = min(self._gpu_blocks * size, self._model.max_context)
+            pool, transfers = self._gpu_blocks * size, min(self._cpu_blocks, self._gpu_blocks)
             where = {**report.settings, "model": self._model.name, "parameters": self._model.parameters}
-            self._cost = profile_of(
-                self._worker, self.clock, size, longest, min(self._cpu_blocks, self._gpu_blocks), where
-            )
+            self._cost = profile_of(self._worker, self.clock, size, pool, self._model.max_context, transfers, where)
         context = PolicyContext(
             chunk_tokens=size,
             gpu_blocks=self._gpu_blocks,
