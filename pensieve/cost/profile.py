@@ -119,7 +119,7 @@ def measure(
     max_context: int | None = None,
 ) -> Profile:
     """Profile a device through `iteration(start, stop) -> seconds` at the powers of two up to `longest`, the context that
-    its pools hold; the fastest run counts, since noise only adds.
+    its pools hold; the fastest run counts, of a context or of a longer one, since noise only adds.
 
     max_context: what the model takes, so that the record can say what the pools left out. Raises WorkerError where a prefill
     fails; where a longer context does, which may need more memory than there is, the profile ends before it.
@@ -156,12 +156,18 @@ def measure(
                 fastest[length] = min(least, seconds)
     return Profile(
         chunk_tokens=chunk_tokens,
-        prefill_s={length: seconds for length, seconds in fastest.items() if length <= WHOLE},
+        prefill_s=_rising({length: seconds for length, seconds in fastest.items() if length <= WHOLE}),
         load_chunk_s=0.0,
         where=dict(where),
-        tail_s={length: seconds for length, seconds in fastest.items() if length > WHOLE},
+        tail_s=_rising({length: seconds for length, seconds in fastest.items() if length > WHOLE}),
         left_out=left_out,
     )
+
+
+def _rising(seconds: Mapping[int, float]) -> dict[int, float]:
+    """None above a longer one's: a shorter iteration takes no longer, so what it took beyond that was noise."""
+    values = np.array(list(seconds.values()))
+    return dict(zip(seconds, np.minimum.accumulate(values[::-1])[::-1].tolist(), strict=True))
 
 
 def _powers(first: int, last: int) -> Iterator[int]:
