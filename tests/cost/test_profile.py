@@ -225,3 +225,9 @@ def test_roofline_is_bound_by_weights_at_decode_and_by_arithmetic_at_prefill() -
     assert prefill_s >= 1000 * MODEL.linear_flops_per_token / MACHINE.flops
     assert roofline.recompute_s(2000) > roofline.recompute_s(100)
     assert roofline.load_s() == pytest.approx(4 * MODEL.kv_bytes_per_token / MACHINE.h2d_bw)
+
+
+def test_a_short_iteration_that_took_longer_than_a_long_one_is_noise() -> None:
+    disturbed = measure(lambda start, stop: polynomial(start, stop) * (20 if stop == 64 else 1), 32, 2048, {})
+    assert disturbed.prefill_s[64] == disturbed.prefill_s[128] == prefill(128)
+    assert list(disturbed.prefill_s.values()) == sorted(disturbed.prefill_s.values())
