@@ -230,6 +230,8 @@ def _run(
     flags: dict[str, Any] = {**record.flags, "load": record.load, "drain_share": record.drain_share}
     if config.trial.profile:
         flags["profiled"] = True
+    if started.settings.get("fell_back"):
+        flags["fell_back"] = _fall_back(started.settings)
     thin = thin_percentiles(metrics)
     if thin:
         flags["thin_percentiles"] = thin
@@ -240,6 +242,11 @@ def _run(
         measure_start_s=start_s,
         measure_end_s=end_s,
     )
+
+
+def _fall_back(settings: Mapping[str, Any]) -> str:
+    reasons = " ".join(filter(None, (settings["attention_note"], settings["forward_note"])))
+    return f"attention_backend={settings['attention_backend']} and the {settings['forward']} forward served. {reasons}"
 
 
 def _replay(
