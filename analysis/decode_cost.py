@@ -1,6 +1,7 @@
 """What a decoded token costs in time and in bytes moved, a bar a baseline: python analysis/decode_cost.py [--sweep ID]
 
-Bytes have bars where some were moved: an engine in this process has no network, and one without pressure copies nothing.
+Bytes have bars where some were moved: an engine without pressure copies nothing, and one in this process has no network
+whose bytes it could count.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ NAME = "prefix_overview"
 TITLE = "Hit, miss, decoding and warm-up"
 LEAD = (
     "Medians over conversations and their 95 % intervals; overhead: first token when streaming minus when not, paired by "
-    "round; decoding: output tokens over the whole latency of the throughput step; warm-up: [A, B] for one token"
+    "round; decoding: output tokens over the whole latency of the throughput step, of hits and misses together; "
+    "warm-up: [A, B] for one token"
 )
 
 

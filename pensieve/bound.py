@@ -17,8 +17,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pensieve.metrics import UNMEASURED, Metric
-from pensieve.request import TurnRecord
+from pensieve.metrics import Metric
+from pensieve.request import TurnRecord, is_measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def offline_bound(turns: Iterable[TurnRecord], capacity_tokens: int) -> Bound | 
             assert turn.history_tokens is not None and turn.admitted_s is not None and turn.prompt_tokens is not None
             if turn.shared_hit_tokens or turn.history_tokens > known:
                 return None
-            if turn.phase not in UNMEASURED:
+            if is_measured(turn.phase):
                 history += turn.history_tokens
                 prompts += turn.prompt_tokens
                 if turn.history_tokens:

@@ -13,15 +13,15 @@ from pensieve.clock import Clock
 from pensieve.cost.base import CostModel, predicted_s
 from pensieve.idle_sessions import IdleSessions, MemoryLimits
 from pensieve.plan import StepResult
-from pensieve.request import Event, Forced, Free, Request, TurnRecord
+from pensieve.request import UNNUMBERED, Event, Forced, Free, Request, TurnRecord
 from pensieve.scheduler.scheduler import Scheduler, Step
 from pensieve.scheduler.sequence import Sequence
 from pensieve.scheduler.settings import SchedulerSettings
 from pensieve.session import Session
+from pensieve.stop import StopSearch
 from pensieve.worker.base import Worker
 
 _LONG_ROW = 128  # positions of a row whose time the cost model should tell
-_STOP_MARGIN = 8  # tokens decoded beyond the longest stop string, since a character may take several tokens
 
 
 @dataclass(slots=True)
@@ -93,9 +93,12 @@ class Engine:
         """Queue a request; one that can never be served comes out of the next `step` as refused."""
         self._forget_surplus()  # may be this very conversation: whoever returns too late begins anew
         now_s = self.clock.now_s()
+        known = self.cache.find(request.session)
+        session = known or self.cache.open(request.session, now_s)
+        session.turns += 1
         record = TurnRecord(
             session=request.session,
-            turn=request.turn,
+            turn=session.turns if request.turn == UNNUMBERED else request.turn,
             iteration=request.iteration,
             label=request.label,
             phase=request.phase,
@@ -103,11 +106,13 @@ class Engine:
             intended_s=request.intended_s,
             arrived_s=now_s,
             request_id=request.id,
+            h2d_bytes=0,
+            d2h_bytes=0,
         )
-        known = self.cache.find(request.session)
-        session = known or self.cache.open(request.session, now_s)
-        noise_key = request.sampling.noise_key(request.session, request.turn)
+        noise_key = request.sampling.noise_key(request.session, record.turn)
         sequence = Sequence(request, record, self._arrivals, session, noise_key)
+        if isinstance(request.output, Free) and request.output.stop and self._decode_text is not None:
+            sequence.stop = StopSearch(self._decode_text, request.output.stop)
         self._arrivals += 1
         error = self.scheduler.refusal(sequence)
         if error is not None:
@@ -202,6 +207,7 @@ class Engine:
         step = self._launched.popleft()
         assert step.plan.step == result.step, "plans are collected in the order of their launch"
         counters.steps += 1
+        self._count_copies(step, result)
         now_s = result.ended_ns[-1] / 1e9 if result.ended_ns else self.clock.now_s()
         self.cache.collected(result.step)
         for sequence in step.members:
@@ -215,6 +221,21 @@ class Engine:
         for sequence in step.members:
             if sequence.closed and not sequence.in_flight:
                 self._retire(sequence)
+
+    def _count_copies(self, step: Step, result: StepResult) -> None:
+        """The bytes that the step moved, to the turns that waited for them. Blocks are equally large; of a step that failed
+        nobody knows what it moved. A record does not change once it was given out."""
+        for name, copies, moved in (
+            ("h2d_bytes", step.plan.swap_in, result.h2d_bytes),
+            ("d2h_bytes", step.plan.swap_out, result.d2h_bytes),
+        ):
+            blocks = sum(len(copy.src) for copy in copies)
+            for copy in copies:
+                sequence = step.copied_for.get(copy.ticket)
+                if sequence is not None and not sequence.closed:
+                    before = getattr(sequence.record, name)
+                    known = before is not None and result.error is None
+                    setattr(sequence.record, name, before + moved // blocks * len(copy.src) if known else None)
 
     def _hand_out(self, step: Step, result: StepResult, now_s: float) -> None:
         """The tokens to their requests. A row of a request that is closed is waste: its token is dropped, and its position
@@ -261,11 +282,8 @@ class Engine:
         if isinstance(output, Free):
             if token in self._eos and not output.ignore_eos:
                 return "eos"
-            if output.stop and self._decode_text is not None:
-                tail = max(len(stop.encode()) for stop in output.stop) + _STOP_MARGIN
-                text = self._decode_text(sequence.record.token_ids[-tail:])
-                if any(stop in text for stop in output.stop):
-                    return "stop"
+            if sequence.stop is not None and sequence.stop.push(token):
+                return "stop"
         return "length" if sequence.generated >= output.max_new_tokens else None
 
     def _fail(self, step: Step, error: str, now_s: float) -> None:
@@ -310,7 +328,7 @@ class Engine:
         self._events.append(Event("finished", record.request_id, now_s, turn=record))
 
     def _retire(self, sequence: Sequence) -> None:
-        """Give back its slot and pins, as of when it was closed; without any output, or failed, its turn is undone."""
+        """Give back its slot and pins, as of when it was closed; a turn that does not stand is undone."""
         record, session = sequence.record, sequence.session
         if self._sequences.get(record.request_id) is not sequence:
             return  # it has
@@ -319,9 +337,10 @@ class Engine:
             self.scheduler.end(sequence, record.finished_s)
         else:
             self.scheduler.withdraw(sequence, record.finished_s)
-        if record.status == "failed" or (record.admitted_s is not None and not sequence.generated):
+        if record.admitted_s is not None and not record.stands:
             length = min(sequence.length_before, len(session.tokens))
             self.cache.truncate(session, length, sequence.computed_before)
+            session.extend(sequence.replaced)
         self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:

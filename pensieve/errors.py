@@ -53,6 +53,12 @@ class ContextLengthError(RequestRefused):
     reason = "context"
 
 
+def refused(reason: str | None, sentence: str) -> RequestRefused:
+    """The error of a turn that came back as refused; reason: its finish_reason."""
+    kinds: tuple[type[RequestRefused], ...] = (CapacityError, ContextLengthError)
+    return next((kind for kind in kinds if kind.reason == reason), RequestRefused)(sentence)
+
+
 class RequestFailed(PensieveError):
     """A request was admitted and then failed, was cancelled or timed out."""
 

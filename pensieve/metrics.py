@@ -1,9 +1,15 @@
 """Records in, summary out: the metrics of a trial, with units, counts and intervals. No I/O.
 
-Which turns count: latencies, rates and counts are over all measured turns (every phase but warmup and rewarm), so that
-each baseline answers for the same turns; throughputs are over those that finished in the measurement window. Latencies are
-of completed turns; the others are counted by status in `turns`, never dropped silently. Intervals resample
-conversations. A number that these records cannot give is a metric without a value, not a guess.
+Which turns count: latencies and rates are over all measured turns (request.is_measured), so that each baseline answers for
+the same turns; throughputs are over those that finished in the measurement window. Latencies are of completed turns; the
+others are counted by status in `turns`, never dropped silently. Intervals resample conversations. A number that these
+records cannot give is a metric without a value, not a guess.
+
+What counts cover: recomputed_tokens, h2d_bytes, sent_bytes and received_bytes are what was done for measured turns, summed
+over them. d2h_bytes, swapped_*_bytes, evicted_chunks, dropped_chunks, suspended_requests, deferred_requests,
+schedule_ms_mean and cost_model_error_pct are of work that may be for no turn or for several, so they are the system's
+counts over the stretches of the replay that replay.MeasuredStretches defines: all but those in which only turns that
+prepare others are served.
 """
 
 from __future__ import annotations
@@ -12,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pensieve.plan import StartReport
-from pensieve.request import TurnRecord
+from pensieve.request import TurnRecord, is_measured
 from pensieve.statistics import (
     Estimate,
     bootstrap_mean,
@@ -23,7 +29,6 @@ from pensieve.statistics import (
     paired_ratio,
 )
 
-UNMEASURED = ("warmup", "rewarm")  # phases that prepare others
 PERCENTILES = {"p50": 0.50, "p90": 0.90, "p99": 0.99}
 STATUSES = ("completed", "timeout", "cancelled", "refused", "failed")
 COUNTS = {
@@ -36,6 +41,7 @@ COUNTS = {
     "deferred_requests": "requests",
 }
 BYTES = ("h2d_bytes", "d2h_bytes", "sent_bytes", "received_bytes")
+FOR_NO_TURN = ("d2h_bytes",)  # also copied ahead of time: only the system's counter has all of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +82,7 @@ class Measurement:
 
     turns: all of them, warm-up too, in any order. [measure_start_s, measure_end_s]: the window of the throughputs.
     measured_from_s: the first measured arrival. ended_s: the end of the last measured turn. counters: the system's own
-    counts between these two; a name that is absent was not counted. send_lag_s: intended arrival to submission.
+    counts over the measured stretches; a name that is absent was not counted. send_lag_s: intended arrival to submission.
     """
 
     turns: Sequence[TurnRecord]
@@ -93,7 +99,7 @@ def summarise(measurement: Measurement, started: StartReport | None = None, slo:
 
     A trial's throughputs are one value each and get no interval here: across seeds they do.
     """
-    measured = [turn for turn in measurement.turns if turn.phase not in UNMEASURED]
+    measured = [turn for turn in measurement.turns if is_measured(turn.phase)]
     warmup = [turn for turn in measurement.turns if turn.phase == "warmup"]
     metrics = [
         *_series("ttft_ms", measured, lambda turn: _one(turn.ttft_ms)),
@@ -125,6 +131,10 @@ def summarise(measurement: Measurement, started: StartReport | None = None, slo:
         metrics += _series("ttft_ms", of_label, lambda turn: _one(turn.ttft_ms), label)
         metrics += _series("latency_ms", of_label, lambda turn: _one(turn.latency_ms), label)
         metrics += _rates(of_label, label)
+    for label in sorted({turn.label for turn in warmup} - {""}):
+        metrics += _series(
+            "warmup_ms", [t for t in warmup if t.label == label], lambda turn: _one(turn.latency_ms), label
+        )
     return metrics
 
 
@@ -253,18 +263,27 @@ def _counts(measurement: Measurement, measured: Sequence[TurnRecord]) -> list[Me
     counters = measurement.counters
     counts: dict[str, float | None] = {name: counters.get(name) for name in COUNTS}
     admitted = [turn for turn in measured if turn.recomputed_tokens is not None]
-    if counts["recomputed_tokens"] is None and admitted:
+    if admitted:
         counts["recomputed_tokens"] = float(
             sum((turn.recomputed_tokens or 0) + turn.resumed_recomputed_tokens for turn in admitted)
         )
     metrics = [Metric(name, value, COUNTS[name]) for name, value in counts.items()]
     outputs = sum(turn.output_tokens for turn in measured)
     for name in BYTES:
-        counted = counters.get(name, float(sum(getattr(turn, name) for turn in measured)))
+        counted = None if name in FOR_NO_TURN else _moved_for(measured, name)
+        counted = counters.get(name) if counted is None else counted
         metrics.append(Metric(name, counted, "bytes"))
-        each = counted / outputs if outputs else None
+        each = counted / outputs if counted is not None and outputs else None
         metrics.append(Metric(f"{name}_per_token", each, "bytes/token", n=outputs, n_unit="tokens"))
     return metrics
+
+
+def _moved_for(measured: Sequence[TurnRecord], name: str) -> float | None:
+    """Bytes over all of them; None where one that completed was not counted, or none was."""
+    if any(getattr(turn, name) is None and turn.status == "completed" for turn in measured):
+        return None
+    counted = [value for turn in measured if (value := getattr(turn, name)) is not None]
+    return float(sum(counted)) if counted else None
 
 
 def _start(started: StartReport | None) -> list[Metric]:
@@ -310,16 +329,20 @@ def _phases(measured: Sequence[TurnRecord]) -> list[Metric]:
     if decoded:
         metrics += _series("total_ms", decoded, lambda turn: _one(turn.latency_ms))
         metrics += _series("per_token_ms", decoded, lambda turn: _one(_normalized_latency_ms(turn)), unit="ms/token")
-        done = [turn for turn in decoded if turn.status == "completed" and turn.latency_ms]
-        seconds = sum(turn.latency_ms or 0.0 for turn in done) / 1e3
-        alone = _per_second(
-            "throughput_output_tok_s", sum(turn.output_tokens for turn in done), seconds, "tokens/s", len(done)
-        )
-        metrics.append(replace(alone, label="throughput"))
+        labels = sorted({turn.label for turn in decoded} - {""})
+        metrics += [_alone(decoded, "throughput")]
+        metrics += [_alone([turn for turn in decoded if turn.label == label], label) for label in labels]
     probes = [t for t in measured if t.phase in ("hit", "miss") and t.status == "completed" and t.ttft_ms is not None]
     if probes:
         metrics += [_degradation(probes), _stream_overhead(probes)]
     return metrics
+
+
+def _alone(decoded: Sequence[TurnRecord], label: str) -> Metric:
+    """Output tokens over the sum of the latencies: of requests that have the system to themselves."""
+    done = [turn for turn in decoded if turn.status == "completed" and turn.latency_ms]
+    tokens, seconds = sum(turn.output_tokens for turn in done), sum(turn.latency_ms or 0.0 for turn in done) / 1e3
+    return replace(_per_second("throughput_output_tok_s", tokens, seconds, "tokens/s", len(done)), label=label)
 
 
 def _degradation(probes: Sequence[TurnRecord]) -> Metric:

@@ -14,8 +14,8 @@ from itertools import count
 from typing import Protocol, runtime_checkable
 
 from pensieve.baselines.base import Event, System
-from pensieve.metrics import UNMEASURED, Measurement, out_of_memory
-from pensieve.request import Request, TokenArray, TurnRecord
+from pensieve.metrics import Measurement, out_of_memory
+from pensieve.request import Request, TokenArray, TurnRecord, is_measured
 from pensieve.statistics import nearest_rank
 from pensieve.window import find_window
 from pensieve.workload.base import Arrival, Workload, WorkloadPlan
@@ -50,17 +50,15 @@ class ReplayRecord:
     """What one replay observed; `measurement` is what metrics.summarise takes.
 
     origin_s: the system's clock when the replay began, which all other times here count from. send_lag_s: intended
-    arrival to submission, a value a request in order of submission. counters_*: the system's, at the first measured
-    submission and at the end. drain_share: of the measured output tokens, those finished after the window. flags: what a
-    reader of the numbers should know, a sentence each.
+    arrival to submission, a value a request in order of submission; where the log of a system without sessions has to wait
+    for the turn before, from its end. drain_share: of the measured output tokens, those finished after the window. flags:
+    what a reader of the numbers should know, a sentence each.
     """
 
     measurement: Measurement
     plan: WorkloadPlan
     origin_s: float
     send_lag_s: TokenArray[float]
-    counters_start: Mapping[str, float]
-    counters_end: Mapping[str, float]
     drain_share: float
     flags: Mapping[str, str]
 
@@ -106,16 +104,66 @@ class SessionLog:
     """The conversations of a system that keeps none: each prompt is everything said before, and the new message."""
 
     tokens: dict[str, TokenArray[int]] = field(default_factory=dict)
+    said_s: dict[str, float] = field(default_factory=dict)  # when the last turn of each ended
+    under_way: set[str] = field(default_factory=set)
+
+    def complete(self, request: Request) -> bool:
+        """All that was said before it is known: no earlier turn of its conversation is under way."""
+        return request.session not in self.under_way
 
     def whole(self, request: Request) -> Request:
+        self.under_way.add(request.session)
         if not request.continues:
             return request
         return replace(request, prompt=self.tokens.get(request.session, array("i")) + request.prompt, continues=False)
 
     def note(self, sent: Request, turn: TurnRecord) -> None:
-        """A turn that was cut short leaves what it said so far; one that was refused or failed was never said."""
-        if turn.status not in ("refused", "failed"):
+        """What became of it; the same rule as the engine's (TurnRecord.stands)."""
+        self.under_way.discard(sent.session)
+        self.said_s[sent.session] = turn.finished_s or 0.0
+        if turn.stands:
             self.tokens[sent.session] = sent.prompt + turn.token_ids
+
+
+class MeasuredStretches:
+    """What the system counted while it served measured turns.
+
+    A stretch begins when a measured turn is sent. It ends when a turn that prepares others is sent while no measured one
+    is under way: until then what the system does, such as copies ahead of time, is still for the measured ones. So warm-up
+    before the first measured turn and re-warming between two count nothing, and a turn that is warmed beside a measured one
+    counts with it.
+
+    read: the system's counts since its start.
+    """
+
+    def __init__(self, read: Callable[[], Mapping[str, float]]) -> None:
+        self._read = read
+        self._before: Mapping[str, float] | None = None  # the counts when the stretch began
+        self._sum: dict[str, float] = {}
+        self._under_way: set[int] = set()
+
+    def sending(self, request: Request) -> None:
+        """To be called before the system has the request."""
+        if is_measured(request.phase):
+            self._under_way.add(request.id)
+            if self._before is None:
+                self._before = dict(self._read())
+        elif not self._under_way:
+            self._end()
+
+    def finished(self, request: Request) -> None:
+        self._under_way.discard(request.id)
+
+    def counts(self) -> dict[str, float]:
+        """Over all stretches, of which the last one ends now. Empty where no measured turn was sent."""
+        self._end()
+        return dict(self._sum)
+
+    def _end(self) -> None:
+        if self._before is not None:
+            for name, value in self._read().items():
+                self._sum[name] = self._sum.get(name, 0.0) + value - self._before.get(name, 0.0)
+            self._before = None
 
 
 class _Run:
@@ -152,7 +200,7 @@ class _Run:
         self.turns: list[TurnRecord] = []
         self.batched = 0
         self.lags: TokenArray[float] = array("d")
-        self.counters_start: Mapping[str, float] | None = None
+        self.stretches = MeasuredStretches(system.counters)
         self.out_of_work_s: float | None = None
         self.cut_off = False
         self.flags: dict[str, str] = {}
@@ -188,10 +236,8 @@ class _Run:
                 turn.token_ids, turn.margins = array("i"), array("d")
 
     def record(self) -> ReplayRecord:
-        counters_end = dict(self.system.counters())
-        counters_start = counters_end if self.counters_start is None else self.counters_start
         window = find_window(
-            [turn for turn in self.turns if turn.phase not in UNMEASURED],
+            [turn for turn in self.turns if is_measured(turn.phase)],
             load=self.plan.load,
             warm_s=self._warm_s(),
             arrivals_s={session: self._since(ns) for session, ns in self.arrived.items()},
@@ -203,7 +249,7 @@ class _Run:
             measure_end_s=window.end_s,
             measured_from_s=window.measured_from_s,
             ended_s=window.ended_s,
-            counters={name: value - counters_start.get(name, 0.0) for name, value in counters_end.items()},
+            counters=self.stretches.counts(),
             send_lag_s=self.lags,
         )
         return ReplayRecord(
@@ -211,8 +257,6 @@ class _Run:
             plan=self.plan,
             origin_s=self.origin_ns / 1e9,
             send_lag_s=self.lags,
-            counters_start=counters_start,
-            counters_end=counters_end,
             drain_share=window.drain_share,
             flags={**window.flags, **self._flags(), **self.flags},
         )
@@ -248,7 +292,7 @@ class _Run:
 
     def _lag_limit_ms(self) -> float:
         """How late a request may be sent before its latencies are in doubt."""
-        ttfts = [turn.ttft_ms for turn in self.turns if turn.phase not in UNMEASURED and turn.ttft_ms is not None]
+        ttfts = [turn.ttft_ms for turn in self.turns if is_measured(turn.phase) and turn.ttft_ms is not None]
         return max(LATE_SEND_MS, LATE_SEND_SHARE * nearest_rank(ttfts, 0.5)) if ttfts else LATE_SEND_MS
 
     def _since(self, ns: int) -> float:
@@ -263,7 +307,7 @@ class _Run:
             self.ordinals[request.id] = len(self.ordinals)
             heapq.heappush(self.heap, (ns, ARRIVE, next(self.sequence), arrival))
             heapq.heappush(self.due.setdefault(request.session, []), ns)
-            if request.phase != "warmup":
+            if is_measured(request.phase):
                 self.arrived[request.session] = min(ns, self.arrived.get(request.session, ns))
             self.pending += 1
         return pushed
@@ -295,16 +339,20 @@ class _Run:
 
     def _send(self) -> None:
         limit = self.system.can.max_in_flight
-        while self.held and (limit is None or len(self.in_flight) < limit):
-            request = self.held.pop(next(iter(self.held)))
-            if self.counters_start is None and request.phase != "warmup":
-                self.counters_start = dict(self.system.counters())
+        while limit is None or len(self.in_flight) < limit:
+            request = next((held for held in self.held.values() if self.log is None or self.log.complete(held)), None)
+            if request is None:
+                return
+            del self.held[request.id]
+            due_s = request.intended_s
             if self.log is not None:
+                due_s = max(due_s, self.log.said_s.get(request.session, due_s))
                 request = self.log.whole(request)
             now = self.system.clock.now_s()
-            self.lags.append(max(0.0, now - request.intended_s))
+            self.lags.append(max(0.0, now - due_s))
             self.sent_s[request.id] = now
             self.in_flight[request.id] = request
+            self.stretches.sending(request)
             self.system.submit(request)
 
     def _time_out(self, request_id: int) -> None:
@@ -358,6 +406,7 @@ class _Run:
             self.progress(Progress(done, self.plan.turns, self.output_tokens, flying, elapsed))
 
     def _finish(self, request: Request, turn: TurnRecord) -> None:
+        self.stretches.finished(request)
         assert (turn.session, turn.turn) == (request.session, request.turn)
         turn.ordinal, turn.iteration = self.ordinals[request.id], request.iteration
         turn.phase, turn.label, turn.stream = request.phase, request.label, request.stream
@@ -365,7 +414,7 @@ class _Run:
         self.turns.append(turn)
         if not self.cut_off:
             following = self._push(self.workload.on_finished(turn))
-            if not following and turn.phase != "warmup" and self.out_of_work_s is None:
+            if not following and is_measured(turn.phase) and self.out_of_work_s is None:
                 self.out_of_work_s = turn.finished_s
             due = self.due.get(turn.session)
             if self.expects is not None and due:

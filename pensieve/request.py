@@ -1,18 +1,86 @@
-"""What is asked (Request, Output), and what became of it (TurnRecord)."""
+"""What is asked (Request, Output), and what became of it (TurnRecord).
+
+What makes no sense is refused here, with a ConfigError, whoever asks: a server's caller, a workload or a bench.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import numbers
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+from pensieve.errors import ConfigError
 
 TokenArray = array  # of 'i': four bytes a token, so that a million remembered tokens cost 4 MB
 
+UNNUMBERED = 0
 
-def tokens_of(values: Sequence[int] | TokenArray[int]) -> TokenArray[int]:
-    return values if isinstance(values, array) else array("i", values)
+_BEYOND = 2**31  # token ids, and a top_k that limits anything, lie below
+_COOLEST = 1e-6  # logits divided by less may leave the range of floats
+
+
+def tokens_of(values: Iterable[int], vocab: int | None = None) -> TokenArray[int]:
+    """Token ids, four bytes each. vocab: of the model that shall read them; None: any id that fits will do."""
+    if vocab is None and isinstance(values, array) and values.typecode == "i":
+        return values
+    meaning = "" if vocab is None else ", the model's vocabulary"
+    wanted = f"Token ids (prompt_ids) must be whole numbers in [0, {vocab or _BEYOND}){meaning}"
+    try:
+        listed = list(values)
+        if bool in set(map(type, listed)):
+            raise TypeError("a bool is no token id")
+        wide = array("q", listed)
+    except (TypeError, OverflowError) as error:
+        raise ConfigError(f"{wanted}; these cannot be read as such: {error}.") from error
+    for extreme in (min(wide, default=0), max(wide, default=0)):
+        if not 0 <= extreme < (vocab or _BEYOND):
+            raise ConfigError(f"{wanted}; one of these is {extreme}.")
+    return array("i", wide)
+
+
+def stops_of(stop: str | Iterable[str] | None) -> tuple[str, ...]:
+    """Stop strings as callers give them: one, several, or none at all (None or nothing in a list)."""
+    if stop is None:
+        return ()
+    if isinstance(stop, str):
+        return (stop,)
+    try:
+        return tuple(stop)
+    except TypeError as error:
+        raise ConfigError(f"stop is a string or a list of strings, not {stop!r}.") from error
+
+
+def text_of(value: object, name: str) -> str:
+    """A string that has an encoding; lone surrogates have none. name: of the argument, for the error."""
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} must be a string, not {value!r}.")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{name} is not valid Unicode: {error}.") from error
+    return value
+
+
+def _whole(value: object, name: str, least: int | None = None) -> int:
+    bound = "" if least is None else f" of at least {least}"
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or (least is not None and value < least):
+        raise ConfigError(f"{name} must be a whole number{bound}, not {value!r}.")
+    return int(value)
+
+
+def _real(value: object, name: str) -> float:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise ConfigError(f"{name} must be a number, not {value!r}.")
+    return float(value)
+
+
+def _settle(frozen: object, **values: Any) -> None:
+    """Plain Python numbers in place of what numpy calls one, whose arithmetic overflows."""
+    for name, value in values.items():
+        object.__setattr__(frozen, name, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +96,17 @@ class Sampling:
     top_k: int = 0
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        temperature, top_p = _real(self.temperature, "temperature"), _real(self.top_p, "top_p")
+        if not (temperature == 0 or _COOLEST <= temperature < float("inf")):
+            raise ConfigError(
+                f"temperature is 0 (greedy) or a finite number of at least {_COOLEST}, not {temperature}."
+            )
+        if not 0 < top_p <= 1:
+            raise ConfigError(f"top_p is above 0 and at most 1 (off), not {top_p}.")
+        top_k = min(_whole(self.top_k, "top_k", least=0), _BEYOND - 1)
+        _settle(self, temperature=temperature, top_p=top_p, top_k=top_k, seed=_whole(self.seed, "seed"))
+
     def noise_key(self, session: str, turn: int) -> int:
         """A 63-bit integer; `hash()` would differ from one process to the next."""
         text = f"{self.seed}/{session}/{turn}".encode()
@@ -40,6 +119,9 @@ class Length:
 
     tokens: int
 
+    def __post_init__(self) -> None:
+        _settle(self, tokens=_whole(self.tokens, "max_new_tokens", least=1))
+
     @property
     def max_new_tokens(self) -> int:
         return self.tokens
@@ -50,6 +132,9 @@ class Forced:
     """Logits are computed and their argmax and margin recorded; the given token is appended."""
 
     tokens: TokenArray[int]
+
+    def __post_init__(self) -> None:
+        _whole(len(self.tokens), "The number of forced tokens", least=1)
 
     @property
     def max_new_tokens(self) -> int:
@@ -64,6 +149,11 @@ class Free:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
 
+    def __post_init__(self) -> None:
+        _settle(self, max_new_tokens=_whole(self.max_new_tokens, "max_new_tokens", least=1))
+        if not all(text_of(stop, "Each stop string") for stop in self.stop):
+            raise ConfigError('A stop string is empty, and every reply begins with ""; leave stop out for none.')
+
 
 Output = Length | Forced | Free
 
@@ -72,6 +162,7 @@ Output = Length | Forced | Free
 class Request:
     """One turn of one conversation.
 
+    turn: its number, from 1; UNNUMBERED: the engine counts the turns of a conversation nobody has planned ahead.
     prompt: token ids. With `continues`, the new message only: it is appended to what the conversation holds. Without,
         the whole prompt: the longest common prefix with the conversation's tokens is kept and the rest truncated.
     intended_s: arrival by the schedule, in seconds of the system's clock; TTFT starts here, so that queueing counts.
@@ -94,6 +185,18 @@ class Request:
     known_tokens: int | None = None
     next_use_s: float | None = None
 
+    def __post_init__(self) -> None:
+        text_of(self.session, "session_id")
+
+
+PREPARING = ("warmup", "rewarm")
+
+
+def is_measured(phase: str) -> bool:
+    """Whether a turn of this phase counts, or only prepares others. Whoever picks turns to report asks here, of a
+    TurnRecord, a Request, or a row of table `turn`: `is_measured(row.phase)`."""
+    return phase not in PREPARING
+
 
 @dataclass(slots=True)
 class TurnRecord:
@@ -101,6 +204,10 @@ class TurnRecord:
 
     gpu_hit + cpu_hit + recomputed = history and history + new = prompt, read once, at the admission that succeeded.
     status: completed, timeout, cancelled, refused, failed.
+    *_bytes: None: not counted; 0 is a count. Of steps that were collected before the turn ended. h2d_bytes: swapped in for
+    its admission or resumption. d2h_bytes: of urgent swap-outs, its own KV when it was preempted and any conversation's
+    where it waited for the room; what is copied ahead of time is done for no turn, and in the trial's counter alone.
+    sent_bytes, received_bytes: over a network, where the system has one.
     """
 
     session: str
@@ -135,16 +242,23 @@ class TurnRecord:
     resumed_swapped_tokens: int = 0
     resumed_recomputed_tokens: int = 0
     cpu_recomputed_tokens: int = 0
-    h2d_bytes: int = 0
-    d2h_bytes: int = 0
-    sent_bytes: int = 0
-    received_bytes: int = 0
+    h2d_bytes: int | None = None
+    d2h_bytes: int | None = None
+    sent_bytes: int | None = None
+    received_bytes: int | None = None
     output_sha256: str | None = None
     # Not columns: kept for the Parquet of tokens and for the caller.
     request_id: int = 0
     token_ids: TokenArray[int] = field(default_factory=lambda: array("i"))
     margins: TokenArray[float] = field(default_factory=lambda: array("d"))
     emitted_s: TokenArray[float] = field(default_factory=lambda: array("d"))
+
+    @property
+    def stands(self) -> bool:
+        """Its message and what it generated are part of the conversation from now on; if not, it is as though it had never
+        been asked. A turn that was cut short stands with what it generated; one that generated nothing, or whose KV a
+        failed step left in doubt, does not."""
+        return bool(self.token_ids) and self.status not in ("refused", "failed")
 
     def close(self, finished_s: float) -> None:
         """Derive the durations and the digest once the last token is there."""

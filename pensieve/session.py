@@ -57,7 +57,7 @@ class Session:
     or not it is still there. number: counts sessions from the first; breaks ties between equally good victims.
     last_active_s: when a request of it last started or ended. next_use_s: when it is asked again, where the schedule knows
     (offline policies only). waiting: its requests that wait, preempted ones included. running: a request of it runs; at most
-    one does. chunks: where a cache with chunk records has its KV.
+    one does. turns: that were asked of it, whatever became of them. chunks: where a cache with chunk records has its KV.
     """
 
     name: str

@@ -9,7 +9,17 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
-from pensieve.compose import TrialConfig, check, conf_folder
+from pensieve.baselines.base import System
+from pensieve.compose import (
+    TrialConfig,
+    build_system,
+    build_tokenizer,
+    build_workload,
+    check,
+    conf_folder,
+    plan_trial,
+)
+from pensieve.replay import ReplayRecord, replay
 
 SMALL = ("hardware=sim_h100", "tracking=off")
 SHORT = ("workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2")
@@ -32,3 +42,17 @@ def composed(*overrides: str) -> DictConfig:
 
 def checked(*overrides: str) -> TrialConfig:
     return check(composed(*overrides))
+
+
+def replayed(*overrides: str) -> tuple[ReplayRecord, System]:
+    """What ran: the composed workload on the composed engine, simulated; the system is closed."""
+    plan = plan_trial(checked(*overrides))
+    assert plan.device.simulated
+    tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=True)
+    workload, described = build_workload(plan, tokenizer)
+    system = build_system(plan, tokenizer, None, described)
+    system.start()
+    try:
+        return replay(system, workload), system
+    finally:
+        system.close()

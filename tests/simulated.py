@@ -70,12 +70,13 @@ def make_engine(
     policy: Any = None,
     limits: MemoryLimits | None = None,
     late: random.Random | None = None,
+    depth: int = 1,
     **settings: Any,
 ) -> Engine:
     clock = VirtualClock()
     policy = (policy or RetentionValue)(policy_context(chunk_tokens, gpu_blocks, cpu_blocks))
     manager = cache(policy=policy, chunk_tokens=chunk_tokens, gpu_blocks=gpu_blocks, cpu_blocks=cpu_blocks)
-    made = (MODEL, hardware, clock, chunk_tokens)
+    made = (MODEL, hardware, clock, chunk_tokens, depth)
     worker = SimulatedWorker(*made) if late is None else LateWorker(*made, rng=late)
     worker.start(gpu_blocks, manager.cpu_blocks)
     return Engine(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pensieve.cache.prefix import PrefixCache
 from pensieve.cache.slots import SlotCache
@@ -19,7 +22,7 @@ from pensieve.eviction.lru import Lru
 from pensieve.eviction.retention_value import RetentionValue
 from pensieve.idle_sessions import MemoryLimits
 from pensieve.plan import StepPlan, StepResult
-from pensieve.request import Forced, Length, Request, TurnRecord, tokens_of
+from pensieve.request import Forced, Free, Length, Request, TurnRecord, tokens_of
 from pensieve.scheduler.composition import split, unified
 from tests.simulated import MACHINE, make_engine, request, run
 
@@ -113,7 +116,7 @@ def test_swap_out_starts_ahead_of_time_and_keeps_the_gpu_copy() -> None:
     assert turn.gpu_hit_tokens == turn.history_tokens == 51
 
 
-def test_decode_out_of_blocks_suspends_the_latest_and_both_finish() -> None:
+def test_decode_out_of_blocks_preempts_the_latest_and_both_finish() -> None:
     for cpu_blocks in (16, 0):
         engine = make_engine(gpu_blocks=10, cpu_blocks=cpu_blocks)
         engine.submit(request(1, "a", tokens=8, output=24))
@@ -360,3 +363,152 @@ def test_steady_swap_ins_do_not_starve_swap_outs() -> None:
     assert counters.swapped_in_blocks > 100
     assert counters.swapped_out_blocks > 0
     assert counters.dropped_chunks == 0, "everything fits on CPU, so nothing was lost for want of a copy"
+
+
+def test_a_stop_string_is_found_however_many_tokens_without_text_are_in_it() -> None:
+    probe = make_engine(gpu_blocks=64)
+    probe.submit(request(1, "a", tokens=4, output=40))
+    ids = list(run(probe)[1].token_ids)
+    last = next(at for at in range(20, 40) if ids[at] not in ids[:at])
+    letters = {ids[0]: "a", ids[last]: "b"}
+    engine = make_engine(gpu_blocks=64)
+    engine._decode_text = lambda tokens: "".join(letters.get(token, "") for token in tokens)
+    engine.submit(replace(request(1, "a", tokens=4, output=1), output=Free(40, ("ab",))))
+    turn = run(engine)[1]
+    assert (turn.finish_reason, list(turn.token_ids)) == ("stop", ids[: last + 1])
+
+
+def test_cancelling_a_turn_that_waits_behind_a_preempted_one_costs_that_one_nothing() -> None:
+    """Without the cancellation the same turns are the same, down to what their resumption recomputes."""
+    resumed = []
+    for cancels in (False, True):
+        engine = make_engine(cache=StatelessCache, gpu_blocks=10)
+        engine.submit(request(1, "a", tokens=8, output=24))
+        engine.submit(request(2, "b", tokens=8, output=24))
+        while not engine.scheduler.counters.preempted:
+            engine.step(None)
+        assert [sequence.session.name for sequence in engine.scheduler.running] == ["a"]
+        held = len(engine.cache.find("b").chunks)  # type: ignore[union-attr]
+        assert held > 0
+        if cancels:
+            engine.submit(request(3, "b", tokens=2, output=2, turn=2))
+            engine.cancel(3, "cancelled")
+            assert len(engine.cache.find("b").chunks) == held, "the preempted turn's KV"  # type: ignore[union-attr]
+        resumed.append((run(engine)[2].token_ids, engine.cache.counters.dropped_chunks))
+    assert resumed[0] == resumed[1]
+
+
+def test_a_stateless_cache_forgets_a_turn_that_is_cancelled_while_preempted() -> None:
+    engine = make_engine(cache=StatelessCache, gpu_blocks=10)
+    engine.submit(request(1, "a", tokens=8, output=24))
+    engine.submit(request(2, "b", tokens=8, output=24))
+    while not engine.scheduler.counters.preempted:
+        engine.step(None)
+    engine.submit(request(3, "b", tokens=2, output=2, turn=2))  # waits behind it
+    engine.cancel(2, "cancelled")
+    engine.cache.check()
+    turn = run(engine)[3]
+    assert (turn.status, turn.gpu_hit_tokens) == ("completed", 0)
+    assert turn.recomputed_tokens == turn.history_tokens > 0  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("cache", [TwoTierCache, PrefixCache, SlotCache, StatelessCache])
+def test_an_edit_that_is_undone_leaves_the_conversation_as_it_was(cache: Any) -> None:
+    engine = make_engine(cache=cache, gpu_blocks=64)
+    engine.submit(request(1, "a", tokens=10, output=5))
+    run(engine)
+    before = list(engine.cache.find("a").tokens)  # type: ignore[union-attr]
+    engine.submit(Request(2, "a", 2, tokens_of([*before[:6], 91, 92]), Length(4), continues=False))
+    step = engine._plan()
+    assert step is not None
+    assert len(engine.cache.find("a").tokens) == 8, "admitted, and the old end is gone"  # type: ignore[union-attr]
+    engine._launched.append(step)
+    engine.worker.launch(step.plan, None)
+    engine.cancel(2, "timeout")
+    run(engine)
+    assert list(engine.cache.find("a").tokens) == before  # type: ignore[union-attr]
+    engine.submit(request(3, "a", tokens=3, output=3, turn=3))
+    turn = run(engine)[3]
+    assert turn.prompt_tokens == len(before) + 3
+    fresh = make_engine()
+    fresh.submit(Request(3, "a", 3, tokens_of(before) + request(3, "a", 3, 3).prompt, Length(3)))
+    assert run(fresh)[3].token_ids == turn.token_ids
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    cache=st.sampled_from([TwoTierCache, PrefixCache, SlotCache, StatelessCache]),
+    depth=st.sampled_from([1, 2]),
+    gpu=st.integers(8, 14),
+    asked=st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(1, 14), st.integers(1, 10), st.integers(0, 6), st.booleans()),
+        min_size=1,
+        max_size=9,
+    ),
+    victims=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 8)), max_size=6),
+)
+def test_cancelled_in_any_state_a_turn_stands_or_never_was(
+    cache: Any,
+    depth: int,
+    gpu: int,
+    asked: list[tuple[str, int, int, int, bool]],
+    victims: list[tuple[int, int]],
+) -> None:
+    """Queued, deferred, parked, in prefill, decoding, preempted, in flight: what is left is what turns that stand said."""
+    engine = make_engine(cache=cache, gpu_blocks=gpu, cpu_blocks=8, depth=depth, max_batch_tokens=5)
+    submitted: dict[int, Request] = {}
+    done: list[TurnRecord] = []
+    after: dict[str, list[int]] = {}
+
+    def step() -> None:
+        events = engine.step(None)
+        engine.cache.check()
+        for event in events:
+            if event.turn is not None:
+                done.append(event.turn)
+
+    steps = 0
+    for number, (name, tokens, output, wait, edits) in enumerate(asked, start=1):
+        made = request(number, name, tokens, output, turn=0)
+        if edits:
+            held = engine.cache.find(name)
+            made = replace(
+                made, continues=False, prompt=(held.tokens[:tokens] if held else tokens_of([])) + made.prompt
+            )
+        submitted[number] = made
+        engine.submit(made)
+        for _ in range(wait):
+            steps += 1
+            for at, victim in victims:
+                if at == steps:
+                    engine.cancel(victim, "cancelled")
+                    engine.cache.check()
+            step()
+    for at, victim in victims:
+        if at > steps:
+            engine.cancel(victim, "timeout")
+            engine.cache.check()
+    while engine.busy:
+        step()
+        assert engine.progressed or not engine.busy, "jammed"
+    done += [event.turn for event in engine.take_events() if event.turn is not None]
+    assert sorted(turn.request_id for turn in done) == sorted(submitted), "each finishes once"
+    turns_of: dict[str, list[int]] = {}
+    for turn in sorted(done, key=lambda turn: turn.request_id):
+        if turn.status != "refused":  # a conversation whose first turn is refused is not even begun
+            turns_of.setdefault(turn.session, []).append(turn.turn)
+        made = submitted[turn.request_id]
+        said = after.setdefault(turn.session, [])
+        if turn.stands:
+            assert turn.prompt_tokens == len(made.prompt) + (len(said) if made.continues else 0)
+            after[turn.session] = [*(said if made.continues else []), *made.prompt, *turn.token_ids]
+    for name, said in after.items():
+        known = engine.cache.find(name)
+        assert (list(known.tokens) if known else []) == said
+        roomy = make_engine(gpu_blocks=200)
+        for one, prompt in ((engine, tokens_of([11, 12])), (roomy, tokens_of([*said, 11, 12]))):
+            one.submit(Request(99, name, 99, prompt, Length(2)))
+        small, large = run(engine)[99], run(roomy)[99]
+        assert small.status == "refused" or small.token_ids == large.token_ids
+        numbers = turns_of.get(name, [])
+        assert numbers == sorted(set(numbers)), "no number is given twice"

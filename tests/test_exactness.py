@@ -110,7 +110,7 @@ def test_gpu_hit_cpu_restore_and_recompute_equal_the_plain_model(name: str, fuse
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_suspended_requests_go_on_exactly(name: str) -> None:
+def test_preempted_requests_go_on_exactly(name: str) -> None:
     for cpu_blocks in (24, 0):
         checked = Checked(load(name), gpu_blocks=12, cpu_blocks=cpu_blocks)
         finished = checked.run(

@@ -155,15 +155,32 @@ def test_promises_are_kept_only_by_completed_turns_within_both():
     assert ("slo_attainment", "") not in table(summarise(measurement(*turns), slo=Slo()))
 
 
-def test_bytes_come_from_the_counters_and_a_token_pays_its_share():
-    counters = {"h2d_bytes": 800.0, "swapped_in_bytes": 640.0}
-    turns = [turn("a", 1, sent_bytes=30), turn("a", 2, sent_bytes=10)]
+def test_bytes_are_those_of_the_turns_and_a_token_pays_its_share():
+    counters = {"h2d_bytes": 800.0, "d2h_bytes": 400.0, "swapped_in_bytes": 640.0}
+    own = {"received_bytes": 10, "h2d_bytes": 16, "d2h_bytes": 8}
+    turns = [
+        turn("w", 1, phase="warmup", sent_bytes=1000, **own),
+        turn("a", 1, sent_bytes=30, **own),
+        turn("a", 2, sent_bytes=10, **own),
+        turn("a", 3, phase="rewarm", sent_bytes=1000, **own),
+    ]
     metrics = summarise(measurement(*turns, counters=counters))
-    assert value(metrics, "h2d_bytes") == 800.0
-    assert value(metrics, "h2d_bytes_per_token") == 100.0
+    assert value(metrics, "h2d_bytes") == 32.0
+    assert value(metrics, "h2d_bytes_per_token") == 4.0
+    assert value(metrics, "d2h_bytes") == 400.0, "also what no turn waited for"
     assert value(metrics, "sent_bytes_per_token") == 5.0
     assert value(metrics, "swapped_in_bytes") == 640.0
     assert value(metrics, "swapped_out_bytes") is None
+
+
+def test_bytes_of_turns_that_nobody_counted_are_the_systems_or_none():
+    turns = [turn("a", 1, sent_bytes=30), turn("a", 2), turn("a", 3, status="timeout")]
+    metrics = summarise(measurement(*turns, counters={"h2d_bytes": 800.0}))
+    assert value(metrics, "h2d_bytes") == 800.0
+    assert value(metrics, "d2h_bytes") is None
+    assert value(metrics, "sent_bytes") is value(metrics, "sent_bytes_per_token") is None
+    counted = [turn("a", 1, sent_bytes=30), turn("a", 2, status="timeout")]
+    assert value(summarise(measurement(*counted)), "sent_bytes") == 30.0
 
 
 def test_labels_have_metrics_of_their_own():

@@ -1,3 +1,4 @@
+import dataclasses
 from array import array
 from collections import Counter
 from itertools import pairwise
@@ -5,13 +6,19 @@ from itertools import pairwise
 import pytest
 
 from pensieve.baselines.base import Capabilities
+from pensieve.baselines.inline_system import InlineSystem
+from pensieve.cache.two_tier import TwoTierCache
 from pensieve.clock import VirtualClock
+from pensieve.eviction.retention_value import RetentionValue
 from pensieve.metrics import summarise
 from pensieve.replay import replay
 from pensieve.request import Length, Request
+from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.worker.simulated import SimulatedWorker
 from pensieve.workload.base import Arrival, WorkloadPlan
 from pensieve.workload.chat import ChatWorkload
 from tests.scripted import Latency, ScriptedSystem, context
+from tests.simulated import MACHINE, MODEL
 
 KEEPS_NOTHING = Capabilities(virtual_time=True, keeps_sessions=False)
 
@@ -32,6 +39,28 @@ class Listed:
     def on_finished(self, turn):
         self.finished.append((turn.session, turn.turn, turn.status, turn.finished_s))
         return []
+
+
+class EngineOnTheScript(InlineSystem):
+    """A small simulated engine, with its sessions or without; an iteration takes 30 ms and computes two positions."""
+
+    def __init__(self, keeps_sessions):
+        clock, hardware = VirtualClock(), dataclasses.replace(MACHINE, step_overhead_s=0.03)
+        super().__init__(
+            model=MODEL,
+            hardware=hardware,
+            worker=SimulatedWorker(MODEL, hardware, clock, 4),
+            clock=clock,
+            cache=TwoTierCache,
+            policy=RetentionValue,
+            scheduler=SchedulerSettings(max_batch_tokens=2),
+            gpu_blocks=64,
+            cpu_blocks=0,
+            chunk_tokens=4,
+        )
+        self.can = Capabilities(virtual_time=True, keeps_sessions=keeps_sessions)
+        self.prompts = []
+        self.start()
 
 
 def arrival(at_s, number, session="a", turn=1, tokens=3, deadline_s=None, phase="chat"):
@@ -198,6 +227,42 @@ def test_a_system_without_sessions_gets_the_prompts_that_one_with_sessions_has()
     assert lengths[0] == lengths[1]
 
 
+@pytest.mark.parametrize("cut_at_s", [0.02, 0.5])
+def test_after_a_timeout_the_log_holds_what_an_engine_with_sessions_holds(cut_at_s):
+    """In prefill nothing was generated and the turn is undone, its message too; later what was generated stays."""
+
+    class Watched(EngineOnTheScript):
+        def submit(self, request):
+            self.prompts.append(request.prompt)
+            super().submit(request)
+
+    arrivals = [
+        arrival(0.0, 1, turn=1),
+        arrival(1.0, 2, turn=2, tokens=40, deadline_s=1.0 + cut_at_s),
+        arrival(9.0, 3, turn=3),
+    ]
+    kept, logged = Watched(keeps_sessions=True), Watched(keeps_sessions=False)
+    with_sessions, without = (replay(system, Listed(*arrivals)) for system in (kept, logged))
+    status = [[(t.status, t.output_tokens > 0) for t in record.turns] for record in (with_sessions, without)]
+    assert status[0] == status[1] == [("completed", True), ("timeout", cut_at_s > 0.1), ("completed", True)]
+    assert with_sessions.turns[2].prompt_tokens == without.turns[2].prompt_tokens == len(logged.prompts[2])
+    assert with_sessions.turns[2].output_sha256 == without.turns[2].output_sha256
+    held = list(kept.engine.cache.find("a").tokens)
+    assert held[: len(logged.prompts[2])] == list(logged.prompts[2])
+
+
+def test_a_turn_that_comes_before_the_last_one_ended_waits_for_what_it_said():
+    """As an engine with sessions makes it wait; the prompt is then whole, and the time counts as queueing."""
+    arrivals = [arrival(0.0, 1, tokens=5), arrival(0.01, 2, turn=2, tokens=2), arrival(0.02, 3, "b")]
+    keeps, forgets = ScriptedSystem(), ScriptedSystem(can=KEEPS_NOTHING)
+    replay(keeps, Listed(*arrivals))
+    record = replay(forgets, Listed(*arrivals))
+    assert [request.id for request in forgets.submitted] == [1, 3, 2], "nobody else waits for it"
+    assert list(forgets.submitted[2].prompt) == [*[7] * 4, 1, 2, 3, 4, 5, *[7] * 4]
+    assert next(turn for turn in record.turns if turn.turn == 2).ttft_ms == pytest.approx(60 + 50)
+    assert max(record.send_lag_s) == pytest.approx(0.0), "it was not sent late"
+
+
 def test_offline_policies_learn_the_next_arrival_once_it_is_scheduled():
     system = ScriptedSystem(started_at_s=5.0)
     replay(system, Listed(arrival(0.0, 1, "a"), arrival(4.0, 2, "a", turn=2), arrival(6.0, 3, "b")))
@@ -258,8 +323,23 @@ def test_progress_counts_streamed_tokens_and_ends_with_all_of_them():
 
 def test_counters_cover_the_measured_turns_only():
     record = replay(ScriptedSystem(), chat(warmup_turns=4))
-    assert record.counters_start["evicted_chunks"] == 4
     assert record.measurement.counters["evicted_chunks"] == len(record.turns) - 4
+
+
+def test_counters_leave_out_what_prepares_others_between_measured_turns():
+    phases = ["warmup", "hit", "rewarm", "throughput", "warmup", "miss", "rewarm", "throughput"]
+    turns = [arrival(float(n), n, "a", turn=n, phase=phase) for n, phase in enumerate(phases, start=1)]
+    record = replay(ScriptedSystem(), Listed(*turns))
+    assert record.measurement.counters["evicted_chunks"] == 4
+
+
+def test_what_is_warmed_beside_a_measured_turn_counts_with_it():
+    def latency(request):
+        return Latency(first=3000 if request.phase == "chat" else 10)
+
+    turns = [(0.0, "warmup"), (1.0, "chat"), (2.0, "warmup"), (6.0, "warmup")]
+    listed = [arrival(at, n, f"s{n}", phase=phase) for n, (at, phase) in enumerate(turns, start=1)]
+    assert replay(ScriptedSystem(latency), Listed(*listed)).measurement.counters["evicted_chunks"] == 2
 
 
 def test_nothing_to_do_is_a_record_too():

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from analysis.drawing import estimates
 from analysis.drawing.source import BySession, Cell, Panel, Source, number
-from pensieve.metrics import UNMEASURED
+from pensieve.request import is_measured
 from pensieve.statistics import Estimate, PairedRatio, paired_ratio
 
 AXIS = "workload.agents"
@@ -121,7 +121,7 @@ def _without_memory(source: Source, trial_id: int) -> int:
         (row.status == "refused" and row.finish_reason == "capacity")
         or (row.status == "failed" and "memory" in (row.error or ""))
         for row in rows
-        if row.phase not in UNMEASURED
+        if is_measured(row.phase)
     )
 
 

@@ -16,24 +16,34 @@ from pensieve.worker.base import Worker
 
 _TRANSFER_BLOCKS = 64
 _TRANSFER_ROUNDS = 4
-_LONGEST = 1024  # tokens; the fit gives what lies beyond
 _known: dict[str, Profile] = {}
 
 
 def profile_of(
-    worker: Worker, clock: Clock, chunk_tokens: int, longest: int, transfer_blocks: int, where: Mapping[str, Any]
+    worker: Worker,
+    clock: Clock,
+    chunk_tokens: int,
+    pool_tokens: int,
+    max_context: int,
+    transfer_blocks: int,
+    where: Mapping[str, Any],
 ) -> Profile:
     """Measured before the first request, in the blocks of the pools that the requests will overwrite.
 
-    All baselines of a sweep share one profile, so that their policies decide by the same costs. transfer_blocks: how many
-    blocks both tiers have, 0 for no CPU tier. Raises WorkerError when a measured step fails.
+    All baselines of a sweep share one profile, so that their policies decide by the same costs. pool_tokens: what the GPU
+    tier holds; with the model's max_context it bounds the contexts that are measured. transfer_blocks: how many blocks both
+    tiers have, 0 for no CPU tier. Raises WorkerError when a measured step fails.
     """
-    longest = min(longest, _LONGEST)
+    longest = min(pool_tokens, max_context)
     same = {name: value for name, value in where.items() if name not in _POOL_SETTINGS}
-    key = json.dumps([same, chunk_tokens, longest], sort_keys=True, default=str)
+    key = json.dumps([same, chunk_tokens, longest.bit_length(), max_context], sort_keys=True, default=str)
     profile = _known.get(key)
     if profile is None:
-        profile = measure(lambda tokens: _prefill_s(worker, clock, chunk_tokens, tokens), chunk_tokens, longest, same)
+
+        def iteration_s(start: int, stop: int) -> float:
+            return _iteration_s(worker, clock, chunk_tokens, start, stop)
+
+        profile = measure(iteration_s, chunk_tokens, longest, same, max_context)
     if transfer_blocks and not profile.load_chunk_s:
         profile = replace(profile, load_chunk_s=load_s(worker, clock, transfer_blocks))
     _known[key] = profile
@@ -43,9 +53,11 @@ def profile_of(
 _POOL_SETTINGS = {"gpu_pool_bytes", "cpu_pool_bytes", "mean_fragment_bytes", "copies", "copies_measured"}
 
 
-def _prefill_s(worker: Worker, clock: Clock, chunk_tokens: int, tokens: int) -> float:
-    table = tuple(range(ceil_div(tokens, chunk_tokens)))
-    row = Row(slot=0, runs=((0, tokens),), tokens=tuple(i % 250 for i in range(tokens)), sample=Sample(tokens))
+def _iteration_s(worker: Worker, clock: Clock, chunk_tokens: int, start: int, stop: int) -> float:
+    """Over whatever KV lies in the blocks below `start`: its values change no time."""
+    table = tuple(range(ceil_div(stop, chunk_tokens)))
+    tokens = tuple(i % 250 for i in range(start, stop))
+    row = Row(slot=0, runs=((start, stop),), tokens=tokens, sample=Sample(stop))
     return _seconds(worker, clock, StepPlan(step=-1, rows=(row,), tables=((0, 0, table),)))
 
 

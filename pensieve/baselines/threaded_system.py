@@ -90,9 +90,9 @@ class ThreadedSystem(EngineSystem):
 
     def _prices(self, report: StartReport) -> CostModel:
         size, model = self._chunk_tokens, self._model
-        longest = min(self._gpu_blocks * size, model.max_context)
+        pool, transfers = self._gpu_blocks * size, min(self._cpu_blocks, self._gpu_blocks)
         where = {**report.settings, "model": model.name, "parameters": model.parameters}
-        return profile_of(self._worker, self.clock, size, longest, min(self._cpu_blocks, self._gpu_blocks), where)
+        return profile_of(self._worker, self.clock, size, pool, model.max_context, transfers, where)
 
     def _begin(self) -> None:
         thread = threading.Thread(target=self._drive, name="pensieve-engine", daemon=True)

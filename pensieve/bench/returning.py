@@ -54,7 +54,8 @@ class Returning:
     def profile(self) -> Profile:
         """Of the machine and the link as it is, measured as a trial does; a hybrid restore decides by it."""
         blocks, settings = self.cache.gpu_blocks, {**self.worker.settings(), "bench": "returning"}
-        known = profile_of(self.worker, self.clock, CHUNK, blocks * CHUNK, blocks, settings)
+        longest = self.model.spec.max_context
+        known = profile_of(self.worker, self.clock, CHUNK, blocks * CHUNK, longest, blocks, settings)
         return replace(known, load_chunk_s=load_s(self.worker, self.clock, blocks))
 
     def set_cost_model(self) -> Profile:

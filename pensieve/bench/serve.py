@@ -23,6 +23,7 @@ from pensieve.cost.roofline import Roofline
 from pensieve.errors import ConfigError, PensieveError, RequestFailed
 from pensieve.metrics import Metric, summarise
 from pensieve.replay import replay
+from pensieve.request import is_measured
 from pensieve.trial import Job, run_trial
 from pensieve.trial.jobs import compose_job
 from pensieve.trial.liveness import device_lock
@@ -276,7 +277,7 @@ def _roofline_ratio(bench: Bench, cell: Cell, point: Point) -> float:
     turns = [
         Turn(row.history_tokens, row.new_tokens, row.output_tokens)
         for row in rows
-        if row.phase != "warmup" and row.status == "completed" and row.history_tokens is not None
+        if is_measured(row.phase) and row.status == "completed" and row.history_tokens is not None
     ]
     context = fmean(turn.history + turn.new + turn.output for turn in turns)
     room = int(plan.gpu_blocks * plan.chunk_tokens / context)

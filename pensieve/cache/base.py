@@ -189,6 +189,10 @@ class CacheManager(ABC):
     def preempt(self, session: Session, now_s: float) -> tuple[Copy, ...]:
         """Its request stops in mid-turn: its chunks may be evicted, and those that are on GPU only are copied out at once."""
 
+    def end_preempted(self, session: Session, now_s: float) -> None:
+        """A preempted request ended without running again: what `release` gives up beyond `preempt` goes now."""
+        return None
+
     @abstractmethod
     def release(self, session: Session, now_s: float) -> None:
         """Its request ended: its chunks may be evicted, and reserved blocks that were not used come back."""

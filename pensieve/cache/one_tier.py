@@ -35,7 +35,6 @@ class OneTier(CacheManager):
         if keep < len(session.tokens):
             self.truncate(session, keep)
         session.extend(suffix)
-        session.turns += 1
         found = self._occupy(session, now_s)
         hit = min(found, history)
         return self._admission(session, Residency(prompt, history, hit, 0, found - hit), found)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from pensieve.cache.base import Admission, Demand, Residency, Run
 from pensieve.cache.one_tier import OneTier
-from pensieve.errors import CapacityError
+from pensieve.errors import CapacityError, ConfigError
 from pensieve.eviction.base import EvictionPolicy
 from pensieve.request import TokenArray, tokens_of
 from pensieve.session import Session, common_prefix
@@ -30,9 +30,12 @@ class Slot:
 class SlotCache(OneTier):
     """n_slots slots of n_ctx / n_slots cells each (llama-server's --parallel and --ctx-size).
 
-    A request takes the idle slot whose tokens share the longest prefix with its prompt, then the least recently used. KV up
-    to the first difference is kept, the rest is overwritten; nothing is shared between slots, and a request longer than a
-    slot can never be served. The eviction policy of the configuration has no say.
+    A request takes the idle slot whose tokens share the longest prefix with its prompt, where that is more than
+    slot_prompt_similarity of the prompt (llama-server's --slot-prompt-similarity, 0.1 by default; 0 asks for no prefix at
+    all), else the least recently used one: `get_available_slot` in llama.cpp's tools/server/server-context.cpp. In either, KV
+    up to the first difference is kept and the rest is overwritten; nothing is shared between slots, and a request longer than
+    a slot can never be served. llama-server's copies of slots in host memory (--cache-ram) are left out. The eviction policy
+    of the configuration has no say.
 
     n_slots None: llama-server leaves the number to whoever starts it, who would see to it that a conversation fits; so it is
     the largest up to MOST_SLOTS whose slots hold `longest_tokens` (None: not known) with a chunk to spare.
@@ -49,7 +52,12 @@ class SlotCache(OneTier):
         cpu_blocks: int = 0,
         n_slots: int | None = None,
         longest_tokens: int | None = None,
+        slot_prompt_similarity: float = 0.1,
     ) -> None:
+        if not 0 <= slot_prompt_similarity <= 1:
+            raise ConfigError(
+                f"baseline.cache.slot_prompt_similarity is a share of the prompt, from 0 to 1, not {slot_prompt_similarity}."
+            )
         if n_slots is None:
             each = ceil_div((longest_tokens or 0) + chunk_tokens, chunk_tokens)
             n_slots = max(1, min(MOST_SLOTS, gpu_blocks // each))
@@ -61,13 +69,18 @@ class SlotCache(OneTier):
         each = gpu_blocks // n_slots
         super().__init__(chunk_tokens, gpu_blocks=each * n_slots)
         self.request_blocks = each
+        self.slot_prompt_similarity = slot_prompt_similarity
         self.slots = [Slot(number, tuple(range(number * each, (number + 1) * each))) for number in range(n_slots)]
         self._slot_of: dict[int, Slot] = {}
 
     @property
-    def chosen(self) -> dict[str, int]:
+    def chosen(self) -> dict[str, float]:
         """For the record of a trial."""
-        return {"n_slots": len(self.slots), "slot_tokens": self.request_blocks * self.chunk_tokens}
+        return {
+            "n_slots": len(self.slots),
+            "slot_tokens": self.request_blocks * self.chunk_tokens,
+            "slot_prompt_similarity": self.slot_prompt_similarity,
+        }
 
     @property
     def available(self) -> int:
@@ -119,11 +132,8 @@ class SlotCache(OneTier):
 
     def _occupy(self, session: Session, now_s: float) -> int:
         """Take a slot and cut its tokens at the first difference; returns how many are left."""
-        limit = len(session.tokens) - 1
-        idle = [slot for slot in self.slots if slot.session is None]
-        matches = {slot.number: min(common_prefix(slot.tokens, session.tokens), limit) for slot in idle}
-        slot = min(idle, key=lambda s: (-matches[s.number], s.used_s, s.number))
-        found, size = matches[slot.number], self.chunk_tokens
+        slot, size = self._choose(session.tokens), self.chunk_tokens
+        found = min(common_prefix(slot.tokens, session.tokens), len(session.tokens) - 1)
         overwritten = -(-len(slot.tokens) // size) - -(-found // size)
         self.counters.evicted_chunks += overwritten
         self.counters.dropped_chunks += overwritten
@@ -132,6 +142,15 @@ class SlotCache(OneTier):
         self._slot_of[session.number] = slot
         session.start(now_s)
         return found
+
+    def _choose(self, prompt: TokenArray[int]) -> Slot:
+        idle = [slot for slot in self.slots if slot.session is None]
+        if self.slot_prompt_similarity:
+            shared = {slot.number: common_prefix(slot.tokens, prompt) for slot in idle}
+            nearest = max(idle, key=lambda slot: (shared[slot.number], -slot.number))
+            if shared[nearest.number] / len(prompt) > self.slot_prompt_similarity:
+                return nearest
+        return min(idle, key=lambda slot: (slot.used_s, slot.number))
 
     def _admission(self, session: Session, residency: Residency, found: int) -> Admission:
         again = max(0, session.computed - found)

@@ -20,7 +20,5 @@ class StatelessCache(TwoTierCache):
         super().release(session, now_s)
         self.tiers.discard(session, 0)
 
-    def unmark_waiting(self, session: Session, now_s: float) -> None:
-        super().unmark_waiting(session, now_s)
-        if not session.running:
-            self.tiers.discard(session, 0)  # preempted and then withdrawn
+    def end_preempted(self, session: Session, now_s: float) -> None:
+        self.tiers.discard(session, 0)

@@ -80,7 +80,6 @@ class TwoTierCache(CacheManager):
         if keep < len(session.tokens):
             self.truncate(session, keep)
         session.extend(suffix)
-        session.turns += 1
         self.policy.observe(session, now_s)
         return self._start(session, residency, now_s)
 

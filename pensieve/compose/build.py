@@ -17,6 +17,7 @@ from pensieve.compose.weights import weights_kind
 from pensieve.errors import CapacityError, ConfigError
 from pensieve.eviction.base import EvictionPolicy, PolicyContext
 from pensieve.idle_sessions import MemoryLimits
+from pensieve.request import tokens_of
 from pensieve.scheduler.composition import Composition
 from pensieve.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from pensieve.worker.base import Worker
@@ -168,7 +169,7 @@ def make_workload(plan: TrialPlan, tokenizer: Tokenizer) -> Workload:
         cpu_tokens=plan.budget_cpu_blocks * plan.chunk_tokens,
         max_context=plan.model.max_context,
         vocab=plan.model.vocab,
-        encode=tokenizer.encode,
+        encode=lambda text: tokens_of(tokenizer.encode(text), plan.model.vocab),
         force_lengths=plan.device.simulated or plan.weights == "random",
     )
     workload: Workload = find_parts(plan.config).workload(context)

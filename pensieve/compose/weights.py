@@ -9,6 +9,7 @@ from typing import Any
 from pensieve.compose.folder import conf_folder, ended, nearest, options, read_option
 from pensieve.compose.schema import ModelConfig
 from pensieve.errors import ConfigError, WeightsMissing
+from pensieve.tokenizer import find_tokenizer_file
 
 _WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 
@@ -16,14 +17,19 @@ _WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 def model_config(source: str, **changes: Any) -> ModelConfig:
     """A model by its name in conf/model, by the folder that save_pretrained wrote, or by its hub id.
 
-    `changes` replace fields of it (weights, seed, dtype). Raises ConfigError for an unknown name, WeightsMissing where
-    the hub cannot be asked.
+    `changes` replace fields of it (weights, seed, dtype). A folder is where its model was published: weights=hub means its
+    own, and whatever the weights are, its tokenizer is the model's. Raises ConfigError for an unknown name, WeightsMissing
+    where the hub cannot be asked.
     """
     if (conf_folder() / "model" / f"{source}.yaml").is_file():
         return ModelConfig.model_validate({**read_option("model", source), **changes})
     if Path(source).expanduser().is_dir():
         architecture = folder_architecture(source)
         fields = {"name": Path(source).expanduser().resolve().name, "weights": source, "architecture": architecture}
+        if find_tokenizer_file(source) is not None:
+            fields["tokenizer"] = source
+        if changes.get("weights") == "hub":
+            changes["weights"] = source
         return ModelConfig.model_validate({**fields, **changes})
     if source.count("/") != 1:
         raise ConfigError(ended(f"There is no model {source!r}{nearest(source, options('model'))}"))

@@ -18,6 +18,10 @@ class CostModel(Protocol):
         """What an iteration costs before it computes anything."""
         ...
 
+    def weights_s(self) -> float:
+        """What the linear layers of an iteration take at least, however few its tokens: the reading of the weights."""
+        ...
+
     def load_s(self) -> float:
         """One chunk from CPU to GPU."""
         ...
@@ -28,11 +32,14 @@ class CostModel(Protocol):
 
 
 def predicted_s(cost: CostModel, runs: Iterable[tuple[int, int]], chunk_tokens: int) -> float:
-    """An iteration that computes these positions of one conversation, chunk by chunk as the eviction policy counts them."""
-    seconds = cost.step_s()
+    """An iteration that computes these positions of one conversation, chunk by chunk as the eviction policy counts them, and
+    what the weights of a short one take beyond their arithmetic."""
+    marginal, tokens = 0.0, 0
     for start, stop in runs:
+        tokens += stop - start
         while start < stop:
             end = min(stop, (start // chunk_tokens + 1) * chunk_tokens)
-            seconds += cost.recompute_s(end) * (end - start) / chunk_tokens
+            marginal += cost.recompute_s(end) * (end - start) / chunk_tokens
             start = end
-    return seconds
+    linear = cost.recompute_s(chunk_tokens) * tokens / chunk_tokens  # a first chunk attends to next to nothing
+    return cost.step_s() + marginal + max(0.0, cost.weights_s() - linear)

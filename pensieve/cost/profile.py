@@ -1,87 +1,230 @@
 """Seconds measured on the device that serves: the cost model of real hardware (paper section 4.3.1).
 
-The time P(l) of a prefill of l tokens is measured at powers of two and fitted by a + b l + q l^2 with no negative term:
-a is what a step costs anyway, b the linear layers, q attention. The marginal chunk that ends at context l then costs its
-share of b and of q. Differences of neighbouring measurements would carry their noise straight into the retention value;
-a lone forward of 32 tokens would measure weight loading and turn it into LRU.
+An iteration that computes positions [i, l) takes a + max(w, b (l - i)) + q (l^2 - i^2): a is what it costs anyway, w the
+reading of the weights, b the linear layers' arithmetic, q attention. No term is negative. Short iterations are bound by w
+and long ones by b: one fit over both would read the hinge between them as attention. The marginal chunk of a longer
+prefill that ends at context l costs its share of b and of q. Differences of neighbouring measurements would carry their
+noise straight into the retention value; a lone forward of 32 tokens would measure w and turn it into LRU.
+
+Up to WHOLE tokens, prefills from position 0 are measured. At longer contexts an iteration computes the last TAIL tokens
+only, as a server does: its time tells q, and it needs neither the time nor the memory of a prefill of them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import combinations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-SHORTEST = 128  # tokens; below, matrix products are too small to tell what a marginal chunk costs
+from pensieve.errors import WorkerError
+
+SHORTEST = 32  # tokens: where a machine is bound by its weights, some lengths must show it
+WHOLE = 1024
+TAIL = 512
 _ROUNDS = 4
-_LONG_S = 0.2  # a run this long is repeated once, shorter ones in every round
+_LONG_S = 0.2  # a run this long is repeated once at most, shorter ones in every round
+_BUDGET_S = 8.0  # of measured time, to see every length once; those up to _ALWAYS are seen whatever they take
+_ALWAYS = 128
+_REPEATS_S = 4.0  # nothing is repeated beyond so much measured time
+_EXACT = 1e-12  # sums of squared relative errors that differ by less are equal: the fit of fewer terms is taken
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """step_s: a. weights_s: w. linear_s: b, a token. attention_s: q, by squared tokens of context."""
+
+    step_s: float
+    weights_s: float
+    linear_s: float
+    attention_s: float
+
+    def iteration_s(self, start: int, stop: int) -> float:
+        linear = max(self.weights_s, self.linear_s * (stop - start))
+        return self.step_s + linear + self.attention_s * (stop**2 - start**2)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """prefill_s: context length -> seconds, ascending. load_chunk_s: one chunk from CPU to GPU, 0 where there is no CPU tier.
+    """prefill_s: context length -> seconds of a prefill of it in one iteration, ascending. load_chunk_s: one chunk from CPU
+    to GPU, 0 where there is no CPU tier.
 
-    where: device, threads, dtype and versions.
+    where: device, threads, dtype and versions. tail_s: context length -> seconds of an iteration over its last
+    `tail_tokens`. left_out: context lengths that were not measured, and why.
     """
 
     chunk_tokens: int
     prefill_s: Mapping[int, float]
     load_chunk_s: float
     where: Mapping[str, Any]
+    tail_s: Mapping[int, float] = field(default_factory=dict)
+    tail_tokens: int = TAIL
+    left_out: Mapping[int, str] = field(default_factory=dict)
 
     @cached_property
-    def terms(self) -> tuple[float, float, float]:
-        """a [s], b [s/token], q [s/token^2]."""
-        return _fit(self.prefill_s)
+    def terms(self) -> Terms:
+        return _fit(self._measured())
 
     def recompute_s(self, context_tokens: int) -> float:
         """One chunk that ends at this context: non-decreasing in it."""
-        _, linear, quadratic = self.terms
-        context = max(context_tokens, self.chunk_tokens)
-        return self.chunk_tokens * (linear + quadratic * (2 * context - self.chunk_tokens))
+        terms, context = self.terms, max(context_tokens, self.chunk_tokens)
+        return self.chunk_tokens * (terms.linear_s + terms.attention_s * (2 * context - self.chunk_tokens))
 
     def step_s(self) -> float:
-        return self.terms[0]
+        return self.terms.step_s
+
+    def weights_s(self) -> float:
+        return self.terms.weights_s
 
     def load_s(self) -> float:
         return self.load_chunk_s
 
+    def largest_error_pct(self) -> float | None:
+        """Of the fitted times against the measured ones; None where there are as many terms as measurements, which any fit
+        would meet."""
+        measured, terms = self._measured(), self.terms
+        if len(measured) <= sum(value > 0 for value in asdict(terms).values()):
+            return None
+        return max(100 * abs(terms.iteration_s(start, stop) / seconds - 1) for start, stop, seconds in measured)
+
     def describe(self) -> dict[str, Any]:
-        step, linear, quadratic = self.terms
-        fitted = {"step_s": step, "linear_s_per_token": linear, "attention_s_per_token2": quadratic}
-        return {"kind": "profile", **asdict(self), **fitted}
+        terms = self.terms
+        return {
+            "kind": "profile",
+            **asdict(self),
+            "step_s": terms.step_s,
+            "weights_s": terms.weights_s,
+            "linear_s_per_token": terms.linear_s,
+            "attention_s_per_token2": terms.attention_s,
+            "largest_error_pct": self.largest_error_pct(),
+        }
+
+    def _measured(self) -> list[_Measured]:
+        whole = [(0, length, seconds) for length, seconds in self.prefill_s.items()]
+        return whole + [(length - self.tail_tokens, length, seconds) for length, seconds in self.tail_s.items()]
 
 
-def measure(prefill: Callable[[int], float], chunk_tokens: int, longest: int, where: Mapping[str, Any]) -> Profile:
-    """Profile a device through `prefill(tokens) -> seconds`; the fastest run counts, since noise only adds."""
-    lengths = [1 << power for power in range(longest.bit_length()) if SHORTEST <= 1 << power <= longest] or [longest]
-    fastest = {length: prefill(length) for length in lengths}
+_Measured = tuple[int, int, float]  # first position, end, seconds
+
+
+def measure(
+    iteration: Callable[[int, int], float],
+    chunk_tokens: int,
+    longest: int,
+    where: Mapping[str, Any],
+    max_context: int | None = None,
+) -> Profile:
+    """Profile a device through `iteration(start, stop) -> seconds` at the powers of two up to `longest`, the context that
+    its pools hold; the fastest run counts, of a context or of a longer one, since noise only adds.
+
+    max_context: what the model takes, so that the record can say what the pools left out. Raises WorkerError where a prefill
+    fails; where a longer context does, which may need more memory than there is, the profile ends before it.
+    """
+    lengths = list(_powers(SHORTEST, longest)) or [longest]
+    left_out = dict.fromkeys(_powers(2 * lengths[-1], max_context or 0), "the GPU tier holds less")
+    fastest: dict[int, float] = {}
+    spent = 0.0
+
+    def run(length: int) -> float:
+        return iteration(0 if length <= WHOLE else length - TAIL, length)
+
+    for index, length in enumerate(lengths):
+        reason = ""
+        # A prefill of twice the length takes twice as long, an iteration over as many tokens much as long, but for attention.
+        if length > _ALWAYS and spent + fastest[lengths[index - 1]] * (2 if length <= WHOLE else 1) > _BUDGET_S:
+            reason = f"it would take the profile beyond {_BUDGET_S:g} s"
+        else:
+            try:
+                fastest[length] = run(length)
+            except WorkerError as error:
+                if length <= WHOLE:
+                    raise
+                reason = str(error)
+        if reason:
+            left_out = dict.fromkeys(lengths[index:], reason) | left_out
+            break
+        spent += fastest[length]
     for repeat in range(_ROUNDS):
-        for length in lengths:
-            if repeat == 0 or fastest[length] < _LONG_S:
-                fastest[length] = min(fastest[length], prefill(length))
-    return Profile(chunk_tokens=chunk_tokens, prefill_s=fastest, load_chunk_s=0.0, where=dict(where))
+        for length, least in fastest.items():
+            if (repeat == 0 or least < _LONG_S) and spent + least <= _REPEATS_S:
+                seconds = run(length)
+                spent += seconds
+                fastest[length] = min(least, seconds)
+    return Profile(
+        chunk_tokens=chunk_tokens,
+        prefill_s=_rising({length: seconds for length, seconds in fastest.items() if length <= WHOLE}),
+        load_chunk_s=0.0,
+        where=dict(where),
+        tail_s=_rising({length: seconds for length, seconds in fastest.items() if length > WHOLE}),
+        left_out=left_out,
+    )
 
 
-def _fit(prefill_s: Mapping[int, float]) -> tuple[float, float, float]:
-    """Least squares of the relative errors under a, b, q >= 0 with b > 0: the best of the few sets of terms that may be
-    zero, which for three terms is exact."""
-    lengths = np.array(list(prefill_s), dtype=float)
-    seconds = np.array(list(prefill_s.values()), dtype=float)
-    columns = np.stack([np.ones_like(lengths), lengths, lengths**2], axis=1) / seconds[:, None]
-    best, least = (0.0, float(np.mean(seconds / lengths)), 0.0), float("inf")
-    for others in ((), (0,), (2,), (0, 2)):
-        chosen = sorted((1, *others))
-        if len(chosen) > len(lengths):
-            continue
-        found, *_ = np.linalg.lstsq(columns[:, chosen], np.ones_like(seconds), rcond=None)
-        error = float(((columns[:, chosen] @ found - 1) ** 2).sum())
-        if (found > 0).all() and error < least:
-            terms = [0.0, 0.0, 0.0]
-            for index, value in zip(chosen, found, strict=True):
-                terms[index] = float(value)
-            best, least = (terms[0], terms[1], terms[2]), error
+def _rising(seconds: Mapping[int, float]) -> dict[int, float]:
+    """None above a longer one's: a shorter iteration takes no longer, so what it took beyond that was noise."""
+    values = np.array(list(seconds.values()))
+    return dict(zip(seconds, np.minimum.accumulate(values[::-1])[::-1].tolist(), strict=True))
+
+
+def _powers(first: int, last: int) -> Iterator[int]:
+    """The powers of two in [first, last]."""
+    power = 1 << (first - 1).bit_length()
+    while power <= last:
+        yield power
+        power *= 2
+
+
+def _fit(measured: Sequence[_Measured]) -> Terms:
+    """Least squares of the relative errors under a, w, q >= 0 and b > 0.
+
+    For each place of the hinge, and each set of terms that may be zero, the terms are linear in the measurements; those that
+    then meet all of them best by iteration_s, which places the hinge by itself, are taken.
+    """
+    seconds = np.array([each for _, _, each in measured])
+    tokens = np.array([stop - start for start, stop, _ in measured], dtype=float)
+    pairs = np.array([stop**2 - start**2 for start, stop, _ in measured], dtype=float)
+    best = Terms(0.0, 0.0, float(np.mean(seconds / tokens)), 0.0)
+    least = _squared_error(best, measured)
+    lengths = sorted(set(tokens))
+    for hinge in lengths[
+        : max(1, len(lengths) - 1)
+    ]:  # two lengths at least are bound by arithmetic, or there is no hinge
+        bound = tokens < hinge
+        columns = np.stack([np.ones_like(tokens), bound * 1.0, np.where(bound, 0.0, tokens), pairs], axis=1)
+        for chosen in _chosen(hinged=bool(bound.any())):
+            if len(chosen) > len(measured):
+                continue
+            found = _solve(columns[:, chosen], seconds)
+            if (found <= 0).any():
+                continue
+            values = np.zeros(4)
+            values[list(chosen)] = found
+            terms = Terms(*values.tolist())
+            error = _squared_error(terms, measured)
+            if error < least - _EXACT:
+                best, least = terms, error
     return best
+
+
+def _chosen(hinged: bool) -> Iterator[tuple[int, ...]]:
+    """Indices of Terms that are not zero, the fewest first: b always, w where there is a hinge."""
+    needed = (1, 2) if hinged else (2,)
+    for count in range(3):
+        for others in combinations((0, 3), count):
+            yield tuple(sorted(needed + others))
+
+
+def _solve(columns: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Least squares of the relative errors; columns are scaled alike, since tokens and their squares differ by much."""
+    relative = columns / seconds[:, None]
+    scale = np.abs(relative).max(axis=0)
+    found, *_ = np.linalg.lstsq(relative / scale, np.ones_like(seconds), rcond=None)
+    return np.asarray(found / scale)
+
+
+def _squared_error(terms: Terms, measured: Sequence[_Measured]) -> float:
+    return sum((terms.iteration_s(start, stop) / seconds - 1) ** 2 for start, stop, seconds in measured)

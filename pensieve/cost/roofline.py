@@ -49,6 +49,10 @@ class Roofline:
     def step_s(self) -> float:
         return self.hardware.step_overhead_s
 
+    def weights_s(self) -> float:
+        m = self.model
+        return self._bound(0, (m.layers * m.layer_parameters + m.vocab * m.hidden) * m.dtype_bytes)
+
     def load_s(self) -> float:
         return self.transfer_s(1, to_gpu=True)
 

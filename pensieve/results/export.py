@@ -13,6 +13,7 @@ from typing import Any
 from sqlalchemy import Row
 
 from pensieve.errors import MissingSeries, ResultsError
+from pensieve.request import is_measured
 from pensieve.results.schema import Trial
 from pensieve.results.store import TURN_COLUMNS, JobResult, ResultsStore
 from pensieve.results.summary import axis_value, varying_axes
@@ -22,6 +23,8 @@ TRIAL_COLUMNS = ("trial_id", "model", "baseline", "eviction", "cache", "workload
 NOTES = {
     "gpu_util_pct": "null: the device does not tell its utilisation, or there is no GPU",
     "memory_bw_gbps": "null: the traffic of the device's memory was not measured, and it is never estimated",
+    "host_to_device_mb": "null: this engine does not count what it copies",
+    "device_to_host_mb": "null: this engine does not count what it copies",
 }
 """Why a field that could be a number is not one."""
 
@@ -62,7 +65,8 @@ def baseline_report(store: ResultsStore, jobs: Sequence[JobResult]) -> dict[str,
 
     total_ms: arrival to last token. per_token_ms: total over generated tokens, null without any. prompt_tokens,
     new_tokens: the median run's, history included in the prompt. batch_size: the most runs that were served at once.
-    *_mb: 10^6 bytes that the turn moved between host and device. gpu_util_pct, memory_bw_gbps: its trial's, where the
+    *_mb: 10^6 bytes that were moved between host and device for the turn (request.TurnRecord says which), null where nobody
+    counted. gpu_util_pct, memory_bw_gbps: its trial's, where the
     device tells, else null. p95: nearest rank.
     """
     runs: list[dict[str, Any]] = []
@@ -71,7 +75,7 @@ def baseline_report(store: ResultsStore, jobs: Sequence[JobResult]) -> dict[str,
     for job in jobs:
         assert job.trial is not None
         gpu, bandwidth = job.value("gpu_util_pct"), job.value("memory_bw_gbps")
-        turns = [t for t in store.turns_of(job.trial.id) if t.phase != "warmup" and t.status == "completed"]
+        turns = [t for t in store.turns_of(job.trial.id) if is_measured(t.phase) and t.status == "completed"]
         for turn in turns:
             name = f"{job.trial.id}/{turn.session}/{turn.turn}" + (f"/{turn.iteration}" if turn.iteration else "")
             each = turn.latency_ms / turn.output_tokens if turn.output_tokens and turn.latency_ms is not None else None
@@ -83,8 +87,8 @@ def baseline_report(store: ResultsStore, jobs: Sequence[JobResult]) -> dict[str,
                     "tokens_generated": turn.output_tokens,
                     "gpu_util_pct": gpu,
                     "memory_bw_gbps": bandwidth,
-                    "host_to_device_mb": turn.h2d_bytes / _MEGABYTE,
-                    "device_to_host_mb": turn.d2h_bytes / _MEGABYTE,
+                    "host_to_device_mb": _megabytes(turn.h2d_bytes),
+                    "device_to_host_mb": _megabytes(turn.d2h_bytes),
                 }
             )
             if turn.prompt_tokens is not None:
@@ -108,6 +112,10 @@ def baseline_report(store: ResultsStore, jobs: Sequence[JobResult]) -> dict[str,
         },
         "notes": {name: note for name, note in NOTES.items() if all(run[name] is None for run in runs)},
     }
+
+
+def _megabytes(counted: int | None) -> float | None:
+    return None if counted is None else counted / _MEGABYTE
 
 
 def _edges(turn: Row[Any]) -> Iterable[tuple[float, int]]:

@@ -26,6 +26,7 @@ from sqlalchemy import Row
 from sqlalchemy.exc import SQLAlchemyError
 
 from pensieve.errors import ResultsError
+from pensieve.request import is_measured
 from pensieve.results.schema import Trial
 from pensieve.results.store import ResultsStore
 
@@ -314,10 +315,10 @@ def _metrics(trial: Trial, store: ResultsStore, turns: Sequence[Row[Any]]) -> li
 
 
 def ttft_by_turn(turns: Sequence[Row[Any]]) -> dict[int, float]:
-    """Median TTFT in ms over sessions, by turn, of completed turns that are not warm-up."""
+    """Median TTFT in ms over sessions, by turn, of measured turns that completed."""
     values: defaultdict[int, list[float]] = defaultdict(list)
     for turn in turns:
-        if turn.phase != "warmup" and turn.status == "completed" and turn.ttft_ms is not None:
+        if is_measured(turn.phase) and turn.status == "completed" and turn.ttft_ms is not None:
             values[turn.turn].append(turn.ttft_ms)
     return {turn: median(values[turn]) for turn in sorted(values)}
 

@@ -31,7 +31,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-SCHEMA_VERSION = "0001"
+SCHEMA_VERSION = "0002"
 VERSION_TABLE = "pensieve_schema_version"
 """Shaped like Alembic's own (one row, `version_num`), under a name that an MLflow store in the same database does not
 use: Alembic takes over with `version_table=VERSION_TABLE` and a first revision called SCHEMA_VERSION."""
@@ -232,10 +232,10 @@ class TurnRow(Base):
     resumed_swapped_tokens: Mapped[int]
     resumed_recomputed_tokens: Mapped[int]
     cpu_recomputed_tokens: Mapped[int]
-    h2d_bytes: Mapped[int] = mapped_column(BigInteger)
-    d2h_bytes: Mapped[int] = mapped_column(BigInteger)
-    sent_bytes: Mapped[int] = mapped_column(BigInteger)
-    received_bytes: Mapped[int] = mapped_column(BigInteger)
+    h2d_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    d2h_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    sent_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    received_bytes: Mapped[int | None] = mapped_column(BigInteger)
     output_sha256: Mapped[str | None]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from sqlalchemy import Row
 
 from pensieve.errors import ResultsError
-from pensieve.metrics import UNMEASURED
+from pensieve.request import is_measured
 from pensieve.results.schema import Sweep, Trial
 from pensieve.results.store import JobResult, ResultsStore
 from pensieve.results.tokens import TokenComparison, compare_tokens
@@ -26,7 +26,7 @@ _WITHIN_A_GROUP = ("seed", "repeat", "baseline")
 _COLUMNS_AS_GROUPS = ("model", "cache", "eviction", "scheduler", "workload", "hardware")
 
 TtftByTurn = dict[tuple[int, int, str], dict[int, float]]
-"""(seed, repeat, session) -> turn -> ms, of measured turns: completed, and not warm-up."""
+"""(seed, repeat, session) -> turn -> ms, of measured turns that completed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def compare(store: ResultsStore, sweep_id: int) -> Comparison:
     jobs = store.trials_of_sweep(sweep_id)
     done = [job for job in jobs if job.trial is not None]
     ttfts = {job.trial.id: _ttft_of(store, job.trial) for job in done if job.trial}
-    warmups = sum(warm for _, warm in ttfts.values())
+    preparing = sum(left_out for _, left_out in ttfts.values())
     axes = varying_axes(sweep.overrides, [job.trial for job in done if job.trial])
     groups: dict[tuple[str, ...], dict[str, list[JobResult]]] = {}
     for job in done:
@@ -101,7 +101,7 @@ def compare(store: ResultsStore, sweep_id: int) -> Comparison:
         group = dict(zip(axes, key, strict=True))
         for name, part in by_baseline.items():
             rows.append(_row(store, group, name, part, by_baseline, pooled))
-    return Comparison(sweep, rows, _notes(sweep, jobs, warmups))
+    return Comparison(sweep, rows, _notes(sweep, jobs, preparing))
 
 
 def _row(
@@ -143,15 +143,15 @@ def _row(
 
 
 def _ttft_of(store: ResultsStore, trial: Trial) -> tuple[TtftByTurn, int]:
-    """TTFT of the measured turns, and how many warm-up turns were left out."""
+    """TTFT of the measured turns, and how many turns that prepare others were left out."""
     found: TtftByTurn = defaultdict(dict)
-    warmups = 0
+    preparing = 0
     for row in store.turns_of(trial.id, "session", "turn", "phase", "status", "ttft_ms"):
-        if row.phase == "warmup":
-            warmups += 1
+        if not is_measured(row.phase):
+            preparing += 1
         elif row.status == "completed" and row.ttft_ms is not None:
             found[trial.seed, trial.repeat, row.session][row.turn] = row.ttft_ms
-    return dict(found), warmups
+    return dict(found), preparing
 
 
 def _pooled(parts: Iterable[TtftByTurn]) -> TtftByTurn:
@@ -222,14 +222,14 @@ def axis_value(trial: Trial, axis: str) -> str:
 
 
 def measured_turns(store: ResultsStore, trial_id: int, *columns: str) -> list[Row[Any]]:
-    """What counts: turns that completed, of phases that do not prepare others. Rows have the columns as attributes, without
+    """What counts: measured turns that completed. Rows have the columns as attributes, without
     names all of them."""
     chosen = dict.fromkeys(("phase", "status", *columns)) if columns else ()
     rows = store.turns_of(trial_id, *chosen)
-    return [row for row in rows if row.status == "completed" and row.phase not in UNMEASURED]
+    return [row for row in rows if row.status == "completed" and is_measured(row.phase)]
 
 
-def _notes(sweep: Sweep, jobs: Sequence[JobResult], warmups: int) -> list[str]:
+def _notes(sweep: Sweep, jobs: Sequence[JobResult], preparing: int) -> list[str]:
     trials = [job.trial for job in jobs if job.trial]
     notes = []
     simulated = sorted({trial.hardware for trial in trials if trial.simulated})
@@ -246,8 +246,8 @@ def _notes(sweep: Sweep, jobs: Sequence[JobResult], warmups: int) -> list[str]:
     budgets = _budgets(trials)
     if budgets:
         notes.append(budgets)
-    if warmups:
-        notes.append(f"{warmups:,} warm-up turns are left out of all columns.")
+    if preparing:
+        notes.append(f"{preparing:,} warm-up turns are left out of all columns.")
     note = _nothing_evicted(jobs)
     if note:
         notes.append(note)

@@ -13,8 +13,6 @@ def refusal(sequence: Sequence, chunk_tokens: int, request_blocks: int, max_cont
     length, new = sequence.prompt_length(), sequence.request.output.max_new_tokens
     if length < 1:
         return RequestRefused("The prompt is empty; send at least one token.")
-    if new < 1:
-        return RequestRefused("The output length is 0; ask for at least one token.")
     if length + new > max_context:
         return ContextLengthError(
             f"Prompt and output are {length} + {new} tokens, but the model's context is {max_context}; "
@@ -25,6 +23,7 @@ def refusal(sequence: Sequence, chunk_tokens: int, request_blocks: int, max_cont
     if blocks > request_blocks:
         return CapacityError(
             f"The request needs {blocks * chunk_tokens} tokens of KV, and one request can have "
-            f"{request_blocks * chunk_tokens} on the GPU tier; raise cache.gpu or shorten the conversation."
+            f"{request_blocks * chunk_tokens} on the GPU tier; raise cache.gpu (gpu_cache of "
+            "create_server) or shorten the conversation."
         )
     return None

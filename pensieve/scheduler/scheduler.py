@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pensieve.cache.base import CacheManager, Run
@@ -17,13 +18,15 @@ from pensieve.scheduler.settings import SchedulerSettings
 @dataclass(slots=True)
 class Step:
     """A plan and whose it is. admitted: requests that start with it, whose swap-ins it performs. members: these, and those
-    that have a row."""
+    that have a row. copied_for: tickets of the copies that a request waits for, and whose they are: swap-ins and urgent
+    swap-outs; what is copied ahead of time is nobody's."""
 
     plan: StepPlan
     rows: list[tuple[Sequence, tuple[Run, ...]]]
     admitted: list[Sequence]
     members: list[Sequence]
     tickets: tuple[int, ...]
+    copied_for: dict[int, Sequence]
 
 
 @dataclass(slots=True)
@@ -44,6 +47,14 @@ class _Draft:
     swap_in: list[Copy] = field(default_factory=list)
     swap_out: list[Copy] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
+    copied_for: dict[int, Sequence] = field(default_factory=dict)
+
+    def add_swap_out(self, copies: Iterable[Copy], waiting: Sequence | None) -> None:
+        """waiting: who cannot go on without them; None: they are made ahead of time."""
+        for copy in copies:
+            self.swap_out.append(copy)
+            if waiting is not None:
+                self.copied_for[copy.ticket] = waiting
 
 
 class Scheduler:
@@ -120,7 +131,8 @@ class Scheduler:
         members = list(dict.fromkeys([*(sequence for sequence, _ in rows), *draft.admitted]))
         for sequence in members:
             sequence.in_flight += 1
-        return Step(plan, [(sequence, row.runs) for sequence, row in rows], draft.admitted, members, tickets)
+        computed = [(sequence, row.runs) for sequence, row in rows]
+        return Step(plan, computed, draft.admitted, members, tickets, draft.copied_for)
 
     def end(self, sequence: Sequence, now_s: float) -> None:
         """The turn is over: its blocks may be evicted, and the next turn of its conversation may start."""
@@ -134,6 +146,8 @@ class Scheduler:
         self.queue.remove(sequence)
         self._deferred.discard(sequence.arrival)
         self.cache.unmark_waiting(sequence.session, now_s)
+        if sequence.preempted:
+            self.cache.end_preempted(sequence.session, now_s)
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
@@ -170,6 +184,7 @@ class Scheduler:
         else:
             sequence.length_before = len(session.tokens) if sequence.request.continues else keep
             sequence.computed_before = min(session.computed, sequence.length_before)
+            sequence.replaced = session.tokens[sequence.length_before :]
             admission = cache.admit(session, keep, sequence.suffix(keep), sequence.request.known_tokens, now_s)
             residency = admission.residency
             record.admitted_s = now_s
@@ -188,6 +203,7 @@ class Scheduler:
         draft.admitted.append(sequence)
         draft.tables.append((sequence.slot, 0, admission.table))
         draft.swap_in.extend(admission.swap_in)
+        draft.copied_for.update((copy.ticket, sequence) for copy in admission.swap_in)
 
     # -- iterations ---------------------------------------------------------------------------------------------------
 
@@ -215,7 +231,7 @@ class Scheduler:
                 return True
             if cache.outgoing:
                 return False  # blocks are on their way
-            draft.swap_out.extend(cache.swap_out(1, now_s, urgent=True))
+            draft.add_swap_out(cache.swap_out(1, now_s, urgent=True), sequence)
             if cache.outgoing or cache.available:
                 continue
             if self._in_flight:
@@ -240,7 +256,7 @@ class Scheduler:
         self._leave_slot(sequence)
         sequence.preempted = True
         self.cache.mark_waiting(sequence.session, now_s)
-        draft.swap_out.extend(self.cache.preempt(sequence.session, now_s))
+        draft.add_swap_out(self.cache.preempt(sequence.session, now_s), sequence)
         self.queue.push_back(sequence)
 
     def _row(self, sequence: Sequence, count: int) -> Row:
@@ -278,4 +294,5 @@ class Scheduler:
         if wanted:
             target = max(target, cache.available + wanted)
         if target > have:
-            draft.swap_out.extend(cache.swap_out(target - have, now_s, urgent=bool(wanted)))
+            copies = cache.swap_out(target - have, now_s, urgent=bool(wanted))
+            draft.add_swap_out(copies, self.queue.head() if wanted else None)

@@ -20,9 +20,22 @@ from pensieve.compose import (
     read_option,
 )
 from pensieve.compose.target import locate
-from pensieve.errors import ConfigError, RequestFailed, RequestRefused
+from pensieve.errors import ConfigError, RequestFailed, refused
 from pensieve.eviction.base import needs_future
-from pensieve.request import Event, Free, Length, Request, Sampling, TokenArray, TurnRecord, tokens_of
+from pensieve.request import (
+    UNNUMBERED,
+    Event,
+    Free,
+    Length,
+    Request,
+    Sampling,
+    TokenArray,
+    TurnRecord,
+    stops_of,
+    text_of,
+    tokens_of,
+)
+from pensieve.stop import before_stop
 from pensieve.tokenizer import Tokenizer
 
 _ALIASES = {"vllm": "stateless"}
@@ -56,7 +69,6 @@ class Server:
         self._tokenizer = tokenizer
         self._seed = seed
         self._ids = itertools.count(1)
-        self._turns: dict[str, int] = {}
         self._waiters: dict[int, _Waiter] = {}
         self._totals: dict[str, float] = {
             "turns": 0,
@@ -69,6 +81,7 @@ class Server:
         self._crash: BaseException | None = None
         self._work = threading.Event()
         self.report = system.start()
+        self._vocab = int(system.settings()["vocab"])
         self._thread = threading.Thread(target=self._deliver, name="pensieve-server", daemon=True)
         try:
             self._thread.start()
@@ -91,31 +104,30 @@ class Server:
         top_p: float = 1.0,
         top_k: int = 0,
         seed: int | None = None,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = (),
         ignore_eos: bool = False,
     ) -> Generation:
         """Append a message (token ids, or text) to the conversation and generate.
 
-        Raises RequestRefused (CapacityError, ContextLengthError by its sentence) for a request that can never be served,
+        prompt_ids: whole numbers below the model's vocabulary, of Python or numpy; none at all asks to go on without a new
+        message. seed: of this reply, else the server's. stop: one string or several; None or () for none.
+
+        Raises CapacityError or ContextLengthError, or RequestRefused itself, for a request that can never be served,
         RequestFailed where the engine failed it, ConfigError for arguments that make no sense.
         """
         if (prompt_ids is None) == (text is None):
             raise ConfigError("Give either prompt_ids or text.")
-        if max_new_tokens < 1 or temperature < 0 or not 0 < top_p <= 1 or top_k < 0:
-            raise ConfigError(
-                "max_new_tokens is at least 1, temperature and top_k at least 0, top_p above 0 and at most 1."
-            )
-        ids = tokens_of(list(prompt_ids)) if prompt_ids is not None else tokens_of(self._tokenizer.encode(text or ""))
-        vocab = int(self._system.settings()["vocab"])
-        if any(not 0 <= token < vocab for token in ids):
-            raise ConfigError(f"prompt_ids must lie in [0, {vocab}), the model's vocabulary.")
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        output = Length(max_new_tokens) if ignore_eos and not stops else Free(max_new_tokens, stops, ignore_eos)
+        if prompt_ids is None:
+            prompt_ids = self._tokenizer.encode(text_of(text, "text"))
+        stops = stops_of(stop)
         turn = self._serve(
-            session_id, ids, output, Sampling(temperature, top_p, top_k, self._seed if seed is None else seed)
+            session_id,
+            tokens_of(prompt_ids, self._vocab),
+            Length(max_new_tokens) if ignore_eos and not stops else Free(max_new_tokens, stops, ignore_eos),
+            Sampling(temperature, top_p, top_k, self._seed if seed is None else seed),
         )
         if turn.status == "refused":
-            raise RequestRefused(turn.error or "The request was refused.")
+            raise refused(turn.finish_reason, turn.error or "The request was refused.")
         if turn.status != "completed":
             raise RequestFailed(turn.error or f"The request ended as {turn.status}.")
         return Generation(list(turn.token_ids), self._text(turn, stops), turn)
@@ -123,11 +135,6 @@ class Server:
     def forget(self, session_id: str | None = None) -> None:
         """Free a conversation, or all of them."""
         self._system.forget(session_id)
-        with self._lock:
-            if session_id is None:
-                self._turns.clear()
-            else:
-                self._turns.pop(session_id, None)
 
     def get_statistics(self) -> dict[str, Any]:
         """Counts since start: turns, tokens, hits by tier, evictions, bytes moved, and what the engine is."""
@@ -184,23 +191,13 @@ class Server:
 
     def _serve(self, session: str, ids: TokenArray[int], output: Length | Free, sampling: Sampling) -> TurnRecord:
         waiter = _Waiter()
+        request = Request(next(self._ids), session, UNNUMBERED, ids, output, sampling)
         with self._lock:
             if self._closing or self._crash is not None:
                 raise RequestFailed(f"The server is closed{f': {self._crash}' if self._crash else ''}.")
-            number = next(self._ids)
-            self._turns[session] = self._turns.get(session, 0) + 1
-            self._system.submit(
-                Request(
-                    id=number,
-                    session=session,
-                    turn=self._turns[session],
-                    prompt=ids,
-                    output=output,
-                    sampling=sampling,
-                    intended_s=self._system.clock.now_s(),
-                )
-            )
-            self._waiters[number] = waiter  # before its turn is handed over, which takes the lock
+            request.intended_s = self._system.clock.now_s()
+            self._system.submit(request)
+            self._waiters[request.id] = waiter  # before its turn is handed over, which takes the lock
         self._work.set()
         waiter.done.wait()
         if waiter.error is not None:
@@ -247,9 +244,7 @@ class Server:
 
     def _text(self, turn: TurnRecord, stops: Sequence[str]) -> str:
         text = self._tokenizer.decode(turn.token_ids)
-        if turn.finish_reason == "stop":
-            text = text[: min(found for stop in stops if (found := text.find(stop)) >= 0)]
-        return text
+        return before_stop(text, stops) if turn.finish_reason == "stop" else text
 
 
 _COUNTED = ("prompt_tokens", "history_tokens", "gpu_hit_tokens", "cpu_hit_tokens", "recomputed_tokens", "new_tokens")
@@ -269,7 +264,8 @@ def create_server(
     """A server that is ready to answer.
 
     mode: pensieve, gpu_only, stateless (or vllm, its alias), or another baseline in the engine. model: a name in conf/model,
-    a hub id, or a folder written by save_pretrained; weights: hub, random or a folder, by default what the model says.
+    a hub id, or a folder written by save_pretrained; weights: hub (what was published: of a folder, its own), random or a
+    folder, by default what the model says.
     gpu_cache, cpu_cache: "4GiB" or "8192 tokens". device: auto, cpu, cuda, or a simulated machine such as sim_h100.
     Raises the errors of pensieve.errors, each a sentence that says what to do.
     """

@@ -37,6 +37,7 @@ EXTRAS = {
     "ray": "baseline=ray_*",
     "psycopg": "tracking=postgres",
 }
+_HEAD_DIM = 64  # of the kernel that is tried; a model's own is compiled when it is loaded
 PACKAGES = ("transformers", "hydra-core", "sqlalchemy", "mlflow")
 
 
@@ -110,6 +111,7 @@ def _facts(machine: Machine, database: str) -> Iterator[tuple[str, str]]:
     yield "GPU", machine.gpu
     yield "CPU", f"{cpu_label()}, {cores()} cores"
     yield "compiler", _compiler()
+    yield "attention", _attention(machine)
     yield "memory", f"{format_bytes(free_host_memory_bytes())} free of {format_bytes(machine.host_bytes)}"
     yield "disk", f"{format_bytes(shutil.disk_usage(_existing(outputs)).free)} free for {outputs}"
     yield "database", database
@@ -206,6 +208,21 @@ def _compiler() -> str:
         return compiler_version(find_compiler())
     except EngineMissing:
         return "none for C, so that decode attention on a CPU is torch's, and slower: install gcc or clang"
+
+
+def _attention(machine: Machine) -> str:
+    """Which backend serves, which was asked for, and why no better one."""
+    if machine.torch is None:
+        return "unknown without torch"
+    import torch
+
+    from pensieve.worker.torch.choice import attention_here
+
+    dtype, chunk = getattr(torch, machine.dtype), CacheConfig.model_fields["chunk_tokens"].default
+    name, why, fell_back = attention_here("auto", torch.device(machine.kind), dtype, _HEAD_DIM, chunk)
+    loud = "WARNING: no kernel runs here, which is slower. " if fell_back else ""
+    said = f"{name} serves attention_backend=auto in {machine.dtype}. {loud}{why}".rstrip()
+    return f"{said} A model that fails its self-check with it gets the next one, and its trial is flagged fell_back."
 
 
 def _version(package: str) -> str | None:

@@ -36,7 +36,7 @@ from pensieve.metrics import Metric, Slo, summarise, thin_percentiles
 from pensieve.plan import StartReport
 from pensieve.progress import TrialProgress
 from pensieve.replay import Progress, ReplayRecord, replay
-from pensieve.request import TurnRecord
+from pensieve.request import TurnRecord, is_measured
 from pensieve.results.environment import environment, git_commit
 from pensieve.results.identity import Identity, explain_difference, identify, input_files
 from pensieve.results.mlflow_log import log_trial
@@ -230,6 +230,8 @@ def _run(
     flags: dict[str, Any] = {**record.flags, "load": record.load, "drain_share": record.drain_share}
     if config.trial.profile:
         flags["profiled"] = True
+    if started.settings.get("fell_back"):
+        flags["fell_back"] = _fall_back(started.settings)
     thin = thin_percentiles(metrics)
     if thin:
         flags["thin_percentiles"] = thin
@@ -240,6 +242,11 @@ def _run(
         measure_start_s=start_s,
         measure_end_s=end_s,
     )
+
+
+def _fall_back(settings: Mapping[str, Any]) -> str:
+    reasons = " ".join(filter(None, (settings["attention_note"], settings["forward_note"])))
+    return f"attention_backend={settings['attention_backend']} and the {settings['forward']} forward served. {reasons}"
 
 
 def _replay(
@@ -294,7 +301,7 @@ def _capacity(system: System) -> int:
 
 def _refuse_empty(turns: Sequence[TurnRecord]) -> None:
     """A trial without one measured turn that completed has no latency to report."""
-    if any(turn.status == "completed" and turn.phase != "warmup" for turn in turns):
+    if any(turn.status == "completed" and is_measured(turn.phase) for turn in turns):
         return
     reason = next((turn.error for turn in turns if turn.error), None)
     raise RequestFailed(f"No measured turn completed: {reason or 'the workload has none'}")

@@ -48,6 +48,7 @@ class WorkloadPlan:
     """What a workload says of itself before it runs; recorded with the trial and printed by workload.inspect=true.
 
     load: open, closed or partly open. turns: how many will be submitted, where known (for the progress bar).
+    warmup_turns: of these, those that are not measured (request.is_measured).
     working_set_tokens: KV tokens of all conversations at their longest. cache_state: what the cache holds of the measured
     conversations at their first measured turn: cold (nothing), primed (what the warm-up put there), carried (what an
     earlier run left); checked after the run, and a mismatch invalidates the trial.

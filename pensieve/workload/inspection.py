@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from pensieve.request import TokenArray, TurnRecord
+from pensieve.request import TokenArray, TurnRecord, is_measured
 from pensieve.statistics import nearest_rank
 from pensieve.workload.base import Arrival, Workload, WorkloadPlan
 
@@ -30,8 +30,8 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """turns_by_label: of the measured turns, by phase and label. message, reply, prompt: tokens a turn of what is sent
-    anew, of the (longest) reply, and of the whole prompt with its history.
+    """warmup_turns: those that are not measured. turns_by_label: of the measured ones, by phase and label. message, reply,
+    prompt: tokens a turn of what is sent anew, of the (longest) reply, and of the whole prompt with its history.
 
     reuse: share of prompt tokens that were said before in the same conversation. span_s: first to last measured arrival if
     every reply took no time; session_rate and request_rate: arrivals a second over it, so an upper bound where the next
@@ -106,7 +106,7 @@ def inspect(workload: Workload) -> Inspection:
 
 
 def _summed(plan: WorkloadPlan, turns: Sequence[_Turn]) -> Inspection:
-    measured = [turn for turn in turns if turn.phase != "warmup"]
+    measured = [turn for turn in turns if is_measured(turn.phase)]
     per_session = Counter(turn.session for turn in measured)
     times = [turn.at_s for turn in measured]
     span_s = max(times) - min(times) if times else 0.0

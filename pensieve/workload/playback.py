@@ -61,6 +61,7 @@ class Playback:
         facts: Mapping[str, Any],
     ) -> None:
         assert warmup and measured
+        assert not isinstance(arrivals, Users) or arrivals.users <= len(measured), "a user without a conversation"
         self._context = context
         self._warmup, self._measured, self._arrivals = list(warmup), list(measured), arrivals
         self._think_time_s, self._free, self._timeout_s = think_time_s, free, timeout_s

@@ -19,7 +19,7 @@ Stream = Literal["both", "yes", "no"]
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """One conversation, which goes through the five steps. round: cases of one round differ in kind and stream only."""
+    """One conversation, which goes through the four steps. round: cases of one round differ in kind and stream only."""
 
     session: str
     round: int
@@ -31,11 +31,12 @@ class _Case:
 class PrefixInvalidationWorkload:
     """Blocks A and B and a query Q, one request at a time (load "closed").
 
-    Each case is a conversation of its own with blocks of its own, and goes through five turns: [A, B] for one token (phase
-    "warmup", its latency is warmup_ms), then [A, B, Q] (phase and label "hit") or [B, Q] ("miss") for one token, then
-    [A, B] again ("rewarm"), then [A, B, Q] for `new_tokens` tokens ("throughput"). `settle_s` passes between them. A round
-    has one case of every kind, in an order that the seed shuffles, so that hits and misses interleave; cases of a round
-    are paired by `iteration`.
+    Each case is a conversation of its own with blocks of its own, and goes through four turns: [A, B] for one token (phase
+    "warmup", its latency is warmup_ms), then [A, B, Q] (phase "hit") or [B, Q] (phase "miss") for one token, then [A, B]
+    again ("rewarm"), then the same question for `new_tokens` tokens ("throughput"). `settle_s` passes between them. The
+    first three are labelled "hit" or "miss" by their case, the last "throughput_hit" or "throughput_miss". A round has one
+    case of every kind, in an order that the seed shuffles, so that hits and misses interleave; cases of a round are paired
+    by `iteration`.
 
     blocks: lengths of A and B, "512/256". query_tokens: of Q. rounds: how many.
     stream: yes, no, or both, which doubles the cases of a round and gives stream_overhead_ms; whether the first token
@@ -56,7 +57,7 @@ class PrefixInvalidationWorkload:
         new_tokens: int = 50,
         rounds: int = 10,
         stream: Stream = "both",
-        settle_s: float = 0.1,
+        settle_s: float = 0.5,
         discard: int = 1,
         timeout_s: float | None = None,
     ) -> None:
@@ -91,7 +92,7 @@ class PrefixInvalidationWorkload:
             sessions=len(measured),
             turns=4 * len(self._cases),
             working_set_tokens=whole,  # one conversation at a time; finished ones are never asked again
-            warmup_turns=4 * (len(self._cases) - len(measured)) + len(measured),
+            warmup_turns=4 * (len(self._cases) - len(measured)) + 2 * len(measured),
             cache_state="primed",
             facts={
                 "blocks": f"{self._a_tokens}/{self._b_tokens}",
@@ -128,28 +129,22 @@ class PrefixInvalidationWorkload:
 
     def _arrival(self, case: _Case, turn: int, at_s: float) -> Arrival:
         a, b, q = self._texts(case)
-        warmed = len(a) + len(b)
+        known = b if case.kind == "miss" else a + b  # of what is asked, what was warmed
+        asks = turn in (2, 4)
         request = Request(
             id=next(self._ids),
             session=case.session,
             turn=turn,
-            prompt=a + b,
-            output=Length(1),
+            prompt=known + q if asks else a + b,
+            output=Length(self._new_tokens if turn == 4 else 1),
             sampling=Sampling(seed=self._context.seed),
             continues=False,
             phase=("warmup", case.kind, "rewarm", "throughput")[turn - 1],
+            label=f"throughput_{case.kind}" if turn == 4 else case.kind,
             iteration=case.round,
             stream=case.stream,
-            known_tokens=None if turn == 1 else warmed,
+            known_tokens=None if turn == 1 else len(known) if asks else len(a) + len(b),
         )
-        if turn == 2 and case.kind == "miss":
-            request = replace(request, prompt=b + q, known_tokens=len(b))
-        elif turn in (2, 4):
-            request = replace(request, prompt=a + b + q)
-        if turn == 2:
-            request = replace(request, label=case.kind)
-        if turn == 4:
-            request = replace(request, output=Length(self._new_tokens))
         if case.warmup_only:
             request = replace(request, phase="warmup", label="")
         return Arrival(at_s, request, None if self._timeout_s is None else at_s + self._timeout_s)

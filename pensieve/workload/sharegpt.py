@@ -47,14 +47,17 @@ def sharegpt_workload(
         order that the seed decides.
     request_rate: requests a second in steady state: conversations arrive as a Poisson process at request_rate / mean
         turns of the conversations that were taken (load "partly open"); both rates are recorded. users: instead, so
-        many people work through the conversations, one after another (load "closed").
+        many people work through the conversations, one after another (load "closed"); as many conversations are taken
+        as there are users at least, since nobody may be without one.
+    conversations: how many are taken.
     think_time_s: mean of the exponential time between a reply and the next message.
     min_turns, max_turns: shorter conversations are left out, longer ones cut. max_new_tokens: cap on a reply; None: as
         recorded. free: replies end where the model ends them (trained weights), at most max_new_tokens, or as long as
         recorded; otherwise they have the recorded length and end of sequence is ignored.
     warmup_turns: turns of phase "warmup" before the measured ones, two conversations side by side, or one a user.
 
-    Raises ConfigError for a field out of range, MalformedInput for a file that cannot be read.
+    Raises ConfigError for a field out of range or fewer conversations than users, MalformedInput for a file that cannot be
+    read.
     """
     at_least("conversations", conversations, 1, whole=True)
     at_least("min_turns", min_turns, 1, whole=True)
@@ -68,6 +71,7 @@ def sharegpt_workload(
     positive_seconds("timeout_s", timeout_s)
     _refuse_untrained(free, context)
     _positive_rate(request_rate)
+    conversations = max(conversations, users or 1)
     recording, source = _source(dataset, path, split, on_malformed, conversations, min_turns, context.seed)
     order = [recording.conversations[index] for index in _order(recording, path, context.seed)]
     fit = Fit(context, max_turns, max_new_tokens, free)
@@ -101,9 +105,14 @@ def sharegpt_workload(
 def arrivals_of(
     measured: list[Dialogue], users: int | None, request_rate: float
 ) -> tuple[Poisson | Users, dict[str, Any]]:
-    """How conversations begin, and the rates for the record."""
+    """How conversations begin, and the rates for the record. Raises ConfigError where some user would have none."""
     if users is not None:
-        return Users(min(users, len(measured))), {"users": min(users, len(measured))}
+        if users > len(measured):
+            raise ConfigError(
+                f"workload.users={users} people need a conversation each, and there are {len(measured)}: lower "
+                "workload.users or workload.min_turns, or name a file with more conversations that fit the model's context."
+            )
+        return Users(users), {"users": users}
     mean_turns = sum(dialogue.turns for dialogue in measured) / len(measured)
     per_s = request_rate / mean_turns
     return Poisson(1.0 / per_s), {

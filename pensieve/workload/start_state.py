@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pensieve.errors import MeasurementInvalid
-from pensieve.request import TurnRecord
+from pensieve.request import TurnRecord, is_measured
 from pensieve.workload.base import WorkloadPlan
 
 STATES = ("cold", "primed", "carried")
@@ -25,7 +25,7 @@ def check_start(plan: WorkloadPlan, turns: Sequence[TurnRecord]) -> None:
     opened: dict[str, TurnRecord] = {}
     for turn in admitted:
         opened.setdefault(turn.session, turn)
-        if turn.phase != "warmup":
+        if is_measured(turn.phase):
             first.setdefault(turn.session, turn)
     if not first:
         return

@@ -7,9 +7,11 @@ import pytest
 from analysis import decode_cost
 from analysis.drawing import style
 from pensieve.errors import MissingSeries
+from pensieve.metrics import summarise
 from pensieve.results.store import ResultsStore
 from tests.analysis.prefixes import colours, marks, swapped
 from tests.analysis.sweeps import fill
+from tests.composed import replayed
 from tests.results.trials import MEMORY, turn
 
 NAMES = ("pensieve", "gpu_only", "semantic_blind")
@@ -83,6 +85,20 @@ def test_bytes_that_nobody_counted_are_not_drawn_as_none(drawn, store, tmp_path)
     with (tmp_path / "decode_cost.csv").open(newline="") as file:
         values = {row["value"] for row in csv.DictReader(file) if row["quantity"].endswith("GPU-CPU")}
     assert values == {""}
+
+
+def test_an_engine_in_this_process_has_a_network_that_nobody_counts(drawn, store, tmp_path):
+    """From a trial that ran: what the engine counted, as metrics and as the figure shows it."""
+    record, _ = replayed("workload=decode", "workload.iterations=3", "workload.discard=1")
+    found = {metric.name: metric.value for metric in summarise(record.measurement) if not metric.label}
+    source = fill(
+        store, {"baseline": ["pensieve"]}, lambda at, seed: record.turns, lambda at, seed: found, workload="decode"
+    )
+    decode_cost.draw(source, tmp_path)
+    assert "network not counted" in drawn["decode_cost"].texts
+    with (tmp_path / "decode_cost.csv").open(newline="") as file:
+        values = {row["quantity"]: row["value"] for row in csv.DictReader(file)}
+    assert (values["bytes_per_token network"], values["bytes_per_token GPU-CPU"]) == ("", "0.0")
 
 
 def test_a_sweep_without_decoding_names_the_command(store, tmp_path):

@@ -34,6 +34,9 @@ class Cost:
     def step_s(self) -> float:
         return self.step
 
+    def weights_s(self) -> float:
+        return 0.0
+
     def load_s(self) -> float:
         return self.load
 

@@ -1,9 +1,15 @@
-"""How many slots llama-server would be given where nobody says it."""
+"""How many slots llama-server would be given where nobody says it, and which of them a request takes."""
+
+from functools import partial
 
 import pytest
 
+from pensieve import create_server
 from pensieve.cache.slots import SlotCache
-from tests.simulated import policy_context
+from pensieve.engine import Engine
+from pensieve.errors import ConfigError
+from pensieve.request import Length, Request, tokens_of
+from tests.simulated import make_engine, policy_context, run
 
 
 @pytest.mark.parametrize(
@@ -13,8 +19,53 @@ from tests.simulated import policy_context
 def test_as_many_as_hold_the_longest_conversation(longest, slots):
     context = policy_context()
     cache = SlotCache(policy=None, chunk_tokens=4, gpu_blocks=context.gpu_blocks, longest_tokens=longest)
-    assert cache.chosen == {"n_slots": slots, "slot_tokens": 16 // slots * 4}
+    assert cache.chosen == {"n_slots": slots, "slot_tokens": 16 // slots * 4, "slot_prompt_similarity": 0.1}
 
 
 def test_a_number_that_is_given_stands():
     assert SlotCache(policy=None, chunk_tokens=4, gpu_blocks=16, n_slots=8, longest_tokens=1000).chosen["n_slots"] == 8
+
+
+def asked(number: int, name: str, tokens: list[int]) -> Request:
+    return Request(number, name, 1, tokens_of(tokens), Length(1), continues=False)
+
+
+def slots(**fields: float) -> Engine:
+    """Two of them: the first was used least recently, the second shares 2 tokens of those asked below."""
+    engine = make_engine(cache=partial(SlotCache, n_slots=2, **fields), gpu_blocks=32)
+    for number, first in ((1, 10), (2, 50)):
+        engine.submit(asked(number, f"s{number}", [first, first + 1, *range(80, 88)]))
+        run(engine)
+    assert [list(slot.tokens[:2]) for slot in engine.cache.slots] == [[10, 11], [50, 51]]
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("similarity", "length", "slot"),
+    [(0.1, 19, 1), (0.1, 20, 0), (0.1, 21, 0), (0.5, 3, 1), (0.5, 4, 0), (0.0, 3, 0), (1.0, 3, 0)],
+)
+def test_a_slot_whose_prefix_is_too_small_a_share_of_the_prompt_is_spared(similarity, length, slot):
+    """Above the threshold, not at it, the slot of the longest prefix is taken; else the one that was unused longest."""
+    engine = slots(slot_prompt_similarity=similarity)
+    engine.submit(asked(3, "c", [50, 51, *[7] * (length - 2)]))
+    turn = run(engine)[3]
+    taken = [number for number, one in enumerate(engine.cache.slots) if list(one.tokens[2:4]) != [80, 81]]
+    assert (taken, turn.shared_hit_tokens) == ([slot], 2 if slot else 0)
+
+
+def test_the_slot_unused_longest_keeps_what_it_shares():
+    engine = slots(slot_prompt_similarity=0.0)
+    engine.submit(asked(3, "c", [10, 11, 7, 7]))
+    assert run(engine)[3].shared_hit_tokens == 2
+
+
+def test_the_similarity_is_a_share_and_is_recorded():
+    assert slots().cache.chosen["slot_prompt_similarity"] == 0.1
+    for value in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ConfigError, match="slot_prompt_similarity"):
+            slots(slot_prompt_similarity=value)
+
+
+def test_the_similarity_is_a_field_of_the_configuration():
+    with create_server(mode="llama_slots", device="sim_h100") as server:
+        assert server.get_statistics()["engine"]["slot_prompt_similarity"] == 0.1

@@ -39,11 +39,7 @@ def test_baseline_is_the_innermost_axis_and_swept_fields_have_a_scalar(name):
             assert str(OmegaConf.select(cfg, axis)) in cfg.hydra.sweeper.params[axis].split(",")
 
 
-def test_sharegpt_overlays_have_their_users_turns_and_conversations():
-    asked = {"light": (3, 5, 10, 5), "full": (32, 10, 30, 20), "gemma": (16, 10, 20, 15)}
-    for name, numbers in asked.items():
-        w = composed(f"sharegpt_{name}").workload
-        assert (w.users, w.min_turns, w.max_turns, w.conversations) == numbers
-    assert composed("sharegpt_full").workload.max_new_tokens == 1024
-    gemma = composed("sharegpt_gemma")
-    assert (gemma.model.name, gemma.workload.max_new_tokens) == ("gemma2_27b_it", 512)
+def test_sharegpt_overlays_have_their_models_and_replies():
+    for name, model, replies in (("full", "llama3_8b", 1024), ("gemma", "gemma2_27b_it", 512)):
+        cfg = composed(f"sharegpt_{name}")
+        assert (cfg.model.name, cfg.workload.max_new_tokens) == (model, replies)

@@ -1,22 +1,104 @@
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Callable
 
 import pytest
 
-from pensieve.cost.profile import Profile, measure
+from pensieve.baselines.profiling import profile_of
+from pensieve.cache.restore import Leading, RestoreTimes
+from pensieve.clock import VirtualClock
+from pensieve.compose import read_option
+from pensieve.compose.folder import options
+from pensieve.compose.machine import find_device, hardware_spec
+from pensieve.compose.schema import HardwareConfig, ModelConfig
+from pensieve.cost.base import predicted_s
+from pensieve.cost.profile import WHOLE, Profile, measure
 from pensieve.cost.roofline import Roofline
+from pensieve.errors import WorkerError
+from pensieve.specs import ModelSpec
+from pensieve.worker.simulated import SimulatedWorker
 from tests.simulated import MACHINE, MODEL
 
 OVERHEAD, LINEAR, QUADRATIC = 4e-3, 1e-4, 2e-8  # seconds: a step, a token, a pair of tokens
+CONTEXTS = [1 << power for power in range(5, 16)]  # 32 to 32K
+SIMULATED = sorted(name for name in options("hardware") if name.startswith("sim_"))
+
+
+def polynomial(start: int, stop: int) -> float:
+    return OVERHEAD + LINEAR * (stop - start) + QUADRATIC * (stop**2 - start**2)
 
 
 def prefill(tokens: int) -> float:
-    return OVERHEAD + LINEAR * tokens + QUADRATIC * tokens**2
+    return polynomial(0, tokens)
+
+
+def roofline_of(hardware: str, model: str = "llama3_8b") -> Roofline:
+    described = ModelConfig.model_validate(read_option("model", model))
+    config = HardwareConfig.model_validate(read_option("hardware", hardware))
+    spec = ModelSpec.from_architecture(model, described.architecture, "bfloat16")
+    return Roofline(spec, hardware_spec(config, find_device(config)), 32)
+
+
+def prefills(roofline: Roofline, lengths: list[int]) -> Profile:
+    return Profile(32, {length: roofline.iteration_s([(0, length)], 1) for length in lengths}, roofline.load_s(), {})
+
+
+def iterations(roofline: Roofline) -> Callable[[int, int], float]:
+    return lambda start, stop: roofline.iteration_s([(start, stop)], 1)
+
+
+def check(profile: Profile, roofline: Roofline, tolerance: float = 0.1) -> None:
+    for context in CONTEXTS:
+        assert profile.recompute_s(context) == pytest.approx(roofline.recompute_s(context), rel=tolerance), context
+
+
+@pytest.mark.parametrize("hardware", SIMULATED)
+def test_prefills_of_a_roofline_give_its_marginal_chunk_at_every_context(hardware: str) -> None:
+    roofline = roofline_of(hardware)
+    profile = prefills(roofline, CONTEXTS)
+    check(profile, roofline)
+    error = profile.largest_error_pct()
+    assert error is not None and error < 1
+
+
+@pytest.mark.parametrize("model", ["llama2_13b", "llama3_8b", "opt_13b"])
+@pytest.mark.parametrize("hardware", SIMULATED)
+def test_what_is_measured_gives_it_too(hardware: str, model: str) -> None:
+    roofline = roofline_of(hardware, model)
+    asked: list[tuple[int, int]] = []
+
+    def iteration(start: int, stop: int) -> float:
+        asked.append((start, stop))
+        return 0.001 * iterations(roofline)(start, stop)  # so fast that time cuts nothing short
+
+    profile = measure(iteration, 32, 40_000, {}, 131_072)
+    for context in CONTEXTS:
+        expected = 0.001 * roofline.recompute_s(context)
+        assert profile.recompute_s(context) == pytest.approx(expected, rel=0.1), context
+    assert max(stop for _, stop in asked) == 32768
+    assert max(stop - start for start, stop in asked) == WHOLE, "an iteration as large as the context may not fit"
+    assert list(profile.left_out) == [65536, 131072]
+
+
+@pytest.mark.parametrize("hardware", ["sim_a100_80g", "sim_gtx1650"])
+def test_where_no_prefill_is_bound_by_weights_the_old_range_stays_exact(hardware: str) -> None:
+    roofline = roofline_of(hardware)
+    check(prefills(roofline, [128, 256, 512, 1024]), roofline, tolerance=1e-3)
+
+
+@pytest.mark.parametrize("quadratic", [QUADRATIC, 100 * QUADRATIC])
+def test_attention_is_not_read_as_a_hinge(quadratic: float) -> None:
+    """The other way round: a curve that bends by attention alone, slightly and from the first lengths on."""
+    profile = Profile(32, {length: LINEAR * length + quadratic * length**2 for length in CONTEXTS}, 0.0, {})
+    assert profile.terms.attention_s == pytest.approx(quadratic, rel=1e-3)
+    assert profile.terms.linear_s == pytest.approx(LINEAR, rel=1e-3)
+    assert profile.weights_s() <= 32 * LINEAR * 1.001, "no length that was measured lies below the hinge"
 
 
 def test_cost_recovers_the_marginal_chunk_from_the_prefill_curve() -> None:
-    profile = measure(prefill, 32, 2048, {})
+    profile = measure(polynomial, 32, 2048, {})
     for context in (512, 1024, 1400):
         exact = prefill(context) - prefill(context - 32)
         assert profile.recompute_s(context) == pytest.approx(exact, rel=1e-3)
@@ -36,13 +118,116 @@ def test_noise_leaves_a_positive_non_decreasing_cost() -> None:
         assert at_1024 / 2 < noisy.recompute_s(1024) < 4 * at_1024
 
 
+@pytest.mark.parametrize("hardware", SIMULATED)
+def test_noise_of_the_measurements_does_not_carry_into_the_marginal_chunk(hardware: str) -> None:
+    """Up to 20 % on each of them; the slope between two of them would be off by several times that."""
+    roofline, rng = roofline_of(hardware), random.Random(1)
+    for _ in range(20):
+        noisy = measure(
+            lambda start, stop: 0.001 * rng.uniform(1, 1.2) * iterations(roofline)(start, stop), 32, 32768, {}
+        )
+        costs = [1000 * noisy.recompute_s(context) for context in range(32, 32769, 32)]
+        assert costs == sorted(costs)
+        for context in CONTEXTS:
+            assert costs[context // 32 - 1] == pytest.approx(roofline.recompute_s(context), rel=0.2), context
+
+
+def test_an_iteration_shorter_than_the_hinge_is_predicted_with_the_weights_it_reads() -> None:
+    roofline = roofline_of("sim_h100")
+    for cost in (roofline, prefills(roofline, CONTEXTS)):
+        for start, stop in ((0, 64), (0, 128), (2048, 2176), (16384, 16512), (8192, 8704)):
+            expected = roofline.iteration_s([(start, stop)], 1)
+            assert predicted_s(cost, [(start, stop)], 32) == pytest.approx(expected, rel=0.12), (cost, start, stop)
+
+
+def test_a_hybrid_restore_by_the_profile_saves_what_it_saves_by_the_roofline() -> None:
+    roofline = roofline_of("sim_h100")
+    tokens = 32768
+    on_cpu = [(start, start + 32) for start in range(0, tokens, 32)]
+    new, leading = [(tokens, tokens + 64)], Leading(on_cpu)
+    true = RestoreTimes(roofline, 32, roofline.model.layers, 512)
+
+    def saved(cost: Profile | Roofline) -> float:
+        split = RestoreTimes(cost, 32, roofline.model.layers, 512).choose(new, on_cpu, 0)
+        return true.finish_s(new, leading, 0, 0) - true.finish_s(new, leading, split.recomputed, 0)
+
+    assert saved(roofline) > 5e-3
+    assert saved(prefills(roofline, CONTEXTS)) > 0.99 * saved(roofline)
+
+
+def test_a_worker_is_profiled_through_its_plans() -> None:
+    roofline = roofline_of("sim_h100")
+    clock = VirtualClock()
+    worker = SimulatedWorker(roofline.model, roofline.hardware, clock, 32)
+    worker.start(2000, 2000)
+    profile = profile_of(worker, clock, 32, 64_000, 8192, 2000, {"worker": "simulated"})
+    assert [*profile.prefill_s, *profile.tail_s] == [context for context in CONTEXTS if context <= 8192]
+    check(profile, roofline)
+    assert profile.load_s() == pytest.approx(roofline.load_s(), rel=0.1)
+    record = json.loads(json.dumps(profile.describe()))
+    assert 0 < record["largest_error_pct"] < 1
+    assert record["left_out"] == {}
+    assert clock.now_s() < 2
+    again = profile_of(worker, clock, 32, 40_000, 8192, 2000, {"worker": "simulated"})
+    assert again is profile, "baselines of a sweep decide by the same costs"
+    small = profile_of(worker, clock, 32, 3000, 8192, 90, {"worker": "simulated"})
+    assert list(small.tail_s) == [2048] and list(small.left_out) == [4096, 8192]
+
+
+def test_a_slow_machine_is_profiled_in_bounded_time_and_what_it_cost_is_left_out() -> None:
+    spent: list[float] = []
+
+    def slow(start: int, stop: int) -> float:
+        spent.append(20 * polynomial(start, stop))
+        return spent[-1]
+
+    profile = measure(slow, 32, 32768, {})
+    assert sum(spent) < 8
+    assert max(profile.prefill_s) == 1024 and max(profile.tail_s) == 2048
+    assert list(profile.left_out) == [4096, 8192, 16384, 32768]
+    assert set(profile.left_out.values()) == {"it would take the profile beyond 8 s"}
+    slowest = measure(lambda start, stop: 10.0 * stop, 32, 32768, {})
+    assert list(slowest.prefill_s) == [32, 64, 128], "fewer tell nothing"
+
+
+def test_a_context_that_fails_ends_the_profile_and_a_prefill_that_fails_is_an_error() -> None:
+    def no_memory(start: int, stop: int) -> float:
+        if stop > 4096:
+            raise WorkerError("The device ran out of memory.")
+        return polynomial(start, stop)
+
+    profile = measure(no_memory, 32, 32768, {})
+    assert profile.left_out == dict.fromkeys([8192, 16384, 32768], "The device ran out of memory.")
+    assert profile.recompute_s(4096) == pytest.approx(prefill(4096) - prefill(4064), rel=1e-3)
+
+    def broken(start: int, stop: int) -> float:
+        raise WorkerError("The step failed on the device.")
+
+    with pytest.raises(WorkerError, match="failed on the device"):
+        measure(broken, 32, 32768, {})
+
+
+def test_the_record_shows_what_the_fit_does_not_meet() -> None:
+    steps = {length: prefill(length) * (1.5 if length == 1024 else 1.0) for length in CONTEXTS}
+    error = Profile(32, steps, 0.0, {}).largest_error_pct()
+    assert error is not None and 20 < error < 50
+    assert Profile(32, {128: 0.012, 256: 0.03}, 0.0, {}).largest_error_pct() is None, "two terms always meet two times"
+
+
 def test_roofline_is_bound_by_weights_at_decode_and_by_arithmetic_at_prefill() -> None:
     roofline = Roofline(MODEL, MACHINE, 4)
     decode = roofline.iteration_s([(100, 101)], 1) - MACHINE.step_overhead_s
     weights = (MODEL.layers * MODEL.layer_parameters + MODEL.vocab * MODEL.hidden) * MODEL.dtype_bytes
     assert decode >= weights / MACHINE.memory_bw
+    assert roofline.weights_s() == pytest.approx(weights / MACHINE.memory_bw)
     assert roofline.iteration_s([(100, 101)] * 8, 8) < 8 * roofline.iteration_s([(100, 101)], 1)
     prefill_s = roofline.iteration_s([(0, 1000)], 1)
     assert prefill_s >= 1000 * MODEL.linear_flops_per_token / MACHINE.flops
     assert roofline.recompute_s(2000) > roofline.recompute_s(100)
     assert roofline.load_s() == pytest.approx(4 * MODEL.kv_bytes_per_token / MACHINE.h2d_bw)
+
+
+def test_a_short_iteration_that_took_longer_than_a_long_one_is_noise() -> None:
+    disturbed = measure(lambda start, stop: polynomial(start, stop) * (20 if stop == 64 else 1), 32, 2048, {})
+    assert disturbed.prefill_s[64] == disturbed.prefill_s[128] == prefill(128)
+    assert list(disturbed.prefill_s.values()) == sorted(disturbed.prefill_s.values())

@@ -26,7 +26,7 @@ from .small import small_model
 def test_a_deep_model_with_random_weights_is_served_by_triton_and_the_fused_forward() -> None:
     model = small_model("deep", dtype="bfloat16")
     assert (model.attention.name, model.attention_note, model.forward_note) == ("triton", "", "")
-    assert model.self_check_difference > 0
+    assert model.self_check.difference > 0
 
 
 def test_decode_steps_are_timed_by_the_device_and_graphs_are_faster() -> None:

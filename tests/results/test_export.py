@@ -38,13 +38,13 @@ def test_a_report_has_the_fields_and_the_numbers(tmp_path):
     (job,) = store.trials_of_sweep(sweep)
     report = baseline_report(store, [job])
     assert list(report) == [*FIELDS, "notes"]
-    assert list(report["notes"]) == ["memory_bw_gbps"]
+    assert list(report["notes"]) == ["memory_bw_gbps", "device_to_host_mb"]
     assert "never estimated" in report["notes"]["memory_bw_gbps"]
     assert [list(run) for run in report["runs"]] == [RUN_FIELDS] * 3
     assert [run["run_id"] for run in report["runs"]] == [f"{trial}/a/1", f"{trial}/b/1", f"{trial}/a/2"]
     assert report["runs"][0] == {
         "run_id": f"{trial}/a/1", "total_ms": 2500.0, "per_token_ms": 625.0, "tokens_generated": 4,
-        "gpu_util_pct": 55.0, "memory_bw_gbps": None, "host_to_device_mb": 2.0, "device_to_host_mb": 0.0,
+        "gpu_util_pct": 55.0, "memory_bw_gbps": None, "host_to_device_mb": 2.0, "device_to_host_mb": None,
     }  # fmt: skip
     assert (report["baseline"], report["model_id"]) == ("pensieve", "tiny")
     assert (report["prompt_tokens"], report["new_tokens"]) == (40, 4)
@@ -73,6 +73,8 @@ def test_a_sweep_becomes_files(tmp_path):
     table = pq.read_table(paths[3])
     assert len(rows) == table.num_rows == 4 * 7
     assert set(TURN_COLUMNS) < set(table.column_names)
+    assert {(row["h2d_bytes"], row["sent_bytes"]) for row in rows} == {("", "")}, "nobody counted"
+    assert set(table.column("h2d_bytes").to_pylist()) == {None}
     assert [float(row["ttft_ms"]) for row in rows] == table["ttft_ms"].to_pylist()
     assert {row["cache"] for row in rows} == {"demo", "small"}
     assert table["prompt_tokens"].to_pylist() == [None] * 28

@@ -22,7 +22,7 @@ SECOND = """
 from alembic import op
 from sqlalchemy import Column, Text
 
-revision, down_revision = "0002", "0001"
+revision, down_revision = "{new}", "{last}"
 
 
 def upgrade():
@@ -46,14 +46,21 @@ def old(tmp_path):
     return path
 
 
+NEW = "9999"
+
+
+def write(folder, more=""):
+    (folder / "v9999.py").write_text(SECOND.format(new=NEW, last=SCHEMA_VERSION, more=more))
+
+
 @pytest.fixture
 def second(tmp_path, monkeypatch):
     """A made-up next version."""
     folder = tmp_path / "versions"
     folder.mkdir()
-    (folder / "v0002.py").write_text(SECOND.format(more=""))
+    write(folder)
     monkeypatch.setattr(migrate, "VERSIONS", (*migrate.VERSIONS, folder))
-    monkeypatch.setattr(database, "SCHEMA_VERSION", "0002")
+    monkeypatch.setattr(database, "SCHEMA_VERSION", NEW)
     return folder
 
 
@@ -61,6 +68,24 @@ def contents(path):
     with sqlite3.connect(path) as connection:
         tables = [t for t in CONTRACT if t != VERSION_TABLE]
         return {t: connection.execute(f"SELECT * FROM {t} ORDER BY 1, 2, 3").fetchall() for t in tables}
+
+
+def without_bytes(turn):
+    return turn[:-5] + turn[-1:]
+
+
+def test_bytes_that_no_engine_counted_become_null(old):
+    with sqlite3.connect(old) as connection:
+        for name in ("sent_bytes", "sent_bytes_per_token", "h2d_bytes"):
+            connection.execute(
+                "INSERT INTO metric (trial_id, name, label, value, unit) VALUES (2, ?, '', 0, '')", [name]
+            )
+    connection.close()
+    store = open_store(old.parent)
+    metrics = {metric.name: metric.value for metric in store.metrics_of(2)}
+    assert [metrics[name] for name in ("sent_bytes", "sent_bytes_per_token", "h2d_bytes")] == [None, None, 0]
+    turns = store.turns_of(1, "h2d_bytes", "d2h_bytes", "sent_bytes", "received_bytes")
+    assert [tuple(turn) for turn in turns] == [(None,) * 4] * 2
 
 
 def test_a_database_of_version_1_opens_and_reads(old):
@@ -81,13 +106,14 @@ def test_an_older_database_is_upgraded_without_loss(old, second):
     after = contents(old)
     assert [row[:-1] for row in after["trial"]] == before["trial"]
     assert [row[-1] for row in after["trial"]] == ["was completed", "was completed", "was failed"]
-    for table in before.keys() - {"trial"}:
+    assert [without_bytes(row) for row in after["turn"]] == [without_bytes(row) for row in before["turn"]] != []
+    for table in before.keys() - {"trial", "turn"}:
         assert after[table] == before[table], table
         assert before[table], f"version_1.sql has no row of {table}"
     with sqlite3.connect(old) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
         assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
-        assert connection.execute(f"SELECT version_num FROM {VERSION_TABLE}").fetchall() == [("0002",)]
+        assert connection.execute(f"SELECT version_num FROM {VERSION_TABLE}").fetchall() == [(NEW,)]
         connection.execute("PRAGMA foreign_keys=ON")
         connection.execute("DELETE FROM trial WHERE id = 1")  # what refers to it still does
         assert connection.execute("SELECT count(*) FROM turn").fetchone() == (0,)
@@ -97,7 +123,7 @@ def test_an_older_database_is_upgraded_without_loss(old, second):
 
 @pytest.mark.parametrize("more", ["raise RuntimeError('power loss')", "op.execute('DELETE FROM sweep')"])
 def test_an_upgrade_that_fails_changes_nothing(old, second, more):
-    (second / "v0002.py").write_text(SECOND.format(more=more))
+    write(second, more)
     before = contents(old)
     with pytest.raises((RuntimeError, ResultsError), match=r"power loss|without what they belong to"):
         Database(f"sqlite:///{old}")
@@ -107,12 +133,12 @@ def test_an_upgrade_that_fails_changes_nothing(old, second, more):
 
 
 def test_a_process_killed_in_the_middle_of_an_upgrade(old, second):
-    (second / "v0002.py").write_text(SECOND.format(more="__import__('os').kill(__import__('os').getpid(), 9)"))
+    write(second, "__import__('os').kill(__import__('os').getpid(), 9)")
     before = contents(old)
     with pytest.raises(EOFError):
         in_another_process(Database, f"sqlite:///{old}")
     assert contents(old) == before
-    (second / "v0002.py").write_text(SECOND.format(more=""))
+    write(second)
     Database(f"sqlite:///{old}")
     assert [row[-1] for row in contents(old)["trial"]] == ["was completed", "was completed", "was failed"]
 
@@ -120,8 +146,8 @@ def test_a_process_killed_in_the_middle_of_an_upgrade(old, second):
 def test_a_newer_database_is_refused(old, second, monkeypatch):
     Database(f"sqlite:///{old}")
     monkeypatch.setattr(migrate, "VERSIONS", migrate.VERSIONS[:1])
-    monkeypatch.setattr(database, "SCHEMA_VERSION", "0001")
-    with pytest.raises(ResultsError, match="schema version 0002, this Pensieve reads 0001"):
+    monkeypatch.setattr(database, "SCHEMA_VERSION", SCHEMA_VERSION)
+    with pytest.raises(ResultsError, match=f"schema version {NEW}, this Pensieve reads {SCHEMA_VERSION}"):
         Database(f"sqlite:///{old}")
 
 

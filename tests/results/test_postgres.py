@@ -13,7 +13,7 @@ from sqlalchemy import inspect, text
 
 from pensieve.errors import ResultsError
 from pensieve.results import database, migrate
-from pensieve.results.schema import VERSION_TABLE
+from pensieve.results.schema import SCHEMA_VERSION, VERSION_TABLE
 from pensieve.results.store import Reading, ResultsStore, open_store
 from tests.composed import SHORT, composed
 from tests.results.test_database import FORK, in_another_process
@@ -149,16 +149,16 @@ def test_an_older_schema_is_upgraded(url, tmp_path, monkeypatch):
     trial = store.begin_trial(trial_fields())
     store.add_turns(trial, conversation_turns([1.0]))
     revision = (
-        "from alembic import op\nimport sqlalchemy as sa\nrevision, down_revision = '0002', '0001'\n"
+        f"from alembic import op\nimport sqlalchemy as sa\nrevision, down_revision = '9999', '{SCHEMA_VERSION}'\n"
         "def upgrade():\n    op.add_column('trial', sa.Column('remark', sa.Text, server_default='old'))\n"
     )
-    (tmp_path / "v0002.py").write_text(revision)
+    (tmp_path / "v9999.py").write_text(revision)
     monkeypatch.setattr(migrate, "VERSIONS", (*migrate.VERSIONS, tmp_path))
-    monkeypatch.setattr(database, "SCHEMA_VERSION", "0002")
+    monkeypatch.setattr(database, "SCHEMA_VERSION", "9999")
     upgraded = ResultsStore(url)
     with upgraded.database.reading() as connection:
         assert connection.scalar(text("SELECT remark FROM trial")) == "old"
-        assert connection.scalar(text(f"SELECT version_num FROM {VERSION_TABLE}")) == "0002"
+        assert connection.scalar(text(f"SELECT version_num FROM {VERSION_TABLE}")) == "9999"
     assert len(upgraded.turns_of(trial)) == 4
 
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 from pensieve import create_server
-from pensieve.errors import ConfigError, PensieveError, RequestRefused
+from pensieve.compose import read_option
+from pensieve.errors import CapacityError, ConfigError, ContextLengthError, PensieveError, RequestRefused
 
 
 def server(mode: str = "pensieve", **fields: Any) -> Any:
@@ -100,6 +108,102 @@ def test_bad_input_is_one_sentence() -> None:
         create_server(mode="no_such_mode")
     with pytest.raises(ConfigError, match="future"):
         create_server(eviction="belady", device="sim_h100")
+
+
+SIMULATED = {"device": "sim_h100", "gpu_cache": "1024 tokens", "cpu_cache": "2048 tokens"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        *(
+            ({"prompt_ids": ids}, r"\[0, 320\), the model's vocabulary")
+            for ids in ([2**31], [-1], [320], [True], [1.0], 5)
+        ),
+        *(
+            ({"prompt_ids": [1], name: value}, name)
+            for name in ("temperature", "top_p")
+            for value in (math.nan, math.inf)
+        ),
+        ({"prompt_ids": [1], "temperature": -1.0}, "temperature"),
+        ({"prompt_ids": [1], "top_p": 0.0}, "top_p"),
+        ({"prompt_ids": [1], "top_k": -1}, "top_k"),
+        ({"prompt_ids": [1], "seed": "x"}, "seed"),
+        *(({"prompt_ids": [1], "max_new_tokens": value}, "max_new_tokens") for value in (0, -1, 2.0, None)),
+        ({"prompt_ids": [1], "session_id": 7}, "session_id"),
+        ({"prompt_ids": [1], "stop": ""}, "stop string is empty"),
+        ({"text": b"bytes"}, "text"),
+        ({"text": "\ud800"}, "text"),
+        ({}, "either"),
+        ({"prompt_ids": [1], "text": "a"}, "either"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused_and_the_server_goes_on(
+    simulated: Any, asked: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        simulated.generate(**{"session_id": "a", "max_new_tokens": 4, **asked})
+    assert len(simulated.generate("b", prompt_ids=[1], max_new_tokens=2, top_k=2**70).token_ids) == 2
+
+
+@pytest.fixture(scope="module")
+def simulated() -> Iterator[Any]:
+    with create_server(**SIMULATED) as s:
+        yield s
+
+
+def test_a_request_that_can_never_be_served_raises_the_error_that_says_why(simulated: Any) -> None:
+    with pytest.raises(CapacityError, match="gpu_cache"):
+        simulated.generate("a", prompt_ids=[1] * 1500, max_new_tokens=4)
+    with pytest.raises(ContextLengthError, match="context is 8192"):
+        simulated.generate("a", prompt_ids=[1], max_new_tokens=10**30)
+    with pytest.raises(RequestRefused, match="empty") as caught:
+        simulated.generate("a", prompt_ids=[], max_new_tokens=4)
+    assert type(caught.value) is RequestRefused
+
+
+def test_a_conversation_that_grew_while_the_request_waited_is_refused_alike() -> None:
+    with create_server(**SIMULATED) as s, ThreadPoolExecutor(2) as pool:
+        asked = {"prompt_ids": [1] * 700, "max_new_tokens": 100, "ignore_eos": True}
+        both = [pool.submit(s.generate, "a", **asked) for _ in range(2)]
+        errors = [future.exception() for future in both]
+    assert sorted(type(error).__name__ for error in errors) == ["CapacityError", "NoneType"]
+
+
+def test_no_stop_string_is_none_at_all(simulated: Any) -> None:
+    for stop in (None, (), []):
+        assert (
+            len(simulated.generate("none", prompt_ids=[1], max_new_tokens=3, stop=stop, ignore_eos=True).token_ids) == 3
+        )
+
+
+def test_turns_are_counted_by_the_engine_and_forgotten_with_their_conversation(simulated: Any) -> None:
+    def turns(count: int) -> list[int]:
+        return [simulated.generate("counted", prompt_ids=[5], max_new_tokens=1).turn.turn for _ in range(count)]
+
+    assert turns(2) == [1, 2]
+    simulated.forget("counted")
+    assert turns(2) == [1, 2]
+    assert not any("counted" in repr(value) for value in vars(simulated).values()), "nothing is kept beside the engine"
+
+
+def test_a_conversation_that_the_engine_forgot_by_itself_begins_anew(simulated: Any) -> None:
+    simulated.generate("idle", prompt_ids=[5], max_new_tokens=1)
+    simulated._system.forget("idle")  # as a limit on what is remembered does
+    assert simulated.generate("idle", prompt_ids=[5], max_new_tokens=1).turn.turn == 1
+
+
+@pytest.mark.parametrize("weights", [None, "hub", "random"])
+def test_a_folder_speaks_with_its_own_tokenizer_whatever_its_weights(tmp_path: Path, weights: str | None) -> None:
+    words = Backend(WordLevel({f"w{i}": i for i in range(320)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    architecture = read_option("model", "tiny")["architecture"]
+    (tmp_path / "config.json").write_text(json.dumps(architecture))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with create_server(model=str(tmp_path), weights=weights, **SIMULATED) as s:
+        assert s.generate("a", text="w5 w6 w7", max_new_tokens=1).turn.prompt_tokens == 3
+        assert s.get_statistics()["engine"]["tokenizer"] == tmp_path.name
 
 
 def test_a_simulated_server_answers_without_torch_time() -> None:

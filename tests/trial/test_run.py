@@ -1,4 +1,5 @@
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -54,6 +55,25 @@ def test_a_trial_is_recorded_whole(tracking):
     (tokens,) = store.artifacts_of(outcome.trial_id, "tokens")
     assert set(read_tokens(tokens.path)) == {(t.session, t.turn) for t in turns}
     assert "TTFT first turn" in brief(store, outcome.trial_id)
+
+
+def test_a_trial_whose_attention_fell_back_is_flagged_with_the_reason(tracking, monkeypatch):
+    build = run_module.build_system
+
+    def without_a_kernel(*arguments):
+        system = build(*arguments)
+        report = system.start()
+        found = {"attention_backend": "reference", "attention_note": "Not native: No compiler.", "forward": "fused"}
+        settings = {**report.settings, **found, "forward_note": "", "fell_back": True}
+        monkeypatch.setattr(system, "start", lambda: replace(report, settings=settings))
+        return system
+
+    assert "fell_back" not in tracking.store.trial(run(tracking).trial_id).flags
+    monkeypatch.setattr(run_module, "build_system", without_a_kernel)
+    trial = tracking.store.trial(run(tracking, "force=true").trial_id)
+    said = "attention_backend=reference and the fused forward served. Not native: No compiler."
+    assert trial.flags["fell_back"] == said
+    assert trial.engine["attention_backend"] == "reference"
 
 
 def test_a_completed_trial_is_not_run_again(tracking):

@@ -83,6 +83,19 @@ def test_users_instead_of_a_rate():
     assert plan.warmup_turns == 4
 
 
+def test_every_user_has_a_conversation():
+    workload = sharegpt_workload(context(), conversations=5, users=12, max_turns=2)
+    plan, seen = workload.describe(), measured(drive(workload))
+    assert (plan.sessions, plan.facts["users"]) == (12, 12)
+    assert len({one.request.session for one in seen}) == 12
+
+
+def test_more_users_than_a_file_has_conversations_are_refused(real):
+    with pytest.raises(ConfigError, match=r"workload.users=10 people need a conversation each, and there are 9.*lower"):
+        sharegpt_workload(context(), path=str(real), min_turns=2, users=10)
+    assert sharegpt_workload(context(), path=str(real), min_turns=2, users=9).describe().facts["users"] == 9
+
+
 def test_lengths_are_forced_capped_or_free(real):
     capped = sharegpt_workload(context(), path=str(real), max_new_tokens=4)
     assert {one.request.output.max_new_tokens for one in measured(drive(capped))} == {4}

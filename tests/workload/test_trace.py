@@ -2,11 +2,9 @@ import json
 
 import pytest
 
-from pensieve.compose import build_system, build_tokenizer, build_workload, plan_trial
 from pensieve.errors import ConfigError, MalformedInput
-from pensieve.replay import replay
 from pensieve.workload.trace import trace_workload
-from tests.composed import checked
+from tests.composed import replayed
 from tests.scripted import context
 from tests.shared_data import shared
 from tests.workload.dry import drive
@@ -162,13 +160,7 @@ def test_path_and_format_are_asked_for():
 
 
 def _replayed(*overrides):
-    plan = plan_trial(checked("workload=trace", *overrides))
-    tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=True)
-    workload, _ = build_workload(plan, tokenizer)
-    system = build_system(plan, tokenizer)
-    system.start()
-    record = replay(system, workload)
-    system.close()
+    record, _ = replayed("workload=trace", *overrides)
     return [turn for turn in record.turns if turn.phase != "warmup"]
 
 

@@ -22,6 +22,7 @@ from pensieve.worker.torch.choice import choose
 from pensieve.worker.torch.forward import Forward
 from pensieve.worker.torch.kernels.base import AttentionBackend
 from pensieve.worker.torch.kernels.choose import load_backend, order
+from pensieve.worker.torch.self_check import SelfCheck
 
 # Run through the plug without an error, or seem to, and are wrong: attention with sinks, chunked attention, latent KV.
 _REFUSED_TYPES = {"gpt_oss", "llama4", "llama4_text", "deepseek_v2", "deepseek_v3"}
@@ -39,8 +40,8 @@ class LoadedModel:
 
     weights: "random", "hub" or the folder. revision: the commit that was loaded, where the hub gave one. module: the
     transformers model, the reference in tests; forward: what serves, over the same weights; forward_note: why it is not
-    the fused one, "" where it is. attention: the backend it attends with, over which it was checked; attention_note: why
-    no better one, where auto chose.
+    the fused one, "" where it is. attention: the backend it attends with, over which it was checked; attention_asked: the
+    one that was asked for; attention_note: why no better one, where auto chose. fell_back: see Choice.
     """
 
     module: Any
@@ -54,9 +55,11 @@ class LoadedModel:
     weights: str
     revision: str | None
     threads: int
-    self_check_difference: float
+    self_check: SelfCheck
     attention: AttentionBackend = REFERENCE
+    attention_asked: str = "auto"
     attention_note: str = ""
+    fell_back: bool = False
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -128,9 +131,11 @@ def load_model(
         weights=weights,
         revision=getattr(module.config, "_commit_hash", None),
         threads=threads,
-        self_check_difference=chosen.check.difference,
+        self_check=chosen.check,
         attention=chosen.attention,
+        attention_asked=attention,
         attention_note=chosen.attention_note,
+        fell_back=chosen.fell_back,
     )
 
 

@@ -75,6 +75,10 @@ def test_extreme_speedup_names_its_turn_and_leaves_out_thin_ones():
     store = both(talk(10.0, 20.0, 30.0, 1.0), talk(5.0, 40.0, 90.0, 1000.0))
     lowest = measure(store, "extreme_speedup", theirs="stateless", which="lowest")
     assert (lowest.value, lowest.about) == (pytest.approx(0.5), "at turn 1")
+    later = measure(store, "extreme_speedup", theirs="stateless", which="lowest", from_turn=3)
+    assert (later.value, later.about) == (pytest.approx(3.0), "at turn 3")
+    with pytest.raises(MissingSeries, match="fewer than two turns from turn 4 on"):
+        measure(store, "extreme_speedup", theirs="stateless", which="lowest", from_turn=4)
     highest = measure(store, "extreme_speedup", theirs="stateless", which="highest")
     assert (highest.value, highest.about) == (pytest.approx(1000.0), "at turn 4")
     with pytest.raises(MissingSeries, match="fewer than two turns"):

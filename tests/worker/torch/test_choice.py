@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
 
 from pensieve.errors import EngineMissing, UnsupportedModel
 from pensieve.worker.torch import choice
-from pensieve.worker.torch.choice import Choice, choose
+from pensieve.worker.torch.choice import Choice, attention_here, choose
 from pensieve.worker.torch.kernels.base import AttentionBackend
 from pensieve.worker.torch.kernels.reference import ReferenceBackend, ReferencePlan
 from pensieve.worker.torch.model import LoadedModel
@@ -28,6 +31,13 @@ class _WrongBackend(ReferenceBackend):
     def plan(self, batch: object, pool: torch.Tensor, chunk_tokens: int) -> ReferencePlan:
         self.chunks.append(chunk_tokens)
         return _WrongPlan(batch, pool, chunk_tokens)  # type: ignore[arg-type]
+
+
+def _needs_native() -> None:
+    try:
+        choice.load_backend("native", CPU, torch.float32, 16, 16)
+    except EngineMissing as missing:
+        pytest.skip(str(missing))
 
 
 def _choose(model: LoadedModel, *backends: str) -> Choice:
@@ -55,6 +65,60 @@ def test_the_first_backend_that_loads_and_passes_serves_and_the_others_are_noted
     assert chosen.attention_note.startswith("Not absent: It is not installed. Not wrong: ")
     assert "fails its self-check" in chosen.attention_note
     assert set(wrong.chunks) == {16}, "a kernel is checked with the blocks that it will serve"
+
+
+@pytest.mark.parametrize(
+    ("backends", "loud"),
+    [
+        (("reference",), None),  # asked for
+        (("native", "reference"), None),
+        (("absent", "native", "reference"), None),  # another kernel serves
+        (("absent", "reference"), "attention_backend=reference .* Not absent: It is not installed"),
+        (("wrong", "native"), "attention_backend=native .* Not wrong: .* fails its self-check"),
+    ],
+)
+def test_a_fall_back_is_warned_of(
+    llama: LoadedModel,
+    wrong: _WrongBackend,
+    caplog: pytest.LogCaptureFixture,
+    backends: tuple[str, ...],
+    loud: str | None,
+) -> None:
+    if "native" in backends:
+        _needs_native()
+    chosen = _choose(llama, *backends)
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert chosen.fell_back == (loud is not None)
+    assert len(warned) == (loud is not None)
+    assert loud is None or re.search(loud, warned[0])
+
+
+def test_a_refused_fused_forward_is_warned_of(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    check = choice.check_against_eager
+
+    def refuse(module: object, forward: Any, *rest: Any) -> Any:
+        if forward.name != "transformers":
+            raise UnsupportedModel("It fails its self-check.")
+        return check(module, forward, *rest)
+
+    monkeypatch.setattr(choice, "check_against_eager", refuse)
+    chosen = _choose(llama, "reference")
+    assert chosen.fell_back
+    assert "the transformers forward" in caplog.text and "the fused forward was refused: It fails" in caplog.text
+
+
+def test_what_serves_here_is_told_without_a_model(wrong: _WrongBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    def here(*names: str) -> tuple[str, str, bool]:
+        monkeypatch.setattr(choice, "order", lambda asked, device: names)
+        return attention_here("auto", CPU, torch.float32, 16, 16)
+
+    assert here("reference") == ("reference", "", False)
+    assert here("absent", "reference") == ("reference", "Not absent: It is not installed.", True)
+    assert here("absent", "wrong", "reference") == ("wrong", "Not absent: It is not installed.", False)
+    with pytest.raises(EngineMissing, match="not installed"):
+        here("absent")
 
 
 def test_the_one_that_was_asked_for_raises(llama: LoadedModel, wrong: _WrongBackend) -> None:

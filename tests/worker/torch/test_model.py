@@ -44,7 +44,7 @@ def test_what_was_loaded(llama: LoadedModel) -> None:
     assert (llama.weights, llama.revision, llama.threads) == ("random", None, 1)
     assert (llama.device.type, llama.dtype) == ("cpu", torch.float32)
     assert llama.load_s > 0
-    assert 0 < llama.self_check_difference < 1e-4
+    assert 0 < llama.self_check.difference < 1e-4
     assert llama.eos_token_ids == {2}
     assert not any(p.requires_grad for p in llama.module.parameters())
 

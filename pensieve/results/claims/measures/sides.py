@@ -55,7 +55,8 @@ def value_of(row: Any, column: str) -> float | None:
     if column == "normalized_latency_ms":
         return row.latency_ms / tokens if row.latency_ms is not None and tokens else None
     if column == "wire_bytes_per_token":
-        return (row.sent_bytes + row.received_bytes) / tokens if tokens else None
+        counted = row.sent_bytes is not None and row.received_bytes is not None
+        return (row.sent_bytes + row.received_bytes) / tokens if counted and tokens else None
     value = getattr(row, column, None)
     return None if value is None else float(value)
 

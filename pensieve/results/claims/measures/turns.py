@@ -37,11 +37,12 @@ def speedup(
 
 
 def extreme_speedup(
-    sides: Sides, which: Literal["lowest", "highest"], column: str = "ttft_ms", fewest: int = 5
+    sides: Sides, which: Literal["lowest", "highest"], column: str = "ttft_ms", fewest: int = 5, from_turn: int = 1
 ) -> Measured:
-    """The speed-up at the turn where it is lowest or highest, of the turns that `fewest` conversations have in both."""
+    """The speed-up at the turn where it is lowest or highest, of the turns from `from_turn` on that `fewest` conversations
+    have in both."""
     ours, theirs = (_turns(sides, trials, column) for trials in (sides.ours, sides.theirs))
-    numbers = {turn for turns in ours.values() for turn, _ in turns}
+    numbers = {turn for turns in ours.values() for turn, _ in turns if turn >= from_turn}
     found: list[tuple[float, int, PairedRatio]] = []
     for number in sorted(numbers):
         a = {
@@ -52,7 +53,8 @@ def extreme_speedup(
             ratio = _ratio(a, b, "")
             found.append((ratio.ratio, number, ratio))
     if len(found) < 2:
-        raise missing(f"fewer than two turns have {column} in {fewest} conversations of both")
+        after = f" from turn {from_turn} on" if from_turn > 1 else ""
+        raise missing(f"fewer than two turns{after} have {column} in {fewest} conversations of both")
     _, number, ratio = min(found) if which == "lowest" else max(found)
     return of_ratio(ratio, sides, about=f"at turn {number}")
 

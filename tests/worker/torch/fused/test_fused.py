@@ -149,7 +149,7 @@ def test_a_fused_forward_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPat
     model = tiny_model("llama")
     assert model.forward.name == "transformers"
     assert "fails its self-check" in model.forward_note
-    assert model.self_check_difference < 1e-4
+    assert model.self_check.difference < 1e-4
 
 
 def test_modules_of_another_make_are_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

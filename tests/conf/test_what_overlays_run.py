@@ -1,0 +1,86 @@
+"""What an experiment's overlay makes run: composed as a user would, simulated, and looked at in the turns it left."""
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from pensieve.request import is_measured
+from tests.composed import replayed
+
+AT_ONCE = {  # people (or agents), conversations, fewest and most turns of one
+    "sharegpt_light": (3, 5, 5, 10),
+    "sharegpt_full": (32, 32, 10, 30),
+    "sharegpt_gemma": (16, 16, 10, 20),
+    "demo_sequential": (1, 6, 7, 7),
+    "hotness": (6, 24, 8, 8),
+    "hotness_users": (6, 24, 8, 8),
+    "agent_scaling": (4, 4, 6, 6),
+    "sharegpt_light_small": (3, 5, 4, 5),
+    "sharegpt_full_small": (6, 6, 4, 6),
+    "sharegpt_gemma_small": (6, 6, 4, 6),
+    "demo_sequential_small": (1, 2, 7, 7),
+    "hotness_small": (6, 24, 5, 5),
+    "agent_scaling_small": (4, 4, 4, 4),
+}
+QUICK = ("workload.max_new_tokens=4", "workload.think_time_s=0")  # short replies, and everybody begins at the same time
+
+
+def ran(name, *overrides):
+    record, _ = replayed(f"experiment={name}", *overrides)
+    assert {turn.status for turn in record.turns} == {"completed"}
+    return [turn for turn in record.turns if is_measured(turn.phase)]
+
+
+def most_open(turns):
+    """Conversations between their first arrival and their last reply."""
+    began, ended = {}, {}
+    for turn in turns:
+        began[turn.session] = min(turn.intended_s, began.get(turn.session, turn.intended_s))
+        ended[turn.session] = max(turn.finished_s, ended.get(turn.session, turn.finished_s))
+    open_now = most = 0
+    for _, change in sorted([(at, 1) for at in began.values()] + [(at, -1) for at in ended.values()]):
+        open_now += change
+        most = max(most, open_now)
+    return most
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_as_many_people_talk_at_once_as_the_overlay_asks_for(name):
+    people, conversations, fewest, most = AT_ONCE[name]
+    turns = ran(name, *(QUICK if name.startswith("sharegpt") else ()))
+    each = Counter(turn.session for turn in turns)
+    assert (most_open(turns), len(each)) == (people, conversations)
+    assert fewest <= min(each.values()) <= max(each.values()) <= most
+
+
+@pytest.mark.parametrize("users", [1, 9])
+def test_a_swept_number_of_users_is_what_runs(users):
+    assert most_open(ran("hotness_users", f"workload.users={users}")) == users
+
+
+@pytest.mark.parametrize(("blocks", "a", "b"), [("512/256", 512, 256), ("384/384", 384, 384), ("256/512", 256, 512)])
+def test_a_miss_asks_for_b_and_the_query_in_every_step_and_half_a_second_passes(blocks, a, b):
+    record, _ = replayed("experiment=prefix_invalidation", f"workload.blocks={blocks}", "workload.rounds=2")
+    cases = {}
+    for turn in record.turns:
+        if turn.iteration >= 0:
+            cases.setdefault(turn.session, []).append(turn)
+    assert Counter(steps[1].phase for steps in cases.values()) == {"hit": 4, "miss": 4}
+    for steps in cases.values():
+        kind = steps[1].phase
+        asked = b + 20 if kind == "miss" else a + b + 20
+        assert [turn.prompt_tokens for turn in steps] == [a + b, asked, a + b, asked]
+        assert [turn.output_tokens for turn in steps] == [1, 1, 1, 50]
+        assert steps[1].recomputed_tokens == steps[3].recomputed_tokens == (b if kind == "miss" else 0)
+        assert [(turn.phase, turn.label) for turn in steps] == [
+            ("warmup", kind), (kind, kind), ("rewarm", kind), ("throughput", f"throughput_{kind}"),
+        ]  # fmt: skip
+        gaps = [later.intended_s - earlier.finished_s for earlier, later in pairwise(steps)]
+        assert gaps == pytest.approx([0.5] * 3)
+
+
+def test_decoding_asks_one_request_at_a_time():
+    turns = ran("llm_decode")
+    assert (most_open(turns), len(turns)) == (1, 25)
+    assert {(turn.prompt_tokens, turn.output_tokens) for turn in turns} == {(72, 50)}

@@ -1,0 +1,66 @@
+"""Which turns count is said in one place: what re-warms a conversation is in no number of any reader."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import pensieve
+from pensieve.errors import RequestFailed
+from pensieve.metrics import Measurement, summarise
+from pensieve.request import is_measured
+from pensieve.results.claims.evidence import Evidence
+from pensieve.results.export import baseline_report
+from pensieve.results.mlflow_log import ttft_by_turn
+from pensieve.results.store import ResultsStore
+from pensieve.results.summary import compare, measured_turns
+from pensieve.trial.run import _refuse_empty
+from tests.results.trials import MEMORY, add_trial, open_sweep, turn
+
+PHASES = ("warmup", "hit", "rewarm", "throughput")
+
+
+def steps():
+    found = []
+    for number, phase in enumerate(PHASES, start=1):
+        ms = 10.0 if is_measured(phase) else 990.0
+        found.append(turn("a", number, ms, phase=phase, latency_ms=ms, finished_s=float(number)))
+        found[-1].ordinal = number
+    return found
+
+
+@pytest.fixture
+def recorded():
+    store = ResultsStore(MEMORY)
+    sweep = open_sweep(store)
+    return store, sweep, add_trial(store, sweep, 0, "pensieve", steps())
+
+
+def test_every_reader_takes_the_same_turns(recorded):
+    store, sweep, trial = recorded
+    rows = store.turns_of(trial)
+    assert [row.phase for row in measured_turns(store, trial)] == ["hit", "throughput"]
+    assert ttft_by_turn(rows) == {2: 10.0, 4: 10.0}
+    [job] = store.trials_of_sweep(sweep)
+    assert [run["run_id"] for run in baseline_report(store, [job])["runs"]] == [f"{trial}/a/2", f"{trial}/a/4"]
+    assert [row.turn for row in Evidence(store, sweep).turns(store.trial(trial))] == [2, 4]
+    [row] = compare(store, sweep).rows
+    assert (row.ttft_first_ms, row.ttft_last_ms) == (10.0, 10.0)
+    assert any(note.startswith("2 warm-up turns are left out") for note in compare(store, sweep).notes)
+    found = {(m.name, m.label): m for m in summarise(Measurement(steps(), 0.0, 5.0, 0.0, 5.0))}
+    assert found["ttft_ms_mean", ""].n == found["turns", "completed"].value == 2
+
+
+def test_a_trial_that_only_warmed_up_has_measured_nothing():
+    with pytest.raises(RequestFailed, match="No measured turn completed"):
+        _refuse_empty([turn for turn in steps() if turn.phase in ("warmup", "rewarm")])
+
+
+def test_no_module_has_a_rule_of_its_own():
+    """Every phase but some that a module names itself would be a second definition."""
+    root = Path(pensieve.__file__).parents[1]
+    own = re.compile(r"""\.phase\s*(!=|not in)\s*\(?["'](warmup|rewarm)""")
+    files = [file for part in ("pensieve", "analysis", "runners") for file in (root / part).rglob("*.py")]
+    assert [str(file) for file in files if own.search(file.read_text(encoding="utf-8"))] == []

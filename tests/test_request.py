@@ -1,0 +1,115 @@
+"""What a request may ask: refused in one sentence where it makes no sense, whoever makes it."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+import pytest
+
+from pensieve.errors import CapacityError, ConfigError, ContextLengthError, RequestRefused, refused
+from pensieve.request import Forced, Free, Length, Request, Sampling, TurnRecord, stops_of, tokens_of
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("value", [2**31, 2**70, -1, -(2**70), 97, True, np.True_, 1.0, np.float32(1), "1", None, [1]])
+def test_a_prompt_outside_the_vocabulary_is_refused_by_its_name(value):
+    with pytest.raises(ConfigError, match=r"\[0, 97\), the model's vocabulary"):
+        tokens_of([5, value, 6], vocab=97)
+
+
+@pytest.mark.parametrize("values", [7, None, np.zeros((2, 2), dtype=int)])
+def test_a_prompt_is_a_row_of_token_ids(values):
+    with pytest.raises(ConfigError, match="vocabulary"):
+        tokens_of(values, vocab=97)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[0, 96], (0, 96), np.array([0, 96]), np.array([0, 96], dtype=np.uint64), array("q", [0, 96]), iter([0, 96])],
+)
+def test_whole_numbers_of_any_kind_are_token_ids(values):
+    tokens = tokens_of(values, vocab=97)
+    assert (tokens.typecode, list(tokens)) == ("i", [0, 96])
+
+
+def test_without_a_vocabulary_a_token_id_must_fit():
+    assert list(tokens_of([2**31 - 1])) == [2**31 - 1]
+    for value in (2**31, -1):
+        with pytest.raises(ConfigError, match="Token ids"):
+            tokens_of([value])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"temperature": value} for value in (NAN, INF, -INF, -0.5, 1e-310, True, "1", None, 1j)),
+        *({"top_p": value} for value in (NAN, 0, 0.0, -0.1, 1.0001, INF, True, "1", None)),
+        *({"top_k": value} for value in (-1, 1.0, NAN, True, "1", None)),
+        *({"seed": value} for value in (1.0, NAN, True, "1", None)),
+    ],
+)
+def test_sampling_that_makes_no_sense(fields):
+    [(name, _)] = fields.items()
+    with pytest.raises(ConfigError, match=name):
+        Sampling(**fields)
+
+
+def test_numbers_of_numpy_become_pythons():
+    sampling = Sampling(np.float32(0.5), np.float64(1), np.int32(3), np.int64(-7))
+    assert sampling == Sampling(0.5, 1.0, 3, -7)
+    assert [type(value) for value in (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed)] == [
+        float, float, int, int,
+    ]  # fmt: skip
+    length = Length(np.int64(2**63 - 1)).tokens
+    assert length + 1 == 2**63, "no overflow into a negative length"
+    assert Sampling(top_k=2**70).top_k < 2**31, "more than any vocabulary is no limit"
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.0, NAN, INF, True, "4", None])
+@pytest.mark.parametrize("output", [Length, Free])
+def test_an_output_length_is_a_whole_number_of_at_least_one(output, value):
+    with pytest.raises(ConfigError, match="max_new_tokens"):
+        output(value)
+
+
+def test_forced_output_has_tokens():
+    with pytest.raises(ConfigError, match="forced"):
+        Forced(tokens_of([]))
+
+
+def test_stop_strings():
+    assert stops_of(None) == stops_of(()) == stops_of([]) == ()
+    assert stops_of("END") == stops_of(["END"]) == ("END",)
+    for stop in ("", ["a", ""]):
+        with pytest.raises(ConfigError, match="stop string is empty"):
+            Free(4, stops_of(stop))
+    for stop in ([b"x"], [1], "\ud800"):
+        with pytest.raises(ConfigError, match=r"[Ss]top"):
+            Free(4, stops_of(stop))
+    with pytest.raises(ConfigError, match="stop"):
+        stops_of(7)
+
+
+@pytest.mark.parametrize("session", [7, None, b"a", ["a"], "\ud800"])
+def test_a_conversation_has_a_name(session):
+    with pytest.raises(ConfigError, match="session_id"):
+        Request(1, session, 1, tokens_of([1]), Length(1))
+
+
+def test_the_error_of_a_refused_turn_is_the_one_that_refused_it():
+    for kind in (RequestRefused, CapacityError, ContextLengthError):
+        assert type(refused(kind.reason, "Why.")) is kind
+    assert type(refused(None, "Why.")) is RequestRefused
+
+
+@pytest.mark.parametrize(
+    ("status", "tokens", "stands"),
+    [
+        ("completed", 3, True), ("timeout", 3, True), ("cancelled", 1, True),
+        ("timeout", 0, False), ("cancelled", 0, False), ("failed", 3, False), ("refused", 0, False),
+    ],
+)  # fmt: skip
+def test_a_turn_stands_with_what_it_generated(status, tokens, stands):
+    assert TurnRecord("a", 1, status=status, token_ids=tokens_of([5] * tokens)).stands is stands
