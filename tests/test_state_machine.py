@@ -25,7 +25,7 @@ from pensieve.request import Length, Request, Sampling, TurnRecord, tokens_of
 from pensieve.scheduler.composition import split, unified
 from pensieve.scheduler.settings import SchedulerSettings
 from pensieve.worker.torch.options import TorchOptions
-from pensieve.worker.torch.thread_link import ThreadLink
+from pensieve.worker.torch.transfers.lanes import ThreadLink
 from tests.simulated import policy_context
 from tests.worker.torch.driver import tiny_model
 

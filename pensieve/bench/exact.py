@@ -16,9 +16,9 @@ from pensieve.request import Event, TurnRecord
 from pensieve.scheduler.sequence import Sequence
 from pensieve.scheduler.settings import SchedulerSettings
 from pensieve.worker.torch.attention import IMPLEMENTATION
-from pensieve.worker.torch.link import Link
 from pensieve.worker.torch.model import LoadedModel
 from pensieve.worker.torch.options import TorchOptions
+from pensieve.worker.torch.transfers.link import Link
 from pensieve.worker.torch.worker import TorchWorker
 
 TOLERANCE = 1e-4  # of the largest logit, at least of 1, in float32

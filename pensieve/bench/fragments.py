@@ -16,10 +16,10 @@ from pensieve.bench.timer import interleaved
 from pensieve.errors import EngineMissing
 from pensieve.plan import Copy
 from pensieve.specs import ModelSpec
-from pensieve.worker.torch.copying import Copying, CopyWay, choose_copying
 from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.link import CudaLink
-from pensieve.worker.torch.transfer import Transfer
+from pensieve.worker.torch.transfers.link import CudaLink
+from pensieve.worker.torch.transfers.measurement import Copying, CopyWay, choose_copying
+from pensieve.worker.torch.transfers.transfer import Transfer
 
 _FRAGMENT_BLOCKS = (1, 2, 8, 32)
 _WAYS: tuple[CopyWay, ...] = ("auto", "dma", "kernel")

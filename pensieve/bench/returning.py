@@ -17,8 +17,8 @@ from pensieve.eviction.lru import Lru
 from pensieve.request import Length, Request, TurnRecord
 from pensieve.scheduler.settings import SchedulerSettings
 from pensieve.units import ceil_div
-from pensieve.worker.torch.link import Link
 from pensieve.worker.torch.model import LoadedModel
+from pensieve.worker.torch.transfers.link import Link
 from pensieve.worker.torch.worker import TorchWorker
 
 CHUNK = 32

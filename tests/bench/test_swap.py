@@ -11,11 +11,11 @@ from pensieve.bench.returning import Returning
 from pensieve.bench.unused_tier import UnusedTier
 from pensieve.errors import EngineMissing
 from pensieve.plan import Copy
-from pensieve.worker.torch.copying import Copying
 from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.link import CallCopier, Copier, copy_runs
 from pensieve.worker.torch.model import LoadedModel, load_model
-from pensieve.worker.torch.thread_link import ThreadLink
+from pensieve.worker.torch.transfers.lanes import ThreadLink
+from pensieve.worker.torch.transfers.link import CallCopier, Copier, copy_runs
+from pensieve.worker.torch.transfers.measurement import Copying
 from tests.bench.bench import make_bench
 from tests.worker.torch.driver import tiny_spec
 

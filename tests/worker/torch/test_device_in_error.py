@@ -13,9 +13,9 @@ import torch
 
 from pensieve.clock import WallClock
 from pensieve.plan import Copy, Row, Sample, StepPlan
-from pensieve.worker.torch import link as links
-from pensieve.worker.torch.link import CudaLink, Haul, Mark
 from pensieve.worker.torch.model import LoadedModel
+from pensieve.worker.torch.transfers import link as links
+from pensieve.worker.torch.transfers.link import CudaLink, Haul, Mark
 from pensieve.worker.torch.worker import TorchWorker
 
 from .driver import Driver, random_tokens

@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from pensieve.errors import EngineMissing, HardwareMissing
-from pensieve.worker.torch import batch_copy
-from pensieve.worker.torch import copying as copying_module
-from pensieve.worker.torch.batch_copy import BATCH_CALL, Attributes, BatchCopier
-from pensieve.worker.torch.copying import (
+from pensieve.worker.torch.kv_tensors import KvTensors
+from pensieve.worker.torch.transfers import driver
+from pensieve.worker.torch.transfers import measurement as copying_module
+from pensieve.worker.torch.transfers.driver import BATCH_CALL, Attributes, BatchCopier
+from pensieve.worker.torch.transfers.link import BlockRun, CallCopier, Copier, Haul, copy_runs
+from pensieve.worker.torch.transfers.measurement import (
     Copying,
     CopyWay,
     Limits,
@@ -28,10 +30,7 @@ from pensieve.worker.torch.copying import (
     samples_of,
     scattered,
 )
-from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.link import BlockRun, CallCopier, Copier, Haul, copy_runs
-
-from .driver import tiny_spec
+from tests.worker.torch.driver import tiny_spec
 
 BLOCKS = 48
 RUNS = [BlockRun(1, 9, 2), BlockRun(4, 0, 1), BlockRun(6, 2, 3), BlockRun(20, 30, 8)]
@@ -131,10 +130,10 @@ def test_a_refused_batch_is_an_error_and_a_driver_without_it_is_said_to_be(monke
                 assert (name, version, flags) == (b"cuMemcpyBatchAsync", 12080, 0)
                 return 1
 
-    monkeypatch.setattr(batch_copy.ctypes, "CDLL", lambda name: Old)
+    monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: Old)
     with pytest.raises(EngineMissing, match="was the first"):
         BatchCopier()
-    monkeypatch.setattr(batch_copy.ctypes, "CDLL", lambda name: object())
+    monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: object())
     with pytest.raises(EngineMissing, match="not found"):
         BatchCopier()
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pensieve.plan import Copy
 from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.link import BlockRun, CudaLink, Haul, Link, Mark
+from pensieve.worker.torch.transfers.link import BlockRun, CudaLink, Haul, Link, Mark
 
 _POLL_S = 5e-5
 

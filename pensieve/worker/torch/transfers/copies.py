@@ -14,7 +14,7 @@ import torch
 import triton
 
 from pensieve.worker.torch.kernels.block_copy import copy_blocks_kernel
-from pensieve.worker.torch.link import Haul
+from pensieve.worker.torch.transfers.link import Haul
 
 WORD_BYTES = 16  # what a thread moves at once; blocks of a layer are whole numbers of them
 PROGRAMS = 16  # each takes part of a multiprocessor; 16 x 32 KiB under way outlast the latency of any PCIe link

@@ -18,9 +18,9 @@ from typing import Literal
 import torch
 
 from pensieve.errors import EngineMissing, HardwareMissing
-from pensieve.worker.torch.batch_copy import BatchCopier
 from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.link import BlockRun, CallCopier, Copier, Haul
+from pensieve.worker.torch.transfers.driver import BatchCopier
+from pensieve.worker.torch.transfers.link import BlockRun, CallCopier, Copier, Haul
 
 _log = logging.getLogger(__name__)
 
@@ -359,7 +359,7 @@ def _kernel(tensors: KvTensors, way: CopyWay) -> tuple[Copier | None, str]:
         return None, ""
     if importlib.util.find_spec("triton") is None:
         return None, "it needs the package triton (pip install 'pensieve[triton]')"
-    from pensieve.worker.torch.kernel_copy import WORD_BYTES, KernelCopier
+    from pensieve.worker.torch.transfers.copies import WORD_BYTES, KernelCopier
 
     if tensors.layer_block_bytes % WORD_BYTES:
         return None, f"a block of {tensors.layer_block_bytes} bytes a layer is no multiple of {WORD_BYTES}"

@@ -15,11 +15,10 @@ import torch
 
 from pensieve.plan import Copy
 from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.link import BlockRun, CudaLink, Haul, Piece, copy_runs
-from pensieve.worker.torch.thread_link import ThreadLink
-from pensieve.worker.torch.transfer import Transfer
-
-from .driver import Driver, random_tokens, tiny_model, tiny_spec
+from pensieve.worker.torch.transfers.lanes import ThreadLink
+from pensieve.worker.torch.transfers.link import BlockRun, CudaLink, Haul, Piece, copy_runs
+from pensieve.worker.torch.transfers.transfer import Transfer
+from tests.worker.torch.driver import Driver, random_tokens, tiny_model, tiny_spec
 
 LAYERS, BLOCKS = 2, 16
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from pensieve.errors import EngineMissing
-from pensieve.worker.torch.link import Haul
+from pensieve.worker.torch.transfers.link import Haul
 
 # cuda.h: CU_MEMCPY_SRC_ACCESS_ORDER_STREAM, since sources may be written by what the stream waits for, and
 # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE, which asks for copy engines.

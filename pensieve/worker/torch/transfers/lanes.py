@@ -10,7 +10,7 @@ from queue import SimpleQueue
 
 import torch
 
-from pensieve.worker.torch.link import CudaMark, Haul, Mark, Piece, copy_runs
+from pensieve.worker.torch.transfers.link import CudaMark, Haul, Mark, Piece, copy_runs
 
 
 class ThreadLink:

@@ -1,0 +1,1 @@
+"""Copies of KV blocks between the GPU and the CPU."""
