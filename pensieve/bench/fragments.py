@@ -17,8 +17,8 @@ from pensieve.errors import EngineMissing
 from pensieve.plan import Copy
 from pensieve.specs import ModelSpec
 from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.transfers.link import CudaLink
-from pensieve.worker.torch.transfers.measurement import Copying, CopyWay, choose_copying
+from pensieve.worker.torch.transfers.choice import Copying, CopyWay, choose_copying
+from pensieve.worker.torch.transfers.lanes import CudaLink
 from pensieve.worker.torch.transfers.transfer import Transfer
 
 _FRAGMENT_BLOCKS = (1, 2, 8, 32)

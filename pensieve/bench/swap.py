@@ -21,8 +21,8 @@ from pensieve.clock import WallClock
 from pensieve.errors import WorkerError
 from pensieve.plan import Copy, Row, Sample, StepPlan
 from pensieve.worker.torch.model import LoadedModel
-from pensieve.worker.torch.transfers.lanes import ThreadLink, copy_and_wait
-from pensieve.worker.torch.transfers.link import CudaLink
+from pensieve.worker.torch.transfers.copies import copy_and_wait
+from pensieve.worker.torch.transfers.lanes import CudaLink, ThreadLink
 from pensieve.worker.torch.worker import TorchWorker
 
 SLOW_LINK = 12.5e9  # bytes/s of PCIe Gen4 x8, as large copies reach it: what a GPU with a faster link is held to

@@ -13,9 +13,10 @@ from pensieve.errors import EngineMissing
 from pensieve.plan import Copy
 from pensieve.worker.torch.kv_tensors import KvTensors
 from pensieve.worker.torch.model import LoadedModel, load_model
+from pensieve.worker.torch.transfers.choice import Copying
+from pensieve.worker.torch.transfers.copies import CallCopier, copy_runs
 from pensieve.worker.torch.transfers.lanes import ThreadLink
-from pensieve.worker.torch.transfers.link import CallCopier, Copier, copy_runs
-from pensieve.worker.torch.transfers.measurement import Copying
+from pensieve.worker.torch.transfers.link import Copier
 from tests.bench.bench import make_bench
 from tests.worker.torch.driver import tiny_spec
 

@@ -14,9 +14,10 @@ from pensieve.specs import ModelSpec
 from pensieve.worker.torch.kv_tensors import KvTensors
 from pensieve.worker.torch.model import load_model
 from pensieve.worker.torch.options import TorchOptions
-from pensieve.worker.torch.transfers.driver import BatchCopier
-from pensieve.worker.torch.transfers.link import CallCopier, Copier, CudaLink
-from pensieve.worker.torch.transfers.measurement import CopyWay, choose_copying
+from pensieve.worker.torch.transfers.choice import CopyWay, choose_copying
+from pensieve.worker.torch.transfers.copies import BatchCopier, CallCopier
+from pensieve.worker.torch.transfers.lanes import CudaLink
+from pensieve.worker.torch.transfers.link import Copier
 from pensieve.worker.torch.transfers.transfer import Transfer
 from pensieve.worker.torch.worker import TorchWorker
 

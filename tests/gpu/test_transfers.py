@@ -8,9 +8,10 @@ import torch
 from pensieve.errors import EngineMissing
 from pensieve.specs import ModelSpec
 from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.transfers.lanes import ThreadLink, copy_and_wait
-from pensieve.worker.torch.transfers.link import CudaLink, Link
-from pensieve.worker.torch.transfers.measurement import CopyWay, choose_copying
+from pensieve.worker.torch.transfers.choice import CopyWay, choose_copying
+from pensieve.worker.torch.transfers.copies import copy_and_wait
+from pensieve.worker.torch.transfers.lanes import CudaLink, ThreadLink
+from pensieve.worker.torch.transfers.link import Link
 from pensieve.worker.torch.transfers.pinned import pinned_bytes
 from pensieve.worker.torch.transfers.transfer import Transfer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pensieve.worker.torch.graphs import Recorder
-from pensieve.worker.torch.transfers.measurement import CopyWay
+from pensieve.worker.torch.transfers.choice import CopyWay
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,9 @@ from pensieve.worker.torch.memory import explain, fitting_blocks
 from pensieve.worker.torch.model import LoadedModel
 from pensieve.worker.torch.options import TorchOptions
 from pensieve.worker.torch.sampler import draw
-from pensieve.worker.torch.transfers.link import CudaLink, Link
-from pensieve.worker.torch.transfers.measurement import Copying, choose_copying
+from pensieve.worker.torch.transfers.choice import Copying, choose_copying
+from pensieve.worker.torch.transfers.lanes import CudaLink
+from pensieve.worker.torch.transfers.link import Link
 from pensieve.worker.torch.transfers.transfer import Transfer
 
 _WARMUP_TOKENS = 64

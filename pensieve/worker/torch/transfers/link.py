@@ -1,16 +1,10 @@
-"""The link between the tiers: two lanes for copies, and marks that the compute waits for.
-
-CUDA has streams and events, a CPU has none: there a thread a direction stands in, so that pipelining, its order and its
-failures can be run and measured without a GPU. Where both tiers are plain RAM a copy costs less than handing it to a thread,
-so it is simply made.
-"""
+"""What moves over the link between the tiers, and the protocols of those who move it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -53,15 +47,20 @@ class Haul:
         return Piece(self.runs, self.source[layer], self.target[layer])
 
 
+def gpu_of(*pools: torch.Tensor) -> torch.device | None:
+    """The device of the pool that is on a GPU; None where all are RAM."""
+    return next((pool.device for pool in pools if pool.is_cuda), None)
+
+
 class Copier(Protocol):
-    """A way of getting a haul over the link of a GPU."""
+    """A way to copy a haul over the link of a GPU."""
 
     @property
     def name(self) -> str: ...
 
     def prepare(self, haul: Haul) -> Callable[[int], None]:
-        """What copies one layer, to be called for one after the other, on the stream that is current now. Both return at
-        once. Raises RuntimeError where the device refuses."""
+        """A function that copies one layer on the stream that is current now; call it for the layers in order. Both calls
+        return at once. Raises RuntimeError where the device refuses."""
         ...
 
 
@@ -71,31 +70,35 @@ class Mark(Protocol):
     def reached(self) -> bool: ...
 
     def wait(self) -> None:
-        """Hold up the host. Raises what made a copy before the mark fail."""
+        """Block the host until the mark is reached. Raises the error of a copy before it that failed."""
         ...
 
     @property
     def error(self) -> BaseException | None:
-        """What made a copy before the mark fail; known once it is reached."""
+        """The error of a copy before the mark that failed; known once the mark is reached."""
         ...
 
 
 class Lane(Protocol):
-    """One direction, first come, first served."""
+    """One direction; hauls are copied in the order in which they were enqueued."""
 
     def enqueue(self, haul: Haul, after: Sequence[Mark]) -> list[Mark]:
-        """Copy layer by layer once `after` is reached; a mark behind each layer. Returns at once."""
+        """Copy layer by layer once all of `after` are reached. Returns at once, with a mark behind each layer."""
         ...
 
 
 class Link(Protocol):
+    """Two lanes, and the compute that waits for marks in them."""
+
     @property
     def inward(self) -> Lane:
         """CPU to GPU."""
         ...
 
     @property
-    def outward(self) -> Lane: ...
+    def outward(self) -> Lane:
+        """GPU to CPU."""
+        ...
 
     def computed(self) -> Mark:
         """Reached when the compute launched so far is done."""
@@ -106,120 +109,11 @@ class Link(Protocol):
         ...
 
     def stalled_ns(self) -> int:
-        """For how long compute waited since the last call, as far as those waits are over."""
+        """How long compute waited since the last call, counting only waits that are over."""
         ...
 
     def synchronize(self) -> None:
-        """Hold up the host until compute and both lanes are done."""
+        """Block the host until compute and both lanes are done."""
         ...
 
     def close(self) -> None: ...
-
-
-class CudaLink:
-    """Two streams. How a lane copies is its copier's: by default a cudaMemcpyAsync a run, which a copy engine performs
-    beside the compute; `copying.choose_copying` finds out what is fastest here."""
-
-    def __init__(self, device: torch.device, inward: Copier | None = None, outward: Copier | None = None) -> None:
-        self._device = device
-        self.inward = _CudaLane(device, inward or CallCopier())
-        self.outward = _CudaLane(device, outward or CallCopier())
-        self._waits: list[tuple[Any, Any]] = []  # events on the compute stream before and after each wait
-
-    def computed(self) -> Mark:
-        return CudaMark(torch.cuda.current_stream(self._device).record_event())
-
-    def hold_compute(self, mark: Mark) -> None:
-        assert isinstance(mark, CudaMark)
-        if mark.reached():
-            return
-        compute = torch.cuda.current_stream(self._device)
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record(compute)
-        compute.wait_event(mark.event)
-        after.record(compute)
-        self._waits.append((before, after))
-
-    def stalled_ns(self) -> int:
-        stalled_ms, still = 0.0, []
-        for before, after in self._waits:
-            with suppress(RuntimeError):  # of a device in error, which answers nothing
-                if after.query():
-                    stalled_ms += before.elapsed_time(after)
-                else:
-                    still.append((before, after))
-        self._waits = still
-        return int(stalled_ms * 1e6)
-
-    def synchronize(self) -> None:
-        torch.cuda.current_stream(self._device).synchronize()
-        self.inward.stream.synchronize()
-        self.outward.stream.synchronize()
-
-    def close(self) -> None:
-        self.synchronize()
-
-
-class _CudaLane:
-    def __init__(self, device: torch.device, copier: Copier) -> None:
-        # A copy that is a kernel gets the next free multiprocessor before the compute does; copy engines do not care.
-        self.stream = torch.cuda.Stream(device, priority=-1)
-        self.copier = copier
-
-    def enqueue(self, haul: Haul, after: Sequence[Mark]) -> list[Mark]:
-        marks: list[Mark] = []
-        with torch.cuda.stream(self.stream):
-            for mark in after:
-                assert isinstance(mark, CudaMark)
-                self.stream.wait_event(mark.event)
-            copy = self.copier.prepare(haul) if haul.runs else _nothing
-            for layer in range(haul.layers):
-                copy(layer)
-                marks.append(CudaMark(self.stream.record_event()))
-        return marks
-
-
-class CudaMark:
-    """A failed copy leaves the whole device in error: whatever asks next raises it."""
-
-    error = None
-
-    def __init__(self, event: Any) -> None:
-        self.event = event
-
-    def reached(self) -> bool:
-        return bool(self.event.query())
-
-    def wait(self) -> None:
-        self.event.synchronize()
-
-
-class CallCopier:
-    """A `copy_` a run and layer, which torch turns into one cudaMemcpyAsync since both sides are contiguous.
-
-    Not one strided copy for all layers: between CPU and GPU torch first gathers in RAM what is not contiguous. The views
-    are made for all layers of a run at once, and the calls of a layer from within torch: both save time of the host.
-    """
-
-    name = "dma, a call a run"
-
-    def prepare(self, haul: Haul) -> Callable[[int], None]:
-        source, target = haul.source.flatten(2), haul.target.flatten(2)
-        sources = list(zip(*(source.narrow(1, run.src, run.blocks).unbind(0) for run in haul.runs), strict=True))
-        targets = list(zip(*(target.narrow(1, run.dst, run.blocks).unbind(0) for run in haul.runs), strict=True))
-
-        def copy(layer: int) -> None:
-            torch._foreach_copy_(targets[layer], sources[layer], non_blocking=True)
-
-        return copy
-
-
-def _nothing(layer: int) -> None:
-    """Of a haul without runs."""
-
-
-def copy_runs(piece: Piece) -> None:
-    """A slice, never an index list: x[ids].copy_(y) would write into a temporary."""
-    source, target = piece.source.flatten(1), piece.target.flatten(1)
-    for run in piece.runs:
-        target[run.dst : run.dst + run.blocks].copy_(source[run.src : run.src + run.blocks], non_blocking=True)
