@@ -7,7 +7,7 @@ from hydra import initialize_config_dir
 
 from pensieve.bench import serve
 from pensieve.bench.models import plain_module
-from pensieve.bench.transformers_system import TransformersSystem
+from pensieve.bench.peers import TransformersSystem
 from pensieve.compose import conf_folder, read_option
 from pensieve.compose.machine import find_device
 from pensieve.compose.schema import HardwareConfig
