@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from types import FrameType
 
 from pensieve.engine import Engine
@@ -54,6 +55,7 @@ def test_a_step_does_not_grow_with_who_is_idle_or_waits() -> None:
 
 
 def test_the_engine_reports_its_own_time() -> None:
+    began = time.perf_counter_ns()
     engine = engine_with(idle=10)
     calls_a_step(engine, 10_000)
-    assert 0 < engine.counters.schedule_ns / engine.counters.steps < 5e6
+    assert 0 < engine.counters.schedule_ns < time.perf_counter_ns() - began
