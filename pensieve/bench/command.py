@@ -98,7 +98,7 @@ def _group(kind: type[BaseModel], config: Mapping[str, Any], name: str) -> Any:
 
 
 def _use_threads(asked: int | None, machine: Device) -> int | None:
-    """torch's threads for CPU work; None on a GPU unless asked, since they hardly matter there."""
+    """Set torch's threads for CPU work. None: left alone, on a GPU where they hardly matter."""
     threads = asked or (cores() if machine.kind == "cpu" else None)
     if threads is not None:
         torch.set_num_threads(threads)

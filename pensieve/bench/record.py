@@ -80,7 +80,7 @@ class Record:
 
 
 def command() -> str:
-    """As it was typed, from the checkout's folder."""
+    """The command as it was typed in the checkout's folder."""
     return shlex.join(["python", *sys.argv])
 
 
@@ -147,7 +147,7 @@ def _metrics(case: Case, measured: Measured) -> list[Metric]:
 
 
 def runtime() -> dict[str, Any]:
-    """Versions that only the running libraries know, and the clocks of the devices as they are at this moment."""
+    """Versions that only loaded libraries know, and the present clocks of the devices."""
     torch = sys.modules.get("torch")
     found: dict[str, Any] = {"gpus": gpus()}
     if torch is not None:
