@@ -12,7 +12,7 @@ try:
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import DictConfig, OmegaConf
 
-    from pensieve.bench.targets import run_target
+    from pensieve.bench import run_target
     from pensieve.compose import conf_folder
     from pensieve.errors import PensieveError
     from pensieve.trial import guarded

@@ -16,8 +16,9 @@ from pensieve.eviction.retention_value import RetentionValue
 from pensieve.plan import StepResult
 from pensieve.request import Length, Request, TurnRecord
 from pensieve.scheduler.settings import SchedulerSettings
-from pensieve.worker.torch.link import Piece, copy_runs
-from pensieve.worker.torch.thread_link import ThreadLink
+from pensieve.worker.torch.transfers.copies import copy_runs
+from pensieve.worker.torch.transfers.lanes import ThreadLink
+from pensieve.worker.torch.transfers.link import Piece
 from tests.simulated import policy_context
 from tests.test_exactness import load
 from tests.worker.torch.driver import random_tokens

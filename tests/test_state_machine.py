@@ -6,6 +6,7 @@ from functools import cache as remember
 from functools import partial
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -25,7 +26,7 @@ from pensieve.request import Length, Request, Sampling, TurnRecord, tokens_of
 from pensieve.scheduler.composition import split, unified
 from pensieve.scheduler.settings import SchedulerSettings
 from pensieve.worker.torch.options import TorchOptions
-from pensieve.worker.torch.thread_link import ThreadLink
+from pensieve.worker.torch.transfers.lanes import ThreadLink
 from tests.simulated import policy_context
 from tests.worker.torch.driver import tiny_model
 
@@ -142,4 +143,4 @@ class Serving(RuleBasedStateMachine):
 Serving.TestCase.settings = settings(
     max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )
-TestServing = Serving.TestCase
+TestServing = pytest.mark.slow(Serving.TestCase)

@@ -1,0 +1,43 @@
+"""Benchmarks beside their limits and peers, and checks of exactness and of policies: the targets of runners/bench.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pensieve.errors import ConfigError
+
+ALL = ("kernel", "swap", "decode", "prefill", "serve")
+RECORDED = {
+    "kernel": ("kernel", "run"),
+    "swap": ("swap", "run"),
+    "decode": ("steps", "run_decode"),
+    "prefill": ("steps", "run_prefill"),
+    "serve": ("serve", "run"),
+    "cpu_path": ("cpu_path", "run"),
+}
+"""Targets whose results are trials: the module in this folder, and its function of a Bench."""
+
+CHECKS = ("soak", "scan")
+
+
+def run_target(config: Mapping[str, Any], overrides: Mapping[str, str]) -> int:
+    """Run the target of conf/bench.yaml; exit status 0 where everything was measured beside its limit and its peer.
+
+    config: the resolved configuration. overrides: what was typed, which names the command in the database. Raises
+    PensieveError where nothing could be measured.
+    """
+    target = str(config["target"])
+    if target == "soak":
+        from pensieve.bench.soak import soak
+
+        return soak(int(config["bench"]["turns"]), int(config["bench"]["seed"]))
+    if target == "scan":
+        from pensieve.bench.scan import main
+
+        return main()
+    if target != "all" and target not in RECORDED:
+        raise ConfigError(f"There is no target {target!r}; choose all, {', '.join((*RECORDED, *CHECKS))}.")
+    from pensieve.bench.command import run_command
+
+    return run_command(target, ALL if target == "all" else (target,), config, overrides)

@@ -1,4 +1,4 @@
-"""What a benchmark measures: a case with its limit, and what each backend made of it."""
+"""What a benchmark measures: a case with its limit, and the result of each backend."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one backend made of a case. values: one a repetition, in the case's unit; none where it failed.
+    """The result of one backend in a case. values: one a repetition, in the case's unit; none where it failed.
 
-    version: of the backend's package. engine: settings that it ran with. error: the sentence, where it failed.
+    version: of the backend's package. engine: settings that it ran with. error: one sentence, where it failed.
     """
 
     backend: str
@@ -85,7 +85,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A case with all its backends, as they were measured beside each other."""
+    """A case with all its backends, measured beside each other."""
 
     target: str
     case: Case

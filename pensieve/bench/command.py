@@ -6,7 +6,6 @@ import importlib
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +13,36 @@ import torch
 from pydantic import BaseModel, ValidationError
 from rich.console import Console
 
-from pensieve.bench import table
+from pensieve.bench import RECORDED, table
 from pensieve.bench.record import Record, command
 from pensieve.bench.session import Bench, Options
 from pensieve.bench.timer import explain
 from pensieve.compose.machine import Device, cores, find_device
 from pensieve.compose.schema import HardwareConfig, TrackingConfig
-from pensieve.errors import ConfigError, EngineMissing, HardwareMissing, PensieveError
+from pensieve.errors import ConfigError, HardwareMissing, PensieveError
 from pensieve.trial.liveness import device_lock
 from pensieve.trial.terminal import say
 from pensieve.trial.tracking import Tracking, open_named
 from pensieve.worker.torch.shelf import open_shelf
 
-SIMULATED = ("serve",)  # the only target that a simulated machine can answer
+TRIALS = ("serve",)  # targets made of trials: each takes the device for itself, and may be on a simulated machine
 _WIDTH = 160
 
 
 def run_command(name: str, targets: Sequence[str], config: Mapping[str, Any], overrides: Mapping[str, str]) -> int:
-    """See targets.run_target. A target that fails is one sentence; the others run, and the status is 1."""
+    """See pensieve.bench.run_target. A target that fails is one sentence; the others run, and the status is 1."""
     hardware, tracked = _group(HardwareConfig, config, "hardware"), _group(TrackingConfig, config, "tracking")
     options = decided(config["bench"])
     machine = find_device(hardware)
-    if machine.simulated and not set(targets) <= set(SIMULATED):
+    if machine.simulated and not set(targets) <= set(TRIALS):
         raise HardwareMissing(
             f"target={name} measures a real device, and hardware={hardware.name} is simulated; use hardware=local, "
-            f"or target={' or '.join(SIMULATED)}."
+            f"or target={' or '.join(TRIALS)}."
         )
     tracking = open_named(tracked)
     threads = _use_threads(hardware.threads, machine)
     records = Record(tracking.store, name, overrides, machine)
-    limits: dict[str, float] = {}  # shared: what one target saw holds for the next
+    limits: dict[str, float] = {}  # shared: what one target measured holds for the next
     benches, failures = [], []
     device = torch.device("cpu" if machine.simulated else machine.name)
     if device.type == "cuda":
@@ -99,7 +98,7 @@ def _group(kind: type[BaseModel], config: Mapping[str, Any], name: str) -> Any:
 
 
 def _use_threads(asked: int | None, machine: Device) -> int | None:
-    """torch's threads for CPU work; None on a GPU unless asked, since they hardly matter there."""
+    """Set torch's threads for CPU work. None: left alone, on a GPU where they hardly matter."""
     threads = asked or (cores() if machine.kind == "cpu" else None)
     if threads is not None:
         torch.set_num_threads(threads)
@@ -109,13 +108,11 @@ def _use_threads(asked: int | None, machine: Device) -> int | None:
 def _run(bench: Bench) -> str | None:
     """Why the target could not be measured, or not to its end; None where it was."""
     try:
-        name = f"pensieve.bench.{bench.target}"
-        if find_spec(name) is None:
-            raise EngineMissing(f"target={bench.target} cannot be run in this version yet.")
-        module = importlib.import_module(name)
-        own = getattr(module, "LOCKS_ITSELF", False)  # trials take the device themselves
-        with nullcontext() if own else device_lock(bench.machine, bench.options.exclusive, say):
-            module.run(bench)
+        module, function = RECORDED[bench.target]
+        run = getattr(importlib.import_module(f"pensieve.bench.{module}"), function)
+        locked = nullcontext() if bench.target in TRIALS else device_lock(bench.machine, bench.options.exclusive, say)
+        with locked:
+            run(bench)
     except PensieveError as error:
         return str(error)
     except ModuleNotFoundError as error:

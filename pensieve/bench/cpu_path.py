@@ -16,36 +16,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from pensieve.bench import case as bench_case
-from pensieve.bench.case import Figure, Measured
+from pensieve.bench.case import Case, Figure, Measured
+from pensieve.bench.models import CHUNK, ON_CPU, spec_of
 from pensieve.bench.record import now
 from pensieve.bench.session import Bench
-from pensieve.compose import read_option
 from pensieve.errors import HardwareMissing, PensieveError
 from pensieve.plan import Row, Sample
-from pensieve.specs import ModelSpec
 from pensieve.worker.torch.attention import IMPLEMENTATION, Iteration
 from pensieve.worker.torch.batch import BlockTables, build_batch
 from pensieve.worker.torch.kv_tensors import KvTensors
 from pensieve.worker.torch.model import LoadedModel, load_model
 
-CHUNK = 32
-# The shape that the goals below are for: 24.7M parameters.
-LLAMA_25M = {
-    "model_type": "llama",
-    "hidden_size": 512,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "intermediate_size": 1408,
-    "vocab_size": 1024,
-    "max_position_embeddings": 8192,
-}
-
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """requests of `new` tokens over `past` ones. goal: of the ratio to the floor, for LLAMA_25M on one thread."""
+class Step:
+    """`requests` requests, each of `new` tokens over `past` ones. goal: for the ratio to the floor, with llama_25m on one
+    thread."""
 
     name: str
     requests: int
@@ -55,12 +41,12 @@ class Case:
     goal: float | None = None
 
 
-CASES = (
-    Case("prefill 768", 1, 0, 768, goal=1.6),
-    Case("append 60 over 700", 1, 700, 60),
-    Case("decode 1 at 500", 1, 500, 1, goal=2.0),
-    Case("decode 8 at 512", 8, 512, 1, goal=1.35),
-    Case("decode 8 at 512, blocks scattered", 8, 512, 1, scattered=True),
+STEPS = (
+    Step("prefill 768", 1, 0, 768, goal=1.6),
+    Step("append 60 over 700", 1, 700, 60),
+    Step("decode 1 at 500", 1, 500, 1, goal=2.0),
+    Step("decode 8 at 512", 8, 512, 1, goal=1.35),
+    Step("decode 8 at 512, blocks scattered", 8, 512, 1, scattered=True),
 )
 
 
@@ -79,14 +65,14 @@ class Timing:
         return min(times) / min(self.floor), each[len(each) // 4], each[(3 * len(each)) // 4]
 
 
-def measure(model: LoadedModel, fallback: LoadedModel, case: Case, rounds: int) -> Timing:
-    """Time one case. model: on its fused forward; fallback: the same weights on transformers' modules."""
+def measure(model: LoadedModel, fallback: LoadedModel, step: Step, rounds: int) -> Timing:
+    """Time one step. model: on its fused forward; fallback: the same weights on transformers' modules."""
     vocab = model.spec.vocab
     runs: dict[str, Callable[[], object]] = {
-        "floor": _products(fallback.module, case),
-        "ours": _paged(model, case),
-        "fallback": _paged(fallback, case),
-        "peer": _transformers(fallback.module, case, vocab),
+        "floor": _products(fallback.module, step),
+        "ours": _paged(model, step),
+        "fallback": _paged(fallback, step),
+        "peer": _transformers(fallback.module, step, vocab),
     }
     times: dict[str, list[float]] = {name: [] for name in runs}
     with torch.inference_mode():
@@ -104,13 +90,13 @@ def measure(model: LoadedModel, fallback: LoadedModel, case: Case, rounds: int) 
     return Timing(**times)
 
 
-def _products(module: Any, case: Case) -> Callable[[], object]:
-    """Every projection once, on rows that lie ready; the head for the sampled rows only."""
-    rows = case.requests * case.new
+def _products(module: Any, step: Step) -> Callable[[], object]:
+    """Every projection once, on rows that are ready; the head for the sampled rows only."""
+    rows = step.requests * step.new
     head = module.get_output_embeddings()
     weights = [(m.weight, m.in_features) for m in module.modules() if isinstance(m, torch.nn.Linear) and m is not head]
     given = {size: torch.randn(rows, size) for _, size in weights}
-    last = torch.randn(case.requests, head.in_features)
+    last = torch.randn(step.requests, head.in_features)
 
     def run() -> None:
         for weight, size in weights:
@@ -120,20 +106,20 @@ def _products(module: Any, case: Case) -> Callable[[], object]:
     return run
 
 
-def _paged(model: LoadedModel, case: Case) -> Callable[[], object]:
-    """Batch, attention over blocks, logits: what a worker does in a step, but for sampling."""
-    chunks = -(-(case.past + case.new) // CHUNK)
-    pool = KvTensors(model.spec, CHUNK, case.requests * chunks, 0, model.device, model.dtype)
+def _paged(model: LoadedModel, step: Step) -> Callable[[], object]:
+    """Batch, attention over blocks, logits: all that a worker does in a step but sampling."""
+    chunks = -(-(step.past + step.new) // CHUNK)
+    pool = KvTensors(model.spec, CHUNK, step.requests * chunks, 0, model.device, model.dtype)
     pool.gpu.normal_()
-    blocks = list(range(case.requests * chunks))
-    if case.scattered:
+    blocks = list(range(step.requests * chunks))
+    if step.scattered:
         random.Random(0).shuffle(blocks)
     tables = BlockTables()
-    stop = case.past + case.new
+    stop = step.past + step.new
     rows = []
-    for slot in range(case.requests):
+    for slot in range(step.requests):
         tables.overwrite(slot, 0, blocks[slot * chunks : (slot + 1) * chunks])
-        rows.append(Row(slot, ((case.past, stop),), tuple(i % model.spec.vocab for i in range(case.new)), Sample(stop)))
+        rows.append(Row(slot, ((step.past, stop),), tuple(i % model.spec.vocab for i in range(step.new)), Sample(stop)))
 
     def run() -> object:
         batch = build_batch(rows, tables, {}, CHUNK, model.device)
@@ -143,34 +129,32 @@ def _paged(model: LoadedModel, case: Case) -> Callable[[], object]:
     return run
 
 
-def _transformers(module: Any, case: Case, vocab: int) -> Callable[[], object]:
-    """One step over a cache that already holds the past, cut back after it."""
+def _transformers(module: Any, step: Step, vocab: int) -> Callable[[], object]:
+    """One step over a cache that holds the past already; what the step added is cut off after it."""
     from transformers import DynamicCache
 
-    ids = torch.arange(case.requests * case.new).remainder(vocab).view(case.requests, case.new)
+    ids = torch.arange(step.requests * step.new).remainder(vocab).view(step.requests, step.new)
     cache = DynamicCache(config=module.config)
-    if case.past:
+    if step.past:
         module.set_attn_implementation("sdpa")
         with torch.inference_mode():
-            past = torch.arange(case.past).remainder(vocab).expand(case.requests, -1)
+            past = torch.arange(step.past).remainder(vocab).expand(step.requests, -1)
             module(input_ids=past, past_key_values=cache, use_cache=True, logits_to_keep=1)
         module.set_attn_implementation(IMPLEMENTATION)
 
     def run() -> object:
         output = module(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache.crop(-case.new)
+        cache.crop(-step.new)
         return output
 
     return run
 
 
 def load_both(name: str, threads: int) -> tuple[LoadedModel, LoadedModel]:
-    """The model as it is served, and on transformers' modules with torch's attention, with equal random weights.
-
-    name: llama_25m, or an option of conf/model. Raises PensieveError.
+    """The model as it is served, and on transformers' modules with torch's attention, with equal random weights. Raises
+    PensieveError.
     """
-    architecture = LLAMA_25M if name == "llama_25m" else read_option("model", name)["architecture"]
-    spec = ModelSpec.from_architecture(name, architecture)
+    spec = spec_of(name)
 
     def load(fused: bool, attention: str) -> LoadedModel:
         return load_model(spec, "random", None, None, 0, "cpu", threads, fused, attention)
@@ -182,32 +166,32 @@ def run(bench: Bench) -> None:
     """Target cpu_path: the cases recorded, on one thread unless hardware.threads says otherwise. Raises PensieveError."""
     if bench.on_gpu:
         raise HardwareMissing("target=cpu_path measures a CPU; use hardware=cpu, or target=decode on a GPU.")
-    name, rounds = bench.options.model or "llama_25m", bench.rounds(5)
+    name, rounds = bench.options.model or ON_CPU, bench.rounds(5)
     bench.threads = bench.hardware.threads or 1
     model, fallback = load_both(name, bench.threads)
     if model.forward.name == fallback.forward.name:
         raise PensieveError(f"There is no fused forward to measure ({model.forward_note}).")
     bench.model = name
-    for case in CASES:
+    for step in STEPS:
         began = now()
-        timing = measure(model, fallback, case, rounds * (1 if case.new > 1 else 4))
-        goal = case.goal if name == "llama_25m" and bench.threads == 1 else None
-        bench.record(_recorded(case, timing), _backends(timing, model, fallback, goal), began)
+        timing = measure(model, fallback, step, rounds * (1 if step.new > 1 else 4))
+        goal = step.goal if name == ON_CPU and bench.threads == 1 else None
+        bench.record(_case(step, timing), _backends(timing, model, fallback, goal), began)
     bench.note(
         "limit: the best time of the matrix products alone (F.linear with transformers' weights), float32; packed products "
         "are faster than these, so a ratio may be below 1. q1, q3: quartiles of the ratios within a round."
     )
-    goals = ", ".join(f"{case.name} {case.goal:g}" for case in CASES if case.goal is not None)
-    if name == "llama_25m" and bench.threads == 1:
+    goals = ", ".join(f"{step.name} {step.goal:g}" for step in STEPS if step.goal is not None)
+    if name == ON_CPU and bench.threads == 1:
         bench.note(f"Goals for ours (ratio of best): {goals}.")
 
 
-def _recorded(case: Case, timing: Timing) -> bench_case.Case:
-    return bench_case.Case(
-        label=case.name,
+def _case(step: Step, timing: Timing) -> Case:
+    return Case(
+        label=step.name,
         floor=min(timing.floor),
         floor_is="matrix products alone, measured in the same rounds",
-        parameters={"requests": case.requests, "past": case.past, "new": case.new, "scattered": case.scattered},
+        parameters={"requests": step.requests, "past": step.past, "new": step.new, "scattered": step.scattered},
     )
 
 

@@ -1,4 +1,4 @@
-"""An engine that is compared with the plain model at every sampled token, whatever became of the KV in between."""
+"""An engine whose every sampled token is compared with the plain model, whatever path its KV took."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pensieve.request import Event, TurnRecord
 from pensieve.scheduler.sequence import Sequence
 from pensieve.scheduler.settings import SchedulerSettings
 from pensieve.worker.torch.attention import IMPLEMENTATION
-from pensieve.worker.torch.link import Link
 from pensieve.worker.torch.model import LoadedModel
 from pensieve.worker.torch.options import TorchOptions
+from pensieve.worker.torch.transfers.link import Link
 from pensieve.worker.torch.worker import TorchWorker
 
 TOLERANCE = 1e-4  # of the largest logit, at least of 1, in float32
@@ -29,8 +29,8 @@ class Mismatch(Exception):
 
 @dataclass(slots=True)
 class Paths:
-    """How many turns went each way; one turn may have gone several. again: on CPU, and computed anew. hole: rows of several
-    runs. worst: logit difference."""
+    """How many turns took each path; one turn may take several. again: its KV was on CPU, and some was recomputed all the
+    same. hole: rows (not turns) that recompute several runs of positions. worst: the largest logit difference."""
 
     turns: int = 0
     tokens: int = 0
@@ -64,7 +64,7 @@ def plain_logits(model: LoadedModel, tokens: Many[int]) -> torch.Tensor:
 
 
 class WatchedWorker(TorchWorker):
-    """Counts the rows that recover several runs of positions in one forward."""
+    """Counts the rows that recompute several runs of positions in one forward."""
 
     rows_with_holes = 0
 
@@ -75,16 +75,17 @@ class WatchedWorker(TorchWorker):
 
 @dataclass(slots=True)
 class _Seen:
-    """Logits a turn sampled from, and the tokens before the first of them."""
+    """The logits that a turn sampled from. start: how many tokens stood before the first of them."""
 
     start: int
     logits: list[torch.Tensor] = field(default_factory=list)
 
 
 class CheckedEngine(Engine):
-    """check() after every step, NaN in every free block, and each finished turn against one plain forward over it.
+    """Runs check() after every step, fills every free block with NaN, and compares each finished turn with one plain forward
+    over it.
 
-    Raises Mismatch at the first difference. paths counts what the turns went through.
+    Raises Mismatch at the first difference. paths: how many turns took which path.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class CheckedEngine(Engine):
         return events
 
     def run(self) -> list[TurnRecord]:
-        """Until nobody waits; the turns that finished."""
+        """Step until no request is left. Returns the turns that finished."""
         turns = [event.turn for event in self.take_events() if event.turn is not None]
         for turn in turns:
             self._count(turn)

@@ -1,8 +1,9 @@
 """Attention alone: decode, append, mixed and recovery batches, and the paper's microbenchmark, beside every backend here.
 
-A call attends in as many layers as take it beyond the caches, with a plan made before (a forward makes one for all its
-layers), and on a GPU is replayed from a CUDA graph where the backend can be captured, so that launches cost nobody
-anything. The floor is what must be moved at the copy bandwidth, or multiplied at the matrix rate, whichever takes longer.
+One call attends in several layers, enough that their KV does not fit the caches. The plan is made before, as a forward makes
+one for all its layers. On a GPU the call is replayed from a CUDA graph where the backend can be captured, so that no time of
+launches is measured. The limit is the time to move the KV at the copy bandwidth, or to do the products at the matrix rate,
+whichever is longer.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _ROUNDS = {"cuda": 15, "cpu": 7}
 
 @dataclass(frozen=True, slots=True)
 class Backends:
-    """ours: what serves on this device; others: what else loads; absent: what does not, and why."""
+    """ours: the one that serves on this device. others: those that load too. absent: those that do not, with the reason."""
 
     ours: AttentionBackend
     others: tuple[AttentionBackend, ...]
@@ -42,7 +43,7 @@ class Backends:
 
 @dataclass
 class Runners:
-    """The calls of one case, with what the records say of each."""
+    """The calls of one case, and for each the version and settings that are recorded."""
 
     device: torch.device
     calls: dict[str, Call] = field(default_factory=dict)
@@ -71,7 +72,7 @@ def run(bench: Bench) -> None:
 
 
 def find_backends(device: torch.device, dtype: torch.dtype, shape: Shape) -> Backends:
-    """Every backend that loads here. Those of the other kind of device are not missed."""
+    """Every backend for this kind of device: those that load, and why others do not."""
     found: dict[str, AttentionBackend] = {}
     absent: dict[str, str] = {}
     for name in ON_CPU if device.type == "cpu" else (name for name in BACKENDS if name != "native"):
@@ -117,8 +118,8 @@ def plain_cases(on_gpu: bool, full: bool) -> list[tuple[str, list[Runs], dict[st
 
 
 def recovery_runs(context: int, runs: int, tokens: int) -> tuple[Runs, Runs]:
-    """`runs` runs of `tokens` positions, ending at equal shares of a context, and one run with as many pairs of query
-    and key: what several runs cost beyond it is the price of their being several."""
+    """`runs` runs of `tokens` positions, ending at equal shares of a context, and one run with as many pairs of query and
+    key: the difference in time is what it costs that there are several runs."""
     step = context // runs
     several = [(step * (i + 1) - tokens, step * (i + 1)) for i in range(runs)]
     wanted = sum(pairs(start, stop) for start, stop in several)
@@ -203,7 +204,7 @@ def _case(bench: Bench, inputs: Inputs, label: str, parameters: Mapping[str, Any
 def _record(
     bench: Bench, case: Case, runners: Runners, backends: Backends, over: tuple[str, str] | None = None
 ) -> None:
-    """over: a backend of the case, and the name of the figure that says how many times its time ours takes."""
+    """over: a backend of the case, and the name of the figure for the time of ours over its time."""
     began = now()
     with torch.inference_mode():
         times = interleaved(runners.calls, bench.rounds(_ROUNDS[bench.device.type]), bench.device)

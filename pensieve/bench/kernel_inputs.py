@@ -1,4 +1,4 @@
-"""The inputs of the attention benchmark, and the ways of attending that need no paged kernel."""
+"""The inputs of the attention benchmark, and ways of attending without a paged kernel."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Inputs:
-    """pool [layers, tokens, 2, kv_heads, dim], blocks scattered; queries [tokens, heads, dim], keys and values likewise."""
+    """pool [layers, tokens, 2, kv_heads, dim], its blocks scattered; queries [tokens, heads, dim]; keys, values with
+    kv_heads."""
 
     shape: Shape
     batch: Batch
@@ -46,12 +47,12 @@ class Inputs:
 
     @property
     def uniform(self) -> bool:
-        """Every span is the same positions: what can be stacked without padding."""
+        """All spans are at the same positions, so that they can be stacked without padding."""
         return len({(span.start, span.stop) for span in self.batch.spans}) == 1
 
     @property
     def kv_bytes(self) -> int:
-        """Keys and values that one layer must read: those of a recovery's runs once."""
+        """Bytes of keys and values that one layer must read; what several runs of a recovery share counts once."""
         ends: dict[int, int] = {}
         for span in self.batch.spans:
             first = int(span.blocks[0])
@@ -74,7 +75,7 @@ def make_inputs(
     seed: int,
     layers: int | None = None,
 ) -> Inputs:
-    """A request a row. layers: as many as lie beyond the caches, so that every call reads its keys from memory."""
+    """One request a row. layers: by default so many that they do not fit the caches and a call reads from memory."""
     blocks = [-(-runs[-1][1] // shape.chunk) for runs in rows]
     tokens = sum(blocks) * shape.chunk
     layer_bytes = tokens * 2 * shape.kv_heads * shape.dim * dtype.itemsize
@@ -101,7 +102,7 @@ def make_inputs(
 
 
 def paged(backend: AttentionBackend, inputs: Inputs) -> Callable[[], torch.Tensor]:
-    """Straight over the blocks: [tokens, heads, dim] of the last layer."""
+    """Attend over the blocks where they are. Returns [tokens, heads, dim] of the last layer."""
     plan = backend.plan(inputs.batch, inputs.pool, inputs.shape.chunk)
 
     def call() -> torch.Tensor:
@@ -113,7 +114,7 @@ def paged(backend: AttentionBackend, inputs: Inputs) -> Callable[[], torch.Tenso
 
 
 def copied_out(inputs: Inputs) -> Callable[[], torch.Tensor]:
-    """Contexts gathered from their blocks first, every layer anew, then attended to where they lie end to end."""
+    """Gather each context from its blocks, in every layer again, and attend to the contiguous copy."""
     spans, slots = inputs.batch.spans, inputs.slots
     if inputs.uniform:  # one gather and one call for all
         slots, groups = [torch.cat(slots)], [inputs.queries.unflatten(0, (len(spans), -1))]
@@ -133,7 +134,7 @@ def copied_out(inputs: Inputs) -> Callable[[], torch.Tensor]:
 
 
 def contiguous(inputs: Inputs) -> Callable[[], torch.Tensor]:
-    """All contexts, of one length, already end to end, head by head: what paging must be compared to."""
+    """Contexts of one length that are contiguous already, head by head: what paging is compared with."""
     assert inputs.uniform
     spans = inputs.batch.spans
     together, queries = torch.cat(inputs.slots), inputs.queries.unflatten(0, (len(spans), -1))
@@ -151,7 +152,7 @@ def contiguous(inputs: Inputs) -> Callable[[], torch.Tensor]:
 
 
 def one_at_a_time(backend: AttentionBackend, inputs: Inputs) -> Callable[[], torch.Tensor]:
-    """One query of each request a launch, as a kernel for single queries would have to: rows of one length each."""
+    """One query of each request a launch, as with a kernel that takes single queries only. Rows of one length."""
     spans = inputs.batch.spans
     new = spans[0].queries
     assert {span.queries for span in spans} == {new}

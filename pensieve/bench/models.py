@@ -1,10 +1,9 @@
-"""The model that decode and prefill run, and the same weights as plain transformers runs them."""
+"""The models that targets run (random weights: only speed is asked), and the same weights in transformers' modules."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from pensieve.bench.cpu_path import LLAMA_25M
 from pensieve.bench.session import Bench
 from pensieve.compose import read_option
 from pensieve.specs import ModelSpec
@@ -12,28 +11,38 @@ from pensieve.worker.torch.forward import TransformersForward
 from pensieve.worker.torch.model import LoadedModel, load_model
 from pensieve.worker.torch.shelf import take_model
 
+CHUNK = 32  # tokens of a KV block
 ON_GPU, ON_CPU = "llama3_8b", "llama_25m"
+# The shape that the goals of target=cpu_path are for: 24.7M parameters.
+LLAMA_25M = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 1408,
+    "vocab_size": 1024,
+    "max_position_embeddings": 8192,
+}
 
 
-def model_name(bench: Bench) -> str:
-    """bench.model, or what fits a machine of this kind."""
-    return bench.options.model or (ON_GPU if bench.on_gpu else ON_CPU)
+def spec_of(name: str, dtype: str = "float32") -> ModelSpec:
+    """name: llama_25m, or an option of conf/model. Raises PensieveError."""
+    architecture = LLAMA_25M if name == ON_CPU else read_option("model", name)["architecture"]
+    return ModelSpec.from_architecture(name, architecture, dtype)
 
 
 def load(bench: Bench) -> LoadedModel:
-    """With random weights: speed is what is asked. Raises PensieveError where it does not fit."""
-    name = model_name(bench)
-    architecture = LLAMA_25M if name == ON_CPU else read_option("model", name)["architecture"]
-    dtype = str(bench.dtype).removeprefix("torch.")
-    spec = ModelSpec.from_architecture(name, architecture, dtype)
-    bench.model = name
+    """bench.model, or one that suits a machine of this kind. Raises PensieveError where it does not fit."""
+    bench.model = bench.options.model or (ON_GPU if bench.on_gpu else ON_CPU)
+    spec = spec_of(bench.model, str(bench.dtype).removeprefix("torch."))
     return take_model(spec, "random", None, None, bench.options.seed, bench.machine.name, bench.threads)
 
 
 def plain_module(model: LoadedModel) -> Any:
-    """A transformers module on its own attention (sdpa), for the peers: the same weights where ours does not run it."""
+    """A transformers module on its own attention (sdpa), for the peers: with the same weights where ours does not run it."""
     module = model.module
-    if isinstance(model.forward, TransformersForward):  # ours goes through this very module: the peers need another
+    if isinstance(model.forward, TransformersForward):  # ours runs this very module: the peers need another
         module = load_model(model.spec, "random", None, None, 0, str(model.device), model.threads, fused=False).module
     module.set_attn_implementation("sdpa")
     return module

@@ -1,10 +1,11 @@
-"""transformers as a peer: generate with its caches, and its continuous batching sized by hand."""
+"""transformers as a peer: generate with its caches, and its continuous batching, timed by itself or run as a System."""
 
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from itertools import pairwise
 from statistics import median
@@ -12,11 +13,17 @@ from time import perf_counter
 from typing import Any
 
 import torch
+import transformers
 
-from pensieve.errors import EngineMissing, RequestFailed
+from pensieve.baselines.base import Capabilities
+from pensieve.clock import Clock, WallClock
+from pensieve.errors import EngineMissing, RequestFailed, WorkerError
+from pensieve.plan import StartReport
+from pensieve.request import Event, Request, TurnRecord
 from pensieve.units import ceil_div
 
-PAGE = 32
+_PAGE = 32
+_WAKE_S = 0.25
 _TIMEOUT_S = 120.0
 _PREFILL_TOKENS = 16384  # of one forward, so that its activations fit beside the pools
 
@@ -64,7 +71,7 @@ class Generate:
 
 
 class _TokenClock:
-    """A stopping criterion that stops nothing and notes when it was asked: once a token."""
+    """A stopping criterion that never stops and notes the time at which it is asked: once a token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -82,7 +89,7 @@ class _TokenClock:
 
 @contextmanager
 def continuous_batching(module: Any, tokens: int, batch_tokens: int, requests: int) -> Iterator[Any]:
-    """A running manager whose pages hold `tokens` tokens of KV, sized by hand: it sizes itself far worse.
+    """A running manager whose pages hold `tokens` tokens of KV. Sized by hand, since its own choice serves far worse.
 
     Raises EngineMissing where this version of transformers has none.
     """
@@ -91,9 +98,9 @@ def continuous_batching(module: Any, tokens: int, batch_tokens: int, requests: i
     except ImportError:
         raise EngineMissing("this version of transformers has no continuous batching (5.10 and later do)") from None
     sizes = {
-        "page_size": PAGE,
-        "block_size": PAGE,  # its name before 5.17
-        "num_blocks": ceil_div(tokens, PAGE) + requests + 1,
+        "page_size": _PAGE,
+        "block_size": _PAGE,  # its name before 5.17
+        "num_blocks": ceil_div(tokens, _PAGE) + requests + 1,
         "max_batch_tokens": batch_tokens,
         "max_requests_per_batch": requests,
     }
@@ -136,3 +143,88 @@ def batched_gaps_ms(manager: Any, inputs: Sequence[list[int]], new_tokens: int) 
     if len(inside) < 2:
         raise RequestFailed("continuous batching never decoded all requests at once; give it more new tokens")
     return [(b - a) * 1e3 for a, b in pairwise(inside)]
+
+
+class TransformersSystem:
+    """transformers' continuous batching as a System, so that a replay drives it like any other. It keeps no sessions: each
+    turn sends the whole conversation. It may share full prefix blocks, and does not report that it did.
+
+    kv_tokens: of its pages. batch_tokens, requests: of one forward.
+    """
+
+    def __init__(self, module: Any, kv_tokens: int, batch_tokens: int, requests: int) -> None:
+        self.clock: Clock = WallClock()
+        self._offset_s = perf_counter() - self.clock.now_s()  # the engine stamps tokens by the same counter
+        self.can = Capabilities(keeps_sessions=False, cancels=False, forces_output=False, reports_cached=False)
+        self._module = module
+        self._sizes = {"tokens": kv_tokens, "batch_tokens": batch_tokens, "requests": requests}
+        self._open = ExitStack()
+        self._manager: Any = None
+        self._records: dict[str, TurnRecord] = {}
+
+    def start(self) -> StartReport:
+        """Raises EngineMissing where this transformers has no continuous batching."""
+        began = perf_counter()
+        self._manager = self._open.enter_context(continuous_batching(self._module, **self._sizes))
+        return StartReport(0.0, (perf_counter() - began) * 1e3, self.settings())
+
+    def submit(self, request: Request) -> None:
+        name, now = str(request.id), self.clock.now_s()
+        self._records[name] = TurnRecord(
+            session=request.session,
+            turn=request.turn,
+            intended_s=request.intended_s,
+            arrived_s=now,
+            prompt_tokens=len(request.prompt),
+            request_id=request.id,
+        )
+        self._manager.add_request(
+            list(request.prompt),
+            request_id=name,
+            max_new_tokens=request.output.max_new_tokens,
+            record_timestamps=True,
+            eos_token_id=-1,
+        )
+
+    def cancel(self, request_id: int, status: str) -> None:
+        raise AssertionError("can.cancels is False")
+
+    def poll(self, until_s: float | None) -> list[Event]:
+        events: list[Event] = []
+        while True:
+            left = None if until_s is None else until_s - self.clock.now_s()
+            if events or (left is not None and left <= 0):
+                return events
+            result = self._manager.get_result(timeout=_WAKE_S if left is None else max(1e-4, min(_WAKE_S, left)))
+            if result is not None and result.is_finished():
+                events.append(self._finished(result))
+            elif result is None and not self._manager.is_running():
+                raise WorkerError("transformers' continuous batching stopped; its log says why.")
+            elif result is None and until_s is None and not self._records:
+                return events
+
+    def forget(self, session: str | None) -> None:
+        """Nothing is kept under a conversation's name."""
+
+    def counters(self) -> dict[str, float]:
+        return {}
+
+    def settings(self) -> dict[str, Any]:
+        return {"engine": "transformers continuous batching", "version": transformers.__version__, **self._sizes}
+
+    def close(self) -> None:
+        self._open.close()
+        self._manager = None
+
+    def _finished(self, result: Any) -> Event:
+        turn = self._records.pop(result.request_id)
+        turn.token_ids = array("i", result.generated_tokens)
+        turn.emitted_s = array("d", (at - self._offset_s for at in result.timestamps or ()))
+        if result.error is not None:
+            turn.status, turn.error = "failed", str(result.error)
+        if result.lifespan[0] > 0:
+            turn.admitted_s = result.lifespan[0] - self._offset_s
+        turn.first_token_s = turn.emitted_s[0] if turn.emitted_s else None
+        ended_s = turn.emitted_s[-1] if turn.emitted_s else self.clock.now_s()
+        turn.close(ended_s)
+        return Event("finished", turn.request_id, ended_s, turn=turn)

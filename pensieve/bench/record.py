@@ -1,4 +1,4 @@
-"""Benchmarks in the results database: a sweep row a command, a trial for each backend of each case."""
+"""Benchmarks in the results database: one sweep a command, one trial for each backend of each case."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Record:
         )
 
     def add(self, setting: Setting, result: Result, limits: Mapping[str, Any], began: datetime) -> None:
-        """Every backend of a case becomes a trial; one that failed is a failed trial with its sentence.
+        """Every backend of a case becomes a trial; one that failed becomes a failed trial with its error.
 
         limits: the rates measured in this run that the case's floor was computed from.
         """
@@ -80,7 +80,7 @@ class Record:
 
 
 def command() -> str:
-    """As it was typed, from the checkout's folder."""
+    """The command as it was typed in the checkout's folder."""
     return shlex.join(["python", *sys.argv])
 
 
@@ -89,7 +89,7 @@ def now() -> datetime:
 
 
 def _identity(setting: Setting, case: Case, backend: str) -> tuple[Identity, dict[str, Any]]:
-    """Repetitions and outputs are no part of it: the same case on the same device is the same trial, measured again."""
+    """Without repetitions and output paths: the same case on the same device is the same trial, measured again."""
     config = {
         "bench": {"target": setting.target, "case": case.label, "metric": case.metric, **case.parameters},
         "model": {"name": setting.model, "dtype": setting.dtype},
@@ -147,7 +147,7 @@ def _metrics(case: Case, measured: Measured) -> list[Metric]:
 
 
 def runtime() -> dict[str, Any]:
-    """Versions that only the running libraries know, and the clocks of the devices as they are at this moment."""
+    """Versions that only loaded libraries know, and the present clocks of the devices."""
     torch = sys.modules.get("torch")
     found: dict[str, Any] = {"gpus": gpus()}
     if torch is not None:

@@ -1,8 +1,8 @@
 """Scan resistance: conversations that return in turn, more of them than fit. `python -m pensieve.bench.scan`
 
 Closed loop on a simulated machine, one request at a time: strict round-robin, and a random order of the same conversations.
-The best possible token hit rate is the cache's share of the live set. Prints one line a policy and exits non-zero if none
-of them resists the scan.
+The best possible token hit rate is the cache's share of the live set. Prints one line a policy; the exit status is 1 where no
+policy resists the scan.
 """
 
 from __future__ import annotations

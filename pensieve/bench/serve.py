@@ -11,13 +11,12 @@ import torch
 import transformers
 
 from pensieve.bench.case import Case, Figure, Measured
-from pensieve.bench.curve import Point, at_latency, common_latency
 from pensieve.bench.models import plain_module
-from pensieve.bench.prediction import Turn, all_hit_ratio
+from pensieve.bench.peers import TransformersSystem
 from pensieve.bench.record import now
 from pensieve.bench.session import Bench
+from pensieve.bench.throughput import Point, Turn, all_hit_ratio, at_latency, common_latency
 from pensieve.bench.timer import explain
-from pensieve.bench.transformers_system import TransformersSystem
 from pensieve.compose import TrialPlan, build_tokenizer, build_workload, check, plan_trial, resolved
 from pensieve.cost.roofline import Roofline
 from pensieve.errors import ConfigError, PensieveError, RequestFailed
@@ -29,7 +28,6 @@ from pensieve.trial.jobs import compose_job
 from pensieve.trial.liveness import device_lock
 from pensieve.worker.torch.shelf import take_model
 
-LOCKS_ITSELF = True  # every trial takes the device for itself
 BASELINES = ("pensieve", "gpu_only", "stateless", "prefix_cache", "llama_slots")
 OURS, WORST, PEER = "pensieve", "stateless", "transformers_cb"
 GPU_BATCH_TOKENS, GPU_BATCH_REQUESTS = 2048, {"small": 128, "full": 256}  # the peer gets the same sizes

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from pensieve.bench.bandwidth import copy_bytes_s, matrix_flops_s
-from pensieve.bench.case import Case, Figure, Measured, Result
+from pensieve.bench.case import Case, Measured, Result
 from pensieve.bench.record import Record, Setting, now
 from pensieve.bench.timer import interleaved
 from pensieve.compose.machine import Device
@@ -19,10 +18,15 @@ from pensieve.trial.tracking import Tracking
 
 Size = Literal["small", "full"]
 
+# Of what measures the limits.
+_COPY_BYTES = {"cuda": 2 * 2**30, "cpu": 64 * 2**20}  # beyond any cache, and short
+_SQUARE = {"cuda": 8192, "cpu": 1024}
+_ROUNDS = 7
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The fields of conf/bench.yaml, decided. None: the target's own choice."""
+    """The fields of `bench` in conf/bench.yaml, checked. None: the target's own choice."""
 
     size: Size
     repeats: int | None
@@ -35,9 +39,10 @@ class Options:
 
 @dataclass
 class Bench:
-    """What a target is given. `measure` times and records a case; `record` records what was timed otherwise.
+    """What a target is given: the device, the options, and `record`, by which each case reaches table and database.
 
-    device: of torch. dtype: what models run in there. threads: of CPU operations, None for torch's own choice on a GPU.
+    device: torch's. threads: for CPU operations; None on a GPU, for torch's own choice. limits: rates by name, shared by the
+    targets of a command.
     """
 
     target: str
@@ -64,62 +69,37 @@ class Bench:
 
     @property
     def dtype(self) -> torch.dtype:
+        """What models run in on this device."""
         return torch.bfloat16 if self.on_gpu else torch.float32
 
     def rounds(self, otherwise: int) -> int:
-        """How many interleaved repetitions: bench.repeats, or what the target thinks right."""
+        """How many interleaved repetitions: bench.repeats, or the target's own choice."""
         return self.options.repeats or otherwise
 
     @property
     def copy_bytes_s(self) -> float:
-        """Of a plain copy within device memory (bytes read and written): the best seen in this command."""
+        """Bytes a second, read plus written, of a plain copy within device memory: the best of this command."""
         if "copy_bytes_s" not in self.limits:
             self.measure_limits()
         return self.limits["copy_bytes_s"]
 
     @property
     def matrix_flops_s(self) -> float:
-        """Of a large square product in `dtype`: the best seen in this command."""
+        """Operations a second (multiplies and adds) of a large square product in `dtype`: the best of this command."""
         if "matrix_flops_s" not in self.limits:
             self.measure_limits()
         return self.limits["matrix_flops_s"]
 
     def measure_limits(self) -> None:
-        """Measure both rates (again) and keep the best: a limit that was taken at a busy moment would flatter us."""
+        """Measure both rates (again) and keep the best: a limit measured at a busy moment would flatter ours."""
         for name, rate in (
-            ("copy_bytes_s", copy_bytes_s(self.device)),
-            ("matrix_flops_s", matrix_flops_s(self.device, self.dtype)),
+            ("copy_bytes_s", _copy_bytes_s(self.device)),
+            ("matrix_flops_s", _matrix_flops_s(self.device, self.dtype)),
         ):
             self.limits[name] = max(rate, self.limits.get(name, 0.0))
 
-    def measure(
-        self,
-        case: Case,
-        backends: Mapping[str, Callable[[], object]],
-        *,
-        rounds: int = 9,
-        versions: Mapping[str, str] | None = None,
-        engines: Mapping[str, Mapping[str, Any]] | None = None,
-        absent: Mapping[str, str] | None = None,
-        at_least_ms: float = 5.0,
-    ) -> Result:
-        """Time the backends of a case in interleaved rounds, in milliseconds a call, and record them.
-
-        absent: backends that cannot run here, with the reason: recorded as failed trials, so that nobody takes their
-        absence for an oversight. A backend that raises is recorded likewise, and the others go on.
-        """
-        began = now()
-        with torch.inference_mode():
-            times = interleaved(backends, self.rounds(rounds), self.device, at_least_ms)
-        measured = [
-            Measured(name, t.values, (versions or {}).get(name), (engines or {}).get(name, {}), error=t.error)
-            for name, t in times.items()
-        ]
-        measured += [Measured(name, error=reason) for name, reason in (absent or {}).items()]
-        return self.record(case, measured, began)
-
     def record(self, case: Case, measured: Sequence[Measured], began: Any = None) -> Result:
-        """Record a case whose backends were timed by the target itself, interleaved as Bench.measure does it."""
+        """Record a case with what each backend made of it. began: when measuring it began."""
         result = Result(self.target, case, tuple(measured))
         setting = Setting(
             target=self.target,
@@ -141,8 +121,28 @@ class Bench:
 
     @property
     def gaps(self) -> list[str]:
-        """Why the command must not exit with 0."""
+        """Why the command must not exit with 0, a sentence each."""
         return [gap for result in self.results for gap in result.gaps]
 
 
-__all__ = ["Bench", "Case", "Figure", "Measured", "Options", "Result"]
+def _copy_bytes_s(device: torch.device) -> float:
+    size = _COPY_BYTES[device.type]
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / _best_s(lambda: target.copy_(source), device)
+
+
+def _matrix_flops_s(device: torch.device, dtype: torch.dtype) -> float:
+    n = _SQUARE[device.type]
+    a = torch.randn(n, n, dtype=dtype, device=device)
+    b = torch.randn(n, n, dtype=dtype, device=device)
+    out = torch.empty(n, n, dtype=dtype, device=device)
+    return 2 * n**3 / _best_s(lambda: torch.mm(a, b, out=out), device)
+
+
+def _best_s(run: Callable[[], object], device: torch.device) -> float:
+    """Of the best round: a limit is what the machine can do undisturbed."""
+    with torch.inference_mode():
+        times = interleaved({"": run}, _ROUNDS, device, at_least_ms=20.0)[""]
+    assert times.error is None, times.error
+    return min(times.values) / 1e3

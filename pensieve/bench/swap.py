@@ -1,28 +1,31 @@
-"""Transfers between the tiers beside a plain copy of the same bytes, and what a restore costs beside its limits."""
+"""Transfers between the tiers: alone beside a plain copy of the same bytes, and beside the compute that waits for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from statistics import median
 from time import perf_counter
-from typing import Any
 
-from pensieve.bench.case import Case, Figure, Measured
-from pensieve.bench.fragments import measure_fragments, scattered, ways_of_copying
-from pensieve.bench.models import load
+import torch
+
+from pensieve.bench.case import OURS, Case, Figure, Measured
+from pensieve.bench.models import CHUNK, load
 from pensieve.bench.record import now
-from pensieve.bench.returning import CHUNK, Returning
+from pensieve.bench.restore import measure_restores, measure_unused_tier
 from pensieve.bench.session import Bench
-from pensieve.bench.unused_tier import UnusedTier
-from pensieve.cache.restore import RestoreMode
+from pensieve.bench.timer import in_turn, interleaved
 from pensieve.clock import WallClock
-from pensieve.errors import WorkerError
+from pensieve.errors import EngineMissing, WorkerError
 from pensieve.plan import Copy, Row, Sample, StepPlan
-from pensieve.worker.torch.link import CudaLink
+from pensieve.specs import ModelSpec
+from pensieve.worker.torch.kv_tensors import KvTensors
 from pensieve.worker.torch.model import LoadedModel
-from pensieve.worker.torch.thread_link import ThreadLink, copy_and_wait
+from pensieve.worker.torch.transfers.choice import Copying, CopyWay, choose_copying
+from pensieve.worker.torch.transfers.copies import copy_and_wait
+from pensieve.worker.torch.transfers.lanes import CudaLink, ThreadLink
+from pensieve.worker.torch.transfers.transfer import Transfer
 from pensieve.worker.torch.worker import TorchWorker
 
 SLOW_LINK = 12.5e9  # bytes/s of PCIe Gen4 x8, as large copies reach it: what a GPU with a faster link is held to
@@ -31,13 +34,14 @@ SLOW_LINK = 12.5e9  # bytes/s of PCIe Gen4 x8, as large copies reach it: what a 
 LINKS = {"gen4_x8": 0.35, "gen5_x16": 0.09}
 _LEARNED = ("gpt2", "opt")  # positions beyond max_context do not exist; rotary ones do, and speed is what is asked
 _GPU, _GPU_FULL, _CPU = (8192,), (8192, 16384, 32768), (1024,)  # tokens that are restored
-_MODES: tuple[RestoreMode, ...] = ("load", "hybrid", "recompute")
+_FRAGMENT_BLOCKS = (1, 2, 8, 32)
+_WAYS: tuple[CopyWay, ...] = ("auto", "dma", "kernel")
 
 
 def run(bench: Bench) -> None:
     """Target swap. Raises PensieveError."""
     model = load(bench)
-    measure_fragments(bench, model.spec)
+    _fragments(bench, model.spec)
     for tokens in (_GPU_FULL if bench.full else _GPU) if bench.on_gpu else _CPU:
         if tokens + 512 > model.spec.max_context:
             if model.spec.model_type in _LEARNED:
@@ -45,14 +49,14 @@ def run(bench: Bench) -> None:
             model = replace(model, spec=replace(model.spec, max_context=tokens + 512))
         _pipelined(bench, model, tokens)
         if not bench.on_gpu:
-            _restored(bench, model, tokens, ThreadLink(), LINKS)
+            measure_restores(bench, model, tokens, ThreadLink(), LINKS)
             continue
         if tokens == _GPU[0]:
             _beside_compute(bench, model, tokens)
-        _restored(bench, model, tokens, None, {"own_link": None})
+        measure_restores(bench, model, tokens, None, {"own_link": None})
         slow = ThreadLink(SLOW_LINK, copy_and_wait, bench.device)
-        _restored(bench, model, tokens, slow, {"gen4_x8": None})
-    _unused(bench, model)
+        measure_restores(bench, model, tokens, slow, {"gen4_x8": None})
+    measure_unused_tier(bench, model)
     if not bench.on_gpu:
         bench.note(
             "A CPU has no link between its tiers: a thread with a bandwidth stands in, as slow beside this machine's "
@@ -62,8 +66,110 @@ def run(bench: Bench) -> None:
         bench.note(f"gen4_x8: copies held back to {SLOW_LINK / 1e9} GB/s by the host. own_link: the machine's.")
 
 
+def _fragments(bench: Bench, spec: ModelSpec) -> None:
+    """Swap-ins of the same bytes by every way of copying, beside one plain copy of them: a case for each size of fragments in
+    _FRAGMENT_BLOCKS, and one for all blocks in one piece."""
+    blocks = 1024 if bench.on_gpu else 256
+    tensors = KvTensors(spec, CHUNK, blocks, blocks, bench.device, bench.dtype)
+    transfers = _transfers(bench, tensors)
+    ours = next(iter(transfers))
+    tensors.cpu.fill_(0.5)
+    moved = blocks // 2
+    size = moved * tensors.block_bytes
+    plain_source = torch.empty(size, dtype=torch.uint8, pin_memory=bench.on_gpu).fill_(1)
+    plain_target = torch.empty(size, dtype=torch.uint8, device=bench.device)
+    for together in (*_FRAGMENT_BLOCKS, moved):
+        began = now()
+        ids = scattered(moved, together)
+        copy = Copy(0, ids, ids[together:] + ids[:together])  # so that all runs lie elsewhere in the target
+        runs: dict[str, Callable[[], object]] = {
+            **{name: partial(_swap_in, transfer, tensors.layers, copy) for name, transfer in transfers.items()},
+            "plain_copy": lambda: plain_target.copy_(plain_source, non_blocking=True),
+        }
+        if together == 1:  # seconds a round, and the same whatever lies together
+            runs["gathered"] = partial(_gathered, tensors, torch.tensor(copy.src), torch.tensor(copy.dst))
+        with torch.inference_mode():
+            times = interleaved(runs, bench.rounds(7), bench.device)
+            held = {
+                name: _held_ms(transfer, tensors.layers, copy)
+                for name, transfer in transfers.items()
+                if bench.on_gpu and times[name].error is None
+            }
+        rates = {name: [size / ms / 1e6 for ms in t.values] for name, t in times.items()}
+        fragment = together * tensors.layer_block_bytes
+        case = Case(
+            label=f"swap in, fragments of {fragment // 1024} KiB",
+            floor=max(rates["plain_copy"]),
+            floor_is="one plain copy of the same bytes" + (" from pinned memory" if bench.on_gpu else ""),
+            metric="swap_in_gb_s",
+            unit="GB/s",
+            higher_is_better=True,
+            parameters={"fragment_bytes": fragment, "bytes": size, "fragments": moved // together * tensors.layers},
+            ours=ours,
+        )
+        figures = {name: [Figure("host_ms", ms, "ms")] for name, ms in held.items()}
+        bench.record(
+            case, [Measured(n, rates[n], figures=figures.get(n, ()), error=times[n].error) for n in runs], began
+        )
+    for transfer in transfers.values():
+        transfer.close()
+
+
+def _transfers(bench: Bench, tensors: KvTensors) -> dict[str, Transfer]:
+    """Ours by name, first the one that serves. On a GPU: what hardware.copies=auto chose, other ways, and a call a run."""
+    if not bench.on_gpu:
+        return {OURS: Transfer(tensors)}
+    ways = ways_of_copying(bench, tensors)
+    transfers = {way: Transfer(tensors, CudaLink(bench.device, c.inward, c.outward)) for way, c in ways.items()}
+    return {**transfers, "call_a_run": Transfer(tensors, CudaLink(bench.device))}
+
+
+def ways_of_copying(bench: Bench, tensors: KvTensors) -> dict[str, Copying]:
+    """By the value of hardware.copies, those that run here; of the others a note says why not. The pools are zeroed."""
+    ways: dict[str, Copying] = {}
+    for way in _WAYS:
+        try:
+            ways[way] = choose_copying(tensors, way)
+        except EngineMissing as missing:
+            bench.note(str(missing))
+        else:
+            bench.note(f"hardware.copies={way}: {ways[way].note}.")
+    return ways
+
+
+def _held_ms(transfer: Transfer, layers: int, copy: Copy) -> float:
+    """Milliseconds for which a swap-in keeps the host busy: no compute is launched meanwhile."""
+    held: list[float] = []
+    for _ in range(3):
+        transfer.finish()
+        began = perf_counter()
+        transfer.swap_in([copy])
+        held.append((perf_counter() - began) * 1e3)
+    _swap_in(transfer, layers, copy)
+    transfer.finish()
+    return min(held)
+
+
+def _swap_in(transfer: Transfer, layers: int, copy: Copy) -> None:
+    transfer.swap_in([copy])
+    for layer in range(layers):  # the current stream waits, so that its events see the copies
+        transfer.wait_for_layer(layer)
+    transfer.done()
+    transfer.stalled_ns()
+
+
+def _gathered(tensors: KvTensors, src: torch.Tensor, dst: torch.Tensor) -> None:
+    """The same blocks by index: gathered in RAM, copied in one piece, scattered on the device."""
+    tensors.gpu[:, dst.to(tensors.device)] = tensors.cpu[:, src].to(tensors.device)
+
+
+def scattered(count: int, together: int) -> tuple[int, ...]:
+    """`count` of twice as many blocks, in runs of `together`."""
+    return tuple(first + i for first in range(0, 2 * count, 2 * together) for i in range(together))[:count]
+
+
 def _pipelined(bench: Bench, model: LoadedModel, tokens: int) -> None:
-    """Restore `tokens` and compute `new` over them: layer by layer, and one after the other."""
+    """Restore `tokens` tokens and compute `new` over them: layer by layer, and one after the other."""
     new, began = 512 if bench.on_gpu else 64, now()
     link = None if bench.on_gpu else ThreadLink()
     worker = TorchWorker(model, CHUNK, WallClock(), link=link)
@@ -76,7 +182,7 @@ def _pipelined(bench: Bench, model: LoadedModel, tokens: int) -> None:
     copies = (Copy(1, blocks, blocks),)
 
     def step(rows: tuple[Row, ...], swap_in: tuple[Copy, ...]) -> float:
-        return perform_ms(worker, StepPlan(1, rows, table, swap_in))
+        return _perform_ms(worker, StepPlan(1, rows, table, swap_in))
 
     ways: Mapping[str, Callable[[], float]] = {
         "transfer": lambda: step((), copies),
@@ -88,7 +194,7 @@ def _pipelined(bench: Bench, model: LoadedModel, tokens: int) -> None:
         way()
     if link is not None:  # as long as the compute takes: where overlapping matters most
         link.throttle(chunks * worker.tensors.block_bytes / (min(ways["compute"]() for _ in range(3)) / 1e3))
-    values = _rounds(bench.rounds(7), ways)
+    values = in_turn(ways, bench.rounds(7))
     worker.close()
     middle = {name: median(v) for name, v in values.items()}
     limit = max(middle["transfer"], middle["compute"])
@@ -112,8 +218,8 @@ def _pipelined(bench: Bench, model: LoadedModel, tokens: int) -> None:
 
 
 def _beside_compute(bench: Bench, model: LoadedModel, tokens: int) -> None:
-    """The same with every block apart from all others, by each way of copying: what it takes from the compute beside it
-    counts too. Only on a GPU."""
+    """The same with no two blocks adjacent, by each way of copying: what the copies take from the compute beside them counts
+    too. Only on a GPU."""
     new, began, chunks = 512, now(), tokens // CHUNK
     link = CudaLink(bench.device)
     worker = TorchWorker(model, CHUNK, WallClock(), link=link)
@@ -127,13 +233,13 @@ def _beside_compute(bench: Bench, model: LoadedModel, tokens: int) -> None:
 
     def step(way: str, rows: tuple[Row, ...], swap_in: tuple[Copy, ...]) -> float:
         link.inward.copier = copying[way].inward
-        return perform_ms(worker, StepPlan(1, rows, table, swap_in))
+        return _perform_ms(worker, StepPlan(1, rows, table, swap_in))
 
     ways: dict[str, Callable[[], float]] = {way: partial(step, way, (row,), copies) for way in copying}
     ways["transfer"], ways["compute"] = partial(step, "auto", (), copies), partial(step, "auto", (row,), ())
     for measure in ways.values():
         measure()
-    values = _rounds(bench.rounds(7), ways)
+    values = in_turn(ways, bench.rounds(7))
     fragment = worker.tensors.layer_block_bytes
     worker.close()
     case = Case(
@@ -147,7 +253,7 @@ def _beside_compute(bench: Bench, model: LoadedModel, tokens: int) -> None:
     bench.record(case, [Measured(way, values[way]) for way in copying], began)
 
 
-def perform_ms(worker: TorchWorker, plan: StepPlan) -> float:
+def _perform_ms(worker: TorchWorker, plan: StepPlan) -> float:
     """Milliseconds until a plan and all its copies are done. Raises WorkerError."""
     began = perf_counter()
     worker.launch(plan, None)
@@ -160,112 +266,3 @@ def perform_ms(worker: TorchWorker, plan: StepPlan) -> float:
         waits_for -= set(result.done)
         computed = computed or result.step is not None
     return (perf_counter() - began) * 1e3
-
-
-def _rounds(count: int, ways: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
-    """Milliseconds of each way, one value a round, each round beginning with another way."""
-    values: dict[str, list[float]] = {name: [] for name in ways}
-    names = list(ways)
-    for number in range(count):
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
-            values[name].append(ways[name]())
-    return values
-
-
-def _restored(
-    bench: Bench, model: LoadedModel, tokens: int, link: ThreadLink | None, links: Mapping[str, float | None]
-) -> None:
-    """Time to first token of a conversation that is on CPU, by how it is restored; links: to what `link` is throttled."""
-    new, batch_tokens = (64, 512) if bench.on_gpu else (32, 128)
-    returning = Returning(model, tokens, new, batch_tokens, link)
-    profile = returning.set_cost_model()
-    returning.fill()
-    for name, ratio in links.items():
-        began = now()
-        if link is not None and ratio is not None:
-            computed_s = profile.recompute_s(tokens // 2) / CHUNK
-            link.throttle(model.spec.kv_bytes_per_token / (ratio * computed_s))
-            profile = returning.set_cost_model()
-        ways: dict[str, Callable[[], float]] = {mode: _return_of(returning, mode) for mode in _MODES}
-        ways["on_gpu"] = returning.hit_ms
-        for way in ways.values():
-            way()
-        values = _rounds(bench.rounds(5), ways)
-        _record_hit(bench, returning, profile.load_s(), values, name, began)
-        _record_hybrid(bench, returning, values, name, began)
-    returning.close()
-
-
-def _return_of(returning: Returning, mode: RestoreMode) -> Callable[[], float]:
-    return lambda: returning.ttft_ms(mode)
-
-
-def _record_hit(
-    bench: Bench, returning: Returning, load_s: float, values: Mapping[str, Sequence[float]], link: str, began: Any
-) -> None:
-    transfer_ms = returning.tokens / CHUNK * load_s * 1e3
-    case = Case(
-        label=f"hit on CPU of {returning.tokens}, {link}",
-        floor=max(transfer_ms, median(values["on_gpu"])),
-        floor_is="the longer of the transfer, by the measured rate, and the same turn with all KV on the GPU",
-        metric="ttft_ms",
-        parameters={"context": returning.tokens, "new": returning.new, "link": link},
-        ours="load",
-    )
-    bench.record(case, [Measured(mode, values[mode]) for mode in ("load", "recompute")], began)
-
-
-def _record_hybrid(
-    bench: Bench, returning: Returning, values: Mapping[str, Sequence[float]], link: str, began: Any
-) -> None:
-    split = returning.split()
-    better = min(("load", "recompute"), key=lambda mode: median(values[mode]))
-    saved = 100 * (1 - median(values["hybrid"]) / median(values[better]))
-    predicted = 100 * (1 - split.predicted_s / min(split.load_s, split.recompute_s))
-    drift = median(values["recompute"]) / (split.recompute_s * 1e3)
-    figures = [
-        Figure("saving_pct", saved, "%", predicted),
-        Figure("recompute_over_profile", drift, "x", 1.0),
-        Figure("predicted_saving_pct", predicted, "%"),
-        Figure("recomputed_chunks", float(split.recomputed), "chunks"),
-    ]
-    case = Case(
-        label=f"hybrid restore of {returning.tokens}, {link}",
-        floor=split.predicted_s * 1e3,
-        floor_is="what the profile predicts for the best split",
-        metric="ttft_ms",
-        parameters={"context": returning.tokens, "new": returning.new, "link": link},
-        ours="hybrid",
-    )
-    rows = [Measured("hybrid", values["hybrid"], figures=figures)]
-    bench.record(case, [*rows, *(Measured(mode, values[mode]) for mode in ("load", "recompute"))], began)
-    bench.note(
-        f"{case.label}: saves {saved:.1f} % over the better of both ({better}); the profile predicts {predicted:.1f} %, "
-        f"with {split.recomputed} of {returning.tokens // CHUNK} chunks computed again. Recomputing all took {drift:.2f} "
-        "times as long as by the profile: far from 1, the machine was not the one that was profiled (others ran on it)."
-    )
-
-
-def _unused(bench: Bench, model: LoadedModel) -> None:
-    """Decode steps of a batch that fits the GPU tier, with a CPU tier that nothing is copied to, and without one."""
-    began, requests, context = now(), *((32, 1024) if bench.on_gpu else (8, 256))
-    tiers = {
-        "tier_unused": UnusedTier(model, requests, context, with_tier=True),
-        "no_tier": UnusedTier(model, requests, context, with_tier=False),
-    }
-    values = _rounds(bench.rounds(9), {name: tier.step_ms for name, tier in tiers.items()})
-    for tier in tiers.values():
-        tier.close()
-    slower = 100 * (median(values["tier_unused"]) / median(values["no_tier"]) - 1)
-    case = Case(
-        label=f"decode {requests} over {context}, CPU tier unused",
-        floor=min(values["no_tier"]),
-        floor_is="the fastest round without the tier",
-        metric="step_ms",
-        parameters={"batch": requests, "context": context},
-        ours="tier_unused",
-    )
-    figures = [Figure("slower_pct", slower, "%", 1.0)]
-    rows = [Measured("tier_unused", values["tier_unused"], figures=figures), Measured("no_tier", values["no_tier"])]
-    bench.record(case, rows, began)

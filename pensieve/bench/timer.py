@@ -1,12 +1,16 @@
-"""Times several ways of doing the same work in interleaved rounds, so that a disturbance meets all of them alike."""
+"""Times several ways to do the same work in interleaved rounds, so that a disturbance meets all of them alike; and the share
+of the time in which a GPU was idle."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
 import torch
+
+os.environ.setdefault("TEARDOWN_CUPTI", "0")  # taken down and brought up again beside CUDA graphs, it crashes
 
 _WARM_CALLS = 2
 _MOST_CALLS = 200
@@ -14,26 +18,41 @@ _MOST_CALLS = 200
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """milliseconds a call, one value a round; error: why there are none."""
+    """values: milliseconds a call, one a round. error: why there are none."""
 
     values: tuple[float, ...] = ()
     error: str | None = None
 
 
 def synchronize(device: torch.device) -> None:
-    """Until the device has done all that it was given; nothing to wait for on a CPU."""
+    """Wait until the device has done all its work; on a CPU there is nothing to wait for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def turns(names: Sequence[str], rounds: int) -> Iterator[str]:
+    """All names in every round, each round beginning with another."""
+    for number in range(rounds):
+        shift = number % len(names) if names else 0
+        yield from (*names[shift:], *names[:shift])
+
+
+def in_turn(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """The milliseconds that each way returns, once a round."""
+    values: dict[str, list[float]] = {name: [] for name in ways}
+    for name in turns(list(ways), rounds):
+        values[name].append(ways[name]())
+    return values
 
 
 def interleaved(
     runs: Mapping[str, Callable[[], object]], rounds: int, device: torch.device, at_least_ms: float = 5.0
 ) -> dict[str, Times]:
-    """Milliseconds a call of each run. In every round each of them is timed once, each round beginning with another.
+    """Milliseconds a call of each run, once a round in turn.
 
-    A run shorter than `at_least_ms` is called several times in a row and divided. On a GPU the device itself takes the
-    time (events on the current stream around the calls), so a run that ends on other streams must make the current one
-    wait for them; on a CPU it is the wall's. A run that raises is left out, with its sentence. Call under
+    A run shorter than `at_least_ms` is called several times in a row, and the time is divided. On a GPU the time is the
+    device's (events on the current stream around the calls), so a run that ends on other streams must make the current one
+    wait for them; on a CPU it is the wall's. A run that raises gets its error in place of values. Call under
     torch.inference_mode() where gradients are not wanted.
     """
     calls: dict[str, int] = {}
@@ -48,16 +67,13 @@ def interleaved(
             failed[name] = explain(error)
             continue
         calls[name] = max(1, min(_MOST_CALLS, round(at_least_ms / max(once, 1e-4))))
-    names = list(calls)
-    for number in range(rounds):
-        shift = number % len(names) if names else 0
-        for name in names[shift:] + names[:shift]:
-            if name in failed:
-                continue
-            try:
-                values[name].append(_timed(runs[name], calls[name], device))
-            except Exception as error:
-                failed[name] = explain(error)
+    for name in turns(list(calls), rounds):
+        if name in failed:
+            continue
+        try:
+            values[name].append(_timed(runs[name], calls[name], device))
+        except Exception as error:
+            failed[name] = explain(error)
     return {name: Times((), failed[name]) if name in failed else Times(tuple(values[name])) for name in runs}
 
 
@@ -84,3 +100,35 @@ def explain(error: BaseException) -> str:
         torch.cuda.empty_cache()
         return f"the device ran out of memory ({text})"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def idle_pct(run: Callable[[], object]) -> float | None:
+    """Percent of the time between the first kernel of `run` and the last in which no kernel or copy was running.
+
+    None where the profiler saw none. Profiling slows the host, so this is an upper bound.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    spans = [
+        (float(event.time_range.start), float(event.time_range.end))
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+    ]
+    return gaps_pct(spans)
+
+
+def gaps_pct(spans: Iterable[tuple[float, float]]) -> float | None:
+    """Percent of the stretch from the first start to the last end that no span covers; None without a stretch."""
+    covered, reached, first = 0.0, None, None
+    for start, end in sorted(spans):
+        if reached is None:
+            first, reached = start, start
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    if first is None or reached is None or reached <= first:
+        return None
+    return 100 * (1 - covered / (reached - first))

@@ -41,7 +41,7 @@ from pensieve.trial.tracking import Tracking, open_tracking
 FIGURE_SCRIPT = "analysis/figures.py"
 
 
-class SweepCallback(Callback):  # type: ignore[misc]  # Hydra is not typed for us
+class SweepCallback(Callback):
     """Hydra turns an exception in a callback into a warning and goes on, so refusals leave by SystemExit."""
 
     def __init__(self) -> None:

@@ -1,16 +1,16 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from pensieve.bench import command
+from pensieve.bench import RECORDED, run_target
 from pensieve.bench.case import Case, Measured
 from pensieve.bench.session import Bench
-from pensieve.bench.targets import run_target
 from pensieve.compose import read_option
 from pensieve.errors import ConfigError, HardwareMissing
 from pensieve.results.store import open_store
@@ -34,8 +34,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def target_that(monkeypatch: pytest.MonkeyPatch, name: str, run: Any) -> None:
     module = ModuleType(name)
     module.run = run  # type: ignore[attr-defined]
-    monkeypatch.setattr(command, "find_spec", lambda name: True)
     monkeypatch.setitem(sys.modules, f"pensieve.bench.{name}", module)
+    monkeypatch.setitem(RECORDED, name, (name, "run"))
 
 
 @pytest.mark.parametrize(
@@ -95,3 +95,8 @@ def test_unknown_targets_and_options_are_one_sentence(config: dict[str, Any]) ->
         run_target({**config, "bench": {**config["bench"], "size": "huge"}}, {})
     with pytest.raises(HardwareMissing, match="is simulated"):
         run_target({**config, "hardware": read_option("hardware", "sim_h100")}, {})
+
+
+def test_every_recorded_target_is_there() -> None:
+    for module, function in RECORDED.values():
+        assert callable(getattr(import_module(f"pensieve.bench.{module}"), function))

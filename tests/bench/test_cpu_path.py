@@ -7,33 +7,33 @@ import pytest
 import torch
 
 from pensieve.bench import cpu_path
-from pensieve.bench.cpu_path import Case, Timing
+from pensieve.bench.cpu_path import Step, Timing
 from pensieve.errors import PensieveError
 from tests.bench.bench import make_bench
 from tests.worker.torch.driver import tiny_model
 
 
-@pytest.mark.parametrize("case", [Case("prefill", 1, 0, 40), Case("decode", 3, 70, 1, scattered=True)])
-def test_every_figure_stands_beside_its_floor_and_its_peer(case: Case) -> None:
+@pytest.mark.parametrize("step", [Step("prefill", 1, 0, 40), Step("decode", 3, 70, 1, scattered=True)])
+def test_every_figure_stands_beside_its_floor_and_its_peer(step: Step) -> None:
     model, fallback = tiny_model("llama"), tiny_model("llama", fused=False)
-    timing = cpu_path.measure(model, fallback, case, rounds=3)
+    timing = cpu_path.measure(model, fallback, step, rounds=3)
     for times in (timing.floor, timing.ours, timing.fallback, timing.peer):
         assert len(times) == 3
         assert min(times) > 0
     ours, plain, peer = cpu_path._backends(timing, model, fallback, goal=2.0)
     assert [one.backend for one in (ours, plain, peer)] == ["ours", "plain_modules", "transformers"]
     assert ours.figures[0].value == min(timing.ours) / min(timing.floor) and ours.figures[0].limit == 2.0
-    assert cpu_path._recorded(case, timing).floor == min(timing.floor)
+    assert cpu_path._case(step, timing).floor == min(timing.floor)
 
 
 @pytest.mark.parametrize("scattered", [False, True])
 def test_ours_and_the_peer_compute_the_same(scattered: bool) -> None:
     """The last logits of a prefill, by both timed functions."""
     model = tiny_model("llama")
-    case = Case("prefill", 1, 0, 90, scattered=scattered)
+    step = Step("prefill", 1, 0, 90, scattered=scattered)
     with torch.inference_mode():
-        ours: Any = cpu_path._paged(model, case)()
-        run = cpu_path._transformers(model.module, case, model.spec.vocab)
+        ours: Any = cpu_path._paged(model, step)()
+        run = cpu_path._transformers(model.module, step, model.spec.vocab)
         model.module.set_attn_implementation("sdpa")
         output: Any = run()
     assert torch.allclose(ours, output.logits[0], atol=1e-4)

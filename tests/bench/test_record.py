@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.bench.case import Case, Figure, Measured
+from pensieve.bench.timer import interleaved
 from tests.bench.bench import make_bench
 
 
@@ -64,13 +65,11 @@ def test_measured_times_and_failures_are_recorded_beside_each_other(tmp_path: Pa
     def broken() -> None:
         raise RuntimeError("no kernel for this shape")
 
-    result = bench.measure(
-        Case("decode", 0.5),
-        {"ours": lambda: sum(range(1000)), "sdpa": broken},
-        rounds=3,
-        absent={"flashinfer": "flashinfer is not installed"},
-        at_least_ms=0.1,
-    )
+    runs = {"ours": lambda: sum(range(1000)), "sdpa": broken}
+    times = interleaved(runs, bench.rounds(3), bench.device, at_least_ms=0.1)
+    measured = [Measured(name, t.values, error=t.error) for name, t in times.items()]
+    absent = Measured("flashinfer", error="flashinfer is not installed")
+    result = bench.record(Case("decode", 0.5), [*measured, absent])
     assert [len(m.values) for m in result.measured] == [2, 0, 0]  # bench.repeats beats the target's own choice
     assert bench.gaps == [
         "kernel decode: no peer ran beside it (sdpa: RuntimeError: no kernel for this shape; "

@@ -5,7 +5,7 @@ import pytest
 from pensieve.bench.scan import ENOUGH, hit_rate
 
 
-@pytest.mark.parametrize("live", [1.8, 3.7])
+@pytest.mark.parametrize("live", [1.8, pytest.param(3.7, marks=pytest.mark.slow)])
 def test_recency_collapses_in_strict_turn_and_adaptive_retention_does_not(live: float) -> None:
     assert hit_rate("retention_value", live, in_turn=True) < 0.02
     assert hit_rate("adaptive_retention", live, in_turn=True) >= ENOUGH[live]

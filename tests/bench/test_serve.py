@@ -7,7 +7,7 @@ from hydra import initialize_config_dir
 
 from pensieve.bench import serve
 from pensieve.bench.models import plain_module
-from pensieve.bench.transformers_system import TransformersSystem
+from pensieve.bench.peers import TransformersSystem
 from pensieve.compose import conf_folder, read_option
 from pensieve.compose.machine import find_device
 from pensieve.compose.schema import HardwareConfig
@@ -20,6 +20,7 @@ from tests.worker.torch.driver import tiny_model
 CHAT = {"think_time_s": 1.0, "min_turns": 2, "max_turns": 3, "max_new_tokens": 16, "warmup_turns": 1}
 
 
+@pytest.mark.slow
 def test_a_cell_puts_every_baseline_beside_the_roofline_ratio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a simulated machine, where transformers cannot run: that is said, and the command must not exit with 0."""
     bench = make_bench("serve", tmp_path)

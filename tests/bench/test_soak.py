@@ -9,12 +9,14 @@ from pensieve.bench.soak import Episode, Operation, shrink, soak
 from pensieve.cache.two_tier import TwoTierCache
 
 
+@pytest.mark.slow
 def test_two_hundred_turns_agree_with_the_plain_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert soak(200, seed=7) == 0
     out = capsys.readouterr().out
     assert "turns by path" in out
 
 
+@pytest.mark.slow
 def test_a_stale_read_is_found_shrunk_and_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,16 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pensieve.bench import fragments, swap
-from pensieve.bench.returning import Returning
-from pensieve.bench.unused_tier import UnusedTier
+from pensieve.bench import swap
 from pensieve.errors import EngineMissing
 from pensieve.plan import Copy
-from pensieve.worker.torch.copying import Copying
 from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.link import CallCopier, Copier, copy_runs
 from pensieve.worker.torch.model import LoadedModel, load_model
-from pensieve.worker.torch.thread_link import ThreadLink
+from pensieve.worker.torch.transfers.choice import Copying
+from pensieve.worker.torch.transfers.copies import CallCopier, copy_runs
+from pensieve.worker.torch.transfers.lanes import ThreadLink
+from pensieve.worker.torch.transfers.link import Copier
 from tests.bench.bench import make_bench
 from tests.worker.torch.driver import tiny_spec
 
@@ -27,32 +26,9 @@ def model() -> LoadedModel:
 
 
 def test_blocks_lie_in_runs_of_the_length_asked_for() -> None:
-    assert fragments.scattered(6, 2) == (0, 1, 4, 5, 8, 9)
-    assert fragments.scattered(4, 4) == (0, 1, 2, 3)
-    assert max(fragments.scattered(128, 8)) < 256
-
-
-def test_a_conversation_returns_from_the_cpu_as_often_as_it_is_asked(model: LoadedModel) -> None:
-    link = ThreadLink()
-    returning = Returning(model, 256, 8, 64, link)
-    returning.fill()
-    link.throttle(returning.tokens * model.spec.kv_bytes_per_token / 0.2)
-    returning.set_cost_model()
-    split = returning.split()
-    assert split.load_s == pytest.approx(0.2, rel=0.3), "the profile measures the link as it is"
-    assert split.predicted_s <= min(split.load_s, split.recompute_s)
-    assert returning.ttft_ms("load") > 150
-    assert returning.ttft_ms("hybrid") > 0 and returning.ttft_ms("recompute") > 0
-    assert returning.hit_ms() > 0
-    returning.close()
-
-
-def test_the_tier_that_is_unused_is_there_and_unused(model: LoadedModel) -> None:
-    for with_tier in (True, False):
-        tier = UnusedTier(model, 2, 40, with_tier)
-        assert bool(tier.engine.cache.cpu_blocks) is with_tier
-        assert tier.step_ms() > 0 and tier.step_ms() > 0
-        tier.close()
+    assert swap.scattered(6, 2) == (0, 1, 4, 5, 8, 9)
+    assert swap.scattered(4, 4) == (0, 1, 2, 3)
+    assert max(swap.scattered(128, 8)) < 256
 
 
 def test_every_figure_stands_beside_its_limit_and_its_peer(
@@ -61,7 +37,7 @@ def test_every_figure_stands_beside_its_limit_and_its_peer(
     bench = make_bench("swap", tmp_path, repeats=1)
     monkeypatch.setattr(swap, "load", lambda bench: model)
     monkeypatch.setattr(swap, "_CPU", (256,))
-    monkeypatch.setattr(fragments, "_FRAGMENT_BLOCKS", (1,))
+    monkeypatch.setattr(swap, "_FRAGMENT_BLOCKS", (1,))
     monkeypatch.setattr(swap, "LINKS", {"gen4_x8": 0.35})
     swap.run(bench)
     assert bench.gaps == []
@@ -90,20 +66,20 @@ def test_on_a_gpu_every_way_of_copying_is_measured_beside_what_auto_chose(monkey
         links.append(copiers)
         return ThreadLink()
 
-    monkeypatch.setattr(fragments, "choose_copying", choose)
-    monkeypatch.setattr(fragments, "CudaLink", link)
+    monkeypatch.setattr(swap, "choose_copying", choose)
+    monkeypatch.setattr(swap, "CudaLink", link)
     notes: list[str] = []
     bench = SimpleNamespace(on_gpu=True, device=torch.device("cpu"), note=notes.append)
     tensors = KvTensors(tiny_spec("llama"), 32, 8, 8, torch.device("cpu"), torch.float32)
     tensors.cpu.fill_(0.5)
-    transfers = fragments._transfers(bench, tensors)
+    transfers = swap._transfers(bench, tensors)
     assert list(transfers) == ["auto", "dma", "call_a_run"]
     assert [len(copiers) for copiers in links] == [2, 2, 0], "a call a run is what a link does by itself"
     assert notes[:2] == ["hardware.copies=auto: in: best for auto.", "hardware.copies=dma: in: best for dma."]
     assert "triton" in notes[2]
     for transfer in transfers.values():
         tensors.gpu.zero_()
-        assert fragments._held_ms(transfer, tensors.layers, Copy(0, (0, 2), (2, 0))) > 0
+        assert swap._held_ms(transfer, tensors.layers, Copy(0, (0, 2), (2, 0))) > 0
         assert (tensors.gpu[:, [0, 2]] == 0.5).all() and not tensors.gpu[:, 1].any()
         transfer.close()
 

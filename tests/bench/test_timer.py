@@ -1,37 +1,48 @@
 from __future__ import annotations
 
-import time
-
+import pytest
 import torch
 
-from pensieve.bench.timer import interleaved
+from pensieve.bench import timer
+from pensieve.bench.timer import gaps_pct, interleaved
 
 CPU = torch.device("cpu")
 
 
-def test_rounds_alternate_and_each_begins_with_another() -> None:
-    calls: list[str] = []
+class Stopped:
+    """A clock that only `run` moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 3.0
+        monkeypatch.setattr(timer, "perf_counter", lambda: self.now_s)
+
+    def run(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def test_rounds_alternate_and_each_begins_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, calls = Stopped(monkeypatch), list[str]()
 
     def slow(name: str) -> None:
         calls.append(name)
-        time.sleep(0.002)
+        clock.run(0.002)
 
     times = interleaved({"a": lambda: slow("a"), "b": lambda: slow("b")}, 2, CPU, at_least_ms=0.0)
     assert calls[6:] == ["a", "b", "b", "a"]  # after two warm calls and one to size each
     assert [len(t.values) for t in times.values()] == [2, 2]
-    assert all(value >= 2.0 for t in times.values() for value in t.values)
+    assert all(value == pytest.approx(2.0) for t in times.values() for value in t.values)
 
 
-def test_short_runs_are_repeated_and_divided() -> None:
-    calls = [0]
+def test_short_runs_are_repeated_and_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, calls = Stopped(monkeypatch), [0]
 
     def short() -> None:
         calls[0] += 1
-        time.sleep(0.001)
+        clock.run(0.001)
 
     times = interleaved({"short": short}, 1, CPU, at_least_ms=10.0)["short"]
-    assert 5 <= calls[0] <= 13
-    assert 1.0 <= times.values[0] < 10.0
+    assert calls[0] == 2 + 1 + 10, "two warm calls, one to size it, and as many as take 10 ms"
+    assert times.values == (pytest.approx(1.0),)
 
 
 def test_a_backend_that_raises_costs_only_itself() -> None:
@@ -49,3 +60,12 @@ def test_a_backend_that_raises_costs_only_itself() -> None:
     assert times["late"].error == "ValueError: no more" and times["late"].values == ()
     assert times["never"].error == "NotImplementedError"
     assert len(times["fine"].values) == 3
+
+
+def test_gaps_are_what_no_span_covers() -> None:
+    assert gaps_pct([(0, 4), (2, 5), (7, 10)]) == pytest.approx(20.0)  # 5..7 of 0..10
+    assert gaps_pct([(3, 9), (4, 5), (9, 12)]) == 0.0
+
+
+def test_without_kernels_there_is_no_share() -> None:
+    assert gaps_pct([]) is None

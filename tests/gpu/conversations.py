@@ -9,9 +9,9 @@ from pensieve.cache.two_tier import TwoTierCache
 from pensieve.cost.profile import Profile
 from pensieve.eviction.retention_value import RetentionValue
 from pensieve.scheduler.settings import SchedulerSettings
-from pensieve.worker.torch.link import Link
 from pensieve.worker.torch.model import LoadedModel
 from pensieve.worker.torch.options import TorchOptions
+from pensieve.worker.torch.transfers.link import Link
 from tests.simulated import policy_context
 
 CHUNK, GPU_BLOCKS, CPU_BLOCKS, CONTEXT, REQUESTS = 8, 36, 40, 512, 8

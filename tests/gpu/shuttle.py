@@ -11,7 +11,7 @@ import torch
 
 from pensieve.plan import Copy
 from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.transfer import Transfer
+from pensieve.worker.torch.transfers.transfer import Transfer
 
 
 def shuttle(tensors: KvTensors, transfer: Transfer, compute: Callable[[], None], rounds: int) -> None:

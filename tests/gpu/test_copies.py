@@ -11,13 +11,14 @@ from pensieve.clock import WallClock
 from pensieve.errors import EngineMissing
 from pensieve.plan import Copy
 from pensieve.specs import ModelSpec
-from pensieve.worker.torch.batch_copy import BatchCopier
-from pensieve.worker.torch.copying import CopyWay, choose_copying
 from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.link import CallCopier, Copier, CudaLink
 from pensieve.worker.torch.model import load_model
 from pensieve.worker.torch.options import TorchOptions
-from pensieve.worker.torch.transfer import Transfer
+from pensieve.worker.torch.transfers.choice import CopyWay, choose_copying
+from pensieve.worker.torch.transfers.copies import BatchCopier, CallCopier
+from pensieve.worker.torch.transfers.lanes import CudaLink
+from pensieve.worker.torch.transfers.link import Copier
+from pensieve.worker.torch.transfers.transfer import Transfer
 from pensieve.worker.torch.worker import TorchWorker
 
 pytestmark = [
@@ -46,7 +47,7 @@ def copiers(name: str) -> tuple[Copier, Copier]:
         if name == "batch":
             return BatchCopier(), BatchCopier()
         pytest.importorskip("triton")
-        from pensieve.worker.torch.kernel_copy import KernelCopier
+        from pensieve.worker.torch.transfers.copies import KernelCopier
 
         return KernelCopier(), KernelCopier()
     except EngineMissing as missing:

@@ -7,12 +7,13 @@ import torch
 
 from pensieve.errors import EngineMissing
 from pensieve.specs import ModelSpec
-from pensieve.worker.torch.copying import CopyWay, choose_copying
 from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.link import CudaLink, Link
-from pensieve.worker.torch.pinned import pinned_bytes
-from pensieve.worker.torch.thread_link import ThreadLink, copy_and_wait
-from pensieve.worker.torch.transfer import Transfer
+from pensieve.worker.torch.transfers.choice import CopyWay, choose_copying
+from pensieve.worker.torch.transfers.copies import copy_and_wait
+from pensieve.worker.torch.transfers.lanes import CudaLink, ThreadLink
+from pensieve.worker.torch.transfers.link import Link
+from pensieve.worker.torch.transfers.pinned import pinned_bytes
+from pensieve.worker.torch.transfers.transfer import Transfer
 
 from .shuttle import shuttle
 from .small import SIZES

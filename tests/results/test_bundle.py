@@ -37,6 +37,7 @@ def swept(tmp_path):
     return store
 
 
+@pytest.mark.slow
 def test_a_bundle_redraws_its_figures(swept, tmp_path):
     path = bundle_sweep(swept, 1, CHECKOUT, tmp_path / "bundle" / "sweep.zip")
     folder = tmp_path / "elsewhere"

@@ -223,6 +223,7 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert store.turns_of(trial) == []
 
 
+@pytest.mark.slow
 def test_many_processes_create_and_write_at_once(tmp_path: Path) -> None:
     def work(number: int) -> int:
         store = open_store(tmp_path / "outputs")

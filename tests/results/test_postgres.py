@@ -162,6 +162,7 @@ def test_an_older_schema_is_upgraded(url, tmp_path, monkeypatch):
     assert len(upgraded.turns_of(trial)) == 4
 
 
+@pytest.mark.slow
 def test_tracking_postgres_and_no_password_in_any_record(url, tmp_path, monkeypatch):
     from pensieve.compose import check, resolved
     from pensieve.trial import Job, run_trial

@@ -38,6 +38,7 @@ def statuses(folder):
         return connection.execute("SELECT baseline, status FROM trial ORDER BY id").fetchall()
 
 
+@pytest.mark.slow
 def test_a_trial_and_a_sweep_are_recorded_in_the_database_alone(bare, tmp_path):
     done = bare("run", *SHORT)
     assert done.returncode == 0, done.stderr

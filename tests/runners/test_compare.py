@@ -6,6 +6,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from pensieve.compose import resolved
 from pensieve.trial import Job, run_trial
 from pensieve.trial.tracking import open_tracking
@@ -29,6 +31,7 @@ def run(outputs, script, *arguments):
     return subprocess.run(command, capture_output=True, text=True, env=env, cwd=outputs.parent, timeout=120)
 
 
+@pytest.mark.slow
 def test_an_inspection_runs_nothing_and_records_nothing(tmp_path):
     outputs = tmp_path / "outputs"
     for sweep in ([], ["-m"]):
@@ -39,6 +42,7 @@ def test_an_inspection_runs_nothing_and_records_nothing(tmp_path):
     assert not (outputs / "results.db").exists()
 
 
+@pytest.mark.slow
 def test_two_baselines_are_compared(tmp_path, monkeypatch):
     outputs = tmp_path / "outputs"
     nothing = run(outputs, "compare.py", "1", "2")

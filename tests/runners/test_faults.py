@@ -95,6 +95,7 @@ def check_finished_then_clear(outputs, arguments):
         file.unlink()
 
 
+@pytest.mark.slow
 def test_a_sweep_killed_at_random_moments_resumes(tmp_path):
     kill_and_resume(tmp_path / "outputs", 5, SWEEP, 1.6)
 
@@ -123,6 +124,7 @@ def test_joblib_runs_a_sweep_and_resumes_it(tmp_path):
     check_whole(outputs)
 
 
+@pytest.mark.slow
 def test_a_failed_trial_does_not_stop_the_others(tmp_path, monkeypatch):
     outputs = tmp_path / "outputs"
     monkeypatch.setenv("CRASH", "error")

@@ -13,6 +13,8 @@ from runners.results import main
 from tests.runners.sweeping import SHORT, start
 from tests.runners.test_run import run
 
+pytestmark = pytest.mark.slow  # the sweep, in a process of its own
+
 ARGUMENTS = (*SHORT, "-m", "seed=0", "baseline=pensieve,stateless", "tracking.mlflow=false")
 
 

@@ -32,6 +32,7 @@ def rows(outputs, query):
         return connection.execute(query).fetchall()
 
 
+@pytest.mark.slow
 def test_a_sweep_is_recorded_compared_and_resumed(outputs):
     done = run(outputs, *SHORT, "seed=0", "-m", "tracking.mlflow=false")
     assert done.returncode == 0, done.stderr
@@ -51,6 +52,7 @@ def test_a_sweep_is_recorded_compared_and_resumed(outputs):
     assert rows(outputs, "select count(*) from sweep_trial") == [(5,)]
 
 
+@pytest.mark.slow
 def test_the_axes_of_a_sweeper_that_chooses_as_it_goes_are_kept_apart(outputs, tmp_path):
     """They stand in the overlay's sweeper parameters alone: neither typed nor known before the trials are."""
     plugin = tmp_path / "hydra_plugins" / "own_sweeper.py"
@@ -65,6 +67,7 @@ def test_the_axes_of_a_sweeper_that_chooses_as_it_goes_are_kept_apart(outputs, t
     assert all(f"cache.chunk_tokens={size}" in done.stdout for size in (8, 32, 128))
 
 
+@pytest.mark.slow
 def test_no_traceback_for_what_a_user_mistypes(outputs):
     for arguments, part in (
         (["model=lama3_8b"], "did you mean llama3_8b?"),
@@ -94,6 +97,7 @@ def test_a_failed_trial_is_recorded_and_the_exit_status_says_so(outputs):
     assert rows(outputs, "select status from trial") == [("failed",)]
 
 
+@pytest.mark.slow
 def test_help_and_configuration(outputs):
     shown = run(outputs, "--help")
     assert shown.returncode == 0, shown.stderr
@@ -106,6 +110,7 @@ def test_help_and_configuration(outputs):
     assert not outputs.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["workload.inspect=true", "-m"], ["workload.inspect=true"]])
 def test_a_reader_that_has_read_enough_hears_no_complaint(outputs, arguments):
     """... | head"""
@@ -134,6 +139,7 @@ def test_outputs_that_cannot_be_written(outputs):
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_one_line_and_130(outputs):
     env = {**os.environ, "PENSIEVE_OUTPUTS": str(outputs)}
     env.pop("PYTEST_CURRENT_TEST", None)
@@ -162,6 +168,7 @@ def test_ctrl_c_is_one_line_and_130(outputs):
     assert rows(outputs, "select status from sweep") == [("interrupted",)]
 
 
+@pytest.mark.slow
 def test_the_doctor(outputs):
     done = run(outputs, script="doctor.py")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -61,6 +62,7 @@ def test_a_step_does_not_grow_with_the_copies_under_way() -> None:
 
 
 def test_the_engine_reports_its_own_time() -> None:
+    began = time.perf_counter_ns()
     engine = engine_with(idle=10)
     calls_a_step(engine, 10_000)
-    assert 0 < engine.counters.schedule_ns / engine.counters.steps < 5e6
+    assert 0 < engine.counters.schedule_ns < time.perf_counter_ns() - began

@@ -37,6 +37,7 @@ def run(tracking, *overrides, said=None, **job):
     return run_trial(check(cfg), resolved(cfg), tracking, job, (said if said is not None else []).append)
 
 
+@pytest.mark.slow
 def test_an_isolated_trial_is_the_same_trial(tracking):
     sweep = tracking.store.open_sweep("key", "x", None, None, {}, 1, "host", None)
     outcome = run(tracking, "trial.isolate=true", "trial.timeout_s=100", sweep_id=sweep, number=3)
@@ -84,6 +85,7 @@ def test_retries_run_until_one_completes(tracking, monkeypatch):
     assert "it broke" in said[0]
 
 
+@pytest.mark.slow
 def test_retries_have_an_end_and_isolated_ones_too(tracking, monkeypatch):
     monkeypatch.setenv("CRASH", "kill")
     outcome = run(tracking, "trial.retries=1", "trial.isolate=true", CRASHING)
@@ -152,6 +154,7 @@ def test_ctrl_c_reaches_the_isolated_trial(tracking, monkeypatch):
     assert "by the user" in trial.error
 
 
+@pytest.mark.slow
 def test_an_isolated_trial_does_not_outlive_its_sweep(tmp_path):
     count = tmp_path / "crashes"
     env = {

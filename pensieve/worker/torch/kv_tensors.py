@@ -9,7 +9,7 @@ import torch
 from pensieve.errors import HardwareMissing
 from pensieve.specs import ModelSpec
 from pensieve.units import format_bytes
-from pensieve.worker.torch.pinned import pinned_bytes
+from pensieve.worker.torch.transfers.pinned import pinned_bytes
 
 
 class KvTensors:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pensieve.worker.torch.copying import CopyWay
 from pensieve.worker.torch.graphs import Recorder
+from pensieve.worker.torch.transfers.choice import CopyWay
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,17 +15,18 @@ from pensieve.errors import EngineMissing, HardwareMissing
 from pensieve.plan import Row, Sample, StartReport, StepPlan, StepResult
 from pensieve.worker.torch.attention import IMPLEMENTATION, Iteration
 from pensieve.worker.torch.batch import Batch, BlockTables, build_batch
-from pensieve.worker.torch.copying import Copying, choose_copying
 from pensieve.worker.torch.flight import Flight, without_frames
 from pensieve.worker.torch.graphs import CudaRecorder, DecodeGraphs, Recorder
 from pensieve.worker.torch.kernels.base import CapturingBackend
 from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.link import CudaLink, Link
 from pensieve.worker.torch.memory import explain, fitting_blocks
 from pensieve.worker.torch.model import LoadedModel
 from pensieve.worker.torch.options import TorchOptions
 from pensieve.worker.torch.sampler import draw
-from pensieve.worker.torch.transfer import Transfer
+from pensieve.worker.torch.transfers.choice import Copying, choose_copying
+from pensieve.worker.torch.transfers.lanes import CudaLink
+from pensieve.worker.torch.transfers.link import Link
+from pensieve.worker.torch.transfers.transfer import Transfer
 
 _WARMUP_TOKENS = 64
 

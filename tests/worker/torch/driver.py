@@ -13,9 +13,9 @@ from pensieve.clock import WallClock
 from pensieve.plan import Copy, Row, Sample, StepPlan, StepResult
 from pensieve.specs import ModelSpec
 from pensieve.worker.torch.attention import IMPLEMENTATION
-from pensieve.worker.torch.link import Link
 from pensieve.worker.torch.model import LoadedModel, load_model
 from pensieve.worker.torch.options import TorchOptions
+from pensieve.worker.torch.transfers.link import Link
 from pensieve.worker.torch.worker import TorchWorker
 
 _COMMON = {

@@ -13,9 +13,10 @@ import torch
 
 from pensieve.clock import WallClock
 from pensieve.plan import Copy, Row, Sample, StepPlan
-from pensieve.worker.torch import link as links
-from pensieve.worker.torch.link import CudaLink, Haul, Mark
 from pensieve.worker.torch.model import LoadedModel
+from pensieve.worker.torch.transfers import lanes
+from pensieve.worker.torch.transfers.lanes import CudaLink
+from pensieve.worker.torch.transfers.link import Haul, Mark
 from pensieve.worker.torch.worker import TorchWorker
 
 from .driver import Driver, random_tokens
@@ -89,7 +90,7 @@ def test_waits_of_a_device_in_error_are_forgotten(monkeypatch: pytest.MonkeyPatc
         def query(self) -> bool:
             raise RuntimeError("CUDA error: unspecified launch failure")
 
-    monkeypatch.setattr(links, "_CudaLane", lambda *_: None)
+    monkeypatch.setattr(lanes, "_CudaLane", lambda *_: None)
     link = CudaLink(torch.device("cpu"))
     link._waits = [(Event(), Event())]
     assert link.stalled_ns() == 0 and not link._waits

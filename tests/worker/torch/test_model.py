@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -119,11 +118,9 @@ def test_no_network_is_one_sentence_at_once(
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
     capfd.readouterr()
-    started = time.perf_counter()
     with pytest.raises(WeightsMissing, match=rf"{words}.*model\.weights=random") as caught:
         _load(tiny_spec("llama"), "hub", "nobody/nothing")
-    assert time.perf_counter() - started < 5
-    assert asked == ["nobody/nothing"]
+    assert asked == ["nobody/nothing"], "asked once, and not again"
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
 

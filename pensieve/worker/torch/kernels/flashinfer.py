@@ -11,7 +11,7 @@ import torch
 from pensieve.errors import EngineMissing
 from pensieve.worker.torch.batch import Batch
 from pensieve.worker.torch.kernels.reference import write
-from pensieve.worker.torch.pinned import sent
+from pensieve.worker.torch.transfers.pinned import sent
 
 _WORKSPACE_BYTES = 256 * 2**20
 _Key = tuple[float | None, int | None, float | None]  # scaling, window, softcap

@@ -24,7 +24,7 @@ from pensieve.worker.torch.kernels.work_list import (
     ranges_of,
     work_list,
 )
-from pensieve.worker.torch.pinned import send, sent
+from pensieve.worker.torch.transfers.pinned import send, sent
 
 _LOG2_E = math.log2(math.e)
 _LEAST_ROWS = 16  # of a tile: what tl.dot takes

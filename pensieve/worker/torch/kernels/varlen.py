@@ -11,7 +11,7 @@ import torch
 from pensieve.errors import EngineMissing, PensieveError, UnsupportedModel
 from pensieve.worker.torch.batch import Batch
 from pensieve.worker.torch.kernels.reference import write
-from pensieve.worker.torch.pinned import sent
+from pensieve.worker.torch.transfers.pinned import sent
 
 _NEEDED = ("block_table", "seqused_k", "enable_gqa", "window_size", "scale")
 

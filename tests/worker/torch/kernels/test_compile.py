@@ -93,8 +93,8 @@ def test_blocks_are_copied_in_accesses_of_16_bytes(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from pensieve.worker.torch.kernel_copy import tile_of
     from pensieve.worker.torch.kernels.block_copy import copy_blocks_kernel
+    from pensieve.worker.torch.transfers.copies import tile_of
 
     elements = layer_block_bytes // 4
     signature = {"source_ptr": "*i32", "target_ptr": "*i32", "pairs_ptr": "*i32", "tiles": "i32"}

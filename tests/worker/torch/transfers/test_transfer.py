@@ -6,10 +6,9 @@ import torch
 
 from pensieve.plan import Copy
 from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.link import BlockRun
-from pensieve.worker.torch.transfer import Transfer, merge_copies
-
-from .driver import tiny_spec
+from pensieve.worker.torch.transfers.link import BlockRun
+from pensieve.worker.torch.transfers.transfer import Transfer, merge_copies
+from tests.worker.torch.driver import tiny_spec
 
 
 def _tensors(gpu_blocks: int = 24, cpu_blocks: int = 24) -> KvTensors:

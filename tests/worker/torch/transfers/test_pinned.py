@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pensieve.worker.torch.pinned import pinned_bytes
+from pensieve.worker.torch.transfers.pinned import pinned_bytes
 
 
 def runtime(monkeypatch: pytest.MonkeyPatch, answer: int) -> list[tuple[Any, ...]]:

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pensieve.bench import decode, prefill
+from pensieve.bench import steps
 from pensieve.bench.models import plain_module
 from pensieve.bench.peers import Generate, batched_gaps_ms, continuous_batching, prompts
-from pensieve.bench.stepper import Stepper, prompt
+from pensieve.bench.steps import Stepper, prompt
 from pensieve.worker.torch.model import LoadedModel
 from tests.bench.bench import make_bench
 from tests.worker.torch.driver import tiny_model, tiny_spec
@@ -22,17 +22,17 @@ def model() -> LoadedModel:
 def test_the_floor_reads_all_weights_and_kv_once_or_does_all_operations() -> None:
     spec = tiny_spec("llama")
     weights = 4 * (2 * spec.layer_parameters + 97 * 64)
-    by_memory = decode.floor_ms(spec, 3, 40, copy_bytes_s=1e6, matrix_flops_s=1e15)
+    by_memory = steps.floor_ms(spec, 3, 40, copy_bytes_s=1e6, matrix_flops_s=1e15)
     assert by_memory == pytest.approx((weights + 3 * 41 * spec.kv_bytes_per_token) / 1e6 * 1e3)
     operations = 3 * (2 * 2 * spec.layer_parameters + 2 * 97 * 64 + spec.attention_flops(1, 41))
-    assert decode.floor_ms(spec, 3, 40, copy_bytes_s=1e15, matrix_flops_s=1e6) == pytest.approx(operations / 1e3)
+    assert steps.floor_ms(spec, 3, 40, copy_bytes_s=1e15, matrix_flops_s=1e6) == pytest.approx(operations / 1e3)
 
 
 def test_a_prompts_operations_are_those_of_its_projections_and_its_causal_attention() -> None:
     spec = tiny_spec("llama")
     pairs = 10 * 11 // 2
     expected = 10 * 2 * 2 * spec.layer_parameters + 4 * 2 * 4 * 16 * pairs + 2 * 97 * 64
-    assert prefill.operations(spec, 10) == expected
+    assert steps.operations(spec, 10) == expected
 
 
 def test_the_stepper_computes_what_the_plain_model_computes(model: LoadedModel) -> None:
@@ -73,18 +73,17 @@ def test_decode_and_prefill_stand_beside_their_peers(
     model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = make_bench("decode", tmp_path, repeats=1)
-    monkeypatch.setattr(decode, "load", lambda bench: model)
-    monkeypatch.setattr(decode, "_CPU", ((2, 40),))
+    monkeypatch.setattr(steps, "load", lambda bench: model)
+    monkeypatch.setitem(steps._DECODES, "cpu", ((2, 40),))
     monkeypatch.setattr(type(bench), "measure_limits", lambda self: None)
-    decode.run(bench)
+    steps.run_decode(bench)
     assert bench.gaps == []
     (result,) = bench.results
     assert [m.backend for m in result.measured] == ["ours", "transformers_generate", "transformers_cb"]
     assert all(m.values for m in result.measured), [m.error for m in result.measured]
     assert result.measured[0].engine["engine"] == "torch"
-    monkeypatch.setattr(prefill, "load", lambda bench: model)
-    monkeypatch.setattr(prefill, "_CPU", (48,))
+    monkeypatch.setitem(steps._PREFILLS, "cpu", (48,))
     bench.target = "prefill"
-    prefill.run(bench)
+    steps.run_prefill(bench)
     assert bench.gaps == []
     assert [m.backend for m in bench.results[1].measured] == ["ours", "transformers"]

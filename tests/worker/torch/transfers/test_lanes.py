@@ -15,11 +15,12 @@ import torch
 
 from pensieve.plan import Copy
 from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.link import BlockRun, CudaLink, Haul, Piece, copy_runs
-from pensieve.worker.torch.thread_link import ThreadLink
-from pensieve.worker.torch.transfer import Transfer
-
-from .driver import Driver, random_tokens, tiny_model, tiny_spec
+from pensieve.worker.torch.transfers import lanes
+from pensieve.worker.torch.transfers.copies import copy_runs
+from pensieve.worker.torch.transfers.lanes import CudaLink, ThreadLink
+from pensieve.worker.torch.transfers.link import BlockRun, Haul, Piece
+from pensieve.worker.torch.transfers.transfer import Transfer
+from tests.worker.torch.driver import Driver, random_tokens, tiny_model, tiny_spec
 
 LAYERS, BLOCKS = 2, 16
 
@@ -75,7 +76,15 @@ def open_at_the_end() -> Iterator[Callable[[Transfer, Gate], None]]:
         transfer.close()
 
 
-def test_a_layer_waits_for_its_own_load_only(open_at_the_end: Any) -> None:
+def waits_of(monkeypatch: pytest.MonkeyPatch, *waits_ns: int) -> None:
+    """Each hold_compute takes as long by its clock as it is given here, however long it really was."""
+    now = iter([at for wait in waits_ns for at in (1000, 1000 + wait)])
+    timer = SimpleNamespace(perf_counter=time.perf_counter, perf_counter_ns=lambda: next(now), sleep=time.sleep)
+    monkeypatch.setattr(lanes, "time", timer)
+
+
+def test_a_layer_waits_for_its_own_load_only(open_at_the_end: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits_of(monkeypatch, 7, 50)
     transfer, tensors, gate = gated()
     open_at_the_end(transfer, gate)
     tensors.cpu[:, 3] = 7.0
@@ -88,7 +97,7 @@ def test_a_layer_waits_for_its_own_load_only(open_at_the_end: Any) -> None:
     threading.Timer(0.05, gate.let, [1]).start()
     transfer.wait_for_layer(1)
     assert (tensors.gpu[1, 5] == 7.0).all()
-    assert 3e7 < transfer.stalled_ns() < 5e9
+    assert transfer.stalled_ns() == 57
     assert transfer.done() == (1,) and transfer.done() == ()
     assert not transfer.require(rows(5)) and transfer.stalled_ns() == 0
 
@@ -111,14 +120,16 @@ def test_rows_that_attend_to_none_of_the_loaded_blocks_do_not_wait(open_at_the_e
     assert not transfer.wait(), "nothing is under way"
 
 
-def test_without_require_a_forward_waits_for_all_loads(open_at_the_end: Any) -> None:
-    transfer, _, gate = gated()
+def test_without_require_a_forward_waits_for_all_loads(open_at_the_end: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits_of(monkeypatch, 30)
+    transfer, tensors, gate = gated()
+    tensors.cpu[:, 0] = 7.0
     open_at_the_end(transfer, gate)
     transfer.swap_in([Copy(1, (0,), (4,))])
     transfer.swap_in([])
     threading.Timer(0.03, gate.let, [LAYERS]).start()
     transfer.wait_for_layer(LAYERS - 1)
-    assert transfer.stalled_ns() > 2e7
+    assert (tensors.gpu[:, 4] == 7.0).all() and transfer.stalled_ns() == 30
 
 
 @pytest.mark.parametrize("urgent", [False, True])
@@ -198,14 +209,23 @@ def test_abandoned_tickets_are_never_reported(open_at_the_end: Any) -> None:
     assert (transfer.done(), transfer.failed()) == ((1,), ())
 
 
-def test_a_link_keeps_its_bandwidth() -> None:
+def test_a_link_keeps_its_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only its own sleeps move."""
+    now_s = [5.0]
+
+    def sleep(seconds: float) -> None:
+        now_s[0] += seconds
+
+    timer = SimpleNamespace(perf_counter=lambda: now_s[0], perf_counter_ns=time.perf_counter_ns, sleep=sleep)
+    monkeypatch.setattr(lanes, "time", timer)
     tensors = KvTensors(tiny_spec("llama"), 4, BLOCKS, BLOCKS, torch.device("cpu"), torch.float32)
-    transfer = Transfer(tensors, ThreadLink(bytes_per_s=8 * tensors.block_bytes / 0.1))
-    began = time.perf_counter()
-    transfer.swap_in([Copy(1, tuple(range(8)), tuple(range(8)))])
-    assert time.perf_counter() - began < 0.05, "the caller is not held up"
+    gate = Gate(names={tensors.gpu[layer].data_ptr(): f"in{layer}" for layer in range(LAYERS)})
+    transfer = Transfer(tensors, ThreadLink(bytes_per_s=8 * tensors.block_bytes / 0.1, copy=gate))
+    assert transfer.swap_in([Copy(1, tuple(range(8)), tuple(range(8)))]) == 0
+    assert gate.made == [], "the caller is not held up"
+    gate.let(LAYERS)
     transfer.finish()
-    assert 0.1 <= time.perf_counter() - began < 0.3
+    assert now_s[0] == pytest.approx(5.1)
     transfer.close()
 
 

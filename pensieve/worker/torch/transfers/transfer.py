@@ -1,4 +1,4 @@
-"""Moves whole blocks between the tiers."""
+"""Performs the copies of plans: whole blocks between the tiers, layer by layer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 
 from pensieve.plan import Copy
 from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.link import BlockRun, CudaLink, Haul, Link, Mark
+from pensieve.worker.torch.transfers.lanes import CudaLink
+from pensieve.worker.torch.transfers.link import BlockRun, Haul, Link, Mark
 
 _POLL_S = 5e-5
 
 
 def merge_copies(copies: Sequence[Copy]) -> list[BlockRun]:
-    """The fewest runs adjacent in source and destination alike; copies of one direction are independent of each other."""
+    """Join blocks that are adjacent in source and target alike. Copies of one direction may be done in any order."""
     pairs = sorted(pair for copy in copies for pair in zip(copy.src, copy.dst, strict=True))
     runs: list[BlockRun] = []
     for src, dst in pairs:
@@ -34,7 +35,7 @@ def merge_copies(copies: Sequence[Copy]) -> list[BlockRun]:
 
 
 class Attending(Protocol):
-    """What `require` looks at: a row's GPU blocks, below 0 for none."""
+    """A row, as far as `require` reads it: its GPU blocks, below 0 where there is none."""
 
     @property
     def blocks(self) -> NDArray[np.int64]: ...
@@ -42,7 +43,7 @@ class Attending(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Copies of one plan and direction. marks: one a layer."""
+    """Copies of one plan and direction, enqueued together. marks: one a layer."""
 
     number: int
     tickets: tuple[int, ...]
@@ -54,16 +55,16 @@ class _Group:
 
 
 class Transfer:
-    """Performs the copies of plans, a layer at a time (section 4.3.3, section 5).
+    """Performs the copies of plans, a layer at a time (sections 4.3.3 and 5 of the paper).
 
     The attention of layer i waits for layer i of those loads that bring a block its rows attend to, and for nothing else:
     so loading overlaps with compute, and a restore may compute leading chunks while later ones are still under way.
-    Swap-outs wait for the loads before them unless urgent, since two directions at once slow each other by a fifth; their
-    tickets are reported when they are done, which may be some plans later.
+    Swap-outs wait for the loads before them unless urgent, since two directions at once slow each other by a fifth. A ticket
+    is reported when its copy is done, which may be some plans later.
 
     On a CPU both tiers are RAM and a copy is done when the call returns, unless a link is given.
 
-    h2d_bytes and d2h_bytes count what was copied, fragments the contiguous pieces of one layer it was copied in.
+    h2d_bytes and d2h_bytes count what was copied; fragments counts the contiguous pieces of a layer.
     """
 
     def __init__(self, tensors: KvTensors, link: Link | None = None) -> None:
@@ -79,7 +80,7 @@ class Transfer:
         self._required: _Group | None = None
         self._done: list[int] = []
         self._failed: list[int] = []
-        self._lost: dict[int, BaseException] = {}  # groups that failed and were not reported yet, and why
+        self._lost: dict[int, BaseException] = {}  # error by number of a group that failed and was not reported yet
 
     @property
     def mean_fragment_bytes(self) -> float:
@@ -105,7 +106,7 @@ class Transfer:
         return 0
 
     def require(self, rows: Iterable[Attending]) -> bool:
-        """The next forward needs only the loads that bring blocks of these rows. False where it need not wait at all.
+        """Let the next forward wait only for the loads that bring blocks of these rows. False where there are none.
 
         Raises RuntimeError where one of them has failed already.
         """
@@ -122,8 +123,8 @@ class Transfer:
         return self._required is not None
 
     def wait_for_layer(self, layer: int) -> None:
-        """Let the compute wait until this layer's required loads have come; free where there are none. Raises what made
-        such a load fail, where the link can tell."""
+        """Let the compute wait for this layer of the required loads, if any. Raises the error of a load that failed,
+        where the link can tell."""
         if self._required is not None:
             assert self._link is not None
             self._link.hold_compute(self._required.marks[layer])
@@ -167,7 +168,7 @@ class Transfer:
         return failed
 
     def wait(self) -> bool:
-        """Hold up the caller until a copy finishes. False where none is under way or left to be reported."""
+        """Block the caller until a copy is done or has failed. False where none is under way or left to report."""
         while not self._done and not self._failed:
             if not self._loads and not self._outs:
                 return False
@@ -177,17 +178,16 @@ class Transfer:
         return True
 
     def abandon(self, tickets: Sequence[int]) -> None:
-        """The plan of these copies failed: they are waited for, and never reported."""
-        with suppress(RuntimeError):  # a device in error for good: nothing is under way there, and whoever asks is told
+        """Wait for these copies and never report them: their plan failed."""
+        with suppress(RuntimeError):  # a device in error for good: nothing is under way there
             self.finish()
         self._settle()
         self._done = [ticket for ticket in self._done if ticket not in tickets]
         self._failed = [ticket for ticket in self._failed if ticket not in tickets]
 
     def finish(self) -> int:
-        """Wait until copies and compute are done. Returns what `stalled_ns` does.
-
-        Compute too, since a forward that failed halfway may have left kernels that still write to blocks.
+        """Wait until copies and compute are done; compute too, since a forward that failed halfway may have left kernels that
+        still write to blocks. Returns the same as `stalled_ns`.
         """
         if self._link is None:
             return 0
@@ -199,7 +199,7 @@ class Transfer:
 
     def close(self) -> None:
         if self._link is not None:
-            with suppress(RuntimeError):  # a device in error cannot be waited for; whoever used it was told
+            with suppress(RuntimeError):  # a device in error cannot be waited for; steps and copies reported the error
                 self.finish()
                 self._link.close()
 
@@ -214,7 +214,7 @@ class Transfer:
                     if not groups[0].reached:
                         break
                     error = groups[0].marks[-1].error
-                except RuntimeError as failure:  # the device is in error for good: whatever is asked raises it
+                except RuntimeError as failure:  # the device is in error for good: every query raises it
                     error = failure
                 group = groups.popleft()
                 if error is None:
@@ -229,7 +229,7 @@ class Transfer:
 
 
 def _copy_now(runs: list[BlockRun], source: torch.Tensor, target: torch.Tensor) -> int:
-    """All layers of a run in one call."""
+    """Copy all layers of a run in one call. Returns the nanoseconds it took."""
     started = perf_counter_ns()
     for run in runs:
         target[:, run.dst : run.dst + run.blocks].copy_(source[:, run.src : run.src + run.blocks])

@@ -1,0 +1,32 @@
+"""Small pools on the CPU, and a copier known by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from pensieve.worker.torch.kv_tensors import KvTensors
+from pensieve.worker.torch.transfers.copies import copy_runs
+from pensieve.worker.torch.transfers.link import BlockRun, Haul
+from tests.worker.torch.driver import tiny_spec
+
+BLOCKS = 48
+RUNS = [BlockRun(1, 9, 2), BlockRun(4, 0, 1), BlockRun(6, 2, 3), BlockRun(20, 30, 8)]
+
+
+def tensors(blocks: int = BLOCKS) -> KvTensors:
+    return KvTensors(tiny_spec("llama"), 4, blocks, blocks, torch.device("cpu"), torch.float32)
+
+
+class Named:
+    """Copies as `copy_runs` does, but for the faults it is given; its name is what a stopwatch knows it by."""
+
+    def __init__(self, name: str, fault: Callable[[Haul], Haul] | None = None) -> None:
+        self.name, self.fault = name, fault
+        self.hauls: list[list[BlockRun]] = []
+
+    def prepare(self, haul: Haul) -> Callable[[int], None]:
+        self.hauls.append(list(haul.runs))
+        done = haul if self.fault is None else self.fault(haul)
+        return lambda layer: copy_runs(done.piece(layer))

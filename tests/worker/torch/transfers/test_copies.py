@@ -1,0 +1,113 @@
+"""Each way of copying brings every byte, one layer a call; which runs go by which way."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pensieve.errors import EngineMissing
+from pensieve.worker.torch.transfers import driver
+from pensieve.worker.torch.transfers.copies import BatchCopier, CallCopier, Limits, SplitCopier
+from pensieve.worker.torch.transfers.driver import BATCH_CALL, Attributes
+from pensieve.worker.torch.transfers.link import BlockRun, Copier, Haul
+from tests.worker.torch.transfers.named import RUNS, Named, tensors
+
+
+def memory(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[tuple[int, int, int]]]:
+    """A driver's batched copy for RAM, by the signature that cuda.h has, and what it was asked for."""
+    asked: list[tuple[int, int, int]] = []
+    stream = SimpleNamespace(query=lambda: True, cuda_stream=77)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+
+    def perform(
+        targets: int,
+        sources: int,
+        sizes: int,
+        count: int,
+        attributes: Any,
+        first: Any,
+        known: int,
+        refused: Any,
+        on: int,
+    ) -> int:
+        assert (known, first[0], on) == (1, 0, 77)
+        asked.append((count, attributes[0].source_order, attributes[0].flags))
+        words = [(ctypes.c_uint64 * count).from_address(at) for at in (targets, sources, sizes)]
+        for target, source, size in zip(*words, strict=True):
+            if not size:
+                refused[0] = 1
+                return 1
+            ctypes.memmove(target, source, size)
+        return 0
+
+    return BATCH_CALL(perform), asked
+
+
+@pytest.mark.parametrize("kind", ["calls", "batch", "split"])
+def test_every_way_brings_every_byte_layer_by_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pools, expected = tensors(), tensors()
+    for pool in (pools.cpu, pools.gpu):
+        noise = torch.randint(0, 256, (pool.nbytes,), dtype=torch.uint8)
+        pool.view(-1).view(torch.uint8).copy_(noise)  # NaN patterns included
+    expected.gpu.view(torch.uint8).copy_(pools.gpu.view(torch.uint8))
+    for run in RUNS:
+        for i in range(run.blocks):
+            expected.gpu.view(torch.uint8)[:, run.dst + i] = pools.cpu.view(torch.uint8)[:, run.src + i]
+    call, asked = memory(monkeypatch)
+    ways: dict[str, Copier] = {
+        "calls": CallCopier(),
+        "batch": BatchCopier(call),
+        "split": SplitCopier(BatchCopier(call), CallCopier(), Limits(longest=2, least=2)),
+    }
+    copy = ways[kind].prepare(Haul(RUNS, pools.cpu, pools.gpu))
+    for layer in range(pools.layers):
+        assert not torch.equal(pools.gpu.view(torch.uint8)[layer], expected.gpu.view(torch.uint8)[layer])
+        copy(layer)
+        assert torch.equal(pools.gpu.view(torch.uint8)[layer], expected.gpu.view(torch.uint8)[layer])
+    assert asked == {"calls": [], "batch": 2 * [(4, 1, 1)], "split": 2 * [(2, 1, 1)]}[kind], "a call a layer"
+
+
+def test_the_drivers_structure_is_as_large_as_in_its_header() -> None:
+    assert ctypes.sizeof(Attributes) == 24
+    assert [getattr(Attributes, name).offset for name in ("source_order", "source", "target", "flags")] == [
+        0,
+        4,
+        12,
+        20,
+    ]
+
+
+def test_a_refused_batch_is_an_error_and_a_driver_without_it_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, _ = memory(monkeypatch)
+    pools = tensors()
+    copy = BatchCopier(call).prepare(Haul([BlockRun(0, 1, 1), BlockRun(2, 3, 0)], pools.cpu, pools.gpu))
+    with pytest.raises(RuntimeError, match="error 1 in copy 1 of 2"):
+        copy(0)
+
+    class Old:
+        class cuGetProcAddress_v2:
+            def __new__(cls, name: bytes, address: Any, version: int, flags: int, found: Any) -> Any:
+                assert (name, version, flags) == (b"cuMemcpyBatchAsync", 12080, 0)
+                return 1
+
+    monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: Old)
+    with pytest.raises(EngineMissing, match="was the first"):
+        BatchCopier()
+    monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: object())
+    with pytest.raises(EngineMissing, match="not found"):
+        BatchCopier()
+
+
+def test_few_or_long_runs_go_by_dma() -> None:
+    dma, kernel, pools = Named("dma"), Named("kernel"), tensors()
+    copier = SplitCopier(dma, kernel, Limits(longest=2, least=2))
+    copier.prepare(Haul(RUNS, pools.cpu, pools.gpu))
+    assert (kernel.hauls, dma.hauls) == ([RUNS[:2]], [RUNS[2:]])
+    copier.prepare(Haul(RUNS[1:], pools.cpu, pools.gpu))
+    assert (len(kernel.hauls), dma.hauls[1:]) == (1, [RUNS[1:]]), "one short run is not worth a launch"
+    copier.prepare(Haul(RUNS[:2], pools.cpu, pools.gpu))
+    assert (kernel.hauls[1:], len(dma.hauls)) == ([RUNS[:2]], 2)
