@@ -18,15 +18,16 @@ from tests.results.test_schema import CONTRACT
 
 VERSION_1 = Path(__file__).parent / "version_1.sql"
 
-SECOND = """
+NEXT = """
 from alembic import op
 from sqlalchemy import Column, Text
 
-revision, down_revision = "0002", "0001"
+revision, down_revision = "0003", "0002"
 
 
 def upgrade():
     op.execute("DROP VIEW current_trial")
+    op.execute("DROP VIEW sweep_result")
     with op.batch_alter_table("trial", recreate="always") as table:  # the way that loses rows where foreign keys are on
         table.add_column(Column("remark", Text, nullable=True))
         table.alter_column("dtype", nullable=False, server_default="float32")
@@ -47,13 +48,13 @@ def old(tmp_path):
 
 
 @pytest.fixture
-def second(tmp_path, monkeypatch):
+def following(tmp_path, monkeypatch):
     """A made-up next version."""
     folder = tmp_path / "versions"
     folder.mkdir()
-    (folder / "v0002.py").write_text(SECOND.format(more=""))
+    (folder / "v0003.py").write_text(NEXT.format(more=""))
     monkeypatch.setattr(migrate, "VERSIONS", (*migrate.VERSIONS, folder))
-    monkeypatch.setattr(database, "SCHEMA_VERSION", "0002")
+    monkeypatch.setattr(database, "SCHEMA_VERSION", "0003")
     return folder
 
 
@@ -75,7 +76,19 @@ def test_a_database_of_version_1_opens_and_reads(old):
     assert store.artifacts_of(1)[0].path == old.parent / "runs/tokens.parquet"
 
 
-def test_an_older_database_is_upgraded_without_loss(old, second):
+def test_version_2_adds_what_each_job_shows_and_finds_metrics_by_name(old):
+    before = contents(old)
+    open_store(old.parent)
+    assert contents(old) == before
+    with sqlite3.connect(old) as connection:
+        assert connection.execute("SELECT * FROM sweep_result ORDER BY job").fetchall() == [(1, 0, 1), (1, 1, 2)]
+        plan = connection.execute(
+            "EXPLAIN QUERY PLAN SELECT value FROM metric WHERE name = 'x' AND label = ''"
+        ).fetchall()
+        assert "ix_metric_name_label" in plan[0][-1]
+
+
+def test_an_older_database_is_upgraded_without_loss(old, following):
     before = contents(old)
     Database(f"sqlite:///{old}")
     after = contents(old)
@@ -87,7 +100,7 @@ def test_an_older_database_is_upgraded_without_loss(old, second):
     with sqlite3.connect(old) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
         assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
-        assert connection.execute(f"SELECT version_num FROM {VERSION_TABLE}").fetchall() == [("0002",)]
+        assert connection.execute(f"SELECT version_num FROM {VERSION_TABLE}").fetchall() == [("0003",)]
         connection.execute("PRAGMA foreign_keys=ON")
         connection.execute("DELETE FROM trial WHERE id = 1")  # what refers to it still does
         assert connection.execute("SELECT count(*) FROM turn").fetchone() == (0,)
@@ -96,8 +109,8 @@ def test_an_older_database_is_upgraded_without_loss(old, second):
 
 
 @pytest.mark.parametrize("more", ["raise RuntimeError('power loss')", "op.execute('DELETE FROM sweep')"])
-def test_an_upgrade_that_fails_changes_nothing(old, second, more):
-    (second / "v0002.py").write_text(SECOND.format(more=more))
+def test_an_upgrade_that_fails_changes_nothing(old, following, more):
+    (following / "v0003.py").write_text(NEXT.format(more=more))
     before = contents(old)
     with pytest.raises((RuntimeError, ResultsError), match=r"power loss|without what they belong to"):
         Database(f"sqlite:///{old}")
@@ -106,22 +119,22 @@ def test_an_upgrade_that_fails_changes_nothing(old, second, more):
         assert connection.execute(f"SELECT version_num FROM {VERSION_TABLE}").fetchall() == [("0001",)]
 
 
-def test_a_process_killed_in_the_middle_of_an_upgrade(old, second):
-    (second / "v0002.py").write_text(SECOND.format(more="__import__('os').kill(__import__('os').getpid(), 9)"))
+def test_a_process_killed_in_the_middle_of_an_upgrade(old, following):
+    (following / "v0003.py").write_text(NEXT.format(more="__import__('os').kill(__import__('os').getpid(), 9)"))
     before = contents(old)
     with pytest.raises(EOFError):
         in_another_process(Database, f"sqlite:///{old}")
     assert contents(old) == before
-    (second / "v0002.py").write_text(SECOND.format(more=""))
+    (following / "v0003.py").write_text(NEXT.format(more=""))
     Database(f"sqlite:///{old}")
     assert [row[-1] for row in contents(old)["trial"]] == ["was completed", "was completed", "was failed"]
 
 
-def test_a_newer_database_is_refused(old, second, monkeypatch):
+def test_a_newer_database_is_refused(old, following, monkeypatch):
     Database(f"sqlite:///{old}")
     monkeypatch.setattr(migrate, "VERSIONS", migrate.VERSIONS[:1])
-    monkeypatch.setattr(database, "SCHEMA_VERSION", "0001")
-    with pytest.raises(ResultsError, match="schema version 0002, this Pensieve reads 0001"):
+    monkeypatch.setattr(database, "SCHEMA_VERSION", "0002")
+    with pytest.raises(ResultsError, match="schema version 0003, this Pensieve reads 0002"):
         Database(f"sqlite:///{old}")
 
 
@@ -147,5 +160,7 @@ def test_the_revisions_lead_to_the_schema_that_a_new_database_gets(tmp_path):
             assert columns[0] == columns[1], name
             names = [sorted(str(k["name"]) for k in inspect(x).get_indexes(name)) for x in (stepped, made)]
             assert names[0] == names[1], name
-        views = [x.scalar(text("SELECT sql FROM sqlite_master WHERE name = 'current_trial'")) for x in (stepped, made)]
+        ask = text("SELECT name, sql FROM sqlite_master WHERE type = 'view' ORDER BY name")
+        views = [x.execute(ask).all() for x in (stepped, made)]
+        assert [view.name for view in views[0]] == ["current_trial", "sweep_result"]
         assert views[0] == views[1]
