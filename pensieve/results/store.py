@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import URL, Connection, Row, Select, func, insert, select, update
+from sqlalchemy import URL, Connection, Row, Select, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -271,6 +271,16 @@ class ResultsStore:
         if rows:
             with self.database.writing() as connection:
                 connection.execute(insert(MetricRow), rows)
+
+    def replace_metrics(self, trial_id: int, names: Sequence[str], metrics: Sequence[Metric], **fields: Any) -> None:
+        """Put `metrics` in the place of those with these names, and change columns of the trial, at once."""
+        rows = [{**asdict(m), "value": _finite(m.value), "trial_id": trial_id} for m in metrics]
+        with self.database.writing() as connection:
+            old = (MetricRow.trial_id == trial_id) & MetricRow.name.in_(names)
+            connection.execute(delete(MetricRow).where(old))
+            if rows:
+                connection.execute(insert(MetricRow), rows)
+            connection.execute(update(Trial).where(Trial.id == trial_id).values(**fields))
 
     def add_samples(self, trial_id: int, readings: Iterable[Reading]) -> None:
         rows = [{**r._asdict(), "value": _finite(r.value), "trial_id": trial_id} for r in readings]
