@@ -148,17 +148,23 @@ def test_an_older_schema_is_upgraded(url, tmp_path, monkeypatch):
     store = ResultsStore(url)
     trial = store.begin_trial(trial_fields())
     store.add_turns(trial, conversation_turns([1.0]))
+    with store.database.writing() as connection:  # as version 0001 left it
+        for statement in ("DROP VIEW sweep_result", "DROP INDEX ix_metric_name_label"):
+            connection.execute(text(statement))
+        connection.execute(text(f"UPDATE {VERSION_TABLE} SET version_num = '0001'"))
     revision = (
-        "from alembic import op\nimport sqlalchemy as sa\nrevision, down_revision = '0002', '0001'\n"
+        "from alembic import op\nimport sqlalchemy as sa\nrevision, down_revision = '0003', '0002'\n"
         "def upgrade():\n    op.add_column('trial', sa.Column('remark', sa.Text, server_default='old'))\n"
     )
-    (tmp_path / "v0002.py").write_text(revision)
+    (tmp_path / "v0003.py").write_text(revision)
     monkeypatch.setattr(migrate, "VERSIONS", (*migrate.VERSIONS, tmp_path))
-    monkeypatch.setattr(database, "SCHEMA_VERSION", "0002")
+    monkeypatch.setattr(database, "SCHEMA_VERSION", "0003")
     upgraded = ResultsStore(url)
     with upgraded.database.reading() as connection:
         assert connection.scalar(text("SELECT remark FROM trial")) == "old"
-        assert connection.scalar(text(f"SELECT version_num FROM {VERSION_TABLE}")) == "0002"
+        assert connection.scalar(text(f"SELECT version_num FROM {VERSION_TABLE}")) == "0003"
+        assert connection.execute(text("SELECT * FROM sweep_result")).all() == []
+        assert "ix_metric_name_label" in {index["name"] for index in inspect(connection).get_indexes("metric")}
     assert len(upgraded.turns_of(trial)) == 4
 
 
