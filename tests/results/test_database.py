@@ -15,7 +15,7 @@ from sqlalchemy import event, text
 
 from pensieve.errors import ResultsError
 from pensieve.results.database import Database
-from pensieve.results.schema import VERSION_TABLE
+from pensieve.results.schema import SCHEMA_VERSION, VERSION_TABLE
 from pensieve.results.store import ResultsStore, open_store
 from tests.results.trials import conversation_turns, trial_fields, turn, write_tokens
 
@@ -97,7 +97,7 @@ def test_another_schema_version_is_refused(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     with store.database.writing() as connection:
         connection.execute(text(f"UPDATE {VERSION_TABLE} SET version_num = '0099'"))
-    with pytest.raises(ResultsError, match="schema version 0099, this Pensieve reads 0001"):
+    with pytest.raises(ResultsError, match=f"schema version 0099, this Pensieve reads {SCHEMA_VERSION}"):
         open_store(tmp_path)
 
 
