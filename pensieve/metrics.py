@@ -143,6 +143,13 @@ def thin_percentiles(metrics: Iterable[Metric]) -> list[str]:
     return [f"{metric.name}[{metric.label}]" if metric.label else metric.name for metric in metrics if metric.thin]
 
 
+def promise_metrics(turns: Sequence[TurnRecord], start_s: float, end_s: float, slo: Slo) -> list[Metric]:
+    """Those of `summarise` that depend on the promise; turns: all of a trial, [start_s, end_s]: its window."""
+    measured = [turn for turn in turns if is_measured(turn.phase)]
+    measurement = Measurement(turns, start_s, end_s, measured_from_s=start_s, ended_s=end_s)
+    return _slo(measurement, measured, slo) if slo != Slo() else []
+
+
 def tpot_ms(turn: TurnRecord) -> float | None:
     """(last token - first token) / (output tokens - 1); None below two tokens."""
     if turn.first_token_s is None or turn.finished_s is None or turn.output_tokens < 2:

@@ -47,6 +47,11 @@ def main() -> int:
         "--metrics", default=",".join(MAIN), help="names, * allowed, comma between (default: the main ones)"
     )
     parser.add_argument("--all", action="store_true", help="every metric that both have")
+    parser.add_argument(
+        "--allow-mixed",
+        action="store_true",
+        help="compare simulated with real, contended, profiled, differently weighted or differently coded trials; it says so",
+    )
     parser.add_argument("--url-env", help="environment variable with the database's URL (default: outputs/results.db)")
     options = parser.parse_args()
     wanted = ["*"] if options.all else [name.strip() for name in options.metrics.split(",")]
@@ -55,7 +60,8 @@ def main() -> int:
         if options.url_env and not url:
             parser.error(f"{options.url_env} is not set; export it with the database's URL")
         store = open_store(outputs_folder(), url, create=False)
-        found = contrast(store, select_trials(store, options.a), select_trials(store, options.b))
+        a, b = select_trials(store, options.a), select_trials(store, options.b)
+        found = contrast(store, a, b, options.allow_mixed)
     except PensieveError as error:
         print(error, file=sys.stderr)
         return 1

@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     exported.add_argument("--to", type=Path, help="folder (default: outputs/export/sweep-<id>)")
     repeated = command("reproduce", _reproduce, "run a trial again from its stored configuration and compare")
     repeated.add_argument("trial", type=int)
-    pruned = command("prune", _prune, "delete attempts that a completed one replaces; without --yes only say which")
+    pruned = command("prune", _prune, "delete attempts that no sweep shows; without --yes only say which")
     pruned.add_argument("--failed", action="store_true", help="also failed and interrupted trials that never completed")
     pruned.add_argument("--yes", action="store_true", help="delete them")
     command("rebuild-mlflow", _rebuild, "make the MLflow store anew from the results database")

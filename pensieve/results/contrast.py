@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from pensieve.errors import MissingSeries
+from pensieve.errors import MissingSeries, MixedPanel
+from pensieve.results.mixture import mixtures
 from pensieve.results.schema import Trial
 from pensieve.results.selection import differences, flat
 from pensieve.results.store import ResultsStore
@@ -54,14 +55,15 @@ class Contrasts:
     notes: Sequence[str]
 
 
-def contrast(store: ResultsStore, a: Sequence[Trial], b: Sequence[Trial]) -> Contrasts:
+def contrast(store: ResultsStore, a: Sequence[Trial], b: Sequence[Trial], allow_mixed: bool = False) -> Contrasts:
     """A against B, paired by seed (latencies: by seed and conversation), one group for each value of what else varies.
 
-    Raises MissingSeries where they share no seed, or where times of the two cannot be compared at all.
+    Raises MixedPanel where times of the two must not be compared (results.mixture; allow_mixed: a note says it instead) or
+    a side has two trials in one place, MissingSeries where they share no seed.
     """
-    _refuse(a, b)
+    mixed = _mixed(a, b, allow_mixed)
     varying = sorted(differences(a) | differences(b))
-    ours, theirs = (_grouped(side, varying) for side in (a, b))
+    ours, theirs = _grouped("A", a, varying), _grouped("B", b, varying)
     shared = [key for key in ours if key in theirs]
     if not shared:
         raise MissingSeries(
@@ -69,7 +71,7 @@ def contrast(store: ResultsStore, a: Sequence[Trial], b: Sequence[Trial]) -> Con
             "for instance to one baseline."
         )
     rows: list[Contrast] = []
-    notes = [_differ(a, b, varying)]
+    notes = [*mixed, _differ(a, b, varying)]
     for key in shared:
         name = _name(dict(zip(varying, key, strict=True)))
         pairs = {seed: (ours[key][seed], theirs[key][seed]) for seed in ours[key].keys() & theirs[key].keys()}
@@ -85,25 +87,33 @@ def contrast(store: ResultsStore, a: Sequence[Trial], b: Sequence[Trial]) -> Con
     return Contrasts(rows, [note for note in notes if note])
 
 
-def _refuse(a: Sequence[Trial], b: Sequence[Trial]) -> None:
-    contended = [trial.id for trial in (*a, *b) if trial.contended]
-    if contended:
-        raise MissingSeries(
-            f"Trials {', '.join(map(str, contended))} shared their device with others (trial.exclusive=false), so their "
-            "times say nothing; run them again alone."
+def _mixed(a: Sequence[Trial], b: Sequence[Trial], allow: bool) -> list[str]:
+    """What figures would not put into one panel is not compared either."""
+    every = {trial.id: trial for trial in (*a, *b)}
+    found = mixtures(list(every.values()))
+    if found and not allow:
+        first = found[0]
+        which = f" ({', '.join(map(str, first.trials))})" if first.trials else ""
+        raise MixedPanel(
+            f"A and B together hold {first.what}{which}; {first.remedy}, narrow both down (sweep=..., code_hash=...), or "
+            "compare them with --allow-mixed, which the table then says."
         )
-    if len({trial.simulated for trial in (*a, *b)}) > 1:
-        raise MissingSeries(
-            "Simulated and real trials cannot be compared; narrow both down, for instance by hardware=."
-        )
+    return [f"Mixed: {one.what}." for one in found]
 
 
-def _grouped(trials: Iterable[Trial], varying: Sequence[str]) -> dict[tuple[str, ...], dict[tuple[int, int], Trial]]:
+def _grouped(
+    side: str, trials: Iterable[Trial], varying: Sequence[str]
+) -> dict[tuple[str, ...], dict[tuple[int, int], Trial]]:
     groups: dict[tuple[str, ...], dict[tuple[int, int], Trial]] = {}
     for trial in trials:
         fields = dict(flat(trial.config))
-        key = tuple(fields.get(field, "") for field in varying)
-        groups.setdefault(key, {})[trial.seed, trial.repeat] = trial
+        group = groups.setdefault(tuple(fields.get(field, "") for field in varying), {})
+        other = group.setdefault((trial.seed, trial.repeat), trial)
+        if other.id != trial.id:
+            raise MixedPanel(
+                f"{side} has trials {other.id} and {trial.id} of the same configuration, seed and repeat (they ran with "
+                "another code or on another platform); narrow it down, for instance by sweep=... or id=..."
+            )
     return groups
 
 

@@ -1,10 +1,35 @@
-"""When are two trials the same trial? Digests of configuration, code and platform, and the sentence on what differs."""
+"""When are two trials the same trial? Digests of configuration, code and platform, and the sentence on what differs.
+
+A completed trial is not run again where all of this is equal, and is run again where any of it changed:
+
+| part     | counts                                                  | does not count                                        |
+|----------|---------------------------------------------------------|-------------------------------------------------------|
+| config   | every field of the resolved configuration but those on  | NOT_CONFIG: how a trial is run, named and kept, and   |
+|          | the right; seed and repeat too                          | slo.*, by which the turns are judged (trial.promise); |
+|          |                                                         | TEXT_FIELDS: hardware.source                          |
+| config   | trial.profile=true and, on a real device,               | every other trial.*: isolate, retries, timeout_s,     |
+|          | trial.exclusive=false; what a reproduction repeats      | fail_fast; trial.exclusive in a simulation            |
+| config   | a field that names a file or folder here (INPUT_FIELDS, | where that file or folder lies                        |
+|          | *_path: traces, weights, tokenizers, profiles): all its |                                                       |
+|          | bytes (results.content)                                 |                                                       |
+| code     | the package's Python by its syntax tree, its other      | comments, docstrings, layout; code.NOT_CODE (results, |
+|          | files by their bytes; bench/ for benchmarks             | server, the doctor, what runs and shows a sweep)      |
+| code     | the user's modules that `_target_` and                  | installed packages: the platform names those that     |
+|          | scheduler.composition name, and those of the user's     | matter                                                |
+|          | that they import                                        |                                                       |
+| platform | real: device and count, dtype, attention backend and    | simulated: anything; the platform is "sim"            |
+|          | its compiler, graphs, copies, depth, threads, versions  |                                                       |
+|          | of torch, transformers, triton and any outside engine   |                                                       |
+
+What `auto` means is in the platform as it resolves before anything is loaded (compose.resolution): with the C compiler gone,
+attention_backend=auto is another backend and the trial another trial. Two things only a start can tell: whether the kernel
+passes its self-check, else the next backend serves, and how copies=auto comes out, which is measured. What came out is in the
+trial's `engine` (attention_backend, attention_note, graphs, copies). It needs no comparison when a trial is reused: all that
+decides it, save the noise of a measurement, is in the platform and the code, so where these are equal it can be had again.
+"""
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import importlib.machinery
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,25 +37,23 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import pensieve
+from pensieve.results.code import code_hash
+from pensieve.results.content import content_hash, text_hash
 from pensieve.results.schema import Trial
 
-NOT_CONFIG = ("tracking", "hydra", "force", "resume", "trial", "experiment", "experiment_name", "sweep")
-"""Top-level fields that say how a trial is run, named and kept, not what it measures."""
+NOT_CONFIG = ("tracking", "hydra", "force", "resume", "trial", "experiment", "experiment_name", "sweep", "slo")
+"""Top-level fields that say how a trial is run, named, kept and judged, not what it measures."""
+
+TEXT_FIELDS = ("hardware.source",)
+"""Fields that are only there to be read."""
 
 NOT_SWEEP = ("force", "resume", "hydra", "trial", "tracking")
 """Overrides that do not make another sweep: the same jobs run, only elsewhere, again or otherwise guarded."""
 
-INPUT_FIELDS = ("path", "weights", "profile", "file")
+INPUT_FIELDS = ("path", "weights", "profile", "file", "tokenizer")
 """Last parts of field names whose text, where it names something on this disk, stands for its content."""
 
-NOT_PATHS = ("", "hub", "random")  # a folder that happens to be called random is not what model.weights=random means
-
-NOT_CODE = ("results", "server", "conf")
-"""Folders of the package that cannot change a measurement; conf/ counts through the resolved configuration."""
-
-WHOLE_BYTES = 64 * 2**20
-_SAMPLES, _SAMPLE_BYTES = 64, 2**18
+NOT_PATHS = ("", "hub", "random", "bytes")  # a folder that happens to be called random is not what weights=random means
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,24 +69,33 @@ class Identity:
         return fingerprint(self.config_hash, self.code_hash, self.platform)
 
 
-def identify(config: Mapping[str, Any], simulated: bool, device: Mapping[str, Any]) -> Identity:
-    """config: resolved. device: see platform_of."""
-    return Identity(config_hash(config), code_hash(config), platform_of(simulated, device))
+def identify(
+    config: Mapping[str, Any], simulated: bool, device: Mapping[str, Any], marks: Mapping[str, Any] | None = None
+) -> Identity:
+    """config: resolved. device: see platform_of. marks: what else makes it another trial than its configuration says."""
+    return Identity(config_hash({**config, **(marks or {})}), code_hash(config), platform_of(simulated, device))
 
 
 def fingerprint(config_hash: str, code_hash: str, platform: str) -> str:
-    return _sha256(json.dumps([config_hash, code_hash, platform]))
+    return text_hash(json.dumps([config_hash, code_hash, platform]))
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
     """SHA-256 of a resolved configuration without NOT_CONFIG, input paths replaced by a hash of their content."""
-    kept = {key: value for key, value in config.items() if key not in NOT_CONFIG}
-    return _sha256(json.dumps(_with_contents(kept), sort_keys=True, default=str))
+    return text_hash(json.dumps(_with_contents(_counted(config)), sort_keys=True, default=str))
 
 
 def input_files(config: Mapping[str, Any]) -> dict[str, str]:
     """Of every field that names a file or folder on this disk (see INPUT_FIELDS): its dotted name and content's hash."""
-    return dict(_inputs({key: value for key, value in config.items() if key not in NOT_CONFIG}))
+    return dict(_inputs(_counted(config)))
+
+
+def _counted(config: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in config.items() if key not in NOT_CONFIG}
+    for group, _, name in (field.partition(".") for field in TEXT_FIELDS):
+        if isinstance(kept.get(group), Mapping):
+            kept[group] = {key: value for key, value in kept[group].items() if key != name}
+    return kept
 
 
 def _inputs(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
@@ -79,35 +111,37 @@ def _inputs(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
             yield from _inputs(inner, f"{name}[{index}]")
 
 
-def code_hash(config: Mapping[str, Any] | None = None) -> str:
-    """SHA-256 of the package's files but NOT_CODE, and of the module of every `_target_` outside the package.
-
-    Data files of the package count: conversations that ship with it are input. Nothing is imported to find a module.
-    """
-    digest = hashlib.sha256(_package_hash().encode())
-    for module in sorted(_foreign_modules(config or {})):
-        digest.update(f"{module.name} {content_hash(module)}\n".encode())
-    return digest.hexdigest()
-
-
 def platform_of(simulated: bool, device: Mapping[str, Any]) -> str:
-    """ "sim", or the device and the versions that a real measurement depends on, in a line of `key=value; ...`.
+    """ "sim", or the device and what a real measurement depends on, in a line of `key=value; ...`.
 
-    device: name, count, threads, and, for an outside engine, `packages`: the distributions that it consists of.
+    device: name, count, whatever else is known of how it will be used (see compose.resolution), and, for an outside engine,
+    `packages`: the distributions that it consists of.
     """
     if simulated:
         return "sim"
-    facts = {"device": device.get("name"), "count": device.get("count", 1), "threads": device.get("threads")}
+    used = {key: value for key, value in device.items() if key not in ("name", "count", "packages")}
+    facts: dict[str, Any] = {"device": device.get("name"), "count": device.get("count", 1), **used}
     for package in ("torch", "transformers", "triton", *sorted(device.get("packages", ()))):
         facts[package] = _version(package)
     return "; ".join(f"{key}={value}" for key, value in facts.items() if value is not None)
 
 
-def sweep_key(overrides: Iterable[str], axes: Mapping[str, object]) -> str:
-    """overrides: `key=value` as typed, in any order. axes: what each swept field runs through, outermost first."""
+def sweep_key(overrides: Iterable[str], axes: Mapping[str, object], jobs: Iterable[Mapping[str, Any]] = ()) -> str:
+    """overrides: `key=value` as typed, in any order. axes: what each swept field runs through, outermost first.
+
+    jobs: the resolved configuration of each, in order. What was typed does not say all: an overlay that was edited, or a
+    trace that was replaced, makes other jobs and so another sweep under the same command.
+    """
     typed = [text.lstrip("+") for text in overrides]
-    kept = sorted(text for text in typed if _first_part(text) not in NOT_SWEEP)
-    return _sha256(json.dumps([kept, [(key, str(value)) for key, value in axes.items()]]))
+    kept = sorted(text for text in typed if counts_for_sweep(text))
+    named = [(key, str(value)) for key, value in axes.items()]
+    return text_hash(json.dumps([kept, named, [config_hash(job) for job in jobs]]))
+
+
+def counts_for_sweep(override: str) -> bool:
+    """Does an override (`key=value`, or its key) make another sweep?"""
+    key = override.partition("=")[0].lstrip("+~")
+    return key.split("/")[0].split(".")[0] not in NOT_SWEEP
 
 
 def explain_difference(old: Trial, new: Identity) -> str:
@@ -124,31 +158,6 @@ def explain_difference(old: Trial, new: Identity) -> str:
     return f"Runs again, because {' and '.join(changes)} changed since trial {old.id} (resume=config accepts that one)."
 
 
-def content_hash(path: Path) -> str:
-    """SHA-256 of a file's content, or of all files of a folder with their names.
-
-    Of a file above 64 MiB: of its size and 64 samples of 256 KiB spread evenly from first byte to last, since reading
-    the weights of a large model whole would take longer than a trial.
-    """
-    if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.is_file() and ".git" not in p.relative_to(path).parts)
-        return _sha256("\n".join(f"{p.relative_to(path).as_posix()} {content_hash(p)}" for p in files))
-    stat = path.stat()
-    return _file_hash(path, stat.st_size, stat.st_mtime_ns)
-
-
-@functools.lru_cache(maxsize=4096)
-def _file_hash(path: Path, size: int, _mtime_ns: int) -> str:
-    with path.open("rb") as file:
-        if size <= WHOLE_BYTES:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-        digest = hashlib.sha256(str(size).encode())
-        for index in range(_SAMPLES):
-            file.seek((size - _SAMPLE_BYTES) * index // (_SAMPLES - 1))
-            digest.update(file.read(_SAMPLE_BYTES))
-        return digest.hexdigest()
-
-
 def _with_contents(value: Any, name: str = "") -> Any:
     if isinstance(value, Mapping):
         return {str(key): _with_contents(inner, str(key)) for key, inner in value.items()}
@@ -159,58 +168,6 @@ def _with_contents(value: Any, name: str = "") -> Any:
     if isinstance(value, Sequence) and not isinstance(value, bytes):
         return [_with_contents(inner, name) for inner in value]
     return value
-
-
-@functools.lru_cache(maxsize=1)
-def _package_hash() -> str:
-    """Of the files as they were when first asked for: a running process does not load later changes either."""
-    root = Path(pensieve.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*")):
-        parts = path.relative_to(root).parts
-        hidden = any(part.startswith(".") or part == "__pycache__" for part in parts)
-        if path.is_file() and not hidden and parts[0] not in NOT_CODE:
-            digest.update(f"{'/'.join(parts)} {content_hash(path)}\n".encode())
-    return digest.hexdigest()
-
-
-def _foreign_modules(config: Any) -> set[Path]:
-    targets = (target for target in _targets(config) if target.split(".")[0] != "pensieve")
-    return {path for path in map(_module_file, targets) if path is not None}
-
-
-def _targets(value: Any) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        target = value.get("_target_")
-        if isinstance(target, str):
-            yield target
-        for inner in value.values():
-            yield from _targets(inner)
-    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        for inner in value:
-            yield from _targets(inner)
-
-
-def _module_file(target: str) -> Path | None:
-    """The source file of the deepest module on the dotted path, found without importing it; None: a built-in."""
-    folders: Sequence[str] | None = None
-    name, found = "", None
-    for part in target.split("."):
-        name = f"{name}.{part}" if name else part
-        spec = importlib.machinery.PathFinder.find_spec(name, folders)
-        if spec is None:
-            break
-        if spec.origin and Path(spec.origin).is_file():
-            found = Path(spec.origin)
-        folders = spec.submodule_search_locations
-        if folders is None:
-            break
-    return found
-
-
-def _first_part(override: str) -> str:
-    key = override.split("=", 1)[0].lstrip("~")
-    return key.split("/")[0].split(".")[0]
 
 
 def _platform_change(old: str, new: str) -> str:
@@ -227,7 +184,3 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,8 +1,9 @@
 """From an older schema of the results database to the present one, revision by revision, in one transaction.
 
 A new revision is a file in migrations/versions whose `down_revision` is the one before; results.schema says what the
-tables are in the end, and its SCHEMA_VERSION names the last revision. A revision that alters `trial` drops the view
-current_trial first and makes it again, and on SQLite alters by `op.batch_alter_table`, which copies the table.
+tables are in the end, and its SCHEMA_VERSION names the last revision. A revision that alters `trial` drops the views
+current_trial and sweep_result first and makes them again, and on SQLite alters by `op.batch_alter_table`, which copies the
+table.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from pensieve.results.code import outside_names
 from pensieve.results.schema import Trial
 
 
@@ -44,13 +44,5 @@ def _code(trials: Sequence[Trial]) -> Mapping[tuple[str, ...], set[str]]:
     only trials that name the same ones can be told apart by it."""
     found: dict[tuple[str, ...], set[str]] = defaultdict(set)
     for trial in trials:
-        found[tuple(sorted(_outside(trial.config or {})))].add(trial.code_hash)
+        found[tuple(sorted(outside_names(trial.config or {})))].add(trial.code_hash)
     return found
-
-
-def _outside(config: Mapping[str, Any]) -> Iterator[str]:
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _outside(value)
-        elif key == "_target_" and not str(value).startswith("pensieve."):
-            yield str(value)

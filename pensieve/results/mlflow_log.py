@@ -27,7 +27,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from pensieve.errors import ResultsError
 from pensieve.request import is_measured
-from pensieve.results.schema import Trial
+from pensieve.results.identity import counts_for_sweep
+from pensieve.results.schema import Sweep, Trial
 from pensieve.results.store import ResultsStore
 
 P = ParamSpec("P")
@@ -94,16 +95,24 @@ def start_parent(outputs: Path, store: ResultsStore, sweep_id: int, experiment_n
         run_id = run_id or _first(client, experiment, **{SWEEP_TAG: str(sweep.id), KEY_TAG: sweep.key})
         if run_id is None:
             tags = {SWEEP_TAG: str(sweep.id), KEY_TAG: sweep.key}
-            if sweep.command:
-                tags["pensieve.command"] = sweep.command[:TAG_LENGTH]
             made = client.create_run(experiment, _milliseconds(sweep.started_at), tags, sweep.name)
             run_id = str(made.info.run_id)
-        _log_batches(client, run_id, _params(dict(_flat(sweep.overrides))), [])
+        if run_id != sweep.mlflow_run_id:  # first of all: without it the sweep's trials would have no parent
+            store.set_sweep(sweep_id, mlflow_run_id=run_id)
+        _log_command(client, run_id, sweep)
         client.update_run(run_id, status="RUNNING")
         client.set_tag(run_id, "status", "running")
-        if run_id != sweep.mlflow_run_id:
-            store.set_sweep(sweep_id, mlflow_run_id=run_id)
     return run_id
+
+
+def _log_command(client: Any, run_id: str, sweep: Sweep) -> None:
+    """MLflow never changes a parameter, so the overrides that may differ when the sweep is taken up again (trial.timeout_s,
+    tracking) are a tag: the command itself."""
+    if sweep.command:
+        client.set_tag(run_id, "pensieve.command", sweep.command[:TAG_LENGTH])
+    logged = client.get_run(run_id).data.params
+    params = _params({key: text for key, text in _flat(sweep.overrides) if counts_for_sweep(key)})
+    _log_batches(client, run_id, [param for param in params if param.key not in logged], [])
 
 
 @_or_none
@@ -151,6 +160,8 @@ def _new_run(client: Any, experiment: str, trial: Trial, parent_run_id: str | No
         tags["mlflow.source.git.commit"] = trial.git_commit
     if trial.error:
         tags["error"] = trial.error[:TAG_LENGTH]
+    if "reproduces" in (trial.flags or {}):
+        tags["reproduces"] = str(trial.flags["reproduces"])
     name = f"{trial.baseline} seed={trial.seed}" + (f" repeat={trial.repeat}" if trial.repeat else "")
     return str(client.create_run(experiment, _milliseconds(trial.started_at), tags, name).info.run_id)
 
@@ -184,13 +195,13 @@ def _supersede(client: Any, experiment: str, trial: Trial, parent_run_id: str, r
 @_or_none
 def finish_parent(outputs: Path, store: ResultsStore, sweep_id: int, table: str, status: str) -> str | None:
     """Close the parent run with the comparison table as its artifact; returns its id, None if it has none."""
-    run_id = store.sweep(sweep_id).mlflow_run_id
-    client = _client(outputs.absolute())
+    sweep = store.sweep(sweep_id)
+    run_id, client = sweep.mlflow_run_id, _client(outputs.absolute())
     if run_id is None or not _exists(client, run_id):
         return None
     client.log_text(run_id, table, "comparison.txt")
     client.set_tag(run_id, "status", status)
-    client.set_terminated(run_id, _RUN_STATUS[status])
+    client.set_terminated(run_id, _RUN_STATUS[status], _milliseconds(sweep.finished_at))
     return run_id
 
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from sqlalchemy import select
+from sqlalchemy import or_, select
 
 from pensieve.errors import ResultsError
 from pensieve.results.comparison import comparison_table
 from pensieve.results.mlflow_log import ensure_store, finish_parent, forget_clients, log_trial, start_parent
-from pensieve.results.schema import Sweep, SweepTrial, Trial
+from pensieve.results.schema import Sweep, SweepTrial, Trial, sweep_result
 from pensieve.results.store import ResultsStore
 
 _PARTS = ("mlflow.db", "mlflow.db-wal", "mlflow.db-shm", "mlartifacts")
@@ -32,10 +32,12 @@ def rebuild_mlflow(outputs: Path, store: ResultsStore, say: Callable[[str], None
         raise ResultsError(f"MLflow cannot be written in {outputs}; the warning above says why. Mend it and run again.")
     with store.database.reading() as connection:
         sweeps = connection.execute(select(Sweep.id, Sweep.name, Sweep.status).order_by(Sweep.id)).all()
-        links = connection.execute(
-            select(SweepTrial.sweep_id, SweepTrial.trial_id, SweepTrial.reused, Trial.status)
-            .join(Trial, Trial.id == SweepTrial.trial_id)
-            .order_by(SweepTrial.sweep_id, SweepTrial.reused, SweepTrial.job)
+        here = (sweep_result.c.sweep_id == SweepTrial.sweep_id) & (sweep_result.c.job == SweepTrial.job)
+        links = connection.execute(  # a job's last attempt, and what it shows where that is another
+            select(SweepTrial.sweep_id, Trial.id.label("trial_id"), SweepTrial.reused, Trial.status)
+            .outerjoin(sweep_result, here)
+            .join(Trial, or_(Trial.id == SweepTrial.trial_id, Trial.id == sweep_result.c.trial_id))
+            .order_by(SweepTrial.sweep_id, SweepTrial.reused, SweepTrial.job, Trial.id)
         ).all()
         linked = {link.trial_id for link in links}
         alone = connection.execute(

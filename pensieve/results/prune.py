@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import delete, func, select, update
 from sqlalchemy.orm import aliased
 
-from pensieve.results.schema import SweepTrial, Trial, current_trial
+from pensieve.results.schema import SweepTrial, Trial, current_trial, sweep_result
 from pensieve.results.store import ResultsStore
 
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """One attempt that goes. successor: the completed attempt of the same trial that its sweeps point to afterwards."""
+    """One attempt that goes. successor: the newest completed attempt of the same trial, None where none ever completed."""
 
     trial_id: int
     status: str
@@ -24,7 +24,7 @@ class Pruned:
 
 
 def prunable(store: ResultsStore, failed: bool = False) -> list[Pruned]:
-    """Attempts that ended and that a completed attempt of the same fingerprint replaces.
+    """Attempts that ended, that a completed attempt of the same fingerprint replaces, and that no sweep shows.
 
     failed: also failed and interrupted attempts of trials that never completed; their sweeps then lack them.
     Trials of processes that died are marked interrupted first.
@@ -32,6 +32,7 @@ def prunable(store: ResultsStore, failed: bool = False) -> list[Pruned]:
     store.interrupt_dead()
     current = aliased(current_trial)
     with store.database.reading() as connection:
+        shown = set(connection.scalars(select(sweep_result.c.trial_id)))
         rows = connection.execute(
             select(Trial.id, Trial.status, current.c.id.label("successor"))
             .outerjoin(current, current.c.fingerprint == Trial.fingerprint)
@@ -41,19 +42,23 @@ def prunable(store: ResultsStore, failed: bool = False) -> list[Pruned]:
     return [
         Pruned(row.id, row.status, row.successor, _files(store, row.id))
         for row in rows
-        if row.successor != row.id and (row.successor is not None or failed)
+        if row.successor != row.id and row.id not in shown and (row.successor is not None or failed)
     ]
 
 
 def prune(store: ResultsStore, chosen: Sequence[Pruned]) -> int:
-    """Delete them, rows first; returns the bytes of the files that went. Files outside the outputs folder stay."""
+    """Delete them, rows first; returns the bytes of the files that went. Files outside the outputs folder stay.
+
+    A job whose last attempt goes points to the trial that it shows, else to the successor, which its command would take.
+    """
     freed = 0
     for one in chosen:
         with store.database.writing() as connection:
             if one.successor is not None:
-                connection.execute(
-                    update(SweepTrial).where(SweepTrial.trial_id == one.trial_id).values(trial_id=one.successor)
-                )
+                here = (sweep_result.c.sweep_id == SweepTrial.sweep_id) & (sweep_result.c.job == SweepTrial.job)
+                shown = select(sweep_result.c.trial_id).where(here).scalar_subquery()
+                left = func.coalesce(shown, one.successor)
+                connection.execute(update(SweepTrial).where(SweepTrial.trial_id == one.trial_id).values(trial_id=left))
             connection.execute(delete(Trial).where(Trial.id == one.trial_id, Trial.status != "running"))
         for path in one.files:
             size = path.stat().st_size

@@ -34,7 +34,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 SCHEMA_VERSION = "0002"
 VERSION_TABLE = "pensieve_schema_version"
 """Shaped like Alembic's own (one row, `version_num`), under a name that an MLflow store in the same database does not
-use: Alembic takes over with `version_table=VERSION_TABLE` and a first revision called SCHEMA_VERSION."""
+use."""
 
 BENCH = "bench"  # the experiment of a bench command: its trials are single cases
 
@@ -104,7 +104,7 @@ class Sweep(Base):
 
 
 class SweepTrial(Base):
-    """Which trial serves which job of a sweep; a trial may serve several sweeps, a job has one trial at a time."""
+    """The attempt that a job of a sweep made, or took over, last; a trial may serve several sweeps. See sweep_result."""
 
     __tablename__ = "sweep_trial"
 
@@ -191,6 +191,8 @@ class MetricRow(Base):
     ci_low: Mapped[float | None]
     ci_high: Mapped[float | None]
     limit_value: Mapped[float | None]
+
+    __table_args__ = (Index(None, "name", "label"),)
 
 
 class TurnRow(Base):
@@ -279,16 +281,29 @@ class ClaimRow(Base):
 
 
 current_trial = table("current_trial", *(column(c.name, c.type) for c in Trial.__table__.columns))
-"""The view: of every fingerprint the newest completed attempt."""
+"""The view: of every fingerprint the newest completed attempt, which a new trial of that fingerprint is spared by."""
+
+sweep_result = table("sweep_result", column("sweep_id", Integer), column("job", Integer), column("trial_id", Integer))
+"""The view: of every job of a sweep the trial that tables, figures and comparisons show. It is the one that sweep_trial
+points to, or, where that one did not complete, the newest attempt before it that did. Attempts that were made later, for
+another sweep or by a single run, change nothing that a sweep shows."""
+
+_VIEWS = {
+    "current_trial": (
+        f"SELECT {', '.join(f't.{c.name}' for c in current_trial.c)} FROM trial t WHERE t.status = 'completed' "
+        "AND t.attempt = (SELECT MAX(u.attempt) FROM trial u WHERE u.fingerprint = t.fingerprint AND u.status = 'completed')"
+    ),
+    "sweep_result": (
+        "SELECT s.sweep_id, s.job, t.id AS trial_id FROM sweep_trial s JOIN trial l ON l.id = s.trial_id "
+        "JOIN trial t ON t.fingerprint = l.fingerprint AND t.status = 'completed' AND t.attempt = "
+        "(SELECT MAX(u.attempt) FROM trial u WHERE u.fingerprint = l.fingerprint AND u.status = 'completed' "
+        "AND u.attempt <= l.attempt)"
+    ),
+}
 
 
 @event.listens_for(Base.metadata, "after_create")
-def _create_view(target: MetaData, connection: Connection, **_: Any) -> None:
-    columns = ", ".join(f"t.{name}" for name in current_trial.c.keys())  # noqa: SIM118  a column collection, not a dict
-    connection.execute(text("DROP VIEW IF EXISTS current_trial"))
-    connection.execute(
-        text(
-            f"CREATE VIEW current_trial AS SELECT {columns} FROM trial t WHERE t.status = 'completed' AND t.attempt = "
-            "(SELECT MAX(u.attempt) FROM trial u WHERE u.fingerprint = t.fingerprint AND u.status = 'completed')"
-        )
-    )
+def _create_views(target: MetaData, connection: Connection, **_: Any) -> None:
+    for name, query in _VIEWS.items():
+        connection.execute(text(f"DROP VIEW IF EXISTS {name}"))
+        connection.execute(text(f"CREATE VIEW {name} AS {query}"))

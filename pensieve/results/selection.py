@@ -19,7 +19,8 @@ def select_trials(store: ResultsStore, words: str) -> list[Trial]:
 
     words: a sweep's id, "latest" (sweep), or conditions that all hold, such as
     "sweep=3,baseline=pensieve,workload.users=6": a column of table trial, or a dotted field of the configuration. Of a
-    trial that ran several times the newest completed attempt counts. Raises ResultsError where nothing is found.
+    trial that ran several times a sweep counts with what it shows, otherwise the newest completed attempt, and no
+    reproduction. Raises ResultsError where nothing is found.
     """
     conditions: dict[str, str] = {}
     for word in filter(None, (part.strip() for part in words.split(","))):
@@ -63,7 +64,8 @@ def flat(node: Mapping[str, Any], above: str = "") -> list[tuple[str, str]]:
 def _all(store: ResultsStore) -> list[Trial]:
     with store.database.reading() as connection:
         ids = connection.execute(select(current_trial.c.id).order_by(current_trial.c.id)).scalars().all()
-    return [store.trial(found) for found in ids]
+    trials = (store.trial(found) for found in ids)
+    return [trial for trial in trials if "reproduces" not in (trial.flags or {})]
 
 
 def _of_sweep(store: ResultsStore, sweep: str) -> list[Trial]:

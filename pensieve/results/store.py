@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import URL, Connection, Row, Select, func, insert, select, update
+from sqlalchemy import URL, Connection, Row, Select, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -32,6 +32,7 @@ from pensieve.results.schema import (
     TurnRow,
     current_trial,
     sample_table,
+    sweep_result,
 )
 
 T = TypeVar("T")
@@ -66,7 +67,7 @@ class JobResult:
     """What one job of a sweep came to.
 
     last: the attempt that the job made (or reused) last; its status says whether the job succeeded.
-    trial: the newest completed attempt of the same fingerprint, which tables and figures read; None if there is none.
+    trial: the one that tables and figures show (view sweep_result); None if there is none.
     metrics: of `trial`, by (name, label).
     """
 
@@ -161,7 +162,7 @@ class ResultsStore:
         return reused
 
     def trials_of_sweep(self, sweep_id: int) -> list[JobResult]:
-        """Every job that was begun, in order, with the metrics of its current trial."""
+        """Every job that was begun, in order, with the metrics of the trial that it shows."""
         with self._session() as session:
             links = session.execute(
                 select(SweepTrial, Trial)
@@ -169,15 +170,19 @@ class ResultsStore:
                 .where(SweepTrial.sweep_id == sweep_id)
                 .order_by(SweepTrial.job)
             ).all()
-            fingerprints = {trial.fingerprint for _, trial in links}
-            current = {t.fingerprint: t for t in session.scalars(_current().where(Trial.fingerprint.in_(fingerprints)))}
-            metrics: dict[int, dict[tuple[str, str], Metric]] = {t.id: {} for t in current.values()}
+            results = session.execute(
+                select(sweep_result.c.job, Trial)
+                .join(Trial, Trial.id == sweep_result.c.trial_id)
+                .where(sweep_result.c.sweep_id == sweep_id)
+            )
+            shown: dict[int, Trial] = {row.job: row.Trial for row in results}
+            metrics: dict[int, dict[tuple[str, str], Metric]] = {t.id: {} for t in shown.values()}
             for row in session.scalars(select(MetricRow).where(MetricRow.trial_id.in_(metrics))):
                 metrics[row.trial_id][row.name, row.label] = _metric(row)
         return [
             JobResult(link.job, link.reused, last, trial, metrics[trial.id] if trial else {})
             for link, last in links
-            for trial in [current.get(last.fingerprint)]
+            for trial in [shown.get(link.job)]
         ]
 
     # Trials
@@ -267,6 +272,16 @@ class ResultsStore:
             with self.database.writing() as connection:
                 connection.execute(insert(MetricRow), rows)
 
+    def replace_metrics(self, trial_id: int, names: Sequence[str], metrics: Sequence[Metric], **fields: Any) -> None:
+        """Put `metrics` in the place of those with these names, and change columns of the trial, at once."""
+        rows = [{**asdict(m), "value": _finite(m.value), "trial_id": trial_id} for m in metrics]
+        with self.database.writing() as connection:
+            old = (MetricRow.trial_id == trial_id) & MetricRow.name.in_(names)
+            connection.execute(delete(MetricRow).where(old))
+            if rows:
+                connection.execute(insert(MetricRow), rows)
+            connection.execute(update(Trial).where(Trial.id == trial_id).values(**fields))
+
     def add_samples(self, trial_id: int, readings: Iterable[Reading]) -> None:
         rows = [{**r._asdict(), "value": _finite(r.value), "trial_id": trial_id} for r in readings]
         if rows:
@@ -295,6 +310,11 @@ class ResultsStore:
 
     def completed_trial(self, fingerprint: str) -> Trial | None:
         return self._one(_current().where(Trial.fingerprint == fingerprint))
+
+    def shown_trial(self, sweep_id: int, job: int) -> Trial | None:
+        """What a job of a sweep shows; None: nothing yet."""
+        here = (sweep_result.c.sweep_id == sweep_id) & (sweep_result.c.job == job)
+        return self._one(select(Trial).join(sweep_result, sweep_result.c.trial_id == Trial.id).where(here))
 
     def completed_by_config(self, config_hash: str) -> Trial | None:
         """The newest completed trial of this configuration, whatever code and platform ran it."""

@@ -16,7 +16,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from pensieve.compose import TrialConfig, TrialPlan, check, conf_folder, plan_trial, preflight
+from pensieve.compose import TrialConfig, TrialPlan, check, conf_folder, plan_trial, preflight, resolved
 from pensieve.compose.explain import explain
 from pensieve.errors import PensieveError
 from pensieve.results.comparison import comparison_table
@@ -26,6 +26,7 @@ from pensieve.results.mlflow_log import finish_parent, start_parent
 from pensieve.results.process import this_process
 from pensieve.trial.inspection import show, wanted
 from pensieve.trial.jobs import Jobs, SweepMembership, compose_job, plan_jobs, sweep_folder, write_membership
+from pensieve.trial.run import marks_of
 from pensieve.trial.summary import places
 from pensieve.trial.terminal import (
     FULL_TRACE,
@@ -101,7 +102,7 @@ class SweepCallback(Callback):
         ranges = {} if jobs else {str(k): str(v) for k, v in (config.hydra.sweeper.get("params") or {}).items()}
         fixed = list(jobs.overrides) if jobs else _fixed(config)
         self._sweep_id = tracking.store.open_sweep(
-            key=sweep_key(fixed, axes),
+            key=sweep_key(fixed, axes, [{**resolved(c), **marks_of(p)} for c, p in zip(configs, plans, strict=True)]),
             name=first.experiment_name,
             experiment=_overlay(fixed),
             command=shlex.join(["python", *sys.argv]),

@@ -53,7 +53,7 @@ def plan_jobs(config: DictConfig) -> Jobs | None:
     """Put baseline innermost in the sweeper's own parameters, then list the jobs; None for a sweeper that chooses as it
     goes.
 
-    Raises ConfigError where `experiment` is swept: the axes that an overlay states would be ignored.
+    Raises ConfigError where `experiment` is swept (the axes that an overlay states would be ignored), or a promise is.
     """
     if config.hydra.sweeper.get("_target_") != BASIC_SWEEPER:
         return None
@@ -66,6 +66,12 @@ def plan_jobs(config: DictConfig) -> Jobs | None:
     if "experiment" in swept or "," in params.get("experiment", ""):
         raise ConfigError(
             "experiment cannot be swept: the axes that an overlay states would be ignored; run one after another."
+        )
+    promised = next((key for key in (*params, *swept) if key.startswith("slo.")), None)
+    if promised:
+        raise ConfigError(
+            f"{promised} cannot be swept: a trial is judged by one promise at a time; run one after another, which only "
+            "judges the turns again."
         )
     ordered = _innermost_last(params, swept)
     with read_write(config.hydra.sweeper), open_dict(config.hydra.sweeper):

@@ -1,4 +1,9 @@
-"""A recorded trial run again from its stored configuration, and what differs: conditions first, then results."""
+"""A recorded trial run again from its stored configuration, and what differs: conditions first, then results.
+
+The repetition is a trial of its own (identity_of marks what it reproduces, and so does its row's `flags`). It is compared
+with the first one and never stands in its place: no sweep shows it, no command takes it for its trial, and pruning never
+deletes the first one for its sake.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ from pensieve.compose import check, plan_trial
 from pensieve.compose.folder import outputs_folder
 from pensieve.errors import ResultsError
 from pensieve.results.environment import environment
-from pensieve.results.identity import Identity
+from pensieve.results.identity import Identity, input_files
 from pensieve.results.schema import Trial
 from pensieve.results.store import ResultsStore
 from pensieve.results.tokens import compare_tokens
@@ -23,20 +28,22 @@ COMPARED = (
 
 
 def reproduce(store: ResultsStore, trial_id: int, say: Callable[[str], None]) -> int:
-    """Run the trial again as a new attempt in the same database; 0 where it completed and its outputs are the same.
+    """Run the trial again, beside it in the same database; 0 where it completed and its outputs are the same.
 
     Raises ResultsError without such a trial, ConfigError where its configuration is no longer understood.
     """
     old = store.trial(trial_id)
     config = check({**old.config, "force": True})
-    identity = identity_of(plan_trial(config), old.config)
-    for line in differences(old, identity):
+    plan = plan_trial(config)
+    for line in differences(old, identity_of(plan, old.config)):
         say(line)
     assert store.root is not None
-    folder = store.root / "runs" / f"reproduce-{trial_id}-attempt-{_attempts(store, identity) + 1}"
+    attempt = _attempts(store, identity_of(plan, old.config, reproduces=trial_id)) + 1
+    folder = store.root / "runs" / f"reproduce-{trial_id}-attempt-{attempt}"
     folder.mkdir(parents=True, exist_ok=True)
     tracking = Tracking(outputs_folder(), store, mlflow=False, kept=True)
-    outcome = run_trial(config, old.config, tracking, Job(f"trial {trial_id} again", folder), say)
+    job = Job(f"trial {trial_id} again", folder, reproduces=trial_id)
+    outcome = run_trial(config, old.config, tracking, job, say)
     if not outcome.completed:
         say(f"Trial {outcome.trial_id}, which repeats {trial_id}, failed: {outcome.error}")
         return 1
@@ -50,12 +57,13 @@ def reproduce(store: ResultsStore, trial_id: int, say: Callable[[str], None]) ->
 
 def differences(old: Trial, new: Identity) -> Iterable[str]:
     """What is no longer as it was when the trial ran, a sentence each; none where it is all the same."""
-    if old.config_hash != new.config_hash:
-        yield "The data differs: a file that the configuration names (weights, workload) has another content now."
+    before, now = old.environment.get("inputs") or {}, input_files(old.config)
+    changed = sorted(name for name in {**before, **now} if before.get(name) != now.get(name))
+    if changed:
+        yield f"The data differs: what {', '.join(changed)} names has another content now, or is not there."
     if old.code_hash != new.code_hash:
-        before, now = old.environment.get("git") or {}, environment()["git"]
-        was = _version(before)
-        yield f"The code differs: the trial ran {was}, this is {_version(now)}."
+        was = _version(old.environment.get("git") or {})
+        yield f"The code differs: the trial ran {was}, this is {_version(environment()['git'])}."
     if old.platform != new.platform:
         yield f"The platform differs: the trial ran on {old.platform!r}, this is {new.platform!r}."
 

@@ -22,7 +22,7 @@ from pensieve.compose import (
     preflight,
 )
 from pensieve.compose.explain import explain
-from pensieve.compose.machine import cores
+from pensieve.compose.resolution import device_facts
 from pensieve.errors import (
     ConfigError,
     EngineMissing,
@@ -46,6 +46,7 @@ from pensieve.trial.isolate import run_isolated
 from pensieve.trial.liveness import Deadline, Heartbeat, device_lock
 from pensieve.trial.meters import allocator_peak_bytes, forget_allocator_peak, meter_of
 from pensieve.trial.outcome import Outcome
+from pensieve.trial.promise import hold_against
 from pensieve.trial.samples import DeviceSampler, Occupancy
 from pensieve.trial.task import Job
 from pensieve.trial.terminal import raise_if_interrupted
@@ -77,16 +78,16 @@ def run_trial(
     trial.isolate puts each in a process of its own.
     """
     plan = plan_trial(config)
-    identity = identity_of(plan, resolved)
+    identity = identity_of(plan, resolved, job.reproduces)
     note = None
     if not config.force:
-        known = tracking.store.completed_trial(identity.fingerprint)
+        known = _own(tracking, job, identity) or tracking.store.completed_trial(identity.fingerprint)
         older = known or tracking.store.completed_by_config(identity.config_hash)
         if known is None and older is not None:
             note = explain_difference(older, identity)
             known = older if config.resume == "config" else None
         if known is not None:
-            return _reuse(known, config, tracking, job)
+            return _reuse(known, config, tracking, job, say)
     if note and job.number == 0:  # the jobs of a sweep have the same reason
         say(note)
     for attempts_left in range(config.trial.retries, -1, -1):
@@ -107,7 +108,13 @@ def attempt_trial(
 ) -> Outcome:
     """One attempt in this process, whether or not the database holds the trial; see run_trial."""
     plan = plan_trial(config)
-    return _attempt(plan, identity_of(plan, resolved), resolved, tracking, job, say)
+    return _attempt(plan, identity_of(plan, resolved, job.reproduces), resolved, tracking, job, say)
+
+
+def _own(tracking: Tracking, job: Job, identity: Identity) -> Trial | None:
+    """What the job of the sweep shows already, where it is this trial: a later attempt elsewhere does not take its place."""
+    shown = None if job.sweep_id is None else tracking.store.shown_trial(job.sweep_id, job.number)
+    return shown if shown is not None and shown.fingerprint == identity.fingerprint else None
 
 
 def _isolated(plan: TrialPlan) -> bool:
@@ -115,12 +122,21 @@ def _isolated(plan: TrialPlan) -> bool:
     return plan.device.kind == "cuda" if asked == "auto" else asked
 
 
-def identity_of(plan: TrialPlan, resolved: Mapping[str, Any]) -> Identity:
-    """What a completed trial must share with this one to be taken for it."""
-    threads = (plan.config.hardware.threads or cores()) if plan.device.shared else None
-    device = {"name": plan.device.label, "count": plan.device.count, "threads": threads}
-    profiled = {"profiled": True} if plan.config.trial.profile else {}  # it slows the trial, so it is another one
-    return identify({**resolved, **profiled}, plan.device.simulated, device)
+def identity_of(plan: TrialPlan, resolved: Mapping[str, Any], reproduces: int | None = None) -> Identity:
+    """What a completed trial must share with this one to be taken for it. reproduces: the trial that this one repeats, in
+    whose place it must never stand."""
+    marks = {**marks_of(plan), **({} if reproduces is None else {"reproduces": reproduces})}
+    return identify(resolved, plan.device.simulated, device_facts(plan), marks)
+
+
+def marks_of(plan: TrialPlan) -> dict[str, bool]:
+    """What of `trial`, which says how a trial is run, changes what it measures."""
+    marks = {"profiled": plan.config.trial.profile, "contended": _contended(plan)}
+    return {name: True for name, given in marks.items() if given}
+
+
+def _contended(plan: TrialPlan) -> bool:
+    return not plan.config.trial.exclusive and not plan.device.simulated
 
 
 def _attempt(
@@ -135,7 +151,7 @@ def _attempt(
     deadline = Deadline(config.trial.timeout_s)
     begun = _begin(_columns(plan, identity, resolved), tracking, config.force)
     if isinstance(begun, Trial):
-        return _reuse(begun, config, tracking, job)
+        return _reuse(begun, config, tracking, job, say)
     trial_id = begun
     try:
         if job.sweep_id is not None:
@@ -182,8 +198,11 @@ def _sentence(error: Exception) -> str:
     return explain(error)
 
 
-def _reuse(known: Trial, config: TrialConfig, tracking: Tracking, job: Job) -> Outcome:
+def _reuse(known: Trial, config: TrialConfig, tracking: Tracking, job: Job, say: Callable[[str], None]) -> Outcome:
     """MLflow hears of it too: whoever ran the trial may have died before it could say so there."""
+    slo = Slo(config.slo.ttft_ms, config.slo.tpot_ms)
+    if hold_against(tracking.store, known, slo):
+        say(f"{job.title}: trial {known.id} is judged by this slo from its turns.")
     reused = job.sweep_id is not None and tracking.store.link(job.sweep_id, known.id, job.number, reused=True)
     if job.sweep_id is not None or known.mlflow_run_id is None:
         _to_mlflow(config, tracking, known.id, job, reused)
@@ -232,6 +251,8 @@ def _run(
         flags["profiled"] = True
     if started.settings.get("fell_back"):
         flags["fell_back"] = _fall_back(started.settings)
+    if job.reproduces is not None:
+        flags["reproduces"] = job.reproduces
     thin = thin_percentiles(metrics)
     if thin:
         flags["thin_percentiles"] = thin
@@ -330,7 +351,7 @@ def _columns(plan: TrialPlan, identity: Identity, resolved: Mapping[str, Any]) -
         "device": plan.device.label,
         "device_count": plan.device.count,
         "simulated": plan.device.simulated,
-        "contended": not c.trial.exclusive and not plan.device.simulated,
+        "contended": _contended(plan),
         "gpu_tokens": plan.gpu_blocks * plan.chunk_tokens,
         "cpu_tokens": plan.cpu_blocks * plan.chunk_tokens,
         "gpu_bytes": plan.gpu_bytes,

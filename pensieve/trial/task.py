@@ -10,7 +10,8 @@ from pathlib import Path
 class Job:
     """title: for the progress bar. folder: for its files.
 
-    sweep_id: None for a single run. preflight: False where the sweep has done it for all its jobs.
+    sweep_id: None for a single run. preflight: False where the sweep has done it for all its jobs. reproduces: the trial
+    that is repeated, to be compared with.
     """
 
     title: str
@@ -19,3 +20,4 @@ class Job:
     number: int = 0
     mlflow_run_id: str | None = None
     preflight: bool = True
+    reproduces: int | None = None

@@ -3,7 +3,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from pensieve.errors import MissingSeries
+from pensieve.errors import MissingSeries, MixedPanel
 from pensieve.results.contrast import better, contrast
 from pensieve.results.contrast_table import contrast_table
 from pensieve.results.selection import select_trials
@@ -107,12 +107,51 @@ def test_times_of_a_simulation_and_of_a_device_are_not_compared():
     a, b = select_trials(store, "baseline=pensieve"), select_trials(store, "baseline=stateless")
     for trial in b:
         trial.simulated = True
-    with pytest.raises(MissingSeries, match="Simulated and real"):
+    with pytest.raises(MixedPanel, match="simulated and real"):
         contrast(store, a, b)
     for trial in b:
         trial.simulated, trial.contended = False, True
-    with pytest.raises(MissingSeries, match="shared their device"):
+    with pytest.raises(MixedPanel, match="shared their device"):
         contrast(store, a, b)
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [({"code_hash": "older"}, "different versions of the code"), ({"flags": {"profiled": True}}, "a profiler slowed")],
+)
+def test_what_figures_refuse_is_not_compared(changed, what):
+    store = ResultsStore(MEMORY)
+    fill(store)
+    for trial in select_trials(store, "baseline=stateless"):
+        store.set_trial(trial.id, **changed)
+    with pytest.raises(MixedPanel, match=what):
+        contrasts(store)
+    sides = [select_trials(store, f"baseline={name}") for name in ("pensieve", "stateless")]
+    assert any(what in note for note in contrast(store, *sides, allow_mixed=True).notes)
+
+
+def test_no_trial_takes_anothers_place():
+    """Two versions of the code in one side: whichever came last would decide the verdict."""
+    store = ResultsStore(MEMORY)
+    fill(store, slow=2.0)
+    for trial in select_trials(store, "baseline=stateless"):
+        store.set_trial(trial.id, code_hash="older", fingerprint=f"older {trial.id}")
+    fill(store, slow=0.5)
+    with pytest.raises(MixedPanel, match="different versions of the code"):
+        contrasts(store, b="baseline=stateless")
+    sides = [select_trials(store, f"baseline={name}") for name in ("pensieve", "stateless")]
+    with pytest.raises(MixedPanel, match="B has trials 2 and 8 of the same configuration, seed and repeat"):
+        contrast(store, *sides, allow_mixed=True)
+    rows, _ = contrasts(store, "baseline=pensieve", "baseline=stateless,code_hash=d")
+    assert rows["", "ttft_ms_mean", ""].verdict == "B is better"
+
+
+def test_a_reproduction_is_not_among_the_trials():
+    store = ResultsStore(MEMORY)
+    fill(store)
+    (trial, *_rest) = select_trials(store, "baseline=stateless")
+    store.set_trial(trial.id, flags={"reproduces": 1})
+    assert trial.id not in {found.id for found in select_trials(store, "baseline=stateless")}
 
 
 def test_seeds_in_common_are_needed():

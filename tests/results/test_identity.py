@@ -1,19 +1,16 @@
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import pensieve
-from pensieve.results import identity
+from pensieve.results.code import code_hash
+from pensieve.results.content import content_hash
 from pensieve.results.identity import (
     Identity,
-    code_hash,
     config_hash,
-    content_hash,
+    counts_for_sweep,
     explain_difference,
     fingerprint,
     identify,
@@ -35,14 +32,9 @@ CONFIG: dict[str, Any] = {
     "resume": "fingerprint",
     "trial": {"retries": 0},
     "experiment_name": "pensieve",
+    "slo": {"ttft_ms": None, "tpot_ms": None},
+    "hardware": {"name": "cpu", "source": "a data sheet"},
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh_package_hash() -> Iterator[None]:
-    identity._package_hash.cache_clear()
-    yield
-    identity._package_hash.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -54,6 +46,8 @@ def fresh_package_hash() -> Iterator[None]:
         {"resume": "config"},
         {"trial": {"retries": 3}},
         {"experiment_name": "other"},
+        {"slo": {"ttft_ms": 200.0}},
+        {"hardware": {"name": "cpu", "source": "another data sheet"}},
     ],
 )
 def test_how_a_trial_is_run_and_kept_is_not_its_identity(changed: dict[str, Any]) -> None:
@@ -62,7 +56,15 @@ def test_how_a_trial_is_run_and_kept_is_not_its_identity(changed: dict[str, Any]
 
 @pytest.mark.parametrize(
     "changed",
-    [{"seed": 1}, {"repeat": 1}, {"workload": {"name": "chat", "path": None, "pressure": 1.0}}, {"extra": None}],
+    [
+        {"seed": 1},
+        {"repeat": 1},
+        {"workload": {"name": "chat", "path": None, "pressure": 1.0}},
+        {"extra": None},
+        {"profiled": True},
+        {"contended": True},
+        {"hardware": {"name": "cuda", "source": "a data sheet"}},
+    ],
 )
 def test_what_it_measures_is(changed: dict[str, Any]) -> None:
     assert config_hash({**CONFIG, **changed}) != config_hash(CONFIG)
@@ -111,70 +113,13 @@ def test_weights_in_a_folder_count_by_names_and_content(tmp_path: Path, monkeypa
     assert config_hash({"model": {"weights": "random"}}) == chosen
 
 
-def test_a_large_file_is_sampled_from_first_to_last_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identity, "WHOLE_BYTES", 1000)
-    monkeypatch.setattr(identity, "_SAMPLE_BYTES", 10)
-    path = tmp_path / "weights"
-    hashes = set()
-    for at in (None, 0, 99_999):
-        content = bytearray(100_000)
-        if at is not None:
-            content[at] = 1
-        path.write_bytes(content)
-        identity._file_hash.cache_clear()
-        hashes.add(content_hash(path))
-    assert len(hashes) == 3
-
-
-def made_package(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    package = root / "pensieve"
-    for name in ("engine.py", "results/store.py", "server/api.py", "workload/talk.jsonl", "__pycache__/engine.pyc"):
-        (package / name).parent.mkdir(parents=True, exist_ok=True)
-        (package / name).write_text(name)
-    monkeypatch.setattr(pensieve, "__file__", str(package / "__init__.py"))
-    return package
-
-
-@pytest.mark.parametrize(
-    ("name", "counts"),
-    [
-        ("engine.py", True),
-        ("workload/talk.jsonl", True),
-        ("results/store.py", False),
-        ("server/api.py", False),
-        ("__pycache__/engine.pyc", False),
-    ],
-)
-def test_which_files_of_the_package_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, counts: bool
-) -> None:
-    package = made_package(tmp_path, monkeypatch)
-    before = code_hash()
-    (package / name).write_text("changed")
-    identity._package_hash.cache_clear()
-    assert (code_hash() != before) is counts
-
-
-def test_a_users_own_module_counts_and_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    module = tmp_path / "my_policy_module.py"
-    module.write_text("raise RuntimeError('imported')")
-    config = {
-        "eviction": {"list": [{"_target_": "my_policy_module.MyPolicy"}], "_target_": "pensieve.eviction.lru.Lru"}
-    }
-    before = code_hash(config)
-    assert before != code_hash() == code_hash({"eviction": {"_target_": "pensieve.eviction.lru.Lru"}})
-    module.write_text("class MyPolicy: ...")
-    assert code_hash(config) != before
-    assert "my_policy_module" not in sys.modules
-    assert code_hash({"_target_": "no_such_module.X"}) == code_hash()
-
-
 def test_platform_of_simulated_and_real_trials() -> None:
     assert platform_of(True, {"name": "anything"}) == "sim"
-    real = platform_of(False, {"name": "NVIDIA H100", "count": 2, "threads": 8, "packages": ["filelock", "no-such"]})
+    used = {"threads": 8, "attention": "triton", "compiler": None, "packages": ["filelock", "no-such"]}
+    real = platform_of(False, {"name": "NVIDIA H100", "count": 2, **used})
     parts = dict(part.split("=") for part in real.split("; "))
     assert (parts["device"], parts["count"], parts["threads"]) == ("NVIDIA H100", "2", "8")
+    assert (parts["attention"], "compiler" in parts) == ("triton", False)
     assert {"torch", "transformers", "filelock"} <= parts.keys()
     assert "no-such" not in parts
 
@@ -194,6 +139,34 @@ def test_the_same_command_is_the_same_sweep() -> None:
     )
     assert key != sweep_key(["model=tiny"], axes)
     assert key != sweep_key(["model=tiny", "cache=small"], {**axes, "seed": "0,1,2"})
+    assert counts_for_sweep("+workload.users=3")
+    assert not counts_for_sweep("++trial.timeout_s=3")
+
+
+def test_a_sweep_is_what_its_jobs_come_to(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("one")
+
+    def key(**changed: Any) -> str:
+        jobs = [{**CONFIG, "workload": {"path": str(trace), "users": 3, **changed}, "seed": seed} for seed in (0, 1)]
+        return sweep_key(["experiment=mine"], {"seed": "0,1"}, jobs)
+
+    before = key()
+    assert key() == before
+    assert key(users=4) != before  # the overlay was edited
+    trace.write_text("two")
+    assert key() != before
+
+
+def test_a_tokenizer_in_a_folder_counts_by_its_content(tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    config = {"model": {"tokenizer": str(folder)}}
+    before = config_hash(config)
+    (folder / "tokenizer.json").write_text('{"version": 1}')
+    assert config_hash(config) != before
+    assert list(input_files(config)) == ["model.tokenizer"]
 
 
 def test_one_line_says_what_changed() -> None:

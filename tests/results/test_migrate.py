@@ -27,6 +27,7 @@ revision, down_revision = "{new}", "{last}"
 
 def upgrade():
     op.execute("DROP VIEW current_trial")
+    op.execute("DROP VIEW sweep_result")
     with op.batch_alter_table("trial", recreate="always") as table:  # the way that loses rows where foreign keys are on
         table.add_column(Column("remark", Text, nullable=True))
         table.alter_column("dtype", nullable=False, server_default="float32")
@@ -98,6 +99,18 @@ def test_a_database_of_version_1_opens_and_reads(old):
     assert [(t.session, t.ttft_ms, t.stream) for t in store.turns_of(1)] == [("a", 12.5, True), ("b", None, False)]
     assert store.samples_of(1)[0].unit == "blocks"
     assert store.artifacts_of(1)[0].path == old.parent / "runs/tokens.parquet"
+
+
+def test_version_2_adds_what_each_job_shows_and_finds_metrics_by_name(old):
+    before = contents(old)
+    open_store(old.parent)
+    assert {**contents(old), "turn": []} == {**before, "turn": []}
+    with sqlite3.connect(old) as connection:
+        assert connection.execute("SELECT * FROM sweep_result ORDER BY job").fetchall() == [(1, 0, 1), (1, 1, 2)]
+        plan = connection.execute(
+            "EXPLAIN QUERY PLAN SELECT value FROM metric WHERE name = 'x' AND label = ''"
+        ).fetchall()
+        assert "ix_metric_name_label" in plan[0][-1]
 
 
 def test_an_older_database_is_upgraded_without_loss(old, second):
@@ -173,5 +186,7 @@ def test_the_revisions_lead_to_the_schema_that_a_new_database_gets(tmp_path):
             assert columns[0] == columns[1], name
             names = [sorted(str(k["name"]) for k in inspect(x).get_indexes(name)) for x in (stepped, made)]
             assert names[0] == names[1], name
-        views = [x.scalar(text("SELECT sql FROM sqlite_master WHERE name = 'current_trial'")) for x in (stepped, made)]
+        ask = text("SELECT name, sql FROM sqlite_master WHERE type = 'view' ORDER BY name")
+        views = [x.execute(ask).all() for x in (stepped, made)]
+        assert [view.name for view in views[0]] == ["current_trial", "sweep_result"]
         assert views[0] == views[1]

@@ -173,3 +173,21 @@ def test_a_store_whose_maker_died_is_made_by_the_next(tmp_path: Path, monkeypatc
     assert not list(tmp_path.glob(".mlflow-new-*"))
     store = open_store(tmp_path)
     assert mlflow_log.start_parent(tmp_path, store, open_sweep(store), "e") is not None
+
+
+@pytest.mark.slow
+def test_a_sweep_taken_up_with_another_timeout_keeps_its_parent(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    store = open_store(tmp_path)
+    parents = []
+    for timeout_s in ("100", "200"):
+        sweep = open_sweep(store, seed="0,1", **{"trial.timeout_s": timeout_s, "tracking.mlflow": "true"})
+        parents.append(mlflow_log.start_parent(tmp_path, store, sweep, "pensieve"))
+    assert parents == [store.sweep(sweep).mlflow_run_id] * 2
+    assert parents[0] is not None
+    assert caplog.records == []
+    run = mlflow.MlflowClient(tracking_uri=mlflow_log.mlflow_url(tmp_path)).get_run(parents[0])
+    assert run.data.params == {"seed": "0,1"}
+    assert run.data.tags["pensieve.command"] == "run.py -m"

@@ -1,3 +1,4 @@
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,8 @@ def test_what_mlflow_missed_is_rebuilt(tmp_path: Path) -> None:
     failed = store.begin_trial(trial_fields("failed"))
     store.link(first, failed, 1, reused=False)
     store.finish_trial(failed, "failed", error="It broke; mend it.")
-    store.set_sweep(first, status="failed")
+    began = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    store.set_sweep(first, status="failed", started_at=began, finished_at=began + timedelta(minutes=2))
     second = store.open_sweep("another", "chat", None, None, {}, 1, "host", None)
     store.link(second, done, 0, reused=True)
     store.set_sweep(second, status="completed")
@@ -47,6 +49,8 @@ def test_what_mlflow_missed_is_rebuilt(tmp_path: Path) -> None:
     by_trial = {(run.data.tags.get("pensieve.trial_id"), run.data.tags.get("mlflow.parentRunId")): run for run in runs}
     parents = {run.data.tags["pensieve.sweep_id"]: run for run in runs if "pensieve.sweep_id" in run.data.tags}
     assert len(runs) == 5
+    began_ms = int(began.timestamp() * 1000)
+    assert (parents["1"].info.start_time, parents["1"].info.end_time) == (began_ms, began_ms + 120_000)
     assert parents["1"].info.status == "FAILED"
     assert parents["2"].info.status == "FINISHED"
     child = by_trial[str(done), parents["1"].info.run_id]
@@ -60,6 +64,22 @@ def test_what_mlflow_missed_is_rebuilt(tmp_path: Path) -> None:
     assert len(runs_of(tmp_path, "pensieve")[1]) == 1
     assert store.trial(alone).mlflow_run_id
     assert store.trial(running).mlflow_run_id is None
+
+
+@pytest.mark.slow
+def test_what_a_sweep_shows_is_rebuilt_beside_its_last_attempt(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    store = open_store(tmp_path)
+    sweep = open_sweep(store, 1)
+    shown = add_trial(store, sweep, 0, "pensieve", conversation_turns([10.0]))
+    failed = store.begin_trial(trial_fields(store.trial(shown).fingerprint))
+    store.link(sweep, failed, 0, reused=False)
+    store.finish_trial(failed, "failed", error="It broke; mend it.")
+    store.set_sweep(sweep, status="failed")
+    assert rebuild_mlflow(tmp_path, store, lambda text: None) == 3
+    _, runs = runs_of(tmp_path, "chat")
+    children = {run.data.tags.get("pensieve.trial_id") for run in runs if "mlflow.parentRunId" in run.data.tags}
+    assert children == {str(shown), str(failed)}
 
 
 def test_sixteen_processes_log_to_one_store(tmp_path: Path) -> None:

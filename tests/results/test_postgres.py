@@ -148,6 +148,10 @@ def test_an_older_schema_is_upgraded(url, tmp_path, monkeypatch):
     store = ResultsStore(url)
     trial = store.begin_trial(trial_fields())
     store.add_turns(trial, conversation_turns([1.0]))
+    with store.database.writing() as connection:  # as version 0001 left it
+        for statement in ("DROP VIEW sweep_result", "DROP INDEX ix_metric_name_label"):
+            connection.execute(text(statement))
+        connection.execute(text(f"UPDATE {VERSION_TABLE} SET version_num = '0001'"))
     revision = (
         f"from alembic import op\nimport sqlalchemy as sa\nrevision, down_revision = '9999', '{SCHEMA_VERSION}'\n"
         "def upgrade():\n    op.add_column('trial', sa.Column('remark', sa.Text, server_default='old'))\n"
@@ -159,6 +163,8 @@ def test_an_older_schema_is_upgraded(url, tmp_path, monkeypatch):
     with upgraded.database.reading() as connection:
         assert connection.scalar(text("SELECT remark FROM trial")) == "old"
         assert connection.scalar(text(f"SELECT version_num FROM {VERSION_TABLE}")) == "9999"
+        assert connection.execute(text("SELECT * FROM sweep_result")).all() == []
+        assert "ix_metric_name_label" in {index["name"] for index in inspect(connection).get_indexes("metric")}
     assert len(upgraded.turns_of(trial)) == 4
 
 

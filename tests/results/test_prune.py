@@ -59,3 +59,23 @@ def test_running_trials_and_files_elsewhere_stay(store, tmp_path, tmp_path_facto
     prune(store, chosen)
     assert elsewhere.exists()
     assert store.trial(3).status == "running"
+
+
+def test_what_a_sweep_shows_stays(store):
+    sweep = open_sweep(store, 1)
+    first = attempt(store, "a", "completed")
+    store.link(sweep, first, 0, reused=False)
+    between, newest = attempt(store, "a", "completed"), attempt(store, "a", "completed")
+    assert [one.trial_id for one in prunable(store)] == [between]
+    prune(store, prunable(store))
+    assert [job.trial.id for job in store.trials_of_sweep(sweep)] == [first]
+    assert store.completed_trial("a").id == newest
+
+
+def test_a_failed_last_attempt_leaves_the_sweep_with_what_it_shows(store):
+    sweep = open_sweep(store, 1)
+    first, failed = attempt(store, "a", "completed"), attempt(store, "a", "failed")
+    store.link(sweep, failed, 0, reused=False)
+    attempt(store, "a", "completed")
+    prune(store, prunable(store))
+    assert [(job.last.id, job.trial.id) for job in store.trials_of_sweep(sweep)] == [(first, first)]

@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from sqlalchemy import event
+from sqlalchemy import event, text
 
 from pensieve.errors import ResultsError
 from pensieve.metrics import Metric
@@ -229,3 +229,42 @@ def test_a_job_that_failed_again_still_shows_its_completed_attempt() -> None:
     assert (job.trial.id, job.last.id, job.last.status) == (good, bad, "failed")  # type: ignore[union-attr]
     assert job.value("gpu_hit_rate") == 0.5
     assert job.value("no such metric") is None
+
+
+def shown(store: ResultsStore, sweep: int) -> dict[int, int | None]:
+    with store.database.reading() as connection:
+        view = {
+            r.job: r.trial_id for r in connection.execute(text("SELECT * FROM sweep_result")) if r.sweep_id == sweep
+        }
+    jobs = store.trials_of_sweep(sweep)
+    assert {job.job: job.trial.id for job in jobs if job.trial} == view
+    for job in jobs:
+        found = store.shown_trial(sweep, job.job)
+        assert (found.id if found else None) == view.get(job.job)
+    return {job.job: view.get(job.job) for job in jobs}
+
+
+def test_attempts_made_elsewhere_do_not_change_what_a_sweep_shows() -> None:
+    store = ResultsStore(MEMORY)
+    sweeps = [store.open_sweep(key, key, None, None, {}, 1, "host", None) for key in ("first", "second")]
+    ids = []
+    for sweep in (*sweeps, None):  # the second sweep with force=true, then a single run
+        ids.append(store.begin_trial(trial_fields("f")))
+        if sweep is not None:
+            store.link(sweep, ids[-1], 0, reused=False)
+        store.finish_trial(ids[-1], "completed")
+    assert [shown(store, sweep) for sweep in sweeps] == [{0: ids[0]}, {0: ids[1]}]
+    assert store.completed_trial("f").id == ids[2]  # type: ignore[union-attr]
+
+
+def test_a_job_whose_last_attempt_failed_shows_the_one_before() -> None:
+    store = ResultsStore(MEMORY)
+    sweep = store.open_sweep("key", "x", None, None, {}, 2, "host", None)
+    ids = []
+    for status in ("completed", "failed", "completed"):
+        ids.append(store.begin_trial(trial_fields("f")))
+        if len(ids) < 3:
+            store.link(sweep, ids[-1], 0, reused=False)
+        store.finish_trial(ids[-1], status)
+    store.link(sweep, store.begin_trial(trial_fields("running")), 1, reused=False)
+    assert shown(store, sweep) == {0: ids[0], 1: None}

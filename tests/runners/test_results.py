@@ -61,23 +61,32 @@ def test_export_and_bundle(swept, tmp_path):
 
 
 def test_reproduce_then_prune(swept):
+    def asked(query):
+        with sqlite3.connect(swept / "results.db") as connection:
+            return connection.execute(query).fetchall()
+
     done = results(swept, "reproduce", "1")
     assert "Trial 3 repeats trial 1." in done.stdout
     assert "Outputs are identical, token for token, in 12 turns." in done.stdout
     assert "differs" not in done.stderr
+    (first, repeated) = asked("select config, fingerprint, flags from trial where id in (1, 3) order by id")
+    assert first[0] == repeated[0]
+    assert first[1] != repeated[1]
+    assert json.loads(repeated[2])["reproduces"] == 1
+    # It is compared, never substituted: the sweep shows its own trial, and nothing is pruned for it.
+    assert asked("select job, trial_id from sweep_result") == [(0, 1), (1, 2)]
+    assert results(swept, "prune").stdout.strip() == "There is nothing to prune."
+    again = results(swept, "reproduce", "1")
+    assert "Trial 4 repeats trial 1." in again.stdout
+    assert "trial 3 (completed, replaced by trial 4)" in results(swept, "prune").stdout
     with sqlite3.connect(swept / "results.db") as connection:
-        attempts = connection.execute("select attempt, config from trial where id in (1, 3) order by id").fetchall()
-        assert [attempt for attempt, _ in attempts] == [1, 2]
-        assert attempts[0][1] == attempts[1][1]
-        connection.execute("update trial set code_hash = 'old', platform = 'device=old' where id = 3")
-    changed = results(swept, "reproduce", "3")
+        connection.execute("update trial set code_hash = 'old', platform = 'device=old' where id = 4")
+    changed = results(swept, "reproduce", "4")
     assert "The code differs" in changed.stderr
     assert "The platform differs: the trial ran on 'device=old', this is 'sim'." in changed.stderr
-    asked = results(swept, "prune").stdout
-    assert "add --yes" in asked
-    assert "trial 1 (completed, replaced by trial" in asked
     assert "are gone" in results(swept, "prune", "--yes").stdout
     assert results(swept, "prune").stdout.strip() == "There is nothing to prune."
+    assert asked("select job, trial_id from sweep_result") == [(0, 1), (1, 2)]
 
 
 def test_without_results_it_says_what_to_run(tmp_path):

@@ -52,6 +52,43 @@ def test_a_sweep_is_recorded_compared_and_resumed(outputs):
     assert rows(outputs, "select count(*) from sweep_trial") == [(5,)]
 
 
+OVERLAY = """# @package _global_
+defaults:
+  - override /sweep: none
+workload:
+  max_new_tokens: {tokens}
+hydra:
+  sweeper:
+    params:
+      baseline: pensieve,stateless
+"""
+
+
+def test_an_edited_overlay_is_another_sweep(outputs, tmp_path):
+    """The same command, and other trials: one table must not pool them."""
+    overlay = tmp_path / "experiment" / "mine.yaml"
+    overlay.parent.mkdir()
+    arguments = ("-m", "--config-dir=.", "experiment=mine", *SHORT, "seed=0", "tracking.mlflow=false")
+    for tokens in (8, 8, 4):
+        overlay.write_text(OVERLAY.format(tokens=tokens))
+        done = run(outputs, *arguments, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    # The first two are one sweep; of the third, the table has its own trials.
+    assert rows(outputs, "select id, n_expected from sweep order by id") == [(1, 2), (2, 2)]
+    shown = rows(outputs, "select sweep_id, job, trial_id from sweep_result order by sweep_id, job")
+    assert shown == [(1, 0, 1), (1, 1, 2), (2, 0, 3), (2, 1, 4)]
+
+
+@pytest.mark.slow
+def test_what_mlflow_refuses_is_seen(outputs):
+    outputs.mkdir()
+    (outputs / "mlflow.db").write_text("no database " * 100)
+    done = run(outputs, *SHORT, "seed=0", "baseline=pensieve", "-m")
+    assert done.returncode == 0, done.stderr
+    opening = done.stderr.partition("Sweep of 1 trials")[0]  # before any job configures its own logging
+    assert "Nothing was logged to MLflow" in opening
+
+
 @pytest.mark.slow
 def test_the_axes_of_a_sweeper_that_chooses_as_it_goes_are_kept_apart(outputs, tmp_path):
     """They stand in the overlay's sweeper parameters alone: neither typed nor known before the trials are."""

@@ -89,7 +89,7 @@ def test_a_completed_trial_is_not_run_again(tracking):
 
 def test_changed_code_runs_again_and_says_so(tracking, monkeypatch):
     first = run(tracking)
-    monkeypatch.setattr("pensieve.results.identity._package_hash", lambda: "other")
+    monkeypatch.setattr("pensieve.results.code._package_hash", lambda *_: "other")
     accepted = run(tracking, "resume=config")
     assert accepted.reused
     assert accepted.trial_id == first.trial_id
@@ -183,3 +183,39 @@ def test_the_url_comes_from_the_environment(monkeypatch, tmp_path):
         open_tracking(checked("tracking=postgres"))
     monkeypatch.setenv("PENSIEVE_DB_URL", f"sqlite:///{tmp_path / 'mine.db'}")
     assert os.fspath(open_tracking(checked("tracking=postgres")).store.database.path) == str(tmp_path / "mine.db")
+
+
+def metrics(tracking, trial_id):
+    return {(m.name, m.label): m.value for m in tracking.store.metrics_of(trial_id)}
+
+
+def test_another_promise_judges_the_same_turns_again(tracking):
+    """slo.* changes no measurement: the trial is reused, and says of itself what a trial that ran with it would."""
+    first = run(tracking)
+    said = []
+    ttft_ms, tpot_ms = (metrics(tracking, first.trial_id)[name, ""] for name in ("ttft_ms_p50", "tpot_ms_mean"))
+    strict = (f"slo.ttft_ms={ttft_ms}", f"slo.tpot_ms={tpot_ms}")
+    again = run(tracking, *strict, said=said)
+    assert (again.reused, again.trial_id) == (True, first.trial_id)
+    assert "judged by this slo" in said[0]
+    judged = metrics(tracking, first.trial_id)
+    assert tracking.store.trial(first.trial_id).config["slo"] == {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms}
+    fresh = metrics(tracking, run(tracking, *strict, "force=true").trial_id)
+    for name in ("goodput_req_s", "slo_attainment"):
+        assert judged[name, ""] == fresh[name, ""], name
+    assert 0.0 < judged["slo_attainment", ""] < 1.0
+    said.clear()
+    run(tracking, *strict, said=said)
+    assert said == []
+    unpromised = run(tracking)
+    assert unpromised.reused
+    assert "goodput_req_s" not in {name for name, _ in metrics(tracking, unpromised.trial_id)}
+
+
+def test_a_sweep_keeps_its_own_trial_when_its_command_is_repeated(tracking):
+    store = tracking.store
+    sweep = store.open_sweep("key", "x", None, None, {}, 1, "host", None)
+    first = run(tracking, sweep_id=sweep)
+    forced = run(tracking, "force=true")
+    assert run(tracking, sweep_id=sweep).trial_id == first.trial_id
+    assert run(tracking).trial_id == forced.trial_id

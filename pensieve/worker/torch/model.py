@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from pensieve.worker.torch.forward import Forward
 from pensieve.worker.torch.kernels.base import AttentionBackend
 from pensieve.worker.torch.kernels.choose import load_backend, order
 from pensieve.worker.torch.self_check import SelfCheck
+from pensieve.worker.torch.threads import physical_cores
 
 # Run through the plug without an error, or seem to, and are wrong: attention with sinks, chunked attention, latent KV.
 _REFUSED_TYPES = {"gpt_oss", "llama4", "llama4_text", "deepseek_v2", "deepseek_v3"}
@@ -172,12 +172,6 @@ def _check_memory(spec: ModelSpec, device: torch.device) -> None:
             f"Model {spec.name} needs {format_bytes(spec.weight_bytes)} for its weights in {spec.dtype}, and {device} has "
             f"{format_bytes(total)}; choose a smaller model, or a simulated machine such as hardware=sim_a100_80g."
         )
-
-
-def physical_cores() -> int:
-    """Cores this process may use, hyper-threads not counted."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
 
 
 def check_sizes(spec: ModelSpec, config: Any) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from pensieve.errors import EngineMissing
+from pensieve.user_cache import user_cache
 
 _FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 # Never -ffast-math: linking with it makes the whole process flush denormal numbers to zero.
@@ -88,8 +89,7 @@ def openmp_runtime() -> str | None:
 
 
 def cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "pensieve" / "kernels"
+    return user_cache() / "kernels"
 
 
 def _compiled(command: Sequence[str], source: Path, version: str) -> ctypes.CDLL:

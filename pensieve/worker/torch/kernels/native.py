@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pensieve.errors import EngineMissing
 from pensieve.worker.torch.batch import Batch, Span
 from pensieve.worker.torch.kernels.compiler import Library, load_library
 from pensieve.worker.torch.kernels.reference import ReferencePlan, lowest_key, write
@@ -94,16 +93,12 @@ class _Rows:
 
 
 class NativeBackend:
-    """Raises EngineMissing on a GPU, for 16-bit numbers, and where no compiler is."""
+    """For float32 on a CPU (see availability). Raises EngineMissing where no compiler is, or it cannot compile this."""
 
     name = "native"
     captures = False
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
-        if device.type != "cpu":
-            raise EngineMissing("attention_backend=native runs on a CPU only; use auto or triton on a GPU.")
-        if dtype != torch.float32:
-            raise EngineMissing("attention_backend=native computes in float32 only; use reference.")
+    def __init__(self, head_dim: int) -> None:
         self._library = load_library(_SOURCE, (f"HEAD_DIM={head_dim}",))
         function = self._library.functions.attend_decode
         function.restype = None

@@ -72,18 +72,13 @@ class VarlenPlan:
 
 
 class VarlenBackend:
-    """Raises EngineMissing where this torch lacks it, or its kernel refuses blocks of this size."""
+    """For 16 bits on CUDA (see availability). Raises EngineMissing where this torch lacks it, or its kernel refuses blocks
+    of this size."""
 
     name = "varlen"
     captures = False
 
     def __init__(self, device: torch.device, dtype: torch.dtype, head_dim: int, chunk_tokens: int) -> None:
-        if device.type != "cuda":
-            raise EngineMissing("attention_backend=varlen runs on CUDA only; use auto or reference on a CPU.")
-        if dtype == torch.float32:
-            raise EngineMissing(
-                "attention_backend=varlen computes in 16 bits only; use triton, or model.dtype=bfloat16."
-            )
         self._function = _function()
         query = torch.zeros(1, 1, head_dim, device=device, dtype=dtype)
         page = torch.zeros(1, chunk_tokens, 2, 1, head_dim, device=device, dtype=dtype)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pensieve.errors import ConfigError, EngineMissing
-from pensieve.worker.torch.kernels import choose
+from pensieve.worker.torch.kernels import availability
 from pensieve.worker.torch.kernels.choose import BACKENDS, load_backend, order
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -56,6 +56,6 @@ def test_what_cannot_run_here_is_one_sentence(
 
 
 def test_a_missing_triton_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose.importlib.util, "find_spec", lambda module: None)
+    monkeypatch.setattr(availability.importlib.util, "find_spec", lambda module: None)
     with pytest.raises(EngineMissing, match=r"pip install 'pensieve\[triton\]'"):
         _load("triton")

@@ -21,7 +21,7 @@ except EngineMissing as missing:
 
 
 def _plan(case: Case) -> NativePlan:
-    backend = NativeBackend(torch.device("cpu"), torch.float32, case.queries.shape[2])
+    backend = NativeBackend(case.queries.shape[2])
     return backend.plan(case.batch, case.pool, case.chunk)
 
 
@@ -105,7 +105,7 @@ def test_neither_other_rows_nor_threads_change_a_row() -> None:
     ],
 )
 def test_the_version_is_the_compilers(said: str, version: str) -> None:
-    backend = NativeBackend(torch.device("cpu"), torch.float32, 64)
+    backend = NativeBackend(64)
     backend._library = replace(backend._library, compiler=said)
     assert backend.version == version
 
@@ -114,6 +114,6 @@ def _one(case: Case, row: int) -> torch.Tensor:
     span = case.batch.spans[row]
     case.attend(_plan(case), None, None, None)  # everybody's keys are in the pool
     batch = replace(case.batch, spans=(replace(span, first=0),))
-    backend = NativeBackend(torch.device("cpu"), torch.float32, case.queries.shape[2])
+    backend = NativeBackend(case.queries.shape[2])
     plan = backend.plan(batch, case.pool, case.chunk)
     return plan.attend(case.pool[1], case.queries[row : row + 1], case.keys, case.values, None, None, None)

@@ -1,0 +1,103 @@
+"""Which attention backend can be expected to serve, told without torch and before anything is loaded.
+
+A trial's identity needs to know it. What only a start can tell (does the compiler compile, does the kernel pass the
+self-check) is decided in worker.torch.choice, by what is asked for here and found there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+from pensieve.errors import ConfigError, EngineMissing
+from pensieve.worker.torch.kernels.compiler import find_compiler
+
+BACKENDS = ("reference", "native", "triton", "varlen", "flashinfer")
+ON_CPU = ("native", "reference")  # best first
+ON_CUDA = ("triton", "varlen", "reference")
+CAPTURING = frozenset({"triton"})
+"""Backends whose launches may be recorded in a CUDA graph."""
+
+
+def candidates(choice: str, kind: str) -> tuple[str, ...]:
+    """What attention_backend=`choice` means on a device of this kind (cpu, cuda): backends to try, best first.
+
+    Raises ConfigError for an unknown name.
+    """
+    if choice == "auto":
+        return ON_CUDA if kind == "cuda" else ON_CPU
+    if choice not in BACKENDS:
+        raise ConfigError(f"attention_backend={choice} is unknown; use auto, {', '.join(BACKENDS)}.")
+    return (choice,)
+
+
+def expected(choice: str, kind: str, dtype: str, chunk_tokens: int) -> str:
+    """The first candidate for which nothing is known to be missing; the last one where something is for each."""
+    names = candidates(choice, kind)
+    for name in names:
+        try:
+            require(name, kind, dtype, chunk_tokens)
+        except EngineMissing:
+            continue
+        return name
+    return names[-1]
+
+
+def require(name: str, kind: str, dtype: str, chunk_tokens: int) -> None:
+    """Raises EngineMissing, in one sentence, for a backend that cannot run here."""
+    if name == "native":
+        _require_native(kind, dtype)
+    elif name == "triton":
+        _require_triton(kind, chunk_tokens)
+    elif name == "varlen":
+        _require_varlen(kind, dtype)
+    elif name == "flashinfer":
+        _require_flashinfer(kind, dtype)
+
+
+def _require_native(kind: str, dtype: str) -> None:
+    if kind != "cpu":
+        raise EngineMissing("attention_backend=native runs on a CPU only; use auto or triton on a GPU.")
+    if dtype != "float32":
+        raise EngineMissing("attention_backend=native computes in float32 only; use reference.")
+    find_compiler()
+
+
+def _require_triton(kind: str, chunk_tokens: int) -> None:
+    if importlib.util.find_spec("triton") is None:
+        raise EngineMissing(
+            "attention_backend=triton needs the package triton (pip install 'pensieve[triton]'); or use auto."
+        )
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if kind == "cpu" and not interpreted:
+        raise EngineMissing(
+            "attention_backend=triton needs a GPU; use auto on a CPU, or set TRITON_INTERPRET=1 to run the kernel in "
+            "Triton's interpreter (slow, for tests)."
+        )
+    if kind == "cuda" and interpreted:
+        raise EngineMissing("TRITON_INTERPRET=1 is set, which is for tests without a GPU; unset it.")
+    if chunk_tokens & (chunk_tokens - 1):
+        raise EngineMissing(
+            f"attention_backend=triton takes blocks of a power of two of tokens, and cache.chunk_tokens={chunk_tokens}; use "
+            "another size, or attention_backend=reference."
+        )
+
+
+def _require_varlen(kind: str, dtype: str) -> None:
+    if kind != "cuda":
+        raise EngineMissing("attention_backend=varlen runs on CUDA only; use auto or reference on a CPU.")
+    if dtype == "float32":
+        raise EngineMissing("attention_backend=varlen computes in 16 bits only; use triton, or model.dtype=bfloat16.")
+
+
+def _require_flashinfer(kind: str, dtype: str) -> None:
+    if importlib.util.find_spec("flashinfer") is None:
+        raise EngineMissing(
+            "attention_backend=flashinfer needs the package flashinfer (pip install 'pensieve[flashinfer]'); or use auto."
+        )
+    if kind != "cuda":
+        raise EngineMissing("attention_backend=flashinfer runs on CUDA only; use auto or reference on a CPU.")
+    if dtype == "float32":
+        raise EngineMissing(
+            "attention_backend=flashinfer computes in 16 bits only; use triton, or model.dtype=bfloat16."
+        )

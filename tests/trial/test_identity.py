@@ -1,0 +1,127 @@
+"""What `auto` comes to on this machine is part of a trial's identity, before anything is loaded."""
+
+from dataclasses import replace
+
+import pytest
+
+from pensieve.compose import plan_trial, resolved
+from pensieve.compose.machine import Device
+from pensieve.compose.resolution import device_facts
+from pensieve.results.identity import explain_difference
+from pensieve.results.store import ResultsStore
+from pensieve.trial.run import identity_of
+from tests.composed import checked, composed
+from tests.results.trials import MEMORY, trial_fields
+
+CPU = ("hardware=cpu", "model=tiny")
+
+
+def identity(*words, device=None):
+    plan = plan_trial(checked(*words))
+    return identity_of(plan if device is None else replace(plan, device=device), resolved(composed(*words)))
+
+
+def platform(found):
+    return dict(part.split("=", 1) for part in found.platform.split("; "))
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    """A C compiler that says its version, and nothing else."""
+    path = tmp_path / "bin" / "mycc"
+    path.parent.mkdir()
+    path.write_text("#!/bin/sh\necho mycc 1.0\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("CC", str(path))
+    return path
+
+
+def test_a_real_trial_records_what_auto_resolved_to(compiler):
+    found = platform(identity(*CPU, "hardware.threads=2"))
+    assert {name: found[name] for name in ("attention", "dtype", "copies", "graphs", "threads", "depth")} == {
+        "attention": "native", "dtype": "float32", "copies": "none", "graphs": "off", "threads": "2", "depth": "1",
+    }  # fmt: skip
+    assert found["compiler"] == "mycc 1.0"
+
+
+def test_without_the_compiler_it_is_another_trial(compiler, monkeypatch):
+    before = identity(*CPU)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    after = identity(*CPU)
+    assert platform(after)["attention"] == "reference"
+    assert (after.config_hash, after.code_hash) == (before.config_hash, before.code_hash)
+    assert after.fingerprint != before.fingerprint
+    store = ResultsStore(MEMORY)
+    columns = {"config_hash": before.config_hash, "code_hash": before.code_hash, "platform": before.platform}
+    old = store.trial(store.begin_trial(trial_fields(before.fingerprint, **columns)))
+    assert "attention native -> reference" in explain_difference(old, after)
+
+
+def test_another_compiler_is_another_trial(compiler):
+    before = identity(*CPU)
+    compiler.write_text("#!/bin/sh\necho 'mycc; 2.0'\n")
+    assert identity(*CPU).fingerprint != before.fingerprint
+    assert platform(identity(*CPU))["compiler"] == "mycc, 2.0"
+
+
+def test_a_backend_asked_for_by_name_is_not_looked_for_twice(monkeypatch):
+    """That it is missing is said when the trial begins, not when it is identified."""
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert platform(identity(*CPU, "attention_backend=native"))["attention"] == "native"
+
+
+@pytest.mark.parametrize(
+    ("words", "triton", "wanted"),
+    [
+        ((), True, {"attention": "triton", "graphs": "on", "copies": "auto", "dtype": "bfloat16"}),
+        ((), False, {"attention": "varlen", "graphs": "off"}),
+        (("model.dtype=float32",), False, {"attention": "reference", "dtype": "float32"}),
+        (("cache.chunk_tokens=24",), True, {"attention": "varlen"}),
+        (("hardware.graphs=off", "hardware.copies=dma"), True, {"graphs": "off", "copies": "dma"}),
+        (("baseline=gpu_only",), True, {"copies": "none"}),
+    ],
+)
+def test_on_a_gpu(words, triton, wanted, monkeypatch):
+    from pensieve.compose import trial_plan
+    from pensieve.worker.torch.kernels import availability
+
+    gpu = Device("cuda", "cuda:0", "GPU-1", "NVIDIA X", 1, 2**34, 2**34)
+    monkeypatch.setattr(trial_plan, "find_device", lambda hardware: gpu)
+    monkeypatch.setattr(availability.importlib.util, "find_spec", lambda name: object() if triton else None)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    facts = device_facts(plan_trial(checked("hardware=cpu", "model=tiny", *words)))
+    assert {name: facts[name] for name in wanted} == wanted
+
+
+def test_what_can_be_captured_is_what_the_backends_say():
+    pytest.importorskip("triton")
+    from pensieve.worker.torch.kernels.availability import CAPTURING
+    from pensieve.worker.torch.kernels.flashinfer import FlashInferBackend
+    from pensieve.worker.torch.kernels.native import NativeBackend
+    from pensieve.worker.torch.kernels.reference import ReferenceBackend
+    from pensieve.worker.torch.kernels.triton_backend import TritonBackend
+    from pensieve.worker.torch.kernels.varlen import VarlenBackend
+
+    backends = (FlashInferBackend, NativeBackend, ReferenceBackend, TritonBackend, VarlenBackend)
+    assert {one.name for one in backends if one.captures} == CAPTURING
+
+
+def test_a_trial_beside_others_is_not_an_exclusive_one():
+    alone, beside = identity(*CPU), identity(*CPU, "trial.exclusive=false")
+    assert alone.fingerprint != beside.fingerprint
+    simulated = [identity("hardware=sim_h100", f"trial.exclusive={given}").fingerprint for given in ("true", "false")]
+    assert simulated[0] == simulated[1]  # a simulation shares nothing
+
+
+@pytest.mark.parametrize("word", ["trial.timeout_s=5", "trial.retries=3", "trial.isolate=true", "slo.ttft_ms=100"])
+def test_what_does_not_make_another_trial(word):
+    assert identity(*CPU).fingerprint == identity(*CPU, word).fingerprint
+
+
+def test_an_identity_needs_no_torch():
+    import subprocess
+    import sys
+
+    asked = "from tests.trial.test_identity import CPU, identity; identity(*CPU)"
+    program = f"import sys; {asked}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
