@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -18,12 +19,13 @@ MOST_SLOTS = 4  # that are chosen where nobody says how many
 
 @dataclass(slots=True)
 class Slot:
-    """cells: positions it can hold. tokens: those whose KV it holds, from position 0. used_s: when its last turn ended."""
+    """cells: positions it can hold. tokens: those whose KV it holds, from position 0. used_s: when its last turn ended; minus
+    infinity before its first."""
 
     number: int
     blocks: tuple[int, ...]
     tokens: TokenArray[int] = field(default_factory=lambda: tokens_of([]))
-    used_s: float = -1.0
+    used_s: float = -math.inf
     session: Session | None = None
 
 

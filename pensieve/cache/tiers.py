@@ -6,14 +6,16 @@ first position, so what is missing is always a suffix:
     offset      0             cpu_len        gpu_len       chunk_tokens
     block gpu   |################################|..............|
     block cpu   |################|..............................|
-                 on GPU: below gpu_len; on CPU: from there to cpu_len, where that is more; missing: the rest
+
+An offset is on GPU if it is below gpu_len, else on CPU if it is below cpu_len, else missing. While a chunk is computed again
+its gpu_len grows, and above it the copy on CPU still counts.
 
 Session.computed counts positions of the conversation, not offsets. What is missing below it was dropped or evicted and is
 computed again from its raw tokens; what is missing above it is computed for the first time:
 
     tokens      |------------------------------------------------|  len(tokens)
     computed    |------------------------------------------|
-    chunks      |  CPU   |  CPU   | dropped |  GPU   |  GPU |new |
+    chunks      |  CPU  |  CPU  | dropped |  GPU  |  GPU   | new |
 
 A chunk of a session that is not running, and that no copy reads or writes, is in one of four states (View):
 
@@ -45,7 +47,7 @@ from pensieve.units import ceil_div
 class Tiers:
     """Both pools, the copies between them, and an index of victims a view.
 
-    Every method leaves each chunk it touched in the index of its view. None chooses a victim: that is the cache's part.
+    It changes where a chunk is when it is told to; which chunk it is that must go, the cache decides.
     """
 
     def __init__(

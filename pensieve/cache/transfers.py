@@ -10,6 +10,7 @@ from pensieve.cache.pool import BlockPool
 from pensieve.session import Chunk, Session
 
 _Place = tuple[bool, int]  # on GPU?, block
+_BEFORE_THE_FIRST = -1  # the number of no plan
 
 
 @dataclass(slots=True)
@@ -44,17 +45,15 @@ class Transfers:
         self._moves: dict[int, list[Transfer]] = {}
         self._alive: dict[int, Transfer] = {}  # by id() of the chunk, which its transfer keeps in being
         self._users: Counter[_Place] = Counter()  # open transfers of a block
-        self._after_plan: deque[tuple[int, _Place]] = (
-            deque()
-        )  # quarantine: (last plan that may use it, block), ascending
-        self._after_copy: set[_Place] = set()  # quarantine: blocks that open transfers use
+        # Quarantine: blocks with the last plan that may use them, ascending, and those that only copies still use.
+        self._after_plan: deque[tuple[int, _Place]] = deque()
+        self._after_copy: set[_Place] = set()
         self._last_ticket = 0
         self.outgoing = 0
         """Chunks that will be clean and evictable when their copy is done."""
         self.incoming = 0
         """Chunks that are being copied to the GPU."""
-        self.launched = -1
-        self._collected = -1
+        self.launched = self._collected = _BEFORE_THE_FIRST
 
     def open(self, moves: list[Transfer]) -> int:
         """A new ticket for these chunks; each is marked as copying until it is closed."""

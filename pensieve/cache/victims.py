@@ -12,6 +12,7 @@ _Key = tuple[int, Hashable]  # level, policy bucket
 _Entry = tuple[float, float, int, int, int]  # policy order, last active, session number, chunk, stamp
 _Head = tuple[int, float, float, int, int, int, _Key]  # level, score, last active, session number, chunk, stamp, key
 _COMPACT_BELOW = 64
+_NOT_ENTERED = -1  # the stamp of a lead that no heap has an entry of
 
 
 class _Lead:
@@ -22,8 +23,8 @@ class _Lead:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.count = 0
-        self.chunk = -1
-        self.stamp = -1
+        self.chunk = 0
+        self.stamp = _NOT_ENTERED
         self.key: _Key = (0, None)
 
 
@@ -135,7 +136,7 @@ class VictimIndex:
     def _enter(self, lead: _Lead, chunk: int) -> None:
         session = lead.session
         key = (1 if session.waiting else 0, self._policy.bucket(session, chunk))
-        if lead.stamp >= 0:
+        if lead.stamp != _NOT_ENTERED:
             self._valid[lead.key] -= 1
             if lead.key != key:
                 self._touch(lead.key)
@@ -159,7 +160,7 @@ class VictimIndex:
         self._heaps.clear()
         self._valid.clear()
         for lead in self._leads.values():
-            lead.stamp = -1
+            lead.stamp = _NOT_ENTERED
             self._enter(lead, lead.chunk)
 
     def _touch(self, key: _Key) -> None:
