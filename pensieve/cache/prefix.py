@@ -80,11 +80,10 @@ class PrefixCache(OneTier):
             hashes = self._chains[session.number].upto(session.tokens, stop)
             for index in range(start // size, stop // size):
                 block, name = table[index], hashes[index]
-                if (
-                    name not in self._block_of
-                ):  # else a twin computed the same at the same time, and stays the one to hit
-                    self._block_of[name] = block
-                    self._hash_of[block] = name
+                if name in self._block_of:
+                    continue  # another request computed the same at the same time; its block stays the one that hits
+                self._block_of[name] = block
+                self._hash_of[block] = name
 
     def release(self, session: Session, now_s: float) -> None:
         session.stop(now_s)
