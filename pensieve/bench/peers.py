@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from itertools import pairwise
-from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
 
 from pensieve.errors import EngineMissing, RequestFailed
+from pensieve.statistics import median
 from pensieve.units import ceil_div
 
 PAGE = 32

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -20,6 +19,7 @@ from pensieve.cache.restore import RestoreMode
 from pensieve.clock import WallClock
 from pensieve.errors import WorkerError
 from pensieve.plan import Copy, Row, Sample, StepPlan
+from pensieve.statistics import median
 from pensieve.worker.torch.link import CudaLink
 from pensieve.worker.torch.model import LoadedModel
 from pensieve.worker.torch.thread_link import ThreadLink, copy_and_wait

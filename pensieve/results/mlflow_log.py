@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from math import ceil
 from pathlib import Path
-from statistics import median
 from typing import Any, ParamSpec, TypeVar
 
 from filelock import FileLock
@@ -28,6 +27,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from pensieve.errors import ResultsError
 from pensieve.results.schema import Trial
 from pensieve.results.store import ResultsStore
+from pensieve.statistics import median
 
 P = ParamSpec("P")
 T = TypeVar("T")

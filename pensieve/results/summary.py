@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from sqlalchemy import Row
@@ -18,7 +18,7 @@ from pensieve.metrics import UNMEASURED
 from pensieve.results.schema import Sweep, Trial
 from pensieve.results.store import JobResult, ResultsStore
 from pensieve.results.tokens import TokenComparison, compare_tokens
-from pensieve.statistics import PairedRatio, paired_ratio
+from pensieve.statistics import PairedRatio, median, paired_ratio
 
 REFERENCE = "stateless"
 FIFTH = 4  # turns after the first one
