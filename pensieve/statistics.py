@@ -62,6 +62,11 @@ class PairedRatio:
     n: int
     n_seeds: int
 
+    @property
+    def groups(self) -> int:
+        """Independent ones: seeds where there are several, else the conversations of the one."""
+        return self.n_seeds if self.n_seeds > 1 else self.n
+
 
 @dataclass(frozen=True, slots=True)
 class Line:

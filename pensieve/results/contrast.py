@@ -169,7 +169,7 @@ def _row(group: str, name: str, label: str, unit: str, a: Values, b: Values, n_u
         ratio = found.ratio
         if n_unit == "conversations" or has_interval(seeds):
             low, high = found.ci_low, found.ci_high
-    verdict = _verdict(name, mean_a, mean_b, low, high, len(a))
+    verdict = _verdict(name, mean_a, mean_b, low, high, seeds if seeds > 1 else len(a))
     return Contrast(group, name, label, unit, mean_a, mean_b, ratio, low, high, len(a), n_unit, verdict)
 
 

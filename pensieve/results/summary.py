@@ -18,6 +18,7 @@ from pensieve.metrics import UNMEASURED
 from pensieve.results.schema import Sweep, Trial
 from pensieve.results.store import JobResult, ResultsStore
 from pensieve.results.tokens import TokenComparison, compare_tokens
+from pensieve.results.window_notes import window_notes
 from pensieve.statistics import PairedRatio, median, paired_ratio
 
 REFERENCE = "stateless"
@@ -248,6 +249,7 @@ def _notes(sweep: Sweep, jobs: Sequence[JobResult], warmups: int) -> list[str]:
         notes.append(budgets)
     if warmups:
         notes.append(f"{warmups:,} warm-up turns are left out of all columns.")
+    notes += window_notes(trials)
     note = _nothing_evicted(jobs)
     if note:
         notes.append(note)
