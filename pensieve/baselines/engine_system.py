@@ -124,6 +124,13 @@ class EngineSystem:
             self._thread.start()
         return report
 
+    def watch_content(self) -> None:
+        """Record what could be found of each prompt in other conversations, which a bound needs where they share blocks;
+        to be called before the first request."""
+        watch = getattr(self.engine.cache, "watch_content", None)
+        if watch is not None:
+            watch()
+
     def submit(self, request: Request) -> None:
         self._do(lambda: self.engine.submit(request))
 

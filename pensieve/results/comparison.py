@@ -121,7 +121,7 @@ def _interval_note(ratios: Sequence[PairedRatio]) -> str:
     notes = [f", with the 95 % interval{over}"] if any(ratio.ci_low is not None for ratio in ratios) else []
     if any(ratio.ci_low is None for ratio in ratios):
         unit = "seeds" if several else "conversations of one seed"
-        notes.append(f"; n counts {unit}, and an interval needs {FEWEST_GROUPS}")
+        notes.append(f"; n counts {unit}, no interval below {FEWEST_GROUPS}")
     return "".join(notes)
 
 
@@ -140,6 +140,6 @@ def _ratio(ratio: PairedRatio | None, is_reference: bool) -> str:
     if ratio is None:
         return "1" if is_reference else NONE
     if ratio.ci_low is None or ratio.ci_high is None:
-        return f"{ratio.ratio:.2f} (n = {ratio.groups}, no interval)"
+        return f"{ratio.ratio:.2f}, n = {ratio.groups}"
     digits = 2 if ratio.ci_high < 10 else 1
     return f"{ratio.ratio:.{digits}f} [{ratio.ci_low:.{digits}f}, {ratio.ci_high:.{digits}f}]"
