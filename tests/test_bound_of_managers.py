@@ -124,7 +124,7 @@ def test_the_traces_have_hits_and_misses(manager: str) -> None:
     hits = sum((turn.gpu_hit_tokens or 0) + (turn.cpu_hit_tokens or 0) for turn in turns)
     shared = sum(turn.shared_hit_tokens or 0 for turn in turns)
     print(f"{manager}: {hits} of {sum(turn.history_tokens or 0 for turn in turns)} history tokens hit, {shared} shared")
-    assert hits > 200 and (shared > 100) == (manager in ("prefix_cache", "llama_slots"))
+    assert hits > 200 and (shared > 50) == (manager in ("prefix_cache", "llama_slots"))
 
 
 def measured(said: Sequence[Said]) -> list[TurnRecord]:
@@ -188,9 +188,11 @@ def optimum(said: Sequence[Said], capacity: int, shares: bool, whole_prompts: bo
         own: Node = () if shares else (one.record.session,)
         paths.append([(own, one.tokens[: end + 1]) for end in range(len(one.tokens))])
     ran = [index for index, one in enumerate(said) if one.record.admitted_s is not None]
+    ran.sort(key=lambda index: said[index].record.turn)  # who is admitted at one moment is admitted in order of arrival
     events = sorted(
         [(said[i].record.finished_s or 0.0, 0, i) for i in ran]
-        + [(said[i].record.admitted_s or 0.0, 1, i) for i in ran]
+        + [(said[i].record.admitted_s or 0.0, 1, i) for i in ran],
+        key=lambda event: event[:2],
     )
     if any(said[i].record.admitted_s == said[i].record.finished_s for i in ran):
         return 0  # admitted and cancelled at one moment: nothing to learn from it
@@ -201,7 +203,7 @@ def optimum(said: Sequence[Said], capacity: int, shares: bool, whole_prompts: bo
         assert record.history_tokens is not None and record.prompt_tokens is not None
         reach = record.prompt_tokens - 1 if whole_prompts else record.history_tokens
         if kind == 1:
-            held = {node for other in running for node in paths[other]}
+            held = {n for other in running for n in paths[other][: said[other].record.prompt_tokens]}
             wanted = paths[index][:reach] if record.phase not in UNMEASURED else []
             best = {kept: hits + sum(n in kept or n in held for n in wanted) for kept, hits in best.items()}
             running.add(index)

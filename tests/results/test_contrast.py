@@ -43,12 +43,12 @@ def contrasts(store, a="baseline=pensieve", b="baseline=stateless"):
 
 def test_latencies_are_paired_by_seed_and_conversation():
     store = ResultsStore(MEMORY)
-    fill(store)
+    fill(store, seeds=5)
     rows, notes = contrasts(store)
     row = rows["", "ttft_ms_mean", ""]
     assert row.ratio == pytest.approx(0.5)
     assert (row.ci_low, row.ci_high) == pytest.approx((0.5, 0.5))
-    assert (row.n, row.n_unit, row.verdict) == (12, "conversations", "A is better")
+    assert (row.n, row.n_unit, row.verdict) == (20, "conversations", "A is better")
     assert row.b == pytest.approx(2 * row.a)
     assert "baseline (pensieve in A, stateless in B)" in notes[0]
     back, _ = contrasts(store, "baseline=stateless", "baseline=pensieve")
