@@ -120,6 +120,13 @@ class EngineSystem(ABC):
         )
         return report
 
+    def watch_content(self) -> None:
+        """Record what could be found of each prompt in other conversations, which a bound needs where they share blocks;
+        to be called before the first request."""
+        watch = getattr(self.engine.cache, "watch_content", None)
+        if watch is not None:
+            watch()
+
     def counters(self) -> dict[str, float]:
         engine = self.engine
         cache, scheduler, own = engine.cache.counters, engine.scheduler.counters, engine.counters

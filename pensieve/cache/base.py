@@ -54,6 +54,8 @@ class Residency:
     """Where the history of an admitted prompt was, in tokens, before its plan changed anything.
 
     gpu_hit + cpu_hit + recomputed = history; history + new = prompt; shared_hit <= new.
+    elsewhere: at most so many leading tokens were in another conversation before, whose blocks may serve this one; anywhere:
+    the same of any conversation, this one included. None: not known. They say what could have hit, not what did.
     """
 
     prompt: int
@@ -61,6 +63,8 @@ class Residency:
     gpu_hit: int
     cpu_hit: int
     shared_hit: int = 0
+    elsewhere: int | None = None
+    anywhere: int | None = None
 
     @property
     def recomputed(self) -> int:

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from pensieve.cache.base import Admission, CacheCounters, Residency
+from pensieve.cache.block_hash import HashChain
+from pensieve.cache.content import SeenContent
 from pensieve.cache.session import Session, Sessions
 from pensieve.plan import Copy
 from pensieve.request import TokenArray
@@ -16,7 +18,14 @@ class OneTier(ABC):
 
     cpu_blocks = 0
 
-    def __init__(self) -> None:
+    partial_hits: bool
+    """A prompt can find part of a block; if not, full blocks only."""
+
+    def __init__(self, chunk_tokens: int) -> None:
+        self.chunk_tokens = chunk_tokens
+        self._chains: dict[int, HashChain] = {}
+        self._seen: SeenContent | None = None
+        self._unnoted: dict[int, Session] = {}  # conversations that have run since they were noted last
         self.counters = CacheCounters()
         self.sessions = Sessions()
 
@@ -30,11 +39,24 @@ class OneTier(ABC):
     @abstractmethod
     def release(self, session: Session, now_s: float) -> None: ...
 
-    @abstractmethod
-    def truncate(self, session: Session, length: int) -> None: ...
+    def truncate(self, session: Session, length: int) -> None:
+        assert not session.running
+        self._note(session)
+        self._unnoted.pop(session.order, None)
+        del session.tokens[length:]
+        session.computed = min(session.computed, length)
+        self._chains[session.order].cut(length)
+        if self._seen is not None:
+            self._seen.cut(session.order, length // self.chunk_tokens)
 
     def open(self, name: str, now_s: float) -> Session:
-        return self.sessions.open(name, now_s)
+        session = self.sessions.open(name, now_s)
+        self._chains.setdefault(session.order, HashChain(self.chunk_tokens))
+        return session
+
+    def watch_content(self) -> None:
+        """From now on say of each prompt what could be found of it elsewhere; to be called before the first request."""
+        self._seen = SeenContent()
 
     @property
     def outgoing(self) -> int:
@@ -61,9 +83,10 @@ class OneTier(ABC):
         if keep < len(session.tokens):
             self.truncate(session, keep)
         session.tokens.extend(suffix)
+        elsewhere, anywhere = self._findable(session)
         found = self._occupy(session, now_s)
         hit = min(found, history)
-        return self._admission(session, Residency(prompt, history, hit, 0, found - hit), found)
+        return self._admission(session, Residency(prompt, history, hit, 0, found - hit, elsewhere, anywhere), found)
 
     def resume(self, session: Session, now_s: float) -> Admission:
         length = len(session.tokens)
@@ -95,3 +118,27 @@ class OneTier(ABC):
 
     def collected(self, step: int) -> None:
         return None
+
+    # -- how --------------------------------------------------------------------------------------------------------
+
+    def _findable(self, session: Session) -> tuple[int | None, int | None]:
+        """At most so many leading tokens of its prompt were in another conversation, and in any, up to this moment."""
+        if self._seen is None:
+            return None, None
+        for other in list(self._unnoted.values()):
+            self._note(other)
+            if not other.running:
+                del self._unnoted[other.order]
+        size, length = self.chunk_tokens, len(session.tokens)
+        blocks = self._chains[session.order].upto(session.tokens, length)
+        counts = self._seen.elsewhere(session.order, blocks), self._seen.anywhere(blocks)
+        self._note(session)
+        self._unnoted[session.order] = session
+        partial = size - 1 if self.partial_hits else 0
+        elsewhere, anywhere = (min(count * size + partial, length - 1) for count in counts)
+        return elsewhere, anywhere
+
+    def _note(self, session: Session) -> None:
+        if self._seen is not None:
+            blocks = self._chains[session.order].upto(session.tokens, len(session.tokens))
+            self._seen.note(session.order, blocks)

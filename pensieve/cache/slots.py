@@ -42,6 +42,7 @@ class SlotCache(OneTier):
 
     grows = False
     shares = False
+    partial_hits = True
 
     def __init__(
         self,
@@ -66,8 +67,7 @@ class SlotCache(OneTier):
                 f"{n_slots} slots do not fit in {gpu_blocks} blocks of {chunk_tokens} tokens; "
                 "lower baseline.cache.n_slots or raise cache.gpu."
             )
-        super().__init__()
-        self.chunk_tokens = chunk_tokens
+        super().__init__(chunk_tokens)
         self.request_blocks = gpu_blocks // n_slots
         self.gpu_blocks = self.request_blocks * n_slots
         each = self.request_blocks
@@ -112,19 +112,13 @@ class SlotCache(OneTier):
         slot = self._slot_of[session.order]
         del slot.tokens[min((start for start, _ in written), default=len(slot.tokens)) :]
 
-    def truncate(self, session: Session, length: int) -> None:
-        """The slot keeps its tokens: they match or they do not."""
-        assert not session.running
-        del session.tokens[length:]
-        session.computed = min(session.computed, length)
-
     def forget(self, session: Session) -> None:
         for slot in self.slots:
             held = min(len(slot.tokens), len(session.tokens))
             if slot.session is None and held and slot.tokens[:held] == session.tokens[:held]:
                 slot.tokens = tokens_of([])
         self.truncate(session, 0)
-        del self.sessions[session.name]
+        del self.sessions[session.name], self._chains[session.order]
 
     def check(self) -> None:
         for slot in self.slots:
