@@ -40,9 +40,9 @@ for name, count in tokens.items():
 first = paired_ratio(turns["pensieve"][1], turns["stateless"][1])
 last = max(turns["stateless"])
 speedup = paired_ratio(turns["stateless"][last], turns["pensieve"][last])
-print(f"turn 1, pensieve / stateless (target: interval not wholly beyond 1.10): {first}")
+print(f"turn 1, pensieve / stateless (target: 1.10 at most): {first}")
 print(f"turn {last}, stateless / pensieve (target: 2.0): {speedup}")
-# A machine shared with others has shown 1.1 [0.3, 7.1] where it alone shows 2.2 to 3.4.
-assert speedup.ci_high is None or speedup.ci_high > 1.0, "stateless is faster"
+# Three seeds give no interval. A machine shared with others has shown 1.1 where it alone shows 2.2 to 3.4.
+assert speedup.ratio > 0.9, "stateless is faster"
 text = comparison_table(store, sweep.id).text(110)
 assert "identical" in text, text

@@ -4,10 +4,12 @@ What is bounded: whoever had known the realised accesses in advance, could have 
 no cost, and had both tiers wholly for idle conversations. A real policy decides by chunks, and shares the tiers with the
 requests that run; so the bound can be out of reach, and is never beaten.
 
-A turn's history is one interval of time, from the end of the conversation's turn before to the admission of this one, and
-its tokens hit if they were kept all that while. Which intervals to keep is then the question of how to pack most of them
-under the capacity, and Belady's answer is the best one: whenever too much is kept, give up what is needed last (Belady
-1966; with bypass, since what would be given up at once need not be kept at all).
+A token of a turn's history that no other conversation has had hits only if it was kept from the end of the conversation's
+turn before to the admission of this one: nothing computes it in between. Which of these intervals to keep is the question of
+how to pack most of them under the capacity, and Belady's answer is the best one: whenever too much is kept, give up what is
+needed last (Belady 1966; with bypass, since what would be given up at once need not be kept at all). Where conversations
+share blocks, a token that another one has had may be found in its blocks at any moment: it counts as a hit that takes no
+room. The same holds for what was said before and is no history (a turn that was undone), in the bound of whole prompts.
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ class Idle:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Tokens of the measured turns: the most that could have hit, out of their history and their prompts."""
+    """Tokens of the measured turns: the most that could have hit of their history, and of their prompts."""
 
     hit_tokens: int
+    prompt_hit_tokens: int
     history_tokens: int
     prompt_tokens: int
 
@@ -42,30 +45,36 @@ class Bound:
 def offline_bound(turns: Iterable[TurnRecord], capacity_tokens: int) -> Bound | None:
     """The bound for both tiers together, `capacity_tokens` in all.
 
-    None where a conversation's own turns do not say what its history could be found in: prompts that share tokens with other
-    conversations (shared hits), or a history that no earlier turn of the same conversation had.
+    None where nobody knows what a prompt could be found in: a system that does not say whether its conversations share.
     """
     conversations: dict[str, list[TurnRecord]] = defaultdict(list)
     for turn in turns:
-        if turn.history_tokens is not None and turn.admitted_s is not None:
-            conversations[turn.session].append(turn)
+        if turn.history_tokens is None:
+            continue  # never admitted
+        if turn.admitted_s is None or turn.elsewhere_tokens is None or turn.anywhere_tokens is None:
+            return None
+        conversations[turn.session].append(turn)
     idle: list[Idle] = []
-    history = prompts = 0
+    free = beyond = history = prompts = 0
     for members in conversations.values():
         members.sort(key=lambda turn: turn.admitted_s or 0.0)
         known, since_s = 0, 0.0
         for turn in members:
             assert turn.history_tokens is not None and turn.admitted_s is not None and turn.prompt_tokens is not None
-            if turn.shared_hit_tokens or turn.history_tokens > known:
-                return None
+            assert turn.elsewhere_tokens is not None and turn.anywhere_tokens is not None
             if is_measured(turn.phase):
                 history += turn.history_tokens
                 prompts += turn.prompt_tokens
-                if turn.history_tokens:
-                    idle.append(Idle(min(since_s, turn.admitted_s), turn.admitted_s, turn.history_tokens))
+                shared = min(turn.elsewhere_tokens, turn.history_tokens)
+                free += shared
+                beyond += max(0, turn.anywhere_tokens - turn.history_tokens)
+                own = min(turn.history_tokens, known) - shared
+                if own > 0:
+                    idle.append(Idle(min(since_s, turn.admitted_s), turn.admitted_s, own))
             known = max(known, turn.prompt_tokens + turn.output_tokens)
             since_s = turn.admitted_s if turn.finished_s is None else turn.finished_s
-    return Bound(most_kept(idle, capacity_tokens), history, prompts)
+    hits = free + most_kept(idle, capacity_tokens)
+    return Bound(hits, hits + beyond, history, prompts)
 
 
 def most_kept(idle: Sequence[Idle], capacity_tokens: int) -> int:
@@ -104,6 +113,9 @@ def bound_metrics(turns: Iterable[TurnRecord], capacity_tokens: int) -> list[Met
     if bound is None:
         return [Metric(name, None, "share") for name in ("bound_hit_rate", "bound_prompt_hit_rate")]
     return [
-        Metric(name, bound.hit_tokens / whole if whole else None, "share", n=whole, n_unit="tokens")
-        for name, whole in (("bound_hit_rate", bound.history_tokens), ("bound_prompt_hit_rate", bound.prompt_tokens))
+        Metric(name, hits / whole if whole else None, "share", n=whole, n_unit="tokens")
+        for name, hits, whole in (
+            ("bound_hit_rate", bound.hit_tokens, bound.history_tokens),
+            ("bound_prompt_hit_rate", bound.prompt_hit_tokens, bound.prompt_tokens),
+        )
     ]

@@ -247,7 +247,9 @@ class TurnRecord:
     sent_bytes: int | None = None
     received_bytes: int | None = None
     output_sha256: str | None = None
-    # Not columns: kept for the Parquet of tokens and for the caller.
+    # Not columns: kept for the offline bound (see Residency), for the Parquet of tokens and for the caller.
+    elsewhere_tokens: int | None = None
+    anywhere_tokens: int | None = None
     request_id: int = 0
     token_ids: TokenArray[int] = field(default_factory=lambda: array("i"))
     margins: TokenArray[float] = field(default_factory=lambda: array("d"))

@@ -2,22 +2,30 @@
 
 Turns of one conversation are not independent (they share a history, and a slow turn delays the next), so an interval
 resamples whole conversations; across trials it resamples seeds first, then the conversations of each drawn seed.
-Percentile intervals of few groups are too narrow; they are widened to what Student's t would ask for that many groups
-(the expanded percentile interval of Hesterberg, The American Statistician 69(4), 2015). Nothing makes up for three
-seeds that differ more than their conversations do: such a 95 % interval holds the truth nine times in ten. Every
-function draws from a generator of its own: equal data gives equal intervals.
+
+An interval is due from FEWEST_GROUPS independent groups on: seeds, where there are several, else conversations. Whether it
+is due never depends on the values: an interval given only where the seeds happen to agree would be too narrow just then.
+
+- Means, rates and ratios: the wider of Student's t and the studentized bootstrap (Efron and Tibshirani 1993, chapter 12),
+  which follows skewed values where t alone holds the truth 82 times in 100.
+- Percentiles and lines: the percentile interval, expanded to what Student's t asks for that many groups (Hesterberg, The
+  American Statistician 69(4), 2015). A percentile needs more groups, since beyond it there must be some to draw: 40 for
+  p90, 400 for p99, and 8 for the median, or FEWEST_GROUPS seeds whose conversations are drawn too.
+
+The tests hold the coverage against the 95 %, for five groups and more, skewed values, and seeds that differ more than
+their conversations. Every function draws from a generator of its own: equal data gives equal intervals.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import stats
 
 from pensieve.errors import MissingSeries
 
@@ -25,6 +33,9 @@ Floats = NDArray[np.float64]
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
+FEWEST_GROUPS = 5
+"""Independent groups (seeds, or conversations of one seed) below which nothing has an interval."""
+_GROUPS_BEYOND = 4  # that a percentile with an interval has beyond it, on average
 _BLOCK = 2_000_000  # elements of one resampling matrix: 16 MB
 _WORK = 50_000_000  # elements that the percentiles of one series may touch; longer series get fewer resamples
 _FEWEST = 200
@@ -32,7 +43,7 @@ _FEWEST = 200
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A statistic of `n` values in `groups` groups. ci_*: None where fewer than two groups leave nothing to draw."""
+    """A statistic of `n` values in `groups` groups. ci_*: 95 % interval, None where too few groups are independent."""
 
     value: float
     ci_low: float | None
@@ -43,13 +54,18 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class PairedRatio:
-    """How many times a is of b, over `n` pairs of (seed, session) from `n_seeds` seeds."""
+    """How many times a is of b, over `n` pairs of (seed, session) from `n_seeds` seeds. ci_*: as an Estimate has."""
 
     ratio: float
     ci_low: float | None
     ci_high: float | None
     n: int
     n_seeds: int
+
+    @property
+    def groups(self) -> int:
+        """Independent ones: seeds where there are several, else the conversations of the one."""
+        return self.n_seeds if self.n_seeds > 1 else self.n
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +79,16 @@ class Line:
     groups: int
 
 
-def nearest_rank(values: Sequence[float], p: float) -> float:
+def nearest_rank(values: Sequence[float] | Floats, p: float) -> float:
     """The smallest value that at least a share `p` (0 < p <= 1) of the values does not exceed: always one of them."""
     assert 0.0 < p <= 1.0
     assert len(values) > 0
     return float(sorted(values)[_rank(p, len(values)) - 1])
+
+
+def median(values: Sequence[float] | Floats) -> float:
+    """The nearest-rank 50th percentile: of an even number of values the lower middle one."""
+    return nearest_rank(values, 0.5)
 
 
 def enough_for(p: float) -> int:
@@ -75,18 +96,26 @@ def enough_for(p: float) -> int:
     return math.ceil(10.0 / (1.0 - p) - 1e-9)
 
 
+def has_interval(groups: int) -> bool:
+    """Whether a mean, rate, ratio or line of so many independent groups gets one; a percentile may need more."""
+    return groups >= FEWEST_GROUPS
+
+
 def bootstrap_mean(groups: Mapping[str, Sequence[float]], *, resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
     """Mean over all values, resampling groups (conversations)."""
     filled = [values for values in groups.values() if len(values)]
     sums = np.array([math.fsum(values) for values in filled])
     counts = np.array([len(values) for values in filled], dtype=np.float64)
-    return _ratio_of_sums(sums, counts, int(counts.sum()), resamples, seed)
+    value, low, high = _ratio_of_sums([sums], [counts], resamples, seed)
+    return Estimate(value, low, high, int(counts.sum()), len(filled))
 
 
 def bootstrap_rate(groups: Mapping[str, tuple[float, float]], *, resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
-    """Sum of numerators over sum of denominators, given as one pair a group; n is the sum of denominators."""
+    """Sum of parts over sum of wholes, given as one pair a group; n is the sum of wholes."""
     pairs = np.array([pair for pair in groups.values() if pair[1] > 0], dtype=np.float64).reshape(-1, 2)
-    return _ratio_of_sums(pairs[:, 0], pairs[:, 1], int(pairs[:, 1].sum()), resamples, seed)
+    value, low, high = _ratio_of_sums([pairs[:, 0]], [pairs[:, 1]], resamples, seed)
+    low, high = None if low is None else max(low, 0.0), None if high is None else min(high, 1.0)
+    return Estimate(value, low, high, int(pairs[:, 1].sum()), len(pairs))
 
 
 def bootstrap_percentiles(
@@ -94,32 +123,14 @@ def bootstrap_percentiles(
 ) -> list[Estimate]:
     """Nearest-rank percentiles over all values, one Estimate for each p in (0, 1], resampling groups."""
     filled = [np.asarray(values, dtype=np.float64) for values in groups.values() if len(values)]
-
-    def weights(resamples: int) -> Floats:
-        return _draws(np.random.default_rng(seed), len(filled), resamples)
-
-    return _percentiles(filled, ps, weights, resamples, groups=len(filled), independent=len(filled))
+    return _percentiles([filled], ps, resamples, seed, groups=len(filled))
 
 
 def bootstrap_percentile_by_seed(
     values: Mapping[tuple[int, str], float], p: float, *, resamples: int = RESAMPLES, seed: int = 0
 ) -> Estimate:
     """Nearest-rank percentile of one value for each (seed, session), resampling seeds first, then sessions."""
-    by_seed = _by_seed(values)
-    point = nearest_rank(list(values.values()), p)
-    if len(values) < 2:
-        return Estimate(point, None, None, len(values), len(by_seed))
-    replicates = np.empty(resamples)
-    step = max(1, _BLOCK // len(values))
-    rng = np.random.default_rng(seed)
-    flat = np.concatenate(by_seed)
-    order = np.argsort(flat, kind="stable")
-    for start in range(0, resamples, step):
-        count = min(step, resamples - start)
-        weights = _nested_draws(rng, by_seed, count)[:, order]
-        replicates[start : start + count] = _weighted_percentiles(flat[order], weights, [p])[0]
-    low, high = _interval(replicates, _independent_groups(by_seed))
-    return Estimate(point, low, high, len(values), len(by_seed))
+    return bootstrap_percentiles_by_seed({k: [v] for k, v in values.items()}, [p], resamples=resamples, seed=seed)[0]
 
 
 def bootstrap_percentiles_by_seed(
@@ -127,47 +138,38 @@ def bootstrap_percentiles_by_seed(
 ) -> list[Estimate]:
     """Nearest-rank percentiles over all values of each (seed, session), one Estimate for each p in (0, 1], resampling
     seeds first, then sessions. n counts values, groups counts seeds."""
-    keys = [key for key in sorted(groups) if len(groups[key])]
-    centres = _by_seed({key: float(np.mean(groups[key])) for key in keys})
-
-    def weights(resamples: int) -> Floats:
-        return _nested_draws(np.random.default_rng(seed), centres, resamples)
-
-    filled = [np.asarray(groups[key], dtype=np.float64) for key in keys]
-    seeds, independent = len({key[0] for key in keys}), _independent_groups(centres)
-    return _percentiles(filled, ps, weights, resamples, groups=seeds, independent=independent)
+    seeds: dict[int, list[Floats]] = {}
+    for key in sorted(groups):
+        if len(groups[key]):
+            seeds.setdefault(key[0], []).append(np.asarray(groups[key], dtype=np.float64))
+    return _percentiles(list(seeds.values()), ps, resamples, seed, groups=len(seeds))
 
 
 def _percentiles(
-    filled: Sequence[Floats],
-    ps: Sequence[float],
-    weights_of: Callable[[int], Floats],
-    resamples: int,
-    groups: int,
-    independent: float,
+    by_seed: Sequence[Sequence[Floats]], ps: Sequence[float], resamples: int, seed: int, groups: int
 ) -> list[Estimate]:
-    """Over all values of `filled`, whose members are drawn together: weights_of(count) gives [count, members].
-
-    groups: as the estimates say. independent: how many there are to draw from.
-    """
-    values = np.concatenate(filled)
-    member = np.repeat(np.arange(len(filled)), [len(part) for part in filled])
+    """Over the values of all sessions, which are drawn together with their session. groups: as the estimates say."""
+    sessions = [part for parts in by_seed for part in parts]
+    values = np.concatenate(sessions)
+    member = np.repeat(np.arange(len(sessions)), [len(part) for part in sessions])
     order = np.argsort(values, kind="stable")
     values, member = values[order], member[order]
     n = len(values)
-    points = [float(values[_rank(p, n) - 1]) for p in ps]
-    if len(filled) < 2:
-        return [Estimate(point, None, None, n, groups) for point in points]
-    resamples = max(min(resamples, _FEWEST), min(resamples, _WORK // n))
-    weights = weights_of(resamples)
-    replicates = np.empty((len(ps), resamples))
-    step = max(1, _BLOCK // n)
-    for start in range(0, resamples, step):
-        replicates[:, start : start + step] = _weighted_percentiles(
-            values, weights[start : start + step][:, member], ps
-        )
-    ends = [_interval(row, independent) for row in replicates]
-    return [Estimate(point, low, high, n, groups) for point, (low, high) in zip(points, ends, strict=True)]
+    centres = [np.array([part.mean() for part in parts]) for parts in by_seed]
+    due = [p for p in ps if _percentile_has_interval(centres, p)]
+    ends: dict[float, tuple[float, float]] = {}
+    if due:
+        resamples = max(min(resamples, _FEWEST), min(resamples, _WORK // n))
+        weights = _draws(np.random.default_rng(seed), centres, resamples)
+        replicates = np.empty((len(due), resamples))
+        step = max(1, _BLOCK // n)
+        for start in range(0, resamples, step):
+            drawn = weights[start : start + step][:, member]
+            replicates[:, start : start + step] = _weighted_percentiles(values, drawn, due)
+        effective = _effective_groups(centres)
+        ends = {p: _expanded(row, effective) for p, row in zip(due, replicates, strict=True)}
+    found = [(float(values[_rank(p, n) - 1]), *ends.get(p, (None, None))) for p in ps]
+    return [Estimate(value, low, high, n, groups) for value, low, high in found]
 
 
 def paired_ratio(
@@ -193,25 +195,11 @@ def paired_ratio(
         bottoms = [np.ones(len(part)) for part in tops]
     else:
         tops, bottoms = _by_seed({key: a[key] for key in keys}), _by_seed({key: b[key] for key in keys})
-    top, bottom = np.concatenate(tops), np.concatenate(bottoms)
-
-    def finish(value: float) -> float:
-        return math.exp(value) if of == "pairs" else value
-
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = float(top.sum() / bottom.sum())
-    if len(keys) < 2:
-        return PairedRatio(finish(ratio), None, None, len(keys), len(tops))
-    rng = np.random.default_rng(seed)
-    replicates = np.empty(resamples)
-    step = max(1, _BLOCK // len(keys))
-    for start in range(0, resamples, step):
-        weights = _nested_draws(rng, tops, min(step, resamples - start))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            replicates[start : start + len(weights)] = (weights @ top) / (weights @ bottom)
-    spread = [part - ratio * under for part, under in zip(tops, bottoms, strict=True)] if of == "means" else tops
-    low, high = _interval(replicates, _independent_groups(spread))
-    return PairedRatio(finish(ratio), finish(low), finish(high), len(keys), len(tops))
+    value, low, high = _ratio_of_sums(tops, bottoms, resamples, seed)
+    if of == "pairs":
+        value = math.exp(value)
+        low, high = None if low is None else math.exp(low), None if high is None else math.exp(high)
+    return PairedRatio(value, low, high, len(keys), len(tops))
 
 
 def fit_line(
@@ -244,12 +232,12 @@ def fit_line(
     total, left = float(((ys - ys.mean()) ** 2).sum()), float((off**2).sum())
     n, seeds = len(xs), len({key[0] for key in keys})
     ends: list[tuple[float | None, float | None]] = [(None, None), (None, None)]
-    if len(keys) > 2:
-        tilt = xs * off / float((xs * xs).sum())  # what each point adds to the error of the slope, and of the intercept
-        influences = [np.add.reduceat(part, starts) for part in (tilt, off / n - middle * tilt)]
-        by_seed = [_by_seed(dict(zip(keys, map(float, part), strict=True))) for part in influences]
-        found = line(_nested_draws(np.random.default_rng(seed), by_seed[0], resamples))
-        ends = [_interval(row, _independent_groups(part)) for row, part in zip(found, by_seed, strict=True)]
+    tilt = xs * off / float((xs * xs).sum())  # what each point adds to the error of the slope, and of the intercept
+    influences = [np.add.reduceat(part, starts) for part in (tilt, off / n - middle * tilt)]
+    by_seed = [_by_seed(dict(zip(keys, map(float, part), strict=True))) for part in influences]
+    if has_interval(_independent(by_seed[0])):
+        found = line(_draws(np.random.default_rng(seed), by_seed[0], resamples))
+        ends = [_expanded(row, _effective_groups(part)) for row, part in zip(found, by_seed, strict=True)]
     estimates = [
         Estimate(float(v), low, high, n, seeds) for v, (low, high) in zip((slope, intercept), ends, strict=True)
     ]
@@ -268,17 +256,23 @@ def _by_seed(values: Mapping[tuple[int, str], float]) -> list[Floats]:
     return [np.array(part, dtype=np.float64) for part in seeds.values()]
 
 
-def _draws(rng: np.random.Generator, groups: int, resamples: int) -> Floats:
-    """[resamples, groups]: how often each group was drawn, `groups` draws with replacement."""
-    return rng.multinomial(groups, np.full(groups, 1.0 / groups), size=resamples).astype(np.float64)
+def _independent(by_seed: Sequence[Floats]) -> int:
+    """Seeds, where there are several: their conversations share what makes a seed. Else the conversations of the one."""
+    return len(by_seed) if len(by_seed) != 1 else len(by_seed[0])
 
 
-def _nested_draws(rng: np.random.Generator, by_seed: Sequence[Floats], resamples: int) -> Floats:
-    """[resamples, values]: weights of the values when seeds are drawn first, then the sessions of each drawn seed.
+def _percentile_has_interval(by_seed: Sequence[Floats], p: float) -> bool:
+    if p == 0.5 and len(by_seed) > 1:
+        return has_interval(len(by_seed))
+    return _independent(by_seed) * min(p, 1.0 - p) >= _GROUPS_BEYOND - 1e-9
+
+
+def _draws(rng: np.random.Generator, by_seed: Sequence[Floats], resamples: int) -> Floats:
+    """[resamples, values]: how often each value is drawn, when seeds are drawn first, then the sessions of each drawn seed.
 
     A seed drawn twice draws its sessions twice, which in counts is one multinomial of twice as many draws.
     """
-    seeds = _draws(rng, len(by_seed), resamples).astype(np.int64)
+    seeds = rng.multinomial(len(by_seed), np.full(len(by_seed), 1.0 / len(by_seed)), size=resamples)
     parts = [
         rng.multinomial(seeds[:, index] * len(part), np.full(len(part), 1.0 / len(part)))
         for index, part in enumerate(by_seed)
@@ -293,24 +287,49 @@ def _weighted_percentiles(ordered: Floats, weights: Floats, ps: Sequence[float])
     return np.array([ordered[np.argmax(cumulated >= np.ceil(p * total - 1e-9), axis=1)] for p in ps])
 
 
-def _ratio_of_sums(tops: Floats, bottoms: Floats, n: int, resamples: int, seed: int) -> Estimate:
-    assert len(tops) > 0, "an estimate needs data; the caller reports null without it"
-    value = float(tops.sum() / bottoms.sum())
-    if len(tops) < 2:
-        return Estimate(value, None, None, n, len(tops))
+def _ratio_of_sums(
+    tops: Sequence[Floats], bottoms: Sequence[Floats], resamples: int, seed: int
+) -> tuple[float, float | None, float | None]:
+    """Sum of tops over sum of bottoms (both by seed), with its interval where one is due."""
+    top, bottom = np.concatenate(tops), np.concatenate(bottoms)
+    assert len(top) > 0, "an estimate needs data; the caller reports null without it"
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value = float(top.sum() / bottom.sum())
+    groups = _independent(tops)
+    if not has_interval(groups) or not math.isfinite(value):
+        return value, None, None
+    starts = np.arange(groups) if len(tops) == 1 else np.cumsum([0, *(len(part) for part in tops[:-1])])
+
+    def measure(weights: Floats) -> tuple[Floats, Floats]:
+        """The ratio, and its standard error from what the independent groups are off it, for each row of weights."""
+        upper, lower = (np.add.reduceat(weights * part, starts, axis=1) for part in (top, bottom))
+        drawn = np.add.reduceat(weights, starts, axis=1) / np.diff([*starts, len(top)])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratios = upper.sum(axis=1) / lower.sum(axis=1)
+            squares = np.where(drawn > 0, (upper - ratios[:, None] * lower) ** 2 / drawn, 0.0).sum(axis=1)
+            return ratios, np.sqrt(squares * groups / (groups - 1)) / np.abs(lower.sum(axis=1))
+
+    error = float(measure(np.ones((1, len(top))))[1][0])
     rng = np.random.default_rng(seed)
-    replicates = np.empty(resamples)
-    step = max(1, _BLOCK // len(tops))
+    step = max(1, _BLOCK // len(top))
+    scores = np.empty(resamples)
     for start in range(0, resamples, step):
-        weights = _draws(rng, len(tops), min(step, resamples - start))
-        replicates[start : start + len(weights)] = (weights @ tops) / (weights @ bottoms)
-    low, high = _interval(replicates, len(tops))
-    return Estimate(value, low, high, n, len(tops))
+        ratios, errors = measure(_draws(rng, tops, min(step, resamples - start)))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            scores[start : start + len(ratios)] = np.where(errors > 1e-9 * error, (ratios - value) / errors, np.nan)
+    scores = scores[np.isfinite(scores)]  # a resample of one group over and over says nothing
+    reach = float(stats.t.ppf(0.5 + CONFIDENCE / 2, groups - 1))
+    below = above = reach
+    if len(scores):
+        tail = (1.0 - CONFIDENCE) / 2
+        below, above = max(reach, nearest_rank(scores, 1.0 - tail)), max(reach, -nearest_rank(scores, tail))
+    return value, value - below * error, value + above * error
 
 
-def _independent_groups(by_seed: Sequence[Floats]) -> float:
-    """How many independent groups the values are worth: all of them where seeds do not matter, the seeds where only
-    they do (Satterthwaite's degrees of freedom of the two components of variance, and one)."""
+def _effective_groups(by_seed: Sequence[Floats]) -> float:
+    """How many groups the values are worth: all of them where seeds do not matter, the seeds where only they do
+    (Satterthwaite's degrees of freedom of the two components of variance, and one). For the width of an interval that is
+    due, never for whether it is."""
     n, seeds = sum(len(part) for part in by_seed), len(by_seed)
     if seeds < 2 or n == seeds:
         return float(n)
@@ -322,21 +341,9 @@ def _independent_groups(by_seed: Sequence[Floats]) -> float:
     return 1.0 + (seed_share + within) ** 2 / (seed_share**2 / (seeds - 1) + within**2 / (n - seeds))
 
 
-def _interval(replicates: Floats, groups: float) -> tuple[float, float]:
-    """Ends of the expanded percentile interval for a statistic of `groups` independent groups."""
-    tail = NormalDist().cdf(-math.sqrt(groups / (groups - 1)) * _student_t(groups - 1))
+def _expanded(replicates: Floats, groups: float) -> tuple[float, float]:
+    """Ends of the expanded percentile interval for a statistic of `groups` groups."""
+    reach = math.sqrt(groups / (groups - 1)) * float(stats.t.ppf(0.5 + CONFIDENCE / 2, groups - 1))
+    tail = float(stats.norm.cdf(-reach))
     replicates = replicates[~np.isnan(replicates)]  # zero over zero: a resample that says nothing
-    low, high = np.quantile(replicates, [tail, 1.0 - tail], method="nearest")  # between a number and infinity lies none
-    return float(low), float(high)
-
-
-def _student_t(freedom: float) -> float:
-    """Upper 97.5 % point of Student's t by its Cornish-Fisher expansion: within 0.2 % from 3 degrees of freedom on."""
-    z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + math.fsum(term / freedom**power for power, term in enumerate(terms, start=1))
+    return nearest_rank(replicates, tail), nearest_rank(replicates, 1.0 - tail)

@@ -1,4 +1,8 @@
-"""Which stretch of a replay its throughput is measured over."""
+"""Which stretch of a replay its throughput is measured over.
+
+The window of an open load is fixed by when its conversations arrive, and by nothing that the system does: all baselines of
+a seed are measured over the same one, however fast each is. What a system made of it is said by flags.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from dataclasses import dataclass, field
 from pensieve.request import TurnRecord
 
 FEWEST_TURNS = 20
+START_UP = 0.5  # of the time in which an open load's conversations arrive: the engine fills up, and is not measured
 STEADY_AFTER = 3  # mean conversation durations until an open load no longer remembers its empty start
 HALVES_MAY_DIFFER = 0.05
 
@@ -32,45 +37,49 @@ def find_window(
     arrivals_s: Mapping[str, float],
     out_of_work_s: float | None,
 ) -> Window:
-    """The window of the `measured` turns (no warm-up among them).
+    """The window of the `measured` turns (no warm-up among them), after the warm-up.
 
-    warm_s: when the last warm-up turn ended. arrivals_s: the first intended arrival of each measured conversation.
-    out_of_work_s: when the first user of a closed load had nothing left to ask. A trial too short for its window is
-    measured whole, and a flag says so.
+    Open load: the second half of the time in which conversations arrive; `arrivals_s` is the first intended arrival of each
+    measured one. Closed load: until the first user had nothing left to ask (out_of_work_s). A load too small for its window
+    is measured whole, and a flag says so. warm_s: when the last warm-up turn ended.
     """
     if not measured:
         return Window(warm_s, warm_s, warm_s, warm_s, 0.0, {"window": "No measured turn ran."})
     flags: dict[str, str] = {}
-    measured_from = min(arrivals_s.values())
+    first, last = min(arrivals_s.values()), max(arrivals_s.values())
     ended = max(_finished(turn) for turn in measured)
-    start = max(warm_s, measured_from)
     if load == "closed":
-        end = ended if out_of_work_s is None else out_of_work_s
+        start, end = max(warm_s, first), ended if out_of_work_s is None else out_of_work_s
+        enough = _completed_between(measured, start, end) >= FEWEST_TURNS
+        lacking = f"fewer than {FEWEST_TURNS} turns finished before the first user had nothing left to ask"
     else:
-        end = min(ended, max(arrivals_s.values()))
-        steady = start + STEADY_AFTER * _mean_duration(measured, arrivals_s)
-        if steady < end:
-            start = steady
-        else:
+        start, end = first + START_UP * (last - first), last
+        enough = sum(start <= at <= end for at in arrivals_s.values()) >= FEWEST_TURNS
+        lacking = f"fewer than {FEWEST_TURNS} conversations arrive in the second half of the arrivals"
+    if not enough:
+        flags["window"] = f"Throughput is over all measured turns, with start-up and drain: {lacking}."
+        start, end = first, ended
+    elif load != "closed":
+        duration = _mean_duration(measured, arrivals_s)
+        if start - first < STEADY_AFTER * duration:
             flags["not_steady"] = (
-                "Conversations arrived for less than three mean conversation durations, so the start-up is not left out."
+                f"The start-up left out, {start - first:.3g} s, is shorter than three mean conversation durations of "
+                f"{duration:.3g} s."
             )
-    inside = _completed_between(measured, start, end)
-    if inside < FEWEST_TURNS:
-        flags["window"] = (
-            f"Only {inside} turns finished in the measurement window; throughput is over all measured turns, "
-            "with start-up and drain."
-        )
-        start, end = measured_from, ended
+        if warm_s > start:
+            flags["late_warmup"] = "Warm-up turns were still running when the measurement window began."
+        inside = _completed_between(measured, start, end)
+        if inside < FEWEST_TURNS:
+            flags["few_turns"] = f"Only {inside} turns finished in the measurement window."
     middle = (start + end) / 2
-    first, second = _output_tokens(measured, start, middle), _output_tokens(measured, middle, end)
-    if first + second and abs(first - second) / ((first + second) / 2) > HALVES_MAY_DIFFER:
+    early, late = _output_tokens(measured, start, middle), _output_tokens(measured, middle, end)
+    if enough and early + late and abs(early - late) / ((early + late) / 2) > HALVES_MAY_DIFFER:
         flags["halves"] = (
-            f"The two halves of the window gave {first} and {second} output tokens: the load was not steady."
+            f"The two halves of the window gave {early} and {late} output tokens: the load was not steady."
         )
     everything = _output_tokens(measured, float("-inf"), ended)
     drain = _output_tokens(measured, end, ended) / everything if everything else 0.0
-    return Window(start, end, measured_from, ended, drain, flags)
+    return Window(start, end, first, ended, drain, flags)
 
 
 def _finished(turn: TurnRecord) -> float:

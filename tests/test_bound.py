@@ -43,6 +43,7 @@ def turn(session: str, number: int, at_s: float, prompt: int, history: int, **ot
     record.admitted_s, record.finished_s = at_s, at_s + 0.5
     record.prompt_tokens, record.history_tokens, record.new_tokens = prompt, history, prompt - history
     record.output_tokens, record.shared_hit_tokens = 10, 0
+    record.elsewhere_tokens, record.anywhere_tokens = 0, history
     for name, value in other.items():
         setattr(record, name, value)
     return record
@@ -77,14 +78,17 @@ def test_warm_up_turns_prepare_and_are_not_counted() -> None:
     assert (bound.hit_tokens, bound.history_tokens, bound.prompt_tokens) == (50, 109, 150)
 
 
-@pytest.mark.parametrize(
-    "stranger",
-    [turn("c", 1, 5.0, 100, 30), turn("c", 1, 5.0, 100, 0, shared_hit_tokens=64)],
-    ids=["history from elsewhere", "shared tokens"],
-)
-def test_what_other_conversations_gave_has_no_bound_here(stranger: TurnRecord) -> None:
-    assert offline_bound([*TURNS, stranger], 1000) is None
-    assert [metric.value for metric in bound_metrics([*TURNS, stranger], 1000)] == [None, None]
+def test_what_another_conversation_has_had_may_be_found_there_at_any_time() -> None:
+    later = turn("c", 2, 5.0, 100, 30, elsewhere_tokens=20, anywhere_tokens=64)
+    alone, found = offline_bound(TURNS, 0), offline_bound([*TURNS, later], 0)
+    assert alone is not None and found is not None
+    assert (found.hit_tokens, found.prompt_hit_tokens) == (alone.hit_tokens + 20, alone.prompt_hit_tokens + 20 + 34)
+
+
+def test_a_system_that_does_not_say_what_conversations_share_has_no_bound() -> None:
+    unknown = turn("c", 2, 5.0, 100, 30, elsewhere_tokens=None, anywhere_tokens=None)
+    assert offline_bound([*TURNS, unknown], 1000) is None
+    assert [metric.value for metric in bound_metrics([*TURNS, unknown], 1000)] == [None, None]
 
 
 def test_metrics_have_the_denominators_of_the_rates_they_bound() -> None:

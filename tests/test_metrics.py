@@ -194,14 +194,17 @@ def test_labels_have_metrics_of_their_own():
     assert value(metrics, "gpu_hit_rate", "miss") == 0.0
 
 
-def test_intervals_come_from_conversations_and_need_two():
-    one = [turn("a", number, ttft_ms=10.0 * number) for number in range(1, 6)]
-    two = [*one, *(turn("b", number, ttft_ms=20.0 * number) for number in range(1, 6))]
-    assert table(summarise(measurement(*one)))["ttft_ms_mean", ""].ci_low is None
-    metric = table(summarise(measurement(*two)))["ttft_ms_mean", ""]
-    assert metric.ci_low == pytest.approx(30.0)
-    assert metric.value == pytest.approx(45.0)
-    assert metric.ci_high == pytest.approx(60.0)
+def test_intervals_come_from_conversations_and_need_five():
+    def mean_of(conversations):
+        turns = (
+            turn(f"s{c}", number, ttft_ms=10.0 * number * c) for c in range(1, conversations + 1) for number in (1, 2)
+        )
+        return table(summarise(measurement(*turns)))["ttft_ms_mean", ""]
+
+    assert (mean_of(4).ci_low, mean_of(4).n) == (None, 8)
+    found = mean_of(5)
+    assert found.value == pytest.approx(45.0)
+    assert found.ci_low < found.value < found.ci_high
 
 
 def test_percentiles_of_too_few_values_are_named():

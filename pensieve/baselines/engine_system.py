@@ -118,6 +118,11 @@ class EngineSystem(ABC):
         )
         return report
 
+    def watch_content(self) -> None:
+        """Record what could be found of each prompt in other conversations, which a bound needs where they share blocks;
+        to be called before the first request."""
+        self.engine.cache.watch_content()
+
     def counters(self) -> dict[str, float]:
         engine = self.engine
         cache, scheduler, own = engine.cache.counters, engine.scheduler.counters, engine.counters

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import comb
-from statistics import median
 from typing import Any
 
+from scipy import stats
+
+from pensieve.statistics import CONFIDENCE, median
+
 OURS = "ours"
-_CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +70,14 @@ class Measured:
         return median(self.values)
 
     @property
-    def spread(self) -> tuple[float, float]:
-        """An interval that holds the median of such repetitions 95 times in 100, whatever their distribution.
-
-        The order statistics [k, n - k + 1] with the largest k that still gives 95 %; all of them for n < 6, where even
-        lowest and highest do not.
-        """
+    def interval(self) -> tuple[float, float] | None:
+        """It holds the median of such repetitions 95 times in 100, whatever their distribution: the order statistics
+        [k, n - k + 1] with the largest k that still gives 95 %. None for n < 6, where even lowest and highest do not."""
         ordered, n = sorted(self.values), len(self.values)
-        k = 0
-        while 1 - 2 * sum(comb(n, i) for i in range(k + 1)) / 2**n >= _CONFIDENCE:
-            k += 1
-        outer = max(k - 1, 0)
-        return ordered[outer], ordered[n - 1 - outer]
+        k = int(
+            stats.binom.ppf((1.0 - CONFIDENCE) / 2, n, 0.5)
+        )  # fewer than k are below the median once in 40, at most
+        return (ordered[k - 1], ordered[n - k]) if k else None
 
 
 @dataclass(frozen=True, slots=True)

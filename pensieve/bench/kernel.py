@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from pensieve.bench.record import now
 from pensieve.bench.session import Bench
 from pensieve.bench.timer import interleaved
 from pensieve.errors import PensieveError
+from pensieve.statistics import median
 from pensieve.worker.torch.graphs import CudaRecorder
 from pensieve.worker.torch.kernels.base import AttentionBackend
 from pensieve.worker.torch.kernels.choose import BACKENDS, ON_CPU, load_backend, order

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from itertools import pairwise
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -20,6 +19,7 @@ from pensieve.clock import Clock, WallClock
 from pensieve.errors import EngineMissing, RequestFailed, WorkerError
 from pensieve.plan import StartReport
 from pensieve.request import Event, Request, TurnRecord
+from pensieve.statistics import median
 from pensieve.units import ceil_div
 
 _PAGE = 32

@@ -140,7 +140,7 @@ def _metrics(case: Case, measured: Measured) -> list[Metric]:
     found = [Metric(f.name, f.value, f.unit, case.label, limit_value=f.limit) for f in measured.figures]
     if not measured.values:
         return found
-    low, high = measured.spread
+    low, high = measured.interval or (None, None)
     n = len(measured.values)
     main = Metric(case.metric, measured.value, case.unit, case.label, n, REPETITIONS, low, high, limit_value=case.floor)
     return [main, *found]

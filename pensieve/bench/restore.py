@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -27,6 +26,7 @@ from pensieve.eviction.lru import Lru
 from pensieve.eviction.retention_value import RetentionValue
 from pensieve.request import Event, Length, Request, TurnRecord
 from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.statistics import median
 from pensieve.units import ceil_div
 from pensieve.worker.torch.model import LoadedModel
 from pensieve.worker.torch.transfers.lanes import ThreadLink

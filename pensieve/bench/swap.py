@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from statistics import median
 from time import perf_counter
 
 import torch
@@ -20,6 +19,7 @@ from pensieve.clock import WallClock
 from pensieve.errors import EngineMissing, WorkerError
 from pensieve.plan import Copy, Row, Sample, StepPlan
 from pensieve.specs import ModelSpec
+from pensieve.statistics import median
 from pensieve.worker.torch.kv_tensors import KvTensors
 from pensieve.worker.torch.model import LoadedModel
 from pensieve.worker.torch.transfers.choice import Copying, CopyWay, choose_copying

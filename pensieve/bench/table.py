@@ -37,11 +37,12 @@ def cells(result: Result, measured: Measured, first: bool = True) -> tuple[str, 
     limit = _number(case.floor)
     if not measured.values:
         return (name, backend, NONE, "", case.unit, limit, NONE, NONE, measured.error or "")
-    low, high = measured.spread
+    low, high = measured.interval or (None, None)
     ratio = f"{measured.value / case.floor:.2f}" if case.floor else NONE
     shown = [figure for figure in measured.figures if figure.shown]
     beside = ", ".join(f"{f.name.replace('_', ' ')} {f.remark}{_number(f.value)} {f.unit}".rstrip() for f in shown)
-    spread, against = f"{_number(low)}..{_number(high)}", _against_peers(result, measured)
+    spread = NONE if low is None else f"{_number(low)}..{_number(high)}"
+    against = _against_peers(result, measured)
     return (name, backend, _number(measured.value), spread, case.unit, limit, ratio, against, beside)
 
 

@@ -20,6 +20,8 @@ class Residency:
     """Where the history of an admitted prompt was, in tokens, before its plan changed anything.
 
     gpu_hit + cpu_hit + recomputed = history; history + new = prompt; shared_hit <= new.
+    elsewhere: at most so many leading tokens were in another conversation before, whose blocks may serve this one; anywhere:
+    the same of any conversation, this one included. None: not known. They say what could have hit, not what did.
     """
 
     prompt: int
@@ -27,6 +29,8 @@ class Residency:
     gpu_hit: int
     cpu_hit: int
     shared_hit: int = 0
+    elsewhere: int | None = None
+    anywhere: int | None = None
 
     @property
     def recomputed(self) -> int:
@@ -211,6 +215,11 @@ class CacheManager(ABC):
 
     def set_cost_model(self, cost: CostModel, layers: int, batch_tokens: int) -> None:
         """What the machine takes to compute and to load; told once, before the first request."""
+        return None
+
+    def watch_content(self) -> None:
+        """From now on say of each prompt what could be found of it in other conversations (Residency.elsewhere, anywhere),
+        where they can share; told before the first request, if at all."""
         return None
 
     def open(self, name: str, now_s: float) -> Session:

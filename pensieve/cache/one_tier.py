@@ -6,6 +6,8 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from pensieve.cache.base import Admission, CacheManager, Residency
+from pensieve.cache.block_hash import HashChain
+from pensieve.cache.content import SeenContent
 from pensieve.plan import Copy
 from pensieve.request import TokenArray
 from pensieve.session import Session
@@ -14,8 +16,14 @@ from pensieve.session import Session
 class OneTier(CacheManager):
     """A subclass says what a prompt finds (`_occupy`), how its work follows from that, and what becomes of it afterwards."""
 
+    partial_hits: bool
+    """A prompt can find part of a block; if not, full blocks only."""
+
     def __init__(self, chunk_tokens: int, gpu_blocks: int) -> None:
         super().__init__(chunk_tokens, gpu_blocks, cpu_blocks=0)
+        self._chains: dict[int, HashChain] = {}
+        self._seen: SeenContent | None = None
+        self._unnoted: dict[int, Session] = {}  # conversations that have run since they were noted last
 
     @abstractmethod
     def _occupy(self, session: Session, now_s: float) -> int:
@@ -24,6 +32,22 @@ class OneTier(CacheManager):
 
     @abstractmethod
     def _admission(self, session: Session, residency: Residency, found: int) -> Admission: ...
+
+    def truncate(self, session: Session, length: int, computed: int | None = None) -> None:
+        self._note(session)
+        self._unnoted.pop(session.number, None)
+        session.rollback(length, computed)
+        self._chains[session.number].cut(length)
+        if self._seen is not None:
+            self._seen.cut(session.number, length // self.chunk_tokens)
+
+    def open(self, name: str, now_s: float) -> Session:
+        session = super().open(name, now_s)
+        self._chains.setdefault(session.number, HashChain(self.chunk_tokens))
+        return session
+
+    def watch_content(self) -> None:
+        self._seen = SeenContent()
 
     @property
     def outgoing(self) -> int:
@@ -35,9 +59,10 @@ class OneTier(CacheManager):
         if keep < len(session.tokens):
             self.truncate(session, keep)
         session.extend(suffix)
+        elsewhere, anywhere = self._findable(session)
         found = self._occupy(session, now_s)
         hit = min(found, history)
-        return self._admission(session, Residency(prompt, history, hit, 0, found - hit), found)
+        return self._admission(session, Residency(prompt, history, hit, 0, found - hit, elsewhere, anywhere), found)
 
     def resume(self, session: Session, now_s: float) -> Admission:
         length = len(session.tokens)
@@ -66,3 +91,27 @@ class OneTier(CacheManager):
 
     def collected(self, step: int) -> None:
         return None
+
+    # -- how --------------------------------------------------------------------------------------------------------
+
+    def _findable(self, session: Session) -> tuple[int | None, int | None]:
+        """At most so many leading tokens of its prompt were in another conversation, and in any, up to this moment."""
+        if self._seen is None:
+            return None, None
+        for other in list(self._unnoted.values()):
+            self._note(other)
+            if not other.running:
+                del self._unnoted[other.number]
+        size, length = self.chunk_tokens, len(session.tokens)
+        blocks = self._chains[session.number].upto(session.tokens, length)
+        counts = self._seen.elsewhere(session.number, blocks), self._seen.anywhere(blocks)
+        self._note(session)
+        self._unnoted[session.number] = session
+        partial = size - 1 if self.partial_hits else 0
+        elsewhere, anywhere = (min(count * size + partial, length - 1) for count in counts)
+        return elsewhere, anywhere
+
+    def _note(self, session: Session) -> None:
+        if self._seen is not None:
+            blocks = self._chains[session.number].upto(session.tokens, len(session.tokens))
+            self._seen.note(session.number, blocks)

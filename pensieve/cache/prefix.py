@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from pensieve.cache.base import Admission, Demand, Residency, Run
-from pensieve.cache.block_hash import BlockHash, HashChain
+from pensieve.cache.block_hash import BlockHash
 from pensieve.cache.one_tier import OneTier
 from pensieve.cache.pool import BlockPool
 from pensieve.eviction.base import EvictionPolicy
@@ -26,11 +26,11 @@ class PrefixCache(OneTier):
     """
 
     shares = True
+    partial_hits = False
 
     def __init__(self, *, policy: EvictionPolicy, chunk_tokens: int, gpu_blocks: int, cpu_blocks: int = 0) -> None:
         super().__init__(chunk_tokens, gpu_blocks)
         self.gpu = BlockPool(gpu_blocks)
-        self._chains: dict[int, HashChain] = {}
         self._tables: dict[int, list[int]] = {}  # conversation -> blocks, while a request of it runs
         self._computed: dict[int, int] = {}  # conversation -> positions with KV in its table
         self._references: dict[int, int] = {}
@@ -48,11 +48,6 @@ class PrefixCache(OneTier):
 
     def free_blocks(self) -> tuple[set[int], set[int]]:
         return self.gpu.free_blocks(), set()
-
-    def open(self, name: str, now_s: float) -> Session:
-        session = super().open(name, now_s)
-        self._chains.setdefault(session.number, HashChain(self.chunk_tokens))
-        return session
 
     def demand(self, session: Session, keep: int, length: int) -> Demand:
         """What other conversations share is not counted: it may only make the admission cheaper."""
@@ -102,10 +97,6 @@ class PrefixCache(OneTier):
         for start, stop in written:
             for block in table[start // size : ceil_div(stop, size)]:
                 self._unregister(block)
-
-    def truncate(self, session: Session, length: int, computed: int | None = None) -> None:
-        session.rollback(length, computed)
-        self._chains[session.number].cut(length)
 
     def forget(self, session: Session) -> None:
         for name in self._chains[session.number].upto(session.tokens, len(session.tokens)):

@@ -44,6 +44,7 @@ class SlotCache(OneTier):
     """
 
     grows = False
+    partial_hits = True
 
     def __init__(
         self,
@@ -110,17 +111,13 @@ class SlotCache(OneTier):
         slot = self._slot_of[session.number]
         del slot.tokens[min((start for start, _ in written), default=len(slot.tokens)) :]
 
-    def truncate(self, session: Session, length: int, computed: int | None = None) -> None:
-        """The slot keeps its tokens: they match or they do not."""
-        session.rollback(length, computed)
-
     def forget(self, session: Session) -> None:
         for slot in self.slots:
             held = min(len(slot.tokens), len(session.tokens))
             if slot.session is None and held and slot.tokens[:held] == session.tokens[:held]:
                 slot.tokens = tokens_of([])
         self.truncate(session, 0)
-        del self.sessions[session.name]
+        del self.sessions[session.name], self._chains[session.number]
 
     def check(self) -> None:
         for slot in self.slots:

@@ -286,7 +286,7 @@ def residency_of(session: Session, keep: int, prompt: int, known: int | None, ch
         on_gpu = min(chunk.gpu_len, left)
         gpu_hit += on_gpu
         cpu_hit += max(0, min(chunk.cpu_len, left) - on_gpu)
-    return Residency(prompt, history, gpu_hit, cpu_hit)
+    return Residency(prompt, history, gpu_hit, cpu_hit, elsewhere=0, anywhere=history)
 
 
 def missing_runs(session: Session, length: int, chunk_tokens: int, cpu_too: bool = False) -> tuple[Run, ...]:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from pensieve.results.store import ResultsStore
 from pensieve.results.summary import REFERENCE, Comparison, ComparisonRow, OutputCheck, compare
-from pensieve.statistics import PairedRatio
+from pensieve.statistics import FEWEST_GROUPS, PairedRatio
 
 NONE = "–"
 
@@ -99,10 +99,11 @@ def _outputs_notes(rows: Sequence[ComparisonRow]) -> list[str]:
         )
     problems = {check.problem for _, check in checked if check.problem and check.problem != "simulated"}
     notes += [f"Outputs were not compared everywhere: {problem.rstrip('.')}." for problem in sorted(problems)]
-    if any(row.last_speedup for row in rows):
+    speedups = [row.last_speedup for row in rows if row.last_speedup]
+    if speedups:
         notes.append(
             f"{REFERENCE} / this: how many times longer {REFERENCE} takes to the first token, at each conversation's last "
-            "turn, paired by seed and conversation, with the 95 % interval."
+            f"turn, paired by seed and conversation{_interval_note(speedups)}."
         )
     bounds = {row.baseline: row.bound_hit_rate for row in rows if row.bound_hit_rate is not None}
     if bounds and len(rows) == len({row.baseline for row in rows}):  # several groups: it is in the database
@@ -111,6 +112,17 @@ def _outputs_notes(rows: Sequence[ComparisonRow]) -> list[str]:
             f"Offline bound, the most that GPU and CPU hits could have come to with this capacity, in %: {named}."
         )
     return notes
+
+
+def _interval_note(ratios: Sequence[PairedRatio]) -> str:
+    """What the brackets are, and what n counts where there are none."""
+    several = any(ratio.n_seeds > 1 for ratio in ratios)
+    over = "" if several else " over the conversations of one seed"
+    notes = [f", with the 95 % interval{over}"] if any(ratio.ci_low is not None for ratio in ratios) else []
+    if any(ratio.ci_low is None for ratio in ratios):
+        unit = "seeds" if several else "conversations of one seed"
+        notes.append(f"; n counts {unit}, no interval below {FEWEST_GROUPS}")
+    return "".join(notes)
 
 
 def _number(value: float | None) -> str:
@@ -128,6 +140,6 @@ def _ratio(ratio: PairedRatio | None, is_reference: bool) -> str:
     if ratio is None:
         return "1" if is_reference else NONE
     if ratio.ci_low is None or ratio.ci_high is None:
-        return f"{ratio.ratio:.2f} (n = {ratio.n}, no interval)"
+        return f"{ratio.ratio:.2f}, n = {ratio.groups}"
     digits = 2 if ratio.ci_high < 10 else 1
     return f"{ratio.ratio:.{digits}f} [{ratio.ci_low:.{digits}f}, {ratio.ci_high:.{digits}f}]"

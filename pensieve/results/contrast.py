@@ -13,9 +13,8 @@ from pensieve.results.schema import Trial
 from pensieve.results.selection import differences, flat
 from pensieve.results.store import ResultsStore
 from pensieve.results.summary import measured_turns
-from pensieve.statistics import paired_ratio
+from pensieve.statistics import has_interval, paired_ratio
 
-FEWEST_SEEDS = 5
 UNEQUAL_RATE = 0.05
 BY_SESSION = ("ttft_ms", "latency_ms", "normalized_latency_ms", "queue_ms")
 """Latencies whose mean is compared conversation by conversation; all else is one value a trial."""
@@ -83,7 +82,7 @@ def contrast(store: ResultsStore, a: Sequence[Trial], b: Sequence[Trial], allow_
             notes.append(f"{name + ': ' if name else ''}{unequal}")
         rows += found
     if len({trial.seed for trial in (*a, *b)}) == 1:
-        notes.append("One seed: the intervals are over its conversations and say nothing about other seeds.")
+        notes.append("One seed: intervals are over its conversations and say nothing about other seeds.")
     return Contrasts(rows, [note for note in notes if note])
 
 
@@ -178,9 +177,9 @@ def _row(group: str, name: str, label: str, unit: str, a: Values, b: Values, n_u
     if positive or (mean_b > 0 and mean_a >= 0):
         found = paired_ratio(a, b, of="pairs" if positive else "means")
         ratio = found.ratio
-        if n_unit == "conversations" or seeds >= FEWEST_SEEDS:
+        if n_unit == "conversations" or has_interval(seeds):
             low, high = found.ci_low, found.ci_high
-    verdict = _verdict(name, mean_a, mean_b, low, high, len(a))
+    verdict = _verdict(name, mean_a, mean_b, low, high, seeds if seeds > 1 else len(a))
     return Contrast(group, name, label, unit, mean_a, mean_b, ratio, low, high, len(a), n_unit, verdict)
 
 

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import fmean, median_low
+from statistics import fmean
 from typing import Any
 
 from sqlalchemy import Row
@@ -17,7 +17,7 @@ from pensieve.request import is_measured
 from pensieve.results.schema import Trial
 from pensieve.results.store import TURN_COLUMNS, JobResult, ResultsStore
 from pensieve.results.summary import axis_value, varying_axes
-from pensieve.statistics import nearest_rank
+from pensieve.statistics import median, nearest_rank
 
 TRIAL_COLUMNS = ("trial_id", "model", "baseline", "eviction", "cache", "workload", "hardware", "seed", "repeat")
 NOTES = {
@@ -101,8 +101,8 @@ def baseline_report(store: ResultsStore, jobs: Sequence[JobResult]) -> dict[str,
     return {
         "baseline": trial.baseline,
         "model_id": (trial.config.get("model") or {}).get("hub_id") or trial.model,
-        "prompt_tokens": median_low(prompts) if prompts else None,
-        "new_tokens": median_low([run["tokens_generated"] for run in runs]) if runs else None,
+        "prompt_tokens": int(median(prompts)) if prompts else None,
+        "new_tokens": int(median([run["tokens_generated"] for run in runs])) if runs else None,
         "batch_size": _most_at_once(served),
         "runs": runs,
         "aggregates": {

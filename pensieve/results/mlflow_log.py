@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from math import ceil
 from pathlib import Path
-from statistics import median
 from typing import Any, ParamSpec, TypeVar
 
 from filelock import FileLock
@@ -30,6 +29,7 @@ from pensieve.request import is_measured
 from pensieve.results.identity import counts_for_sweep
 from pensieve.results.schema import Sweep, Trial
 from pensieve.results.store import ResultsStore
+from pensieve.statistics import median
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from sqlalchemy import Row
@@ -18,7 +18,8 @@ from pensieve.request import is_measured
 from pensieve.results.schema import Sweep, Trial
 from pensieve.results.store import JobResult, ResultsStore
 from pensieve.results.tokens import TokenComparison, compare_tokens
-from pensieve.statistics import PairedRatio, paired_ratio
+from pensieve.results.window_notes import window_notes
+from pensieve.statistics import PairedRatio, median, paired_ratio
 
 REFERENCE = "stateless"
 FIFTH = 4  # turns after the first one
@@ -248,6 +249,7 @@ def _notes(sweep: Sweep, jobs: Sequence[JobResult], preparing: int) -> list[str]
         notes.append(budgets)
     if preparing:
         notes.append(f"{preparing:,} warm-up turns are left out of all columns.")
+    notes += window_notes(trials)
     note = _nothing_evicted(jobs)
     if note:
         notes.append(note)

@@ -192,6 +192,7 @@ class Scheduler:
             record.gpu_hit_tokens, record.cpu_hit_tokens = residency.gpu_hit, residency.cpu_hit
             record.recomputed_tokens, record.new_tokens = residency.recomputed, residency.new
             record.shared_hit_tokens = residency.shared_hit
+            record.elsewhere_tokens, record.anywhere_tokens = residency.elsewhere, residency.anywhere
             record.cpu_recomputed_tokens = admission.cpu_recomputed_tokens
         cache.unmark_waiting(session, now_s)
         sequence.set_work(admission.work)

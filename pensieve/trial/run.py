@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from pensieve.baselines.base import System
+from pensieve.baselines.engine_system import EngineSystem
 from pensieve.bound import bound_metrics
 from pensieve.compose import (
     TrialConfig,
@@ -226,6 +227,8 @@ def _run(
         try:
             raise_if_interrupted()
             started = system.start()
+            if isinstance(system, EngineSystem):
+                system.watch_content()
             deadline.check()
             tracking.store.set_trial(trial_id, **_effective(system, plan, described, started))
             sampler = DeviceSampler(tracking.store, trial_id, meter_of(plan.device), system.clock)

@@ -5,17 +5,17 @@ import pytest
 from pensieve.bench.case import Case, Measured, Result
 
 
-def test_the_value_is_the_median_and_the_spread_holds_it() -> None:
+def test_the_value_is_the_median_and_five_have_no_interval() -> None:
     measured = Measured("ours", [5.0, 1.0, 2.0, 4.0, 100.0])
     assert measured.value == 4.0
-    assert measured.spread == (1.0, 100.0)  # five values: not even all of them give 95 %
+    assert measured.interval is None  # not even lowest and highest give 95 %
 
 
 @pytest.mark.parametrize(("n", "outer"), [(6, 0), (8, 0), (9, 1), (12, 2), (25, 7)])
-def test_the_spread_is_the_narrowest_pair_of_order_statistics_with_95_percent(n: int, outer: int) -> None:
+def test_the_interval_is_the_narrowest_pair_of_order_statistics_with_95_percent(n: int, outer: int) -> None:
     """outer: of a table of the sign test at 5 % (two-sided), how many values are left out at each end."""
     values = [float(i) for i in range(n)]
-    assert Measured("ours", values).spread == (values[outer], values[n - 1 - outer])
+    assert Measured("ours", values).interval == (values[outer], values[n - 1 - outer])
 
 
 def test_a_case_without_limit_or_peer_says_what_is_missing() -> None:

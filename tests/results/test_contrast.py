@@ -43,12 +43,12 @@ def contrasts(store, a="baseline=pensieve", b="baseline=stateless"):
 
 def test_latencies_are_paired_by_seed_and_conversation():
     store = ResultsStore(MEMORY)
-    fill(store)
+    fill(store, seeds=5)
     rows, notes = contrasts(store)
     row = rows["", "ttft_ms_mean", ""]
     assert row.ratio == pytest.approx(0.5)
     assert (row.ci_low, row.ci_high) == pytest.approx((0.5, 0.5))
-    assert (row.n, row.n_unit, row.verdict) == (12, "conversations", "A is better")
+    assert (row.n, row.n_unit, row.verdict) == (20, "conversations", "A is better")
     assert row.b == pytest.approx(2 * row.a)
     assert "baseline (pensieve in A, stateless in B)" in notes[0]
     back, _ = contrasts(store, "baseline=stateless", "baseline=pensieve")
@@ -133,14 +133,14 @@ def test_what_figures_refuse_is_not_compared(changed, what):
 def test_no_trial_takes_anothers_place():
     """Two versions of the code in one side: whichever came last would decide the verdict."""
     store = ResultsStore(MEMORY)
-    fill(store, slow=2.0)
+    fill(store, slow=2.0, seeds=5)
     for trial in select_trials(store, "baseline=stateless"):
         store.set_trial(trial.id, code_hash="older", fingerprint=f"older {trial.id}")
-    fill(store, slow=0.5)
+    fill(store, slow=0.5, seeds=5)
     with pytest.raises(MixedPanel, match="different versions of the code"):
         contrasts(store, b="baseline=stateless")
     sides = [select_trials(store, f"baseline={name}") for name in ("pensieve", "stateless")]
-    with pytest.raises(MixedPanel, match="B has trials 2 and 8 of the same configuration, seed and repeat"):
+    with pytest.raises(MixedPanel, match="B has trials 2 and 12 of the same configuration, seed and repeat"):
         contrast(store, *sides, allow_mixed=True)
     rows, _ = contrasts(store, "baseline=pensieve", "baseline=stateless,code_hash=d")
     assert rows["", "ttft_ms_mean", ""].verdict == "B is better"

@@ -18,7 +18,7 @@ Turns = Callable[[int], Sequence[TurnRecord]]
 
 def sweep(
     turns: Mapping[str, Turns],
-    seeds: int = 3,
+    seeds: int = 5,
     metrics: Mapping[str, Callable[[int], dict[str, float]]] | None = None,
     axis: str | None = None,
     values: Sequence[Any] = (None,),

@@ -21,7 +21,7 @@ def test_speedup_is_theirs_over_ours_at_a_turn(turn_, expected):
     found = measure(both(), "speedup", theirs="stateless", turn=turn_)
     assert found.value == pytest.approx(expected)
     assert (found.ci_low, found.ci_high) == (pytest.approx(expected), pytest.approx(expected))
-    assert (found.n, found.seeds, found.trial_ids) == (12, 3, (1, 2, 3, 4, 5, 6))
+    assert (found.n, found.seeds, found.trial_ids) == (20, 5, tuple(range(1, 11)))
 
 
 def test_speedup_over_all_turns_is_of_each_conversations_mean():
@@ -44,7 +44,7 @@ def test_speedup_takes_the_turns_that_both_have_and_none_of_the_warm_up():
         )
 
     found = measure(both(ours, theirs), "speedup", theirs="stateless", turn="last")
-    assert (found.value, found.n) == (pytest.approx(5.0), 3)
+    assert (found.value, found.n) == (pytest.approx(5.0), 5)
 
 
 def test_speedup_of_a_label_and_of_a_phase():
@@ -82,7 +82,7 @@ def test_extreme_speedup_names_its_turn_and_leaves_out_thin_ones():
     highest = measure(store, "extreme_speedup", theirs="stateless", which="highest")
     assert (highest.value, highest.about) == (pytest.approx(1000.0), "at turn 4")
     with pytest.raises(MissingSeries, match="fewer than two turns"):
-        measure(store, "extreme_speedup", theirs="stateless", which="highest", fewest=13)
+        measure(store, "extreme_speedup", theirs="stateless", which="highest", fewest=21)
 
 
 def test_label_ratio_is_within_a_baseline():
@@ -95,19 +95,19 @@ def test_label_ratio_is_within_a_baseline():
         )
 
     found = measure(sweep({"pensieve": turns}), "label_ratio", of="reason", to="reflect")
-    assert (found.value, found.n) == (pytest.approx(8.0), 9)
+    assert (found.value, found.n) == (pytest.approx(8.0), 15)
 
 
 def test_turn_mean_and_percentile():
     def turns(seed):
         return numbered(turn(f"s{i}", 1, 1.0, latency_ms=10.0 * (i + 1)) for i in range(10))
 
-    store = sweep({"pensieve": turns})
+    store = sweep({"pensieve": turns}, seeds=1)
     mean = measure(store, "turn_mean", column="latency_ms")
     assert mean.value == pytest.approx(55.0)
     assert mean.ci_low < 55.0 < mean.ci_high
     p90 = measure(store, "turn_percentile", column="latency_ms", p=0.9)
-    assert (p90.value, p90.n, p90.n_unit) == (90.0, 30, "turns")
+    assert (p90.value, p90.n, p90.n_unit) == (90.0, 10, "turns")
     with pytest.raises(MissingSeries):
         measure(store, "turn_mean", column="latency_ms", label="reason")
 
@@ -148,14 +148,14 @@ def probes(hit=10.0, miss=(30.0, 40.0), streamed=0.3):
 
 def test_miss_penalty_is_of_the_means_in_percent():
     found = measure(sweep({"pensieve": probes(streamed=0.0)}), "miss_penalty_pct")
-    assert (found.value, found.n, found.n_unit) == (pytest.approx(250.0), 6, "rounds")
+    assert (found.value, found.n, found.n_unit) == (pytest.approx(250.0), 10, "rounds")
     with pytest.raises(MissingSeries, match="a hit and of a miss"):
         measure(sweep({"pensieve": talk(1.0)}), "miss_penalty_pct")
 
 
 def test_streaming_difference_is_paired():
     found = measure(sweep({"pensieve": probes(streamed=0.3)}), "streaming_difference")
-    assert (found.value, found.ci_low, found.n) == (pytest.approx(0.3), pytest.approx(0.3), 12)
+    assert (found.value, found.ci_low, found.n) == (pytest.approx(0.3), pytest.approx(0.3), 20)
     with pytest.raises(MissingSeries, match="with and without streaming"):
         measure(sweep({"pensieve": talk(1.0)}), "streaming_difference")
 
@@ -188,7 +188,6 @@ def test_r_squared_of_a_line_is_one_and_of_a_bend_is_not():
 def test_fishers_interval_of_a_published_example():
     low, high = fisher_interval(0.25, 103)  # r = 0.5, n = 103: [0.339, 0.632]
     assert (low**0.5, high**0.5) == (pytest.approx(0.3393, abs=1e-3), pytest.approx(0.6324, abs=1e-3))
-    assert fisher_interval(0.9, 3) == (None, None)
     assert fisher_interval(1.0, 30) == (1.0, 1.0)
 
 
@@ -292,9 +291,12 @@ def test_cases_of_a_benchmark_are_paired_by_repetition():
         {"decode 1": [10.0, 20.0, 30.0], "decode 8": [10.0, 20.0, 30.0], "prefill": [10.0]},
     )
     found = measure(store, "case_excess_pct", theirs="stateless", case="decode*")
-    assert (found.value, found.ci_low, found.ci_high) == tuple(pytest.approx(10.0) for _ in range(3))
+    assert (found.value, found.ci_low) == (pytest.approx(10.0), None), "two cases are too few for an interval"
     assert (found.n, found.seeds, found.about) == (6, 1, "2 cases")
     assert measure(store, "case_excess_pct", theirs="stateless", case="prefill").value == pytest.approx(800.0)
+    five = bench({"decode": [11.0, 22.0, 33.0, 44.0, 55.0]}, {"decode": [10.0, 20.0, 30.0, 40.0, 50.0]})
+    found = measure(five, "case_excess_pct", theirs="stateless")
+    assert (found.value, found.ci_low, found.ci_high) == tuple(pytest.approx(10.0) for _ in range(3))
     with pytest.raises(MissingSeries, match="no case swap has repetitions"):
         measure(store, "case_excess_pct", theirs="stateless", case="swap")
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from statistics import NormalDist, fmean
+from statistics import fmean
+
+from scipy import stats
 
 from pensieve.results.claims.measures.sides import Pairs, Sides, missing, of_ratio, value_of
 from pensieve.results.claims.verdict import Measured
@@ -53,19 +55,18 @@ def r_squared(sides: Sides, x: str = "recomputed_tokens", y: str = "ttft_ms", fe
     line = fit_line(points)
     if line.r_squared is None:
         raise missing(f"all {y} are equal")
-    low, high = fisher_interval(line.r_squared, len(points))
+    due = line.slope.ci_low is not None
+    low, high = fisher_interval(line.r_squared, len(points)) if due else (None, None)
     slope = f"slope {line.slope.value:.3g} ms a token"
     return Measured(line.r_squared, low, high, line.n, "turns", line.groups, sides.trial_ids, slope)
 
 
-def fisher_interval(r_squared: float, n: int) -> tuple[float | None, float | None]:
+def fisher_interval(r_squared: float, n: int) -> tuple[float, float]:
     """95 % interval of a squared correlation of n independent points, by Fisher's transformation of its root."""
-    if n < 4:
-        return None, None
     r = math.sqrt(min(max(r_squared, 0.0), 1.0))
     if r == 1.0:
         return 1.0, 1.0
-    half = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2) / math.sqrt(n - 3)
+    half = float(stats.norm.ppf(0.5 + CONFIDENCE / 2)) / math.sqrt(n - 3)
     return max(0.0, math.tanh(math.atanh(r) - half)) ** 2, math.tanh(math.atanh(r) + half) ** 2
 
 

@@ -8,9 +8,7 @@ from dataclasses import replace
 from pensieve.results.claims.measures.sides import Pairs, Sides, missing, of_ratio
 from pensieve.results.claims.verdict import Measured
 from pensieve.results.schema import Trial
-from pensieve.statistics import paired_ratio
-
-FEWEST_SEEDS = 5
+from pensieve.statistics import has_interval, paired_ratio
 
 
 def metric_ratio(sides: Sides, name: str, label: str = "") -> Measured:
@@ -20,11 +18,11 @@ def metric_ratio(sides: Sides, name: str, label: str = "") -> Measured:
 
 
 def of_seeds(ours: Pairs, theirs: Pairs, sides: Sides, otherwise: str) -> Measured:
-    """Ratio of what each seed has once; fewer than FEWEST_SEEDS seeds give no interval."""
+    """Ratio of what each seed has once; repeats of too few seeds give no interval."""
     if not ours.keys() & theirs.keys():
         raise missing(otherwise)
     found = of_ratio(paired_ratio(ours, theirs), sides, "trials")
-    return found if found.seeds >= FEWEST_SEEDS else replace(found, ci_low=None, ci_high=None)
+    return found if has_interval(found.seeds) else replace(found, ci_low=None, ci_high=None)
 
 
 def _values(sides: Sides, trials: Sequence[Trial], name: str, label: str) -> Pairs:
