@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -9,12 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from analysis.drawing.provenance import Provenance, trace
-from pensieve.errors import MissingSeries
+from pensieve.errors import ConfigError, MissingSeries
 from pensieve.results.schema import Sweep, Trial
 from pensieve.results.store import JobResult, ResultsStore
 from pensieve.results.summary import axis_value, measured_turns, varying_axes
+from pensieve.units import parse_capacity
 
 DEFAULT_COMMAND = "python runners/run.py -m"
+NO_VALUE = "None"  # how a field that is null reads in a trial's configuration
 
 BySession = dict[tuple[int, str], list[float]]
 """(seed, "session/repeat") -> values of its turns: what an interval resamples, seeds first, then conversations."""
@@ -197,10 +200,8 @@ class Source:
         text = str({key.lstrip("+"): value for key, value in self.sweep.overrides.items()}.get(axis, ""))
         if "(" in text:  # range(...), choice(...): what they come to is seen in the trials
             return []
-        values = (
-            re.sub(r"\\(.)", r"\1", value).strip().strip("\"'") for value in text.split(",")
-        )  # Hydra escapes blanks
-        return [value for value in values if value]
+        values = (re.sub(r"\\(.)", r"\1", value).strip() for value in text.split(","))  # Hydra escapes blanks
+        return [_configured(value) for value in values if value]
 
     def _groups(
         self, jobs: Sequence[JobResult], along: Sequence[str]
@@ -225,20 +226,49 @@ def open_source(
 
 
 def number(value: str) -> float | None:
-    """The number that a swept value is or begins with ("0.5", "768 tokens", "2GiB" as 2 of its unit); None for a name."""
-    found = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?(?:e-?\d+)?)\s*([A-Za-z]*)\s*", value)
-    if found is None:
-        return None
-    scale = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tib": 2**40, "tb": 1e12}
-    return float(found[1]) * scale.get(found[2].lower(), 1)
+    """What a swept value comes to: a number as it is, a size ("2 ktokens", "1GiB") in tokens or bytes; None for a name."""
+    found = _size(value)
+    return found[1] if found else None
 
 
 def in_order(values: Mapping[str, Any] | Sequence[str]) -> list[str]:
-    """Ascending where all are numbers, else as given."""
-    numbers = {value: number(value) for value in values}
-    if any(found is None for found in numbers.values()):
-        return list(numbers)
-    return sorted(numbers, key=lambda value: numbers[value] or 0.0)
+    """Ascending where all that are given are numbers, or all are sizes in one unit, and what is not given (null) last;
+    else as given."""
+    sizes = {value: _size(value) for value in values}
+    known = [size for value, size in sizes.items() if value != NO_VALUE]
+    units = {size[0] for size in known if size and size[1]}  # nothing is as much in bytes as it is in tokens
+    if any(size is None for size in known) or len(units) > 1:
+        return list(sizes)
+    return sorted(sizes, key=lambda value: size[1] if (size := sizes[value]) else math.inf)
+
+
+def _configured(value: str) -> str:
+    """How a value of the command line reads in a trial's configuration: null, true, 0.50 and 1e3 are not kept as typed."""
+    if value[0] in "\"'":
+        return value.strip(value[0])
+    known = {"null": NO_VALUE, "true": "True", "false": "False"}
+    if value.lower() in known:
+        return known[value.lower()]
+    for kind in (int, float):
+        try:
+            return str(kind(value))
+        except ValueError:
+            continue
+    return value
+
+
+def _size(value: str) -> tuple[str, float] | None:
+    """Its unit ("", "tokens" or "bytes") and how many; None for a name."""
+    try:
+        plain = float(value)
+        return ("", plain) if math.isfinite(plain) else None
+    except ValueError:
+        pass
+    try:
+        capacity = parse_capacity(value)
+    except ConfigError:
+        return None
+    return ("tokens", capacity.tokens) if capacity.tokens is not None else ("bytes", capacity.bytes or 0)
 
 
 def _place(job: JobResult, along: Sequence[str]) -> tuple[str, ...]:
