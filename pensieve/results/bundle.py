@@ -38,7 +38,8 @@ if [ -z "${{PYTHON:-}}" ]; then
     PYTHON=.venv/bin/python
 fi
 PENSIEVE_OUTPUTS="$PWD/outputs"
-export PENSIEVE_OUTPUTS
+PYTHONPATH="$PWD"  # the code of the bundle, not one that is installed here
+export PENSIEVE_OUTPUTS PYTHONPATH
 {command}
 """
 

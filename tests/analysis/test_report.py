@@ -2,10 +2,9 @@
 
 import pytest
 
-from analysis import figures, report
-from analysis.drawing import command_line
-from analysis.drawing.source import open_source
+from analysis import registry, report
 from analysis.page import outcomes, particulars
+from analysis.sweep import open_source
 from pensieve.errors import MissingSeries
 from pensieve.results import mlflow_log
 from pensieve.results.claims import recorded_claims
@@ -37,7 +36,7 @@ def outputs(tmp_path, monkeypatch):
 @pytest.fixture
 def without_figures(monkeypatch):
     """They take a second each."""
-    monkeypatch.setattr(figures, "FIGURES", ())
+    monkeypatch.setattr(registry, "FIGURES", {})
 
 
 def verdicts(store, sweep):
@@ -85,12 +84,12 @@ def test_again_replaces_the_verdicts_of_the_sweep_and_swapping_the_baselines_fli
 
 
 def test_a_figure_that_cannot_be_drawn_is_a_line_with_the_command(outputs, monkeypatch):
-    def draw(source, folder):
+    def draw(source):
         raise MissingSeries("Sweep 1 has no completed trial of baseline vllm; run `some command`.")
 
-    broken = command_line.Figure("broken", "a thing", "some command", lambda source: True, draw)
-    other = command_line.Figure("other", "another thing", "run.py experiment=other", lambda source: False, draw)
-    monkeypatch.setattr(figures, "FIGURES", (broken, other))
+    broken = registry.Figure("broken", "Broken", "a thing", "some command", lambda source: True, draw)
+    other = registry.Figure("other", "Other", "another thing", "run.py experiment=other", lambda source: False, draw)
+    monkeypatch.setattr(registry, "FIGURES", {"broken": broken, "other": other})
     fill(open_store(outputs))
     assert report.main([]) == 0
     text = " ".join(read((outputs / "reports" / "sweep-1.html").read_text(encoding="utf-8")).text.split())

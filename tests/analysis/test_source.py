@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from analysis.drawing.source import in_order, number, open_source
+from analysis.sweep import in_order, number, open_source
 from pensieve.errors import MissingSeries
 from tests.analysis.sweeps import fill
 from tests.results.trials import add_trial, conversation_turns, open_sweep, trial_fields

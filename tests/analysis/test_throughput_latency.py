@@ -4,8 +4,8 @@ import csv
 
 import pytest
 
-from analysis import throughput_latency
-from analysis.drawing import style
+from analysis import style
+from analysis.load import throughput_latency
 from pensieve.errors import MissingSeries
 from pensieve.results.store import ResultsStore
 from tests.analysis.sweeps import answered, fill, flat

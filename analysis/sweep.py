@@ -1,26 +1,45 @@
-"""What a figure reads: the current trials of a sweep, in panels that differ in nothing but what is drawn."""
+"""What a figure reads: the current trials of a sweep, in panels that differ in nothing but what is drawn, and their turns."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from analysis.drawing.provenance import Provenance, trace
+import pandas as pd
+from sqlalchemy import select
+
+from analysis.provenance import Provenance, trace
+from analysis.results import (
+    JobResult,
+    ResultsStore,
+    Sweep,
+    SweepTrial,
+    Trial,
+    axis_value,
+    measured_turns,
+    mixtures,
+    varying_axes,
+)
 from pensieve.errors import ConfigError, MissingSeries
-from pensieve.results.schema import Sweep, Trial
-from pensieve.results.store import JobResult, ResultsStore
-from pensieve.results.summary import axis_value, measured_turns, varying_axes
 from pensieve.units import parse_capacity
 
 DEFAULT_COMMAND = "python runners/run.py -m"
 NO_VALUE = "None"  # how a field that is null reads in a trial's configuration
 
-BySession = dict[tuple[int, str], list[float]]
+ByConversation = dict[tuple[int, str], list[float]]
 """(seed, "session/repeat") -> values of its turns: what an interval resamples, seeds first, then conversations."""
+
+_TIMES = ("queue_ms", "ttft_ms", "latency_ms")
+_COUNTS = (
+    "turn", "iteration", "prompt_tokens", "output_tokens", "history_tokens", "gpu_hit_tokens", "cpu_hit_tokens",
+    "shared_hit_tokens", "recomputed_tokens", "new_tokens", "resumed_swapped_tokens", "resumed_recomputed_tokens",
+)  # fmt: skip
+_COLUMNS = ("session", "label", "phase", "stream", "status", "finish_reason", "error", *_TIMES, *_COUNTS)
+_TYPES = {**dict.fromkeys(_TIMES, "float64"), **dict.fromkeys(_COUNTS, "Int64")}  # a count may be unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +67,9 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One picture's worth. sweep: None for trials of a bench. group: the swept axes that are not drawn, with their values."""
+    """One picture's worth. group: the swept axes that are not drawn, with their values."""
 
-    sweep: Sweep | None
+    sweep: Sweep
     group: Mapping[str, str]
     cells: Sequence[Cell]
     provenance: Provenance
@@ -80,9 +99,14 @@ class Source:
     wanted: Sequence[str] = ()
     allow_mixed: bool = False
     jobs: Sequence[JobResult] = field(init=False)
+    _frames: dict[tuple[int, bool], pd.DataFrame] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.jobs = self.store.trials_of_sweep(self.sweep.id)
+
+    def of_baselines(self, names: Sequence[str]) -> Source:
+        """The same sweep with these baselines alone."""
+        return Source(self.store, self.sweep, names, self.allow_mixed)
 
     @property
     def command(self) -> str:
@@ -117,9 +141,10 @@ class Source:
     @property
     def has_turns(self) -> bool:
         """Conversations of several turns; elsewhere a turn's number means nothing."""
-        return any(
-            row.turn > 1 and row.phase == "chat" for trial in self.trials[:1] for row in self.turns(trial, "turn")
-        )
+        if not self.trials:
+            return False
+        turns = self._frame(self.trials[0], measured=True)
+        return bool(((turns["turn"] > 1) & (turns["phase"] == "chat")).any())
 
     def panels(self, *along: str) -> list[Panel]:
         """A panel for each combination of the swept axes but seed, repeat, baseline and those that are drawn `along`.
@@ -137,32 +162,35 @@ class Source:
         for group, jobs in self._groups(begun, along).items() or {(): begun}.items():
             cells = self._cells(dict(group), jobs, names, along)
             trials = [trial for cell in cells for trial in cell.trials]
-            origin = trace(self.store, self.sweep, trials, self._incomplete(), self.allow_mixed)
-            panels.append(Panel(self.sweep, dict(group), cells, origin))
+            panels.append(Panel(self.sweep, dict(group), cells, self.trace(trials, self._incomplete())))
         return panels
 
-    def turns(self, trial: Trial, *columns: str) -> Sequence[Any]:
-        """The measured, completed turns, rows with these columns as attributes."""
-        return measured_turns(self.store, trial.id, *columns)
+    def trace(self, trials: Sequence[Trial], incomplete: int = 0) -> Provenance:
+        """What numbers of these trials stand on. Raises MixedPanel where they must not stand beside each other."""
+        conversations = {key for trial in trials for key in self._frame(trial, measured=True).index.unique()}
+        return trace(self.sweep, trials, mixtures(trials), len(conversations), incomplete, self.allow_mixed)
 
-    def by_session(self, cell: Cell, columns: Sequence[str], value_of: Callable[[Any], float | None]) -> BySession:
-        """`value_of(row)` of each measured, completed turn that has one; rows have `columns` and `session`."""
-        found: BySession = defaultdict(list)
-        for trial in cell.trials:
-            for row in self.turns(trial, "session", *columns):
-                value = value_of(row)
-                if value is not None:
-                    found[trial.seed, f"{row.session}/{trial.repeat}"].append(value)
-        return dict(found)
+    def turns(self, cell: Cell, measured: bool = True) -> pd.DataFrame:
+        """The turns of a cell's trials, in order, a row each; the index is the seed and the conversation.
 
-    def latency_per_token(self, cell: Cell, phase: str | None = None) -> BySession:
-        """Normalized latency, ms: of the turns that have output, of one phase where it is given."""
+        measured: those that count, as pensieve.results says; False: also what failed, or prepared others.
+        """
+        return pd.concat([self._frame(trial, measured) for trial in cell.trials])
 
-        def value(row: Any) -> float | None:
-            known = row.latency_ms is not None and row.output_tokens and phase in (None, row.phase)
-            return row.latency_ms / row.output_tokens if known else None
-
-        return self.by_session(cell, ("latency_ms", "output_tokens"), value)
+    def _frame(self, trial: Trial, measured: bool) -> pd.DataFrame:
+        if (trial.id, measured) not in self._frames:
+            rows = (
+                measured_turns(self.store, trial.id, *_COLUMNS)
+                if measured
+                else self.store.turns_of(trial.id, *_COLUMNS)
+            )
+            frame = pd.DataFrame([row._asdict() for row in rows], columns=list(_COLUMNS)).astype(_TYPES)
+            conversations = [f"{session}/{trial.repeat}" for session in frame["session"]]
+            frame.index = pd.MultiIndex.from_arrays(
+                [[trial.seed] * len(frame), conversations], names=["seed", "conversation"]
+            )
+            self._frames[trial.id, measured] = frame
+        return self._frames[trial.id, measured]
 
     def _cells(
         self, group: Mapping[str, str], jobs: Sequence[JobResult], names: Sequence[str], along: Sequence[str]
@@ -223,6 +251,39 @@ def open_source(
     if sweep is None:
         raise MissingSeries(f"There is no sweep in the results database; run `{DEFAULT_COMMAND}` first.")
     return Source(store, sweep, wanted, allow_mixed)
+
+
+def latest_of(store: ResultsStore, workload: str) -> int | None:
+    """The id of the latest sweep with trials of a workload; None where there is none."""
+    found = (
+        select(Sweep.id)
+        .join(SweepTrial, SweepTrial.sweep_id == Sweep.id)
+        .join(Trial, Trial.id == SweepTrial.trial_id)
+        .where(Trial.workload == workload)
+        .order_by(Sweep.started_at.desc(), Sweep.id.desc())
+    )
+    with store.database.reading() as connection:
+        latest = connection.execute(found.limit(1)).scalar()
+    return None if latest is None else int(latest)
+
+
+def all_sweeps(store: ResultsStore) -> list[int]:
+    with store.database.reading() as connection:
+        return [int(one) for one in connection.execute(select(Sweep.id).order_by(Sweep.id)).scalars()]
+
+
+def by_conversation(values: pd.Series[Any]) -> ByConversation:
+    """The known values of a column, by seed and conversation, each in the order of its turns."""
+    known, found = values.dropna(), defaultdict(list)
+    for (seed, conversation), value in zip(known.index.to_list(), known.to_list(), strict=True):
+        found[seed, conversation].append(float(value))
+    return dict(found)
+
+
+def latency_per_token(turns: pd.DataFrame) -> pd.Series[Any]:
+    """Normalized latency in ms of the turns that have output."""
+    known = turns[turns["output_tokens"] > 0]
+    return known["latency_ms"] / known["output_tokens"].astype("float64")
 
 
 def number(value: str) -> float | None:
