@@ -151,7 +151,7 @@ def read_speedup(source: Source) -> Iterator[tuple[Panel, dict[str, dict[str, Pa
 )
 def hotness(source: Source) -> Iterator[Plot]:
     for panel, found in read_hotness(source):
-        picture, axes = style.new_axes(1.8)
+        picture, axes = style.new_axes(2.0)
         labels = [label for label in CLASSES if any(label in ratios for ratios in found.values())]
         apart = min(0.18, 0.6 / len(found))
         for order, (name, ratios) in enumerate(found.items()):

@@ -110,7 +110,8 @@ def _scale(axes: Axes, values: Sequence[float]) -> None:
         axes.set_xticks([0])
     elif marks.wide(moved):
         axes.set_xscale("symlog", linthresh=1.0)
-        axes.set_xticks([0, 1e3, 1e6, 1e9])
+        axes.set_xticks([0, *(tick for tick in (1e3, 1e6, 1e9) if tick <= 10 * max(moved))])
+        axes.tick_params(axis="x", labelsize=6)
         axes.xaxis.set_minor_locator(NullLocator())
     else:
         axes.xaxis.set_major_locator(MaxNLocator(3))

@@ -25,8 +25,8 @@ LOADS = {
 }
 """Fields that make a load heavier or lighter, and the label of their axis."""
 CLASS_LOADS = {
-    "workload.request_interval": "seconds between a user's requests (hot × 0.3, cold × 2.5)",
-    "workload.users": "users at once, a third of each class",
+    "workload.request_interval": "seconds between a user's requests\n(hot × 0.3, cold × 2.5)",
+    "workload.users": "users at once\n(a third of each class)",
 }
 STATISTICS = ("mean", "p90")
 COMMAND = (

@@ -89,3 +89,26 @@ def test_applying_never_raises_on_a_sweep_without_trials(store):
     store.open_sweep("key", "chat", None, "run.py -m", {}, 3, "host", None)
     source = open_source(store)
     assert not any(figure.applies(source) for figure in registry.FIGURES.values())
+
+
+def test_named_figures_are_drawn_and_the_others_are_not(outputs, drawn, capsys):
+    chat(open_store(outputs))
+    assert figures.main(["speedup", "hit_rates"]) == 0
+    assert set(drawn) == {"speedup", "hit_rates"}
+    told = capsys.readouterr()
+    assert told.out.index("average") < told.out.index("speedup.png"), "a table is printed too"
+    assert not told.err
+
+
+def test_a_name_that_does_not_apply_is_told_with_its_command_and_does_not_stop_the_others(outputs, drawn, capsys):
+    chat(open_store(outputs))
+    assert figures.main(["goodput", "speedup"]) == 1
+    assert set(drawn) == {"speedup"}
+    assert "goodput needs other trials than sweep 1 has; run `python runners/run.py" in capsys.readouterr().err
+
+
+def test_a_name_that_no_figure_has_is_answered_with_those_that_there_are(capsys):
+    assert figures.main(["speed_up"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("There is no figure speed_up; there are ")
+    assert all(name in told for name in registry.FIGURES)
