@@ -520,7 +520,7 @@ def prefix_overview(source: Source) -> Iterator[Plot]:
         for axes, (label, groups) in zip(grid, sides.items(), strict=True):
             marks.bars(axes, groups, names=axes is grid[0])
             axes.set_xlabel(label)
-            axes.locator_params(axis="x", nbins=3)
+            axes.locator_params(axis="x", nbins=2)
         yield Plot(panel, picture, lead, _summary_rows(found))
 
 

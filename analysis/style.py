@@ -52,6 +52,7 @@ COLOURS = {
     "fully_aware": "#661100",
 }
 RC = {
+    "figure.dpi": 300,  # as it is saved: letters have other widths at other resolutions
     "font.family": "DejaVu Sans",
     "font.size": 7,
     "axes.labelsize": 7.5,
@@ -167,6 +168,7 @@ def compose(figure: Figure, title: str, subtitle: str, warning: str, note: str) 
         place = (MARGIN_IN / width, 1 - (y + 0.03) / total)
         legend.set_bbox_to_anchor(place, transform=figure.transFigure)
     small.set_position((MARGIN_IN / width, MARGIN_IN / total))
+    figure.align_ylabels()
     figure.set_layout_engine("constrained", rect=(0, bottom / total, 1, height / total))
 
 
@@ -174,7 +176,7 @@ def save(figure: Figure, stem: Path) -> list[Path]:
     """PNG and PDF beside each other; returns their paths."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     paths = [stem.with_name(stem.name + suffix) for suffix in (".png", ".pdf")]
-    figure.savefig(paths[0], dpi=300)
+    figure.savefig(paths[0])
     figure.savefig(paths[1], metadata={"CreationDate": None})
     plt.close(figure)
     return paths
