@@ -14,7 +14,7 @@ OURS = {"hot": 10.0, "warm": 20.0, "cold": 40.0}
 OTHER = {"hot": 20.0, "warm": 40.0, "cold": 80.0}
 
 
-def users(store, ttft):
+def users(store, ttft, **columns):
     def turns(at, seed):
         times = ttft[at["baseline"]]
         return [
@@ -24,11 +24,11 @@ def users(store, ttft):
             for number in (1, 2)
         ]
 
-    return fill(store, {"baseline": list(ttft)}, turns, summary=True)
+    return fill(store, {"baseline": list(ttft)}, turns, summary=True, **columns)
 
 
 def test_the_speed_up_of_each_class_is_paired_with_stateless(store, drawn, tmp_path):
-    hotness.draw(users(store, {"pensieve": OURS, "stateless": STATELESS}), tmp_path)
+    hotness.draw(users(store, {"pensieve": OURS, "stateless": STATELESS}, seeds=range(5)), tmp_path)
     picture = drawn["hotness"]
     assert not picture.clipped
     assert [y for _, y in picture.lines["pensieve"]] == pytest.approx([4.0, 2.0, 1.0])

@@ -40,7 +40,7 @@ def test_degradation_pairs_the_miss_with_the_hit_of_its_round(steps):
     )  # + half of 2 ms
     assert found.ratio == pytest.approx((miss / hit - 1) * 100)
     assert found.n == ROUNDS
-    assert found.ci_low <= found.ratio <= found.ci_high
+    assert (found.ci_low, found.ci_high) == (None, None), "three rounds of one seed are too few"
 
 
 def test_streaming_overhead_is_the_difference_within_a_round(steps):

@@ -96,7 +96,7 @@ def test_names_stand_beside_their_lines_and_the_footnote_says_what_ran(store, dr
 
 def test_files_land_in_the_outputs_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
-    chat(open_store(tmp_path), {"pensieve": FAST, "stateless": SLOW})
+    chat(open_store(tmp_path), {"pensieve": FAST, "stateless": SLOW}, seeds=range(5))
     assert ttft_by_turn.main([]) == 0
     paths = [tmp_path / "figures" / f"ttft_by_turn{suffix}" for suffix in (".png", ".pdf", ".csv", ".json")]
     assert capsys.readouterr().out.split() == [str(path) for path in paths]
@@ -108,8 +108,8 @@ def test_files_land_in_the_outputs_folder(tmp_path, monkeypatch, capsys):
     last = rows[-1]
     assert float(last["ttft_ms_median"]) == pytest.approx(165.0)
     assert float(last["ci_low"]) <= 165.0 <= float(last["ci_high"])
-    assert (last["n"], last["n_seeds"], last["trials"]) == ("6", "2", "2 4")
-    assert json.loads(paths[3].read_text())["trials"] == [1, 2, 3, 4]
+    assert (last["n"], last["n_seeds"], last["trials"]) == ("15", "5", "2 4 6 8 10")
+    assert json.loads(paths[3].read_text())["trials"] == list(range(1, 11))
 
 
 def test_a_swept_field_gets_a_figure_for_each_value(store, drawn, tmp_path):
