@@ -16,11 +16,11 @@ from pensieve.units import ceil_div
 
 
 class PrefixCache(OneTier):
-    """A block is free, in use (references > 0), or idle: nobody's, but its content may hit again.
+    """A block is free, in use (references > 0), or idle: no request that runs has it, but its content may hit again.
 
     A full block that was computed is registered under the hash of all tokens up to its end. A prompt takes the longest
     chain of registered blocks, at most prompt - 1 tokens; the rest is computed into new blocks. Idle blocks are evicted
-    least recently used first, of one request the last block first, since its prefix is of use to more prompts. Only full
+    least recently used first, and of one request the last block first, since its prefix is of use to more prompts. Only full
     blocks hit: the partly filled one at the end of a turn is lost with it. There is one tier, and the eviction policy of
     the configuration has no say.
     """
