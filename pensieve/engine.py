@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from typing import Literal
 
 from pensieve.cache.base import CacheManager
 from pensieve.cache.remembered import MemoryLimits, Remembered
@@ -14,7 +15,8 @@ from pensieve.cache.session import Session
 from pensieve.clock import Clock
 from pensieve.cost.base import CostModel, predicted_s
 from pensieve.plan import StepResult
-from pensieve.request import UNNUMBERED, Event, Forced, Free, Request, TurnRecord
+from pensieve.record import Event, TurnRecord
+from pensieve.request import UNNUMBERED, Forced, Free, Request
 from pensieve.scheduler.scheduler import Scheduler, Step
 from pensieve.scheduler.sequence import Sequence
 from pensieve.scheduler.settings import SchedulerSettings
@@ -96,19 +98,7 @@ class Engine:
         known = self.cache.find(request.session)
         session = known or self.cache.open(request.session, now_s)
         session.turns += 1
-        record = TurnRecord(
-            session=request.session,
-            turn=session.turns if request.turn == UNNUMBERED else request.turn,
-            iteration=request.iteration,
-            label=request.label,
-            phase=request.phase,
-            stream=request.stream,
-            intended_s=request.intended_s,
-            arrived_s=now_s,
-            request_id=request.id,
-            h2d_bytes=0,
-            d2h_bytes=0,
-        )
+        record = TurnRecord.arrived(request, session.turns if request.turn == UNNUMBERED else request.turn, now_s)
         noise_key = request.sampling.noise_key(request.session, record.turn)
         sequence = Sequence(request, record, self._arrivals, session, noise_key)
         if isinstance(request.output, Free) and request.output.stop and self._decode_text is not None:
@@ -223,9 +213,10 @@ class Engine:
                 self._retire(sequence)
 
     def _count_copies(self, step: Step, result: StepResult) -> None:
+        column: Literal["h2d_bytes", "d2h_bytes"]
         """The bytes that the step moved, to the turns that waited for them. Blocks are equally large; of a step that failed
         nobody knows what it moved. A record does not change once it was given out."""
-        for name, copies, moved in (
+        for column, copies, moved in (
             ("h2d_bytes", step.plan.swap_in, result.h2d_bytes),
             ("d2h_bytes", step.plan.swap_out, result.d2h_bytes),
         ):
@@ -233,9 +224,8 @@ class Engine:
             for copy in copies:
                 sequence = step.copied_for.get(copy.ticket)
                 if sequence is not None and not sequence.closed:
-                    before = getattr(sequence.record, name)
-                    known = before is not None and result.error is None
-                    setattr(sequence.record, name, before + moved // blocks * len(copy.src) if known else None)
+                    count = moved // blocks * len(copy.src) if result.error is None else None
+                    sequence.record.copied(column, count)
 
     def _hand_out(self, step: Step, result: StepResult, now_s: float) -> None:
         """The tokens to their requests. A row of a request that is closed is waste: its token is dropped, and its position
@@ -248,9 +238,7 @@ class Engine:
         for sequence, _ in step.rows:
             if sequence.closed:
                 continue
-            record = sequence.record
-            record.compute_ms = (record.compute_ms or 0.0) + result.compute_ns / 1e6
-            record.transfer_ms = (record.transfer_ms or 0.0) + result.stall_ns / 1e6
+            sequence.record.step(result.compute_ns, result.stall_ns)
             assert sequence.slot is not None
             token = result.tokens.get(sequence.slot)
             if token is not None:
@@ -262,12 +250,8 @@ class Engine:
         if isinstance(output, Forced):
             token = output.tokens[sequence.generated]
         session.tokens.append(token)
-        record.token_ids.append(token)
-        record.margins.append(float("nan") if margin is None else margin)
-        record.emitted_s.append(now_s)
-        first = record.first_token_s is None
-        if first:
-            record.first_token_s = now_s
+        first = not sequence.generated
+        record.token(token, margin, now_s)
         self._events.append(Event("first_token" if first else "token", record.request_id, now_s, token))
         reason = self._finish_reason(sequence, token)
         if reason is not None:
@@ -322,8 +306,7 @@ class Engine:
     ) -> None:
         """Over for whoever asked. `_retire` or `_leave` follows, once nothing of it is in flight."""
         record = sequence.record
-        record.status, record.finish_reason, record.error = status, reason, error
-        record.close(now_s)
+        record.close(status, reason, now_s, error)
         sequence.closed = True
         self._events.append(Event("finished", record.request_id, now_s, turn=record))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pensieve.request import TurnRecord
+from pensieve.record import TurnRecord
 
 FEWEST_TURNS = 20
 STEADY_AFTER = 3  # mean conversation durations until an open load no longer remembers its empty start

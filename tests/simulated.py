@@ -15,7 +15,8 @@ from pensieve.clock import VirtualClock
 from pensieve.engine import Engine
 from pensieve.eviction.retention_value import RetentionValue
 from pensieve.plan import StepResult
-from pensieve.request import Length, Request, TurnRecord
+from pensieve.record import TurnRecord
+from pensieve.request import Length, Request
 from pensieve.scheduler.settings import SchedulerSettings
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.worker.simulated import SimulatedWorker

@@ -22,7 +22,8 @@ from pensieve.eviction.fifo import Fifo
 from pensieve.eviction.lru import Lru
 from pensieve.eviction.retention_value import RetentionValue
 from pensieve.plan import StepPlan, StepResult
-from pensieve.request import Forced, Free, Length, Request, TurnRecord, tokens_of
+from pensieve.record import TurnRecord
+from pensieve.request import Forced, Free, Length, Request, tokens_of
 from pensieve.scheduler.composition import split, unified
 from tests.simulated import MACHINE, make_engine, request, run
 

@@ -18,7 +18,8 @@ from pensieve.eviction.belady import Belady
 from pensieve.eviction.lru import Lru
 from pensieve.eviction.retention_value import RetentionValue
 from pensieve.plan import StepPlan, StepResult
-from pensieve.request import Forced, Free, Request, TurnRecord, tokens_of
+from pensieve.record import TurnRecord
+from pensieve.request import Forced, Free, Request, tokens_of
 from pensieve.scheduler.composition import split, unified
 from pensieve.worker.simulated import SimulatedWorker
 from tests.simulated import MACHINE, make_engine, request, run

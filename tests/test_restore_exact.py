@@ -14,7 +14,8 @@ from pensieve.cost.profile import Profile
 from pensieve.engine import Engine
 from pensieve.eviction.retention_value import RetentionValue
 from pensieve.plan import StepResult
-from pensieve.request import Length, Request, TurnRecord
+from pensieve.record import TurnRecord
+from pensieve.request import Length, Request
 from pensieve.scheduler.settings import SchedulerSettings
 from pensieve.worker.torch.link import Piece, copy_runs
 from pensieve.worker.torch.thread_link import ThreadLink

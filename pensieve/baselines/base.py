@@ -7,24 +7,19 @@ from typing import Any, Protocol
 
 from pensieve.clock import Clock
 from pensieve.plan import StartReport
-from pensieve.request import Event, Request
+from pensieve.record import Event
+from pensieve.request import Request
 
 __all__ = ["Capabilities", "Event", "System"]
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """virtual_time: poll moves the clock. keeps_sessions: only the new message is sent (Request.continues).
+    """keeps_sessions: only the new message is sent (Request.continues). cancels: a request can be ended before its time.
+    max_in_flight: requests it takes at once; None for no limit."""
 
-    token_ids: prompts are token ids, not text. max_in_flight: None for no limit.
-    """
-
-    virtual_time: bool = False
     keeps_sessions: bool = True
-    token_ids: bool = True
     cancels: bool = True
-    forces_output: bool = True
-    reports_cached: bool = True
     max_in_flight: int | None = None
 
 

@@ -47,7 +47,7 @@ class EngineSystem(ABC):
         limits: MemoryLimits | None = None,
     ) -> None:
         self.clock = clock
-        self.can = Capabilities(virtual_time=clock.virtual)
+        self.can = Capabilities()
         self._model, self._hardware, self._worker = model, hardware, worker
         self._make_cache, self._make_policy = cache, policy
         self._scheduler_settings = scheduler

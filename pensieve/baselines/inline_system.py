@@ -10,7 +10,8 @@ from pensieve.clock import VirtualClock
 from pensieve.cost.base import CostModel
 from pensieve.cost.roofline import Roofline
 from pensieve.plan import StartReport
-from pensieve.request import Event, Request
+from pensieve.record import Event
+from pensieve.request import Request
 
 
 class InlineSystem(EngineSystem):

@@ -13,7 +13,8 @@ from pensieve.baselines.profiling import profile_of
 from pensieve.cost.base import CostModel
 from pensieve.errors import WorkerError
 from pensieve.plan import StartReport
-from pensieve.request import Event, Request
+from pensieve.record import Event
+from pensieve.request import Request
 
 _Command = Callable[[], None]
 

@@ -12,7 +12,7 @@ from pensieve.cache.base import CacheManager
 from pensieve.clock import WallClock
 from pensieve.engine import Engine
 from pensieve.plan import StepPlan
-from pensieve.request import Event, TurnRecord
+from pensieve.record import Event, TurnRecord
 from pensieve.scheduler.sequence import Sequence
 from pensieve.scheduler.settings import SchedulerSettings
 from pensieve.worker.torch.attention import IMPLEMENTATION

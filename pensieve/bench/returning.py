@@ -14,7 +14,8 @@ from pensieve.cost.profile import Profile
 from pensieve.engine import Engine
 from pensieve.errors import WorkerError
 from pensieve.eviction.lru import Lru
-from pensieve.request import Length, Request, TurnRecord
+from pensieve.record import TurnRecord
+from pensieve.request import Length, Request
 from pensieve.scheduler.settings import SchedulerSettings
 from pensieve.units import ceil_div
 from pensieve.worker.torch.link import Link

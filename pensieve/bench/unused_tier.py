@@ -11,7 +11,8 @@ from pensieve.clock import WallClock
 from pensieve.engine import Engine
 from pensieve.errors import WorkerError
 from pensieve.eviction.retention_value import RetentionValue
-from pensieve.request import Event, Length, Request
+from pensieve.record import Event
+from pensieve.request import Length, Request
 from pensieve.scheduler.settings import SchedulerSettings
 from pensieve.units import ceil_div
 from pensieve.worker.torch.model import LoadedModel

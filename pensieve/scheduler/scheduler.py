@@ -178,21 +178,14 @@ class Scheduler:
         self._deferred.discard(sequence.rank)
         if sequence.suspended:
             admission = cache.resume(session, now_s)
-            record.resumed_swapped_tokens += admission.swapped_tokens
-            record.resumed_recomputed_tokens += admission.again_tokens
+            record.resumed(admission)
             sequence.suspended = False
         else:
             sequence.length_before = len(session.tokens) if sequence.request.continues else keep
             sequence.computed_before = min(session.computed, sequence.length_before)
             sequence.replaced = session.tokens[sequence.length_before :]
             admission = cache.admit(session, keep, sequence.suffix(keep), sequence.request.known_tokens, now_s)
-            residency = admission.residency
-            record.admitted_s = now_s
-            record.prompt_tokens, record.history_tokens = residency.prompt, residency.history
-            record.gpu_hit_tokens, record.cpu_hit_tokens = residency.gpu_hit, residency.cpu_hit
-            record.recomputed_tokens, record.new_tokens = residency.recomputed, residency.new
-            record.shared_hit_tokens = residency.shared_hit
-            record.cpu_recomputed_tokens = admission.cpu_recomputed_tokens
+            record.admitted(admission, now_s)
         cache.unhold(session, now_s)
         sequence.set_work(admission.work)
         sequence.slot = self._slots.pop()

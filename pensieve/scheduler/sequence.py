@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from pensieve.cache.base import Run
 from pensieve.cache.session import Session, common_prefix
-from pensieve.request import Forced, Request, TokenArray, TurnRecord, tokens_of
+from pensieve.record import TurnRecord
+from pensieve.request import Forced, Request, TokenArray, tokens_of
 from pensieve.stop import StopSearch
 
 

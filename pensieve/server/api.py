@@ -21,19 +21,8 @@ from pensieve.compose import (
 )
 from pensieve.compose.target import locate
 from pensieve.errors import ConfigError, RequestFailed, refused
-from pensieve.request import (
-    UNNUMBERED,
-    Event,
-    Free,
-    Length,
-    Request,
-    Sampling,
-    TokenArray,
-    TurnRecord,
-    stops_of,
-    text_of,
-    tokens_of,
-)
+from pensieve.record import Event, TurnRecord
+from pensieve.request import UNNUMBERED, Free, Length, Request, Sampling, TokenArray, stops_of, text_of, tokens_of
 from pensieve.stop import before_stop
 from pensieve.tokenizer import Tokenizer
 

@@ -15,7 +15,7 @@ from matplotlib.text import Text
 from analysis.drawing import style
 from analysis.drawing.source import Source, open_source
 from pensieve.metrics import Measurement, Metric, summarise
-from pensieve.request import TurnRecord
+from pensieve.record import TurnRecord
 from pensieve.results.store import ResultsStore
 from tests.results.trials import trial_fields, turn
 

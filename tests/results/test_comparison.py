@@ -7,7 +7,7 @@ import pytest
 
 from pensieve.errors import ResultsError
 from pensieve.metrics import Metric
-from pensieve.request import TurnRecord
+from pensieve.record import TurnRecord
 from pensieve.results.comparison import comparison_table
 from pensieve.results.store import ResultsStore
 from pensieve.results.summary import ComparisonRow, compare
