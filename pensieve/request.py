@@ -5,7 +5,6 @@ What makes no sense is refused here, with a ConfigError, whoever asks: a server'
 
 from __future__ import annotations
 
-import hashlib
 import numbers
 from array import array
 from collections.abc import Iterable
@@ -106,11 +105,6 @@ class Sampling:
             raise ConfigError(f"top_p is above 0 and at most 1 (off), not {top_p}.")
         top_k = min(_whole(self.top_k, "top_k", least=0), _BEYOND - 1)
         _settle(self, temperature=temperature, top_p=top_p, top_k=top_k, seed=_whole(self.seed, "seed"))
-
-    def noise_key(self, session: str, turn: int) -> int:
-        """A 63-bit integer; `hash()` would differ from one process to the next."""
-        text = f"{self.seed}/{session}/{turn}".encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from pensieve.eviction.retention_value import RetentionValue
 from pensieve.plan import StepResult
 from pensieve.record import TurnRecord
 from pensieve.request import Length, Request
-from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.worker.simulated import SimulatedWorker
 

@@ -123,7 +123,7 @@ def test_decode_out_of_blocks_suspends_the_latest_and_both_finish() -> None:
         engine.submit(request(1, "a", tokens=8, output=24))
         engine.submit(request(2, "b", tokens=8, output=24))
         turns = run(engine)
-        assert engine.scheduler.counters.suspended > 0
+        assert engine.scheduler.counters.preempted > 0
         assert [turns[n].status for n in (1, 2)] == ["completed", "completed"]
         assert (turns[1].resumed_swapped_tokens, turns[1].resumed_recomputed_tokens) == (0, 0), (
             "the earlier one went on"
@@ -386,7 +386,7 @@ def test_cancelling_a_turn_that_waits_behind_a_suspended_one_costs_that_one_noth
         engine = make_engine(cache=StatelessCache, gpu_blocks=10)
         engine.submit(request(1, "a", tokens=8, output=24))
         engine.submit(request(2, "b", tokens=8, output=24))
-        while not engine.scheduler.counters.suspended:
+        while not engine.scheduler.counters.preempted:
             engine.step(None)
         assert [sequence.session.name for sequence in engine.scheduler.running] == ["a"]
         held = len(engine.cache.find("b").chunks)  # type: ignore[union-attr]
@@ -403,7 +403,7 @@ def test_a_stateless_cache_forgets_a_turn_that_is_cancelled_while_suspended() ->
     engine = make_engine(cache=StatelessCache, gpu_blocks=10)
     engine.submit(request(1, "a", tokens=8, output=24))
     engine.submit(request(2, "b", tokens=8, output=24))
-    while not engine.scheduler.counters.suspended:
+    while not engine.scheduler.counters.preempted:
         engine.step(None)
     engine.submit(request(3, "b", tokens=2, output=2, turn=2))  # waits behind it
     engine.cancel(2, "cancelled")
@@ -424,7 +424,7 @@ def test_an_edit_that_is_undone_leaves_the_conversation_as_it_was(cache: Any) ->
     assert step is not None
     assert len(engine.cache.find("a").tokens) == 8, "admitted, and the old end is gone"  # type: ignore[union-attr]
     engine._launched.append(step)
-    engine.worker.launch(step.plan, None)
+    engine.worker.launch(step.plan)
     engine.cancel(2, "timeout")
     run(engine)
     assert list(engine.cache.find("a").tokens) == before  # type: ignore[union-attr]

@@ -17,7 +17,7 @@ from pensieve.engine import Engine
 from pensieve.eviction.retention_value import RetentionValue
 from pensieve.record import TurnRecord
 from pensieve.request import Length, Request, Sampling, tokens_of
-from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.worker.torch.model import LoadedModel
 from pensieve.worker.torch.worker import TorchWorker
 from tests.simulated import policy_context
@@ -117,7 +117,7 @@ def test_suspended_requests_go_on_exactly(name: str) -> None:
         finished = checked.run(
             Request(1, "a", 1, random_tokens(20, 1), Length(40)), Request(2, "b", 1, random_tokens(20, 2), Length(40))
         )
-        assert checked.engine.scheduler.counters.suspended > 0
+        assert checked.engine.scheduler.counters.preempted > 0
         for number in (1, 2):
             expected = conversation(checked.model, list(random_tokens(20, number)), 40)
             assert list(finished[number].token_ids) == expected

@@ -46,8 +46,8 @@ class Watched(SimulatedWorker):
         self.steps: list[int] = []
         self.sampled: dict[int, int] = {}
 
-    def launch(self, plan: StepPlan, horizon_ns: int | None) -> None:
-        super().launch(plan, horizon_ns)
+    def launch(self, plan: StepPlan) -> None:
+        super().launch(plan)
         self.most = max(self.most, len(self._launched))
 
     def _perform(self, plan: StepPlan) -> StepResult:

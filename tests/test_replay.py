@@ -13,7 +13,7 @@ from pensieve.eviction.retention_value import RetentionValue
 from pensieve.metrics import summarise
 from pensieve.replay import replay
 from pensieve.request import Length, Request
-from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.worker.simulated import SimulatedWorker
 from pensieve.workload.base import Arrival, WorkloadPlan
 from pensieve.workload.chat import ChatWorkload

@@ -16,7 +16,7 @@ from pensieve.eviction.retention_value import RetentionValue
 from pensieve.plan import StepResult
 from pensieve.record import TurnRecord
 from pensieve.request import Length, Request
-from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.worker.torch.link import Piece, copy_runs
 from pensieve.worker.torch.thread_link import ThreadLink
 from tests.simulated import policy_context

@@ -23,8 +23,7 @@ from pensieve.eviction.lru import Lru
 from pensieve.eviction.retention_value import RetentionValue
 from pensieve.record import TurnRecord
 from pensieve.request import Length, Request, Sampling, tokens_of
-from pensieve.scheduler.composition import split, unified
-from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.scheduler.composition import SchedulerSettings, split, unified
 from pensieve.worker.torch.options import TorchOptions
 from pensieve.worker.torch.thread_link import ThreadLink
 from tests.simulated import policy_context

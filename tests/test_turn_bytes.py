@@ -67,7 +67,7 @@ def test_a_suspended_turn_pays_for_its_way_out_and_back():
     for number, session in enumerate("abc", start=1):
         engine.submit(request(number, session, 6, 24))
     found = run(engine)
-    assert engine.scheduler.counters.suspended
+    assert engine.scheduler.counters.preempted
     urgent = sum(blocks(copy for copy in plan.swap_out if copy.urgent) for plan in worker.plans)
     assert sum(turn.d2h_bytes for turn in found.values()) == urgent * BLOCK_BYTES > 0
     resumed = [turn for turn in found.values() if turn.resumed_swapped_tokens]

@@ -14,7 +14,7 @@ from pensieve.clock import Clock
 from pensieve.cost.base import CostModel
 from pensieve.engine import Engine
 from pensieve.plan import StartReport
-from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.tokenizer import Tokenizer
 from pensieve.worker.base import Worker
@@ -129,7 +129,7 @@ class EngineSystem(ABC):
             "dropped_chunks": cache.dropped_chunks,
             "swapped_in_bytes": cache.swapped_in_blocks * block_bytes,
             "swapped_out_bytes": cache.swapped_out_blocks * block_bytes,
-            "suspended_requests": scheduler.suspended,
+            "suspended_requests": scheduler.preempted,
             "deferred_requests": scheduler.deferred,
             "steps": own.steps,
             "failed_steps": own.failed_steps,

@@ -16,7 +16,7 @@ from pensieve.errors import WorkerError
 from pensieve.eviction.lru import Lru
 from pensieve.record import TurnRecord
 from pensieve.request import Length, Request
-from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.units import ceil_div
 from pensieve.worker.torch.link import Link
 from pensieve.worker.torch.model import LoadedModel

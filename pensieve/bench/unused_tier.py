@@ -13,7 +13,7 @@ from pensieve.errors import WorkerError
 from pensieve.eviction.retention_value import RetentionValue
 from pensieve.record import Event
 from pensieve.request import Length, Request
-from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.units import ceil_div
 from pensieve.worker.torch.model import LoadedModel
 from pensieve.worker.torch.worker import TorchWorker

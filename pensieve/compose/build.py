@@ -89,7 +89,7 @@ def build_system(
     """
     from pensieve.baselines.inline_system import InlineSystem
     from pensieve.baselines.threaded_system import ThreadedSystem
-    from pensieve.scheduler.settings import SchedulerSettings
+    from pensieve.scheduler.composition import SchedulerSettings
 
     config = plan.config
     parts = find_parts(config, longest_conversation(described) if described else None)

@@ -13,7 +13,7 @@ from pensieve.engine import Engine
 from pensieve.eviction.lru import Lru
 from pensieve.record import TurnRecord
 from pensieve.request import Length, Request
-from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.worker.torch.model import LoadedModel
 from pensieve.worker.torch.options import TorchOptions
 from pensieve.worker.torch.worker import TorchWorker
