@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 from pensieve.clock import Clock
 from pensieve.plan import StartReport
-from pensieve.record import Event
+from pensieve.record import Event, TurnRecord
 from pensieve.request import Request
 
-__all__ = ["Capabilities", "Event", "System"]
+__all__ = ["AnsweringSystem", "Capabilities", "Event", "System"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +57,12 @@ class System(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class AnsweringSystem(System, Protocol):
+    """A system that also serves callers who each wait for an answer of their own."""
+
+    def ask(self, request: Request) -> TurnRecord:
+        """Submit a request and wait for its end, from any number of threads. `poll` tells nothing of it. Raises WorkerError
+        where the system has crashed or was closed, now or before the end."""
+        ...
