@@ -124,8 +124,6 @@ class EngineSystem(ABC):
 
     def _answer(self, events: list[Event]) -> list[Event]:
         """Tell those who asked; returns the events of all other requests, for `poll`."""
-        if not self._answers:
-            return events
         others = []
         for event in events:
             if event.request_id not in self._answers:

@@ -65,7 +65,8 @@ class InlineSystem(EngineSystem):
             untold, self._untold = self._untold, []
             if _any_finished(untold):
                 return untold
-            return untold + self._answer(self._run(None if until_s is None else round(until_s * 1e9)))
+            events = self._run(None if until_s is None else round(until_s * 1e9))
+            return untold + (self._answer(events) if self._answers else events)
 
     def close(self) -> None:
         with self._lock:

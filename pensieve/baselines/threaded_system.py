@@ -147,7 +147,9 @@ class ThreadedSystem(EngineSystem):
                     return
                 command()
                 idle = False
-            events = self._answer(engine.step(None))
+            events = engine.step(None)
+            if self._answers:
+                events = self._answer(events)
             assert engine.progressed or not engine.busy, "requests wait, and nothing runs that could let them in"
             if events:
                 self._outbox.put(events)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
@@ -13,7 +14,7 @@ from pensieve.cache.session import Session, common_prefix
 from pensieve.errors import CapacityError, ContextLengthError, RequestRefused
 from pensieve.plan import Row, Sample
 from pensieve.record import TurnRecord
-from pensieve.request import UNNUMBERED, Forced, Free, Request, TokenArray, tokens_of
+from pensieve.request import UNNUMBERED, Forced, Free, Request, TokenArray
 from pensieve.stop import StopSearch
 from pensieve.units import ceil_div
 
@@ -50,7 +51,7 @@ class Sequence:
     slot: int | None = None
     length_before: int = 0
     computed_before: int = 0
-    replaced: TokenArray[int] = field(default_factory=lambda: tokens_of([]))
+    replaced: TokenArray[int] = field(default_factory=lambda: array("i"))
     preempted: bool = False
     in_flight: int = 0
     awaited: int = 0
