@@ -51,9 +51,9 @@ class ReplayRecord:
     """What one replay observed; `measurement` is what metrics.summarise takes.
 
     origin_s: the system's clock when the replay began, which all other times here count from. send_lag_s: intended
-    arrival to submission, a value a request in order of submission; where the log of a system without sessions has to wait
-    for the turn before, from its end. drain_share: of the measured output tokens, those finished after the window. flags:
-    what a reader of the numbers should know, a sentence each.
+    arrival to submission, one value for each request in order of submission; where the prompt had to wait for the reply of
+    the turn before (a system without sessions), from the end of that turn. drain_share: of the measured output tokens,
+    those finished after the window. flags: what a reader of the numbers should know, a sentence each.
     """
 
     measurement: Measurement
@@ -109,7 +109,7 @@ class SessionLog:
     under_way: set[str] = field(default_factory=set)
 
     def complete(self, request: Request) -> bool:
-        """All that was said before it is known: no earlier turn of its conversation is under way."""
+        """Its prompt can be written: no earlier turn of its conversation is under way."""
         return request.session not in self.under_way
 
     def whole(self, request: Request) -> Request:
@@ -119,7 +119,7 @@ class SessionLog:
         return replace(request, prompt=self.tokens.get(request.session, array("i")) + request.prompt, continues=False)
 
     def note(self, sent: Request, turn: TurnRecord) -> None:
-        """What became of it; the same rule as the engine's (TurnRecord.stands)."""
+        """The turn ended: what it said is in the next prompt, if it stands (as in the engine)."""
         self.under_way.discard(sent.session)
         self.said_s[sent.session] = turn.finished_s or 0.0
         if turn.stands:

@@ -16,7 +16,7 @@ _MASK = (1 << 64) - 1
 
 @dataclass(slots=True)
 class _UnderWay:
-    """Copies of one plan and direction. blocks: of the GPU, that a swap-in brings, layer after layer."""
+    """Copies of one plan in one direction. blocks: those that swap-ins fill on the GPU, layer after layer."""
 
     tickets: tuple[int, ...]
     begins_ns: int
