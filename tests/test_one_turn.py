@@ -18,7 +18,8 @@ MOST_FILES = 22
 PACKAGE = Path(pensieve.__file__).parent
 
 
-def test_a_turn_whose_history_comes_back_from_cpu_crosses_few_files() -> None:
+def files_crossed() -> Counter[str]:
+    """Calls in each file of the package, of a turn whose history comes back from CPU: a prefill and a decode."""
     system = inline(gpu_blocks=16, cpu_blocks=64)
     system.start()
 
@@ -47,5 +48,10 @@ def test_a_turn_whose_history_comes_back_from_cpu_crosses_few_files() -> None:
     assert restored.status == "completed"
     assert restored.cpu_hit_tokens
     assert restored.output_tokens == 2, "a prefill and one decode"
+    return calls
+
+
+def test_a_turn_whose_history_comes_back_from_cpu_crosses_few_files() -> None:
+    calls = files_crossed()
     crossed = "\n".join(f"{count:5} calls  {file}" for file, count in calls.most_common())
     assert len(calls) <= MOST_FILES, f"{len(calls)} files:\n{crossed}"

@@ -1,0 +1,79 @@
+"""docs/architecture.md names the files, the layers and the route of a request as they are."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.test_one_turn import files_crossed
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+PAGE = (CHECKOUT / "docs" / "architecture.md").read_text()
+FOLDERS = ("pensieve", "analysis", "runners")
+
+
+def block_of(title):
+    """The first code block under a heading."""
+    return PAGE.split(f"\n## {title}\n")[1].split("```\n")[1].split("\n")[:-1]
+
+
+def paths_in(tree):
+    """What an indented tree names under FOLDERS, folders with a slash at their end; every line has a clause."""
+    found, above = [], []
+    for line in tree:
+        match = re.fullmatch(r"( *)([\w./]+) {2,}(\S.*)", line)
+        if match is None or (not match[1] and match[2].rstrip("/") not in FOLDERS):
+            assert not line.startswith(" "), f"no name and clause: {line}"
+            continue
+        above = [*above[: len(match[1]) // 2], match[2]]
+        found.append("".join(above))
+    return found
+
+
+def modules():
+    """Every Python module but __init__.py."""
+    files = [file for folder in FOLDERS for file in (CHECKOUT / folder).rglob("*.py") if file.name != "__init__.py"]
+    return {str(file.relative_to(CHECKOUT)) for file in files}
+
+
+def test_every_module_is_in_the_tree():
+    assert sorted(modules() - set(paths_in(block_of("The tree")))) == []
+
+
+def test_every_name_of_the_tree_exists_and_stands_there_once():
+    named = paths_in(block_of("The tree"))
+    assert [path for path in named if not (CHECKOUT / path).exists()] == []
+    assert sorted(named) == sorted(set(named))
+
+
+def test_a_tree_that_leaves_a_name_without_its_clause_is_seen():
+    with pytest.raises(AssertionError, match="no name and clause"):
+        paths_in(["pensieve/    the package", "  engine.py"])
+
+
+def test_the_layers_are_those_that_are_enforced():
+    configured = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
+    [layers] = [one for one in configured["tool"]["importlinter"]["contracts"] if one["type"] == "layers"]
+    assert block_of("Import layers") == layers["layers"]
+
+
+def test_the_route_names_the_files_that_a_turn_crosses():
+    route = PAGE.split("\n## The route of one request\n")[1].split("\n## ")[0]
+    named = re.findall(r"^\| `([\w/]+\.py)` \|", route, flags=re.MULTILINE)
+    assert sorted(named) == sorted(files_crossed())
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", *sorted(p.name for p in (CHECKOUT / "docs").glob("*.md"))]
+)
+def test_links_of_a_page_lead_somewhere(page):
+    file = next(path for path in (CHECKOUT / page, CHECKOUT / "docs" / page) if path.exists())
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", file.read_text())
+    assert [link for link in links if not (file.parent / link).exists()] == []
+
+
+def test_the_version_that_is_cited_is_the_one_that_is_packaged():
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+    cited = re.findall(r"^(version|license): (.+)$", (CHECKOUT / "CITATION.cff").read_text(), flags=re.MULTILINE)
+    assert dict(cited) == {"version": project["version"], "license": project["license"]}

@@ -1,0 +1,154 @@
+"""docs/recipes.md: the files of each recipe are written out, its commands run, and what it promises is looked up."""
+
+import csv
+import os
+import re
+import shlex
+import shutil
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NAMED = re.compile(r"# ([\w/]+\.(?:py|yaml))\b")
+
+
+def blocks_of(text):
+    """(language, content) of each code block."""
+    return [match.groups() for match in BLOCK.finditer(text)]
+
+
+def recipe(title):
+    """The code blocks under one heading of the page."""
+    page = (CHECKOUT / "docs" / "recipes.md").read_text()
+    sections = dict(part.split("\n", 1) for part in page.split("\n## ")[1:])
+    return blocks_of(sections[title])
+
+
+def write_files(blocks, root):
+    """Each block whose first line names a file: a diff is applied to it, anything else is its content."""
+    for language, content in blocks:
+        named = NAMED.match(content)
+        if named is None:
+            continue
+        file = root / named[1]
+        if language == "diff":
+            file.write_text(patched(file.read_text(), content.split("\n", 1)[1]))
+        else:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(content)
+
+
+def patched(text, diff):
+    """The text with each hunk's old lines, which it must hold exactly once, replaced by the new ones."""
+    for hunk in re.split(r"^@@.*@@\n", diff, flags=re.MULTILINE)[1:]:
+        lines = hunk.splitlines(keepends=True)
+        old = "".join(line[1:] if line[0] in " -" else line for line in lines if line[0] != "+")
+        new = "".join(line[1:] if line[0] in " +" else line for line in lines if line[0] != "-")
+        assert text.count(old) == 1, f"{text.count(old)} times:\n{old}"
+        text = text.replace(old, new)
+    return text
+
+
+def run_commands(blocks, cwd, outputs, checkout=CHECKOUT):
+    """The recipe's commands; MLflow, which only copies the database, is left out."""
+    given = {name: value for name, value in os.environ.items() if name not in ("PYTEST_CURRENT_TEST", "PYTHONPATH")}
+    environment = {**given, "PENSIEVE_OUTPUTS": str(outputs), "PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1"}
+    commands = [line for language, content in blocks if not language for line in content.splitlines()]
+    assert commands
+    for command in commands:
+        python, script, *arguments = shlex.split(command)
+        assert python == "python"
+        extra = ["tracking.mlflow=false"] if script == "runners/run.py" else []
+        done = subprocess.run(
+            [sys.executable, str(checkout / script), *arguments, *extra],
+            cwd=cwd,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def rows(outputs, query):
+    with sqlite3.connect(outputs / "results.db") as connection:
+        return connection.execute(query).fetchall()
+
+
+@pytest.fixture
+def outputs(tmp_path):
+    return tmp_path / "outputs"
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A checkout that a recipe may change."""
+    root = tmp_path / "checkout"
+    for folder in ("pensieve", "analysis", "conf", "runners"):
+        shutil.copytree(CHECKOUT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    return root
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("title", "column", "name", "promise", "kept"),
+    [
+        ("A model", "model", "small_llama", "select gpu_tokens, cpu_tokens from trial", (2304, 1152)),
+        (
+            "An eviction policy", "eviction", "my_policy",
+            "select value > 0 from metric where name = 'evicted_chunks'", (1,),
+        ),
+        (
+            "A baseline", "baseline", "head_only",
+            "select max(gpu_hit_tokens + cpu_hit_tokens), max(history_tokens) > 128 from turn", (128, 1),
+        ),
+        (
+            "A workload", "workload", "round_robin",
+            "select count(*), count(distinct session), max(turn) from turn", (18, 6, 3),
+        ),
+    ],
+)  # fmt: skip
+def test_an_option_of_ones_own(title, column, name, promise, kept, tmp_path, outputs):
+    blocks = recipe(title)
+    write_files(blocks, tmp_path)
+    run_commands(blocks, tmp_path, outputs)
+    assert rows(outputs, f"select {column}, status, simulated from trial") == [(name, "completed", 1)]
+    assert rows(outputs, "select distinct status from turn") == [("completed",)]
+    assert rows(outputs, promise) == [kept]
+
+
+def test_the_policy_of_the_readme_is_the_one_of_the_recipe():
+    readme = (CHECKOUT / "README.md").read_text()
+    shown = [block for block in blocks_of(readme) if NAMED.match(block[1])]
+    assert shown == [block for block in recipe("An eviction policy") if NAMED.match(block[1])]
+
+
+@pytest.mark.slow
+def test_a_metric(copy, outputs):
+    blocks = recipe("A metric")
+    write_files(blocks, copy)
+    run_commands(blocks, copy, outputs, copy)
+    [(value, unit, n)] = rows(outputs, "select value, unit, n from metric where name = 'longest_prompt_tokens'")
+    [(longest, turns)] = rows(outputs, "select max(prompt_tokens), count(*) from turn where phase != 'warmup'")
+    assert (value, unit, n) == (longest, "tokens", turns)
+
+
+@pytest.mark.slow
+def test_a_figure(copy, outputs):
+    blocks = recipe("A figure")
+    write_files(blocks, copy)
+    run_commands(blocks, copy, outputs, copy)
+    drawn = outputs / "figures"
+    assert (drawn / "waiting.png").read_bytes().startswith(b"\x89PNG")
+    with (drawn / "waiting.csv").open(newline="") as file:
+        found = {row["baseline"]: float(row["queue_ms_p50"]) for row in csv.DictReader(file)}
+    assert found == dict(
+        rows(
+            outputs, "select baseline, value from metric join trial on trial.id = trial_id where name = 'queue_ms_p50'"
+        )
+    )
