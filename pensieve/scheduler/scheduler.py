@@ -94,6 +94,7 @@ class Scheduler:
         self._max_context = max_context
         self._deferred: set[int] = set()  # arrivals of the requests that were counted as deferred
         self._refused: list[tuple[Sequence, RequestRefused]] = []
+        self._unsent = _Draft()  # admissions that no plan has told the worker of
         self._low_watermark = math.ceil(settings.swap_out_start * cache.gpu_blocks)
         self._high_watermark = math.ceil(settings.swap_out_stop * cache.gpu_blocks)
         self._reserve = math.ceil(settings.admission_reserve * cache.gpu_blocks)
@@ -114,7 +115,8 @@ class Scheduler:
     def plan(self, now_s: float, in_flight: bool = False) -> Step | None:
         """The next iteration; None when there is nothing to compute or copy. in_flight: an earlier one is not collected."""
         self._in_flight, self.must_drain = in_flight, False
-        draft = _Draft()
+        draft, self._unsent = self._unsent, _Draft()
+        draft.admitted = [sequence for sequence in draft.admitted if sequence.slot is not None and not sequence.closed]
         lacking = self._admit(draft, now_s)
         rows = self._compose(draft, now_s)
         self._swap_out(draft, lacking, now_s)
@@ -127,7 +129,7 @@ class Scheduler:
             if not dropped:
                 break
         if not rows and not draft.swap_out and not draft.swap_in:
-            assert not draft.tables
+            self._unsent = draft  # who was admitted has no share of an iteration yet
             return None
         return self._launch(draft, rows)
 
