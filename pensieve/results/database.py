@@ -17,7 +17,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModu
 from sqlalchemy.pool import NullPool, StaticPool
 
 from pensieve.errors import ResultsError
-from pensieve.results.migrate import known_versions, upgrade
+from pensieve.results.migrations import known_versions, upgrade
 from pensieve.results.schema import SCHEMA_VERSION, VERSION_TABLE, Base, version_table
 
 BUSY_TIMEOUT_S = 30

@@ -13,10 +13,10 @@ from typing import Any
 from sqlalchemy import Row
 
 from pensieve.errors import MissingSeries, ResultsError
-from pensieve.request import is_measured
+from pensieve.results.fields import axis_value, varying_axes
+from pensieve.results.frame import measured_turns
 from pensieve.results.schema import Trial
 from pensieve.results.store import TURN_COLUMNS, JobResult, ResultsStore
-from pensieve.results.summary import axis_value, varying_axes
 from pensieve.statistics import median, nearest_rank
 
 TRIAL_COLUMNS = ("trial_id", "model", "baseline", "eviction", "cache", "workload", "hardware", "seed", "repeat")
@@ -75,7 +75,7 @@ def baseline_report(store: ResultsStore, jobs: Sequence[JobResult]) -> dict[str,
     for job in jobs:
         assert job.trial is not None
         gpu, bandwidth = job.value("gpu_util_pct"), job.value("memory_bw_gbps")
-        turns = [t for t in store.turns_of(job.trial.id) if is_measured(t.phase) and t.status == "completed"]
+        turns = measured_turns(store, job.trial.id)
         for turn in turns:
             name = f"{job.trial.id}/{turn.session}/{turn.turn}" + (f"/{turn.iteration}" if turn.iteration else "")
             each = turn.latency_ms / turn.output_tokens if turn.output_tokens and turn.latency_ms is not None else None

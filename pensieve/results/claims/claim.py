@@ -1,8 +1,9 @@
-"""What is claimed, by whom, and under which conditions: the entries of a file of claims."""
+"""What is claimed, by whom, and for which trials: the entries of a file of claims, and what of them trials do not meet."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,9 +11,10 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from pensieve.errors import ConfigError
-from pensieve.results.claims.conditions import Limits, Values
 from pensieve.results.claims.measures import MEASURES, arguments_of
 from pensieve.results.claims.verdict import Bounds
+from pensieve.results.fields import field_of
+from pensieve.results.schema import Trial
 
 
 class Claimed(BaseModel):
@@ -47,6 +49,19 @@ class Claimed(BaseModel):
             return Bounds(self.above, None, self.above, f"> {_text(self.above)}")
         assert self.below is not None
         return Bounds(None, self.below, self.below, f"< {_text(self.below)}")
+
+
+Values = tuple[str | float | bool | None, ...]
+
+
+class Limits(BaseModel):
+    """A condition on a number. unset: a field without a value meets it too."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    at_least: float | None = None
+    at_most: float | None = None
+    unset: bool = False
 
 
 def _one_or_more(value: Any) -> Any:
@@ -119,6 +134,48 @@ def read_claims(path: Path) -> Sequence[Claim]:
             raise ConfigError(f"{path.name} has two claims called {claim.name}; name one of them otherwise.")
         claims[claim.name] = claim
     return list(claims.values())
+
+
+def unmet(conditions: Mapping[str, Values | Limits], trials: Sequence[Trial]) -> list[str]:
+    """A clause for each condition that one of the trials does not meet. Fields are columns, or dotted configuration."""
+    found = []
+    for field, wanted in conditions.items():
+        values = [field_of(trial, field) for trial in trials]
+        strange = list(dict.fromkeys(_shown(value) for value in values if not _meets(value, wanted)))
+        if strange:
+            found.append(f"{field} is {', '.join(strange)} here, claimed for {_wanted(wanted)}")
+    return found
+
+
+def _meets(value: Any, wanted: Sequence[Any] | Limits) -> bool:
+    if isinstance(wanted, Limits):
+        if value is None:
+            return wanted.unset
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        return (wanted.at_least is None or value >= wanted.at_least) and (
+            wanted.at_most is None or value <= wanted.at_most
+        )
+    return any(
+        fnmatchcase(str(value), one) if isinstance(one, str) else value == one and (value is None) == (one is None)
+        for one in wanted
+    )
+
+
+def _wanted(wanted: Sequence[Any] | Limits) -> str:
+    if not isinstance(wanted, Limits):
+        return " or ".join(_shown(value) for value in wanted)
+    ends = [("at least", wanted.at_least), ("at most", wanted.at_most)]
+    said = " and ".join(f"{word} {_shown(value)}" for word, value in ends if value is not None)
+    return f"{said} or not set" if wanted.unset else said
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "not set"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return _text(value)
 
 
 def _text(value: float) -> str:

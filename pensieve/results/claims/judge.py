@@ -1,18 +1,20 @@
-"""Every claim held against one sweep."""
+"""Every claim judged by the trials of one sweep, and the verdicts in table `claim`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from sqlalchemy import delete, insert, select
+from sqlalchemy.orm import Session
+
 from pensieve.errors import MissingSeries
-from pensieve.results.claims.claim import Claim
-from pensieve.results.claims.conditions import Limits, Values, differences
-from pensieve.results.claims.evidence import Evidence, Group
+from pensieve.results.claims.claim import Claim, Limits, Values, unmet
 from pensieve.results.claims.measures import MEASURES, Sides
 from pensieve.results.claims.verdict import Judgement, Measured, judge
+from pensieve.results.evidence import Evidence, TrialGroup
 from pensieve.results.mixture import mixtures
-from pensieve.results.schema import Trial
+from pensieve.results.schema import ClaimRow, Trial
 from pensieve.results.store import ResultsStore
 
 
@@ -50,7 +52,38 @@ def judge_sweep(store: ResultsStore, sweep_id: int, claims: Sequence[Claim]) -> 
     return found
 
 
-def _judged(claim: Claim, evidence: Evidence, group: Group, several: bool) -> Judged:
+def record_claims(store: ResultsStore, sweep_id: int, judged: Sequence[Judged]) -> None:
+    """One row a verdict, in place of those that the sweep had. trial_ids: of the measurement, else empty."""
+    rows = [
+        {
+            "sweep_id": sweep_id,
+            "name": one.name,
+            "claimed": one.claim.claimed.bounds().claimed,
+            "measured": one.measured.value if one.measured else None,
+            "ci_low": one.measured.ci_low if one.measured else None,
+            "ci_high": one.measured.ci_high if one.measured else None,
+            "n": one.measured.n if one.measured else None,
+            "verdict": one.judgement.verdict,
+            "trial_ids": list(one.measured.trial_ids) if one.measured else [],
+        }
+        for one in judged
+    ]
+    with store.database.writing() as connection:
+        connection.execute(delete(ClaimRow).where(ClaimRow.sweep_id == sweep_id))
+        if rows:
+            connection.execute(insert(ClaimRow), rows)
+
+
+def recorded_claims(store: ResultsStore, sweep_id: int) -> Sequence[ClaimRow]:
+    """By name."""
+    query = select(ClaimRow).where(ClaimRow.sweep_id == sweep_id).order_by(ClaimRow.name)
+    with store.database.reading() as connection, Session(connection, expire_on_commit=False) as session:
+        rows = session.scalars(query).all()
+        session.expunge_all()
+    return rows
+
+
+def _judged(claim: Claim, evidence: Evidence, group: TrialGroup, several: bool) -> Judged:
     group = _asked(claim, group)
     ours, theirs = group.first_of(claim.of), group.first_of(claim.against)
     absent = [
@@ -62,14 +95,14 @@ def _judged(claim: Claim, evidence: Evidence, group: Group, several: bool) -> Ju
     trials: Sequence[Trial] = [*sides.ours, *sides.theirs] or [one for own in group.trials.values() for one in own]
     reasons = [
         *absent,
-        *differences(claim.conditions, trials),
+        *unmet(claim.conditions, trials),
         *(f"the sweep holds {one.what}" for one in mixtures(trials)),
     ]
     simulated = any(trial.simulated for trial in trials)
     if simulated and not claim.simulated:
         reasons.append("times are simulated here, claimed for a real device")
     measured = None
-    if not absent and not differences(_workload_of(claim), trials):
+    if not absent and not unmet(_workload_of(claim), trials):
         try:
             measured = MEASURES[claim.measure](sides, **claim.arguments)
         except MissingSeries as error:
@@ -79,12 +112,12 @@ def _judged(claim: Claim, evidence: Evidence, group: Group, several: bool) -> Ju
     return Judged(name, claim, group.name, ours, theirs, measured, judgement, tuple(reasons), simulated)
 
 
-def _asked(claim: Claim, group: Group) -> Group:
+def _asked(claim: Claim, group: TrialGroup) -> TrialGroup:
     """The trials whose workload the claim is about, where there are any: a benchmark's sweep holds several."""
     wanted = _workload_of(claim)
-    asked = {name: [t for t in trials if not differences(wanted, [t])] for name, trials in group.trials.items()}
+    asked = {name: [t for t in trials if not unmet(wanted, [t])] for name, trials in group.trials.items()}
     asked = {name: trials for name, trials in asked.items() if trials}
-    return Group(group.at, asked) if asked else group
+    return TrialGroup(group.at, asked) if asked else group
 
 
 def _workload_of(claim: Claim) -> Mapping[str, Values | Limits]:

@@ -1,18 +1,23 @@
-"""Two sets of trials, metric by metric: ratio, interval, verdict."""
+"""Two sets of trials compared metric by metric: which trials a few words name, ratio, interval, verdict, and the table."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from pensieve.errors import MissingSeries, MixedPanel
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from sqlalchemy import select
+
+from pensieve.errors import MissingSeries, MixedPanel, ResultsError
+from pensieve.results.fields import differences, field_of, flat, text_of
+from pensieve.results.frame import conversation_means, paired, turn_frame, values_of
 from pensieve.results.mixture import mixtures
-from pensieve.results.schema import Trial
-from pensieve.results.selection import differences, flat
+from pensieve.results.schema import Trial, current_trial
 from pensieve.results.store import ResultsStore
-from pensieve.results.summary import measured_turns
 from pensieve.statistics import has_interval, paired_ratio
 
 UNEQUAL_RATE = 0.05
@@ -28,10 +33,10 @@ Values = dict[tuple[int, str], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Contrast:
+class ComparedMetric:
     """One metric. a, b: means over the pairs. ratio: a / b, with its 95 % interval where there is one.
 
-    n counts n_unit (conversations, or trials) that both sides have. verdict: who is better, or why nobody can say.
+    n counts n_unit (conversations, or trials) that both sides have. verdict: which side is better, or why none is shown.
     """
 
     group: str
@@ -49,12 +54,57 @@ class Contrast:
 
 
 @dataclass(frozen=True, slots=True)
-class Contrasts:
-    rows: Sequence[Contrast]
+class ComparedTrials:
+    rows: Sequence[ComparedMetric]
     notes: Sequence[str]
 
+    def table(self, wanted: Callable[[str], bool]) -> RenderableType:
+        """One table a group, of the metrics whose name is wanted; the notes below."""
+        rows = [row for row in self.rows if wanted(row.metric)]
+        parts: list[RenderableType] = []
+        for group in dict.fromkeys(row.group for row in rows):
+            table = Table(title=group or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+            table.add_column("metric", no_wrap=True)
+            for name in ("A", "B", "A / B", "95 % interval", "n"):
+                table.add_column(name, justify="right", no_wrap=True)
+            table.add_column("verdict", no_wrap=True)
+            for row in rows:
+                if row.group == group:
+                    table.add_row(*_cells(row))
+            parts.append(table)
+        if not rows:
+            parts.append(Text("No metric of that name is in both."))
+        return Group(*parts, *(Text(note) for note in self.notes))
 
-def contrast(store: ResultsStore, a: Sequence[Trial], b: Sequence[Trial], allow_mixed: bool = False) -> Contrasts:
+
+def select_trials(store: ResultsStore, words: str) -> list[Trial]:
+    """The completed trials that `words` name, in order of id.
+
+    words: a sweep's id, "latest" (sweep), or conditions that all hold, such as
+    "sweep=3,baseline=pensieve,workload.users=6": a column of table trial, or a dotted field of the configuration. Of a
+    trial that ran several times a sweep counts with what it shows, otherwise the newest completed attempt, and no
+    reproduction. Raises ResultsError where nothing is found.
+    """
+    conditions: dict[str, str] = {}
+    for word in filter(None, (part.strip() for part in words.split(","))):
+        key, given, value = word.partition("=")
+        conditions["sweep" if not given else key.strip()] = key if not given else value.strip()
+    sweep = conditions.pop("sweep", None)
+    trials = _of_sweep(store, sweep) if sweep is not None else _all(store)
+    for key, value in conditions.items():
+        known = {text_of(field_of(trial, key)) for trial in trials}
+        trials = [trial for trial in trials if text_of(field_of(trial, key)) == value]
+        if not trials:
+            there = ", ".join(sorted(known)) or "nothing"
+            raise ResultsError(f"No completed trial has {key}={value}; {key} is {there}.")
+    if not trials:
+        raise ResultsError(f"No completed trial is meant by {words!r}; python runners/run.py -m makes some.")
+    return trials
+
+
+def compare_trials(
+    store: ResultsStore, a: Sequence[Trial], b: Sequence[Trial], allow_mixed: bool = False
+) -> ComparedTrials:
     """A against B, paired by seed (latencies: by seed and conversation), one group for each value of what else varies.
 
     Raises MixedPanel where times of the two must not be compared (results.mixture; allow_mixed: a note says it instead) or
@@ -69,21 +119,21 @@ def contrast(store: ResultsStore, a: Sequence[Trial], b: Sequence[Trial], allow_
             f"A and B have no {' and '.join(varying) or 'configuration'} in common; narrow each down, "
             "for instance to one baseline."
         )
-    rows: list[Contrast] = []
+    rows: list[ComparedMetric] = []
     notes = [*mixed, _differ(a, b, varying)]
     for key in shared:
         name = _name(dict(zip(varying, key, strict=True)))
         pairs = {seed: (ours[key][seed], theirs[key][seed]) for seed in ours[key].keys() & theirs[key].keys()}
         if not pairs:
             raise MissingSeries("A and B share no seed; run them with the same seeds.")
-        found = _contrasts(store, name, [pairs[seed] for seed in sorted(pairs)])
+        found = _metrics(store, name, [pairs[seed] for seed in sorted(pairs)])
         unequal = _unequal_rate(pairs.values(), found)
         if unequal:
             notes.append(f"{name + ': ' if name else ''}{unequal}")
         rows += found
     if len({trial.seed for trial in (*a, *b)}) == 1:
         notes.append("One seed: intervals are over its conversations and say nothing about other seeds.")
-    return Contrasts(rows, [note for note in notes if note])
+    return ComparedTrials(rows, [note for note in notes if note])
 
 
 def _mixed(a: Sequence[Trial], b: Sequence[Trial], allow: bool) -> list[str]:
@@ -146,30 +196,44 @@ def _differ(a: Sequence[Trial], b: Sequence[Trial], varying: Sequence[str]) -> s
     return f"They differ in {', '.join(parts)}." if parts else "Their configurations are the same."
 
 
-def _contrasts(store: ResultsStore, group: str, pairs: Sequence[tuple[Trial, Trial]]) -> list[Contrast]:
+def _metrics(store: ResultsStore, group: str, pairs: Sequence[tuple[Trial, Trial]]) -> list[ComparedMetric]:
     metrics = [[{(m.name, m.label): m for m in store.metrics_of(t.id)} for t in pair] for pair in pairs]
-    sessions = [_session_values(store, pair) for pair in pairs]
+    by_conversation = _latencies(store, pairs)
     rows = []
-    for key, first in metrics[0][0].items():
-        name, label = key
+    for (name, label), first in metrics[0][0].items():
         base = name.removesuffix("_mean")
-        by_session = base in BY_SESSION and name.endswith("_mean")
-        a: Values = {}
-        b: Values = {}
-        for index, (one, other) in enumerate(pairs):
-            if by_session:
-                for session, (x, y) in sessions[index].get((base, label), {}).items():
-                    a[one.seed, f"{one.repeat}/{session}"], b[other.seed, f"{other.repeat}/{session}"] = x, y
-                continue
-            ours, theirs = (side[key].value if key in side else None for side in metrics[index])
-            if ours is not None and theirs is not None:
-                a[one.seed, str(one.repeat)], b[other.seed, str(other.repeat)] = ours, theirs
+        if base in BY_SESSION and name.endswith("_mean"):
+            a, b = by_conversation.get((base, label), ({}, {}))
+            n_unit = "conversations"
+        else:
+            a, b, n_unit = {}, {}, "trials"
+            for (one, _), sides in zip(pairs, metrics, strict=True):
+                ours, theirs = (side[name, label].value if (name, label) in side else None for side in sides)
+                if ours is not None and theirs is not None:
+                    a[one.seed, str(one.repeat)], b[one.seed, str(one.repeat)] = ours, theirs
         if a:
-            rows.append(_row(group, name, label, first.unit, a, b, "conversations" if by_session else "trials"))
+            rows.append(_row(group, name, label, first.unit, a, b, n_unit))
     return rows
 
 
-def _row(group: str, name: str, label: str, unit: str, a: Values, b: Values, n_unit: str) -> Contrast:
+def _latencies(
+    store: ResultsStore, pairs: Sequence[tuple[Trial, Trial]]
+) -> dict[tuple[str, str], tuple[Values, Values]]:
+    """(metric, label) -> means of each conversation in A and in B, over the turns that both completed."""
+    columns = ("label", "output_tokens", "ttft_ms", "latency_ms", "queue_ms")
+    a, b = (turn_frame(store, side, *columns) for side in zip(*pairs, strict=True))
+    found = {}
+    for metric in BY_SESSION:
+        both = paired(values_of(a, metric), values_of(b, metric))
+        labels = a["label"].reindex(both.index)
+        for label in ("", *labels[labels != ""].unique()):
+            part = both[labels == label] if label else both
+            if len(part):
+                found[metric, label] = (conversation_means(part["a"]), conversation_means(part["b"]))
+    return found
+
+
+def _row(group: str, name: str, label: str, unit: str, a: Values, b: Values, n_unit: str) -> ComparedMetric:
     positive = all(value > 0 for value in (*a.values(), *b.values()))
     mean_a, mean_b = fmean(a.values()), fmean(b.values())
     ratio = low = high = None
@@ -180,7 +244,7 @@ def _row(group: str, name: str, label: str, unit: str, a: Values, b: Values, n_u
         if n_unit == "conversations" or has_interval(seeds):
             low, high = found.ci_low, found.ci_high
     verdict = _verdict(name, mean_a, mean_b, low, high, seeds if seeds > 1 else len(a))
-    return Contrast(group, name, label, unit, mean_a, mean_b, ratio, low, high, len(a), n_unit, verdict)
+    return ComparedMetric(group, name, label, unit, mean_a, mean_b, ratio, low, high, len(a), n_unit, verdict)
 
 
 def _verdict(name: str, a: float, b: float, low: float | None, high: float | None, n: int) -> str:
@@ -207,36 +271,7 @@ def _ends(name: str, part: str) -> bool:
     return name.endswith(part) or f"{part}_" in name
 
 
-def _session_values(
-    store: ResultsStore, pair: tuple[Trial, Trial]
-) -> dict[tuple[str, str], dict[str, tuple[float, float]]]:
-    """(metric, label) -> session -> mean of A and of B, over the turns that both completed."""
-    columns = ("session", "turn", "label", "output_tokens", "ttft_ms", "latency_ms", "queue_ms")
-    sides = [{(row.session, row.turn): row for row in measured_turns(store, trial.id, *columns)} for trial in pair]
-    sums: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
-    for key in sides[0].keys() & sides[1].keys():
-        one, other = sides[0][key], sides[1][key]
-        for metric in BY_SESSION:
-            x, y = _of_turn(one, metric), _of_turn(other, metric)
-            if x is None or y is None:
-                continue
-            for label in {"", one.label}:
-                sums[metric, label][one.session].append((x, y))
-    return {
-        key: {session: (fmean(x for x, _ in two), fmean(y for _, y in two)) for session, two in by_session.items()}
-        for key, by_session in sums.items()
-    }
-
-
-def _of_turn(row: object, metric: str) -> float | None:
-    if metric == "normalized_latency_ms":
-        latency, tokens = getattr(row, "latency_ms", None), getattr(row, "output_tokens", 0)
-        return latency / tokens if latency is not None and tokens else None
-    value: float | None = getattr(row, metric)
-    return value
-
-
-def _unequal_rate(pairs: Iterable[tuple[Trial, Trial]], rows: Sequence[Contrast]) -> str:
+def _unequal_rate(pairs: Iterable[tuple[Trial, Trial]], rows: Sequence[ComparedMetric]) -> str:
     """Under a load that does not wait for the system, latencies mean little where the achieved rates differ."""
     loads = {str(trial.flags.get("load")) for pair in pairs for trial in pair}
     rate = next((row for row in rows if row.metric == "throughput_req_s" and not row.label), None)
@@ -246,3 +281,42 @@ def _unequal_rate(pairs: Iterable[tuple[Trial, Trial]], rows: Sequence[Contrast]
         f"The achieved rates differ ({rate.a:.3g} requests/s in A, {rate.b:.3g} in B): compare latencies at equal achieved "
         "rates, or rates at equal latency."
     )
+
+
+def _cells(row: ComparedMetric) -> tuple[str, ...]:
+    name = f"{row.metric} [{row.label}]" if row.label else row.metric
+    interval = "–" if row.ci_low is None or row.ci_high is None else f"{row.ci_low:.3g} to {row.ci_high:.3g}"
+    ratio = "–" if row.ratio is None else f"{row.ratio:.3g}"
+    # Text, since square brackets would be markup.
+    return (
+        name.replace("[", "\\["),
+        f"{row.a:,.4g}",
+        f"{row.b:,.4g}",
+        ratio,
+        interval,
+        f"{row.n} {row.n_unit if row.n != 1 else row.n_unit.removesuffix('s')}",
+        row.verdict,
+    )
+
+
+def _all(store: ResultsStore) -> list[Trial]:
+    with store.database.reading() as connection:
+        ids = connection.execute(select(current_trial.c.id).order_by(current_trial.c.id)).scalars().all()
+    trials = (store.trial(found) for found in ids)
+    return [trial for trial in trials if "reproduces" not in (trial.flags or {})]
+
+
+def _of_sweep(store: ResultsStore, sweep: str) -> list[Trial]:
+    if sweep == "latest":
+        latest = store.latest_sweep()
+        if latest is None:
+            raise ResultsError("There is no sweep yet; python runners/run.py -m makes one.")
+        number = latest.id
+    elif sweep.isdigit():
+        number = store.sweep(int(sweep)).id
+    else:
+        raise ResultsError(
+            f"{sweep!r} is no sweep's id; write a number, latest, or conditions such as baseline=pensieve."
+        )
+    found = {job.trial.id: job.trial for job in store.trials_of_sweep(number) if job.trial}
+    return [found[key] for key in sorted(found)]

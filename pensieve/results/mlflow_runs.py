@@ -14,21 +14,23 @@ import re
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from math import ceil
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from filelock import FileLock
-from sqlalchemy import Row
+from sqlalchemy import Row, or_, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from pensieve.errors import ResultsError
-from pensieve.request import is_measured
+from pensieve.results.fields import leaves
+from pensieve.results.frame import counts
 from pensieve.results.identity import counts_for_sweep
-from pensieve.results.schema import Sweep, Trial
+from pensieve.results.schema import Sweep, SweepTrial, Trial, sweep_result
 from pensieve.results.store import ResultsStore
+from pensieve.results.sweep_table import sweep_table
 from pensieve.statistics import median
 
 P = ParamSpec("P")
@@ -45,6 +47,7 @@ _COLUMNS_AS_PARAMS = (
     "model", "baseline", "eviction", "scheduler", "cache", "workload", "hardware", "seed", "repeat", "weights", "dtype",
     "device", "device_count", "gpu_tokens", "cpu_tokens", "working_set_tokens",
 )  # fmt: skip
+_STORE_FILES = ("mlflow.db", "mlflow.db-wal", "mlflow.db-shm", "mlartifacts")
 _RUN_STATUS = {"completed": "FINISHED", "failed": "FAILED", "interrupted": "KILLED", "running": "RUNNING"}
 
 _log = logging.getLogger(__name__)
@@ -111,7 +114,7 @@ def _log_command(client: Any, run_id: str, sweep: Sweep) -> None:
     if sweep.command:
         client.set_tag(run_id, "pensieve.command", sweep.command[:TAG_LENGTH])
     logged = client.get_run(run_id).data.params
-    params = _params({key: text for key, text in _flat(sweep.overrides) if counts_for_sweep(key)})
+    params = _params({key: text for key, text in leaves(sweep.overrides) if counts_for_sweep(key)})
     _log_batches(client, run_id, [param for param in params if param.key not in logged], [])
 
 
@@ -168,7 +171,7 @@ def _new_run(client: Any, experiment: str, trial: Trial, parent_run_id: str | No
 
 def _fill_run(client: Any, run_id: str, store: ResultsStore, trial: Trial) -> None:
     columns = {key: getattr(trial, key) for key in _COLUMNS_AS_PARAMS}
-    values = {**dict(_flat(trial.config)), **{k: v for k, v in columns.items() if v is not None}}
+    values = {**dict(leaves(trial.config)), **{k: v for k, v in columns.items() if v is not None}}
     turns = store.turns_of(trial.id)
     _log_batches(client, run_id, _params(values), _metrics(trial, store, turns))
     with tempfile.TemporaryDirectory() as name:
@@ -215,6 +218,50 @@ def log_text_of_sweep(outputs: Path, store: ResultsStore, sweep_id: int, text: s
     return run_id
 
 
+def rebuild_mlflow(outputs: Path, store: ResultsStore, say: Callable[[str], None]) -> int:
+    """Every sweep as a parent with its trials as children, and every trial of no sweep by itself; returns the runs made.
+
+    What was there is moved to mlflow-before-<time>, never deleted. Trials that run are left to their own process.
+    Raises ResultsError where MLflow still cannot be written.
+    """
+    store.interrupt_dead()
+    kept = _move_away(outputs)
+    if kept is not None:
+        say(f"The MLflow store that was there is now in {kept}; delete it when you no longer need it.")
+    _client.cache_clear()  # a client of this process would write to the files where they are now
+    if ensure_store(outputs) is None:
+        raise ResultsError(f"MLflow cannot be written in {outputs}; the warning above says why. Mend it and run again.")
+    with store.database.reading() as connection:
+        sweeps = connection.execute(select(Sweep.id, Sweep.name, Sweep.status).order_by(Sweep.id)).all()
+        here = (sweep_result.c.sweep_id == SweepTrial.sweep_id) & (sweep_result.c.job == SweepTrial.job)
+        links = connection.execute(  # a job's last attempt, and what it shows where that is another
+            select(SweepTrial.sweep_id, Trial.id.label("trial_id"), SweepTrial.reused, Trial.status)
+            .outerjoin(sweep_result, here)
+            .join(Trial, or_(Trial.id == SweepTrial.trial_id, Trial.id == sweep_result.c.trial_id))
+            .order_by(SweepTrial.sweep_id, SweepTrial.reused, SweepTrial.job, Trial.id)
+        ).all()
+        linked = {link.trial_id for link in links}
+        alone = connection.execute(
+            select(Trial.id, Trial.experiment).where(Trial.status != "running").order_by(Trial.id)
+        ).all()
+    made = 0
+    for sweep in sweeps:
+        parent = start_parent(outputs, store, sweep.id, sweep.name)
+        if parent is None:
+            raise ResultsError(f"Sweep {sweep.id} cannot be written to MLflow; the warning above says why.")
+        made += 1
+        serving = {one.trial_id: one.reused for one in links if one.sweep_id == sweep.id and one.status != "running"}
+        for trial_id, reused in serving.items():
+            made += log_trial(outputs, store, trial_id, sweep.name, parent, reused, fresh=True) is not None
+        if sweep.status != "running":
+            finish_parent(outputs, store, sweep.id, sweep_table(store, sweep.id).text(), sweep.status)
+        say(f"Sweep {sweep.id} is in MLflow again.")
+    for trial in alone:
+        if trial.id not in linked:
+            made += log_trial(outputs, store, trial.id, trial.experiment or "pensieve", fresh=True) is not None
+    return made
+
+
 @functools.lru_cache(maxsize=4)
 def _client(outputs: Path) -> Any:
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
@@ -245,9 +292,21 @@ def _create_database(outputs: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def forget_clients() -> None:
-    """After the store's files were moved: nothing of this process must write to them where they are now."""
-    _client.cache_clear()
+def _move_away(outputs: Path) -> Path | None:
+    found = [outputs / part for part in _STORE_FILES if (outputs / part).exists()]
+    if not found:
+        return None
+    kept = outputs / f"mlflow-before-{datetime.now(UTC):%Y-%m-%d-%H-%M-%S-%f}"
+    try:
+        kept.mkdir()
+        for path in found:
+            path.rename(kept / path.name)
+    except OSError as error:
+        raise ResultsError(
+            f"The MLflow store in {outputs} cannot be moved away ({error.strerror or error}); "
+            "end what uses it (make ui), and check that this user may write there."
+        ) from None
+    return kept
 
 
 def _lock(outputs: Path) -> FileLock:
@@ -310,7 +369,8 @@ def _log_batches(client: Any, run_id: str, params: Sequence[Any], metrics: Seque
 def _params(values: Mapping[str, Any]) -> list[Any]:
     from mlflow.entities import Param
 
-    return [Param(_name(key), str(value)[:PARAM_LENGTH]) for key, value in sorted(values.items())]
+    texts = {key: json.dumps(v, default=str) if isinstance(v, list | tuple) else str(v) for key, v in values.items()}
+    return [Param(_name(key), text[:PARAM_LENGTH]) for key, text in sorted(texts.items())]
 
 
 def _metrics(trial: Trial, store: ResultsStore, turns: Sequence[Row[Any]]) -> list[Any]:
@@ -329,7 +389,7 @@ def ttft_by_turn(turns: Sequence[Row[Any]]) -> dict[int, float]:
     """Median TTFT in ms over sessions, by turn, of measured turns that completed."""
     values: defaultdict[int, list[float]] = defaultdict(list)
     for turn in turns:
-        if is_measured(turn.phase) and turn.status == "completed" and turn.ttft_ms is not None:
+        if counts(turn) and turn.ttft_ms is not None:
             values[turn.turn].append(turn.ttft_ms)
     return {turn: median(values[turn]) for turn in sorted(values)}
 
@@ -340,17 +400,6 @@ def _write_turns(path: Path, turns: Sequence[Row[Any]]) -> None:
         import pyarrow.parquet as pq
 
         pq.write_table(pa.Table.from_pylist([dict(turn._mapping) for turn in turns]), path)
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        if name == "hydra":
-            continue  # how Hydra itself is set up describes no trial
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{name}.")
-        else:
-            yield name, json.dumps(value, default=str) if isinstance(value, list | tuple) else value
 
 
 def _name(text: str) -> str:
