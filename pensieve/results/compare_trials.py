@@ -137,7 +137,7 @@ def compare_trials(
 
 
 def _mixed(a: Sequence[Trial], b: Sequence[Trial], allow: bool) -> list[str]:
-    """What figures would not put into one panel is not compared either."""
+    """Notes on why the trials should not be compared; raises MixedPanel unless that is allowed."""
     every = {trial.id: trial for trial in (*a, *b)}
     found = mixtures(list(every.values()))
     if found and not allow:
@@ -167,7 +167,7 @@ def _grouped(
 
 
 def _name(values: Mapping[str, str]) -> str:
-    """What tells the group from the others: an option's name stands for all fields of its group."""
+    """The fields that tell the group from the others; an option's name stands for all fields of its config group."""
     options = {field.rpartition(".")[0] for field in values if field.endswith(".name")}
     shown = []
     for field, value in values.items():
@@ -180,7 +180,7 @@ def _name(values: Mapping[str, str]) -> str:
 
 
 def _differ(a: Sequence[Trial], b: Sequence[Trial], varying: Sequence[str]) -> str:
-    """In what A and B differ as a whole; more than one thing is more than one cause."""
+    """A sentence on the fields in which A and B differ: each may be the cause of what is found."""
     ones, others = dict(flat(a[0].config)), dict(flat(b[0].config))
     changed = {
         field: (ones.get(field, "nothing"), others.get(field, "nothing"))

@@ -1,4 +1,4 @@
-"""What a trial ran on and with: code version, packages, machine. Read, never changed; torch is not imported for it."""
+"""The environment of a trial: code version, packages, machine. torch is not imported to read it."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ NOTES = {
     "host_to_device_mb": "null: this engine does not count what it copies",
     "device_to_host_mb": "null: this engine does not count what it copies",
 }
-"""Why a field that could be a number is not one."""
+"""Why a field of a run is null."""
 
 _MEGABYTE = 1e6
 
@@ -65,9 +65,8 @@ def baseline_report(store: ResultsStore, jobs: Sequence[JobResult]) -> dict[str,
 
     total_ms: arrival to last token. per_token_ms: total over generated tokens, null without any. prompt_tokens,
     new_tokens: the median run's, history included in the prompt. batch_size: the most runs that were served at once.
-    *_mb: 10^6 bytes that were moved between host and device for the turn (request.TurnRecord says which), null where nobody
-    counted. gpu_util_pct, memory_bw_gbps: its trial's, where the
-    device tells, else null. p95: nearest rank.
+    *_mb: 10^6 bytes moved between host and device for the turn (request.TurnRecord says which), null where they were not
+    counted. gpu_util_pct, memory_bw_gbps: the trial's, null where the device does not tell. p95: nearest rank.
     """
     runs: list[dict[str, Any]] = []
     prompts: list[int] = []

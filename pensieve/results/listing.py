@@ -59,7 +59,7 @@ def list_trials(
 
 
 def show_trial(store: ResultsStore, trial_id: int) -> Iterable[str]:
-    """All that is known of one trial but its turns. Raises ResultsError where there is none of that number."""
+    """All that is recorded of one trial but its turns and samples. Raises ResultsError where there is no such trial."""
     trial = store.trial(trial_id)
     for name in (c.name for c in Trial.__table__.columns):
         value = getattr(trial, name)

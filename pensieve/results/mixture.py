@@ -1,4 +1,4 @@
-"""Which trials must not stand beside each other: a rule for figures, claims and reports alike."""
+"""Why trials must not be compared with each other: one rule for figures, claims, comparisons and reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pensieve.results.schema import Trial
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """what: a noun phrase. remedy: what the reader should do. trials: the ids at fault, empty where all are."""
+    """One reason. what: a noun phrase. remedy: what the reader should do. trials: the ids concerned, empty: all of them."""
 
     what: str
     remedy: str

@@ -1,7 +1,7 @@
-"""Sweeps and trials as MLflow runs, copied from the results database: that one is the truth, this one can be rebuilt.
+"""Sweeps and trials as MLflow runs, copied from the results database, from which the MLflow store can be rebuilt.
 
-The only importer of mlflow, and only when something is logged: the import takes seconds. What goes wrong here costs the
-MLflow run, never the trial: one sentence is logged, and the functions return None.
+mlflow is imported here alone, and only when something is logged: the import takes seconds. A failure of MLflow never fails
+a trial: the functions log one sentence and return None.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def mlflow_url(outputs: Path) -> str:
 
 
 def _or_none(function: Callable[P, T | None]) -> Callable[P, T | None]:
-    """One sentence instead of an exception that comes from MLflow or its disk."""
+    """Log one sentence and return None where MLflow or its disk raises."""
 
     @functools.wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
@@ -81,7 +81,7 @@ def _or_none(function: Callable[P, T | None]) -> Callable[P, T | None]:
 
 @_or_none
 def ensure_store(outputs: Path) -> str | None:
-    """Create the MLflow database where it is missing, once, whoever comes first; returns its tracking URI."""
+    """Create the MLflow database if it is missing, one process at a time; returns its tracking URI."""
     _client(outputs.absolute())
     return mlflow_url(outputs)
 
@@ -109,8 +109,8 @@ def start_parent(outputs: Path, store: ResultsStore, sweep_id: int, experiment_n
 
 
 def _log_command(client: Any, run_id: str, sweep: Sweep) -> None:
-    """MLflow never changes a parameter, so the overrides that may differ when the sweep is taken up again (trial.timeout_s,
-    tracking) are a tag: the command itself."""
+    """Log the command as a tag and the overrides as parameters. MLflow never changes a parameter, so overrides that may
+    differ when the sweep is resumed (trial.timeout_s, tracking) are in the tag alone."""
     if sweep.command:
         client.set_tag(run_id, "pensieve.command", sweep.command[:TAG_LENGTH])
     logged = client.get_run(run_id).data.params
@@ -128,11 +128,11 @@ def log_trial(
     reused: bool = False,
     fresh: bool = False,
 ) -> str | None:
-    """A run for a trial that ended, under the sweep's parent where there is one; the same child is not made twice.
+    """Log a trial that ended as a run, under the sweep's parent if there is one; returns the run's id.
 
-    One that a dead process left half logged is completed: all that is logged may be logged again. Other attempts at the
-    same trial under the same parent are tagged superseded. The run's id is kept in the trial's row, unless the trial
-    was reused: then the row keeps its first run. fresh: the store was made just now and is not searched for any of it.
+    A run that exists already is taken, and completed if a process died while logging it. Older attempts at the same trial
+    under the same parent are tagged superseded. The run's id is written to the trial's row, except that the row of a
+    reused trial keeps its first run. fresh: the store is new, and is not searched for existing runs.
     """
     client = _client(outputs.absolute())
     trial = store.trial(trial_id)
@@ -187,7 +187,7 @@ def _fill_run(client: Any, run_id: str, store: ResultsStore, trial: Trial) -> No
 
 
 def _supersede(client: Any, experiment: str, trial: Trial, parent_run_id: str, run_id: str) -> None:
-    """Under one parent, one run of each trial counts: the attempt that completed last."""
+    """Tag the runs of older attempts: under one parent the attempt that completed last counts."""
     query = _tagged(**{PARENT_TAG: parent_run_id, FINGERPRINT_TAG: trial.fingerprint})
     for run in client.search_runs([experiment], filter_string=query):
         older = int(run.data.tags[TRIAL_TAG]) < trial.id
@@ -197,7 +197,7 @@ def _supersede(client: Any, experiment: str, trial: Trial, parent_run_id: str, r
 
 @_or_none
 def finish_parent(outputs: Path, store: ResultsStore, sweep_id: int, table: str, status: str) -> str | None:
-    """Close the parent run with the comparison table as its artifact; returns its id, None if it has none."""
+    """Close the parent run, with the sweep's table as its artifact; returns its id, None if there is none."""
     sweep = store.sweep(sweep_id)
     run_id, client = sweep.mlflow_run_id, _client(outputs.absolute())
     if run_id is None or not _exists(client, run_id):
@@ -210,7 +210,7 @@ def finish_parent(outputs: Path, store: ResultsStore, sweep_id: int, table: str,
 
 @_or_none
 def log_text_of_sweep(outputs: Path, store: ResultsStore, sweep_id: int, text: str, name: str) -> str | None:
-    """A text about the whole sweep, as the artifact `name` of its parent run; its id, None if it has none."""
+    """Log a text as the artifact `name` of the sweep's parent run; returns the run's id, None if there is none."""
     run_id = store.sweep(sweep_id).mlflow_run_id
     if run_id is None or not _exists(client := _client(outputs.absolute()), run_id):
         return None
@@ -219,9 +219,9 @@ def log_text_of_sweep(outputs: Path, store: ResultsStore, sweep_id: int, text: s
 
 
 def rebuild_mlflow(outputs: Path, store: ResultsStore, say: Callable[[str], None]) -> int:
-    """Every sweep as a parent with its trials as children, and every trial of no sweep by itself; returns the runs made.
+    """Log every sweep as a parent with its trials as children, and every other trial by itself; returns the number of runs.
 
-    What was there is moved to mlflow-before-<time>, never deleted. Trials that run are left to their own process.
+    An existing store is moved to mlflow-before-<time>, never deleted. Running trials are left to their own process.
     Raises ResultsError where MLflow still cannot be written.
     """
     store.interrupt_dead()
@@ -280,7 +280,7 @@ def _client(outputs: Path) -> Any:
 
 
 def _create_database(outputs: Path) -> None:
-    """Beside its place, then moved there: MLflow could not mend the half of a schema that a dead process left."""
+    """Create it in another folder, then move it: MLflow cannot repair a schema that a dead process left incomplete."""
     from mlflow import MlflowClient
 
     for left in outputs.glob(f"{NEW_PREFIX}*"):
@@ -314,7 +314,7 @@ def _lock(outputs: Path) -> FileLock:
 
 
 def _experiment(client: Any, outputs: Path, name: str) -> str:
-    """The experiment's id; call under the lock. One that was deleted in the UI comes back."""
+    """The experiment's id, created or restored from deletion if need be. The caller holds the lock."""
     found = client.get_experiment_by_name(name)
     if found is None:
         return str(client.create_experiment(name, artifact_location=(outputs.absolute() / "mlartifacts").as_uri()))
@@ -324,7 +324,7 @@ def _experiment(client: Any, outputs: Path, name: str) -> str:
 
 
 def _exists(client: Any, run_id: str | None) -> bool:
-    """False also where the user deleted the run, or the whole MLflow database."""
+    """Whether the run exists and was not deleted."""
     from mlflow.exceptions import MlflowException
 
     if run_id is None:
@@ -336,7 +336,7 @@ def _exists(client: Any, run_id: str | None) -> bool:
 
 
 def _run_of(client: Any, experiment: str, trial: Trial, parent_run_id: str | None) -> tuple[str | None, bool]:
-    """The trial's run under this parent, or by itself, and whether all of it was logged."""
+    """The trial's run under this parent, or without one, and whether it was logged completely."""
     if parent_run_id is not None:
         run_id = _first(client, experiment, **{PARENT_TAG: parent_run_id, TRIAL_TAG: str(trial.id)})
     else:
@@ -356,7 +356,7 @@ def _tagged(**tags: str) -> str:
 
 
 def _log_batches(client: Any, run_id: str, params: Sequence[Any], metrics: Sequence[Any]) -> None:
-    """As few calls as MLflow's limits allow: each is a transaction of its own."""
+    """In as few calls as MLflow's limits allow, since each is a transaction."""
     fitting = METRICS_A_BATCH - PARAMS_A_BATCH
     for number in range(max(ceil(len(params) / PARAMS_A_BATCH), ceil(len(metrics) / fitting))):
         client.log_batch(

@@ -1,4 +1,4 @@
-"""Is the process that a running trial belongs to still alive?"""
+"""The process that runs a trial, and whether it is still alive."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ START_TOLERANCE = timedelta(seconds=2)  # the start time is derived from the boo
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A pid alone is not a process: pids are used again, so the start time belongs to it."""
+    """A process by host, pid and start time: the system gives a pid to another process later."""
 
     host: str
     pid: int

@@ -217,7 +217,7 @@ def _preparing_turns(store: ResultsStore, trials: Sequence[Trial]) -> int:
 
 
 def _budgets(trials: Sequence[Trial]) -> str | None:
-    """What each baseline could hold, in tokens, and what the workload asked for."""
+    """The KV budget of each baseline and the working set of the workload, in tokens."""
     parts: dict[str, None] = {}
     for trial in trials:
         if trial.gpu_tokens is not None:
@@ -356,7 +356,7 @@ def _notes_on_rows(rows: Sequence[SweepRow]) -> list[str]:
 
 
 def _interval_note(ratios: Sequence[PairedRatio]) -> str:
-    """What the brackets are, and what n counts where there are none."""
+    """What the brackets hold, and what n counts where there is no interval."""
     several = any(ratio.n_seeds > 1 for ratio in ratios)
     over = "" if several else " over the conversations of one seed"
     notes = [f", with the 95 % interval{over}"] if any(ratio.ci_low is not None for ratio in ratios) else []
@@ -367,7 +367,7 @@ def _interval_note(ratios: Sequence[PairedRatio]) -> str:
 
 
 def _number(value: float | None) -> str:
-    """Three digits or more, none of them noise."""
+    """With three digits at least."""
     if value is None:
         return NONE
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

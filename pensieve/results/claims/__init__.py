@@ -1,4 +1,4 @@
-"""Published and expected numbers held against a sweep: a verdict each."""
+"""Published and expected numbers compared with those of a sweep, with a verdict for each."""
 
 from pensieve.results.claims.claim import Claim, read_claims
 from pensieve.results.claims.judge import Judged, judge_sweep, record_claims, recorded_claims

@@ -1,4 +1,4 @@
-"""What is claimed, by whom, and for which trials: the entries of a file of claims, and what of them trials do not meet."""
+"""The entries of a file of claims: what is claimed, by whom, under which conditions; and which conditions trials fail."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pensieve.results.schema import Trial
 
 
 class Claimed(BaseModel):
-    """above, below: a bound of its own, that counts as met. between: two. about: a value, give_or_take as much."""
+    """One of: above, below (a bound, inclusive), between (two bounds), about (a value, within +/- give_or_take)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -55,7 +55,7 @@ Values = tuple[str | float | bool | None, ...]
 
 
 class Limits(BaseModel):
-    """A condition on a number. unset: a field without a value meets it too."""
+    """A condition on a number. unset: whether a field without a value meets it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -72,12 +72,12 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_one_or_more)]
 
 
 class Claim(BaseModel):
-    """One entry. Everything a verdict needs but the trials.
+    """One entry: all that a verdict needs beside the trials.
 
-    measure, arguments: a reduction of results.claims.measures. of, against: baselines; the first one that the sweep has
+    measure, arguments: one of results.claims.measures. of, against: baselines; the first one that the sweep has
     is taken. over: the swept field that the measure reads along; the sweep's other axes make groups, judged one by one.
     conditions: column of table `trial` (or dotted field of its configuration) -> the values that count, patterns such as
-    "*A100*" included, or limits. seeds: fewest. simulated: may times of a cost model speak to it?
+    "*A100*" included, or limits. seeds: the fewest that decide it. simulated: whether simulated trials may decide it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

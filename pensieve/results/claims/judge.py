@@ -1,4 +1,4 @@
-"""Every claim judged by the trials of one sweep, and the verdicts in table `claim`."""
+"""Judges every claim by the trials of one sweep, and records the verdicts in table `claim`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from pensieve.results.store import ResultsStore
 class Judged:
     """One claim in one group of the sweep. name: the claim's, with the group's values where the sweep has several.
 
-    ours, theirs: the baselines that were taken. measured: also where conditions differ, unless it is the workload that
-    does: then the question is another. differences: why it is not comparable, a clause each.
+    ours, theirs: the baselines compared. measured: also given where conditions differ, but not where the workload does.
+    differences: why it is not comparable, a clause each.
     """
 
     name: str
@@ -38,7 +38,8 @@ class Judged:
 
 
 def judge_sweep(store: ResultsStore, sweep_id: int, claims: Sequence[Claim]) -> Sequence[Judged]:
-    """In the order of the claims. One that no group of the sweep can speak to is said once, of the group that differs least.
+    """A verdict for each claim and group of the sweep, in the order of the claims. A claim that is not comparable in any
+    group is listed once, for the group with the fewest differences.
 
     Raises ResultsError without such a sweep.
     """
@@ -47,13 +48,13 @@ def judge_sweep(store: ResultsStore, sweep_id: int, claims: Sequence[Claim]) -> 
     for claim in claims:
         groups = evidence.groups(claim.over)
         judged = [_judged(claim, evidence, group, len(groups) > 1) for group in groups]
-        telling = [one for one in judged if one.judgement.verdict != "not comparable"]
-        found += telling or [min(judged, key=lambda one: len(one.differences), default=_without_trials(claim))]
+        comparable = [one for one in judged if one.judgement.verdict != "not comparable"]
+        found += comparable or [min(judged, key=lambda one: len(one.differences), default=_without_trials(claim))]
     return found
 
 
 def record_claims(store: ResultsStore, sweep_id: int, judged: Sequence[Judged]) -> None:
-    """One row a verdict, in place of those that the sweep had. trial_ids: of the measurement, else empty."""
+    """Replace the sweep's rows with one for each verdict. trial_ids: of the measurement, else empty."""
     rows = [
         {
             "sweep_id": sweep_id,
@@ -84,7 +85,7 @@ def recorded_claims(store: ResultsStore, sweep_id: int) -> Sequence[ClaimRow]:
 
 
 def _judged(claim: Claim, evidence: Evidence, group: TrialGroup, several: bool) -> Judged:
-    group = _asked(claim, group)
+    group = _of_workload(claim, group)
     ours, theirs = group.first_of(claim.of), group.first_of(claim.against)
     absent = [
         f"no completed trial of {' or '.join(wanted)} in this sweep"
@@ -112,8 +113,8 @@ def _judged(claim: Claim, evidence: Evidence, group: TrialGroup, several: bool) 
     return Judged(name, claim, group.name, ours, theirs, measured, judgement, tuple(reasons), simulated)
 
 
-def _asked(claim: Claim, group: TrialGroup) -> TrialGroup:
-    """The trials whose workload the claim is about, where there are any: a benchmark's sweep holds several."""
+def _of_workload(claim: Claim, group: TrialGroup) -> TrialGroup:
+    """The group with the trials of the claim's workload alone, if there are any: a benchmark's sweep holds several."""
     wanted = _workload_of(claim)
     asked = {name: [t for t in trials if not unmet(wanted, [t])] for name, trials in group.trials.items()}
     asked = {name: trials for name, trials in asked.items() if trials}

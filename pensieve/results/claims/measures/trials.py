@@ -41,9 +41,9 @@ def throughput_at_latency_ratio(
 
 
 def largest_load_ratio(sides: Sides, refusals: str = "oom_turns") -> Measured:
-    """The largest load (a number on the axis) that ours bears without refusals, over theirs, paired by seed.
+    """The largest load (a number on the axis) that ours carries without refusals, over theirs, paired by seed.
 
-    Both have to reach refusals in the sweep: what was not loaded to its limit has an unknown one.
+    Both must reach refusals in the sweep; otherwise their limit is unknown.
     """
     ours, theirs = (_largest(sides, trials, refusals) for trials in (sides.ours, sides.theirs))
     return _of_seeds(ours, theirs, sides, "no seed reaches its limit in both over the loads of this sweep")
