@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -135,23 +134,20 @@ def _most_at_once(edges: Sequence[tuple[float, int]]) -> int | None:
 
 def _write_turns(store: ResultsStore, trials: Sequence[Trial], folder: Path) -> list[Path]:
     """A trial at a time, so that memory holds one. Units are in the names of the columns."""
+    import pandas as pd
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    columns = (*TRIAL_COLUMNS, *TURN_COLUMNS)
-    schema = pa.schema([pa.field(name, _arrow_type(name)) for name in columns])
+    schema = pa.schema([pa.field(name, _arrow_type(name)) for name in (*TRIAL_COLUMNS, *TURN_COLUMNS)])
+    kinds = {field.name: pd.ArrowDtype(field.type) for field in schema}
     paths = [folder / "turns.csv", folder / "turns.parquet"]
     with paths[0].open("w", newline="", encoding="utf-8") as file, pq.ParquetWriter(paths[1], schema) as parquet:
-        writer = csv.writer(file)
-        writer.writerow(columns)
-        for trial in trials:
+        for number, trial in enumerate(trials):
             head = (trial.id, *(getattr(trial, name) for name in TRIAL_COLUMNS[1:]))
             rows = [(*head, *turn) for turn in store.turns_of(trial.id)]
-            writer.writerows(rows)
-            parts = zip(*rows, strict=True) if rows else ([] for _ in columns)
-            parquet.write_table(
-                pa.table([pa.array(p, f.type) for p, f in zip(parts, schema, strict=True)], schema=schema)
-            )
+            frame = pd.DataFrame(rows, columns=schema.names).astype(kinds)
+            frame.to_csv(file, header=number == 0, index=False, lineterminator="\r\n")
+            parquet.write_table(pa.Table.from_pandas(frame, schema, preserve_index=False).replace_schema_metadata())
     return paths
 
 
