@@ -92,7 +92,7 @@ def _tree(path: Path) -> ast.Module | None:
 
 @functools.lru_cache(maxsize=2)
 def _package_hash(with_bench: bool = False) -> str:
-    """Read once a process, since a running process does not load later changes of the files either."""
+    """The hash of the package's files, read once a process: later changes of the files are not loaded either."""
     root = Path(pensieve.__file__).parent
     out = NOT_CODE if with_bench else (*NOT_CODE, BENCH)
     files = {path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*")) if path.is_file()}

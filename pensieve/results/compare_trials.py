@@ -261,7 +261,7 @@ def _verdict(name: str, a: float, b: float, low: float | None, high: float | Non
 
 
 def better(name: str) -> int:
-    """1: more is better, -1: less is, 0: neither."""
+    """1 where more of the metric is better, -1 where less is, 0 where neither is."""
     if any(name.startswith(part) for part in _MORE_IS_BETTER):
         return 1
     return -1 if any(part in name if part[0] != "_" else _ends(name, part) for part in _LESS_IS_BETTER) else 0
@@ -272,7 +272,7 @@ def _ends(name: str, part: str) -> bool:
 
 
 def _unequal_rate(pairs: Iterable[tuple[Trial, Trial]], rows: Sequence[ComparedMetric]) -> str:
-    """Under a load that does not wait for the system, latencies mean little where the achieved rates differ."""
+    """A sentence if the achieved rates differ under an open load: latencies are not comparable then."""
     loads = {str(trial.flags.get("load")) for pair in pairs for trial in pair}
     rate = next((row for row in rows if row.metric == "throughput_req_s" and not row.label), None)
     if loads <= {"closed"} or rate is None or rate.ratio is None or abs(rate.ratio - 1.0) <= UNEQUAL_RATE:

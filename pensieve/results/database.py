@@ -223,7 +223,7 @@ class Database:
 
 
 def _sqlite_path(url: URL) -> Path | None:
-    """None: in memory."""
+    """The database's file; None where it is in memory."""
     return Path(url.database).absolute() if url.database and url.database != ":memory:" else None
 
 

@@ -60,7 +60,7 @@ def export_sweep(store: ResultsStore, sweep_id: int, folder: Path) -> list[Path]
 
 
 def baseline_report(store: ResultsStore, jobs: Sequence[JobResult]) -> dict[str, Any]:
-    """One baseline. A run is one measured turn that completed; its id is trial/session/turn, and /iteration where repeated.
+    """Report one baseline. A run is one measured turn that completed; its id: trial/session/turn, and /iteration if repeated.
 
     total_ms: arrival to last token. per_token_ms: total over generated tokens, null without any. prompt_tokens,
     new_tokens: the median run's, history included in the prompt. batch_size: the most runs that were served at once.
@@ -133,7 +133,7 @@ def _most_at_once(edges: Sequence[tuple[float, int]]) -> int | None:
 
 
 def _write_turns(store: ResultsStore, trials: Sequence[Trial], folder: Path) -> list[Path]:
-    """A trial at a time, so that memory holds one. Units are in the names of the columns."""
+    """Write the turns of one trial after the other, so that memory holds one trial. Units are in the names of the columns."""
     import pandas as pd
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -72,7 +72,7 @@ class Identity:
 def identify(
     config: Mapping[str, Any], simulated: bool, device: Mapping[str, Any], marks: Mapping[str, Any] | None = None
 ) -> Identity:
-    """config: resolved. device: see platform_of. marks: further fields that are hashed with it."""
+    """Compute the identity. config: resolved. device: see platform_of. marks: further fields that are hashed with it."""
     return Identity(config_hash({**config, **(marks or {})}), code_hash(config), platform_of(simulated, device))
 
 
@@ -127,7 +127,8 @@ def platform_of(simulated: bool, device: Mapping[str, Any]) -> str:
 
 
 def sweep_key(overrides: Iterable[str], axes: Mapping[str, object], jobs: Iterable[Mapping[str, Any]] = ()) -> str:
-    """overrides: `key=value` as typed, in any order. axes: what each swept field runs through, outermost first.
+    """The hash by which a sweep is found again. overrides: `key=value` as typed, in any order. axes: the values of each
+    swept field, outermost first.
 
     jobs: the resolved configuration of each, in order. What was typed does not say all: an overlay that was edited, or a
     trace that was replaced, makes other jobs and so another sweep under the same command.
@@ -145,7 +146,7 @@ def counts_for_sweep(override: str) -> bool:
 
 
 def explain_difference(old: Trial, new: Identity) -> str:
-    """One line on why a completed trial of the same configuration does not count for the new one."""
+    """One line on why a completed trial of the same configuration is not reused for the new one."""
     changes = []
     if old.config_hash != new.config_hash:
         changes.append("the configuration")

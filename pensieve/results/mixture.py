@@ -40,8 +40,8 @@ def mixtures(trials: Sequence[Trial]) -> list[Mixture]:
 
 
 def _code(trials: Sequence[Trial]) -> Mapping[tuple[str, ...], set[str]]:
-    """Hashes of the code by the classes outside the package that a trial names: their source is part of its hash, so
-    only trials that name the same ones can be told apart by it."""
+    """Hashes of the code, grouped by the classes outside the package that a trial names. Their source is part of the hash,
+    so two hashes mean two versions of the code only where the same classes are named."""
     found: dict[tuple[str, ...], set[str]] = defaultdict(set)
     for trial in trials:
         found[tuple(sorted(outside_names(trial.config or {})))].add(trial.code_hash)

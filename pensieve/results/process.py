@@ -33,7 +33,7 @@ def _owner(pid: int) -> Owner:
 
 
 def is_alive(owner: Owner, heartbeat_at: datetime, now: datetime) -> bool:
-    """On this host by pid and start time; elsewhere by its heartbeat, which is late after 60 s."""
+    """Whether the process runs: checked by pid and start time on this host, elsewhere by a heartbeat of the last 60 s."""
     if owner.host != socket.gethostname():
         return now - heartbeat_at <= HEARTBEAT_LIMIT
     try:

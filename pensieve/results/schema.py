@@ -84,7 +84,7 @@ version_table = Table(VERSION_TABLE, Base.metadata, Column("version_num", Text, 
 
 
 class Sweep(Base):
-    """The same command is the same sweep: `key` hashes the sorted overrides and the resolved axes."""
+    """key: hash of the sorted overrides and the resolved axes, so that a repeated command finds its sweep."""
 
     __tablename__ = "sweep"
 

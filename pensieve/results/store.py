@@ -107,7 +107,10 @@ class ResultsStore:
         host: str,
         git_commit: str | None,
     ) -> int:
-        """The sweep's id; the same key is the same sweep, running again. overrides: key -> text, swept axes included."""
+        """Record a sweep as running, or running again if its key is known; returns its id.
+
+        overrides: key -> text, swept axes included.
+        """
         values: dict[str, Any] = {
             "name": name, "experiment": experiment, "command": command, "overrides": dict(overrides),
             "n_expected": n_expected, "host": host, "git_commit": git_commit, "status": "running",
@@ -325,7 +328,7 @@ class ResultsStore:
             return [_metric(row) for row in session.scalars(select(MetricRow).where(MetricRow.trial_id == trial_id))]
 
     def turns_of(self, trial_id: int, *columns: str) -> Sequence[Row[Any]]:
-        """In order of ordinal; rows have the columns as attributes. Without names: all of them."""
+        """The trial's turns in order of ordinal. Rows have the columns as attributes, without names all of them."""
         chosen = [TurnRow.__table__.c[name] for name in columns or TURN_COLUMNS]
         with self.database.reading() as connection:
             return connection.execute(
@@ -339,7 +342,7 @@ class ResultsStore:
             return [Reading(*row) for row in connection.execute(query)]
 
     def artifacts_of(self, trial_id: int, kind: str | None = None) -> list[Artifact]:
-        """With absolute paths; whether the files are still there is not looked at."""
+        """The trial's artifacts, with absolute paths. The files may be gone: they are not looked at."""
         query = select(ArtifactRow).where(ArtifactRow.trial_id == trial_id).order_by(ArtifactRow.kind, ArtifactRow.path)
         with self._session() as session:
             rows = session.scalars(query if kind is None else query.where(ArtifactRow.kind == kind)).all()

@@ -110,7 +110,7 @@ class SweepTable:
 
 
 def sweep_table(store: ResultsStore, sweep_id: int) -> SweepTable:
-    """The trials that a sweep shows. Raises ResultsError where there is no such sweep."""
+    """Compare the baselines of a sweep, by the trials that it shows. Raises ResultsError where there is no such sweep."""
     found = Evidence(store, sweep_id)
     rows = []
     for group in found.groups():
@@ -150,7 +150,7 @@ def _row(found: Evidence, group: TrialGroup, baseline: str, ttfts: Mapping[str, 
 
 
 def _last_speedup(stateless: pd.Series[float], own: pd.Series[float]) -> PairedRatio | None:
-    """At the last turn that both measured of a session; repeats of a seed are averaged."""
+    """The ratio of TTFTs at the last turn of each session that both measured; repeats of a seed are averaged."""
     pairs = conversation_ends(paired(stateless, own), last=True)
     pairs = pairs[(pairs["a"] > 0) & (pairs["b"] > 0)]
     if pairs.empty:
@@ -209,7 +209,7 @@ def _notes(found: Evidence) -> list[str]:
 
 
 def _preparing_turns(store: ResultsStore, trials: Sequence[Trial]) -> int:
-    """How many turns only prepare others."""
+    """The number of turns that are not measured: they prepare others."""
     query = select(TurnRow.phase, func.count()).where(TurnRow.trial_id.in_({trial.id for trial in trials}))
     with store.database.reading() as connection:
         phases = connection.execute(query.group_by(TurnRow.phase)).all()
@@ -367,7 +367,7 @@ def _interval_note(ratios: Sequence[PairedRatio]) -> str:
 
 
 def _number(value: float | None) -> str:
-    """With three digits at least."""
+    """A number with at least three digits."""
     if value is None:
         return NONE
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

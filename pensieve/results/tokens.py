@@ -120,7 +120,7 @@ class TurnTokens:
 
 
 def read_tokens(path: Path) -> dict[tuple[str, int], TurnTokens]:
-    """By (session, turn). Raises ResultsError where the file is missing or damaged."""
+    """The tokens of each turn, by (session, turn). Raises ResultsError where the file is missing or damaged."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -168,7 +168,7 @@ class TokenComparison:
 
 
 def compare_tokens(path_a: Path, path_b: Path) -> TokenComparison:
-    """Token for token, over the turns that both files have. Raises ResultsError where one cannot be read."""
+    """Compare the tokens of the turns that both files have. Raises ResultsError where one cannot be read."""
     a, b = read_tokens(path_a), read_tokens(path_b)
     shared = sorted(a.keys() & b.keys(), key=lambda key: (key[1], key[0]))
     differences = []

@@ -76,7 +76,7 @@ def record_claims(store: ResultsStore, sweep_id: int, judged: Sequence[Judged]) 
 
 
 def recorded_claims(store: ResultsStore, sweep_id: int) -> Sequence[ClaimRow]:
-    """By name."""
+    """The recorded verdicts of the sweep, in order of name."""
     query = select(ClaimRow).where(ClaimRow.sweep_id == sweep_id).order_by(ClaimRow.name)
     with store.database.reading() as connection, Session(connection, expire_on_commit=False) as session:
         rows = session.scalars(query).all()

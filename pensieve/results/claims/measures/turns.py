@@ -122,7 +122,7 @@ def _positive_ratio(a: Pairs, b: Pairs, otherwise: str) -> PairedRatio:
 
 
 def _mean(values: Pairs, otherwise: str) -> PairedRatio:
-    """As a ratio to one, whose resampling is that of a mean: seeds first, then conversations."""
+    """The mean, as a ratio to 1: paired_ratio then resamples seeds first, then conversations."""
     if not values:
         raise MissingSeries(otherwise)
     return paired_ratio(values, dict.fromkeys(values, 1.0), of="means")
