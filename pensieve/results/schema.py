@@ -196,7 +196,7 @@ class MetricRow(Base):
 
 
 class TurnRow(Base):
-    """The columns of request.TurnRecord, under a trial."""
+    """The columns of record.TurnRecord, under a trial."""
 
     __tablename__ = "turn"
 
