@@ -6,8 +6,8 @@ The ratios are printed against their targets, and asserted only as far as no noi
 import sys
 from pathlib import Path
 
-from pensieve.results.comparison import comparison_table
 from pensieve.results.store import open_store
+from pensieve.results.sweep_table import sweep_table
 from pensieve.statistics import paired_ratio
 
 LEAST_SHARE = 0.10  # of the history tokens: GPU hit, CPU hit and recompute must each be at least this
@@ -44,5 +44,5 @@ print(f"turn 1, pensieve / stateless (target: 1.10 at most): {first}")
 print(f"turn {last}, stateless / pensieve (target: 2.0): {speedup}")
 # Three seeds give no interval. A machine shared with others has shown 1.1 where it alone shows 2.2 to 3.4.
 assert speedup.ratio > 0.9, "stateless is faster"
-text = comparison_table(store, sweep.id).text(110)
+text = sweep_table(store, sweep.id).text(110)
 assert "identical" in text, text

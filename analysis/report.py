@@ -20,7 +20,7 @@ from analysis.sweep import Source
 from pensieve.compose.folder import conf_folder
 from pensieve.errors import PensieveError, ResultsError
 from pensieve.results.claims import Claim, Judged, judge_sweep, read_claims, record_claims
-from pensieve.results.mlflow_log import log_text_of_sweep
+from pensieve.results.mlflow_runs import log_text_of_sweep
 
 AS_TABLES = ("speedup",)
 """Drawn for papers; the page has the same numbers as text."""

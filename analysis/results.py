@@ -1,9 +1,11 @@
 """All that the figures ask of pensieve.results, in one place; the report's pages ask about claims themselves."""
 
+from pensieve.results.fields import axis_value, varying_axes
+from pensieve.results.frame import measured_turns
 from pensieve.results.mixture import Mixture, mixtures
 from pensieve.results.schema import Sweep, SweepTrial, Trial
 from pensieve.results.store import JobResult, ResultsStore, open_store
-from pensieve.results.summary import REFERENCE, axis_value, measured_turns, varying_axes
+from pensieve.results.sweep_table import REFERENCE
 
 __all__ = [
     "REFERENCE",

@@ -245,7 +245,8 @@ def fit_line(
 
 
 def _rank(p: float, n: int) -> int:
-    return max(1, math.ceil(p * n - 1e-9))  # the guard: 0.07 * 100 is a hair above 7
+    # The guard: 0.07 * 100 is a hair above 7. numpy's inverted_cdf has none, and takes the eighth value of 100 there.
+    return max(1, math.ceil(p * n - 1e-9))
 
 
 def _by_seed(values: Mapping[tuple[int, str], float]) -> list[Floats]:

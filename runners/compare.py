@@ -13,9 +13,7 @@ if (CHECKOUT / "pensieve").is_dir():
 try:
     from pensieve.compose import outputs_folder
     from pensieve.errors import PensieveError
-    from pensieve.results.contrast import contrast
-    from pensieve.results.contrast_table import contrast_table
-    from pensieve.results.selection import select_trials
+    from pensieve.results.compare_trials import compare_trials, select_trials
     from pensieve.results.store import open_store
     from pensieve.trial.terminal import console
 except ModuleNotFoundError as error:
@@ -61,11 +59,11 @@ def main() -> int:
             parser.error(f"{options.url_env} is not set; export it with the database's URL")
         store = open_store(outputs_folder(), url, create=False)
         a, b = select_trials(store, options.a), select_trials(store, options.b)
-        found = contrast(store, a, b, options.allow_mixed)
+        found = compare_trials(store, a, b, options.allow_mixed)
     except PensieveError as error:
         print(error, file=sys.stderr)
         return 1
-    console().print(contrast_table(found, lambda name: any(fnmatch(name, pattern) for pattern in wanted)))
+    console().print(found.table(lambda name: any(fnmatch(name, pattern) for pattern in wanted)))
     return 0
 
 

@@ -131,7 +131,7 @@ def _prune(store: ResultsStore, options: argparse.Namespace) -> int:
 
 
 def _rebuild(store: ResultsStore, _options: argparse.Namespace) -> int:
-    from pensieve.results.mlflow_rebuild import rebuild_mlflow
+    from pensieve.results.mlflow_runs import rebuild_mlflow
 
     made = rebuild_mlflow(outputs_folder(), store, _say)
     print(f"{made} MLflow runs were made from {store.database.shown}.")

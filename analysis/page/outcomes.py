@@ -9,10 +9,10 @@ from analysis.page.document import Table
 from analysis.results import REFERENCE, mixtures
 from analysis.sweep import Source
 from pensieve.errors import MissingSeries
-from pensieve.results.claims.evidence import Evidence
 from pensieve.results.claims.measures import Sides
 from pensieve.results.claims.measures.turns import Which, speedup
-from pensieve.results.summary import ComparisonRow, compare
+from pensieve.results.evidence import Evidence
+from pensieve.results.sweep_table import SweepRow, sweep_table
 
 NONE = "–"
 SPEEDUP_TURNS: Sequence[tuple[str, Which]] = (
@@ -28,13 +28,15 @@ def results(source: Source) -> list[Table]:
     """Baselines side by side, at every combination of the other swept axes; then the speed-ups by turn."""
     if _benchmark(source):
         return _cases(source)
-    rows = compare(source.store, source.sweep.id).rows
+    rows = sweep_table(source.store, source.sweep.id).rows
     return [*([_comparison(rows)] if rows else []), *_speedups(source)]
 
 
 def notes(source: Source) -> list[str]:
     warned = ("Simulated on", "Random weights", "Not completed", "trials were never begun", "shared their device")
-    found = [note for note in compare(source.store, source.sweep.id).notes if not any(word in note for word in warned)]
+    found = [
+        note for note in sweep_table(source.store, source.sweep.id).notes if not any(word in note for word in warned)
+    ]
     if source.trials and not _benchmark(source):
         found.insert(
             0,
@@ -60,7 +62,7 @@ def _benchmark(source: Source) -> bool:
     return bool(source.trials) and all(trial.workload.startswith("bench_") for trial in source.trials)
 
 
-def _comparison(rows: Sequence[ComparisonRow]) -> Table:
+def _comparison(rows: Sequence[SweepRow]) -> Table:
     axes = list(rows[0].group)
     columns = [
         *((axis, "") for axis in axes), ("baseline", ""), ("trials", ""), ("TTFT first", "ms"), ("TTFT fifth", "ms"),
@@ -73,7 +75,7 @@ def _comparison(rows: Sequence[ComparisonRow]) -> Table:
     return Table(columns, texts, "Baselines side by side", words=len(axes) + 1)
 
 
-def _row(row: ComparisonRow) -> list[str]:
+def _row(row: SweepRow) -> list[str]:
     return [
         row.baseline,
         str(row.trials),
@@ -84,7 +86,7 @@ def _row(row: ComparisonRow) -> list[str]:
     ]
 
 
-def _outputs(row: ComparisonRow) -> str:
+def _outputs(row: SweepRow) -> str:
     check = row.outputs
     if check is None or check.problem:
         return NONE

@@ -12,7 +12,7 @@ from analysis.provenance import ranges
 from analysis.results import JobResult, Trial, axis_value, mixtures, varying_axes
 from analysis.sweep import DEFAULT_COMMAND, Source
 from pensieve.results.claims import Judged
-from pensieve.results.selection import differences, flat
+from pensieve.results.fields import differences, flat
 
 _GROUPS = ("model", "cache", "eviction", "scheduler", "baseline", "workload", "hardware")
 _PER_TRIAL = ("seed", "repeat")

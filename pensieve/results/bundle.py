@@ -86,7 +86,7 @@ def bundle_sweep(store: ResultsStore, sweep_id: int, checkout: Path, path: Path)
 
 
 def _copy_rows(store: ResultsStore, sweep_id: int, trial_ids: Sequence[int], folder: Path) -> dict[str, Path]:
-    """The sweep's rows in a SQLite database of their own, ids and all; its token files by their place in the bundle."""
+    """Copy the sweep's rows, with their ids, into a SQLite database; returns the token files by their path in the bundle."""
     target = open_store(folder)
     files: dict[str, Path] = {}
     for trial_id in trial_ids:
@@ -113,7 +113,7 @@ def _copy_rows(store: ResultsStore, sweep_id: int, trial_ids: Sequence[int], fol
             copy.execute(
                 insert(ArtifactRow).values(trial_id=trial_id, kind="tokens", path=stored, sha256=digests[file])
             )
-    target.database.settle()
+    target.database.checkpoint()
     return files
 
 

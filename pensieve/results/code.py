@@ -1,7 +1,7 @@
-"""Which code a trial ran: a digest of the package's sources and of the user's own modules that the configuration names.
+"""The digest of the code that a trial ran: the package's sources, and the user's own modules that the configuration names.
 
-Python counts by its syntax tree without docstrings: a comment, a docstring or a line break is no other code. Everything
-else (C, data that ships with the package) counts byte by byte. Nothing is imported to find a module.
+Python is hashed as a syntax tree without docstrings, so that comments and layout do not count; everything else (C, data
+that ships with the package) byte by byte. Modules are found without importing them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pensieve
-from pensieve.results.content import content_hash, kept, text_hash, version_of
+from pensieve.results.content import cached, content_hash, text_hash, version_of
 
 NOT_CODE = (
     "conf/",  # counts through the resolved configuration
@@ -68,7 +68,7 @@ def outside_names(config: Any) -> set[str]:
 
 
 def source_hash(path: Path) -> str:
-    """Of what a source means, as this version of Python reads it; of its bytes where that is no Python."""
+    """The hash of a Python file's syntax tree, or of the bytes of any other file, or of one that does not parse."""
     if path.suffix != ".py":
         return content_hash(path)
     tree = _tree(path)
@@ -79,7 +79,7 @@ def source_hash(path: Path) -> str:
 
 class _Effective(ast.NodeTransformer):
     def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
-        """A constant by itself does nothing: a docstring, or one that stands under a name."""
+        """Remove constants that stand alone, such as docstrings: they do nothing."""
         return None if isinstance(node.value, ast.Constant) else node
 
 
@@ -92,7 +92,7 @@ def _tree(path: Path) -> ast.Module | None:
 
 @functools.lru_cache(maxsize=2)
 def _package_hash(with_bench: bool = False) -> str:
-    """Of the files as they were when first asked for: a running process does not load later changes either."""
+    """The hash of the package's files, read once a process: later changes of the files are not loaded either."""
     root = Path(pensieve.__file__).parent
     out = NOT_CODE if with_bench else (*NOT_CODE, BENCH)
     files = {path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*")) if path.is_file()}
@@ -103,7 +103,7 @@ def _package_hash(with_bench: bool = False) -> str:
 
     # Parsing takes a second, which every start of the program would pay.
     version = text_hash(json.dumps([sys.version, out, [(name, version_of(path)) for name, path in counted.items()]]))
-    return kept(f"{root} {'with' if with_bench else 'without'} bench", version, compute)
+    return cached(f"{root} {'with' if with_bench else 'without'} bench", version, compute)
 
 
 def _hidden(name: str) -> bool:
@@ -148,7 +148,7 @@ def _imports(path: Path) -> Iterator[Path]:
 
 
 def _installed(path: Path) -> bool:
-    """Of Python, of a package from an index, or ours: other parts of an identity answer for these."""
+    """Whether a file belongs to Python, to an installed package or to Pensieve, which other parts of the identity cover."""
     places = {Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     return any(path.is_relative_to(place) for place in {*places, Path(pensieve.__file__).parent})
 

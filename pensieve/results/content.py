@@ -1,8 +1,8 @@
-"""Digests of files and folders, whole: a byte changed anywhere is another digest.
+"""Digests of the whole content of files and folders.
 
-Reading tens of gigabytes of weights takes longer than many a trial, so a digest that took long is kept in the user's cache
-folder for as long as the file's device, inode, size, mtime and ctime stay what they were; a program can set the mtime back,
-but not the ctime.
+Reading tens of gigabytes of weights takes longer than many trials, so the digest of a large file is cached in the user's
+cache folder until the file's device, inode, size, mtime or ctime changes; a program can set the mtime back, but not the
+ctime.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tempfile import NamedTemporaryFile
 
 from pensieve.user_cache import user_cache
 
-KEPT_BYTES = 64 * 2**20
-"""From this size on a file's digest is kept."""
+CACHED_BYTES = 64 * 2**20
+"""From this size on a file's digest is cached."""
 
 Version = tuple[int, int, int, int, int]
 
@@ -36,13 +36,13 @@ def text_hash(text: str) -> str:
 
 
 def version_of(path: Path) -> Version:
-    """Another one whenever the file was written to."""
+    """Changes whenever the file is written to."""
     stat = path.stat()
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
-def kept(name: str, version: str, compute: Callable[[], str]) -> str:
-    """compute(), or what it gave for the same name and version before; one version of a name is kept."""
+def cached(name: str, version: str, compute: Callable[[], str]) -> str:
+    """The digest stored for this name and version, else compute(), which is then stored in place of older versions."""
     try:
         file = user_cache() / "digests" / f"{text_hash(name)}.json"
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -51,12 +51,12 @@ def kept(name: str, version: str, compute: Callable[[], str]) -> str:
     except (OSError, RuntimeError, ValueError, KeyError, TypeError):
         pass  # not there yet, not readable, or somebody's edit: computed anew
     digest = compute()
-    _keep(name, version, digest)
+    _store(name, version, digest)
     return digest
 
 
-def _keep(name: str, version: str, digest: str) -> None:
-    """Whole or not at all, since other processes read it meanwhile; a cache that cannot be written only costs time."""
+def _store(name: str, version: str, digest: str) -> None:
+    """Replace the file at once, since other processes read it; a cache that cannot be written only costs time."""
     try:
         folder = user_cache() / "digests"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -70,7 +70,7 @@ def _keep(name: str, version: str, digest: str) -> None:
 @functools.lru_cache(maxsize=4096)
 def _file_hash(path: Path, version: Version) -> str:
     size = version[2]
-    return _digest(path) if size < KEPT_BYTES else kept(str(path), repr(version), functools.partial(_digest, path))
+    return _digest(path) if size < CACHED_BYTES else cached(str(path), repr(version), functools.partial(_digest, path))
 
 
 def _digest(path: Path) -> str:

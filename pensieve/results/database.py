@@ -1,4 +1,4 @@
-"""Opening a results database and talking to it in whole transactions; what goes wrong there, in sentences."""
+"""Opens a results database, runs whole transactions on it, and turns the driver's errors into sentences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModu
 from sqlalchemy.pool import NullPool, StaticPool
 
 from pensieve.errors import ResultsError
-from pensieve.results.migrate import known_versions, upgrade
+from pensieve.results.migrations import known_versions, upgrade
 from pensieve.results.schema import SCHEMA_VERSION, VERSION_TABLE, Base, version_table
 
 BUSY_TIMEOUT_S = 30
@@ -84,8 +84,8 @@ class Database:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """For many small transactions. On SQLite the last connection to be closed copies the whole log into the file and
-        deletes it, so that each transaction by itself pays for that; while this block runs, none of them is the last."""
+        """Keep a connection open during many small transactions. SQLite copies its log into the file whenever the last
+        connection is closed; without this one, every transaction would close the last connection."""
         if self.path is None:
             yield
             return
@@ -143,7 +143,7 @@ class Database:
         return engine
 
     def _prepare(self) -> None:
-        """Create the schema where there is none, once, whoever comes first; upgrade an older one; refuse what is not ours."""
+        """Create the schema if there is none, upgrade an older one, refuse a foreign one. One process at a time."""
         found = self._found_version()
         if found == SCHEMA_VERSION:
             with self.writing():  # a database that cannot be written says so now, not after the trial
@@ -182,7 +182,7 @@ class Database:
         return version
 
     def _upgrade(self) -> None:
-        """All of it or nothing: both databases undo even changed tables. The lock is held, on PostgreSQL from here on.
+        """In one transaction, which undoes changed tables too. SQLite: the caller holds the lock; PostgreSQL: taken here.
 
         Foreign keys are off on SQLite, where a table is altered by copying it; they cannot be switched inside a
         transaction, and the connection is not used again.
@@ -198,8 +198,8 @@ class Database:
                 if connection.scalar(select(version_table.c.version_num)) != SCHEMA_VERSION:
                     upgrade(connection, SCHEMA_VERSION)
 
-    def settle(self) -> None:
-        """Bring what is in SQLite's log into the file itself, so that the file alone can be copied."""
+    def checkpoint(self) -> None:
+        """Copy SQLite's log into the database file, so that the file alone is the whole database."""
         with self._memory_lock or nullcontext(), self._sentences(), self.engine.connect() as connection:
             connection.connection.driver_connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # type: ignore[union-attr]
 
@@ -223,7 +223,7 @@ class Database:
 
 
 def _sqlite_path(url: URL) -> Path | None:
-    """None: in memory."""
+    """The database's file; None where it is in memory."""
     return Path(url.database).absolute() if url.database and url.database != ":memory:" else None
 
 

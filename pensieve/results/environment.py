@@ -1,4 +1,4 @@
-"""What a trial ran on and with: code version, packages, machine. Read, never changed; torch is not imported for it."""
+"""The environment of a trial: code version, packages, machine. torch is not imported to read it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _READ_BYTES = 2**20  # a new file above this is data rather than code: its size 
 
 
 def environment() -> dict[str, Any]:
-    """A JSON-ready description; the machine is read once a process, torch's threads each time."""
+    """Describe the environment for JSON. The machine is read once a process, the number of torch's threads each time."""
     return {**_machine(), "torch_threads": _torch_threads()}
 
 
@@ -98,7 +98,7 @@ def _git(folder: Path) -> dict[str, Any]:
 
 
 def _run_git(folder: Path, *arguments: str) -> bytes | None:
-    """None where git is missing, slow, or refuses."""
+    """What git prints; None where it is missing, slow, or fails."""
     quiet = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # reading must not disturb a git that works in the same tree
     try:
         done = subprocess.run(
@@ -120,7 +120,7 @@ def _cpu_model() -> str:
 
 
 def _cpu_mhz() -> dict[str, float] | None:
-    """Now, and the most the governor allows, where the system tells."""
+    """The clock now, and the highest that the governor allows; None where the system does not tell."""
     try:
         found = psutil.cpu_freq()
     except (OSError, NotImplementedError):
@@ -163,7 +163,7 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def _gpu_limits(nvml: Any, device: Any) -> dict[str, Any]:
-    """What sets the pace of the device; null where it does not tell, as a partition of one."""
+    """Clocks, power limit and PCIe link of the device; None for what it does not tell, as a partition of a device."""
 
     def asked(question: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -210,7 +210,7 @@ def _gpus_by_program() -> list[dict[str, Any]]:
 
 
 def _figure(name: str, text: str) -> Any:
-    """Numbers as the library gives them; None for what the device does not tell ("[N/A]")."""
+    """A printed field as the library would give it; None for what the device does not tell ("[N/A]")."""
     if name in ("name", "uuid", "driver"):
         return text
     try:
@@ -227,6 +227,6 @@ def _text(value: str | bytes) -> str:
 
 
 def _torch_threads() -> int | None:
-    """None until something imports torch."""
+    """How many threads torch uses; None where nothing has imported torch."""
     torch = sys.modules.get("torch")
     return int(torch.get_num_threads()) if torch is not None and hasattr(torch, "get_num_threads") else None

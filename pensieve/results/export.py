@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -13,10 +12,10 @@ from typing import Any
 from sqlalchemy import Row
 
 from pensieve.errors import MissingSeries, ResultsError
-from pensieve.request import is_measured
+from pensieve.results.fields import axis_value, varying_axes
+from pensieve.results.frame import measured_turns
 from pensieve.results.schema import Trial
 from pensieve.results.store import TURN_COLUMNS, JobResult, ResultsStore
-from pensieve.results.summary import axis_value, varying_axes
 from pensieve.statistics import median, nearest_rank
 
 TRIAL_COLUMNS = ("trial_id", "model", "baseline", "eviction", "cache", "workload", "hardware", "seed", "repeat")
@@ -26,7 +25,7 @@ NOTES = {
     "host_to_device_mb": "null: this engine does not count what it copies",
     "device_to_host_mb": "null: this engine does not count what it copies",
 }
-"""Why a field that could be a number is not one."""
+"""Why a field of a run is null."""
 
 _MEGABYTE = 1e6
 
@@ -61,13 +60,12 @@ def export_sweep(store: ResultsStore, sweep_id: int, folder: Path) -> list[Path]
 
 
 def baseline_report(store: ResultsStore, jobs: Sequence[JobResult]) -> dict[str, Any]:
-    """One baseline. A run is one measured turn that completed; its id is trial/session/turn, and /iteration where repeated.
+    """Report one baseline. A run is one measured turn that completed; its id: trial/session/turn, and /iteration if repeated.
 
     total_ms: arrival to last token. per_token_ms: total over generated tokens, null without any. prompt_tokens,
     new_tokens: the median run's, history included in the prompt. batch_size: the most runs that were served at once.
-    *_mb: 10^6 bytes that were moved between host and device for the turn (request.TurnRecord says which), null where nobody
-    counted. gpu_util_pct, memory_bw_gbps: its trial's, where the
-    device tells, else null. p95: nearest rank.
+    *_mb: 10^6 bytes moved between host and device for the turn (record.TurnRecord says which), null where they were not
+    counted. gpu_util_pct, memory_bw_gbps: the trial's, null where the device does not tell. p95: nearest rank.
     """
     runs: list[dict[str, Any]] = []
     prompts: list[int] = []
@@ -75,7 +73,7 @@ def baseline_report(store: ResultsStore, jobs: Sequence[JobResult]) -> dict[str,
     for job in jobs:
         assert job.trial is not None
         gpu, bandwidth = job.value("gpu_util_pct"), job.value("memory_bw_gbps")
-        turns = [t for t in store.turns_of(job.trial.id) if is_measured(t.phase) and t.status == "completed"]
+        turns = measured_turns(store, job.trial.id)
         for turn in turns:
             name = f"{job.trial.id}/{turn.session}/{turn.turn}" + (f"/{turn.iteration}" if turn.iteration else "")
             each = turn.latency_ms / turn.output_tokens if turn.output_tokens and turn.latency_ms is not None else None
@@ -135,24 +133,21 @@ def _most_at_once(edges: Sequence[tuple[float, int]]) -> int | None:
 
 
 def _write_turns(store: ResultsStore, trials: Sequence[Trial], folder: Path) -> list[Path]:
-    """A trial at a time, so that memory holds one. Units are in the names of the columns."""
+    """Write the turns of one trial after the other, so that memory holds one trial. Units are in the names of the columns."""
+    import pandas as pd
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    columns = (*TRIAL_COLUMNS, *TURN_COLUMNS)
-    schema = pa.schema([pa.field(name, _arrow_type(name)) for name in columns])
+    schema = pa.schema([pa.field(name, _arrow_type(name)) for name in (*TRIAL_COLUMNS, *TURN_COLUMNS)])
+    kinds = {field.name: pd.ArrowDtype(field.type) for field in schema}
     paths = [folder / "turns.csv", folder / "turns.parquet"]
     with paths[0].open("w", newline="", encoding="utf-8") as file, pq.ParquetWriter(paths[1], schema) as parquet:
-        writer = csv.writer(file)
-        writer.writerow(columns)
-        for trial in trials:
+        for number, trial in enumerate(trials):
             head = (trial.id, *(getattr(trial, name) for name in TRIAL_COLUMNS[1:]))
             rows = [(*head, *turn) for turn in store.turns_of(trial.id)]
-            writer.writerows(rows)
-            parts = zip(*rows, strict=True) if rows else ([] for _ in columns)
-            parquet.write_table(
-                pa.table([pa.array(p, f.type) for p, f in zip(parts, schema, strict=True)], schema=schema)
-            )
+            frame = pd.DataFrame(rows, columns=schema.names).astype(kinds)
+            frame.to_csv(file, header=number == 0, index=False, lineterminator="\r\n")
+            parquet.write_table(pa.Table.from_pandas(frame, schema, preserve_index=False).replace_schema_metadata())
     return paths
 
 

@@ -1,6 +1,6 @@
-"""When are two trials the same trial? Digests of configuration, code and platform, and the sentence on what differs.
+"""The identity of a trial: digests of its configuration, its code and its platform, and a sentence on what differs.
 
-A completed trial is not run again where all of this is equal, and is run again where any of it changed:
+A trial that completed is reused while all of this is equal, and runs again when any of it changed:
 
 | part     | counts                                                  | does not count                                        |
 |----------|---------------------------------------------------------|-------------------------------------------------------|
@@ -25,7 +25,7 @@ What `auto` means is in the platform as it resolves before anything is loaded (c
 attention_backend=auto is another backend and the trial another trial. Two things only a start can tell: whether the kernel
 passes its self-check, else the next backend serves, and how copies=auto comes out, which is measured. What came out is in the
 trial's `engine` (attention_backend, attention_note, graphs, copies). It needs no comparison when a trial is reused: all that
-decides it, save the noise of a measurement, is in the platform and the code, so where these are equal it can be had again.
+decides it, save the noise of a measurement, is in the platform and the code.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ NOT_CONFIG = ("tracking", "hydra", "force", "resume", "trial", "experiment", "ex
 """Top-level fields that say how a trial is run, named, kept and judged, not what it measures."""
 
 TEXT_FIELDS = ("hardware.source",)
-"""Fields that are only there to be read."""
+"""Fields that inform the reader and change no measurement."""
 
 NOT_SWEEP = ("force", "resume", "hydra", "trial", "tracking")
-"""Overrides that do not make another sweep: the same jobs run, only elsewhere, again or otherwise guarded."""
+"""Overrides that leave the sweep the same: they say how its jobs are run and recorded, not which."""
 
 INPUT_FIELDS = ("path", "weights", "profile", "file", "tokenizer")
-"""Last parts of field names whose text, where it names something on this disk, stands for its content."""
+"""Last parts of the names of fields that hold paths: where the path exists, its content is hashed instead."""
 
 NOT_PATHS = ("", "hub", "random", "bytes")  # a folder that happens to be called random is not what weights=random means
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a completed trial must share with a new one to be taken for it."""
+    """A completed trial is reused for a new one of the same identity."""
 
     config_hash: str
     code_hash: str
@@ -72,7 +72,7 @@ class Identity:
 def identify(
     config: Mapping[str, Any], simulated: bool, device: Mapping[str, Any], marks: Mapping[str, Any] | None = None
 ) -> Identity:
-    """config: resolved. device: see platform_of. marks: what else makes it another trial than its configuration says."""
+    """Compute the identity. config: resolved. device: see platform_of. marks: further fields that are hashed with it."""
     return Identity(config_hash({**config, **(marks or {})}), code_hash(config), platform_of(simulated, device))
 
 
@@ -86,7 +86,7 @@ def config_hash(config: Mapping[str, Any]) -> str:
 
 
 def input_files(config: Mapping[str, Any]) -> dict[str, str]:
-    """Of every field that names a file or folder on this disk (see INPUT_FIELDS): its dotted name and content's hash."""
+    """The hash of the content of every field that names a file or folder on this disk (INPUT_FIELDS), by dotted name."""
     return dict(_inputs(_counted(config)))
 
 
@@ -127,7 +127,8 @@ def platform_of(simulated: bool, device: Mapping[str, Any]) -> str:
 
 
 def sweep_key(overrides: Iterable[str], axes: Mapping[str, object], jobs: Iterable[Mapping[str, Any]] = ()) -> str:
-    """overrides: `key=value` as typed, in any order. axes: what each swept field runs through, outermost first.
+    """The hash by which a sweep is found again. overrides: `key=value` as typed, in any order. axes: the values of each
+    swept field, outermost first.
 
     jobs: the resolved configuration of each, in order. What was typed does not say all: an overlay that was edited, or a
     trace that was replaced, makes other jobs and so another sweep under the same command.
@@ -139,13 +140,13 @@ def sweep_key(overrides: Iterable[str], axes: Mapping[str, object], jobs: Iterab
 
 
 def counts_for_sweep(override: str) -> bool:
-    """Does an override (`key=value`, or its key) make another sweep?"""
+    """Whether an override (`key=value`, or its key) makes another sweep."""
     key = override.partition("=")[0].lstrip("+~")
     return key.split("/")[0].split(".")[0] not in NOT_SWEEP
 
 
 def explain_difference(old: Trial, new: Identity) -> str:
-    """One line on why a completed trial of the same configuration does not count for the new one."""
+    """One line on why a completed trial of the same configuration is not reused for the new one."""
     changes = []
     if old.config_hash != new.config_hash:
         changes.append("the configuration")

@@ -18,7 +18,7 @@ TITLES = ("trial", "status", "baseline", "model", "cache", "eviction", "workload
 
 
 def list_sweeps(store: ResultsStore, limit: int | None = None) -> Iterable[str]:
-    """The newest first, one line each."""
+    """A line for each sweep, the newest first."""
     query = select(Sweep).order_by(Sweep.started_at.desc(), Sweep.id.desc()).limit(limit)
     with store.database.reading() as connection:
         rows = connection.execute(query).all()
@@ -30,7 +30,7 @@ def list_sweeps(store: ResultsStore, limit: int | None = None) -> Iterable[str]:
 def list_trials(
     store: ResultsStore, sweep_id: int | None = None, status: str | None = None, limit: int | None = None
 ) -> Iterable[str]:
-    """The newest first, one line each, with the metrics that tell trials apart. limit None: all of them."""
+    """A line for each trial, the newest first, with the metrics that tell trials apart. limit None: all trials."""
     columns: list[Any] = [
         Trial.id,
         Trial.status,
@@ -59,7 +59,7 @@ def list_trials(
 
 
 def show_trial(store: ResultsStore, trial_id: int) -> Iterable[str]:
-    """All that is known of one trial but its turns. Raises ResultsError where there is none of that number."""
+    """All that is recorded of one trial but its turns and samples. Raises ResultsError where there is no such trial."""
     trial = store.trial(trial_id)
     for name in (c.name for c in Trial.__table__.columns):
         value = getattr(trial, name)
@@ -88,7 +88,7 @@ def _trial_cells(row: Row[Any], values: dict[tuple[int, str], float | None]) -> 
 
 
 def _columns(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned by hand: a table with colours takes seconds for ten thousand rows."""
+    """Lines of aligned columns, without rich: its tables take seconds for ten thousand rows."""
     widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
     form = "  ".join(f"{{:<{width}}}" for width in widths)
     return [form.format(*row).rstrip() for row in (titles, *cells)]

@@ -1,4 +1,4 @@
-"""Which trials must not stand beside each other: a rule for figures, claims and reports alike."""
+"""Why trials must not be compared with each other: one rule for figures, claims, comparisons and reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pensieve.results.schema import Trial
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """what: a noun phrase. remedy: what the reader should do. trials: the ids at fault, empty where all are."""
+    """One reason. what: a noun phrase. remedy: what the reader should do. trials: the ids concerned, empty: all of them."""
 
     what: str
     remedy: str
@@ -40,8 +40,8 @@ def mixtures(trials: Sequence[Trial]) -> list[Mixture]:
 
 
 def _code(trials: Sequence[Trial]) -> Mapping[tuple[str, ...], set[str]]:
-    """Hashes of the code by the classes outside the package that a trial names: their source is part of its hash, so
-    only trials that name the same ones can be told apart by it."""
+    """Hashes of the code, grouped by the classes outside the package that a trial names. Their source is part of the hash,
+    so two hashes mean two versions of the code only where the same classes are named."""
     found: dict[tuple[str, ...], set[str]] = defaultdict(set)
     for trial in trials:
         found[tuple(sorted(outside_names(trial.config or {})))].add(trial.code_hash)

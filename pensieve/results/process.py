@@ -1,4 +1,4 @@
-"""Is the process that a running trial belongs to still alive?"""
+"""The process that runs a trial, and whether it is still alive."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ START_TOLERANCE = timedelta(seconds=2)  # the start time is derived from the boo
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A pid alone is not a process: pids are used again, so the start time belongs to it."""
+    """A process by host, pid and start time: the system gives a pid to another process later."""
 
     host: str
     pid: int
@@ -33,7 +33,7 @@ def _owner(pid: int) -> Owner:
 
 
 def is_alive(owner: Owner, heartbeat_at: datetime, now: datetime) -> bool:
-    """On this host by pid and start time; elsewhere by its heartbeat, which is late after 60 s."""
+    """Whether the process runs: checked by pid and start time on this host, elsewhere by a heartbeat of the last 60 s."""
     if owner.host != socket.gethostname():
         return now - heartbeat_at <= HEARTBEAT_LIMIT
     try:

@@ -1,4 +1,4 @@
-"""Make room: delete the attempts that nothing reads any more, with the files they left."""
+"""Deletes attempts that nothing reads any more, and their files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pensieve.results.store import ResultsStore
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """One attempt that goes. successor: the newest completed attempt of the same trial, None where none ever completed."""
+    """An attempt to delete. successor: the newest completed attempt of the same trial, None if none ever completed."""
 
     trial_id: int
     status: str
@@ -24,9 +24,9 @@ class Pruned:
 
 
 def prunable(store: ResultsStore, failed: bool = False) -> list[Pruned]:
-    """Attempts that ended, that a completed attempt of the same fingerprint replaces, and that no sweep shows.
+    """Attempts that ended, are replaced by a completed attempt of the same fingerprint, and are shown by no sweep.
 
-    failed: also failed and interrupted attempts of trials that never completed; their sweeps then lack them.
+    failed: also the failed and interrupted attempts of trials that never completed; their sweeps lose these jobs.
     Trials of processes that died are marked interrupted first.
     """
     store.interrupt_dead()
@@ -47,9 +47,9 @@ def prunable(store: ResultsStore, failed: bool = False) -> list[Pruned]:
 
 
 def prune(store: ResultsStore, chosen: Sequence[Pruned]) -> int:
-    """Delete them, rows first; returns the bytes of the files that went. Files outside the outputs folder stay.
+    """Delete them, rows first; returns the bytes of the deleted files. Files outside the outputs folder stay.
 
-    A job whose last attempt goes points to the trial that it shows, else to the successor, which its command would take.
+    A job whose last attempt is deleted points to the trial that it shows, else to the successor, which it would reuse.
     """
     freed = 0
     for one in chosen:
@@ -70,7 +70,7 @@ def prune(store: ResultsStore, chosen: Sequence[Pruned]) -> int:
 
 
 def _files(store: ResultsStore, trial_id: int) -> list[Path]:
-    """A folder may serve several attempts; only files are taken, and only those inside the outputs folder."""
+    """The attempt's files inside the outputs folder. Folders are left alone, since several attempts may share one."""
     root = store.root
     paths = [artifact.path for artifact in store.artifacts_of(trial_id)]
     return [path for path in paths if path.is_file() and root is not None and path.is_relative_to(root)]

@@ -84,7 +84,7 @@ version_table = Table(VERSION_TABLE, Base.metadata, Column("version_num", Text, 
 
 
 class Sweep(Base):
-    """The same command is the same sweep: `key` hashes the sorted overrides and the resolved axes."""
+    """key: hash of the sorted overrides and the resolved axes, so that a repeated command finds its sweep."""
 
     __tablename__ = "sweep"
 
@@ -104,7 +104,7 @@ class Sweep(Base):
 
 
 class SweepTrial(Base):
-    """The attempt that a job of a sweep made, or took over, last; a trial may serve several sweeps. See sweep_result."""
+    """For each job of a sweep the last attempt that it ran or reused. A trial may serve several sweeps. See sweep_result."""
 
     __tablename__ = "sweep_trial"
 
@@ -196,7 +196,7 @@ class MetricRow(Base):
 
 
 class TurnRow(Base):
-    """The columns of request.TurnRecord, under a trial."""
+    """The columns of record.TurnRecord, under a trial."""
 
     __tablename__ = "turn"
 
@@ -265,7 +265,7 @@ class ArtifactRow(Base):
 
 
 class ClaimRow(Base):
-    """A published number held against ours. verdict: holds, fails, inconclusive, not comparable."""
+    """A published number compared with ours. verdict: holds, fails, inconclusive, not comparable."""
 
     __tablename__ = "claim"
 
@@ -281,12 +281,12 @@ class ClaimRow(Base):
 
 
 current_trial = table("current_trial", *(column(c.name, c.type) for c in Trial.__table__.columns))
-"""The view: of every fingerprint the newest completed attempt, which a new trial of that fingerprint is spared by."""
+"""The view: of every fingerprint the newest completed attempt. It is reused instead of running the same trial again."""
 
 sweep_result = table("sweep_result", column("sweep_id", Integer), column("job", Integer), column("trial_id", Integer))
-"""The view: of every job of a sweep the trial that tables, figures and comparisons show. It is the one that sweep_trial
-points to, or, where that one did not complete, the newest attempt before it that did. Attempts that were made later, for
-another sweep or by a single run, change nothing that a sweep shows."""
+"""The view: of every job of a sweep the trial that tables, figures and comparisons show. It is the trial that sweep_trial
+points to, or, if that one did not complete, the newest completed attempt before it. Later attempts, by another sweep or a
+single run, do not change what a sweep shows."""
 
 _VIEWS = {
     "current_trial": (

@@ -1,4 +1,4 @@
-"""The results database as the rest of the program sees it: sweeps, trials, and what trials leave behind."""
+"""Reads and writes sweeps, trials, and the turns, metrics, samples and artifacts of trials."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Artifact(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """What one job of a sweep came to.
+    """The outcome of one job of a sweep.
 
     last: the attempt that the job made (or reused) last; its status says whether the job succeeded.
     trial: the one that tables and figures show (view sweep_result); None if there is none.
@@ -107,7 +107,10 @@ class ResultsStore:
         host: str,
         git_commit: str | None,
     ) -> int:
-        """The sweep's id; the same key is the same sweep, running again. overrides: key -> text, swept axes included."""
+        """Record a sweep as running, or running again if its key is known; returns its id.
+
+        overrides: key -> text, swept axes included.
+        """
         values: dict[str, Any] = {
             "name": name, "experiment": experiment, "command": command, "overrides": dict(overrides),
             "n_expected": n_expected, "host": host, "git_commit": git_commit, "status": "running",
@@ -140,14 +143,14 @@ class ResultsStore:
         return found
 
     def latest_sweep(self) -> Sweep | None:
-        """The one that was started, or taken up again, last; a bench command, whose trials are single cases, is none."""
+        """The sweep that was started or resumed last. Bench commands, whose trials are single cases, are not sweeps."""
         ordinary = select(Sweep).where(Sweep.experiment.is_distinct_from(BENCH))
         return self._one(ordinary.order_by(Sweep.started_at.desc(), Sweep.id.desc()).limit(1))
 
     def link(self, sweep_id: int, trial_id: int, job: int, reused: bool) -> bool:
-        """Say that the trial serves this job of the sweep, in place of any trial that served it before.
+        """Record the trial as the one of this job of the sweep, in place of an earlier one.
 
-        Returns whether it counts as reused: a sweep that finds its own trial again did not borrow it.
+        Returns whether it counts as reused: a trial that the sweep itself ran does not, when the sweep finds it again.
         """
         values = {"trial_id": trial_id, "reused": reused}
         with self.database.writing() as connection:
@@ -219,7 +222,7 @@ class ResultsStore:
         raise ResultsError("This trial cannot be recorded: other processes keep beginning it; run it once.")
 
     def heartbeat(self, trial_id: int) -> None:
-        """Say that the trial is alive; due well within process.HEARTBEAT_LIMIT."""
+        """Record that the trial is alive. Call it more often than process.HEARTBEAT_LIMIT."""
         with self.database.writing() as connection:
             connection.execute(
                 update(Trial).where(Trial.id == trial_id, Trial.status == "running").values(heartbeat_at=_now())
@@ -247,7 +250,7 @@ class ResultsStore:
         self.set_trial(trial_id, status=status, error=error, traceback=traceback, **fields)
 
     def close_trial_of(self, pid: int, error: str, traceback: str | None) -> int | None:
-        """Mark the running trial of a process of this host, which died, as failed; its id, None if it had none."""
+        """Mark the running trial of a dead process of this host as failed; returns its id, None if it had none."""
         with self.database.writing() as connection:
             which = (Trial.pid == pid) & (Trial.host == this_process().host) & (Trial.status == "running")
             found = connection.scalar(select(Trial.id).where(which))
@@ -266,7 +269,7 @@ class ResultsStore:
                     connection.execute(insert(TurnRow), [dict(zip(_TURN_FIELDS, row, strict=True)) for row in rows])
 
     def add_metrics(self, trial_id: int, metrics: Iterable[Metric]) -> None:
-        """A value that is not finite is stored as null: SQL has no common way to say it."""
+        """A value that is not finite is stored as null, since databases do not agree on how to store it."""
         rows = [{**asdict(m), "value": _finite(m.value), "trial_id": trial_id} for m in metrics]
         if rows:
             with self.database.writing() as connection:
@@ -312,7 +315,7 @@ class ResultsStore:
         return self._one(_current().where(Trial.fingerprint == fingerprint))
 
     def shown_trial(self, sweep_id: int, job: int) -> Trial | None:
-        """What a job of a sweep shows; None: nothing yet."""
+        """The trial that a job of a sweep shows (view sweep_result); None if there is none yet."""
         here = (sweep_result.c.sweep_id == sweep_id) & (sweep_result.c.job == job)
         return self._one(select(Trial).join(sweep_result, sweep_result.c.trial_id == Trial.id).where(here))
 
@@ -325,7 +328,7 @@ class ResultsStore:
             return [_metric(row) for row in session.scalars(select(MetricRow).where(MetricRow.trial_id == trial_id))]
 
     def turns_of(self, trial_id: int, *columns: str) -> Sequence[Row[Any]]:
-        """In order of ordinal; rows have the columns as attributes. Without names: all of them."""
+        """The trial's turns in order of ordinal. Rows have the columns as attributes, without names all of them."""
         chosen = [TurnRow.__table__.c[name] for name in columns or TURN_COLUMNS]
         with self.database.reading() as connection:
             return connection.execute(
@@ -339,7 +342,7 @@ class ResultsStore:
             return [Reading(*row) for row in connection.execute(query)]
 
     def artifacts_of(self, trial_id: int, kind: str | None = None) -> list[Artifact]:
-        """With absolute paths; whether the files are still there is not looked at."""
+        """The trial's artifacts, with absolute paths. The files may be gone: they are not looked at."""
         query = select(ArtifactRow).where(ArtifactRow.trial_id == trial_id).order_by(ArtifactRow.kind, ArtifactRow.path)
         with self._session() as session:
             rows = session.scalars(query if kind is None else query.where(ArtifactRow.kind == kind)).all()
@@ -347,7 +350,7 @@ class ResultsStore:
 
     @contextmanager
     def _session(self, write: bool = False) -> Iterator[Session]:
-        """Objects read here outlive it: they have no relations, and nothing of them is loaded later."""
+        """Objects read here stay usable after it: they have no relations, and all their columns are loaded."""
         with (
             self.database.writing() if write else self.database.reading() as connection,
             Session(connection, expire_on_commit=False) as session,

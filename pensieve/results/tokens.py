@@ -1,4 +1,4 @@
-"""The Parquet artifact of kind `tokens`: every output token of a trial, and whether two trials gave the same ones."""
+"""The Parquet artifact of kind `tokens`, which holds every output token of a trial, and the comparison of two of them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from pensieve.record import TurnRecord
 log = logging.getLogger(__name__)
 
 MOST_TURNS = 100_000
-"""Of a longer trial the tokens are not kept."""
+"""Tokens of a trial with more turns are not kept."""
 
 _FLUSH_TOKENS = 200_000
 
 
 class TokenFile:
-    """Writes the tokens of finished turns as they come; the file appears at `path` when it is closed, whole or not at all.
+    """Writes the tokens of turns as they finish; the complete file appears at `path` when it is closed.
 
     Columns: session, turn, position (of the token in the turn's output, from 0), token_id, margin (top logit less the
     second; null where the engine does not tell), emitted_s (clock of the trial; null where unknown).
-    As a context manager it keeps nothing where the block raises.
+    As a context manager it leaves no file if the block raises.
     """
 
     def __init__(self, path: Path, most_turns: int = MOST_TURNS) -> None:
@@ -95,7 +95,7 @@ class TokenFile:
         return self.path
 
     def discard(self) -> None:
-        """Leave nothing on the disk, also where it is full and the file cannot even be ended."""
+        """Delete what was written, also where the disk is full and the file cannot be closed."""
         writer, self._writer, self._waiting = self._writer, None, _Columns()
         with suppress(OSError):
             if writer is not None:
@@ -120,7 +120,7 @@ class TurnTokens:
 
 
 def read_tokens(path: Path) -> dict[tuple[str, int], TurnTokens]:
-    """By (session, turn). Raises ResultsError where the file is missing or damaged."""
+    """The tokens of each turn, by (session, turn). Raises ResultsError where the file is missing or damaged."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -145,7 +145,7 @@ def read_tokens(path: Path) -> dict[tuple[str, int], TurnTokens]:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a turn's outputs part. margin: the smaller of the two, None where neither engine tells.
+    """The first difference of a turn's outputs. margin: the smaller of the two, None where neither engine tells.
 
     position: the index of the first token that differs, or that only one of them has.
     """
@@ -168,7 +168,7 @@ class TokenComparison:
 
 
 def compare_tokens(path_a: Path, path_b: Path) -> TokenComparison:
-    """Token for token, over the turns that both files have. Raises ResultsError where one cannot be read."""
+    """Compare the tokens of the turns that both files have. Raises ResultsError where one cannot be read."""
     a, b = read_tokens(path_a), read_tokens(path_b)
     shared = sorted(a.keys() & b.keys(), key=lambda key: (key[1], key[0]))
     differences = []

@@ -19,11 +19,11 @@ from omegaconf.errors import OmegaConfBaseException
 from pensieve.compose import TrialConfig, TrialPlan, check, conf_folder, plan_trial, preflight, resolved
 from pensieve.compose.explain import explain
 from pensieve.errors import PensieveError
-from pensieve.results.comparison import comparison_table
 from pensieve.results.environment import git_commit, host
 from pensieve.results.identity import sweep_key
-from pensieve.results.mlflow_log import finish_parent, start_parent
+from pensieve.results.mlflow_runs import finish_parent, start_parent
 from pensieve.results.process import this_process
+from pensieve.results.sweep_table import sweep_table
 from pensieve.trial.inspection import show, wanted
 from pensieve.trial.jobs import Jobs, SweepMembership, compose_job, plan_jobs, sweep_folder, write_membership
 from pensieve.trial.run import marks_of
@@ -147,7 +147,7 @@ class SweepCallback(Callback):
         store = tracking.store
         store.interrupt_dead()
         store.set_sweep(self._sweep_id, status=status)
-        table = comparison_table(store, self._sweep_id)
+        table = sweep_table(store, self._sweep_id)
         try:
             if shown:
                 console().print(table.renderable)

@@ -41,7 +41,7 @@ from pensieve.replay import Progress, ReplayRecord, replay
 from pensieve.request import is_measured
 from pensieve.results.environment import environment, git_commit
 from pensieve.results.identity import Identity, explain_difference, identify, input_files
-from pensieve.results.mlflow_log import log_trial
+from pensieve.results.mlflow_runs import log_trial
 from pensieve.results.schema import Trial
 from pensieve.results.tokens import TokenFile
 from pensieve.trial.isolate import run_isolated

@@ -6,7 +6,7 @@ from analysis import registry, report
 from analysis.page import outcomes, particulars
 from analysis.sweep import open_source
 from pensieve.errors import MissingSeries
-from pensieve.results import mlflow_log
+from pensieve.results import mlflow_runs
 from pensieve.results.claims import recorded_claims
 from pensieve.results.store import ResultsStore, open_store
 from tests.analysis.test_page import assert_self_contained, read
@@ -129,9 +129,9 @@ def test_a_text_about_a_sweep_becomes_an_artifact_of_its_run(tmp_path):
     pytest.importorskip("mlflow")
     store = open_store(tmp_path)
     sweep = open_sweep(store)
-    assert mlflow_log.log_text_of_sweep(tmp_path, store, sweep, "page", "report.html") is None
-    run = mlflow_log.start_parent(tmp_path, store, sweep, "pensieve")
-    assert mlflow_log.log_text_of_sweep(tmp_path, store, sweep, "page", "report.html") == run
+    assert mlflow_runs.log_text_of_sweep(tmp_path, store, sweep, "page", "report.html") is None
+    run = mlflow_runs.start_parent(tmp_path, store, sweep, "pensieve")
+    assert mlflow_runs.log_text_of_sweep(tmp_path, store, sweep, "page", "report.html") == run
     [written] = tmp_path.glob(f"mlartifacts/**/{run}/artifacts/report.html")
     assert written.read_text() == "page"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.results import content
-from pensieve.results.content import content_hash, kept
+from pensieve.results.content import cached, content_hash
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_every_byte_of_a_large_file_counts(tmp_path: Path, cache: Path) -> None:
     """Samples of it, 64 of 256 KiB, do not see the byte after the first of them."""
     path = tmp_path / "trace.jsonl"
-    size = content.KEPT_BYTES + 2**20
+    size = content.CACHED_BYTES + 2**20
     with path.open("wb") as file:
         file.truncate(size)
     hashes = {content_hash(path)}
@@ -33,7 +33,7 @@ def test_every_byte_of_a_large_file_counts(tmp_path: Path, cache: Path) -> None:
 def test_a_large_file_is_read_once_until_it_is_written_to(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(content, "KEPT_BYTES", 10)
+    monkeypatch.setattr(content, "CACHED_BYTES", 10)
     read: list[Path] = []
     digest = content._digest
 
@@ -62,10 +62,10 @@ def test_a_large_file_is_read_once_until_it_is_written_to(
 
 
 def test_a_cache_that_cannot_be_used_costs_only_time(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kept("name", "1", lambda: "digest") == "digest"
+    assert cached("name", "1", lambda: "digest") == "digest"
     (file,) = cache.iterdir()
     file.write_text("[]")
-    assert kept("name", "1", lambda: "another") == "another"
-    assert kept("name", "1", lambda: "not asked") == "another"
+    assert cached("name", "1", lambda: "another") == "another"
+    assert cached("name", "1", lambda: "not asked") == "another"
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/no/such/folder")
-    assert kept("name", "1", lambda: "computed") == "computed"
+    assert cached("name", "1", lambda: "computed") == "computed"

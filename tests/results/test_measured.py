@@ -11,11 +11,12 @@ import pensieve
 from pensieve.errors import RequestFailed
 from pensieve.metrics import Measurement, summarise
 from pensieve.request import is_measured
-from pensieve.results.claims.evidence import Evidence
+from pensieve.results.evidence import Evidence
 from pensieve.results.export import baseline_report
-from pensieve.results.mlflow_log import ttft_by_turn
+from pensieve.results.frame import measured_turns
+from pensieve.results.mlflow_runs import ttft_by_turn
 from pensieve.results.store import ResultsStore
-from pensieve.results.summary import compare, measured_turns
+from pensieve.results.sweep_table import sweep_table
 from pensieve.trial.run import _refuse_empty
 from tests.results.trials import MEMORY, add_trial, open_sweep, turn
 
@@ -45,10 +46,10 @@ def test_every_reader_takes_the_same_turns(recorded):
     assert ttft_by_turn(rows) == {2: 10.0, 4: 10.0}
     [job] = store.trials_of_sweep(sweep)
     assert [run["run_id"] for run in baseline_report(store, [job])["runs"]] == [f"{trial}/a/2", f"{trial}/a/4"]
-    assert [row.turn for row in Evidence(store, sweep).turns(store.trial(trial))] == [2, 4]
-    [row] = compare(store, sweep).rows
+    assert list(Evidence(store, sweep).turns([store.trial(trial)]).index.get_level_values("turn")) == [2, 4]
+    [row] = sweep_table(store, sweep).rows
     assert (row.ttft_first_ms, row.ttft_last_ms) == (10.0, 10.0)
-    assert any(note.startswith("2 warm-up turns are left out") for note in compare(store, sweep).notes)
+    assert any(note.startswith("2 warm-up turns are left out") for note in sweep_table(store, sweep).notes)
     found = {(m.name, m.label): m for m in summarise(Measurement(steps(), 0.0, 5.0, 0.0, 5.0))}
     assert found["ttft_ms_mean", ""].n == found["turns", "completed"].value == 2
 

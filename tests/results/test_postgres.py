@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import inspect, text
 
 from pensieve.errors import ResultsError
-from pensieve.results import database, migrate
+from pensieve.results import database, migrations
 from pensieve.results.schema import SCHEMA_VERSION, VERSION_TABLE
 from pensieve.results.store import Reading, ResultsStore, open_store
 from tests.composed import SHORT, composed
@@ -157,7 +157,7 @@ def test_an_older_schema_is_upgraded(url, tmp_path, monkeypatch):
         "def upgrade():\n    op.add_column('trial', sa.Column('remark', sa.Text, server_default='old'))\n"
     )
     (tmp_path / "v9999.py").write_text(revision)
-    monkeypatch.setattr(migrate, "VERSIONS", (*migrate.VERSIONS, tmp_path))
+    monkeypatch.setattr(migrations, "VERSIONS", (*migrations.VERSIONS, tmp_path))
     monkeypatch.setattr(database, "SCHEMA_VERSION", "9999")
     upgraded = ResultsStore(url)
     with upgraded.database.reading() as connection:

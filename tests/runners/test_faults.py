@@ -10,8 +10,8 @@ import time
 import pytest
 
 from pensieve.results import store as store_module
-from pensieve.results.comparison import comparison_table
 from pensieve.results.store import open_store
+from pensieve.results.sweep_table import sweep_table
 from tests.results.trials import trial_fields
 from tests.runners.sweeping import SHORT, kill, start, wait_until
 
@@ -61,8 +61,8 @@ def check_whole(outputs, jobs=JOBS):
         assert job.value("ttft_ms_mean") is not None
         (tokens,) = store.artifacts_of(job.trial.id, "tokens")
         assert tokens.path.is_file()
-    assert not [n for n in comparison_table(store, sweep).comparison.notes if n.startswith("Not completed")]
-    assert sum(row.trials for row in comparison_table(store, sweep).comparison.rows) == jobs
+    assert not [n for n in sweep_table(store, sweep).notes if n.startswith("Not completed")]
+    assert sum(row.trials for row in sweep_table(store, sweep).rows) == jobs
 
 
 def kill_and_resume(outputs, kills, arguments, seconds):

@@ -1,8 +1,7 @@
-"""Published and expected numbers held against a sweep: a verdict each."""
+"""Published and expected numbers compared with those of a sweep, with a verdict for each."""
 
 from pensieve.results.claims.claim import Claim, read_claims
-from pensieve.results.claims.judge import Judged, judge_sweep
-from pensieve.results.claims.record import record_claims, recorded_claims
+from pensieve.results.claims.judge import Judged, judge_sweep, record_claims, recorded_claims
 from pensieve.results.claims.verdict import VERDICTS, Judgement, Measured, Verdict
 
 __all__ = [

@@ -1,8 +1,9 @@
-"""What is claimed, by whom, and under which conditions: the entries of a file of claims."""
+"""The entries of a file of claims: what is claimed, by whom, under which conditions; and which conditions trials fail."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,13 +11,14 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from pensieve.errors import ConfigError
-from pensieve.results.claims.conditions import Limits, Values
 from pensieve.results.claims.measures import MEASURES, arguments_of
 from pensieve.results.claims.verdict import Bounds
+from pensieve.results.fields import field_of
+from pensieve.results.schema import Trial
 
 
 class Claimed(BaseModel):
-    """above, below: a bound of its own, that counts as met. between: two. about: a value, give_or_take as much."""
+    """One of: above, below (a bound, inclusive), between (two bounds), about (a value, within +/- give_or_take)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -49,6 +51,19 @@ class Claimed(BaseModel):
         return Bounds(None, self.below, self.below, f"< {_text(self.below)}")
 
 
+Values = tuple[str | float | bool | None, ...]
+
+
+class Limits(BaseModel):
+    """A condition on a number. unset: whether a field without a value meets it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    at_least: float | None = None
+    at_most: float | None = None
+    unset: bool = False
+
+
 def _one_or_more(value: Any) -> Any:
     return value if isinstance(value, list | tuple) else [value]
 
@@ -57,12 +72,12 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_one_or_more)]
 
 
 class Claim(BaseModel):
-    """One entry. Everything a verdict needs but the trials.
+    """One entry: all that a verdict needs beside the trials.
 
-    measure, arguments: a reduction of results.claims.measures. of, against: baselines; the first one that the sweep has
+    measure, arguments: one of results.claims.measures. of, against: baselines; the first one that the sweep has
     is taken. over: the swept field that the measure reads along; the sweep's other axes make groups, judged one by one.
     conditions: column of table `trial` (or dotted field of its configuration) -> the values that count, patterns such as
-    "*A100*" included, or limits. seeds: fewest. simulated: may times of a cost model speak to it?
+    "*A100*" included, or limits. seeds: the fewest that decide it. simulated: whether simulated trials may decide it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -119,6 +134,48 @@ def read_claims(path: Path) -> Sequence[Claim]:
             raise ConfigError(f"{path.name} has two claims called {claim.name}; name one of them otherwise.")
         claims[claim.name] = claim
     return list(claims.values())
+
+
+def unmet(conditions: Mapping[str, Values | Limits], trials: Sequence[Trial]) -> list[str]:
+    """A clause for each condition that one of the trials does not meet. Fields are columns, or dotted configuration."""
+    found = []
+    for field, wanted in conditions.items():
+        values = [field_of(trial, field) for trial in trials]
+        strange = list(dict.fromkeys(_shown(value) for value in values if not _meets(value, wanted)))
+        if strange:
+            found.append(f"{field} is {', '.join(strange)} here, claimed for {_wanted(wanted)}")
+    return found
+
+
+def _meets(value: Any, wanted: Sequence[Any] | Limits) -> bool:
+    if isinstance(wanted, Limits):
+        if value is None:
+            return wanted.unset
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        return (wanted.at_least is None or value >= wanted.at_least) and (
+            wanted.at_most is None or value <= wanted.at_most
+        )
+    return any(
+        fnmatchcase(str(value), one) if isinstance(one, str) else value == one and (value is None) == (one is None)
+        for one in wanted
+    )
+
+
+def _wanted(wanted: Sequence[Any] | Limits) -> str:
+    if not isinstance(wanted, Limits):
+        return " or ".join(_shown(value) for value in wanted)
+    ends = [("at least", wanted.at_least), ("at most", wanted.at_most)]
+    said = " and ".join(f"{word} {_shown(value)}" for word, value in ends if value is not None)
+    return f"{said} or not set" if wanted.unset else said
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "not set"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return _text(value)
 
 
 def _text(value: float) -> str:

@@ -1,18 +1,20 @@
-"""Every claim held against one sweep."""
+"""Judges every claim by the trials of one sweep, and records the verdicts in table `claim`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from sqlalchemy import delete, insert, select
+from sqlalchemy.orm import Session
+
 from pensieve.errors import MissingSeries
-from pensieve.results.claims.claim import Claim
-from pensieve.results.claims.conditions import Limits, Values, differences
-from pensieve.results.claims.evidence import Evidence, Group
+from pensieve.results.claims.claim import Claim, Limits, Values, unmet
 from pensieve.results.claims.measures import MEASURES, Sides
 from pensieve.results.claims.verdict import Judgement, Measured, judge
+from pensieve.results.evidence import Evidence, TrialGroup
 from pensieve.results.mixture import mixtures
-from pensieve.results.schema import Trial
+from pensieve.results.schema import ClaimRow, Trial
 from pensieve.results.store import ResultsStore
 
 
@@ -20,8 +22,8 @@ from pensieve.results.store import ResultsStore
 class Judged:
     """One claim in one group of the sweep. name: the claim's, with the group's values where the sweep has several.
 
-    ours, theirs: the baselines that were taken. measured: also where conditions differ, unless it is the workload that
-    does: then the question is another. differences: why it is not comparable, a clause each.
+    ours, theirs: the baselines compared. measured: also given where conditions differ, but not where the workload does.
+    differences: why it is not comparable, a clause each.
     """
 
     name: str
@@ -36,7 +38,8 @@ class Judged:
 
 
 def judge_sweep(store: ResultsStore, sweep_id: int, claims: Sequence[Claim]) -> Sequence[Judged]:
-    """In the order of the claims. One that no group of the sweep can speak to is said once, of the group that differs least.
+    """A verdict for each claim and group of the sweep, in the order of the claims. A claim that is not comparable in any
+    group is listed once, for the group with the fewest differences.
 
     Raises ResultsError without such a sweep.
     """
@@ -45,13 +48,44 @@ def judge_sweep(store: ResultsStore, sweep_id: int, claims: Sequence[Claim]) -> 
     for claim in claims:
         groups = evidence.groups(claim.over)
         judged = [_judged(claim, evidence, group, len(groups) > 1) for group in groups]
-        telling = [one for one in judged if one.judgement.verdict != "not comparable"]
-        found += telling or [min(judged, key=lambda one: len(one.differences), default=_without_trials(claim))]
+        comparable = [one for one in judged if one.judgement.verdict != "not comparable"]
+        found += comparable or [min(judged, key=lambda one: len(one.differences), default=_without_trials(claim))]
     return found
 
 
-def _judged(claim: Claim, evidence: Evidence, group: Group, several: bool) -> Judged:
-    group = _asked(claim, group)
+def record_claims(store: ResultsStore, sweep_id: int, judged: Sequence[Judged]) -> None:
+    """Replace the sweep's rows with one for each verdict. trial_ids: of the measurement, else empty."""
+    rows = [
+        {
+            "sweep_id": sweep_id,
+            "name": one.name,
+            "claimed": one.claim.claimed.bounds().claimed,
+            "measured": one.measured.value if one.measured else None,
+            "ci_low": one.measured.ci_low if one.measured else None,
+            "ci_high": one.measured.ci_high if one.measured else None,
+            "n": one.measured.n if one.measured else None,
+            "verdict": one.judgement.verdict,
+            "trial_ids": list(one.measured.trial_ids) if one.measured else [],
+        }
+        for one in judged
+    ]
+    with store.database.writing() as connection:
+        connection.execute(delete(ClaimRow).where(ClaimRow.sweep_id == sweep_id))
+        if rows:
+            connection.execute(insert(ClaimRow), rows)
+
+
+def recorded_claims(store: ResultsStore, sweep_id: int) -> Sequence[ClaimRow]:
+    """The recorded verdicts of the sweep, in order of name."""
+    query = select(ClaimRow).where(ClaimRow.sweep_id == sweep_id).order_by(ClaimRow.name)
+    with store.database.reading() as connection, Session(connection, expire_on_commit=False) as session:
+        rows = session.scalars(query).all()
+        session.expunge_all()
+    return rows
+
+
+def _judged(claim: Claim, evidence: Evidence, group: TrialGroup, several: bool) -> Judged:
+    group = _of_workload(claim, group)
     ours, theirs = group.first_of(claim.of), group.first_of(claim.against)
     absent = [
         f"no completed trial of {' or '.join(wanted)} in this sweep"
@@ -62,14 +96,14 @@ def _judged(claim: Claim, evidence: Evidence, group: Group, several: bool) -> Ju
     trials: Sequence[Trial] = [*sides.ours, *sides.theirs] or [one for own in group.trials.values() for one in own]
     reasons = [
         *absent,
-        *differences(claim.conditions, trials),
+        *unmet(claim.conditions, trials),
         *(f"the sweep holds {one.what}" for one in mixtures(trials)),
     ]
     simulated = any(trial.simulated for trial in trials)
     if simulated and not claim.simulated:
         reasons.append("times are simulated here, claimed for a real device")
     measured = None
-    if not absent and not differences(_workload_of(claim), trials):
+    if not absent and not unmet(_workload_of(claim), trials):
         try:
             measured = MEASURES[claim.measure](sides, **claim.arguments)
         except MissingSeries as error:
@@ -79,12 +113,12 @@ def _judged(claim: Claim, evidence: Evidence, group: Group, several: bool) -> Ju
     return Judged(name, claim, group.name, ours, theirs, measured, judgement, tuple(reasons), simulated)
 
 
-def _asked(claim: Claim, group: Group) -> Group:
-    """The trials whose workload the claim is about, where there are any: a benchmark's sweep holds several."""
+def _of_workload(claim: Claim, group: TrialGroup) -> TrialGroup:
+    """The group with the trials of the claim's workload alone, if there are any: a benchmark's sweep holds several."""
     wanted = _workload_of(claim)
-    asked = {name: [t for t in trials if not differences(wanted, [t])] for name, trials in group.trials.items()}
+    asked = {name: [t for t in trials if not unmet(wanted, [t])] for name, trials in group.trials.items()}
     asked = {name: trials for name, trials in asked.items() if trials}
-    return Group(group.at, asked) if asked else group
+    return TrialGroup(group.at, asked) if asked else group
 
 
 def _workload_of(claim: Claim) -> Mapping[str, Values | Limits]:

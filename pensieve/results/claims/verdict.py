@@ -1,4 +1,4 @@
-"""Does a measurement bear out a claim? Holds, fails, inconclusive, not comparable: intervals in, one word out."""
+"""The verdict on a claim (holds, fails, inconclusive, not comparable) from its bounds and a measured interval."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VERDICTS: tuple[Verdict, ...] = ("holds", "fails", "inconclusive", "not comparab
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The values that bear a claim out: low <= value <= high, an end of None being open.
+    """The values that satisfy a claim: low <= value <= high; an end of None is open.
 
     claimed: the number itself: the bound of a one-sided claim, the middle of "about x", the lower end of a range.
     shown: as people write it, such as "1.5 to 2.5".
@@ -34,9 +34,9 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the database says. ci_*: its 95 % interval, None where none is due. n counts n_unit, from `seeds` seeds.
+    """A value from the database. ci_*: its 95 % interval, None where none is due. n counts n_unit, from `seeds` seeds.
 
-    trial_ids: every trial that a row of it came from. about: which of the possible values this is, for the reader.
+    trial_ids: every trial that it was computed from. about: a remark for the reader, such as the turn it belongs to.
     """
 
     value: float
@@ -56,9 +56,9 @@ class Judgement:
 
 
 def judge(bounds: Bounds, measured: Measured | None, differences: Sequence[str], fewest_seeds: int = 1) -> Judgement:
-    """differences: in what the trials are not what the claim is about, a clause each; any makes them not comparable.
+    """A claim holds, or fails, only where the whole interval lies on one side of its bounds.
 
-    A claim holds, or fails, only where the whole interval lies on one side of its bounds.
+    differences: the conditions of the claim that the trials do not meet, a clause each; any makes it not comparable.
     """
     if differences:
         return Judgement("not comparable", "; ".join(differences))

@@ -7,9 +7,9 @@ from typing import Any
 
 from pensieve.record import TurnRecord
 from pensieve.results.claims.claim import Claim
-from pensieve.results.claims.evidence import Evidence
 from pensieve.results.claims.measures import MEASURES, Sides
 from pensieve.results.claims.verdict import Measured
+from pensieve.results.evidence import Evidence
 from pensieve.results.store import ResultsStore
 from tests.results.trials import MEMORY, add_trial, open_sweep, turn
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pensieve.results.claims.conditions import Limits, differences
+from pensieve.results.claims.claim import Limits, unmet
 from pensieve.results.schema import Trial
 from tests.results.trials import trial_fields
 
@@ -30,7 +30,7 @@ USERS = {"workload": {"name": "chat", "users": 6}, "cache": {"gpu": "8 tokens"}}
     ],
 )
 def test_conditions_that_are_met_make_no_difference(field, wanted):
-    assert differences({field: wanted}, [trial(config=USERS, flags={"load": "closed"})]) == []
+    assert unmet({field: wanted}, [trial(config=USERS, flags={"load": "closed"})]) == []
 
 
 @pytest.mark.parametrize(
@@ -46,9 +46,9 @@ def test_conditions_that_are_met_make_no_difference(field, wanted):
     ],
 )
 def test_a_condition_that_is_not_met_is_a_clause(field, wanted, clause):
-    assert differences({field: wanted}, [trial(config=USERS)]) == [clause]
+    assert unmet({field: wanted}, [trial(config=USERS)]) == [clause]
 
 
 def test_every_strange_value_is_named_once():
     trials = [trial(model=name) for name in ("tiny", "gpt2", "gpt2", "opt_13b")]
-    assert differences({"model": ("tiny",)}, trials) == ["model is gpt2, opt_13b here, claimed for tiny"]
+    assert unmet({"model": ("tiny",)}, trials) == ["model is gpt2, opt_13b here, claimed for tiny"]

@@ -1,15 +1,18 @@
-"""Named reductions: what a claim can ask of the database, from rows to a value with its interval."""
+"""Named measures: what a claim can ask of the database, from rows to a value with its interval."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
 
-from pensieve.results.claims.measures.cases import case_excess_pct
-from pensieve.results.claims.measures.fits import axis_ratio, miss_penalty_pct, r_squared
-from pensieve.results.claims.measures.loads import largest_load_ratio, throughput_at_latency_ratio
+from pensieve.results.claims.measures.probes import axis_ratio, miss_penalty_pct, r_squared
 from pensieve.results.claims.measures.sides import Sides
-from pensieve.results.claims.measures.throughput import metric_ratio
+from pensieve.results.claims.measures.trials import (
+    case_excess_pct,
+    largest_load_ratio,
+    metric_ratio,
+    throughput_at_latency_ratio,
+)
 from pensieve.results.claims.measures.turns import (
     extreme_speedup,
     label_ratio,

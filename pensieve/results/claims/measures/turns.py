@@ -1,20 +1,24 @@
-"""Reductions over turns: speed-ups, means, shares of tokens. Paired by seed and conversation, resampled seeds first."""
+"""Measures over turns: speed-ups, means, token shares. Paired by seed and conversation; intervals resample seeds first."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from statistics import fmean
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from pensieve.results.claims.measures.sides import Pairs, Sides, conversation, missing, of_estimate, of_ratio, value_of
+from pensieve.errors import MissingSeries
+from pensieve.results.claims.measures.sides import Pairs, Sides, of_estimate, of_ratio
 from pensieve.results.claims.verdict import Measured
-from pensieve.results.schema import Trial
+from pensieve.results.frame import (
+    by_conversation,
+    conversation_ends,
+    conversation_means,
+    paired,
+)
 from pensieve.statistics import PairedRatio, bootstrap_percentiles_by_seed, paired_ratio
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 Which = int | Literal["first", "last"] | None
-Turns = dict[tuple[int, str], dict[tuple[int, int], float]]
-"""Conversation -> (turn, iteration) -> value."""
 
 
 def speedup(
@@ -24,16 +28,13 @@ def speedup(
 
     turn: its number in the conversation, or "first" or "last" of those that both have; None: the mean of all of them.
     """
-    ours, theirs = (_turns(sides, trials, column, label, phase) for trials in (sides.ours, sides.theirs))
-    a: Pairs = {}
-    b: Pairs = {}
-    for key in ours.keys() & theirs.keys():
-        shared = sorted(ours[key].keys() & theirs[key].keys())
-        chosen = _chosen(shared, turn)
-        if chosen:
-            a[key], b[key] = fmean(theirs[key][one] for one in chosen), fmean(ours[key][one] for one in chosen)
+    pairs = _paired(sides, column, label, phase)
+    if isinstance(turn, str):
+        pairs = conversation_ends(pairs, last=turn == "last")
+    elif turn is not None:
+        pairs = pairs[pairs.index.get_level_values("turn") == turn]
     of = "of all turns" if turn is None else f"at the {turn} turn" if isinstance(turn, str) else f"at turn {turn}"
-    return of_ratio(_ratio(a, b, f"no conversation has {column}{_where(label, phase)} {of} in both"), sides)
+    return of_ratio(_ratio(pairs, f"no conversation has {column}{_where(label, phase)} {of} in both"), sides)
 
 
 def extreme_speedup(
@@ -41,33 +42,30 @@ def extreme_speedup(
 ) -> Measured:
     """The speed-up at the turn where it is lowest or highest, of the turns from `from_turn` on that `fewest` conversations
     have in both."""
-    ours, theirs = (_turns(sides, trials, column) for trials in (sides.ours, sides.theirs))
-    numbers = {turn for turns in ours.values() for turn, _ in turns if turn >= from_turn}
     found: list[tuple[float, int, PairedRatio]] = []
-    for number in sorted(numbers):
-        a = {
-            k: fmean(v) for k, turns in theirs.items() if (v := [x for (turn, _), x in turns.items() if turn == number])
-        }
-        b = {k: fmean(v) for k, turns in ours.items() if (v := [x for (turn, _), x in turns.items() if turn == number])}
-        if len(a.keys() & b.keys()) >= fewest:
-            ratio = _ratio(a, b, "")
+    every = _paired(sides, column)
+    numbers = every.index.get_level_values("turn")
+    for number in sorted(set(numbers.to_list())):
+        pairs = every[numbers == number]
+        if number >= from_turn and len(conversation_means(pairs["a"])) >= fewest:
+            ratio = _ratio(pairs, f"no conversation has a {column} above 0 at turn {number} in both")
             found.append((ratio.ratio, number, ratio))
     if len(found) < 2:
         after = f" from turn {from_turn} on" if from_turn > 1 else ""
-        raise missing(f"fewer than two turns{after} have {column} in {fewest} conversations of both")
+        raise MissingSeries(f"fewer than two turns{after} have {column} in {fewest} conversations of both")
     _, number, ratio = min(found) if which == "lowest" else max(found)
     return of_ratio(ratio, sides, about=f"at turn {number}")
 
 
 def label_ratio(sides: Sides, of: str, to: str, column: str = "latency_ms") -> Measured:
     """Within ours: turns labelled `of` over turns labelled `to`, paired by conversation."""
-    a, b = (_means(_turns(sides, sides.ours, column, label)) for label in (of, to))
-    return of_ratio(_ratio(a, b, f"no conversation has {column} of turns labelled {of} and {to}"), sides)
+    a, b = (conversation_means(sides.values(sides.ours, column, label)) for label in (of, to))
+    return of_ratio(_positive_ratio(a, b, f"no conversation has {column} of turns labelled {of} and {to}"), sides)
 
 
 def turn_mean(sides: Sides, column: str, label: str | None = None, phase: str | None = None) -> Measured:
     """The mean over ours: of a conversation's turns, then of conversations."""
-    values = _means(_turns(sides, sides.ours, column, label, phase))
+    values = conversation_means(sides.values(sides.ours, column, label, phase))
     return of_ratio(_mean(values, f"no turn has {column}{_where(label, phase)}"), sides)
 
 
@@ -75,74 +73,59 @@ def turn_percentile(
     sides: Sides, column: str, p: float, label: str | None = None, phase: str | None = None
 ) -> Measured:
     """The nearest-rank percentile (0 < p < 1) of ours over all turns."""
-    turns = _turns(sides, sides.ours, column, label, phase)
-    if not turns:
-        raise missing(f"no turn has {column}{_where(label, phase)}")
-    [found] = bootstrap_percentiles_by_seed({key: list(values.values()) for key, values in turns.items()}, [p])
+    values = by_conversation(sides.values(sides.ours, column, label, phase))
+    if not values:
+        raise MissingSeries(f"no turn has {column}{_where(label, phase)}")
+    [found] = bootstrap_percentiles_by_seed(values, [p])
     return of_estimate(found, sides, "turns")
 
 
 def streaming_difference(sides: Sides, column: str = "ttft_ms") -> Measured:
     """Streaming less not streaming, paired by seed, phase and round, over the turns that probe hits and misses."""
-    found: dict[tuple[int, str], dict[bool, float]] = defaultdict(dict)
-    for trial, row in sides.turns(sides.ours):
-        value = value_of(row, column)
-        if row.phase in ("hit", "miss") and value is not None:
-            found[trial.seed, f"{row.phase}/{row.iteration}/{trial.repeat}"][bool(row.stream)] = value
-    values = {key: pair[True] - pair[False] for key, pair in found.items() if len(pair) == 2}
-    return of_ratio(_mean(values, "no round was asked for both with and without streaming"), sides, "pairs")
+    turns = sides.evidence.turns(sides.ours)
+    values = sides.values(sides.ours, column)
+    rounds: dict[tuple[int, str], dict[bool, float]] = {}
+    streamed = turns.loc[values.index, ["phase", "stream"]]
+    for key, value, phase, stream in zip(
+        values.index.to_list(), values.to_list(), streamed["phase"], streamed["stream"], strict=True
+    ):
+        seed, repeat, _, _, iteration = key
+        if phase in ("hit", "miss"):
+            rounds.setdefault((seed, f"{phase}/{iteration}/{repeat}"), {})[bool(stream)] = value
+    found = {key: pair[True] - pair[False] for key, pair in rounds.items() if len(pair) == 2}
+    return of_ratio(_mean(found, "no round was asked for both with and without streaming"), sides, "pairs")
 
 
 def token_share(sides: Sides, column: str, label: str | None = None, scale: float = 100.0) -> Measured:
     """Tokens of `column` (gpu_hit_tokens, cpu_hit_tokens, recomputed_tokens) a token of history: sums over sums."""
-    a: Pairs = defaultdict(float)
-    b: Pairs = defaultdict(float)
-    for trial, row in sides.turns(sides.ours):
-        part = value_of(row, column)
-        if part is not None and row.history_tokens is not None and label in (None, row.label):
-            key = conversation(trial, row.session)
-            a[key] += part
-            b[key] += row.history_tokens
+    both = paired(*(sides.values(sides.ours, name, label) for name in (column, "history_tokens")))
+    a, b = ({key: sum(own) for key, own in by_conversation(both[side]).items()} for side in ("a", "b"))
     if not sum(b.values()):
-        raise missing(f"no turn has {column} of any history")
+        raise MissingSeries(f"no turn has {column} of any history")
     return of_ratio(paired_ratio(a, b, of="means"), sides, scale=scale)
 
 
-def _turns(
-    sides: Sides, trials: Iterable[Trial], column: str, label: str | None = None, phase: str | None = None
-) -> Turns:
-    found: Turns = defaultdict(dict)
-    for trial, row in sides.turns(trials):
-        value = value_of(row, column)
-        if value is not None and label in (None, row.label) and phase in (None, row.phase):
-            found[conversation(trial, row.session)][row.turn, row.iteration] = value
-    return dict(found)
+def _paired(sides: Sides, column: str, label: str | None = None, phase: str | None = None) -> pd.DataFrame:
+    """Column a: theirs, b: ours, of the turns that both have."""
+    return paired(*(sides.values(trials, column, label, phase) for trials in (sides.theirs, sides.ours)))
 
 
-def _chosen(shared: list[Any], turn: Which) -> list[Any]:
-    if turn is None or not shared:
-        return shared
-    if turn == "first":
-        return shared[:1]
-    return shared[-1:] if turn == "last" else [one for one in shared if one[0] == turn]
+def _ratio(pairs: pd.DataFrame, otherwise: str) -> PairedRatio:
+    return _positive_ratio(conversation_means(pairs["a"]), conversation_means(pairs["b"]), otherwise)
 
 
-def _means(turns: Turns) -> Pairs:
-    return {key: fmean(values.values()) for key, values in turns.items()}
-
-
-def _mean(values: Mapping[tuple[int, str], float], otherwise: str) -> PairedRatio:
-    """As a ratio to one, whose resampling is that of a mean: seeds first, then conversations."""
-    if not values:
-        raise missing(otherwise)
-    return paired_ratio(values, dict.fromkeys(values, 1.0), of="means")
-
-
-def _ratio(a: Pairs, b: Pairs, otherwise: str) -> PairedRatio:
+def _positive_ratio(a: Pairs, b: Pairs, otherwise: str) -> PairedRatio:
     positive = {key for key in a.keys() & b.keys() if a[key] > 0 and b[key] > 0}
     if not positive:
-        raise missing(otherwise)
+        raise MissingSeries(otherwise)
     return paired_ratio({key: a[key] for key in positive}, {key: b[key] for key in positive})
+
+
+def _mean(values: Pairs, otherwise: str) -> PairedRatio:
+    """The mean, as a ratio to 1: paired_ratio then resamples seeds first, then conversations."""
+    if not values:
+        raise MissingSeries(otherwise)
+    return paired_ratio(values, dict.fromkeys(values, 1.0), of="means")
 
 
 def _where(label: str | None, phase: str | None) -> str:

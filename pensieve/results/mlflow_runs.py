@@ -1,7 +1,7 @@
-"""Sweeps and trials as MLflow runs, copied from the results database: that one is the truth, this one can be rebuilt.
+"""Sweeps and trials as MLflow runs, copied from the results database, from which the MLflow store can be rebuilt.
 
-The only importer of mlflow, and only when something is logged: the import takes seconds. What goes wrong here costs the
-MLflow run, never the trial: one sentence is logged, and the functions return None.
+mlflow is imported here alone, and only when something is logged: the import takes seconds. A failure of MLflow never fails
+a trial: the functions log one sentence and return None.
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ import re
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from math import ceil
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from filelock import FileLock
-from sqlalchemy import Row
+from sqlalchemy import Row, or_, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from pensieve.errors import ResultsError
-from pensieve.request import is_measured
+from pensieve.results.fields import leaves
+from pensieve.results.frame import counts
 from pensieve.results.identity import counts_for_sweep
-from pensieve.results.schema import Sweep, Trial
+from pensieve.results.schema import Sweep, SweepTrial, Trial, sweep_result
 from pensieve.results.store import ResultsStore
+from pensieve.results.sweep_table import sweep_table
 from pensieve.statistics import median
 
 P = ParamSpec("P")
@@ -45,6 +47,7 @@ _COLUMNS_AS_PARAMS = (
     "model", "baseline", "eviction", "scheduler", "cache", "workload", "hardware", "seed", "repeat", "weights", "dtype",
     "device", "device_count", "gpu_tokens", "cpu_tokens", "working_set_tokens",
 )  # fmt: skip
+_STORE_FILES = ("mlflow.db", "mlflow.db-wal", "mlflow.db-shm", "mlartifacts")
 _RUN_STATUS = {"completed": "FINISHED", "failed": "FAILED", "interrupted": "KILLED", "running": "RUNNING"}
 
 _log = logging.getLogger(__name__)
@@ -56,7 +59,7 @@ def mlflow_url(outputs: Path) -> str:
 
 
 def _or_none(function: Callable[P, T | None]) -> Callable[P, T | None]:
-    """One sentence instead of an exception that comes from MLflow or its disk."""
+    """Log one sentence and return None where MLflow or its disk raises."""
 
     @functools.wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
@@ -78,7 +81,7 @@ def _or_none(function: Callable[P, T | None]) -> Callable[P, T | None]:
 
 @_or_none
 def ensure_store(outputs: Path) -> str | None:
-    """Create the MLflow database where it is missing, once, whoever comes first; returns its tracking URI."""
+    """Create the MLflow database if it is missing, one process at a time; returns its tracking URI."""
     _client(outputs.absolute())
     return mlflow_url(outputs)
 
@@ -106,12 +109,12 @@ def start_parent(outputs: Path, store: ResultsStore, sweep_id: int, experiment_n
 
 
 def _log_command(client: Any, run_id: str, sweep: Sweep) -> None:
-    """MLflow never changes a parameter, so the overrides that may differ when the sweep is taken up again (trial.timeout_s,
-    tracking) are a tag: the command itself."""
+    """Log the command as a tag and the overrides as parameters. MLflow never changes a parameter, so overrides that may
+    differ when the sweep is resumed (trial.timeout_s, tracking) are in the tag alone."""
     if sweep.command:
         client.set_tag(run_id, "pensieve.command", sweep.command[:TAG_LENGTH])
     logged = client.get_run(run_id).data.params
-    params = _params({key: text for key, text in _flat(sweep.overrides) if counts_for_sweep(key)})
+    params = _params({key: text for key, text in leaves(sweep.overrides) if counts_for_sweep(key)})
     _log_batches(client, run_id, [param for param in params if param.key not in logged], [])
 
 
@@ -125,11 +128,11 @@ def log_trial(
     reused: bool = False,
     fresh: bool = False,
 ) -> str | None:
-    """A run for a trial that ended, under the sweep's parent where there is one; the same child is not made twice.
+    """Log a trial that ended as a run, under the sweep's parent if there is one; returns the run's id.
 
-    One that a dead process left half logged is completed: all that is logged may be logged again. Other attempts at the
-    same trial under the same parent are tagged superseded. The run's id is kept in the trial's row, unless the trial
-    was reused: then the row keeps its first run. fresh: the store was made just now and is not searched for any of it.
+    A run that exists already is taken, and completed if a process died while logging it. Older attempts at the same trial
+    under the same parent are tagged superseded. The run's id is written to the trial's row, except that the row of a
+    reused trial keeps its first run. fresh: the store is new, and is not searched for existing runs.
     """
     client = _client(outputs.absolute())
     trial = store.trial(trial_id)
@@ -168,7 +171,7 @@ def _new_run(client: Any, experiment: str, trial: Trial, parent_run_id: str | No
 
 def _fill_run(client: Any, run_id: str, store: ResultsStore, trial: Trial) -> None:
     columns = {key: getattr(trial, key) for key in _COLUMNS_AS_PARAMS}
-    values = {**dict(_flat(trial.config)), **{k: v for k, v in columns.items() if v is not None}}
+    values = {**dict(leaves(trial.config)), **{k: v for k, v in columns.items() if v is not None}}
     turns = store.turns_of(trial.id)
     _log_batches(client, run_id, _params(values), _metrics(trial, store, turns))
     with tempfile.TemporaryDirectory() as name:
@@ -184,7 +187,7 @@ def _fill_run(client: Any, run_id: str, store: ResultsStore, trial: Trial) -> No
 
 
 def _supersede(client: Any, experiment: str, trial: Trial, parent_run_id: str, run_id: str) -> None:
-    """Under one parent, one run of each trial counts: the attempt that completed last."""
+    """Tag the runs of older attempts: under one parent the attempt that completed last counts."""
     query = _tagged(**{PARENT_TAG: parent_run_id, FINGERPRINT_TAG: trial.fingerprint})
     for run in client.search_runs([experiment], filter_string=query):
         older = int(run.data.tags[TRIAL_TAG]) < trial.id
@@ -194,7 +197,7 @@ def _supersede(client: Any, experiment: str, trial: Trial, parent_run_id: str, r
 
 @_or_none
 def finish_parent(outputs: Path, store: ResultsStore, sweep_id: int, table: str, status: str) -> str | None:
-    """Close the parent run with the comparison table as its artifact; returns its id, None if it has none."""
+    """Close the parent run, with the sweep's table as its artifact; returns its id, None if there is none."""
     sweep = store.sweep(sweep_id)
     run_id, client = sweep.mlflow_run_id, _client(outputs.absolute())
     if run_id is None or not _exists(client, run_id):
@@ -207,12 +210,56 @@ def finish_parent(outputs: Path, store: ResultsStore, sweep_id: int, table: str,
 
 @_or_none
 def log_text_of_sweep(outputs: Path, store: ResultsStore, sweep_id: int, text: str, name: str) -> str | None:
-    """A text about the whole sweep, as the artifact `name` of its parent run; its id, None if it has none."""
+    """Log a text as the artifact `name` of the sweep's parent run; returns the run's id, None if there is none."""
     run_id = store.sweep(sweep_id).mlflow_run_id
     if run_id is None or not _exists(client := _client(outputs.absolute()), run_id):
         return None
     client.log_text(run_id, text, name)
     return run_id
+
+
+def rebuild_mlflow(outputs: Path, store: ResultsStore, say: Callable[[str], None]) -> int:
+    """Log every sweep as a parent with its trials as children, and every other trial by itself; returns the number of runs.
+
+    An existing store is moved to mlflow-before-<time>, never deleted. Running trials are left to their own process.
+    Raises ResultsError where MLflow still cannot be written.
+    """
+    store.interrupt_dead()
+    kept = _move_away(outputs)
+    if kept is not None:
+        say(f"The MLflow store that was there is now in {kept}; delete it when you no longer need it.")
+    _client.cache_clear()  # a client of this process would write to the files where they are now
+    if ensure_store(outputs) is None:
+        raise ResultsError(f"MLflow cannot be written in {outputs}; the warning above says why. Mend it and run again.")
+    with store.database.reading() as connection:
+        sweeps = connection.execute(select(Sweep.id, Sweep.name, Sweep.status).order_by(Sweep.id)).all()
+        here = (sweep_result.c.sweep_id == SweepTrial.sweep_id) & (sweep_result.c.job == SweepTrial.job)
+        links = connection.execute(  # a job's last attempt, and what it shows where that is another
+            select(SweepTrial.sweep_id, Trial.id.label("trial_id"), SweepTrial.reused, Trial.status)
+            .outerjoin(sweep_result, here)
+            .join(Trial, or_(Trial.id == SweepTrial.trial_id, Trial.id == sweep_result.c.trial_id))
+            .order_by(SweepTrial.sweep_id, SweepTrial.reused, SweepTrial.job, Trial.id)
+        ).all()
+        linked = {link.trial_id for link in links}
+        alone = connection.execute(
+            select(Trial.id, Trial.experiment).where(Trial.status != "running").order_by(Trial.id)
+        ).all()
+    made = 0
+    for sweep in sweeps:
+        parent = start_parent(outputs, store, sweep.id, sweep.name)
+        if parent is None:
+            raise ResultsError(f"Sweep {sweep.id} cannot be written to MLflow; the warning above says why.")
+        made += 1
+        serving = {one.trial_id: one.reused for one in links if one.sweep_id == sweep.id and one.status != "running"}
+        for trial_id, reused in serving.items():
+            made += log_trial(outputs, store, trial_id, sweep.name, parent, reused, fresh=True) is not None
+        if sweep.status != "running":
+            finish_parent(outputs, store, sweep.id, sweep_table(store, sweep.id).text(), sweep.status)
+        say(f"Sweep {sweep.id} is in MLflow again.")
+    for trial in alone:
+        if trial.id not in linked:
+            made += log_trial(outputs, store, trial.id, trial.experiment or "pensieve", fresh=True) is not None
+    return made
 
 
 @functools.lru_cache(maxsize=4)
@@ -233,7 +280,7 @@ def _client(outputs: Path) -> Any:
 
 
 def _create_database(outputs: Path) -> None:
-    """Beside its place, then moved there: MLflow could not mend the half of a schema that a dead process left."""
+    """Create it in another folder, then move it: MLflow cannot repair a schema that a dead process left incomplete."""
     from mlflow import MlflowClient
 
     for left in outputs.glob(f"{NEW_PREFIX}*"):
@@ -245,9 +292,21 @@ def _create_database(outputs: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def forget_clients() -> None:
-    """After the store's files were moved: nothing of this process must write to them where they are now."""
-    _client.cache_clear()
+def _move_away(outputs: Path) -> Path | None:
+    found = [outputs / part for part in _STORE_FILES if (outputs / part).exists()]
+    if not found:
+        return None
+    kept = outputs / f"mlflow-before-{datetime.now(UTC):%Y-%m-%d-%H-%M-%S-%f}"
+    try:
+        kept.mkdir()
+        for path in found:
+            path.rename(kept / path.name)
+    except OSError as error:
+        raise ResultsError(
+            f"The MLflow store in {outputs} cannot be moved away ({error.strerror or error}); "
+            "end what uses it (make ui), and check that this user may write there."
+        ) from None
+    return kept
 
 
 def _lock(outputs: Path) -> FileLock:
@@ -255,7 +314,7 @@ def _lock(outputs: Path) -> FileLock:
 
 
 def _experiment(client: Any, outputs: Path, name: str) -> str:
-    """The experiment's id; call under the lock. One that was deleted in the UI comes back."""
+    """The experiment's id, created or restored from deletion if need be. The caller holds the lock."""
     found = client.get_experiment_by_name(name)
     if found is None:
         return str(client.create_experiment(name, artifact_location=(outputs.absolute() / "mlartifacts").as_uri()))
@@ -265,7 +324,7 @@ def _experiment(client: Any, outputs: Path, name: str) -> str:
 
 
 def _exists(client: Any, run_id: str | None) -> bool:
-    """False also where the user deleted the run, or the whole MLflow database."""
+    """Whether the run exists and was not deleted."""
     from mlflow.exceptions import MlflowException
 
     if run_id is None:
@@ -277,7 +336,7 @@ def _exists(client: Any, run_id: str | None) -> bool:
 
 
 def _run_of(client: Any, experiment: str, trial: Trial, parent_run_id: str | None) -> tuple[str | None, bool]:
-    """The trial's run under this parent, or by itself, and whether all of it was logged."""
+    """The trial's run under this parent, or without one, and whether it was logged completely."""
     if parent_run_id is not None:
         run_id = _first(client, experiment, **{PARENT_TAG: parent_run_id, TRIAL_TAG: str(trial.id)})
     else:
@@ -297,7 +356,7 @@ def _tagged(**tags: str) -> str:
 
 
 def _log_batches(client: Any, run_id: str, params: Sequence[Any], metrics: Sequence[Any]) -> None:
-    """As few calls as MLflow's limits allow: each is a transaction of its own."""
+    """In as few calls as MLflow's limits allow, since each is a transaction."""
     fitting = METRICS_A_BATCH - PARAMS_A_BATCH
     for number in range(max(ceil(len(params) / PARAMS_A_BATCH), ceil(len(metrics) / fitting))):
         client.log_batch(
@@ -310,7 +369,8 @@ def _log_batches(client: Any, run_id: str, params: Sequence[Any], metrics: Seque
 def _params(values: Mapping[str, Any]) -> list[Any]:
     from mlflow.entities import Param
 
-    return [Param(_name(key), str(value)[:PARAM_LENGTH]) for key, value in sorted(values.items())]
+    texts = {key: json.dumps(v, default=str) if isinstance(v, list | tuple) else str(v) for key, v in values.items()}
+    return [Param(_name(key), text[:PARAM_LENGTH]) for key, text in sorted(texts.items())]
 
 
 def _metrics(trial: Trial, store: ResultsStore, turns: Sequence[Row[Any]]) -> list[Any]:
@@ -329,7 +389,7 @@ def ttft_by_turn(turns: Sequence[Row[Any]]) -> dict[int, float]:
     """Median TTFT in ms over sessions, by turn, of measured turns that completed."""
     values: defaultdict[int, list[float]] = defaultdict(list)
     for turn in turns:
-        if is_measured(turn.phase) and turn.status == "completed" and turn.ttft_ms is not None:
+        if counts(turn) and turn.ttft_ms is not None:
             values[turn.turn].append(turn.ttft_ms)
     return {turn: median(values[turn]) for turn in sorted(values)}
 
@@ -340,17 +400,6 @@ def _write_turns(path: Path, turns: Sequence[Row[Any]]) -> None:
         import pyarrow.parquet as pq
 
         pq.write_table(pa.Table.from_pylist([dict(turn._mapping) for turn in turns]), path)
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        if name == "hydra":
-            continue  # how Hydra itself is set up describes no trial
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{name}.")
-        else:
-            yield name, json.dumps(value, default=str) if isinstance(value, list | tuple) else value
 
 
 def _name(text: str) -> str:

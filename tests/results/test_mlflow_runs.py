@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from pensieve.metrics import Measurement, summarise
-from pensieve.results import mlflow_log
+from pensieve.results import mlflow_runs
 from pensieve.results.store import open_store
-from pensieve.results.summary import compare
+from pensieve.results.sweep_table import sweep_table
 from tests.results.test_database import FORK
 from tests.results.trials import add_trial, conversation_turns, open_sweep, trial_fields
 
@@ -33,13 +33,13 @@ def test_the_table_mlflow_and_the_metrics_have_one_median(tmp_path: Path) -> Non
     sweep = open_sweep(store, seed="0", baseline="pensieve")
     turns = conversation_turns(TTFT, sessions=4)
     trial = add_trial(store, sweep, 0, "pensieve", turns)
-    logged = mlflow_log.ttft_by_turn(store.turns_of(trial))
+    logged = mlflow_runs.ttft_by_turn(store.turns_of(trial))
     metrics = {
         m.label: m.value
         for m in summarise(Measurement(turns, 0.0, 1.0, 0.0, 1.0))
         if m.name == "ttft_ms_p50" and m.label
     }
-    [row] = compare(store, sweep).rows
+    [row] = sweep_table(store, sweep).rows
     assert (row.ttft_first_ms, row.ttft_last_ms) == (logged[1], logged[3]) == pytest.approx((44.0, 48.4))
     assert logged == {turn: metrics[f"turn={turn}"] for turn in (1, 2, 3)}
 
@@ -53,12 +53,12 @@ def test_a_sweep_becomes_a_parent_with_children(tmp_path: Path, caplog: pytest.L
     mlflow = pytest.importorskip("mlflow")
     store = open_store(tmp_path)
     sweep = open_sweep(store, seed="0,1", **{"workload.pressure": "1,2"})
-    parent = mlflow_log.start_parent(tmp_path, store, sweep, "first experiment")
+    parent = mlflow_runs.start_parent(tmp_path, store, sweep, "first experiment")
     assert parent is not None
-    assert mlflow_log.start_parent(tmp_path, store, sweep, "first experiment") == parent
+    assert mlflow_runs.start_parent(tmp_path, store, sweep, "first experiment") == parent
     assert store.sweep(sweep).mlflow_run_id == parent
     store.set_sweep(sweep, mlflow_run_id=None)  # as if the process had died before it could note it
-    assert mlflow_log.start_parent(tmp_path, store, sweep, "first experiment") == parent
+    assert mlflow_runs.start_parent(tmp_path, store, sweep, "first experiment") == parent
     assert store.sweep(sweep).mlflow_run_id == parent
     assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
 
@@ -77,12 +77,12 @@ def test_a_sweep_becomes_a_parent_with_children(tmp_path: Path, caplog: pytest.L
         config=fields["config"],
     )
     store.add_artifact(trial, "figure", figure)
-    run_id = mlflow_log.log_trial(tmp_path, store, trial, "first experiment", parent)
+    run_id = mlflow_runs.log_trial(tmp_path, store, trial, "first experiment", parent)
     assert run_id is not None
-    assert mlflow_log.log_trial(tmp_path, store, trial, "first experiment", parent, reused=True) == run_id
+    assert mlflow_runs.log_trial(tmp_path, store, trial, "first experiment", parent, reused=True) == run_id
     assert store.trial(trial).mlflow_run_id == run_id
 
-    client = mlflow.MlflowClient(tracking_uri=mlflow_log.mlflow_url(tmp_path))
+    client = mlflow.MlflowClient(tracking_uri=mlflow_runs.mlflow_url(tmp_path))
     run = client.get_run(run_id)
     assert run.info.status == "FINISHED"
     assert run.data.tags["mlflow.parentRunId"] == parent
@@ -98,7 +98,7 @@ def test_a_sweep_becomes_a_parent_with_children(tmp_path: Path, caplog: pytest.L
     assert not any(name.startswith("hydra") for name in run.data.params)
     assert run.data.metrics["ttft_ms_mean"] == 42.0
     assert run.data.metrics["gpu_hit_rate"] == 0.5
-    steps = {m.step: m.value for m in client.get_metric_history(run_id, mlflow_log.TTFT_BY_TURN)}
+    steps = {m.step: m.value for m in client.get_metric_history(run_id, mlflow_runs.TTFT_BY_TURN)}
     assert steps == pytest.approx({1: 44.0, 2: 46.2, 3: 48.4})
     assert sorted(a.path for a in client.list_artifacts(run_id)) == [
         "config.json", "environment.json", "figure", "turns.parquet",
@@ -106,18 +106,18 @@ def test_a_sweep_becomes_a_parent_with_children(tmp_path: Path, caplog: pytest.L
 
     # A process that dies while it logs leaves a run half filled; the next one fills it, and makes no second.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mlflow_log, "_write_turns", died)
+        patch.setattr(mlflow_runs, "_write_turns", died)
         half = add_trial(store, sweep, 1, "pensieve", conversation_turns(TTFT), seed=1)
         with pytest.raises(Died):
-            mlflow_log.log_trial(tmp_path, store, half, "first experiment", parent)
+            mlflow_runs.log_trial(tmp_path, store, half, "first experiment", parent)
     assert store.trial(half).mlflow_run_id is None
-    whole = mlflow_log.log_trial(tmp_path, store, half, "first experiment", parent)
+    whole = mlflow_runs.log_trial(tmp_path, store, half, "first experiment", parent)
     assert client.get_run(whole).info.status == "FINISHED"
     assert client.get_run(whole).data.metrics["gpu_hit_rate"] == 0.5
     assert len(children(client, run.info.experiment_id, parent)) == 2
     # Another attempt at the same trial takes the place of the first.
     again = add_trial(store, sweep, 1, "pensieve", conversation_turns(TTFT), seed=1)
-    mlflow_log.log_trial(tmp_path, store, again, "first experiment", parent)
+    mlflow_runs.log_trial(tmp_path, store, again, "first experiment", parent)
     found = children(client, run.info.experiment_id, parent)
     assert {int(r.data.tags["pensieve.trial_id"]): r.data.tags.get("superseded") for r in found} == {
         trial: None, half: "true", again: None,
@@ -125,21 +125,21 @@ def test_a_sweep_becomes_a_parent_with_children(tmp_path: Path, caplog: pytest.L
 
     failed = store.begin_trial(trial_fields("failed"))
     store.finish_trial(failed, "failed", error="It broke; mend it.")
-    child = client.get_run(mlflow_log.log_trial(tmp_path, store, failed, "first experiment", parent))
+    child = client.get_run(mlflow_runs.log_trial(tmp_path, store, failed, "first experiment", parent))
     assert (child.info.status, child.data.tags["error"]) == ("FAILED", "It broke; mend it.")
 
     other = store.open_sweep("another", "chat", None, None, {}, 1, "host", None)
-    other_parent = mlflow_log.start_parent(tmp_path, store, other, "first experiment")
-    borrowed = mlflow_log.log_trial(tmp_path, store, trial, "first experiment", other_parent, reused=True)
+    other_parent = mlflow_runs.start_parent(tmp_path, store, other, "first experiment")
+    borrowed = mlflow_runs.log_trial(tmp_path, store, trial, "first experiment", other_parent, reused=True)
     assert client.get_run(borrowed).data.tags["reused"] == "true"
     assert store.trial(trial).mlflow_run_id == run_id
 
     single = add_trial(store, other, 0, "stateless", conversation_turns(TTFT))
-    alone = client.get_run(mlflow_log.log_trial(tmp_path, store, single, "second experiment"))
+    alone = client.get_run(mlflow_runs.log_trial(tmp_path, store, single, "second experiment"))
     assert "mlflow.parentRunId" not in alone.data.tags
     assert alone.info.experiment_id != run.info.experiment_id
 
-    assert mlflow_log.finish_parent(tmp_path, store, sweep, "the table", "failed") == parent
+    assert mlflow_runs.finish_parent(tmp_path, store, sweep, "the table", "failed") == parent
     assert client.get_run(parent).info.status == "FAILED"
     found = tmp_path / "mlartifacts" / parent / "artifacts" / "comparison.txt"
     assert found.read_text() == "the table"
@@ -153,11 +153,11 @@ def test_without_mlflow_one_sentence(
     store = open_store(tmp_path)
     sweep = open_sweep(store)
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    mlflow_log._client.cache_clear()
-    mlflow_log._say_missing.cache_clear()
+    mlflow_runs._client.cache_clear()
+    mlflow_runs._say_missing.cache_clear()
     with caplog.at_level(logging.WARNING):
-        assert mlflow_log.start_parent(tmp_path, store, sweep, "e") is None
-        assert mlflow_log.log_trial(tmp_path, store, store.begin_trial(trial_fields()), "e") is None
+        assert mlflow_runs.start_parent(tmp_path, store, sweep, "e") is None
+        assert mlflow_runs.log_trial(tmp_path, store, store.begin_trial(trial_fields()), "e") is None
     assert [r.getMessage() for r in caplog.records] == [
         "MLflow is not installed, so nothing is logged there; `pip install mlflow` changes that."
     ]
@@ -170,7 +170,7 @@ def test_an_mlflow_that_fails_costs_no_trial(tmp_path: Path, caplog: pytest.LogC
     sweep = open_sweep(store)
     (tmp_path / "mlflow.db").write_bytes(b"not a database" * 100)
     with caplog.at_level(logging.WARNING, logger="pensieve"):
-        assert mlflow_log.start_parent(tmp_path, store, sweep, "e") is None
+        assert mlflow_runs.start_parent(tmp_path, store, sweep, "e") is None
     sentences = [r.getMessage() for r in caplog.records if r.name.startswith("pensieve")]
     assert len(sentences) == 1
     assert sentences[0].startswith("Nothing was logged to MLflow (")
@@ -180,18 +180,18 @@ def test_an_mlflow_that_fails_costs_no_trial(tmp_path: Path, caplog: pytest.LogC
 def test_a_store_whose_maker_died_is_made_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow")
     with monkeypatch.context() as patch:
-        patch.setattr(mlflow_log.shutil, "copyfile", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        dying = FORK.Process(target=mlflow_log.ensure_store, args=(tmp_path,))  # of its own: MLflow remembers files
+        patch.setattr(mlflow_runs.shutil, "copyfile", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        dying = FORK.Process(target=mlflow_runs.ensure_store, args=(tmp_path,))  # of its own: MLflow remembers files
         dying.start()
         dying.join()
     assert dying.exitcode == -signal.SIGKILL
     assert not (tmp_path / "mlflow.db").exists()
     (left,) = tmp_path.glob(".mlflow-new-*")
     assert (left / "mlflow.db").exists()
-    assert mlflow_log.ensure_store(tmp_path) is not None
+    assert mlflow_runs.ensure_store(tmp_path) is not None
     assert not list(tmp_path.glob(".mlflow-new-*"))
     store = open_store(tmp_path)
-    assert mlflow_log.start_parent(tmp_path, store, open_sweep(store), "e") is not None
+    assert mlflow_runs.start_parent(tmp_path, store, open_sweep(store), "e") is not None
 
 
 @pytest.mark.slow
@@ -203,10 +203,10 @@ def test_a_sweep_taken_up_with_another_timeout_keeps_its_parent(
     parents = []
     for timeout_s in ("100", "200"):
         sweep = open_sweep(store, seed="0,1", **{"trial.timeout_s": timeout_s, "tracking.mlflow": "true"})
-        parents.append(mlflow_log.start_parent(tmp_path, store, sweep, "pensieve"))
+        parents.append(mlflow_runs.start_parent(tmp_path, store, sweep, "pensieve"))
     assert parents == [store.sweep(sweep).mlflow_run_id] * 2
     assert parents[0] is not None
     assert caplog.records == []
-    run = mlflow.MlflowClient(tracking_uri=mlflow_log.mlflow_url(tmp_path)).get_run(parents[0])
+    run = mlflow.MlflowClient(tracking_uri=mlflow_runs.mlflow_url(tmp_path)).get_run(parents[0])
     assert run.data.params == {"seed": "0,1"}
     assert run.data.tags["pensieve.command"] == "run.py -m"

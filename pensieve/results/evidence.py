@@ -1,56 +1,62 @@
-"""The trials of a sweep as a claim sees them: groups that differ in nothing but seed, repeat and baseline."""
+"""The completed trials of a sweep, in groups that differ in nothing but seed, repeat and baseline, with turns and metrics."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from sqlalchemy import Row
+from typing import TYPE_CHECKING
 
 from pensieve.metrics import Metric
+from pensieve.results.fields import axis_value, varying_axes
+from pensieve.results.frame import latest, turn_frame
 from pensieve.results.schema import Sweep, Trial
 from pensieve.results.store import JobResult, ResultsStore
-from pensieve.results.summary import axis_value, measured_turns, varying_axes
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 class Evidence:
-    """Current trials of a sweep, with their turns and metrics; turns are read once."""
+    """The trials that a sweep shows. The turns of each trial are read once."""
 
     def __init__(self, store: ResultsStore, sweep_id: int) -> None:
+        self.store = store
         self.sweep: Sweep = store.sweep(sweep_id)
         self.jobs: Sequence[JobResult] = store.trials_of_sweep(sweep_id)
         self.trials: Sequence[Trial] = [job.trial for job in self.jobs if job.trial is not None]
         self._metrics: Mapping[int, Mapping[tuple[str, str], Metric]] = {
             job.trial.id: job.metrics for job in self.jobs if job.trial is not None
         }
-        self._store = store
-        self._turns: dict[int, Sequence[Row[Any]]] = {}
+        self._turns: dict[int, pd.DataFrame] = {}
 
-    def turns(self, trial: Trial) -> Sequence[Row[Any]]:
-        """Completed turns that are measured: no warm-up, no re-warming."""
-        if trial.id not in self._turns:
-            self._turns[trial.id] = measured_turns(self._store, trial.id)
-        return self._turns[trial.id]
+    def turns(self, trials: Iterable[Trial]) -> pd.DataFrame:
+        """The measured turns that completed, as frame.turn_frame gives them; empty without trials."""
+        import pandas as pd
 
-    def metric(self, trial: Trial, name: str, label: str = "") -> Metric | None:
-        """With a value, else None."""
+        parts = []
+        for trial in trials:
+            if trial.id not in self._turns:
+                self._turns[trial.id] = turn_frame(self.store, [trial])
+            parts.append(self._turns[trial.id])
+        return latest(pd.concat(parts)) if parts else turn_frame(self.store, [])
+
+    def metric(self, trial: Trial, name: str, label: str = "") -> float | None:
         found = self._metrics[trial.id].get((name, label))
-        return found if found is not None and found.value is not None else None
+        return found.value if found else None
 
-    def groups(self, over: str | None) -> Sequence[Group]:
+    def groups(self, over: str | None = None) -> Sequence[TrialGroup]:
         """Trials by the values of every axis that the sweep varied, but seed, repeat, baseline and `over`."""
         axes = [axis for axis in varying_axes(self.sweep.overrides, self.trials) if axis != over]
         found: dict[tuple[str, ...], dict[str, list[Trial]]] = {}
         for trial in self.trials:
             place = tuple(axis_value(trial, axis) for axis in axes)
             found.setdefault(place, defaultdict(list))[trial.baseline].append(trial)
-        return [Group(dict(zip(axes, place, strict=True)), dict(trials)) for place, trials in found.items()]
+        return [TrialGroup(dict(zip(axes, place, strict=True)), dict(trials)) for place, trials in found.items()]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class TrialGroup:
     """at: the values of the sweep's other axes. trials: by baseline."""
 
     at: Mapping[str, str]

@@ -4,9 +4,7 @@ import pytest
 from rich.console import Console
 
 from pensieve.errors import MissingSeries, MixedPanel
-from pensieve.results.contrast import better, contrast
-from pensieve.results.contrast_table import contrast_table
-from pensieve.results.selection import select_trials
+from pensieve.results.compare_trials import better, compare_trials, select_trials
 from pensieve.results.store import ResultsStore
 from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep
 
@@ -37,7 +35,7 @@ def fill(store, seeds=3, users=(3,), slow=2.0, simulated=False, flags=None):
 
 
 def contrasts(store, a="baseline=pensieve", b="baseline=stateless"):
-    found = contrast(store, select_trials(store, a), select_trials(store, b))
+    found = compare_trials(store, select_trials(store, a), select_trials(store, b))
     return {(row.group, row.metric, row.label): row for row in found.rows}, found.notes
 
 
@@ -98,7 +96,7 @@ def test_sides_without_a_group_in_common_are_refused():
     for trial in b:
         trial.config = config("stateless", users=9)
     with pytest.raises(MissingSeries, match=r"no workload\.users in common"):
-        contrast(store, select_trials(store, "baseline=pensieve"), b)
+        compare_trials(store, select_trials(store, "baseline=pensieve"), b)
 
 
 def test_times_of_a_simulation_and_of_a_device_are_not_compared():
@@ -108,11 +106,11 @@ def test_times_of_a_simulation_and_of_a_device_are_not_compared():
     for trial in b:
         trial.simulated = True
     with pytest.raises(MixedPanel, match="simulated and real"):
-        contrast(store, a, b)
+        compare_trials(store, a, b)
     for trial in b:
         trial.simulated, trial.contended = False, True
     with pytest.raises(MixedPanel, match="shared their device"):
-        contrast(store, a, b)
+        compare_trials(store, a, b)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +125,7 @@ def test_what_figures_refuse_is_not_compared(changed, what):
     with pytest.raises(MixedPanel, match=what):
         contrasts(store)
     sides = [select_trials(store, f"baseline={name}") for name in ("pensieve", "stateless")]
-    assert any(what in note for note in contrast(store, *sides, allow_mixed=True).notes)
+    assert any(what in note for note in compare_trials(store, *sides, allow_mixed=True).notes)
 
 
 def test_no_trial_takes_anothers_place():
@@ -141,7 +139,7 @@ def test_no_trial_takes_anothers_place():
         contrasts(store, b="baseline=stateless")
     sides = [select_trials(store, f"baseline={name}") for name in ("pensieve", "stateless")]
     with pytest.raises(MixedPanel, match="B has trials 2 and 12 of the same configuration, seed and repeat"):
-        contrast(store, *sides, allow_mixed=True)
+        compare_trials(store, *sides, allow_mixed=True)
     rows, _ = contrasts(store, "baseline=pensieve", "baseline=stateless,code_hash=d")
     assert rows["", "ttft_ms_mean", ""].verdict == "B is better"
 
@@ -182,12 +180,12 @@ def test_which_way_is_better(name, sign):
 def test_the_table_shows_labels_and_what_is_wanted():
     store = ResultsStore(MEMORY)
     fill(store)
-    found = contrast(store, select_trials(store, "baseline=pensieve"), select_trials(store, "baseline=stateless"))
+    found = compare_trials(store, select_trials(store, "baseline=pensieve"), select_trials(store, "baseline=stateless"))
     console = Console(width=130, record=True, file=StringIO())
-    console.print(contrast_table(found, lambda name: name.startswith("ttft")))
+    console.print(found.table(lambda name: name.startswith("ttft")))
     text = console.export_text()
     assert "ttft_ms_mean" in text
     assert "12 conversations" in text
     assert "throughput" not in text
-    console.print(contrast_table(found, lambda name: name == "nothing"))
+    console.print(found.table(lambda name: name == "nothing"))
     assert "No metric of that name" in console.export_text()

@@ -1,7 +1,8 @@
 import pytest
 
 from pensieve.errors import ResultsError
-from pensieve.results.selection import differences, flat, select_trials
+from pensieve.results.compare_trials import select_trials
+from pensieve.results.fields import differences, flat
 from pensieve.results.store import ResultsStore
 from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep
 

@@ -8,9 +8,8 @@ import pytest
 from pensieve.errors import ResultsError
 from pensieve.metrics import Metric
 from pensieve.record import TurnRecord
-from pensieve.results.comparison import comparison_table
 from pensieve.results.store import ResultsStore
-from pensieve.results.summary import ComparisonRow, compare
+from pensieve.results.sweep_table import SweepRow, sweep_table
 from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep, trial_fields
 
 FAST = [40.0, 42.0, 44.0, 46.0, 48.0, 50.0]
@@ -30,8 +29,8 @@ def sweep_of(store: ResultsStore, ttft: dict[str, Sequence[float]], seeds: int =
     return sweep
 
 
-def by_baseline(store: ResultsStore, sweep: int) -> dict[str, ComparisonRow]:
-    return {row.baseline: row for row in compare(store, sweep).rows}
+def by_baseline(store: ResultsStore, sweep: int) -> dict[str, SweepRow]:
+    return {row.baseline: row for row in sweep_table(store, sweep).rows}
 
 
 def test_columns_are_taken_from_the_measured_turns(store: ResultsStore) -> None:
@@ -51,7 +50,7 @@ def test_columns_are_taken_from_the_measured_turns(store: ResultsStore) -> None:
 
 
 def test_swapping_two_baselines_swaps_the_rows() -> None:
-    def found(ttft: dict[str, Sequence[float]]) -> dict[str, ComparisonRow]:
+    def found(ttft: dict[str, Sequence[float]]) -> dict[str, SweepRow]:
         store = ResultsStore(MEMORY)
         return by_baseline(store, sweep_of(store, ttft))
 
@@ -86,12 +85,12 @@ def test_every_swept_axis_but_seed_repeat_and_baseline_makes_groups(store: Resul
         scale = 1.0 if cache == "demo" else 2.0
         turns = conversation_turns([scale * ms for ms in FAST])
         add_trial(store, sweep, job, "pensieve", turns, cache=cache, config=config, seed=seed, repeat=seed)
-    rows = compare(store, sweep).rows
+    rows = sweep_table(store, sweep).rows
     assert [(dict(row.group), row.trials) for row in rows] == [
         ({"cache": c, "workload.pressure": p}, 2) for c in ("demo", "small") for p in ("1.0", "2.0")
     ]
     assert rows[2].ttft_last_ms == pytest.approx(2 * (rows[0].ttft_last_ms or 0))
-    text = comparison_table(store, sweep).text()
+    text = sweep_table(store, sweep).text()
     assert "cache=small  workload.pressure=2.0" in text
 
 
@@ -104,8 +103,8 @@ def test_outputs_are_compared_token_for_token(tmp_path: Path) -> None:
     add_trial(store, sweep, 0, "pensieve", conversation_turns(FAST), tokens=tmp_path)
     add_trial(store, sweep, 1, "gpu_only", other, tokens=tmp_path)
     add_trial(store, sweep, 2, "stateless", conversation_turns(SLOW), tokens=tmp_path)
-    table = comparison_table(store, sweep)
-    rows = {row.baseline: row.outputs for row in table.comparison.rows}
+    table = sweep_table(store, sweep)
+    rows = {row.baseline: row.outputs for row in table.rows}
     same, different = rows["pensieve"], rows["gpu_only"]
     assert rows["stateless"] is None
     assert same is not None
@@ -123,7 +122,7 @@ def test_identical_is_said_of_float32_only(tmp_path: Path) -> None:
         sweep = open_sweep(store)
         add_trial(store, sweep, 0, "pensieve", conversation_turns(FAST), tokens=tmp_path, dtype=dtype)
         add_trial(store, sweep, 1, "stateless", conversation_turns(SLOW), tokens=tmp_path, dtype=dtype)
-        text = " ".join(comparison_table(store, sweep).text().split())
+        text = " ".join(sweep_table(store, sweep).text().split())
         assert f"Outputs of all baselines are {word} in 19 of 19 turns" in text
         assert ("identical" in text) is (dtype == "float32")
 
@@ -136,7 +135,7 @@ def test_notes_say_what_the_numbers_are_worth(store: ResultsStore) -> None:
     failed = store.begin_trial(trial_fields("failed", seed=1))
     store.link(sweep, failed, 2, reused=False)
     store.finish_trial(failed, "failed", error="The disk is full; free some space.")
-    text = " ".join(comparison_table(store, sweep).text().split())
+    text = " ".join(sweep_table(store, sweep).text().split())
     assert "Random weights: text is meaningless, speed is real." in text
     assert "pensieve GPU 4,096 + CPU 2,048, stateless GPU 4,096; working set 8,200" in text
     assert "2 warm-up turns are left out" in text
@@ -151,37 +150,37 @@ def test_notes_say_what_the_numbers_are_worth(store: ResultsStore) -> None:
 def test_evictions_are_not_denied_without_cause(store: ResultsStore, counts: dict[str, float]) -> None:
     sweep = open_sweep(store)
     add_trial(store, sweep, 0, "pensieve", conversation_turns(FAST), counts)
-    assert "Nothing was evicted" not in comparison_table(store, sweep).text()
+    assert "Nothing was evicted" not in sweep_table(store, sweep).text()
 
 
 def test_simulated_trials_say_so(store: ResultsStore) -> None:
     sweep = open_sweep(store)
     for job, baseline in enumerate(("pensieve", "stateless")):
         add_trial(store, sweep, job, baseline, conversation_turns(FAST), simulated=True, hardware="sim_h100")
-    text = comparison_table(store, sweep).text()
+    text = sweep_table(store, sweep).text()
     assert "Simulated on sim_h100" in text
     assert "speed is real" not in text
     assert "identical" not in text
 
 
 def test_a_sweep_without_completed_trials(store: ResultsStore) -> None:
-    assert "No trial of this sweep is completed" in comparison_table(store, open_sweep(store)).text()
+    assert "No trial of this sweep is completed" in sweep_table(store, open_sweep(store)).text()
     with pytest.raises(ResultsError, match="no sweep 7"):
-        comparison_table(store, 7)
+        sweep_table(store, 7)
 
 
 def test_it_fits_into_a_hundred_columns(store: ResultsStore) -> None:
     slow = {"partially_aware": [ms * 100 for ms in FAST], "stateless": [ms * 1000 for ms in SLOW]}
-    text = comparison_table(store, sweep_of(store, slow)).text(100)
+    text = sweep_table(store, sweep_of(store, slow)).text(100)
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= 100
 
 
 def test_the_offline_bound_stands_under_the_table(store: ResultsStore) -> None:
     sweep = sweep_of(store, {"pensieve": FAST, "stateless": SLOW})
-    assert "Offline bound" not in comparison_table(store, sweep).text()
+    assert "Offline bound" not in sweep_table(store, sweep).text()
     for job in store.trials_of_sweep(sweep):
         assert job.trial is not None
         best = 0.9 if job.trial.baseline == "pensieve" else 0.6
         store.add_metrics(job.trial.id, [Metric("bound_hit_rate", best, "share")])
-    assert "in %: pensieve 90.0, stateless 60.0." in " ".join(comparison_table(store, sweep).text().split())
+    assert "in %: pensieve 90.0, stateless 60.0." in " ".join(sweep_table(store, sweep).text().split())

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import create_engine, inspect, text
+from sqlalchemy import inspect, text
 
 from pensieve.errors import ResultsError
-from pensieve.results import database, migrate
+from pensieve.results import database, migrations
 from pensieve.results.database import Database
 from pensieve.results.schema import SCHEMA_VERSION, VERSION_TABLE, Base
 from pensieve.results.store import open_store
@@ -60,7 +60,7 @@ def second(tmp_path, monkeypatch):
     folder = tmp_path / "versions"
     folder.mkdir()
     write(folder)
-    monkeypatch.setattr(migrate, "VERSIONS", (*migrate.VERSIONS, folder))
+    monkeypatch.setattr(migrations, "VERSIONS", (*migrations.VERSIONS, folder))
     monkeypatch.setattr(database, "SCHEMA_VERSION", NEW)
     return folder
 
@@ -158,18 +158,16 @@ def test_a_process_killed_in_the_middle_of_an_upgrade(old, second):
 
 def test_a_newer_database_is_refused(old, second, monkeypatch):
     Database(f"sqlite:///{old}")
-    monkeypatch.setattr(migrate, "VERSIONS", migrate.VERSIONS[:1])
+    monkeypatch.setattr(migrations, "VERSIONS", migrations.VERSIONS[:1])
     monkeypatch.setattr(database, "SCHEMA_VERSION", SCHEMA_VERSION)
     with pytest.raises(ResultsError, match=f"schema version {NEW}, this Pensieve reads {SCHEMA_VERSION}"):
         Database(f"sqlite:///{old}")
 
 
-def test_the_revisions_lead_to_the_schema_that_a_new_database_gets(tmp_path):
-    assert migrate.known_versions()[-1] == SCHEMA_VERSION
-    engine = create_engine(f"sqlite:///{tmp_path / 'step_by_step.db'}")
-    with engine.begin() as connection:
-        migrate.upgrade(connection, SCHEMA_VERSION)
-    new = open_store(tmp_path).database.engine
+def test_the_revisions_lead_to_the_schema_that_a_new_database_gets(old, tmp_path):
+    assert migrations.known_versions()[-1] == SCHEMA_VERSION
+    engine = Database(f"sqlite:///{old}").engine
+    new = open_store(tmp_path / "new").database.engine
     with engine.connect() as stepped, new.connect() as made:
         compared = MigrationContext.configure(stepped, opts={"version_table": VERSION_TABLE, "compare_type": False})
         assert compare_metadata(compared, Base.metadata) == []

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.results import mlflow_log
-from pensieve.results.mlflow_rebuild import rebuild_mlflow
+from pensieve.results import mlflow_runs
+from pensieve.results.mlflow_runs import rebuild_mlflow
 from pensieve.results.store import open_store
 from tests.results.test_database import FORK, in_another_process
 from tests.results.trials import add_trial, conversation_turns, open_sweep, trial_fields
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 def runs_of(outputs: Path, experiment: str):  # type: ignore[no-untyped-def]
     mlflow = pytest.importorskip("mlflow")
-    client = mlflow.MlflowClient(tracking_uri=mlflow_log.mlflow_url(outputs))
+    client = mlflow.MlflowClient(tracking_uri=mlflow_runs.mlflow_url(outputs))
     found = client.get_experiment_by_name(experiment)
     return client, client.search_runs([found.experiment_id], max_results=1000)
 
@@ -25,9 +25,9 @@ def test_what_mlflow_missed_is_rebuilt(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_bytes(b"not a database" * 100)
     first = open_sweep(store, 2, seed="0", baseline="pensieve,stateless")
     # As in life, by a process of its own: MLflow keeps connections to the file it once opened.
-    assert in_another_process(mlflow_log.start_parent, tmp_path, store, first, "chat") == "None"
+    assert in_another_process(mlflow_runs.start_parent, tmp_path, store, first, "chat") == "None"
     done = add_trial(store, first, 0, "pensieve", conversation_turns([10.0, 11.0]), {"ttft_ms_mean": 42.0})
-    assert in_another_process(mlflow_log.log_trial, tmp_path, store, done, "chat") == "None"
+    assert in_another_process(mlflow_runs.log_trial, tmp_path, store, done, "chat") == "None"
     failed = store.begin_trial(trial_fields("failed"))
     store.link(first, failed, 1, reused=False)
     store.finish_trial(failed, "failed", error="It broke; mend it.")
@@ -55,7 +55,7 @@ def test_what_mlflow_missed_is_rebuilt(tmp_path: Path) -> None:
     assert parents["2"].info.status == "FINISHED"
     child = by_trial[str(done), parents["1"].info.run_id]
     assert child.data.metrics["ttft_ms_mean"] == 42.0
-    assert [m.step for m in client.get_metric_history(child.info.run_id, mlflow_log.TTFT_BY_TURN)] == [1, 2]
+    assert [m.step for m in client.get_metric_history(child.info.run_id, mlflow_runs.TTFT_BY_TURN)] == [1, 2]
     assert by_trial[str(failed), parents["1"].info.run_id].info.status == "FAILED"
     assert by_trial[str(done), parents["2"].info.run_id].data.tags["reused"] == "true"
     assert store.trial(done).mlflow_run_id == child.info.run_id
@@ -87,10 +87,10 @@ def test_sixteen_processes_log_to_one_store(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     sweep = open_sweep(store, 16)
     trials = [add_trial(store, sweep, n, "pensieve", conversation_turns([1.0]), seed=n) for n in range(16)]
-    mlflow_log._client.cache_clear()
+    mlflow_runs._client.cache_clear()
 
     def work(trial: int) -> None:
-        mlflow_log.log_trial(tmp_path, open_store(tmp_path), trial, "together")
+        mlflow_runs.log_trial(tmp_path, open_store(tmp_path), trial, "together")
 
     processes = [FORK.Process(target=work, args=(trial,)) for trial in trials]
     for process in processes:

@@ -1,0 +1,322 @@
+"""Two sets of trials compared metric by metric: which trials a few words name, ratio, interval, verdict, and the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from sqlalchemy import select
+
+from pensieve.errors import MissingSeries, MixedPanel, ResultsError
+from pensieve.results.fields import differences, field_of, flat, text_of
+from pensieve.results.frame import conversation_means, paired, turn_frame, values_of
+from pensieve.results.mixture import mixtures
+from pensieve.results.schema import Trial, current_trial
+from pensieve.results.store import ResultsStore
+from pensieve.statistics import has_interval, paired_ratio
+
+UNEQUAL_RATE = 0.05
+BY_SESSION = ("ttft_ms", "latency_ms", "normalized_latency_ms", "queue_ms")
+"""Latencies whose mean is compared conversation by conversation; all else is one value a trial."""
+_MORE_IS_BETTER = ("throughput", "makespan", "goodput", "slo_attainment", "gpu_hit", "cpu_hit", "prompt_hit", "bound_")
+_LESS_IS_BETTER = (
+    "_ms", "ms_", "_s", "miss_rate", "_bytes", "recomputed", "evicted", "dropped", "suspended", "deferred", "oom",
+    "degradation", "energy",
+)  # fmt: skip
+
+Values = dict[tuple[int, str], float]
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedMetric:
+    """One metric. a, b: means over the pairs. ratio: a / b, with its 95 % interval where there is one.
+
+    n counts n_unit (conversations, or trials) that both sides have. verdict: which side is better, or why none is shown.
+    """
+
+    group: str
+    metric: str
+    label: str
+    unit: str
+    a: float
+    b: float
+    ratio: float | None
+    ci_low: float | None
+    ci_high: float | None
+    n: int
+    n_unit: str
+    verdict: str
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedTrials:
+    rows: Sequence[ComparedMetric]
+    notes: Sequence[str]
+
+    def table(self, wanted: Callable[[str], bool]) -> RenderableType:
+        """One table a group, of the metrics whose name is wanted; the notes below."""
+        rows = [row for row in self.rows if wanted(row.metric)]
+        parts: list[RenderableType] = []
+        for group in dict.fromkeys(row.group for row in rows):
+            table = Table(title=group or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+            table.add_column("metric", no_wrap=True)
+            for name in ("A", "B", "A / B", "95 % interval", "n"):
+                table.add_column(name, justify="right", no_wrap=True)
+            table.add_column("verdict", no_wrap=True)
+            for row in rows:
+                if row.group == group:
+                    table.add_row(*_cells(row))
+            parts.append(table)
+        if not rows:
+            parts.append(Text("No metric of that name is in both."))
+        return Group(*parts, *(Text(note) for note in self.notes))
+
+
+def select_trials(store: ResultsStore, words: str) -> list[Trial]:
+    """The completed trials that `words` name, in order of id.
+
+    words: a sweep's id, "latest" (sweep), or conditions that all hold, such as
+    "sweep=3,baseline=pensieve,workload.users=6": a column of table trial, or a dotted field of the configuration. Of a
+    trial that ran several times a sweep counts with what it shows, otherwise the newest completed attempt, and no
+    reproduction. Raises ResultsError where nothing is found.
+    """
+    conditions: dict[str, str] = {}
+    for word in filter(None, (part.strip() for part in words.split(","))):
+        key, given, value = word.partition("=")
+        conditions["sweep" if not given else key.strip()] = key if not given else value.strip()
+    sweep = conditions.pop("sweep", None)
+    trials = _of_sweep(store, sweep) if sweep is not None else _all(store)
+    for key, value in conditions.items():
+        known = {text_of(field_of(trial, key)) for trial in trials}
+        trials = [trial for trial in trials if text_of(field_of(trial, key)) == value]
+        if not trials:
+            there = ", ".join(sorted(known)) or "nothing"
+            raise ResultsError(f"No completed trial has {key}={value}; {key} is {there}.")
+    if not trials:
+        raise ResultsError(f"No completed trial is meant by {words!r}; python runners/run.py -m makes some.")
+    return trials
+
+
+def compare_trials(
+    store: ResultsStore, a: Sequence[Trial], b: Sequence[Trial], allow_mixed: bool = False
+) -> ComparedTrials:
+    """A against B, paired by seed (latencies: by seed and conversation), one group for each value of what else varies.
+
+    Raises MixedPanel where times of the two must not be compared (results.mixture; allow_mixed: a note says it instead) or
+    a side has two trials in one place, MissingSeries where they share no seed.
+    """
+    mixed = _mixed(a, b, allow_mixed)
+    varying = sorted(differences(a) | differences(b))
+    ours, theirs = _grouped("A", a, varying), _grouped("B", b, varying)
+    shared = [key for key in ours if key in theirs]
+    if not shared:
+        raise MissingSeries(
+            f"A and B have no {' and '.join(varying) or 'configuration'} in common; narrow each down, "
+            "for instance to one baseline."
+        )
+    rows: list[ComparedMetric] = []
+    notes = [*mixed, _differ(a, b, varying)]
+    for key in shared:
+        name = _name(dict(zip(varying, key, strict=True)))
+        pairs = {seed: (ours[key][seed], theirs[key][seed]) for seed in ours[key].keys() & theirs[key].keys()}
+        if not pairs:
+            raise MissingSeries("A and B share no seed; run them with the same seeds.")
+        found = _metrics(store, name, [pairs[seed] for seed in sorted(pairs)])
+        unequal = _unequal_rate(pairs.values(), found)
+        if unequal:
+            notes.append(f"{name + ': ' if name else ''}{unequal}")
+        rows += found
+    if len({trial.seed for trial in (*a, *b)}) == 1:
+        notes.append("One seed: intervals are over its conversations and say nothing about other seeds.")
+    return ComparedTrials(rows, [note for note in notes if note])
+
+
+def _mixed(a: Sequence[Trial], b: Sequence[Trial], allow: bool) -> list[str]:
+    """Notes on why the trials should not be compared; raises MixedPanel unless that is allowed."""
+    every = {trial.id: trial for trial in (*a, *b)}
+    found = mixtures(list(every.values()))
+    if found and not allow:
+        first = found[0]
+        which = f" ({', '.join(map(str, first.trials))})" if first.trials else ""
+        raise MixedPanel(
+            f"A and B together hold {first.what}{which}; {first.remedy}, narrow both down (sweep=..., code_hash=...), or "
+            "compare them with --allow-mixed, which the table then says."
+        )
+    return [f"Mixed: {one.what}." for one in found]
+
+
+def _grouped(
+    side: str, trials: Iterable[Trial], varying: Sequence[str]
+) -> dict[tuple[str, ...], dict[tuple[int, int], Trial]]:
+    groups: dict[tuple[str, ...], dict[tuple[int, int], Trial]] = {}
+    for trial in trials:
+        fields = dict(flat(trial.config))
+        group = groups.setdefault(tuple(fields.get(field, "") for field in varying), {})
+        other = group.setdefault((trial.seed, trial.repeat), trial)
+        if other.id != trial.id:
+            raise MixedPanel(
+                f"{side} has trials {other.id} and {trial.id} of the same configuration, seed and repeat (they ran with "
+                "another code or on another platform); narrow it down, for instance by sweep=... or id=..."
+            )
+    return groups
+
+
+def _name(values: Mapping[str, str]) -> str:
+    """The fields that tell the group from the others; an option's name stands for all fields of its config group."""
+    options = {field.rpartition(".")[0] for field in values if field.endswith(".name")}
+    shown = []
+    for field, value in values.items():
+        group = field.partition(".")[0]
+        if field.endswith(".name"):
+            shown.append(f"{group}={value}")
+        elif group not in options:
+            shown.append(f"{field}={value}")
+    return ", ".join(shown)
+
+
+def _differ(a: Sequence[Trial], b: Sequence[Trial], varying: Sequence[str]) -> str:
+    """A sentence on the fields in which A and B differ: each may be the cause of what is found."""
+    ones, others = dict(flat(a[0].config)), dict(flat(b[0].config))
+    changed = {
+        field: (ones.get(field, "nothing"), others.get(field, "nothing"))
+        for field in {**ones, **others}
+        if ones.get(field) != others.get(field) and field not in (*varying, "seed", "repeat", "experiment_name")
+    }
+    options = {field.partition(".")[0] for field in changed if field.endswith(".name")}
+    parts = [
+        f"{field.removesuffix('.name')} ({one} in A, {other} in B)"
+        for field, (one, other) in changed.items()
+        if field.endswith(".name") or field.partition(".")[0] not in options
+    ]
+    return f"They differ in {', '.join(parts)}." if parts else "Their configurations are the same."
+
+
+def _metrics(store: ResultsStore, group: str, pairs: Sequence[tuple[Trial, Trial]]) -> list[ComparedMetric]:
+    metrics = [[{(m.name, m.label): m for m in store.metrics_of(t.id)} for t in pair] for pair in pairs]
+    by_conversation = _latencies(store, pairs)
+    rows = []
+    for (name, label), first in metrics[0][0].items():
+        base = name.removesuffix("_mean")
+        if base in BY_SESSION and name.endswith("_mean"):
+            a, b = by_conversation.get((base, label), ({}, {}))
+            n_unit = "conversations"
+        else:
+            a, b, n_unit = {}, {}, "trials"
+            for (one, _), sides in zip(pairs, metrics, strict=True):
+                ours, theirs = (side[name, label].value if (name, label) in side else None for side in sides)
+                if ours is not None and theirs is not None:
+                    a[one.seed, str(one.repeat)], b[one.seed, str(one.repeat)] = ours, theirs
+        if a:
+            rows.append(_row(group, name, label, first.unit, a, b, n_unit))
+    return rows
+
+
+def _latencies(
+    store: ResultsStore, pairs: Sequence[tuple[Trial, Trial]]
+) -> dict[tuple[str, str], tuple[Values, Values]]:
+    """(metric, label) -> means of each conversation in A and in B, over the turns that both completed."""
+    columns = ("label", "output_tokens", "ttft_ms", "latency_ms", "queue_ms")
+    a, b = (turn_frame(store, side, *columns) for side in zip(*pairs, strict=True))
+    found = {}
+    for metric in BY_SESSION:
+        both = paired(values_of(a, metric), values_of(b, metric))
+        labels = a["label"].reindex(both.index)
+        for label in ("", *labels[labels != ""].unique()):
+            part = both[labels == label] if label else both
+            if len(part):
+                found[metric, label] = (conversation_means(part["a"]), conversation_means(part["b"]))
+    return found
+
+
+def _row(group: str, name: str, label: str, unit: str, a: Values, b: Values, n_unit: str) -> ComparedMetric:
+    positive = all(value > 0 for value in (*a.values(), *b.values()))
+    mean_a, mean_b = fmean(a.values()), fmean(b.values())
+    ratio = low = high = None
+    seeds = len({seed for seed, _ in a})
+    if positive or (mean_b > 0 and mean_a >= 0):
+        found = paired_ratio(a, b, of="pairs" if positive else "means")
+        ratio = found.ratio
+        if n_unit == "conversations" or has_interval(seeds):
+            low, high = found.ci_low, found.ci_high
+    verdict = _verdict(name, mean_a, mean_b, low, high, seeds if seeds > 1 else len(a))
+    return ComparedMetric(group, name, label, unit, mean_a, mean_b, ratio, low, high, len(a), n_unit, verdict)
+
+
+def _verdict(name: str, a: float, b: float, low: float | None, high: float | None, n: int) -> str:
+    if a == b and (low is None or low == high):
+        return "equal"
+    if low is None or high is None:
+        return f"n = {n}, no interval"
+    if low <= 1.0 <= high:
+        return "no difference shown"
+    sign = better(name)
+    if sign == 0:
+        return "A has more" if low > 1.0 else "A has less"
+    return "A is better" if (low > 1.0) == (sign > 0) else "B is better"
+
+
+def better(name: str) -> int:
+    """1 where more of the metric is better, -1 where less is, 0 where neither is."""
+    if any(name.startswith(part) for part in _MORE_IS_BETTER):
+        return 1
+    return -1 if any(part in name if part[0] != "_" else _ends(name, part) for part in _LESS_IS_BETTER) else 0
+
+
+def _ends(name: str, part: str) -> bool:
+    return name.endswith(part) or f"{part}_" in name
+
+
+def _unequal_rate(pairs: Iterable[tuple[Trial, Trial]], rows: Sequence[ComparedMetric]) -> str:
+    """A sentence if the achieved rates differ under an open load: latencies are not comparable then."""
+    loads = {str(trial.flags.get("load")) for pair in pairs for trial in pair}
+    rate = next((row for row in rows if row.metric == "throughput_req_s" and not row.label), None)
+    if loads <= {"closed"} or rate is None or rate.ratio is None or abs(rate.ratio - 1.0) <= UNEQUAL_RATE:
+        return ""
+    return (
+        f"The achieved rates differ ({rate.a:.3g} requests/s in A, {rate.b:.3g} in B): compare latencies at equal achieved "
+        "rates, or rates at equal latency."
+    )
+
+
+def _cells(row: ComparedMetric) -> tuple[str, ...]:
+    name = f"{row.metric} [{row.label}]" if row.label else row.metric
+    interval = "–" if row.ci_low is None or row.ci_high is None else f"{row.ci_low:.3g} to {row.ci_high:.3g}"
+    ratio = "–" if row.ratio is None else f"{row.ratio:.3g}"
+    # Text, since square brackets would be markup.
+    return (
+        name.replace("[", "\\["),
+        f"{row.a:,.4g}",
+        f"{row.b:,.4g}",
+        ratio,
+        interval,
+        f"{row.n} {row.n_unit if row.n != 1 else row.n_unit.removesuffix('s')}",
+        row.verdict,
+    )
+
+
+def _all(store: ResultsStore) -> list[Trial]:
+    with store.database.reading() as connection:
+        ids = connection.execute(select(current_trial.c.id).order_by(current_trial.c.id)).scalars().all()
+    trials = (store.trial(found) for found in ids)
+    return [trial for trial in trials if "reproduces" not in (trial.flags or {})]
+
+
+def _of_sweep(store: ResultsStore, sweep: str) -> list[Trial]:
+    if sweep == "latest":
+        latest = store.latest_sweep()
+        if latest is None:
+            raise ResultsError("There is no sweep yet; python runners/run.py -m makes one.")
+        number = latest.id
+    elif sweep.isdigit():
+        number = store.sweep(int(sweep)).id
+    else:
+        raise ResultsError(
+            f"{sweep!r} is no sweep's id; write a number, latest, or conditions such as baseline=pensieve."
+        )
+    found = {job.trial.id: job.trial for job in store.trials_of_sweep(number) if job.trial}
+    return [found[key] for key in sorted(found)]

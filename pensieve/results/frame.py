@@ -1,0 +1,112 @@
+"""The turns of trials as one pandas frame, and how two of them are paired: turn by turn, then by conversation.
+
+pandas is imported when a frame is made: the import takes a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sqlalchemy import BigInteger, Float, Integer, Row
+
+from pensieve.request import is_measured
+from pensieve.results.schema import Trial, TurnRow
+from pensieve.results.store import TURN_COLUMNS, ResultsStore
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+T = TypeVar("T")
+
+KEY = ["seed", "repeat", "session", "turn", "iteration"]
+"""The index of a frame: equal in the trials of two baselines of one workload, where they served the same turn."""
+
+CONVERSATION = KEY[:3]
+
+_NUMBERS = {
+    column.name: "float64"  # what was not counted is NaN
+    for column in TurnRow.__table__.columns
+    if isinstance(column.type, Integer | BigInteger | Float) and column.name not in KEY
+}
+
+
+def counts(turn: Row[Any]) -> bool:
+    """Whether a turn is in the numbers of its trial: measured (no warm-up), and completed."""
+    return turn.status == "completed" and is_measured(turn.phase)
+
+
+def measured_turns(store: ResultsStore, trial_id: int, *columns: str) -> list[Row[Any]]:
+    """The turns that count. Rows have the columns as attributes, without names all of them."""
+    chosen = dict.fromkeys(("phase", "status", *columns)) if columns else ()
+    return [turn for turn in store.turns_of(trial_id, *chosen) if counts(turn)]
+
+
+def turn_frame(store: ResultsStore, trials: Iterable[Trial], *columns: str, measured: bool = True) -> pd.DataFrame:
+    """The turns of the trials, a row each, in order, with these columns (without names all of them); indexed by KEY.
+
+    measured: only the turns that count; False: all. Of two rows with one key, the later one is kept.
+    """
+    import pandas as pd
+
+    chosen = list(dict.fromkeys((*KEY[2:], "phase", "status", *(columns or TURN_COLUMNS))))
+    parts = []
+    for trial in trials:
+        part = pd.DataFrame([tuple(row) for row in store.turns_of(trial.id, *chosen)], columns=chosen)
+        parts.append(part.assign(seed=trial.seed, repeat=trial.repeat))
+    frame = pd.concat(parts) if parts else pd.DataFrame(columns=[*chosen, "seed", "repeat"])
+    if measured:
+        frame = frame[(frame["status"] == "completed") & frame["phase"].map(is_measured).astype(bool)]
+    frame = frame.astype({name: kind for name, kind in _NUMBERS.items() if name in frame}).set_index(KEY)
+    return latest(frame)
+
+
+def latest(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with each key once."""
+    return frame[~frame.index.duplicated(keep="last")]
+
+
+def values_of(turns: pd.DataFrame, column: str) -> pd.Series[float]:
+    """The known values of a column, or of normalized_latency_ms or wire_bytes_per_token, which are made of several."""
+    if column == "normalized_latency_ms":
+        made = turns["latency_ms"] / _known_output(turns)
+    elif column == "wire_bytes_per_token":
+        made = (turns["sent_bytes"] + turns["received_bytes"]) / _known_output(turns)
+    else:
+        made = turns[column] if column in turns else turns.iloc[:0, 0]
+    return made.dropna().astype("float64")
+
+
+def _known_output(turns: pd.DataFrame) -> pd.Series[float]:
+    return turns["output_tokens"].where(turns["output_tokens"] > 0)
+
+
+def paired(a: pd.Series[float], b: pd.Series[float]) -> pd.DataFrame:
+    """Columns a and b: the values of the turns that both have, in order of their keys."""
+    import pandas as pd
+
+    return pd.concat([a.rename("a"), b.rename("b")], axis=1, join="inner").sort_index()
+
+
+def grouped(values: pd.Series[float], key: Callable[..., T]) -> dict[T, list[float]]:
+    """The values in lists by key(seed, repeat, session, turn, iteration)."""
+    found: dict[T, list[float]] = {}
+    for place, value in zip(values.index.to_list(), values.to_list(), strict=True):
+        found.setdefault(key(*place), []).append(value)
+    return found
+
+
+def by_conversation(values: pd.Series[float]) -> dict[tuple[int, str], list[float]]:
+    """The values of each conversation, by (seed, "session/repeat"): the groups that intervals resample."""
+    return grouped(values, lambda seed, repeat, session, *_: (seed, f"{session}/{repeat}"))
+
+
+def conversation_means(values: pd.Series[float]) -> dict[tuple[int, str], float]:
+    return {key: fmean(own) for key, own in by_conversation(values).items()}
+
+
+def conversation_ends(pairs: pd.DataFrame, last: bool) -> pd.DataFrame:
+    """Of sorted pairs the first or the last turn of each conversation."""
+    conversations = pairs.groupby(level=CONVERSATION)
+    return conversations.tail(1) if last else conversations.head(1)

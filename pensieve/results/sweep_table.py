@@ -1,0 +1,386 @@
+"""The table of a sweep: its baselines side by side, one group for every combination of the other swept axes, and notes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from itertools import groupby
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from sqlalchemy import func, select
+
+from pensieve.errors import ResultsError
+from pensieve.request import is_measured
+from pensieve.results.evidence import Evidence, TrialGroup
+from pensieve.results.fields import field_of
+from pensieve.results.frame import CONVERSATION, conversation_ends, grouped, paired, turn_frame, values_of
+from pensieve.results.schema import Sweep, Trial, TurnRow
+from pensieve.results.store import JobResult, ResultsStore
+from pensieve.results.tokens import TokenComparison, compare_tokens
+from pensieve.statistics import FEWEST_GROUPS, PairedRatio, median, paired_ratio
+from pensieve.window import HALVES_MAY_DIFFER
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+REFERENCE = "stateless"
+NONE = "–"
+_FIFTH = 4  # turns after the first one
+
+_WINDOW_FLAGS = {
+    "window": "Throughput is over all measured turns, with start-up and drain, where the load is too small for a window",
+    "not_steady": "The window began before three mean conversation durations had passed",
+    "late_warmup": "Warm-up turns were still running when the window began",
+    "few_turns": "Few turns finished in the window",
+    "halves": f"The halves of the window differ by over {HALVES_MAY_DIFFER:.0%} in output tokens",
+}
+"""Flags of a trial's throughput window, as sentences under the table."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputCheck:
+    """Outputs compared with the reference baseline's, token for token, over equal seeds and repeats.
+
+    margin: the largest logit margin at the first difference of a session, None where nothing differs or it is unknown.
+    exact: float32, where only a tie in rounding may differ. problem: why nothing could be compared.
+    """
+
+    reference: str
+    turns_compared: int = 0
+    turns_differing: int = 0
+    margin: float | None = None
+    exact: bool = True
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRow:
+    """One baseline in one group. TTFT: median ms over seeds, repeats and sessions; rates and throughput: mean of trials.
+
+    first, fifth: of the conversation's measured turns; last: each conversation's own last measured turn.
+    last_speedup: stateless's TTFT over this one's at the last turn that both measured, paired by seed and session.
+    """
+
+    group: Mapping[str, str]
+    baseline: str
+    trials: int
+    seeds: int
+    ttft_first_ms: float | None
+    ttft_fifth_ms: float | None
+    ttft_last_ms: float | None
+    last_speedup: PairedRatio | None
+    throughput_output_tok_s: float | None
+    gpu_hit_rate: float | None
+    cpu_hit_rate: float | None
+    miss_rate: float | None
+    bound_hit_rate: float | None
+    outputs: OutputCheck | None
+
+
+@dataclass(frozen=True, slots=True)
+class SweepTable:
+    """rows: in the order of the sweep's jobs. notes: sentences about the sweep, which stand under the table."""
+
+    sweep: Sweep
+    rows: Sequence[SweepRow]
+    notes: Sequence[str]
+
+    @property
+    def renderable(self) -> RenderableType:
+        """For a rich console of 100 columns or more."""
+        parts: list[RenderableType] = []
+        for group, rows in groupby(self.rows, key=lambda row: dict(row.group)):
+            parts.append(_table(group, list(rows)))
+        if not self.rows:
+            parts.append(Text("No trial of this sweep is completed."))
+        return Group(*parts, *(Text(note) for note in (*_notes_on_rows(self.rows), *self.notes)))
+
+    def text(self, width: int = 110) -> str:
+        """Without colour, for a file."""
+        written = StringIO()
+        Console(file=written, width=width, color_system=None).print(self.renderable)
+        return written.getvalue()
+
+
+def sweep_table(store: ResultsStore, sweep_id: int) -> SweepTable:
+    """Compare the baselines of a sweep, by the trials that it shows. Raises ResultsError where there is no such sweep."""
+    found = Evidence(store, sweep_id)
+    rows = []
+    for group in found.groups():
+        ttfts = {name: values_of(turn_frame(store, part, "ttft_ms"), "ttft_ms") for name, part in group.trials.items()}
+        rows += [_row(found, group, name, ttfts) for name in group.trials]
+    return SweepTable(found.sweep, rows, _notes(found))
+
+
+def _row(found: Evidence, group: TrialGroup, baseline: str, ttfts: Mapping[str, pd.Series[float]]) -> SweepRow:
+    trials, ttft = group.trials[baseline], ttfts[baseline].sort_index()
+    turns = ttft.index.get_level_values("turn")
+    first = min(turns, default=0)
+    reference = REFERENCE if REFERENCE in group.trials else next(iter(group.trials))
+
+    def mean(name: str) -> float | None:
+        values = [value for trial in trials if (value := found.metric(trial, name)) is not None]
+        return fmean(values) if values else None
+
+    return SweepRow(
+        group=group.at,
+        baseline=baseline,
+        trials=len(trials),
+        seeds=len({trial.seed for trial in trials}),
+        ttft_first_ms=_median(ttft[turns == first]),
+        ttft_fifth_ms=_median(ttft[turns == first + _FIFTH]),
+        ttft_last_ms=_median(ttft.groupby(level=CONVERSATION).last()),
+        last_speedup=_last_speedup(ttfts[REFERENCE], ttft) if REFERENCE in ttfts and baseline != REFERENCE else None,
+        throughput_output_tok_s=mean("throughput_output_tok_s"),
+        gpu_hit_rate=mean("gpu_hit_rate"),
+        cpu_hit_rate=mean("cpu_hit_rate"),
+        miss_rate=mean("miss_rate"),
+        bound_hit_rate=mean("bound_hit_rate"),
+        outputs=_check_outputs(found.store, reference, group.trials[reference], trials)
+        if baseline != reference
+        else None,
+    )
+
+
+def _last_speedup(stateless: pd.Series[float], own: pd.Series[float]) -> PairedRatio | None:
+    """The ratio of TTFTs at the last turn of each session that both measured; repeats of a seed are averaged."""
+    pairs = conversation_ends(paired(stateless, own), last=True)
+    pairs = pairs[(pairs["a"] > 0) & (pairs["b"] > 0)]
+    if pairs.empty:
+        return None
+    a, b = (grouped(pairs[side], lambda seed, repeat, session, *_: (seed, session)) for side in ("a", "b"))
+    return paired_ratio({k: fmean(v) for k, v in a.items()}, {k: fmean(v) for k, v in b.items()})
+
+
+def _check_outputs(store: ResultsStore, reference: str, theirs: Sequence[Trial], ours: Sequence[Trial]) -> OutputCheck:
+    by_seed = {(trial.seed, trial.repeat): trial for trial in theirs}
+    if any(trial.simulated for trial in ours):
+        return OutputCheck(reference, problem="simulated")
+    found: list[TokenComparison] = []
+    for trial in ours:
+        other = by_seed.get((trial.seed, trial.repeat))
+        paths = [store.artifacts_of(one.id, "tokens") for one in (other, trial) if one is not None]
+        if other is not None and all(paths):
+            try:
+                found.append(compare_tokens(paths[0][0].path, paths[1][0].path))
+            except ResultsError as error:
+                return OutputCheck(reference, problem=str(error))
+    compared = sum(part.turns_compared for part in found)
+    if compared == 0:
+        return OutputCheck(reference, problem="no tokens kept")
+    margins = [part.worst.margin for part in found if part.worst]
+    known = [margin for margin in margins if margin is not None]
+    return OutputCheck(
+        reference=reference,
+        turns_compared=compared,
+        turns_differing=sum(part.turns_differing for part in found),
+        margin=max(known, default=None) if len(known) == len(margins) else None,
+        exact=all(trial.dtype in (None, "float32") for trial in ours),
+    )
+
+
+def _notes(found: Evidence) -> list[str]:
+    trials = found.trials
+    notes = []
+    simulated = sorted({trial.hardware for trial in trials if trial.simulated})
+    if simulated:
+        notes.append(f"Simulated on {', '.join(simulated)}: times come from a cost model, not from a device.")
+    if any(trial.weights == "random" for trial in trials):
+        speed = "" if simulated else ", speed is real"
+        notes.append(f"Random weights: text is meaningless{speed}.")
+    contended = sum(trial.contended for trial in trials)
+    if contended:
+        notes.append(
+            f"{contended} trials shared their device with others (trial.exclusive=false): do not compare times."
+        )
+    preparing = _preparing_turns(found.store, trials)
+    warmup = f"{preparing:,} warm-up turns are left out of all columns." if preparing else None
+    notes += [note for note in (_budgets(trials), warmup) if note]
+    notes += _window_notes(trials)
+    nothing_evicted = _nothing_evicted(found)
+    return [*notes, *([nothing_evicted] if nothing_evicted else []), *_failures(found.sweep, found.jobs)]
+
+
+def _preparing_turns(store: ResultsStore, trials: Sequence[Trial]) -> int:
+    """The number of turns that are not measured: they prepare others."""
+    query = select(TurnRow.phase, func.count()).where(TurnRow.trial_id.in_({trial.id for trial in trials}))
+    with store.database.reading() as connection:
+        phases = connection.execute(query.group_by(TurnRow.phase)).all()
+    return sum(count for phase, count in phases if not is_measured(phase))
+
+
+def _budgets(trials: Sequence[Trial]) -> str | None:
+    """The KV budget of each baseline and the working set of the workload, in tokens."""
+    parts: dict[str, None] = {}
+    for trial in trials:
+        if trial.gpu_tokens is not None:
+            cpu = f" + CPU {trial.cpu_tokens:,}" if trial.cpu_tokens else ""
+            parts[f"{trial.baseline} GPU {trial.gpu_tokens:,}{cpu}"] = None
+    sets = [trial.working_set_tokens for trial in trials if trial.working_set_tokens is not None]
+    working = ""
+    if sets:
+        least, most = min(sets), max(sets)
+        working = f"; working set {least:,}" + (f" to {most:,}" if most > least else "")
+    return f"KV budgets in tokens: {', '.join(parts)}{working}." if parts else None
+
+
+def _window_notes(trials: Sequence[Trial]) -> list[str]:
+    """What qualifies the throughput column: a sentence for each flag, with the trials that have it by baseline."""
+    notes = []
+    totals = Counter(trial.baseline for trial in trials)
+    for flag, sentence in _WINDOW_FLAGS.items():
+        flagged = Counter(trial.baseline for trial in trials if flag in trial.flags)
+        if flagged == totals:
+            notes.append(f"{sentence}: all trials.")
+        elif flagged:
+            each = ", ".join(f"{name} {count} of {totals[name]}" for name, count in flagged.items())
+            notes.append(f"{sentence}: {each}.")
+    drained = {t.baseline: max(_drain(o) for o in trials if o.baseline == t.baseline) for t in trials if _drain(t) > 0}
+    if drained:
+        each = ", ".join(f"{name} {share:.0%}" for name, share in drained.items())
+        notes.append(f"Output tokens after the window, which throughput leaves out, at most: {each}.")
+    return notes
+
+
+def _drain(trial: Trial) -> float:
+    return float(trial.flags.get("drain_share") or 0.0)
+
+
+def _nothing_evicted(found: Evidence) -> str | None:
+    """A sweep without evictions says nothing about how Pensieve evicts."""
+    ours = [trial for trial in found.trials if trial.baseline == "pensieve"]
+    counts = [found.metric(trial, name) for trial in ours for name in ("evicted_chunks", "dropped_chunks")]
+    if not counts or any(count is None or count > 0 for count in counts):
+        return None
+    pressure, gpu = (field_of(ours[0], name) for name in ("workload.pressure", "cache.gpu"))
+    raise_ = (
+        f"raise workload.pressure (now {pressure})" if pressure is not None else "add conversations to the workload"
+    )
+    lower = f"lower cache.gpu (now {gpu})" if gpu is not None else "lower cache.gpu"
+    return (
+        "Nothing was evicted: every conversation fitted into the GPU tier, so Pensieve's eviction was not put to work. "
+        f"To see it, {raise_} or {lower}."
+    )
+
+
+def _failures(sweep: Sweep, jobs: Sequence[JobResult]) -> list[str]:
+    notes = []
+    for job in jobs:
+        if job.last.status != "completed":
+            trial = job.last
+            why = f": {trial.error}" if trial.error else "."
+            notes.append(f"Not completed: {trial.baseline}, seed {trial.seed} (job {job.job}) is {trial.status}{why}")
+    missing = sweep.n_expected - len(jobs)
+    if missing > 0:
+        notes.append(f"{missing} of {sweep.n_expected} trials were never begun; run the same command again.")
+    return notes
+
+
+def _median(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return median(found) if found else None
+
+
+def _table(group: dict[str, str], rows: list[SweepRow]) -> Table:
+    title = "  ".join(f"{axis}={value}" for axis, value in group.items())
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("\nbaseline", no_wrap=True)
+    with_ratio = any(row.last_speedup for row in rows)
+    names = ["\nn", "TTFT ms\nfirst", "\nfifth", "\nlast"]
+    names += [f"{REFERENCE} / this,\nlast turn"] if with_ratio else []
+    names += ["out\ntok/s", "GPU\nhit %", "CPU\nhit %", "miss\n%"]
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    checked = any(row.outputs and not row.outputs.problem for row in rows)
+    if checked:
+        table.add_column("\noutputs", justify="right", no_wrap=True)
+    for row in rows:
+        cells = [row.baseline, str(row.trials)]
+        cells += [_number(ms) for ms in (row.ttft_first_ms, row.ttft_fifth_ms, row.ttft_last_ms)]
+        cells += [_ratio(row.last_speedup, row.baseline == REFERENCE)] if with_ratio else []
+        cells.append(_number(row.throughput_output_tok_s))
+        cells += [_percent(rate) for rate in (row.gpu_hit_rate, row.cpu_hit_rate, row.miss_rate)]
+        cells += [_outputs(row.outputs)] if checked else []
+        table.add_row(*cells)
+    return table
+
+
+def _outputs(check: OutputCheck | None) -> str:
+    if check is None or check.problem:
+        return NONE
+    if check.turns_differing:
+        return f"{check.turns_differing:,} differ"
+    return "identical" if check.exact else "agree"
+
+
+def _notes_on_rows(rows: Sequence[SweepRow]) -> list[str]:
+    """Whether the baselines gave the same tokens: one sentence where all did, one for each that did not."""
+    checked = [(row, row.outputs) for row in rows if row.outputs]
+    compared = [(row, check) for row, check in checked if check.problem is None]
+    differing = [(row, check) for row, check in compared if check.turns_differing]
+    notes = []
+    if compared and not differing:
+        turns = sum(check.turns_compared for _, check in compared)
+        word = "identical, token for token," if all(check.exact for _, check in compared) else "in agreement"
+        notes.append(f"Outputs of all baselines are {word} in {turns:,} of {turns:,} turns compared.")
+    for row, check in differing:
+        where = "".join(f", {axis}={value}" for axis, value in row.group.items())
+        margin = "is not known" if check.margin is None else f"is at most {check.margin:.1e}"
+        notes.append(
+            f"Outputs of {row.baseline}{where} differ from {check.reference} in {check.turns_differing:,} of "
+            f"{check.turns_compared:,} turns; the logit margin at the first difference {margin} "
+            "(near 0: a tie in rounding; larger: a fault)."
+        )
+    problems = {check.problem for _, check in checked if check.problem and check.problem != "simulated"}
+    notes += [f"Outputs were not compared everywhere: {problem.rstrip('.')}." for problem in sorted(problems)]
+    speedups = [row.last_speedup for row in rows if row.last_speedup]
+    if speedups:
+        notes.append(
+            f"{REFERENCE} / this: how many times longer {REFERENCE} takes to the first token, at each conversation's last "
+            f"turn, paired by seed and conversation{_interval_note(speedups)}."
+        )
+    bounds = {row.baseline: row.bound_hit_rate for row in rows if row.bound_hit_rate is not None}
+    if bounds and len(rows) == len({row.baseline for row in rows}):  # several groups: it is in the database
+        named = ", ".join(f"{baseline} {_percent(bound)}" for baseline, bound in bounds.items())
+        notes.append(
+            f"Offline bound, the most that GPU and CPU hits could have come to with this capacity, in %: {named}."
+        )
+    return notes
+
+
+def _interval_note(ratios: Sequence[PairedRatio]) -> str:
+    """What the brackets hold, and what n counts where there is no interval."""
+    several = any(ratio.n_seeds > 1 for ratio in ratios)
+    over = "" if several else " over the conversations of one seed"
+    notes = [f", with the 95 % interval{over}"] if any(ratio.ci_low is not None for ratio in ratios) else []
+    if any(ratio.ci_low is None for ratio in ratios):
+        unit = "seeds" if several else "conversations of one seed"
+        notes.append(f"; n counts {unit}, no interval below {FEWEST_GROUPS}")
+    return "".join(notes)
+
+
+def _number(value: float | None) -> str:
+    """A number with at least three digits."""
+    if value is None:
+        return NONE
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _percent(value: float | None) -> str:
+    return NONE if value is None else f"{100 * value:.1f}"
+
+
+def _ratio(ratio: PairedRatio | None, is_reference: bool) -> str:
+    if ratio is None:
+        return "1" if is_reference else NONE
+    if ratio.ci_low is None or ratio.ci_high is None:
+        return f"{ratio.ratio:.2f}, n = {ratio.groups}"
+    digits = 2 if ratio.ci_high < 10 else 1
+    return f"{ratio.ratio:.{digits}f} [{ratio.ci_low:.{digits}f}, {ratio.ci_high:.{digits}f}]"

@@ -1,0 +1,95 @@
+"""The frame of turns and its pairing, which the table of a sweep, comparisons and claims share."""
+
+import math
+
+import pytest
+
+from pensieve.results.compare_trials import compare_trials, select_trials
+from pensieve.results.fields import field_of, leaves
+from pensieve.results.frame import KEY, by_conversation, conversation_ends, paired, turn_frame, values_of
+from pensieve.results.store import ResultsStore
+from tests.results.claims.synthetic import measure, numbered, sweep
+from tests.results.trials import MEMORY, add_trial, open_sweep, turn
+
+
+@pytest.fixture
+def store():
+    return ResultsStore(MEMORY)
+
+
+def frame_of(store, turns, *columns, measured=True, **changed):
+    sweep_id = open_sweep(store)
+    trial = store.trial(add_trial(store, sweep_id, 0, "pensieve", numbered(turns), **changed))
+    return turn_frame(store, [trial], *columns, measured=measured)
+
+
+def test_a_frame_holds_the_turns_that_count_under_their_keys(store):
+    turns = [turn("w", 1, phase="warmup"), turn("a", 1, 5.0), turn("a", 2, None, status="timeout"), turn("a", 3, 7.0)]
+    frame = frame_of(store, turns, "ttft_ms", seed=4, repeat=2)
+    assert frame.index.names == KEY
+    assert frame.index.to_list() == [(4, 2, "a", 1, 0), (4, 2, "a", 3, 0)]
+    assert frame["ttft_ms"].to_list() == [5.0, 7.0]
+
+
+def test_a_frame_of_all_turns_and_one_of_no_trials(store):
+    turns = [turn("w", 1, phase="warmup"), turn("a", 1, 5.0, status="failed")]
+    assert len(frame_of(store, turns, measured=False)) == 2
+    empty = turn_frame(store, [])
+    assert len(empty) == 0
+    assert by_conversation(values_of(empty, "ttft_ms")) == {}
+
+
+def test_what_was_not_counted_has_no_value(store):
+    turns = [
+        turn("a", 1, tokens=(1, 2), latency_ms=8.0, sent_bytes=6, received_bytes=4),
+        turn("a", 2, tokens=(), latency_ms=8.0, sent_bytes=6, received_bytes=4),
+        turn("a", 3, tokens=(1,), latency_ms=8.0, sent_bytes=6, received_bytes=None),
+    ]
+    frame = frame_of(store, turns)
+    assert math.isnan(frame["received_bytes"].iloc[2])
+    assert values_of(frame, "normalized_latency_ms").to_list() == [4.0, 8.0]
+    assert values_of(frame, "wire_bytes_per_token").to_list() == [5.0]
+    assert len(values_of(frame, "no_such_column")) == 0
+
+
+def test_turns_are_paired_where_both_have_them(store):
+    ours = frame_of(store, [turn("a", 1, 1.0), turn("a", 2, 2.0), turn("a", 3, None), turn("b", 1, 4.0)])
+    theirs = frame_of(ResultsStore(MEMORY), [turn("a", 2, 20.0), turn("a", 1, 10.0), turn("a", 3, 30.0)])
+    pairs = paired(values_of(ours, "ttft_ms"), values_of(theirs, "ttft_ms"))
+    assert [tuple(row) for row in pairs.to_numpy()] == [(1.0, 10.0), (2.0, 20.0)]
+    assert conversation_ends(pairs, last=False)["a"].to_list() == [1.0]
+    assert conversation_ends(pairs, last=True)["b"].to_list() == [20.0]
+    assert by_conversation(pairs["a"]) == {(0, "a/0"): [1.0, 2.0]}
+
+
+def test_a_comparison_and_a_claim_give_one_conversation_one_interval():
+    """Also where names of conversations sort differently with their repeat before them than after them."""
+
+    def talk(factor):
+        return lambda seed: numbered(
+            turn(f"{name}{part}", number, (3.0 + place + number) * factor ** (place**2 + number + len(part)))
+            for place, name in enumerate(("chess", "cat", "lisbon", "telescope"))
+            for part in ("", ".2")
+            for number in (1, 2)
+        )
+
+    store = sweep({"pensieve": talk(1.0), "stateless": talk(1.3)}, seeds=1, metrics={
+        name: lambda seed: {"ttft_ms_mean": 1.0} for name in ("pensieve", "stateless")
+    })  # fmt: skip
+    claimed = measure(store, "speedup", theirs="stateless")
+    sides = [select_trials(store, f"baseline={name}") for name in ("stateless", "pensieve")]
+    [row] = [row for row in compare_trials(store, *sides).rows if (row.metric, row.label) == ("ttft_ms_mean", "")]
+    assert (row.ratio, row.ci_low, row.ci_high, row.n) == (claimed.value, claimed.ci_low, claimed.ci_high, claimed.n)
+    assert row.ci_low < row.ratio < row.ci_high
+
+
+def test_a_trials_fields_are_found_by_name(store):
+    config = {"workload": {"name": "chat", "reuse": {}}, "hydra": {"job": 1}, "model": {"hub": None, "sizes": [1, 2]}}
+    made = add_trial(store, open_sweep(store), 0, "pensieve", [], config=config)
+    store.set_trial(made, flags={"load": "closed"})
+    trial = store.trial(made)
+    names = ("baseline", "workload.name", "flags.load", "workload.absent", "model.hub.deeper")
+    assert [field_of(trial, name) for name in names] == ["pensieve", "chat", "closed", None, None]
+    assert dict(leaves(config)) == {
+        "workload.name": "chat", "workload.reuse": {}, "model.hub": None, "model.sizes": [1, 2],
+    }  # fmt: skip
