@@ -10,10 +10,9 @@ from pensieve.baselines.base import System
 from pensieve.cache.base import CacheManager, EvictionPolicy, PolicyContext
 from pensieve.cache.remembered import MemoryLimits
 from pensieve.clock import Clock, VirtualClock, WallClock
-from pensieve.compose.capacity import memory_share
+from pensieve.compose.plan import TrialPlan, memory_share
 from pensieve.compose.schema import ModelConfig, TrialConfig
 from pensieve.compose.target import factory
-from pensieve.compose.trial_plan import TrialPlan
 from pensieve.compose.weights import weights_kind
 from pensieve.errors import CapacityError, ConfigError
 from pensieve.request import tokens_of

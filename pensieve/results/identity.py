@@ -5,7 +5,7 @@ A completed trial is not run again where all of this is equal, and is run again 
 | part     | counts                                                  | does not count                                        |
 |----------|---------------------------------------------------------|-------------------------------------------------------|
 | config   | every field of the resolved configuration but those on  | NOT_CONFIG: how a trial is run, named and kept, and   |
-|          | the right; seed and repeat too                          | slo.*, by which the turns are judged (trial.promise); |
+|          | the right; seed and repeat too                          | slo.*, by which the turns are judged (trial.slo);     |
 |          |                                                         | TEXT_FIELDS: hardware.source                          |
 | config   | trial.profile=true and, on a real device,               | every other trial.*: isolate, retries, timeout_s,     |
 |          | trial.exclusive=false; what a reproduction repeats      | fail_fast; trial.exclusive in a simulation            |
@@ -21,7 +21,7 @@ A completed trial is not run again where all of this is equal, and is run again 
 |          | its compiler, graphs, copies, depth, threads, versions  |                                                       |
 |          | of torch, transformers, triton and any outside engine   |                                                       |
 
-What `auto` means is in the platform as it resolves before anything is loaded (compose.resolution): with the C compiler gone,
+What `auto` means is in the platform as it resolves before anything is loaded (trial.identity): with the C compiler gone,
 attention_backend=auto is another backend and the trial another trial. Two things only a start can tell: whether the kernel
 passes its self-check, else the next backend serves, and how copies=auto comes out, which is measured. What came out is in the
 trial's `engine` (attention_backend, attention_note, graphs, copies). It needs no comparison when a trial is reused: all that

@@ -1,4 +1,4 @@
-"""What this machine has, what runs on it, and what to type next."""
+"""Report what this machine has, which models fit on it, and which command to run next."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from pensieve.compose import outputs_folder, read_option
-from pensieve.compose.capacity import AUTO
 from pensieve.compose.folder import options
 from pensieve.compose.machine import cores, cpu_label, find_device, free_host_memory_bytes, host_memory_bytes
+from pensieve.compose.plan import AUTO
 from pensieve.compose.preflight import GPU_USABLE
 from pensieve.compose.schema import CacheConfig, HardwareConfig, ModelConfig
 from pensieve.compose.weights import local_weights
@@ -58,7 +58,7 @@ class Machine:
 
 
 def report(cache_name: str = "small") -> int:
-    """Print it all; 0 where trials can run, 1 where something in the way has to be mended first."""
+    """Print the report; 0 where trials can run, 1 where something has to be repaired first."""
     console = Console() if sys.stdout.isatty() else Console(width=LOG_WIDTH)
     try:
         cache = CacheConfig.model_validate(read_option("cache", cache_name))
@@ -118,7 +118,7 @@ def _facts(machine: Machine, database: str) -> Iterator[tuple[str, str]]:
 
 
 def _database() -> tuple[str, bool]:
-    """Its state in words, and whether trials can be recorded in it."""
+    """The database's state in words, and whether trials can be recorded in it."""
     outputs = outputs_folder()
     if not (outputs / "results.db").is_file():
         if not os.access(_existing(outputs), os.W_OK):
@@ -134,7 +134,7 @@ def _database() -> tuple[str, bool]:
 
 
 def _models(machine: Machine, cache: CacheConfig) -> tuple[list[str], Table]:
-    """The names of the models that fit, and the table of all."""
+    """The names of the models that fit, and the table of all models."""
     table = Table(
         title=f"Models on {machine.label} with cache={cache.name} ({cache.gpu} / {cache.cpu})",
         title_justify="left",
@@ -168,7 +168,7 @@ def _models(machine: Machine, cache: CacheConfig) -> tuple[list[str], Table]:
 
 
 def _need(spec: ModelSpec, cache: CacheConfig, machine: Machine) -> int:
-    """Weights and KV on the device; on a CPU both tiers are the same memory."""
+    """Bytes of weights and KV on the device; on a CPU both tiers are in the same memory."""
     tiers = (cache.gpu, cache.cpu) if machine.kind == "cpu" else (cache.gpu,)
     sizes = [tier for tier in tiers if tier != AUTO]  # auto takes what is left
     tokens = sum(parse_capacity(tier).in_tokens(spec.kv_bytes_per_token) for tier in sizes)
@@ -203,7 +203,7 @@ def _has(module: str) -> bool:
 
 
 def _compiler() -> str:
-    """Of C, which decode attention on a CPU is written in."""
+    """The C compiler, for the kernel of decode attention on a CPU."""
     try:
         return compiler_version(find_compiler())
     except EngineMissing:
@@ -211,7 +211,7 @@ def _compiler() -> str:
 
 
 def _attention(machine: Machine) -> str:
-    """Which backend serves, which was asked for, and why no better one."""
+    """Which attention backend auto chooses here, and why no faster one."""
     if machine.torch is None:
         return "unknown without torch"
     import torch
