@@ -22,6 +22,7 @@ from pensieve.results.content import content_hash, kept, text_hash, version_of
 
 NOT_CODE = (
     "conf/",  # counts through the resolved configuration
+    "cli.py",
     "results/",
     "server/",
     "progress.py",
