@@ -1,4 +1,4 @@
-"""Every figure that a sweep supports, in one go: python analysis/figures.py [--sweep ID] [--all]
+"""The figures that a sweep supports, all of them or those that are named: python analysis/figures.py [NAME ...] [--sweep ID]
 
 What a sweep does not support is named in a line, with the command that makes it.
 """
@@ -6,75 +6,55 @@ What a sweep does not support is named in a line, with the command that makes it
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder, installed or not
+from analysis import registry, style, tables
+from analysis.provenance import footnote
+from analysis.registry import Drawing, Figure
+from analysis.results import ResultsStore, open_store
+from analysis.sweep import Source, all_sweeps, latest_of, open_source
+from pensieve.errors import MissingSeries, PensieveError, ResultsError
 
-from sqlalchemy import select
+FAMILIES = ("conversations", "caches", "load", "prefix", "decoding", "agents", "benchmarks")
+"""Modules that register figures, in the order in which a report shows them."""
+for _family in FAMILIES:
+    import_module(f"analysis.{_family}")
 
-from analysis import (
-    ablation,
-    agent_ratios,
-    agent_scaling,
-    agent_table,
-    batch_size_confound,
-    cache_architecture,
-    cascade,
-    decode_cost,
-    goodput,
-    hit_rates,
-    hotness,
-    hotness_load,
-    invalidation_cost,
-    invalidation_table,
-    kernel,
-    prefix_overview,
-    speedup,
-    swap,
-    throughput_latency,
-    ttft_by_turn,
-    ttft_vs_recomputed,
-)
-from analysis.drawing.command_line import (
-    Figure,
-    chosen_source,
-    chosen_store,
-    guarded,
-    parser,
-    show,
-)
-from analysis.drawing.publish import Drawing
-from analysis.drawing.source import Source
-from pensieve.errors import MissingSeries, ResultsError
-from pensieve.results.schema import Sweep
-from pensieve.results.store import ResultsStore
 
-FIGURES: tuple[Figure, ...] = (
-    ttft_by_turn.FIGURE,
-    speedup.FIGURE,
-    hit_rates.FIGURE,
-    throughput_latency.FIGURE,
-    goodput.FIGURE,
-    hotness.FIGURE,
-    hotness_load.FIGURE,
-    *ablation.FIGURES,
-    invalidation_cost.FIGURE,
-    ttft_vs_recomputed.FIGURE,
-    cache_architecture.FIGURE,
-    cascade.FIGURE,
-    batch_size_confound.FIGURE,
-    prefix_overview.FIGURE,
-    invalidation_table.FIGURE,
-    decode_cost.FIGURE,
-    agent_scaling.FIGURE,
-    agent_table.FIGURE,
-    agent_ratios.FIGURE,
-    kernel.FIGURE,
-    swap.FIGURE,
-)
-"""In the order in which a report shows them."""
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    unknown = [name for name in options.names if name not in registry.FIGURES]
+    if unknown:
+        print(f"There is no figure {', '.join(unknown)}; there are {', '.join(registry.FIGURES)}.", file=sys.stderr)
+        return 2
+    problems: list[str] = []
+
+    def draw(folder: Path) -> None:
+        store = chosen_store(options)
+        if options.names:
+            problems.extend(_draw_named(store, options, folder))
+        elif options.all:
+            for sweep in all_sweeps(store):
+                problems.extend(_draw_supported(chosen_source(store, options, sweep), folder / f"sweep-{sweep}")[1])
+        else:
+            source = chosen_source(store, options, options.sweep)
+            drawings, failed = _draw_supported(source, folder)
+            problems.extend(failed)
+            for line in [] if options.quiet else not_drawn(source):
+                print(line, file=sys.stderr)
+            if not drawings and not failed:
+                raise MissingSeries(
+                    f"Sweep {source.sweep.id} supports no figure; run `{source.command}` to complete it."
+                )
+
+    status = guarded(options, draw)
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return 1 if problems else status
 
 
 def draw_all(source: Source, folder: Path) -> tuple[list[Drawing], list[str]]:
@@ -82,7 +62,7 @@ def draw_all(source: Source, folder: Path) -> tuple[list[Drawing], list[str]]:
     it applies (a series is missing, or trials must not be mixed)."""
     drawings: list[Drawing] = []
     problems = []
-    for figure in FIGURES:
+    for figure in registry.FIGURES.values():
         if figure.applies(source):
             try:
                 drawings += figure.draw(source, folder)
@@ -94,48 +74,110 @@ def draw_all(source: Source, folder: Path) -> tuple[list[Drawing], list[str]]:
 def not_drawn(source: Source) -> list[str]:
     """The figures that the sweep does not support, a line for each command that makes some of them."""
     names: dict[str, list[str]] = {}
-    for figure in FIGURES:
+    for figure in registry.FIGURES.values():
         if not figure.applies(source):
             names.setdefault(figure.command, []).append(figure.name)
     return [f"not drawn: {', '.join(found)}; run `{command}`" for command, found in names.items()]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    options_of = parser("Draw every figure that the latest sweep, one sweep, or each sweep supports.")
-    options_of.add_argument("--all", action="store_true", help="every sweep of the database, a folder each")
-    options_of.add_argument(
-        "--quiet", action="store_true", help="do not name the figures that the sweep does not support"
+def _draw_supported(source: Source, folder: Path) -> tuple[list[Drawing], list[str]]:
+    drawings, problems = draw_all(source, folder)
+    _print_paths(drawings)
+    return drawings, problems
+
+
+def _draw_named(store: ResultsStore, options: argparse.Namespace, folder: Path) -> Iterator[str]:
+    """Draw the figures that were asked for, tables printed too; yields why one could not be drawn."""
+    for name in options.names:
+        figure = registry.FIGURES[name]
+        try:
+            source = chosen_source(store, options, _sweep_of(figure, store) if options.sweep is None else options.sweep)
+            if not figure.applies(source):
+                raise MissingSeries(figure.missing(source))
+            drawings = figure.draw(source, folder)
+        except PensieveError as error:
+            yield str(error)
+            continue
+        for one in drawings:
+            if one.table is not None:
+                origin = one.panel.provenance
+                mixed = f"MIXED: {'; '.join(origin.mixed)}\n" if origin.mixed else ""
+                title = " · ".join(filter(None, [one.title, one.panel.text]))
+                tables.show(one.table, title, f"{mixed}{footnote(origin, one.lead)}")
+        _print_paths(drawings)
+
+
+def _sweep_of(figure: Figure, store: ResultsStore) -> int | None:
+    """None: the latest sweep of conversations, which a benchmark's cases are not."""
+    if figure.workload is None:
+        return None
+    found = latest_of(store, figure.workload)
+    if found is None:
+        raise MissingSeries(f"The results database has no measurement for {figure.name}; run `{figure.command}`.")
+    return found
+
+
+def _print_paths(drawings: Sequence[Drawing]) -> None:
+    for drawing in drawings:
+        for path in drawing.paths:
+            print(path)
+
+
+# The part of the command line that figures and reports share
+
+
+def source_options(description: str) -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--sweep", type=int, help="id of the sweep (default: the latest)")
+    found.add_argument("--url-env", help="environment variable that holds the URL of another results database")
+    found.add_argument(
+        "--allow-mixed", action="store_true",
+        help="draw simulated and real, contended, differently weighted or differently coded trials in one panel; it says so",
+    )  # fmt: skip
+    found.set_defaults(baselines=None)
+    return found
+
+
+def guarded(options: argparse.Namespace, draw: Callable[[Path], None]) -> int:
+    """Run `draw` on the folder that the options name; an error is one sentence and status 1."""
+    folder = options.to or style.outputs_folder() / "figures"
+    try:
+        draw(folder)
+    except PensieveError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # whoever read the paths has seen enough; nothing more may be flushed at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"{folder} cannot be written: {error.strerror or error}; set PENSIEVE_OUTPUTS.", file=sys.stderr)
+        return 1
+    return 0
+
+
+def chosen_store(options: argparse.Namespace) -> ResultsStore:
+    variable = options.url_env
+    if variable is not None and not os.environ.get(variable):
+        raise ResultsError(f"The environment variable {variable} is not set; put the database's URL into it.")
+    return open_store(style.outputs_folder(), os.environ[variable] if variable else None, create=False)
+
+
+def chosen_source(store: ResultsStore, options: argparse.Namespace, sweep_id: int | None) -> Source:
+    wanted = [name.strip() for name in options.baselines.split(",")] if options.baselines else []
+    return open_source(store, sweep_id, wanted, options.allow_mixed)
+
+
+def _parser() -> argparse.ArgumentParser:
+    shown = "\n".join(f"  {figure.name:20} {figure.shows}" for figure in registry.FIGURES.values())
+    found = source_options(f"Draw the figures of a sweep: all that it supports, or those that are named.\n\n{shown}")
+    found.add_argument(
+        "names", nargs="*", metavar="NAME", help="figures to draw (default: all that the sweep supports)"
     )
-    options = options_of.parse_args(argv)
-    problems: list[str] = []
-
-    def draw(source: Source, folder: Path) -> None:
-        for one, place in _sources(source, folder, options):
-            drawings, failed = draw_all(one, place)
-            show(drawings)
-            problems.extend(failed)
-            if not options.quiet and not options.all:
-                for line in not_drawn(one):
-                    print(line, file=sys.stderr)
-            if not drawings and not failed and not options.all:
-                raise MissingSeries(f"Sweep {one.sweep.id} supports no figure; run `{one.command}` to complete it.")
-
-    status = guarded(options, draw)
-    for problem in problems:
-        print(problem, file=sys.stderr)
-    return 1 if problems else status
-
-
-def _sources(first: Source, folder: Path, options: argparse.Namespace) -> list[tuple[Source, Path]]:
-    if not options.all:
-        return [(first, folder)]
-    store = chosen_store(options)
-    return [(chosen_source(store, options, one), folder / f"sweep-{one}") for one in _sweeps(store)]
-
-
-def _sweeps(store: ResultsStore) -> list[int]:
-    with store.database.reading() as connection:
-        return list(connection.execute(select(Sweep.id).order_by(Sweep.id)).scalars())
+    found.add_argument("--baselines", help="draw only these, separated by commas (default: all of the sweep)")
+    found.add_argument("--to", type=Path, help="folder to write to (default: figures/ in the outputs folder)")
+    found.add_argument("--all", action="store_true", help="every sweep of the database, a folder each")
+    found.add_argument("--quiet", action="store_true", help="do not name the figures that the sweep does not support")
+    return found
 
 
 if __name__ == "__main__":

@@ -13,13 +13,10 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder, installed or not
-
-from analysis import figures
-from analysis.drawing import command_line, style
-from analysis.drawing.source import Source
+from analysis import figures, registry, style
 from analysis.page import document, outcomes, particulars
 from analysis.page.document import Page, Picture, Verdicted
+from analysis.sweep import Source
 from pensieve.compose.folder import conf_folder
 from pensieve.errors import PensieveError, ResultsError
 from pensieve.results.claims import Claim, Judged, judge_sweep, read_claims, record_claims
@@ -34,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     outputs = style.outputs_folder()
     try:
         claims = read_claims(options.claims or conf_folder() / "claims.yaml")
-        source = command_line.chosen_source(command_line.chosen_store(options), options, options.sweep)
+        source = figures.chosen_source(figures.chosen_store(options), options, options.sweep)
         path = options.to or outputs / "reports" / f"sweep-{source.sweep.id}.html"
         path.parent.mkdir(parents=True, exist_ok=True)
         judged = judge_sweep(source.store, source.sweep.id, claims)
@@ -99,13 +96,13 @@ def _figures(source: Source, folder: Path) -> tuple[list[Picture], list[tuple[st
     pictures = [
         Picture(d.title, d.panel.text, d.png, [d.pdf.name, d.csv.name]) for d in drawings if d.name not in AS_TABLES
     ]
-    failed = [(*problem.split(": ", 1), "") for problem in problems]
+    failed = [(name, why, "") for name, _, why in (problem.partition(": ") for problem in problems)]
     missing = [
         (figure.name, f"{figure.shows}; its trials come from", figure.command)
-        for figure in figures.FIGURES
+        for figure in registry.FIGURES.values()
         if not figure.applies(source)
     ]
-    return pictures, [*failed, *missing]  # type: ignore[list-item]
+    return pictures, [*failed, *missing]
 
 
 def _keep(source: Source, judged: Sequence[Judged], html: str, outputs: Path) -> None:
@@ -130,16 +127,9 @@ def _sentence(text: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--sweep", type=int, help="id of the sweep (default: the latest)")
+    found = figures.source_options(__doc__ or "")
     found.add_argument("--to", type=Path, help="file to write (default: reports/sweep-ID.html in the outputs folder)")
     found.add_argument("--claims", type=Path, help="file of claims (default: conf/claims.yaml)")
-    found.add_argument("--url-env", help="environment variable that holds the URL of another results database")
-    found.add_argument(
-        "--allow-mixed", action="store_true",
-        help="draw figures of simulated and real, contended, differently weighted or differently coded trials; they say so",
-    )  # fmt: skip
-    found.set_defaults(baselines=None)
     return found
 
 

@@ -9,15 +9,15 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 from pensieve.cache.base import CacheManager
-from pensieve.cache.remembered import MemoryLimits, Remembered
-from pensieve.cache.session import Session
 from pensieve.clock import Clock
 from pensieve.cost.base import CostModel, predicted_s
+from pensieve.idle_sessions import IdleSessions, MemoryLimits
 from pensieve.plan import StepResult
 from pensieve.request import UNNUMBERED, Event, Forced, Free, Request, TurnRecord
 from pensieve.scheduler.scheduler import Scheduler, Step
 from pensieve.scheduler.sequence import Sequence
 from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.session import Session
 from pensieve.stop import StopSearch
 from pensieve.worker.base import Worker
 
@@ -73,7 +73,7 @@ class Engine:
         self._sequences: dict[int, Sequence] = {}
         self._pending: dict[str, int] = {}  # conversation -> requests under way
         self._cost = cost
-        self._remembered = Remembered(limits or MemoryLimits())
+        self._idle = IdleSessions(limits or MemoryLimits())
         self._arrivals = 0
         self.progressed = False
         """The last step performed a plan or finished copies; else only an arrival or time can change anything."""
@@ -87,7 +87,7 @@ class Engine:
     @property
     def next_expiry_ns(self) -> int | None:
         """When a `step` will forget the next idle conversation for its age; None: not before another request ends."""
-        return self._remembered.next_expiry_ns
+        return self._idle.next_expiry_ns
 
     def submit(self, request: Request) -> None:
         """Queue a request; one that can never be served comes out of the next `step` as refused."""
@@ -123,7 +123,7 @@ class Engine:
         session.next_use_s = request.next_use_s
         self._sequences[request.id] = sequence
         self._pending[session.name] = self._pending.get(session.name, 0) + 1
-        self._remembered.wake(session)
+        self._idle.remove(session)
         self.scheduler.submit(sequence, now_s)
 
     def cancel(self, request_id: int, status: str) -> None:
@@ -148,7 +148,7 @@ class Engine:
         for name in [session] if session is not None else self.cache.names():
             known = self.cache.find(name)
             if known is not None and name not in self._pending:
-                self._remembered.wake(known)
+                self._idle.remove(known)
                 self.cache.forget(known)
 
     def step(self, until_ns: int | None) -> list[Event]:
@@ -181,7 +181,7 @@ class Engine:
         return step
 
     def _forget_surplus(self) -> None:
-        for session in self._remembered.surplus(self.clock.now_ns()):
+        for session in self._idle.take_surplus(self.clock.now_ns()):
             self.counters.forgotten_sessions += 1
             self.cache.forget(session)
 
@@ -261,7 +261,7 @@ class Engine:
         sequence.awaited -= 1
         if isinstance(output, Forced):
             token = output.tokens[sequence.generated]
-        session.tokens.append(token)
+        session.append(token)
         record.token_ids.append(token)
         record.margins.append(float("nan") if margin is None else margin)
         record.emitted_s.append(now_s)
@@ -338,9 +338,9 @@ class Engine:
         else:
             self.scheduler.withdraw(sequence, record.finished_s)
         if record.admitted_s is not None and not record.stands:
-            session.computed = min(session.computed, sequence.computed_before)
-            self.cache.truncate(session, min(sequence.length_before, len(session.tokens)))
-            session.tokens.extend(sequence.replaced)
+            length = min(sequence.length_before, len(session.tokens))
+            self.cache.truncate(session, length, sequence.computed_before)
+            session.extend(sequence.replaced)
         self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
@@ -349,4 +349,4 @@ class Engine:
             self._pending[name] -= 1
             if not self._pending[name]:
                 del self._pending[name]
-                self._remembered.rest(sequence.session, self.clock.now_ns())
+                self._idle.add(sequence.session, self.clock.now_ns())

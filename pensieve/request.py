@@ -205,7 +205,7 @@ class TurnRecord:
     gpu_hit + cpu_hit + recomputed = history and history + new = prompt, read once, at the admission that succeeded.
     status: completed, timeout, cancelled, refused, failed.
     *_bytes: None: not counted; 0 is a count. Of steps that were collected before the turn ended. h2d_bytes: swapped in for
-    its admission or resumption. d2h_bytes: of urgent swap-outs, its own KV when it was suspended and any conversation's
+    its admission or resumption. d2h_bytes: of urgent swap-outs, its own KV when it was preempted and any conversation's
     where it waited for the room; what is copied ahead of time is done for no turn, and in the trial's counter alone.
     sent_bytes, received_bytes: over a network, where the system has one.
     """

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from pensieve.cache.base import PolicyContext
-from pensieve.cache.remembered import MemoryLimits
 from pensieve.cache.two_tier import TwoTierCache
 from pensieve.clock import VirtualClock
 from pensieve.engine import Engine
+from pensieve.eviction.base import PolicyContext
 from pensieve.eviction.retention_value import RetentionValue
+from pensieve.idle_sessions import MemoryLimits
 from pensieve.plan import StepResult
 from pensieve.request import Length, Request, TurnRecord
 from pensieve.scheduler.settings import SchedulerSettings

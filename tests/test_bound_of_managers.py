@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from pensieve.bound import offline_bound
 from pensieve.cache.one_tier import OneTier
 from pensieve.cache.prefix import PrefixCache
-from pensieve.cache.remembered import MemoryLimits
 from pensieve.cache.slots import SlotCache
 from pensieve.cache.stateless import StatelessCache
 from pensieve.cache.two_tier import TwoTierCache
 from pensieve.clock import VirtualClock
 from pensieve.engine import Engine
+from pensieve.idle_sessions import MemoryLimits
 from pensieve.request import Forced, Request, TurnRecord, is_measured, tokens_of
 from tests.simulated import make_engine
 

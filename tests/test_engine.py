@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pensieve.cache.prefix import PrefixCache
-from pensieve.cache.remembered import MemoryLimits
 from pensieve.cache.slots import SlotCache
 from pensieve.cache.stateless import StatelessCache
 from pensieve.cache.two_tier import TwoTierCache
@@ -21,6 +20,7 @@ from pensieve.eviction.conversation_lru import ConversationLru
 from pensieve.eviction.fifo import Fifo
 from pensieve.eviction.lru import Lru
 from pensieve.eviction.retention_value import RetentionValue
+from pensieve.idle_sessions import MemoryLimits
 from pensieve.plan import StepPlan, StepResult
 from pensieve.request import Forced, Free, Length, Request, TurnRecord, tokens_of
 from pensieve.scheduler.composition import split, unified
@@ -116,13 +116,13 @@ def test_swap_out_starts_ahead_of_time_and_keeps_the_gpu_copy() -> None:
     assert turn.gpu_hit_tokens == turn.history_tokens == 51
 
 
-def test_decode_out_of_blocks_suspends_the_latest_and_both_finish() -> None:
+def test_decode_out_of_blocks_preempts_the_latest_and_both_finish() -> None:
     for cpu_blocks in (16, 0):
         engine = make_engine(gpu_blocks=10, cpu_blocks=cpu_blocks)
         engine.submit(request(1, "a", tokens=8, output=24))
         engine.submit(request(2, "b", tokens=8, output=24))
         turns = run(engine)
-        assert engine.scheduler.counters.suspended > 0
+        assert engine.scheduler.counters.preempted > 0
         assert [turns[n].status for n in (1, 2)] == ["completed", "completed"]
         assert (turns[1].resumed_swapped_tokens, turns[1].resumed_recomputed_tokens) == (0, 0), (
             "the earlier one went on"
@@ -344,10 +344,10 @@ def test_blocks_of_a_forgotten_conversation_wait_for_its_copies() -> None:
     under_way = engine.cache.outgoing
     engine.forget("a")
     engine.cache.check()
-    assert engine.cache.gpu.free == 16 - under_way, "quarantined until the copies are done"
+    assert engine.cache.tiers.gpu.free == 16 - under_way, "quarantined until the copies are done"
     while engine.step(None) or engine.progressed:
         engine.cache.check()
-    assert engine.cache.gpu.free == engine.cache.cpu.free == 16
+    assert engine.cache.tiers.gpu.free == engine.cache.tiers.cpu.free == 16
 
 
 def test_steady_swap_ins_do_not_starve_swap_outs() -> None:
@@ -378,14 +378,14 @@ def test_a_stop_string_is_found_however_many_tokens_without_text_are_in_it() -> 
     assert (turn.finish_reason, list(turn.token_ids)) == ("stop", ids[: last + 1])
 
 
-def test_cancelling_a_turn_that_waits_behind_a_suspended_one_costs_that_one_nothing() -> None:
+def test_cancelling_a_turn_that_waits_behind_a_preempted_one_costs_that_one_nothing() -> None:
     """Without the cancellation the same turns are the same, down to what their resumption recomputes."""
     resumed = []
     for cancels in (False, True):
         engine = make_engine(cache=StatelessCache, gpu_blocks=10)
         engine.submit(request(1, "a", tokens=8, output=24))
         engine.submit(request(2, "b", tokens=8, output=24))
-        while not engine.scheduler.counters.suspended:
+        while not engine.scheduler.counters.preempted:
             engine.step(None)
         assert [sequence.session.name for sequence in engine.scheduler.running] == ["a"]
         held = len(engine.cache.find("b").chunks)  # type: ignore[union-attr]
@@ -393,16 +393,16 @@ def test_cancelling_a_turn_that_waits_behind_a_suspended_one_costs_that_one_noth
         if cancels:
             engine.submit(request(3, "b", tokens=2, output=2, turn=2))
             engine.cancel(3, "cancelled")
-            assert len(engine.cache.find("b").chunks) == held, "the suspended turn's KV"  # type: ignore[union-attr]
+            assert len(engine.cache.find("b").chunks) == held, "the preempted turn's KV"  # type: ignore[union-attr]
         resumed.append((run(engine)[2].token_ids, engine.cache.counters.dropped_chunks))
     assert resumed[0] == resumed[1]
 
 
-def test_a_stateless_cache_forgets_a_turn_that_is_cancelled_while_suspended() -> None:
+def test_a_stateless_cache_forgets_a_turn_that_is_cancelled_while_preempted() -> None:
     engine = make_engine(cache=StatelessCache, gpu_blocks=10)
     engine.submit(request(1, "a", tokens=8, output=24))
     engine.submit(request(2, "b", tokens=8, output=24))
-    while not engine.scheduler.counters.suspended:
+    while not engine.scheduler.counters.preempted:
         engine.step(None)
     engine.submit(request(3, "b", tokens=2, output=2, turn=2))  # waits behind it
     engine.cancel(2, "cancelled")
@@ -454,7 +454,7 @@ def test_cancelled_in_any_state_a_turn_stands_or_never_was(
     asked: list[tuple[str, int, int, int, bool]],
     victims: list[tuple[int, int]],
 ) -> None:
-    """Queued, deferred, parked, in prefill, decoding, suspended, in flight: what is left is what turns that stand said."""
+    """Queued, deferred, parked, in prefill, decoding, preempted, in flight: what is left is what turns that stand said."""
     engine = make_engine(cache=cache, gpu_blocks=gpu, cpu_blocks=8, depth=depth, max_batch_tokens=5)
     submitted: dict[int, Request] = {}
     done: list[TurnRecord] = []

@@ -71,9 +71,9 @@ class Checked:
 
     def poison(self) -> None:
         tensors = self.worker.tensors
-        tensors.gpu[:, sorted(self.cache.gpu.free_blocks())] = float("nan")
+        tensors.gpu[:, sorted(self.cache.free_blocks()[0])] = float("nan")
         if self.cache.cpu_blocks:
-            tensors.cpu[:, sorted(self.cache.cpu.free_blocks())] = float("nan")
+            tensors.cpu[:, sorted(self.cache.free_blocks()[1])] = float("nan")
 
 
 def conversation(model: LoadedModel, tokens: list[int], new: int) -> list[int]:
@@ -110,13 +110,13 @@ def test_gpu_hit_cpu_restore_and_recompute_equal_the_plain_model(name: str, fuse
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_suspended_requests_go_on_exactly(name: str) -> None:
+def test_preempted_requests_go_on_exactly(name: str) -> None:
     for cpu_blocks in (24, 0):
         checked = Checked(load(name), gpu_blocks=12, cpu_blocks=cpu_blocks)
         finished = checked.run(
             Request(1, "a", 1, random_tokens(20, 1), Length(40)), Request(2, "b", 1, random_tokens(20, 2), Length(40))
         )
-        assert checked.engine.scheduler.counters.suspended > 0
+        assert checked.engine.scheduler.counters.preempted > 0
         for number in (1, 2):
             expected = conversation(checked.model, list(random_tokens(20, number)), 40)
             assert list(finished[number].token_ids) == expected
@@ -130,7 +130,7 @@ def test_two_leading_chunks_and_a_hole_with_a_budget_of_48(name: str, fused: boo
     checked.run(Request(1, "a", 1, random_tokens(90, 1), Length(4)))
     session = checked.cache.find("a")
     for chunk in (0, 1, 5):
-        checked.cache._drop_gpu(session, chunk)
+        checked.cache.tiers.drop_gpu(session, chunk)
     checked.cache.check()
     checked.poison()
     turn = checked.run(Request(2, "a", 2, random_tokens(100, 2), Length(5)))[2]

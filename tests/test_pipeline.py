@@ -163,12 +163,12 @@ def test_a_cancelled_request_ends_at_once_and_leaves_when_its_plans_have() -> No
     engine.submit(request(1, "a", tokens=6, output=30))
     for _ in range(4):
         engine.step(None)
-    free = engine.cache.gpu.free  # type: ignore[attr-defined]
+    free = engine.cache.tiers.gpu.free  # type: ignore[attr-defined]
     engine.cancel(1, "timeout")
     engine.cancel(1, "cancelled")
     events = [event for event in engine.take_events() if event.turn]
     assert [event.turn.status for event in events if event.turn] == ["timeout"], "once"
-    assert engine.cache.gpu.free == free, "a plan in flight still writes to its blocks"  # type: ignore[attr-defined]
+    assert engine.cache.tiers.gpu.free == free, "a plan in flight still writes to its blocks"  # type: ignore[attr-defined]
     engine.submit(request(2, "a", tokens=2, output=2, turn=2))
     assert run(engine)[2].status == "completed"
     settle(engine)

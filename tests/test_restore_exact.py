@@ -37,7 +37,9 @@ def engine(name: str, restore: Any, link: ThreadLink | None, budget: int, load_r
         cpu_blocks=80,
         restore=restore,
     )
-    cache.weigh(Profile(CHUNK, {128: 0.128, 256: 0.256}, load_ratio * CHUNK / 1000, {}), model.spec.layers, budget)
+    cache.set_cost_model(
+        Profile(CHUNK, {128: 0.128, 256: 0.256}, load_ratio * CHUNK / 1000, {}), model.spec.layers, budget
+    )
     return CheckedEngine(model, cache, SchedulerSettings(max_batch_tokens=budget), 512, link)
 
 

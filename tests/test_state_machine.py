@@ -66,7 +66,7 @@ class Serving(RuleBasedStateMachine):
         make = partial(make, restore=restore) if make is TwoTierCache else make
         cache = make(policy=policy(policy_context(CHUNK, gpu, cpu)), chunk_tokens=CHUNK, gpu_blocks=gpu, cpu_blocks=cpu)
         if isinstance(cache, TwoTierCache):
-            cache.weigh(Profile(CHUNK, {128: 0.128, 256: 0.256}, load * CHUNK / 1000, {}), 2, budget)
+            cache.set_cost_model(Profile(CHUNK, {128: 0.128, 256: 0.256}, load * CHUNK / 1000, {}), 2, budget)
         limits = SchedulerSettings(composition=composition, max_batch_tokens=budget, max_batch_requests=requests)
         link = ThreadLink(2e6) if late else None
         self.engine = CheckedEngine(model_of("llama"), cache, limits, 512, link, TorchOptions(depth=depth))

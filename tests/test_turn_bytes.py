@@ -61,13 +61,13 @@ def test_a_returning_conversation_pays_for_its_own_swap_in():
     assert sum(turn.h2d_bytes for turn in found.values()) == engine.counters.h2d_bytes
 
 
-def test_a_suspended_turn_pays_for_its_way_out_and_back():
+def test_a_preempted_turn_pays_for_its_way_out_and_back():
     engine = make_engine(gpu_blocks=12, cpu_blocks=24)
     engine.worker = worker = Planned(engine.worker)
     for number, session in enumerate("abc", start=1):
         engine.submit(request(number, session, 6, 24))
     found = run(engine)
-    assert engine.scheduler.counters.suspended
+    assert engine.scheduler.counters.preempted
     urgent = sum(blocks(copy for copy in plan.swap_out if copy.urgent) for plan in worker.plans)
     assert sum(turn.d2h_bytes for turn in found.values()) == urgent * BLOCK_BYTES > 0
     resumed = [turn for turn in found.values() if turn.resumed_swapped_tokens]

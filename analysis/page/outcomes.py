@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from analysis.drawing.source import Source
 from analysis.page.document import Table
+from analysis.results import REFERENCE, mixtures
+from analysis.sweep import Source
 from pensieve.errors import MissingSeries
 from pensieve.results.claims.evidence import Evidence
 from pensieve.results.claims.measures import Sides
 from pensieve.results.claims.measures.turns import Which, speedup
-from pensieve.results.mixture import mixtures
-from pensieve.results.summary import REFERENCE, ComparisonRow, compare
+from pensieve.results.summary import ComparisonRow, compare
 
 NONE = "–"
 SPEEDUP_TURNS: Sequence[tuple[str, Which]] = (

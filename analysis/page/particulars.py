@@ -6,16 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from analysis.drawing.provenance import ranges
-from analysis.drawing.source import DEFAULT_COMMAND, Source
 from analysis.page.document import Table
 from analysis.page.outcomes import NONE, number
+from analysis.provenance import ranges
+from analysis.results import JobResult, Trial, axis_value, mixtures, varying_axes
+from analysis.sweep import DEFAULT_COMMAND, Source
 from pensieve.results.claims import Judged
-from pensieve.results.mixture import mixtures
-from pensieve.results.schema import Trial
 from pensieve.results.selection import differences, flat
-from pensieve.results.store import JobResult
-from pensieve.results.summary import axis_value, varying_axes
 
 _GROUPS = ("model", "cache", "eviction", "scheduler", "baseline", "workload", "hardware")
 _PER_TRIAL = ("seed", "repeat")

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pensieve.baselines.base import Capabilities
-from pensieve.cache.base import CacheManager, EvictionPolicy, PolicyContext
-from pensieve.cache.pool import BlockPool
-from pensieve.cache.remembered import MemoryLimits
+from pensieve.cache.base import CacheManager
 from pensieve.clock import Clock
 from pensieve.cost.base import CostModel
 from pensieve.engine import Engine
+from pensieve.eviction.base import EvictionPolicy, PolicyContext
+from pensieve.idle_sessions import MemoryLimits
 from pensieve.plan import StartReport
 from pensieve.scheduler.settings import SchedulerSettings
 from pensieve.specs import HardwareSpec, ModelSpec
@@ -103,9 +103,7 @@ class EngineSystem(ABC):
             gpu_blocks=self._gpu_blocks,
             cpu_blocks=self._cpu_blocks,
         )
-        weigh = getattr(cache, "weigh", None)
-        if weigh is not None:
-            weigh(self._cost, self._model.layers, self._scheduler_settings.max_batch_tokens)
+        cache.set_cost_model(self._cost, self._model.layers, self._scheduler_settings.max_batch_tokens)
         own = self._tokenizer.eos_id if self._tokenizer else None
         self._engine = Engine(
             cache=cache,
@@ -123,9 +121,7 @@ class EngineSystem(ABC):
     def watch_content(self) -> None:
         """Record what could be found of each prompt in other conversations, which a bound needs where they share blocks;
         to be called before the first request."""
-        watch = getattr(self.engine.cache, "watch_content", None)
-        if watch is not None:
-            watch()
+        self.engine.cache.watch_content()
 
     def counters(self) -> dict[str, float]:
         engine = self.engine
@@ -136,7 +132,7 @@ class EngineSystem(ABC):
             "dropped_chunks": cache.dropped_chunks,
             "swapped_in_bytes": cache.swapped_in_blocks * block_bytes,
             "swapped_out_bytes": cache.swapped_out_blocks * block_bytes,
-            "suspended_requests": scheduler.suspended,
+            "suspended_requests": scheduler.preempted,
             "deferred_requests": scheduler.deferred,
             "steps": own.steps,
             "failed_steps": own.failed_steps,
@@ -159,11 +155,9 @@ class EngineSystem(ABC):
         """
         engine = self.engine
         cache, scheduler = engine.cache, engine.scheduler
-        gpu, cpu = (getattr(cache, tier, None) for tier in ("gpu", "cpu"))
-        free = gpu.free if isinstance(gpu, BlockPool) else cache.available
         return {
-            "gpu_blocks_used": (cache.gpu_blocks - free, "blocks"),
-            "cpu_blocks_used": (cache.cpu_blocks - cpu.free if isinstance(cpu, BlockPool) else 0, "blocks"),
+            "gpu_blocks_used": (cache.gpu_blocks_used, "blocks"),
+            "cpu_blocks_used": (cache.cpu_blocks_used, "blocks"),
             "queue_length": (len(scheduler.queue), "requests"),
             "running_requests": (len(scheduler.running), "requests"),
         }
@@ -189,5 +183,5 @@ class EngineSystem(ABC):
             "max_batch_requests": self._scheduler_settings.max_batch_requests,
             "simulated": self.clock.virtual,
             "cost": self._cost.describe(),
-            **getattr(cache, "chosen", {}),  # what a manager settled for itself
+            **cache.chosen,
         }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -40,7 +39,7 @@ class Paths:
     again: int = 0
     recompute: int = 0
     hole: int = 0
-    suspended: int = 0
+    preempted: int = 0
     shared: int = 0
     edited: int = 0
     refused: int = 0
@@ -177,7 +176,7 @@ class CheckedEngine(Engine):
         paths.again += bool(turn.cpu_recomputed_tokens)
         paths.recompute += bool(turn.recomputed_tokens)
         paths.shared += bool(turn.shared_hit_tokens)
-        paths.suspended += bool(turn.resumed_swapped_tokens or turn.resumed_recomputed_tokens)
+        paths.preempted += bool(turn.resumed_swapped_tokens or turn.resumed_recomputed_tokens)
         paths.refused += turn.status == "refused"
         paths.cancelled += turn.status in ("cancelled", "timeout")
 
@@ -187,10 +186,9 @@ class CheckedEngine(Engine):
             tensors.gpu.fill_(nan)
             tensors.cpu.fill_(nan)
             return
-        cache: Any = self.cache
-        if hasattr(cache, "gpu"):
-            tensors.gpu[:, sorted(cache.gpu.free_blocks())] = nan
-        if cache.cpu_blocks:
-            tensors.cpu[:, sorted(cache.cpu.free_blocks())] = nan
+        gpu, cpu = self.cache.free_blocks()
+        tensors.gpu[:, sorted(gpu)] = nan
+        if self.cache.cpu_blocks:
+            tensors.cpu[:, sorted(cpu)] = nan
         if tensors.device.type == "cuda":  # a load into a block that was free does not wait for its poison
             torch.cuda.synchronize(tensors.device)

@@ -15,13 +15,13 @@ from pensieve.bench.models import CHUNK
 from pensieve.bench.record import now
 from pensieve.bench.session import Bench
 from pensieve.bench.timer import in_turn
-from pensieve.cache.base import PolicyContext
 from pensieve.cache.restore import RestoreMode, Split
 from pensieve.cache.two_tier import TwoTierCache
 from pensieve.clock import WallClock
 from pensieve.cost.profile import Profile
 from pensieve.engine import Engine
 from pensieve.errors import WorkerError
+from pensieve.eviction.base import PolicyContext
 from pensieve.eviction.lru import Lru
 from pensieve.eviction.retention_value import RetentionValue
 from pensieve.request import Event, Length, Request, TurnRecord
@@ -45,14 +45,14 @@ def measure_restores(
     load a token over those to compute it that `link` is throttled to; None leaves it as it is."""
     new, batch_tokens = (64, 512) if bench.on_gpu else (32, 128)
     returning = Returning(model, tokens, new, batch_tokens, link)
-    profile = returning.weigh()
+    profile = returning.set_cost_model()
     returning.fill()
     for name, ratio in links.items():
         began = now()
         if link is not None and ratio is not None:
             computed_s = profile.recompute_s(tokens // 2) / CHUNK
             link.throttle(model.spec.kv_bytes_per_token / (ratio * computed_s))
-            profile = returning.weigh()
+            profile = returning.set_cost_model()
         ways: dict[str, Callable[[], float]] = {mode: partial(returning.ttft_ms, mode) for mode in _MODES}
         ways["on_gpu"] = returning.hit_ms
         for way in ways.values():
@@ -161,9 +161,9 @@ class Returning:
         known = profile_of(self.worker, self.clock, CHUNK, blocks * CHUNK, longest, blocks, settings)
         return replace(known, load_chunk_s=load_s(self.worker, self.clock, blocks))
 
-    def weigh(self) -> Profile:
+    def set_cost_model(self) -> Profile:
         profile = self.profile
-        self.cache.weigh(profile, self.model.spec.layers, self._batch_tokens)
+        self.cache.set_cost_model(profile, self.model.spec.layers, self._batch_tokens)
         return profile
 
     def fill(self) -> None:

@@ -12,11 +12,11 @@ import sys
 from array import array
 from importlib import import_module
 
-from pensieve.cache.base import PolicyContext
 from pensieve.cache.two_tier import TwoTierCache
 from pensieve.clock import VirtualClock
 from pensieve.cost.roofline import Roofline
 from pensieve.engine import Engine
+from pensieve.eviction.base import PolicyContext
 from pensieve.request import Length, Request
 from pensieve.scheduler.settings import SchedulerSettings
 from pensieve.specs import HardwareSpec, ModelSpec

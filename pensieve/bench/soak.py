@@ -15,7 +15,6 @@ from functools import lru_cache
 from typing import Any, get_args
 
 from pensieve.bench.exact import CheckedEngine, Mismatch, Paths
-from pensieve.cache.base import PolicyContext
 from pensieve.cache.prefix import PrefixCache
 from pensieve.cache.restore import RestoreMode
 from pensieve.cache.slots import SlotCache
@@ -23,6 +22,7 @@ from pensieve.cache.stateless import StatelessCache
 from pensieve.cache.two_tier import TwoTierCache
 from pensieve.cost.profile import Profile
 from pensieve.eviction.adaptive_retention import AdaptiveRetention
+from pensieve.eviction.base import PolicyContext
 from pensieve.eviction.conversation_lru import ConversationLru
 from pensieve.eviction.fifo import Fifo
 from pensieve.eviction.lru import Lru
@@ -101,7 +101,9 @@ class Episode:
         source = self.rng("model")
         model = _model(_architecture(source), source.choice(("auto", "reference")))
         if make is TwoTierCache:
-            cache.weigh(_cost(chunk, rng.choice((0.0, 0.1, 1.0, 10.0))), model.spec.layers, settings.max_batch_tokens)
+            cache.set_cost_model(
+                _cost(chunk, rng.choice((0.0, 0.1, 1.0, 10.0))), model.spec.layers, settings.max_batch_tokens
+            )
         # Copies in the background and now and then so slow that they outlast their plans, or made at once.
         link = ThreadLink(rng.choice((None, 2e6))) if rng.random() < 0.4 else None
         return CheckedEngine(model, cache, settings, _CONTEXT, link, TorchOptions(depth=rng.choice((1, 2))))

@@ -1,52 +1,18 @@
-"""The protocols of the cache: what a manager offers the scheduler, and what an eviction policy offers a manager."""
+"""The contract of the cache: what the scheduler and the engine ask a manager, phase by phase."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from pensieve.cache.session import Session
+from pensieve.cost.base import CostModel
 from pensieve.plan import Copy
 from pensieve.request import TokenArray
+from pensieve.session import Session
 
 Run = tuple[int, int]
 """Half-open interval of positions."""
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyContext:
-    """What every policy factory is called with.
-
-    recompute_s(context_tokens): seconds to recompute the chunk that ends at that context length. load_s: seconds to bring
-    one chunk back from CPU.
-    """
-
-    chunk_tokens: int
-    gpu_blocks: int
-    cpu_blocks: int
-    recompute_s: Callable[[int], float]
-    load_s: float
-    seed: int
-
-
-class EvictionPolicy(Protocol):
-    """Which chunk goes first: the lowest score, ties by last active, conversation, chunk index.
-
-    Only the leading evictable chunk of each conversation is a candidate. Candidates of one bucket are ordered by `order`,
-    lowest first, and that order must not change while their conversations are idle; `score` then compares only the first
-    of each bucket, at the time of the choice. So a choice is exact although it looks at one candidate a bucket.
-
-    A policy may also have: `whole_conversations = True` (a choice goes on until the conversation has nothing left to
-    evict); `needs_future = True` (it reads Session.next_use_s and is refused for live traffic); `observe(session, now_s)`
-    (called at every admission); `version: int` (a change of it means that bucket and order of everything changed).
-    """
-
-    def bucket(self, session: Session, chunk: int) -> Hashable: ...
-
-    def order(self, session: Session, chunk: int) -> float: ...
-
-    def score(self, bucket: Hashable, order: float, now_s: float) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +43,8 @@ class Residency:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Blocks an admission takes, and how many of the `available` ones are its own (pinned by it, so no longer available)."""
+    """What an admission takes of `available`: blocks beyond those that the session has, and of the latter the own_available
+    ones, which count as available until it runs."""
 
     blocks: int
     own_available: int
@@ -87,9 +54,9 @@ class Demand:
 class Admission:
     """work: positions without KV on GPU or in swap_in, ascending. table: GPU blocks of the conversation from chunk 0.
 
-    swapped_tokens come back with swap_in; again_tokens of the work were computed before, and dropped since or, the
-    cpu_recomputed_tokens, not: they are on CPU and computed again while others load. swap_in may still be under way when
-    a later plan of the request is launched; a plan with a position above a loaded chunk waits for it.
+    swapped_tokens: those that swap_in brings. again_tokens: those of the work that had been computed before.
+    cpu_recomputed_tokens: those of the work that are on CPU and are computed again while others load. swap_in may still be
+    under way when a later plan of the request is launched; a plan with a position above a loaded chunk waits for it.
     """
 
     residency: Residency
@@ -103,7 +70,8 @@ class Admission:
 
 @dataclass(slots=True)
 class CacheCounters:
-    """Counts since start. evicted: GPU copies given up, whether or not the KV lived on. dropped: chunks whose KV was lost."""
+    """Counts since start. evicted: chunks that gave up their GPU block, on CPU or not. dropped: chunks whose KV was lost.
+    extra: what one manager alone counts, by metric name."""
 
     evicted_chunks: int = 0
     dropped_chunks: int = 0
@@ -112,114 +80,175 @@ class CacheCounters:
     extra: dict[str, float] = field(default_factory=dict)
 
 
-class CacheManager(Protocol):
+class CacheManager(ABC):
     """Decides where KV is. Every baseline in the engine is one of these, under the same scheduler and worker.
 
-    The metadata advances when a plan is made; copies become true when their ticket completes. All times in seconds of the
-    engine's clock, given as arguments. Predicates (`demand`, `available`) change nothing.
+    What it knows is what holds once the plan being made has run: it changes when a plan is made, and a copy counts as done
+    when its ticket is reported. Times are seconds of the engine's clock, given as arguments. A query changes nothing.
 
-    A manager may also have `weigh(cost, layers, batch_tokens)`: called once, before the first request, with what the
-    machine takes to compute and to load.
+    request_blocks: the most blocks that one request can have; all there are, unless a subclass says less.
     """
 
-    chunk_tokens: int
-    gpu_blocks: int
-    cpu_blocks: int
-    counters: CacheCounters
-
-    request_blocks: int
-    """The most blocks that one request can have."""
-
-    shares: bool
+    shares = False
     """A conversation may use blocks that another one has written, also one that still runs."""
 
-    grows: bool
+    grows = True
     """Decode takes blocks beyond those of the admission; if not, admissions need keep no reserve for it."""
 
+    def __init__(self, chunk_tokens: int, gpu_blocks: int, cpu_blocks: int) -> None:
+        self.chunk_tokens = chunk_tokens
+        self.gpu_blocks = self.request_blocks = gpu_blocks
+        self.cpu_blocks = cpu_blocks
+        self.counters = CacheCounters()
+        self.sessions: dict[str, Session] = {}
+        self._sessions_made = 0
+
+    # -- query --------------------------------------------------------------------------------------------------------
+
     @property
+    @abstractmethod
     def available(self) -> int:
         """GPU blocks to be had without waiting: free, or evictable without a copy."""
-        ...
 
     @property
+    @abstractmethod
     def outgoing(self) -> int:
         """GPU blocks that become available when the copies under way are done."""
-        ...
 
-    def open(self, name: str, now_s: float) -> Session:
-        """The conversation of that name, made if new."""
-        ...
+    @property
+    def gpu_blocks_used(self) -> int:
+        """With KV, or reserved for a request that runs."""
+        return self.gpu_blocks - self.available
 
-    def find(self, name: str) -> Session | None: ...
+    @property
+    def cpu_blocks_used(self) -> int:
+        return 0
 
-    def names(self) -> list[str]: ...
+    def free_blocks(self) -> tuple[set[int], set[int]]:
+        """GPU and CPU blocks that nobody may read, as far as it knows them by number; for tests."""
+        return set(), set()
 
-    def expect(self, session: Session, next_use_s: float | None) -> None:
-        """When it will be asked again, by the schedule; None: not known to return. For offline policies."""
+    @property
+    def chosen(self) -> Mapping[str, float]:
+        """What it was not told and decided itself, for the record of a trial."""
+        return {}
 
-    def hold(self, session: Session, now_s: float) -> None:
-        """A request of it waits: its chunks are victims only after every idle one."""
-
-    def unhold(self, session: Session, now_s: float) -> None: ...
-
+    @abstractmethod
     def demand(self, session: Session, keep: int, length: int) -> Demand:
         """What admitting a prompt of `length` tokens takes, whose first `keep` are the conversation's own."""
-        ...
 
+    def find(self, name: str) -> Session | None:
+        return self.sessions.get(name)
+
+    def names(self) -> list[str]:
+        return list(self.sessions)
+
+    # -- admit --------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
     def admit(self, session: Session, keep: int, suffix: TokenArray[int], known: int | None, now_s: float) -> Admission:
-        """Truncate to `keep` tokens, append `suffix` (at least one), pin, and reserve all blocks and one for decode.
+        """Truncate to `keep` tokens, append `suffix` (at least one), start the session, and reserve blocks for all of its
+        tokens and one to decode.
 
         known overrides the history of the accounting. The caller has checked that `available` covers the demand.
         """
-        ...
 
+    @abstractmethod
     def resume(self, session: Session, now_s: float) -> Admission:
-        """Pin and reserve for a suspended request; the tokens stand as they are."""
-        ...
+        """As `admit`, for a preempted request: the tokens stand as they are."""
 
+    @abstractmethod
     def extend(self, session: Session, length: int, now_s: float) -> tuple[int, tuple[int, ...]] | None:
         """Make room for positions below `length`: (first chunk, block ids) added, possibly none; None where no block is
         available."""
-        ...
 
+    # -- progress -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
     def advance(self, session: Session, runs: Iterable[Run]) -> None:
         """The plan being made computes these positions."""
 
-    def release(self, session: Session, now_s: float) -> None:
-        """The turn ended: unpin; unused reserved blocks come back."""
+    @abstractmethod
+    def launched(self, step: int) -> None:
+        """The plan of this number goes to the worker."""
 
-    def suspend(self, session: Session, now_s: float) -> tuple[Copy, ...]:
-        """Unpin in mid-turn and copy what is dirty out, urgently."""
-        ...
+    @abstractmethod
+    def collected(self, step: int) -> None:
+        """Plans up to this number are over."""
 
-    def end_suspended(self, session: Session, now_s: float) -> None:
-        """The turn ended while it was suspended: what a release frees beyond the pins goes now."""
+    @abstractmethod
+    def complete(self, tickets: Sequence[int]) -> None:
+        """These copies are done."""
 
-    def swap_out(self, blocks: int, now_s: float, urgent: bool) -> tuple[Copy, ...]:
-        """Start copies until `blocks` more GPU blocks are available or outgoing; drops where no CPU block can be freed."""
-        ...
-
-    def drop(self, blocks: int, now_s: float) -> int:
-        """Give up GPU chunks that are not on CPU, without a copy; returns how many blocks became available."""
-        ...
-
-    def complete(self, tickets: Sequence[int]) -> None: ...
-
+    @abstractmethod
     def void(self, tickets: Sequence[int]) -> list[Session]:
         """These copies failed, or their plan did: nothing they wrote is valid. Returns the running conversations that lost
         KV on GPU by it; their requests cannot go on."""
-        ...
 
+    @abstractmethod
     def fail(self, session: Session, written: Iterable[Run]) -> None:
         """A plan that computed these positions failed: no KV on GPU of the chunks it wrote is valid."""
 
-    def truncate(self, session: Session, length: int) -> None: ...
+    @abstractmethod
+    def preempt(self, session: Session, now_s: float) -> tuple[Copy, ...]:
+        """Its request stops in mid-turn: its chunks may be evicted, and those that are on GPU only are copied out at once."""
 
-    def forget(self, session: Session) -> None: ...
+    def end_preempted(self, session: Session, now_s: float) -> None:
+        """A preempted request ended without running again: what `release` gives up beyond `preempt` goes now."""
+        return None
 
-    def launched(self, step: int) -> None: ...
+    @abstractmethod
+    def release(self, session: Session, now_s: float) -> None:
+        """Its request ended: its chunks may be evicted, and reserved blocks that were not used come back."""
 
-    def collected(self, step: int) -> None: ...
+    # -- evict --------------------------------------------------------------------------------------------------------
 
+    @abstractmethod
+    def swap_out(self, blocks: int, now_s: float, urgent: bool) -> tuple[Copy, ...]:
+        """Start copies until `blocks` more GPU blocks are available or outgoing; drops where no CPU block can be freed."""
+
+    @abstractmethod
+    def drop(self, blocks: int, now_s: float) -> int:
+        """Give up GPU chunks that are not on CPU, without a copy; returns how many blocks became available."""
+
+    # -- lifecycle ----------------------------------------------------------------------------------------------------
+
+    def set_cost_model(self, cost: CostModel, layers: int, batch_tokens: int) -> None:
+        """What the machine takes to compute and to load; told once, before the first request."""
+        return None
+
+    def watch_content(self) -> None:
+        """From now on say of each prompt what could be found of it in other conversations (Residency.elsewhere, anywhere),
+        where they can share; told before the first request, if at all."""
+        return None
+
+    def open(self, name: str, now_s: float) -> Session:
+        """The conversation of that name, made if new."""
+        session = self.sessions.get(name)
+        if session is None:
+            session = self.sessions[name] = Session(name, self._sessions_made, now_s, now_s)
+            self._sessions_made += 1
+        return session
+
+    def expect(self, session: Session, next_use_s: float | None) -> None:
+        """When it will be asked again, by the schedule; None: not known to return. For offline policies."""
+        session.next_use_s = next_use_s
+
+    def mark_waiting(self, session: Session, now_s: float) -> None:
+        """A request of it waits: its chunks are victims only after those of every conversation that has none."""
+        session.mark_waiting()
+
+    def unmark_waiting(self, session: Session, now_s: float) -> None:
+        session.unmark_waiting()
+
+    @abstractmethod
+    def truncate(self, session: Session, length: int, computed: int | None = None) -> None:
+        """Session.rollback, and KV of the other tokens is given up."""
+
+    @abstractmethod
+    def forget(self, session: Session) -> None:
+        """As though it had never been asked."""
+
+    @abstractmethod
     def check(self) -> None:
         """Assert every invariant; for tests, its cost grows with everything there is."""

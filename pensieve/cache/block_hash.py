@@ -7,6 +7,7 @@ import hashlib
 from pensieve.request import TokenArray
 
 BlockHash = bytes
+"""Of all tokens from the first position to the end of a full block."""
 
 
 class HashChain:

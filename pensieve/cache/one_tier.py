@@ -2,87 +2,63 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 
-from pensieve.cache.base import Admission, CacheCounters, Residency
+from pensieve.cache.base import Admission, CacheManager, Residency
 from pensieve.cache.block_hash import HashChain
 from pensieve.cache.content import SeenContent
-from pensieve.cache.session import Session, Sessions
 from pensieve.plan import Copy
 from pensieve.request import TokenArray
+from pensieve.session import Session
 
 
-class OneTier(ABC):
+class OneTier(CacheManager):
     """A subclass says what a prompt finds (`_occupy`), how its work follows from that, and what becomes of it afterwards."""
-
-    cpu_blocks = 0
 
     partial_hits: bool
     """A prompt can find part of a block; if not, full blocks only."""
 
-    def __init__(self, chunk_tokens: int) -> None:
-        self.chunk_tokens = chunk_tokens
+    def __init__(self, chunk_tokens: int, gpu_blocks: int) -> None:
+        super().__init__(chunk_tokens, gpu_blocks, cpu_blocks=0)
         self._chains: dict[int, HashChain] = {}
         self._seen: SeenContent | None = None
         self._unnoted: dict[int, Session] = {}  # conversations that have run since they were noted last
-        self.counters = CacheCounters()
-        self.sessions = Sessions()
 
     @abstractmethod
     def _occupy(self, session: Session, now_s: float) -> int:
-        """Pin blocks for all of its tokens and one more; returns how many leading tokens have KV there already."""
+        """Start the session and take blocks for all of its tokens and one more; returns how many leading tokens have KV there
+        already."""
 
     @abstractmethod
     def _admission(self, session: Session, residency: Residency, found: int) -> Admission: ...
 
-    @abstractmethod
-    def release(self, session: Session, now_s: float) -> None: ...
-
-    def truncate(self, session: Session, length: int) -> None:
-        assert not session.running
+    def truncate(self, session: Session, length: int, computed: int | None = None) -> None:
         self._note(session)
-        self._unnoted.pop(session.order, None)
-        del session.tokens[length:]
-        session.computed = min(session.computed, length)
-        self._chains[session.order].cut(length)
+        self._unnoted.pop(session.number, None)
+        session.rollback(length, computed)
+        self._chains[session.number].cut(length)
         if self._seen is not None:
-            self._seen.cut(session.order, length // self.chunk_tokens)
+            self._seen.cut(session.number, length // self.chunk_tokens)
 
     def open(self, name: str, now_s: float) -> Session:
-        session = self.sessions.open(name, now_s)
-        self._chains.setdefault(session.order, HashChain(self.chunk_tokens))
+        session = super().open(name, now_s)
+        self._chains.setdefault(session.number, HashChain(self.chunk_tokens))
         return session
 
     def watch_content(self) -> None:
-        """From now on say of each prompt what could be found of it elsewhere; to be called before the first request."""
         self._seen = SeenContent()
 
     @property
     def outgoing(self) -> int:
         return 0
 
-    def find(self, name: str) -> Session | None:
-        return self.sessions.get(name)
-
-    def names(self) -> list[str]:
-        return list(self.sessions)
-
-    def expect(self, session: Session, next_use_s: float | None) -> None:
-        session.next_use_s = next_use_s
-
-    def hold(self, session: Session, now_s: float) -> None:
-        session.waiting += 1
-
-    def unhold(self, session: Session, now_s: float) -> None:
-        session.waiting -= 1
-
     def admit(self, session: Session, keep: int, suffix: TokenArray[int], known: int | None, now_s: float) -> Admission:
         prompt = keep + len(suffix)
         history = min(keep, session.computed, prompt - 1) if known is None else min(known, prompt - 1)
         if keep < len(session.tokens):
             self.truncate(session, keep)
-        session.tokens.extend(suffix)
+        session.extend(suffix)
         elsewhere, anywhere = self._findable(session)
         found = self._occupy(session, now_s)
         hit = min(found, history)
@@ -93,12 +69,9 @@ class OneTier(ABC):
         found = self._occupy(session, now_s)
         return self._admission(session, Residency(length, length - 1, 0, 0), found)
 
-    def suspend(self, session: Session, now_s: float) -> tuple[Copy, ...]:
+    def preempt(self, session: Session, now_s: float) -> tuple[Copy, ...]:
         self.release(session, now_s)
         return ()
-
-    def end_suspended(self, session: Session, now_s: float) -> None:
-        return None  # it was released when it was suspended
 
     def swap_out(self, blocks: int, now_s: float, urgent: bool) -> tuple[Copy, ...]:
         return ()
@@ -128,17 +101,17 @@ class OneTier(ABC):
         for other in list(self._unnoted.values()):
             self._note(other)
             if not other.running:
-                del self._unnoted[other.order]
+                del self._unnoted[other.number]
         size, length = self.chunk_tokens, len(session.tokens)
-        blocks = self._chains[session.order].upto(session.tokens, length)
-        counts = self._seen.elsewhere(session.order, blocks), self._seen.anywhere(blocks)
+        blocks = self._chains[session.number].upto(session.tokens, length)
+        counts = self._seen.elsewhere(session.number, blocks), self._seen.anywhere(blocks)
         self._note(session)
-        self._unnoted[session.order] = session
+        self._unnoted[session.number] = session
         partial = size - 1 if self.partial_hits else 0
         elsewhere, anywhere = (min(count * size + partial, length - 1) for count in counts)
         return elsewhere, anywhere
 
     def _note(self, session: Session) -> None:
         if self._seen is not None:
-            blocks = self._chains[session.order].upto(session.tokens, len(session.tokens))
-            self._seen.note(session.order, blocks)
+            blocks = self._chains[session.number].upto(session.tokens, len(session.tokens))
+            self._seen.note(session.number, blocks)

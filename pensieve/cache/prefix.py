@@ -5,32 +5,31 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from pensieve.cache.base import Admission, Demand, EvictionPolicy, Residency, Run
+from pensieve.cache.base import Admission, Demand, Residency, Run
 from pensieve.cache.block_hash import BlockHash
 from pensieve.cache.one_tier import OneTier
 from pensieve.cache.pool import BlockPool
-from pensieve.cache.session import Session
+from pensieve.eviction.base import EvictionPolicy
 from pensieve.request import TokenArray
+from pensieve.session import Session
 from pensieve.units import ceil_div
 
 
 class PrefixCache(OneTier):
-    """A block is free, in use (references > 0), or idle: nobody's, but its content may hit again.
+    """A block is free, in use (references > 0), or idle: no request that runs has it, but its content may hit again.
 
     A full block that was computed is registered under the hash of all tokens up to its end. A prompt takes the longest
     chain of registered blocks, at most prompt - 1 tokens; the rest is computed into new blocks. Idle blocks are evicted
-    least recently used first, of one request the last block first, since its prefix is of use to more prompts. Only full
+    least recently used first, and of one request the last block first, since its prefix is of use to more prompts. Only full
     blocks hit: the partly filled one at the end of a turn is lost with it. There is one tier, and the eviction policy of
     the configuration has no say.
     """
 
-    grows = True
     shares = True
     partial_hits = False
 
     def __init__(self, *, policy: EvictionPolicy, chunk_tokens: int, gpu_blocks: int, cpu_blocks: int = 0) -> None:
-        super().__init__(chunk_tokens)
-        self.gpu_blocks = self.request_blocks = gpu_blocks
+        super().__init__(chunk_tokens, gpu_blocks)
         self.gpu = BlockPool(gpu_blocks)
         self._tables: dict[int, list[int]] = {}  # conversation -> blocks, while a request of it runs
         self._computed: dict[int, int] = {}  # conversation -> positions with KV in its table
@@ -43,6 +42,13 @@ class PrefixCache(OneTier):
     def available(self) -> int:
         return self.gpu.free + len(self._idle)
 
+    @property
+    def gpu_blocks_used(self) -> int:
+        return self.gpu_blocks - self.gpu.free
+
+    def free_blocks(self) -> tuple[set[int], set[int]]:
+        return self.gpu.free_blocks(), set()
+
     def demand(self, session: Session, keep: int, length: int) -> Demand:
         """What other conversations share is not counted: it may only make the admission cheaper."""
         matched = self._match(session, session.tokens, min(keep, length - 1))
@@ -50,7 +56,7 @@ class PrefixCache(OneTier):
         return Demand(blocks=ceil_div(length + 1, self.chunk_tokens) - len(matched), own_available=idle)
 
     def extend(self, session: Session, length: int, now_s: float) -> tuple[int, tuple[int, ...]] | None:
-        table = self._tables[session.order]
+        table = self._tables[session.number]
         first = len(table)
         count = ceil_div(length, self.chunk_tokens) - first
         if count <= 0:
@@ -61,25 +67,22 @@ class PrefixCache(OneTier):
         return first, tuple(table[first:])
 
     def advance(self, session: Session, runs: Iterable[Run]) -> None:
-        size, table = self.chunk_tokens, self._tables[session.order]
+        size, table = self.chunk_tokens, self._tables[session.number]
         for start, stop in runs:
-            assert start == self._computed[session.order], "KV is computed in ascending order"
-            self._computed[session.order] = stop
-            session.computed = max(session.computed, stop)
-            hashes = self._chains[session.order].upto(session.tokens, stop)
+            assert start == self._computed[session.number], "KV is computed in ascending order"
+            self._computed[session.number] = stop
+            session.advance(stop)
+            hashes = self._chains[session.number].upto(session.tokens, stop)
             for index in range(start // size, stop // size):
                 block, name = table[index], hashes[index]
-                if (
-                    name not in self._block_of
-                ):  # else a twin computed the same at the same time, and stays the one to hit
-                    self._block_of[name] = block
-                    self._hash_of[block] = name
+                if name in self._block_of:
+                    continue  # another request computed the same at the same time; its block stays the one that hits
+                self._block_of[name] = block
+                self._hash_of[block] = name
 
     def release(self, session: Session, now_s: float) -> None:
-        session.running = False
-        session.last_active_s = now_s
-        session.computed = min(session.computed, max(len(session.tokens) - 1, 0))
-        for block in reversed(self._tables.pop(session.order)):
+        session.stop(now_s)
+        for block in reversed(self._tables.pop(session.number)):
             self._references[block] -= 1
             if not self._references[block]:
                 del self._references[block]
@@ -87,22 +90,22 @@ class PrefixCache(OneTier):
                     self._idle[block] = None
                 else:
                     self.gpu.release((block,))
-        del self._computed[session.order]
+        del self._computed[session.number]
 
     def fail(self, session: Session, written: Iterable[Run]) -> None:
-        size, table = self.chunk_tokens, self._tables[session.order]
+        size, table = self.chunk_tokens, self._tables[session.number]
         for start, stop in written:
             for block in table[start // size : ceil_div(stop, size)]:
                 self._unregister(block)
 
     def forget(self, session: Session) -> None:
-        for name in self._chains[session.order].upto(session.tokens, len(session.tokens)):
+        for name in self._chains[session.number].upto(session.tokens, len(session.tokens)):
             block = self._block_of.get(name)
             if block is not None and block in self._idle:
                 self._evict(block)
                 self.gpu.release((block,))
         self.truncate(session, 0)
-        del self.sessions[session.name], self._chains[session.order]
+        del self.sessions[session.name], self._chains[session.number]
 
     def check(self) -> None:
         used = set(self._references)
@@ -122,7 +125,7 @@ class PrefixCache(OneTier):
 
     def _match(self, session: Session, tokens: TokenArray[int], limit: int) -> list[int]:
         found = []
-        for name in self._chains[session.order].upto(tokens, len(tokens))[: limit // self.chunk_tokens]:
+        for name in self._chains[session.number].upto(tokens, len(tokens))[: limit // self.chunk_tokens]:
             block = self._block_of.get(name)
             if block is None:
                 break
@@ -131,23 +134,22 @@ class PrefixCache(OneTier):
 
     def _occupy(self, session: Session, now_s: float) -> int:
         """Take the longest registered prefix and new blocks for the rest; returns the tokens found."""
-        session.running = True
-        session.last_active_s = now_s
+        session.start(now_s)
         length = len(session.tokens)
         matched = self._match(session, session.tokens, length - 1)
         for block in matched:
             self._references[block] = self._references.get(block, 0) + 1
             self._idle.pop(block, None)
         fresh = self._take(ceil_div(length + 1, self.chunk_tokens) - len(matched))
-        self._tables[session.order] = [*matched, *fresh]
+        self._tables[session.number] = [*matched, *fresh]
         found = len(matched) * self.chunk_tokens
-        self._computed[session.order] = found
+        self._computed[session.number] = found
         return found
 
     def _admission(self, session: Session, residency: Residency, found: int) -> Admission:
         length = len(session.tokens)
         again = max(0, session.computed - found)
-        return Admission(residency, ((found, length),), tuple(self._tables[session.order]), (), 0, again)
+        return Admission(residency, ((found, length),), tuple(self._tables[session.number]), (), 0, again)
 
     def _take(self, count: int) -> tuple[int, ...]:
         for _ in range(count - self.gpu.free):

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from pensieve.cache.base import CacheCounters, Run
-from pensieve.cache.session import Session, missing_runs
+from pensieve.cache.tiers import missing_runs
 from pensieve.cost.base import CostModel
 from pensieve.errors import ConfigError
+from pensieve.session import Session
 from pensieve.units import ceil_div
 
 RestoreMode = Literal["load", "hybrid", "recompute"]
@@ -111,11 +112,11 @@ class Restore:
 
 
 class Restorer:
-    """Decides each restore by its mode. A hybrid one takes compute that other requests could use, so with another request
-    running everything is loaded; so it is before the costs are known.
+    """Decides each restore by its mode. A hybrid one takes compute that other requests could use, so while another request
+    runs everything is loaded; so it is before the costs are known.
 
-    A chunk computed again keeps its copy on CPU: the two differ by rounding only, either is the KV of these tokens. It is
-    clean once it is computed as far as the copy goes; until then the copy stays the chunk's KV for everybody else.
+    A chunk computed again keeps its copy on CPU: the two differ by rounding only, and either is the KV of these tokens. If
+    the request stops before the chunk is computed as far as the copy goes, the copy is what stays.
     """
 
     def __init__(self, mode: RestoreMode, chunk_tokens: int, counters: CacheCounters) -> None:
@@ -127,11 +128,11 @@ class Restorer:
         self._chunk_tokens = chunk_tokens
         self._counters = counters
 
-    def weigh(self, cost: CostModel, layers: int, batch_tokens: int) -> None:
+    def set_cost_model(self, cost: CostModel, layers: int, batch_tokens: int) -> None:
         self.times = RestoreTimes(cost, self._chunk_tokens, layers, batch_tokens)
 
     def choose(self, session: Session, backlog: int, alone: bool) -> Restore:
-        """For a conversation that was just pinned. backlog: chunks under way to the GPU for others."""
+        """For a conversation that starts to run. backlog: chunks that are being copied to the GPU for others."""
         chunks, size = session.chunks, self._chunk_tokens
         on_cpu = [index for index, chunk in enumerate(chunks) if chunk.cpu_len > chunk.gpu_len]
         recomputed = len(on_cpu) if self.mode == "recompute" else 0
@@ -143,7 +144,7 @@ class Restorer:
         return Restore(on_cpu[recomputed:], sum(tokens[recomputed:]), sum(tokens[:recomputed]))
 
     def _count(self, split: Split) -> int:
-        """Beside the decision, what it was taken for: sums over all restores, so that the saving can be held against it."""
+        """Sums over all restores of what was predicted, so that the measured saving can be compared with it."""
         extra = self._counters.extra
         for name, value in (
             ("hybrid_restores", 1.0),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pensieve.cache.base import Admission, Demand, EvictionPolicy, Residency, Run
+from pensieve.cache.base import Admission, Demand, Residency, Run
 from pensieve.cache.one_tier import OneTier
-from pensieve.cache.session import Session, common_prefix
 from pensieve.errors import CapacityError, ConfigError
+from pensieve.eviction.base import EvictionPolicy
 from pensieve.request import TokenArray, tokens_of
+from pensieve.session import Session, common_prefix
 from pensieve.units import ceil_div
 
 MOST_SLOTS = 4  # that are chosen where nobody says how many
@@ -17,12 +19,13 @@ MOST_SLOTS = 4  # that are chosen where nobody says how many
 
 @dataclass(slots=True)
 class Slot:
-    """cells: positions it can hold. tokens: those whose KV it holds, from position 0. used_s: when its last turn ended."""
+    """cells: positions it can hold. tokens: those whose KV it holds, from position 0. used_s: when its last turn ended; minus
+    infinity before its first."""
 
     number: int
     blocks: tuple[int, ...]
     tokens: TokenArray[int] = field(default_factory=lambda: tokens_of([]))
-    used_s: float = -1.0
+    used_s: float = -math.inf
     session: Session | None = None
 
 
@@ -41,7 +44,6 @@ class SlotCache(OneTier):
     """
 
     grows = False
-    shares = False
     partial_hits = True
 
     def __init__(
@@ -67,10 +69,9 @@ class SlotCache(OneTier):
                 f"{n_slots} slots do not fit in {gpu_blocks} blocks of {chunk_tokens} tokens; "
                 "lower baseline.cache.n_slots or raise cache.gpu."
             )
-        super().__init__(chunk_tokens)
-        self.request_blocks = gpu_blocks // n_slots
-        self.gpu_blocks = self.request_blocks * n_slots
-        each = self.request_blocks
+        each = gpu_blocks // n_slots
+        super().__init__(chunk_tokens, gpu_blocks=each * n_slots)
+        self.request_blocks = each
         self.slot_prompt_similarity = slot_prompt_similarity
         self.slots = [Slot(number, tuple(range(number * each, (number + 1) * each))) for number in range(n_slots)]
         self._slot_of: dict[int, Slot] = {}
@@ -95,21 +96,19 @@ class SlotCache(OneTier):
         return self.request_blocks, ()  # a slot has all its cells from the start
 
     def advance(self, session: Session, runs: Iterable[Run]) -> None:
-        slot = self._slot_of[session.order]
+        slot = self._slot_of[session.number]
         for start, stop in runs:
             assert start == len(slot.tokens), "KV is computed in ascending order"
             slot.tokens.extend(session.tokens[start:stop])
-            session.computed = max(session.computed, stop)
+            session.advance(stop)
 
     def release(self, session: Session, now_s: float) -> None:
-        session.running = False
-        session.last_active_s = now_s
-        session.computed = min(session.computed, max(len(session.tokens) - 1, 0))
-        slot = self._slot_of.pop(session.order)
+        session.stop(now_s)
+        slot = self._slot_of.pop(session.number)
         slot.session, slot.used_s = None, now_s
 
     def fail(self, session: Session, written: Iterable[Run]) -> None:
-        slot = self._slot_of[session.order]
+        slot = self._slot_of[session.number]
         del slot.tokens[min((start for start, _ in written), default=len(slot.tokens)) :]
 
     def forget(self, session: Session) -> None:
@@ -118,13 +117,13 @@ class SlotCache(OneTier):
             if slot.session is None and held and slot.tokens[:held] == session.tokens[:held]:
                 slot.tokens = tokens_of([])
         self.truncate(session, 0)
-        del self.sessions[session.name], self._chains[session.order]
+        del self.sessions[session.name], self._chains[session.number]
 
     def check(self) -> None:
         for slot in self.slots:
             assert len(slot.tokens) <= len(slot.blocks) * self.chunk_tokens
             if slot.session is not None:
-                assert self._slot_of[slot.session.order] is slot
+                assert self._slot_of[slot.session.number] is slot
                 assert slot.tokens == slot.session.tokens[: len(slot.tokens)]
         assert len(self._slot_of) == sum(slot.session is not None for slot in self.slots)
 
@@ -139,9 +138,8 @@ class SlotCache(OneTier):
         self.counters.dropped_chunks += overwritten
         del slot.tokens[found:]
         slot.session = session
-        self._slot_of[session.order] = slot
-        session.running = True
-        session.last_active_s = now_s
+        self._slot_of[session.number] = slot
+        session.start(now_s)
         return found
 
     def _choose(self, prompt: TokenArray[int]) -> Slot:
@@ -155,4 +153,4 @@ class SlotCache(OneTier):
 
     def _admission(self, session: Session, residency: Residency, found: int) -> Admission:
         again = max(0, session.computed - found)
-        return Admission(residency, ((found, len(session.tokens)),), self._slot_of[session.order].blocks, (), 0, again)
+        return Admission(residency, ((found, len(session.tokens)),), self._slot_of[session.number].blocks, (), 0, again)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from pensieve.cache.base import EvictionPolicy
-from pensieve.cache.session import Session
 from pensieve.cache.two_tier import TwoTierCache
+from pensieve.eviction.base import EvictionPolicy
+from pensieve.session import Session
 
 
 class StatelessCache(TwoTierCache):
     """Every turn recomputes its whole prompt. There is no CPU tier, whatever the configuration gives it.
 
-    A suspended request keeps its KV as long as nobody else needs the blocks, as in every baseline.
+    A preempted request keeps its KV as long as nobody else needs the blocks, as in every baseline.
     """
 
     def __init__(self, *, policy: EvictionPolicy, chunk_tokens: int, gpu_blocks: int, cpu_blocks: int = 0) -> None:
@@ -18,12 +18,7 @@ class StatelessCache(TwoTierCache):
 
     def release(self, session: Session, now_s: float) -> None:
         super().release(session, now_s)
-        self._forget_kv(session)
+        self.tiers.discard(session, 0)
 
-    def end_suspended(self, session: Session, now_s: float) -> None:
-        self._forget_kv(session)
-
-    def _forget_kv(self, session: Session) -> None:
-        while session.chunks:
-            self._discard(session, len(session.chunks) - 1)
-            session.chunks.pop()
+    def end_preempted(self, session: Session, now_s: float) -> None:
+        self.tiers.discard(session, 0)

@@ -6,18 +6,18 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pensieve.cache.chunk import Chunk
 from pensieve.cache.pool import BlockPool
-from pensieve.cache.session import Session
+from pensieve.session import Chunk, Session
 
 _Place = tuple[bool, int]  # on GPU?, block
+_BEFORE_THE_FIRST = -1  # the number of no plan
 
 
 @dataclass(slots=True)
 class Transfer:
-    """One chunk under way. outward: to CPU. length: the leading offsets that are valid at the destination when it is done.
+    """The copy of one chunk. outward: to CPU. length: the leading offsets that are valid at the destination when it is done.
 
-    alive: the chunk still exists; a truncated or forgotten one leaves its blocks in quarantine.
+    alive: the chunk still has these blocks; if not, they are in quarantine.
     """
 
     session: Session
@@ -45,15 +45,15 @@ class Transfers:
         self._moves: dict[int, list[Transfer]] = {}
         self._alive: dict[int, Transfer] = {}  # by id() of the chunk, which its transfer keeps in being
         self._users: Counter[_Place] = Counter()  # open transfers of a block
-        self._after_plan: deque[tuple[int, _Place]] = deque()  # with the last plan that may use the block, ascending
+        # Quarantine: blocks with the last plan that may use them, ascending, and those that only copies still use.
+        self._after_plan: deque[tuple[int, _Place]] = deque()
         self._after_copy: set[_Place] = set()
         self._last_ticket = 0
         self.outgoing = 0
         """Chunks that will be clean and evictable when their copy is done."""
         self.incoming = 0
-        """Chunks that the link from the CPU has still to bring."""
-        self.launched = -1
-        self._collected = -1
+        """Chunks that are being copied to the GPU."""
+        self.launched = self._collected = _BEFORE_THE_FIRST
 
     def open(self, moves: list[Transfer]) -> int:
         """A new ticket for these chunks; each is marked as copying until it is closed."""
@@ -69,6 +69,7 @@ class Transfers:
         return self._last_ticket
 
     def close(self, tickets: Sequence[int]) -> Iterator[Transfer]:
+        """These are over, done or failed."""
         for ticket in tickets:
             for moved in self._moves.pop(ticket):
                 moved.chunk.copying -= 1
@@ -81,20 +82,19 @@ class Transfers:
                 yield moved
 
     def under_way(self) -> Iterator[Transfer]:
-        """All of them: for check()."""
+        """All that are open: for check()."""
         for moves in self._moves.values():
             yield from moves
 
     def pin(self, chunk: Chunk) -> None:
-        """A running request needs the chunk."""
+        """Its session starts to run: the end of a copy does not make it evictable."""
         moved = self._alive.get(id(chunk)) if chunk.copying else None
-        self.outgoing -= moved is not None and _is_outgoing(moved)
-        chunk.pins += 1
+        self.outgoing -= moved is not None and moved.outward
 
     def unpin(self, chunk: Chunk) -> None:
-        chunk.pins -= 1
+        """Its session runs no longer."""
         moved = self._alive.get(id(chunk)) if chunk.copying else None
-        self.outgoing += moved is not None and _is_outgoing(moved)
+        self.outgoing += moved is not None and moved.outward
 
     def shorten(self, chunk: Chunk, length: int) -> None:
         """The chunk was truncated: what its copy brings is valid up to here at most."""
@@ -103,7 +103,7 @@ class Transfers:
             moved.length = min(moved.length, length)
 
     def abandon(self, chunk: Chunk) -> None:
-        """The chunk gives its blocks up: what its copy under way brings is nobody's, and they wait in quarantine."""
+        """The chunk gives its blocks up: they wait in quarantine for its copy, and what that brings is of no use."""
         moved = self._alive.pop(id(chunk), None)
         if moved is not None:
             self.outgoing -= _is_outgoing(moved)
@@ -121,10 +121,10 @@ class Transfers:
             self._release(self._after_plan.popleft()[1])
 
     def retire(self, on_gpu: bool, block: int, discarded: bool) -> None:
-        """Give a block back to its pool, now or when it is safe.
+        """Give a block back to its pool, as soon as nothing uses it.
 
-        An evicted block is in no launched plan (it was not pinned), and its next user comes after those plans; one that
-        was discarded may still be written by a plan under way.
+        No launched plan uses an evicted block, since its session does not run; one that was discarded may still be written
+        by a plan under way.
         """
         if discarded and self.in_flight:
             self._after_plan.append((self.launched, (on_gpu, block)))
@@ -149,7 +149,7 @@ class Transfers:
         assert all(plan > self._collected for plan in plans), "a block waits for a plan that is over"
 
     def _leave(self, place: _Place) -> None:
-        """One transfer of the block is over."""
+        """A transfer that used the block is over."""
         self._users[place] -= 1
         if not self._users[place]:
             del self._users[place]
@@ -167,4 +167,4 @@ class Transfers:
 
 
 def _is_outgoing(moved: Transfer) -> bool:
-    return moved.outward and not moved.chunk.pins
+    return moved.outward and not moved.session.running

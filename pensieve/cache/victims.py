@@ -5,70 +5,70 @@ from __future__ import annotations
 import heapq
 from collections.abc import Hashable, Iterator
 
-from pensieve.cache.base import EvictionPolicy
-from pensieve.cache.chunk import View
-from pensieve.cache.session import Session
+from pensieve.eviction.base import EvictionPolicy
+from pensieve.session import Session, View
 
-_Entry = tuple[float, float, int, int, int]  # order, last active, conversation, chunk, stamp
-_Head = tuple[
-    int, float, float, int, int, int, tuple[int, Hashable]
-]  # level, score, last active, conversation, chunk, ...
+_Key = tuple[int, Hashable]  # level, policy bucket
+_Entry = tuple[float, float, int, int, int]  # policy order, last active, session number, chunk, stamp
+_Head = tuple[int, float, float, int, int, int, _Key]  # level, score, last active, session number, chunk, stamp, key
 _COMPACT_BELOW = 64
+_NOT_ENTERED = -1  # the stamp of a lead that no heap has an entry of
 
 
 class _Lead:
-    """Of one conversation in one index: how many chunks stand in it, and which is the first."""
+    """What an index holds of one conversation: how many chunks, and which is the first."""
 
     __slots__ = ("chunk", "count", "key", "session", "stamp")
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.count = 0
-        self.chunk = -1
-        self.stamp = -1
-        self.key: tuple[int, Hashable] = (0, None)
+        self.chunk = 0
+        self.stamp = _NOT_ENTERED
+        self.key: _Key = (0, None)
 
 
 class VictimIndex:
     """The chunks of one View, ready to be taken in the policy's order.
 
-    One bucket per policy bucket (for retention value: the index of the leading chunk, so that the recompute cost is equal
-    and the order by last active never changes) and level (1: conversations with a waiting request, taken only after every
-    idle one). Each is a heap of the leading chunks of its conversations; a choice compares the heads. One heap over all
-    would be wrong, because the order of two conversations of different cost changes with time; a scan would grow with the
-    number of idle conversations. Outdated entries stay in a heap until they reach its top or outnumber the valid ones.
+    There is a heap for each policy bucket and level (1: conversations with a waiting request, taken only after those that
+    have none), with the first chunk of each of its conversations. A choice compares the heads of the heaps. For retention
+    value a bucket is the index of that chunk: the chunks of a bucket cost the same to recompute, so their order by last
+    active never changes. One heap over all would be wrong, because the order of two conversations of different cost changes
+    with time; a scan would grow with the number of idle conversations. Outdated entries stay in a heap until they reach its
+    top or outnumber the valid ones.
     """
 
     def __init__(self, policy: EvictionPolicy, view: View) -> None:
         self._policy = policy
         self._view = view
         self._leads: dict[int, _Lead] = {}
-        self._heaps: dict[tuple[int, Hashable], list[_Entry]] = {}
-        self._valid: dict[tuple[int, Hashable], int] = {}
-        self._touched: list[tuple[int, Hashable]] | None = None  # buckets changed while a choice is under way
+        self._heaps: dict[_Key, list[_Entry]] = {}
+        self._valid: dict[_Key, int] = {}
+        self._touched: list[_Key] | None = None  # buckets changed while a choice is under way
         self._stamp = 0
-        self._whole = bool(getattr(policy, "whole_conversations", False))
-        self._version = getattr(policy, "version", 0)
+        self._whole = policy.whole_conversations
+        self._version = policy.version
         self.chunks = 0
 
     def add(self, session: Session, chunk: int) -> None:
-        lead = self._leads.get(session.order)
+        lead = self._leads.get(session.number)
         if lead is None:
-            lead = self._leads[session.order] = _Lead(session)
+            lead = self._leads[session.number] = _Lead(session)
         lead.count += 1
         self.chunks += 1
         if lead.count == 1 or chunk < lead.chunk:
             self._enter(lead, chunk)
 
     def remove(self, session: Session, chunk: int) -> None:
-        """The chunk's view was changed before the call, so that the search for the next leader passes it."""
-        lead = self._leads[session.order]
+        """The caller has already changed the chunk's view, so that the search for the next first chunk skips it."""
+        lead = self._leads[session.number]
         lead.count -= 1
         self.chunks -= 1
         if lead.count == 0:
             self._valid[lead.key] -= 1
             self._touch(lead.key)
-            del self._leads[session.order]
+            del self._leads[session.number]
         elif chunk == lead.chunk:
             chunks, view, following = session.chunks, self._view, chunk + 1
             while chunks[following].view is not view:
@@ -76,15 +76,15 @@ class VictimIndex:
             self._enter(lead, following)
 
     def remove_session(self, session: Session) -> None:
-        """All chunks of a conversation leave at once (it was pinned); the caller resets their views."""
-        lead = self._leads.pop(session.order, None)
+        """All chunks of a conversation leave at once, since it starts to run; the caller resets their views."""
+        lead = self._leads.pop(session.number, None)
         if lead is not None:
             self.chunks -= lead.count
             self._valid[lead.key] -= 1
             self._touch(lead.key)
 
     def count_of(self, session: Session) -> int:
-        lead = self._leads.get(session.order)
+        lead = self._leads.get(session.number)
         return lead.count if lead else 0
 
     def enough(self, session: Session, taken: int, wanted: int | None) -> bool:
@@ -97,13 +97,13 @@ class VictimIndex:
 
     def refresh(self, session: Session) -> None:
         """Its last active, next use or level changed."""
-        lead = self._leads.get(session.order)
+        lead = self._leads.get(session.number)
         if lead is not None:
             self._enter(lead, lead.chunk)
 
     def victims(self, now_s: float) -> Iterator[tuple[Session, int]]:
         """Chunks in the order of eviction. After each one the caller must have removed it from this index (or stop)."""
-        if getattr(self._policy, "version", 0) != self._version:
+        if self._policy.version != self._version:
             self._reorder()
         heads = [head for key in list(self._heaps) if (head := self._head(key, now_s)) is not None]
         heapq.heapify(heads)
@@ -127,29 +127,22 @@ class VictimIndex:
         """Where a chunk stands in the order of eviction, lowest first, also one that is in no index."""
         key, order = self._policy.bucket(session, chunk), self._policy.order(session, chunk)
         score = self._policy.score(key, order, now_s)
-        return (1 if session.waiting else 0, score, session.last_active_s, session.order, chunk)
-
-    def members(self) -> Iterator[tuple[Session, int]]:
-        """For check(): every chunk in the index."""
-        for lead in self._leads.values():
-            for chunk, record in enumerate(lead.session.chunks):
-                if record.view is self._view:
-                    yield lead.session, chunk
+        return (1 if session.waiting else 0, score, session.last_active_s, session.number, chunk)
 
     def leads(self) -> dict[int, tuple[int, int]]:
-        """For check(): conversation order -> (leading chunk, count)."""
-        return {order: (lead.chunk, lead.count) for order, lead in self._leads.items()}
+        """For check(): session number -> (leading chunk, count)."""
+        return {number: (lead.chunk, lead.count) for number, lead in self._leads.items()}
 
     def _enter(self, lead: _Lead, chunk: int) -> None:
         session = lead.session
         key = (1 if session.waiting else 0, self._policy.bucket(session, chunk))
-        if lead.stamp >= 0:
+        if lead.stamp != _NOT_ENTERED:
             self._valid[lead.key] -= 1
             if lead.key != key:
                 self._touch(lead.key)
         self._stamp += 1
         lead.chunk, lead.stamp, lead.key = chunk, self._stamp, key
-        entry = (self._policy.order(session, chunk), session.last_active_s, session.order, chunk, self._stamp)
+        entry = (self._policy.order(session, chunk), session.last_active_s, session.number, chunk, self._stamp)
         heap = self._heaps.get(key)
         if heap is None:
             self._heaps[key] = [entry]
@@ -163,14 +156,14 @@ class VictimIndex:
         self._touch(key)
 
     def _reorder(self) -> None:
-        self._version = getattr(self._policy, "version", 0)
+        self._version = self._policy.version
         self._heaps.clear()
         self._valid.clear()
         for lead in self._leads.values():
-            lead.stamp = -1
+            lead.stamp = _NOT_ENTERED
             self._enter(lead, lead.chunk)
 
-    def _touch(self, key: tuple[int, Hashable]) -> None:
+    def _touch(self, key: _Key) -> None:
         if self._touched is not None:
             self._touched.append(key)
 
@@ -178,7 +171,7 @@ class VictimIndex:
         lead = self._leads.get(entry[2])
         return lead is not None and lead.stamp == entry[4]
 
-    def _head(self, key: tuple[int, Hashable], now_s: float) -> _Head | None:
+    def _head(self, key: _Key, now_s: float) -> _Head | None:
         heap = self._heaps.get(key)
         while heap:
             entry = heap[0]

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pensieve.baselines.base import System
-from pensieve.cache.base import CacheManager, EvictionPolicy, PolicyContext
-from pensieve.cache.remembered import MemoryLimits
+from pensieve.cache.base import CacheManager
 from pensieve.clock import Clock, VirtualClock, WallClock
 from pensieve.compose.plan import TrialPlan, memory_share
 from pensieve.compose.schema import ModelConfig, TrialConfig
 from pensieve.compose.target import factory
 from pensieve.compose.weights import weights_kind
 from pensieve.errors import CapacityError, ConfigError
+from pensieve.eviction.base import EvictionPolicy, PolicyContext
+from pensieve.idle_sessions import MemoryLimits
 from pensieve.request import tokens_of
 from pensieve.scheduler.composition import Composition
 from pensieve.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer

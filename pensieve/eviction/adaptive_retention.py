@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 
-from pensieve.cache.base import PolicyContext
-from pensieve.cache.session import Session
+from pensieve.eviction.base import PolicyContext
 from pensieve.eviction.retention_value import RetentionValue
+from pensieve.session import Session
 
 _SWITCH_RATIO = 1.10  # the other shadow must hit this much more: a switch reorders every idle conversation
-_FORGET = 0.5  # share of the past hits that still counts after a round
+_FORGET = 0.5  # share of the past hits that still counts after a decision
 
 
 class _Shadow:
-    """A cache of conversations of the real one's total size, in numbers only: what would it have hit?
+    """A cache of whole conversations, as large as the real one, that holds counts of tokens only: what would it have hit?
 
-    keep: the most recently used goes first, so that what is in stays in; else the least recently used.
+    keep: it evicts the most recently used, so that what is in stays in; else the least recently used.
     """
 
     def __init__(self, capacity_tokens: int, keep: bool) -> None:
@@ -32,7 +32,7 @@ class _Shadow:
         self._tokens[conversation] = tokens
         self._held += tokens - held
         while self._held > self._capacity:
-            # Keeping, the newest newcomer makes room for itself; of a conversation only as much goes as must.
+            # With `keep` the newcomer itself makes room; of a conversation no more tokens go than must.
             victim = next(reversed(self._tokens)) if self._keep else next(iter(self._tokens))
             gone = min(self._tokens[victim], self._held - self._capacity)
             self._held -= gone
@@ -43,10 +43,10 @@ class _Shadow:
 
 class AdaptiveRetention(RetentionValue):
     """Any recency rule collapses when more conversations than fit return in strict turn: the oldest is the next to return.
-    There it is best to keep a part of them and to let the newest go. Which of the two regimes holds is measured: two shadow
-    caches of conversations, of the real cache's total size, count what recency and keeping would have hit, and the policy
-    follows the better one. Both count every admission; a switch happens at most once in as many admissions as there are
-    conversations in the shadows, so that its reordering costs a constant an admission.
+    There it is best to keep a part of them and to evict the newest. Which of the two regimes holds is measured: two shadow
+    caches count what recency and what keeping would have hit, and the policy follows the better one. Both see every
+    admission. The policy may switch once in twice as many admissions as conversations took part in them, so that the
+    reordering after a switch costs a constant an admission.
     """
 
     def __init__(self, context: PolicyContext) -> None:
@@ -59,10 +59,9 @@ class AdaptiveRetention(RetentionValue):
         self.version = 0
 
     def observe(self, session: Session, now_s: float) -> None:
-        """A turn of the conversation was admitted; its tokens include the new prompt."""
         for shadow in (self._recency, self._keeping):
-            shadow.access(session.order, len(session.tokens))
-        self._seen.add(session.order)
+            shadow.access(session.number, len(session.tokens))
+        self._seen.add(session.number)
         self._admissions += 1
         if self._admissions >= 2 * len(self._seen):
             self._decide()

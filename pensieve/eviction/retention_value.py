@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from pensieve.cache.base import PolicyContext
-from pensieve.cache.session import Session
+from pensieve.eviction.base import EvictionPolicy, PolicyContext
+from pensieve.session import Session
 
 
-class RetentionValue:
+class RetentionValue(EvictionPolicy):
     """V = Cost(s, l) / T: seconds to recompute the chunk, over seconds since its conversation was last active.
 
     A chunk late in a context costs more to recompute, so the leading chunks of an old conversation go first. Chunks of
@@ -17,8 +17,8 @@ class RetentionValue:
     """
 
     def __init__(self, context: PolicyContext) -> None:
-        self._context = context
-        self._cost: list[float] = []
+        super().__init__(context)
+        self._cost: list[float] = []  # by chunk index: seconds to recompute it
 
     def bucket(self, session: Session, chunk: int) -> int:
         return chunk
@@ -29,5 +29,5 @@ class RetentionValue:
     def score(self, bucket: Hashable, order: float, now_s: float) -> float:
         assert isinstance(bucket, int)
         while len(self._cost) <= bucket:
-            self._cost.append(self._context.recompute_s((len(self._cost) + 1) * self._context.chunk_tokens))
+            self._cost.append(self.context.recompute_s((len(self._cost) + 1) * self.context.chunk_tokens))
         return (order - now_s) / self._cost[bucket]

@@ -38,11 +38,12 @@ if [ -z "${{PYTHON:-}}" ]; then
     PYTHON=.venv/bin/python
 fi
 PENSIEVE_OUTPUTS="$PWD/outputs"
-export PENSIEVE_OUTPUTS
+PYTHONPATH="$PWD"  # the code of the bundle, not one that is installed here
+export PENSIEVE_OUTPUTS PYTHONPATH
 {command}
 """
 
-_FIGURE_PACKAGES = ("numpy", "matplotlib", "pandas", "pyarrow", "sqlalchemy", "filelock", "psutil", "rich")
+_FIGURE_PACKAGES = ("numpy", "scipy", "matplotlib", "pandas", "pyarrow", "sqlalchemy", "filelock", "psutil", "rich")
 
 
 def bundle_sweep(store: ResultsStore, sweep_id: int, checkout: Path, path: Path) -> Path:

@@ -9,8 +9,8 @@ from pensieve.scheduler.sequence import Sequence
 
 
 class WaitingQueue:
-    """Ordered by rank of arrival. Nobody overtakes a deferred head; only a request whose conversation is still busy with an
-    earlier one is passed over: it is parked, and takes its own rank when that one ends.
+    """In the order of arrival. Nobody overtakes a deferred head; only a request whose conversation is still busy with an
+    earlier one is passed over: it is parked, and gets the place of its own arrival when that one ends.
     """
 
     def __init__(self) -> None:
@@ -31,12 +31,12 @@ class WaitingQueue:
             self._parked.setdefault(name, deque()).append(sequence)
         else:
             self._busy.add(name)
-            heapq.heappush(self._ready, (sequence.rank, sequence))
+            heapq.heappush(self._ready, (sequence.arrival, sequence))
 
     def push_back(self, sequence: Sequence) -> None:
-        """A suspended request: its conversation is busy with it already."""
+        """A preempted request: its conversation is busy with it already."""
         self._size += 1
-        heapq.heappush(self._ready, (sequence.rank, sequence))
+        heapq.heappush(self._ready, (sequence.arrival, sequence))
 
     def head(self) -> Sequence | None:
         while self._ready and self._ready[0][0] in self._gone:
@@ -59,7 +59,7 @@ class WaitingQueue:
         following = parked.popleft()
         if not parked:
             del self._parked[session]
-        heapq.heappush(self._ready, (following.rank, following))
+        heapq.heappush(self._ready, (following.arrival, following))
 
     def remove(self, sequence: Sequence) -> None:
         """Cancelled while it waited. If its conversation was busy with it, the next one becomes ready."""
@@ -71,5 +71,5 @@ class WaitingQueue:
             if not parked:
                 del self._parked[name]
             return
-        self._gone.add(sequence.rank)
+        self._gone.add(sequence.arrival)
         self.ended(name)

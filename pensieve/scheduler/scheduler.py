@@ -31,9 +31,9 @@ class Step:
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """suspended, deferred: requests, each counted once however long it waited. steps: plans made."""
+    """preempted, deferred: requests, each counted once however long it waited. steps: plans made."""
 
-    suspended: int = 0
+    preempted: int = 0
     deferred: int = 0
     steps: int = 0
     batched_tokens: int = 0
@@ -60,12 +60,12 @@ class _Draft:
 class Scheduler:
     """Iteration-level batching over any CacheManager; knows no tensor and no baseline.
 
-    A request waits, runs (pinned, all its blocks reserved), may be suspended when decode runs out of blocks (it returns to
-    the queue at its own rank), and ends. With nothing running the admission reserve is 0, and idle chunks are dropped if
-    copies cannot make room: so something always starts.
+    A request waits, runs (its blocks reserved, none of them evictable), may be preempted when decode runs out of blocks (it
+    then waits again, in its order of arrival), and ends. With nothing running the admission reserve is 0, and idle chunks
+    are dropped if copies cannot make room: so something always starts.
 
     ahead: plans are made while an earlier one is in flight. A request whose token that one samples is then planned for the
-    position of that token, unseen; the cache learns of the position when the token is known. Nobody is suspended while a
+    position of that token, unseen; the cache learns of the position when the token is known. Nobody is preempted while a
     plan is in flight: `must_drain` asks for the next plan to be made with none.
     """
 
@@ -76,14 +76,14 @@ class Scheduler:
         self._in_flight = False
         self.settings = settings
         self.queue = WaitingQueue()
-        self.running: list[Sequence] = []  # by rank
+        self.running: list[Sequence] = []  # by arrival
         self.counters = SchedulerCounters()
         self._slots = list(range(settings.max_batch_requests - 1, -1, -1))
         self._max_context = max_context
         self._deferred: set[int] = set()
         self._refused: list[tuple[Sequence, RequestRefused]] = []
-        self._start = math.ceil(settings.swap_out_start * cache.gpu_blocks)
-        self._stop = math.ceil(settings.swap_out_stop * cache.gpu_blocks)
+        self._low_watermark = math.ceil(settings.swap_out_start * cache.gpu_blocks)
+        self._high_watermark = math.ceil(settings.swap_out_stop * cache.gpu_blocks)
         self._reserve = math.ceil(settings.admission_reserve * cache.gpu_blocks)
 
     def refusal(self, sequence: Sequence) -> RequestRefused | None:
@@ -96,7 +96,7 @@ class Scheduler:
         return refused
 
     def submit(self, sequence: Sequence, now_s: float) -> None:
-        self.cache.hold(sequence.session, now_s)
+        self.cache.mark_waiting(sequence.session, now_s)
         self.queue.push(sequence)
 
     def plan(self, now_s: float, in_flight: bool = False) -> Step | None:
@@ -142,12 +142,12 @@ class Scheduler:
         self.queue.ended(sequence.session.name)
 
     def withdraw(self, sequence: Sequence, now_s: float) -> None:
-        """It was cancelled while it waited (or was suspended)."""
+        """It was cancelled while it waited (or was preempted)."""
         self.queue.remove(sequence)
-        self._deferred.discard(sequence.rank)
-        self.cache.unhold(sequence.session, now_s)
-        if sequence.suspended:
-            self.cache.end_suspended(sequence.session, now_s)
+        self._deferred.discard(sequence.arrival)
+        self.cache.unmark_waiting(sequence.session, now_s)
+        if sequence.preempted:
+            self.cache.end_preempted(sequence.session, now_s)
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
@@ -155,19 +155,19 @@ class Scheduler:
         """Admit from the head while it fits; returns the blocks that a deferred head lacks."""
         while (head := self.queue.head()) is not None and self._slots:
             cache, session = self.cache, head.session
-            error = None if head.suspended else self.refusal(head)
+            error = None if head.preempted else self.refusal(head)
             if error is not None:
                 self.withdraw(head, now_s)
                 self._refused.append((head, error))
                 continue
-            keep = len(session.tokens) if head.suspended else head.kept()
-            length = keep if head.suspended else head.prompt_length()
+            keep = len(session.tokens) if head.preempted else head.kept()
+            length = keep if head.preempted else head.prompt_length()
             demand = cache.demand(session, keep, length)
             reserve = self._reserve if self.running and cache.grows else 0
             lacking = demand.blocks + demand.own_available + reserve - cache.available
             if lacking > 0:
-                if head.rank not in self._deferred:
-                    self._deferred.add(head.rank)
+                if head.arrival not in self._deferred:
+                    self._deferred.add(head.arrival)
                     self.counters.deferred += 1
                 return lacking
             self._start_running(self.queue.pop(), keep, draft, now_s)
@@ -175,12 +175,12 @@ class Scheduler:
 
     def _start_running(self, sequence: Sequence, keep: int, draft: _Draft, now_s: float) -> None:
         cache, session, record = self.cache, sequence.session, sequence.record
-        self._deferred.discard(sequence.rank)
-        if sequence.suspended:
+        self._deferred.discard(sequence.arrival)
+        if sequence.preempted:
             admission = cache.resume(session, now_s)
             record.resumed_swapped_tokens += admission.swapped_tokens
             record.resumed_recomputed_tokens += admission.again_tokens
-            sequence.suspended = False
+            sequence.preempted = False
         else:
             sequence.length_before = len(session.tokens) if sequence.request.continues else keep
             sequence.computed_before = min(session.computed, sequence.length_before)
@@ -194,11 +194,11 @@ class Scheduler:
             record.shared_hit_tokens = residency.shared_hit
             record.elsewhere_tokens, record.anywhere_tokens = residency.elsewhere, residency.anywhere
             record.cpu_recomputed_tokens = admission.cpu_recomputed_tokens
-        cache.unhold(session, now_s)
+        cache.unmark_waiting(session, now_s)
         sequence.set_work(admission.work)
         sequence.slot = self._slots.pop()
         position = len(self.running)
-        while position and self.running[position - 1].rank > sequence.rank:
+        while position and self.running[position - 1].arrival > sequence.arrival:
             position -= 1
         self.running.insert(position, sequence)
         draft.admitted.append(sequence)
@@ -213,14 +213,14 @@ class Scheduler:
         running = [sequence for sequence in self.running if not sequence.closed] if self._ahead else self.running
         for sequence, count in self.settings.composition(running, self.settings.max_batch_tokens):
             if sequence.slot is None:
-                continue  # suspended a moment ago, to make room for an earlier one
+                continue  # preempted a moment ago, to make room for an earlier one
             if sequence.decoding and not self._extend(sequence, draft, rows, now_s):
                 continue
             rows.append((sequence, self._row(sequence, count)))
         return rows
 
     def _extend(self, sequence: Sequence, draft: _Draft, rows: list[tuple[Sequence, Row]], now_s: float) -> bool:
-        """A block for the next decoded position. False: the request skips this iteration, or was suspended."""
+        """A block for the next decoded position. False: the request skips this iteration, or was preempted."""
         cache, session = self.cache, sequence.session
         length = sequence.work[0][1]
         while True:
@@ -240,24 +240,24 @@ class Scheduler:
                 return False
             victim = self._latest_idle_in(rows)
             if len(self.running) > 1 and victim is not None:
-                self._suspend(victim, draft, now_s)
+                self._preempt(victim, draft, now_s)
                 if victim is sequence:
                     return False
             elif not cache.drop(1, now_s):
-                return False  # the other blocks are in this very plan; the next iteration suspends
+                return False  # the other blocks are in this very plan; the next iteration preempts
 
     def _latest_idle_in(self, rows: list[tuple[Sequence, Row]]) -> Sequence | None:
         """The latest-arrived running request, unless this iteration already computes it."""
         planned = {id(sequence) for sequence, _ in rows}
         return next((s for s in reversed(self.running) if id(s) not in planned), None)
 
-    def _suspend(self, sequence: Sequence, draft: _Draft, now_s: float) -> None:
-        self.counters.suspended += 1
+    def _preempt(self, sequence: Sequence, draft: _Draft, now_s: float) -> None:
+        self.counters.preempted += 1
         self.running.remove(sequence)
         self._leave_slot(sequence)
-        sequence.suspended = True
-        self.cache.hold(sequence.session, now_s)
-        draft.add_swap_out(self.cache.suspend(sequence.session, now_s), sequence)
+        sequence.preempted = True
+        self.cache.mark_waiting(sequence.session, now_s)
+        draft.add_swap_out(self.cache.preempt(sequence.session, now_s), sequence)
         self.queue.push_back(sequence)
 
     def _row(self, sequence: Sequence, count: int) -> Row:
@@ -288,10 +288,10 @@ class Scheduler:
     # -- making room --------------------------------------------------------------------------------------------------
 
     def _swap_out(self, draft: _Draft, wanted: int, now_s: float) -> None:
-        """Ahead of time below the start threshold (section 4.3.2), and at once for a head that waits for blocks."""
+        """Ahead of time below the low watermark, up to the high one (section 4.3.2); at once for a head that lacks blocks."""
         cache = self.cache
         have = cache.available + cache.outgoing
-        target = self._stop if have < self._start else 0
+        target = self._high_watermark if have < self._low_watermark else 0
         if wanted:
             target = max(target, cache.available + wanted)
         if target > have:

@@ -6,17 +6,17 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from pensieve.cache.base import Run
-from pensieve.cache.session import Session, common_prefix
 from pensieve.request import Forced, Request, TokenArray, TurnRecord, tokens_of
+from pensieve.session import Session, common_prefix
 from pensieve.stop import StopSearch
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """rank: order of arrival, kept through suspension. work: positions without KV, ascending; the last one ends at the last
-    known token, so a decode is a work list of one position. slot: the worker's, while running. length_before and
-    computed_before: of the conversation at admission, to which a turn that is undone returns; replaced: its tokens beyond,
-    which an edited prompt put others in place of. stop: looks for the stop strings, where there are any.
+    """arrival: its place in the order of arrival, kept when it is preempted. work: positions without KV, ascending; the last
+    one ends at the last known token, so a decode is a work list of one position. slot: the worker's, while running.
+    length_before and computed_before: of the conversation at admission, to which a turn that is undone returns; replaced:
+    its tokens beyond, which an edited prompt put others in place of. stop: looks for the stop strings, where there are any.
 
     in_flight: launched plans that it has a part in. awaited: tokens that those plans sample. Its blocks and its slot stay
     its own until nothing of it is in flight; closed: over for whoever asked, and waiting for that.
@@ -24,7 +24,7 @@ class Sequence:
 
     request: Request
     record: TurnRecord
-    rank: int
+    arrival: int
     session: Session
     noise_key: int
     work: deque[Run] = field(default_factory=deque)
@@ -34,7 +34,7 @@ class Sequence:
     computed_before: int = 0
     replaced: TokenArray[int] = field(default_factory=lambda: tokens_of([]))
     stop: StopSearch | None = None
-    suspended: bool = False
+    preempted: bool = False
     in_flight: int = 0
     awaited: int = 0
     closed: bool = False

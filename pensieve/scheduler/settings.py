@@ -10,7 +10,8 @@ from pensieve.scheduler.composition import Composition, unified
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
-    """swap_out_start, swap_out_stop, admission_reserve: shares of the GPU blocks (sections 4.3.2 and 4.3.5).
+    """swap_out_start, swap_out_stop: the low and the high watermark of available blocks; admission_reserve: what an
+    admission leaves. All three are shares of the GPU blocks (sections 4.3.2 and 4.3.5).
 
     max_batch_tokens: positions an iteration computes, at most. max_batch_requests: requests that run at once.
     """

@@ -21,6 +21,7 @@ from pensieve.compose import (
 )
 from pensieve.compose.target import locate
 from pensieve.errors import ConfigError, RequestFailed, refused
+from pensieve.eviction.base import needs_future
 from pensieve.request import (
     UNNUMBERED,
     Event,
@@ -283,7 +284,7 @@ def create_server(
             "tracking": read_option("tracking", "off"),
         }
     )
-    if getattr(locate(str(config.eviction["_target_"]), f"eviction={eviction}"), "needs_future", False):
+    if needs_future(locate(str(config.eviction["_target_"]), f"eviction={eviction}")):
         raise ConfigError(
             f"eviction={eviction} needs a workload whose future is known, and live traffic has none; choose lru."
         )

@@ -248,8 +248,9 @@ def _draw(tracking: Tracking, url_env: str | None, sweep_id: int) -> list[str]:
         return []
     where = ["--url-env", url_env] if url_env else []
     command = [sys.executable, str(script), "--sweep", str(sweep_id), "--quiet", *where]
-    outputs = {**os.environ, "PENSIEVE_OUTPUTS": str(tracking.outputs)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=outputs)
+    path = os.pathsep.join(filter(None, [str(script.parents[1]), os.environ.get("PYTHONPATH")]))
+    settings = {**os.environ, "PENSIEVE_OUTPUTS": str(tracking.outputs), "PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=settings)
     if done.returncode != 0:
         reason = done.stderr.strip().splitlines() or ["no reason given"]
         say(f"Not every figure was drawn: {reason[-1]}")

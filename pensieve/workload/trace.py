@@ -79,7 +79,7 @@ def trace_workload(
     if max_context is not None:
         context = replace(context, max_context=min(context.max_context, max_context))
     recording = load(path, format, on_malformed)
-    inside, beheaded = windowed(recording, window_start_s, window_s)
+    inside, begun_before = windowed(recording, window_start_s, window_s)
     order = shuffled(len(inside), context.seed, "conversations") if conversations else range(len(inside))
     fit = Fit(context, max_turns, max_new_tokens)
     measured, left_out = fitted([inside[i] for i in order], fit, min_turns=min_turns, wanted=conversations)
@@ -97,7 +97,7 @@ def trace_workload(
         "malformed_lines": recording.malformed,
         "malformed_examples": list(recording.examples),
         **recording.facts,
-        "conversations_begun_before_the_window": beheaded,
+        "conversations_begun_before_the_window": begun_before,
         **left_out,
         **rates,
         **(_timing(recording, time_scale, window_start_s, window_s) if recording.timed else {}),
@@ -126,20 +126,20 @@ def windowed(recording: Recording, start_s: float, length_s: float | None) -> tu
         raise ConfigError(f"workload.format={recording.format} has no times; leave window_start_s and window_s alone.")
     end_s = float("inf") if length_s is None else start_s + length_s
     inside: list[Conversation] = []
-    beheaded = 0
+    begun_before = 0
     for conversation in recording.conversations:
         calls = tuple(call for call in conversation.calls if start_s <= (call.at_s or 0.0) < end_s)
         if not calls:
             continue
         if calls[0] is not conversation.calls[0] and any(call.continues for call in calls):
-            beheaded += 1
+            begun_before += 1
             continue
         inside.append(replace(conversation, calls=calls))
     if not inside:
         raise ConfigError(
             f"No request of the trace lies in the window from {start_s:g} s on; choose another window_start_s or window_s."
         )
-    return inside, beheaded
+    return inside, begun_before
 
 
 def _timing(recording: Recording, scale: float, start_s: float, length_s: float | None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from matplotlib import pyplot as plt
 
-from analysis.drawing import style
+from analysis import style
 from pensieve.results.store import ResultsStore
 from tests.analysis.sweeps import Drawn
 from tests.results.trials import MEMORY

@@ -9,10 +9,10 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from analysis.drawing.source import Source
+from analysis.sweep import Source
 from pensieve.request import TurnRecord
 from pensieve.results.store import ResultsStore
-from tests.analysis.sweeps import fill
+from tests.analysis.sweeps import fill, written
 from tests.results.trials import turn
 
 Costs = Mapping[str, float]
@@ -83,7 +83,7 @@ def marks(figure: Figure) -> dict[str, Any]:
             if line.get_gid():
                 points = zip(line.get_xdata(), line.get_ydata(), strict=True)
                 found[f"{place}:{line.get_gid()}"] = [(float(x), float(y)) for x, y in points if x == x and y == y]
-        for text in axes.texts:
+        for text in written(axes):
             if text.get_gid():
                 found[f"{place}:{text.get_gid()}"] = text.get_text()
     return found

@@ -6,14 +6,17 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pytest
+from matplotlib.artist import Artist
 from matplotlib.axis import Tick, XTick
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.table import Table
 from matplotlib.text import Text
 
-from analysis.drawing import style
-from analysis.drawing.source import Source, open_source
+from analysis import style
+from analysis.sweep import Source, open_source
 from pensieve.metrics import Measurement, Metric, summarise
 from pensieve.request import TurnRecord
 from pensieve.results.store import ResultsStore
@@ -72,10 +75,8 @@ class Drawn:
 
     @property
     def texts(self) -> list[str]:
-        """Everything written on it, without the ticks; wrapped lines joined."""
-        parts = [*self.figure.texts, *(text for axes in self.figure.axes for text in axes.texts)]
-        labels = [label for axes in self.figure.axes for label in (axes.get_xlabel(), axes.get_ylabel())]
-        return [" ".join(text.get_text().split()) for text in parts] + labels
+        """Everything written on it; wrapped lines joined."""
+        return [" ".join(text.get_text().split()) for text in written(self.figure)]
 
     @property
     def ticks(self) -> list[str]:
@@ -84,16 +85,22 @@ class Drawn:
     @property
     def clipped(self) -> list[str]:
         """Texts that reach over the edge of a figure, which is one column wide."""
-        assert self.figure.get_figwidth() == style.WIDTH_IN
+        assert self.figure.get_figwidth() == pytest.approx(style.WIDTH_IN)
         self.figure.draw_without_rendering()
         page = self.figure.bbox.padded(1.0)
         found = []
-        for text in set(self.figure.findobj(Text)) - _unseen(self.figure):
+        for text in set(written(self.figure)) - _unseen(self.figure):
             box = text.get_window_extent()
             inside = page.contains(box.x0, box.y0) and page.contains(box.x1, box.y1)
             if text.get_visible() and text.get_text().strip() and not inside:
                 found.append(text.get_text())
         return found
+
+
+def written(artist: Artist) -> list[Text]:
+    """Every text on a figure or its axes, those of tables too."""
+    cells = [cell for table in artist.findobj(Table) for cell in table.get_celld().values()]
+    return [*artist.findobj(Text), *(cell.get_text() for cell in cells)]
 
 
 def flat(points: Sequence[tuple[float, float]]) -> list[float]:

@@ -6,15 +6,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from analysis import ablation
-from analysis.figures import FIGURES
+from analysis import caches
+from analysis.registry import FIGURES
+from analysis.sweep import Source
 from pensieve.errors import MissingSeries
 from pensieve.results.store import ResultsStore
 from tests.analysis.sweeps import answered, fill
 from tests.results.trials import MEMORY
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "experiment"
-KNOWN = {one.name: one for one in ablation.ABLATIONS}
+KNOWN = {one.name: one for one in caches.ABLATIONS}
 GOOD, BAD = (60, 30, 10.0), (20, 10, 25.0)  # GPU hit, CPU hit, TTFT
 
 
@@ -72,8 +73,8 @@ def test_swapping_two_values_in_the_database_swaps_the_drawn_data(name, drawn, t
         if name == "ablation_cpu_size":  # drawn as the engine had it
             for job in source.jobs:
                 source.store.set_trial(job.last.id, cpu_tokens=int(job.last.config["cache"]["cpu"].split()[0]))
-            source = ablation.Source(source.store, source.sweep)
-        [drawing] = ablation.draw(KNOWN[name], source, tmp_path)
+            source = Source(source.store, source.sweep)
+        [drawing] = FIGURES[name].draw(source, tmp_path)
         with drawing.csv.open(newline="") as file:
             rows = list(csv.DictReader(file))
         return drawn[name], rows
@@ -95,7 +96,7 @@ def test_swapping_two_values_in_the_database_swaps_the_drawn_data(name, drawn, t
         first, second = (widths[0][f"{label}/{measure}", 0.0] for label in (top, bottom))
         assert (first, second) == tuple(widths[1][f"{label}/{measure}", 0.0] for label in (bottom, top))
         assert first != second
-    if ablation.HITS in KNOWN[name].measures:
+    if caches.HITS in KNOWN[name].measures:
         assert widths[0][f"{top}/GPU hit", 0.0] == widths[1][f"{bottom}/GPU hit", 0.0] == 60.0
         assert rows[0]["gpu_hit_pct"] == rows_swapped[1]["gpu_hit_pct"] == "60.0"
 
@@ -103,7 +104,7 @@ def test_swapping_two_values_in_the_database_swaps_the_drawn_data(name, drawn, t
 def test_every_overlay_of_an_ablation_has_its_figure_and_its_axis():
     overlays = {path.stem: yaml.safe_load(path.read_text()) for path in CONF.glob("ablation_*.yaml")}
     assert overlays.keys() == KNOWN.keys()
-    assert {one.name for one in ablation.FIGURES} <= {figure.name for figure in FIGURES}
+    assert set(KNOWN) <= set(FIGURES)
     for name, overlay in overlays.items():
         axes = overlay["hydra"]["sweeper"]["params"]
         assert KNOWN[name].axis is None or KNOWN[name].axis in axes
@@ -111,7 +112,7 @@ def test_every_overlay_of_an_ablation_has_its_figure_and_its_axis():
 
 
 def test_bytes_copied_are_both_ways(store, drawn, tmp_path):
-    ablation.draw(KNOWN["ablation_chunk"], swept(store, "ablation_chunk", {"8": GOOD, "32": BAD}), tmp_path)
+    FIGURES["ablation_chunk"].draw(swept(store, "ablation_chunk", {"8": GOOD, "32": BAD}), tmp_path)
     [bar] = [
         bar
         for axes in drawn["ablation_chunk"].figure.axes
@@ -128,18 +129,11 @@ def test_a_value_that_records_no_measure_is_missing(store, tmp_path):
     for job in source.jobs:
         job.metrics.pop(("d2h_bytes_per_token", ""), None)
     with pytest.raises(MissingSeries, match=r"copied_mb_per_token of pensieve with cache.chunk_tokens=8; run"):
-        ablation.draw(KNOWN["ablation_chunk"], source, tmp_path)
+        FIGURES["ablation_chunk"].draw(source, tmp_path)
 
 
 def test_several_baselines_are_told_apart(store, drawn, tmp_path):
     values = {"lru": GOOD, "fifo": BAD}
-    ablation.draw(
-        KNOWN["ablation_eviction"], swept(store, "ablation_eviction", values, ("pensieve", "stateless")), tmp_path
-    )
+    FIGURES["ablation_eviction"].draw(swept(store, "ablation_eviction", values, ("pensieve", "stateless")), tmp_path)
     ticks = [tick.get_text() for tick in drawn["ablation_eviction"].figure.axes[0].get_yticklabels()]
     assert ticks == ["pensieve, lru", "pensieve, fifo", "stateless, lru", "stateless, fifo"]
-
-
-def test_an_unknown_ablation_is_told_which_there_are(capsys):
-    assert ablation.main(["colour"]) == 2
-    assert "eviction,scheduler,chunk,swap_out,cpu_size,gpu_cache" in capsys.readouterr().err

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from analysis import agent_ratios, agent_scaling, agent_table
-from analysis.drawing import agents, style
-from analysis.drawing.source import open_source
+from analysis import agents, style
+from analysis.agents import agent_ratios, agent_scaling, agent_table
+from analysis.sweep import open_source
 from pensieve.errors import MissingSeries
 from pensieve.results.store import ResultsStore
 from tests.analysis.prefixes import colours, marks, swapped
@@ -70,20 +70,20 @@ def test_swapping_two_baselines_in_the_database_swaps_the_lines(drawn, tmp_path)
     assert all(inks[name] == style.colour(name).upper() for name in STRAIGHT)
 
 
-@pytest.mark.parametrize("module", [agent_table, agent_ratios], ids=lambda module: module.NAME)
+@pytest.mark.parametrize("module", [agent_table, agent_ratios], ids=lambda module: module.name)
 def test_swapping_two_baselines_swaps_the_numbers_of_the_tables(module, tmp_path, drawn):
     def quantities(costs):
         drawn_by(module, drawn, tmp_path, costs)
         names = [
             name
-            for name in rows_of(tmp_path, module.NAME)[0]
+            for name in rows_of(tmp_path, module.name)[0]
             if name == "value" or "_ratio" in name or name == "reason_over_reflect"
         ]
         return {
             tuple(row[name] for name in ("baseline", "agents", "stage", "quantity") if name in row): [
                 row[name] for name in names
             ]
-            for row in rows_of(tmp_path, module.NAME)
+            for row in rows_of(tmp_path, module.name)
         }
 
     before, after = quantities(STRAIGHT), quantities(SWAPPED)
@@ -167,10 +167,10 @@ def test_the_summary_table_has_mean_median_and_99th_percentile(drawn, tmp_path):
 def test_one_number_of_agents_makes_a_table_and_no_figure(store):
     source = agent_sweep(store, {"pensieve": FAST}, counts=("4",))
     assert agent_table.applies(source) and not agent_scaling.applies(source) and not agent_ratios.applies(source)
-    assert "experiment=agent_scaling -m" in agent_scaling.FIGURE.missing(source)
+    assert "experiment=agent_scaling -m" in agent_scaling.missing(source)
 
 
-@pytest.mark.parametrize("module", [agent_scaling, agent_table, agent_ratios], ids=lambda module: module.NAME)
+@pytest.mark.parametrize("module", [agent_scaling, agent_table, agent_ratios], ids=lambda module: module.name)
 def test_a_missing_baseline_names_the_command(module, store, tmp_path):
     agent_sweep(store, {"pensieve": FAST})
     with pytest.raises(

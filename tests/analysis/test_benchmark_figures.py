@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 
 import pytest
 
-from analysis import kernel, swap
-from analysis.drawing import benchmarks
-from analysis.drawing.source import Source, open_source
+from analysis import benchmarks, figures
+from analysis.benchmarks import kernel, swap
+from analysis.sweep import Source, open_source
 from pensieve.bench.case import Case, Figure, Measured, Result
 from pensieve.bench.record import Record, Setting
 from pensieve.compose.machine import Device
@@ -46,8 +46,8 @@ def bench(store: ResultsStore, target: str, cases: Mapping[str, Times], floor: f
 
 def drawn_by(module, drawn, tmp_path, cases):
     drawn.clear()
-    module.draw(bench(ResultsStore(MEMORY), module.TARGET, cases), tmp_path)
-    return marks(drawn[module.NAME].figure)
+    module.draw(bench(ResultsStore(MEMORY), module.name, cases), tmp_path)
+    return marks(drawn[module.name].figure)
 
 
 def rows_of(tmp_path, stem):
@@ -62,7 +62,7 @@ def test_swapping_two_backends_in_the_database_swaps_the_bars(module, one, other
     before = drawn_by(
         module, drawn, tmp_path, {"decode 8": {one: OURS, other: PEER}, "append": {one: PEER, other: OURS}}
     )
-    inks = colours(drawn[module.NAME].figure)
+    inks = colours(drawn[module.name].figure)
     after = drawn_by(
         module, drawn, tmp_path, {"decode 8": {one: PEER, other: OURS}, "append": {one: OURS, other: PEER}}
     )
@@ -74,18 +74,18 @@ def test_a_bar_is_the_median_over_the_limit_of_its_own_case(drawn, tmp_path):
     found = drawn_by(
         kernel, drawn, tmp_path, {"decode 8": {"ours": OURS, "contiguous": PEER}, "append": {"ours": PEER}}
     )
-    assert found["0:ours/decode 8"][1] == pytest.approx(1.175 / 0.5)
-    assert found["0:contiguous/decode 8"][1] == pytest.approx(4.25 / 0.5)
-    assert found["0:ours/append"][1] == pytest.approx(4.25 / 1.0)
+    assert found["0:ours/decode 8"][1] == pytest.approx(1.15 / 0.5)
+    assert found["0:contiguous/decode 8"][1] == pytest.approx(4.2 / 0.5)
+    assert found["1:ours/append"][1] == pytest.approx(4.2 / 1.0)
     assert {x for x, _ in found["0:limit"][:2]} == {1.0}
     rows = rows_of(tmp_path, "kernel")
     assert [(row["case"], row["backend"], row["floor"], row["n"]) for row in rows] == [
         ("decode 8", "ours", "0.5", "6"), ("decode 8", "contiguous", "0.5", "6"), ("append", "ours", "1.0", "6"),
     ]  # fmt: skip
-    assert float(rows[1]["time"]) == pytest.approx(4.25)
+    assert float(rows[1]["time"]) == pytest.approx(4.2)
     assert (float(rows[1]["ci_low"]), float(rows[1]["ci_high"])) == (4.0, 4.5)
     texts = drawn["kernel"].texts
-    assert "4.25 ms (8.50×)" in texts
+    assert "4.20 ms (8.40×)" in texts
     note = " ".join(texts)
     assert "n = 6 repetitions; limit: bytes at copy bandwidth" in note and "conversations" not in note
 
@@ -134,7 +134,7 @@ def test_contended_benchmarks_are_refused(store, tmp_path):
 def test_a_sweep_of_another_target_does_not_apply(store):
     source = bench(store, "swap", {"restore": {"pipelined": OURS, "sequential": PEER}})
     assert swap.applies(source) and not kernel.applies(source)
-    assert "runners/bench.py target=kernel" in kernel.FIGURE.missing(source)
+    assert "runners/bench.py target=kernel" in kernel.missing(source)
 
 
 def test_the_sidecar_names_the_trials(drawn, store, tmp_path):
@@ -147,9 +147,9 @@ def test_the_sidecar_names_the_trials(drawn, store, tmp_path):
 def test_the_script_draws_the_latest_measurement_of_its_own_target(drawn, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
     store = open_store(tmp_path)
-    assert kernel.main([]) == 1
+    assert figures.main(["kernel"]) == 1
     assert "python runners/bench.py target=kernel" in capsys.readouterr().err
     bench(store, "kernel", {"decode 8": {"ours": OURS}})
     bench(store, "swap", {"restore": {"pipelined": OURS, "sequential": PEER}})
-    assert (kernel.main([]), swap.main([])) == (0, 0)
+    assert (figures.main(["kernel"]), figures.main(["swap"])) == (0, 0)
     assert set(drawn) == {"kernel", "swap"}

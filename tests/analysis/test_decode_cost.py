@@ -4,8 +4,8 @@ import csv
 
 import pytest
 
-from analysis import decode_cost
-from analysis.drawing import style
+from analysis import style
+from analysis.decoding import decode_cost
 from pensieve.errors import MissingSeries
 from pensieve.metrics import summarise
 from pensieve.results.store import ResultsStore

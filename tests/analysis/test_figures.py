@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from analysis import figures, ttft_by_turn
-from analysis.drawing.source import open_source
+from analysis import figures, registry
+from analysis.sweep import open_source
 from pensieve.results.store import open_store
 from tests.analysis.sweeps import answered, fill
 
@@ -34,7 +34,7 @@ def test_what_a_sweep_supports_is_drawn_and_the_rest_is_named_with_its_command(o
     assert str(outputs / "figures" / "hit_rates.png") in told.out.splitlines()
     lines = told.err.splitlines()
     skipped = {name for line in lines for name in line.removeprefix("not drawn: ").partition(";")[0].split(", ")}
-    assert skipped == {figure.name for figure in figures.FIGURES} - set(drawn)
+    assert skipped == set(registry.FIGURES) - set(drawn)
     assert all("; run `python runners/" in line for line in lines)
     assert "not drawn: hotness; run `python runners/run.py experiment=hotness -m`" in lines
 
@@ -54,11 +54,12 @@ def test_one_figure_that_cannot_be_drawn_does_not_take_the_others_with_it(output
     store = open_store(outputs)
     source = chat(store)
 
-    def broken(source, folder):
+    def broken(source):
         raise source.lacks("patience")
 
-    broken_figure = figures.Figure("broken", "nothing", "none", lambda source: True, broken)
-    monkeypatch.setattr(figures, "FIGURES", (broken_figure, ttft_by_turn.FIGURE))
+    broken_figure = registry.Figure("broken", "Broken", "nothing", "none", lambda source: True, broken)
+    chosen = {"broken": broken_figure, "ttft_by_turn": registry.FIGURES["ttft_by_turn"]}
+    monkeypatch.setattr(registry, "FIGURES", chosen)
     assert figures.main(["--quiet"]) == 1
     assert capsys.readouterr().err.strip() == f"broken: Sweep {source.sweep.id} has no patience; run `run.py -m`."
     assert list(drawn) == ["ttft_by_turn"]
@@ -78,12 +79,36 @@ def test_a_sweep_that_supports_nothing_says_how_it_is_completed(outputs, capsys)
 
 
 def test_every_figure_has_a_name_of_its_own():
-    names = [figure.name for figure in figures.FIGURES]
-    assert len(names) == len(set(names))
-    assert all("python runners/" in figure.command for figure in figures.FIGURES)
+    assert [figure.name for figure in registry.FIGURES.values()] == list(registry.FIGURES)
+    assert all("python runners/" in figure.command for figure in registry.FIGURES.values())
+    with pytest.raises(AssertionError, match="two figures are called hit_rates"):
+        registry.figure("hit_rates", "", shows="", command="", applies=lambda source: True)(lambda source: [])
 
 
 def test_applying_never_raises_on_a_sweep_without_trials(store):
     store.open_sweep("key", "chat", None, "run.py -m", {}, 3, "host", None)
     source = open_source(store)
-    assert not any(figure.applies(source) for figure in figures.FIGURES)
+    assert not any(figure.applies(source) for figure in registry.FIGURES.values())
+
+
+def test_named_figures_are_drawn_and_the_others_are_not(outputs, drawn, capsys):
+    chat(open_store(outputs))
+    assert figures.main(["speedup", "hit_rates"]) == 0
+    assert set(drawn) == {"speedup", "hit_rates"}
+    told = capsys.readouterr()
+    assert told.out.index("average") < told.out.index("speedup.png"), "a table is printed too"
+    assert not told.err
+
+
+def test_a_name_that_does_not_apply_is_told_with_its_command_and_does_not_stop_the_others(outputs, drawn, capsys):
+    chat(open_store(outputs))
+    assert figures.main(["goodput", "speedup"]) == 1
+    assert set(drawn) == {"speedup"}
+    assert "goodput needs other trials than sweep 1 has; run `python runners/run.py" in capsys.readouterr().err
+
+
+def test_a_name_that_no_figure_has_is_answered_with_those_that_there_are(capsys):
+    assert figures.main(["speed_up"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("There is no figure speed_up; there are ")
+    assert all(name in told for name in registry.FIGURES)

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from analysis import goodput
-from analysis.drawing.source import open_source
+from analysis.load import goodput
+from analysis.sweep import open_source
 from pensieve.results.store import ResultsStore
 from tests.analysis.sweeps import answered, fill, flat
 from tests.results.trials import MEMORY

@@ -4,7 +4,8 @@ import csv
 
 import pytest
 
-from analysis import hit_rates
+from analysis.caches import hit_rates, short
+from analysis.sweep import Source
 from pensieve.errors import MissingSeries
 from pensieve.results.store import ResultsStore
 from tests.analysis.sweeps import answered, fill, flat
@@ -39,7 +40,7 @@ def test_a_sweep_over_the_size_gets_a_bar_a_size_from_the_smallest_on(store, dra
     source = cached(store, FOUND, sizes=["4096 tokens", "2048 tokens"])
     for job in source.jobs:
         store.set_trial(job.last.id, gpu_tokens=int(job.last.config["cache"]["gpu"].split()[0]))
-    [drawing] = hit_rates.draw(hit_rates.Source(store, source.sweep), tmp_path)
+    [drawing] = hit_rates.draw(Source(store, source.sweep), tmp_path)
     bars = drawn["hit_rates"].bars
     assert bars["pensieve/GPU hit"] == [(0.0, 25.0), (0.0, 50.0)]
     assert bars["pensieve/CPU hit"] == [(25.0, 15.0), (50.0, 30.0)]
@@ -73,7 +74,9 @@ def test_the_offline_bound_joins_where_it_is_recorded(store, drawn, tmp_path):
     hit_rates.draw(source, tmp_path)
     assert flat(drawn["hit_rates"].lines["pensieve/bound"]) == pytest.approx([0, 90.0, 1, 90.0])
     figure = drawn["hit_rates"].figure
-    assert "offline bound" in [text.get_text() for text in figure.texts], "in the key, where no bar lies under it"
+    assert "offline bound" in [text.get_text() for text in figure.legends[0].get_texts()], (
+        "in the key, where no bar lies under it"
+    )
     assert not drawn["hit_rates"].clipped
 
 
@@ -110,7 +113,7 @@ def test_without_any_history_there_is_nothing_to_draw(store, tmp_path):
 
 
 def test_sizes_are_short_enough_to_stand_under_a_bar():
-    assert [hit_rates.short(n) for n in (768, 2560, 10_240, 152_576, 2_000_000)] == [
+    assert [short(n) for n in (768, 2560, 10_240, 152_576, 2_000_000)] == [
         "768",
         "2.6k",
         "10k",

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from analysis import ttft_by_turn
-from analysis.drawing.provenance import footnote, ranges
-from analysis.drawing.source import open_source
+from analysis.conversations import ttft_by_turn
+from analysis.provenance import footnote, ranges
+from analysis.sweep import open_source
 from pensieve.errors import MixedPanel
 from tests.analysis.sweeps import fill
 from tests.results.trials import conversation_turns

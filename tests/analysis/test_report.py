@@ -2,10 +2,9 @@
 
 import pytest
 
-from analysis import figures, report
-from analysis.drawing import command_line
-from analysis.drawing.source import open_source
+from analysis import registry, report
 from analysis.page import outcomes, particulars
+from analysis.sweep import open_source
 from pensieve.errors import MissingSeries
 from pensieve.results import mlflow_log
 from pensieve.results.claims import recorded_claims
@@ -37,7 +36,7 @@ def outputs(tmp_path, monkeypatch):
 @pytest.fixture
 def without_figures(monkeypatch):
     """They take a second each."""
-    monkeypatch.setattr(figures, "FIGURES", ())
+    monkeypatch.setattr(registry, "FIGURES", {})
 
 
 def verdicts(store, sweep):
@@ -46,7 +45,7 @@ def verdicts(store, sweep):
 
 def test_one_command_writes_the_page_and_the_verdicts(outputs, capsys):
     store = open_store(outputs)
-    sweep = fill(store)
+    sweep = fill(store, seeds=5)
     assert report.main([]) == 0
     path = outputs / "reports" / f"sweep-{sweep}.html"
     out = capsys.readouterr().out
@@ -55,9 +54,9 @@ def test_one_command_writes_the_page_and_the_verdicts(outputs, capsys):
     assert_self_contained(html)
     text = " ".join(read(html).text.split())
     for part in (
-        "6 of 6",
+        "10 of 10",
         "Random weights",
-        "trials 1-6",
+        "trials 1-10",
         "python analysis/report.py --sweep 1",
         "Time to first token by turn",
     ):
@@ -71,13 +70,13 @@ def test_again_replaces_the_verdicts_of_the_sweep_and_swapping_the_baselines_fli
     outputs, tmp_path, without_figures
 ):
     store = open_store(outputs)
-    first = fill(store)
+    first = fill(store, seeds=5)
     assert report.main(["--sweep", str(first)]) == 0
     before = verdicts(store, first)
     assert report.main(["--sweep", str(first)]) == 0
     assert verdicts(store, first) == before
     other = open_store(tmp_path / "other")
-    swapped = fill(other, {"pensieve": SLOW, "stateless": FAST})
+    swapped = fill(other, {"pensieve": SLOW, "stateless": FAST}, seeds=5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PENSIEVE_OUTPUTS", str(tmp_path / "other"))
         assert report.main([]) == 0
@@ -85,12 +84,12 @@ def test_again_replaces_the_verdicts_of_the_sweep_and_swapping_the_baselines_fli
 
 
 def test_a_figure_that_cannot_be_drawn_is_a_line_with_the_command(outputs, monkeypatch):
-    def draw(source, folder):
+    def draw(source):
         raise MissingSeries("Sweep 1 has no completed trial of baseline vllm; run `some command`.")
 
-    broken = command_line.Figure("broken", "a thing", "some command", lambda source: True, draw)
-    other = command_line.Figure("other", "another thing", "run.py experiment=other", lambda source: False, draw)
-    monkeypatch.setattr(figures, "FIGURES", (broken, other))
+    broken = registry.Figure("broken", "Broken", "a thing", "some command", lambda source: True, draw)
+    other = registry.Figure("other", "Other", "another thing", "run.py experiment=other", lambda source: False, draw)
+    monkeypatch.setattr(registry, "FIGURES", {"broken": broken, "other": other})
     fill(open_store(outputs))
     assert report.main([]) == 0
     text = " ".join(read((outputs / "reports" / "sweep-1.html").read_text(encoding="utf-8")).text.split())
@@ -179,7 +178,7 @@ def test_what_a_reader_has_to_know_comes_first():
 
 
 def test_the_comparison_has_a_line_a_baseline_and_speed_ups_against_stateless():
-    side_by_side, speedups = outcomes.results(source_of())
+    side_by_side, speedups = outcomes.results(source_of(seeds=5))
     assert [row[0] for row in side_by_side.rows] == ["pensieve", "stateless"]
     assert dict(zip((name for name, _ in side_by_side.columns), side_by_side.rows[0], strict=True)) | {
         "TTFT first": "44.0", "TTFT fifth": "48.4", "GPU hit": "50.0", "output": "100"

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from analysis.drawing.source import in_order, number, open_source
+from analysis.sweep import in_order, number, open_source
 from pensieve.errors import MissingSeries
 from tests.analysis.sweeps import fill
 from tests.results.trials import add_trial, conversation_turns, open_sweep, trial_fields
@@ -90,6 +90,40 @@ def test_a_seed_that_did_not_complete_is_told(store):
     store.set_sweep(source.sweep.id, n_expected=3)
     [panel] = open_source(store).panels()
     assert panel.provenance.incomplete == 1
+
+
+def test_an_axis_with_a_null_value_is_drawn(store):
+    """The command line says null, a trial's configuration None."""
+    source = chat(store, {"workload.users": ["null", "2"], "baseline": ["pensieve", "stateless"]})
+    for job in source.jobs:
+        config = job.last.config
+        users = None if config["workload"]["users"] == "null" else int(config["workload"]["users"])
+        store.set_trial(job.last.id, config={**config, "workload": {**config["workload"], "users": users}})
+    source = open_source(store)
+    assert source.swept("workload.users") == ["2", "None"]
+    [panel] = source.panels("workload.users")
+    assert panel.values("workload.users") == ["2", "None"]
+    assert [len(cell.trials) for cell in panel.cells] == [2] * 4
+
+
+@pytest.mark.parametrize(
+    ("typed", "kept"), [("null", None), ("true", True), ("0.50", 0.5), ("1e3", 1000.0), ("'2 ktokens'", "2 ktokens")]
+)
+def test_a_value_is_found_however_it_was_typed(store, typed, kept):
+    source = chat(store, {"workload.think_time_s": [typed, "7"], "baseline": ["pensieve"]})
+    for job in source.jobs:
+        config = job.last.config
+        value = kept if config["workload"]["think_time_s"] == typed else 7
+        store.set_trial(job.last.id, config={**config, "workload": {**config["workload"], "think_time_s": value}})
+    assert open_source(store).panels("workload.think_time_s")[0].values("workload.think_time_s").count(str(kept)) == 1
+
+
+def test_sizes_are_in_order_of_what_they_come_to():
+    assert in_order(["2 ktokens", "768 tokens", "0"]) == ["0", "768 tokens", "2 ktokens"]
+    assert in_order(["1GiB", "900MB", "2 KiB"]) == ["2 KiB", "900MB", "1GiB"]
+    assert in_order(["4", "None", "16"]) == ["4", "16", "None"]
+    assert in_order(["1GiB", "768 tokens"]) == ["1GiB", "768 tokens"], "bytes and tokens cannot be told apart"
+    assert (number("2 ktokens"), number("2KB"), number("1e3"), number("None")) == (2000, 2000, 1000, None)
 
 
 def test_swept_values_are_in_order():

@@ -4,14 +4,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from matplotlib import pyplot as plt
 
-from analysis.drawing import style
+from analysis import style
+from pensieve.compose import options
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_baseline_of_the_configuration_has_a_colour_of_its_own():
-    names = [file.stem for file in (ROOT / "conf" / "baseline").glob("*.yaml")]
+    names = options("baseline")
     assert set(names) <= set(style.COLOURS)
     assert len(set(style.COLOURS.values())) == len(style.COLOURS)
 
@@ -31,21 +33,22 @@ def test_a_baseline_of_ones_own_keeps_its_colour():
     assert style.colour("mine") not in style.COLOURS.values()
 
 
-@pytest.mark.parametrize(
-    ("wanted", "placed"),
-    [
-        ([0, 10, 30], [0, 10, 30]),
-        ([10, 10], [7, 13]),
-        ([0, 1, 2], [-5, 1, 7]),
-        ([0, 4, 9, 40], [-1.667, 4.333, 10.333, 40]),
-    ],
-)
-def test_labels_that_touch_settle_around_their_middle(wanted, placed):
-    assert style.spread(wanted, 6) == pytest.approx(placed, abs=1e-3)
-
-
-def test_no_label_lies_below_the_axis():
-    assert style.spread([0, 1, 30], 6, lowest=2) == [2, 8, 30]
+@pytest.mark.parametrize("names", [("a", "b"), tuple(style.COLOURS)])
+def test_the_texts_and_the_legend_stand_above_the_axes_and_the_small_print_below(names):
+    figure, axes = style.new_axes(1.5)
+    for place, name in enumerate(names):
+        axes.plot([0, 1], [place, place], label=name)
+    style.legend(figure)
+    style.compose(figure, "A title", "cache=small", "MIXED: two kinds", "A long small print. " * 20)
+    figure.draw_without_rendering()
+    [legend] = figure.legends
+    *heads, small = [text.get_window_extent() for text in figure.texts]
+    boxes = [*heads, legend.get_window_extent(), axes.get_tightbbox(), small]
+    assert len(boxes) == 6
+    for above, below in itertools.pairwise(boxes):
+        assert above.y0 >= below.y1 - 1
+    assert all(box.x0 >= 0 and box.x1 <= figure.bbox.width and box.y0 >= 0 for box in boxes)
+    plt.close(figure)
 
 
 def test_drawing_loads_no_engine_and_no_torch():

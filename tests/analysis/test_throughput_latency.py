@@ -4,8 +4,8 @@ import csv
 
 import pytest
 
-from analysis import throughput_latency
-from analysis.drawing import style
+from analysis import style
+from analysis.load import throughput_latency
 from pensieve.errors import MissingSeries
 from pensieve.results.store import ResultsStore
 from tests.analysis.sweeps import answered, fill, flat
@@ -15,13 +15,18 @@ QUICK, SLOW = (10.0, 11.0, 40.0), (20.0, 30.0, 90.0)  # ms a token of three conv
 RATES = {"1.0": 0.9, "4.0": 2.5}
 
 
-def loaded(store, per_token, metrics=lambda at, seed: {"throughput_req_s": RATES[at["workload.request_rate"]] + seed}):
+def loaded(
+    store,
+    per_token,
+    metrics=lambda at, seed: {"throughput_req_s": RATES[at["workload.request_rate"]] + seed},
+    **columns,
+):
     def turns(at, seed):
         worse = float(at["workload.request_rate"])
         values = enumerate(per_token[at["baseline"]])
         return [answered(f"s{index}", 1, 5.0, tokens=4, latency_ms=4 * ms * worse) for index, ms in values]
 
-    return fill(store, {"workload.request_rate": list(RATES), "baseline": list(per_token)}, turns, metrics)
+    return fill(store, {"workload.request_rate": list(RATES), "baseline": list(per_token)}, turns, metrics, **columns)
 
 
 def lines(figure, row):
@@ -48,7 +53,7 @@ def test_mean_and_p90_stand_over_the_achieved_rate(store, drawn, tmp_path):
 
 def test_swapping_two_baselines_in_the_database_swaps_the_drawn_data(drawn, tmp_path):
     def picture(per_token):
-        throughput_latency.draw(loaded(ResultsStore(MEMORY), per_token), tmp_path)
+        throughput_latency.draw(loaded(ResultsStore(MEMORY), per_token, seeds=range(5)), tmp_path)
         return drawn["throughput_latency"]
 
     straight = picture({"pensieve": QUICK, "stateless": SLOW})

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from analysis import ttft_by_turn
-from analysis.drawing import style
-from analysis.drawing.source import open_source
+from analysis import conversations, figures, style
+from analysis.conversations import ttft_by_turn
+from analysis.sweep import open_source
 from pensieve.errors import MissingSeries
 from pensieve.results.store import ResultsStore, open_store
 from tests.analysis.sweeps import answered, fill
@@ -96,8 +96,8 @@ def test_names_stand_beside_their_lines_and_the_footnote_says_what_ran(store, dr
 
 def test_files_land_in_the_outputs_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
-    chat(open_store(tmp_path), {"pensieve": FAST, "stateless": SLOW})
-    assert ttft_by_turn.main([]) == 0
+    chat(open_store(tmp_path), {"pensieve": FAST, "stateless": SLOW}, seeds=range(5))
+    assert figures.main(["ttft_by_turn"]) == 0
     paths = [tmp_path / "figures" / f"ttft_by_turn{suffix}" for suffix in (".png", ".pdf", ".csv", ".json")]
     assert capsys.readouterr().out.split() == [str(path) for path in paths]
     assert paths[0].read_bytes().startswith(b"\x89PNG")
@@ -108,8 +108,8 @@ def test_files_land_in_the_outputs_folder(tmp_path, monkeypatch, capsys):
     last = rows[-1]
     assert float(last["ttft_ms_median"]) == pytest.approx(165.0)
     assert float(last["ci_low"]) <= 165.0 <= float(last["ci_high"])
-    assert (last["n"], last["n_seeds"], last["trials"]) == ("6", "2", "2 4")
-    assert json.loads(paths[3].read_text())["trials"] == [1, 2, 3, 4]
+    assert (last["n"], last["n_seeds"], last["trials"]) == ("15", "5", "2 4 6 8 10")
+    assert json.loads(paths[3].read_text())["trials"] == list(range(1, 11))
 
 
 def test_a_swept_field_gets_a_figure_for_each_value(store, drawn, tmp_path):
@@ -124,13 +124,14 @@ def test_a_swept_field_gets_a_figure_for_each_value(store, drawn, tmp_path):
 def test_a_baseline_without_a_measured_turn_is_missing(store):
     source = fill(store, {"baseline": ["pensieve"]}, lambda at, seed: [turn("w", 1, 9.0, phase="warmup")])
     with pytest.raises(MissingSeries, match=r"measured turn of pensieve; run `run.py -m`"):
-        ttft_by_turn.read(source)
+        list(conversations.read_ttft_by_turn(source))
 
 
 def test_turns_that_did_not_complete_are_not_drawn_as_if_they_had(store):
     turns = [turn("a", 1, 10.0), turn("b", 1, 9000.0, status="timeout"), turn("c", 1, 12.0)]
-    [lines] = ttft_by_turn.read(fill(store, {"baseline": ["pensieve"]}, lambda at, seed: turns, seeds=[0]))
-    assert (lines.series[0].turns[1].value, lines.series[0].turns[1].n) == (10.0, 2)
+    source = fill(store, {"baseline": ["pensieve"]}, lambda at, seed: turns, seeds=[0])
+    [(_, lines, _)] = conversations.read_ttft_by_turn(source)
+    assert (lines["pensieve"][1].value, lines["pensieve"][1].n) == (10.0, 2)
 
 
 def test_a_newer_failed_attempt_leaves_the_completed_one_standing(store):
@@ -138,20 +139,20 @@ def test_a_newer_failed_attempt_leaves_the_completed_one_standing(store):
     again = store.begin_trial(trial_fields(source.trials[0].fingerprint))
     store.link(source.sweep.id, again, 0, reused=False)
     store.finish_trial(again, "failed", error="No memory.")
-    [lines] = ttft_by_turn.read(open_source(store))
-    assert lines.panel.provenance.trials == (1, 2)
+    [(panel, _, _)] = conversations.read_ttft_by_turn(open_source(store))
+    assert panel.provenance.trials == (1, 2)
 
 
 def test_a_sweep_of_single_turns_is_not_for_it(store, drawn, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
     chat(open_store(tmp_path), {"pensieve": (10.0,)})
-    assert ttft_by_turn.main([]) == 1
+    assert figures.main(["ttft_by_turn"]) == 1
     assert "run `python runners/run.py -m`" in capsys.readouterr().err
 
 
 def test_no_database_is_one_sentence_and_an_exit_code(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path / "nothing"))
-    assert ttft_by_turn.main([]) == 1
+    assert figures.main(["ttft_by_turn"]) == 1
     error = capsys.readouterr().err.strip()
     assert "run.py -m" in error
     assert "\n" not in error

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from pensieve.cache.remembered import MemoryLimits
+from pensieve.idle_sessions import MemoryLimits
 from pensieve.plan import StepResult
 from pensieve.worker.simulated import SimulatedWorker
 from tests.baselines.systems import PATIENCE_S, Side, inline

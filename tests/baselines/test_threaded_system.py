@@ -8,8 +8,8 @@ import time
 import pytest
 
 from pensieve.baselines.threaded_system import ThreadedSystem
-from pensieve.cache.remembered import MemoryLimits
 from pensieve.errors import WorkerError
+from pensieve.idle_sessions import MemoryLimits
 from tests.baselines.systems import PATIENCE_S, HeldWorker, Side, threaded
 from tests.simulated import request
 

@@ -19,7 +19,7 @@ def test_a_conversation_returns_from_the_cpu_as_often_as_it_is_asked(model: Load
     returning = Returning(model, 256, 8, 64, link)
     returning.fill()
     link.throttle(returning.tokens * model.spec.kv_bytes_per_token / 0.2)
-    returning.weigh()
+    returning.set_cost_model()
     split = returning.split()
     assert split.load_s >= 0.19, "the profile measures the link as it is"
     assert split.predicted_s <= min(split.load_s, split.recompute_s)
@@ -27,7 +27,7 @@ def test_a_conversation_returns_from_the_cpu_as_often_as_it_is_asked(model: Load
     assert returning.ttft_ms("hybrid") > 0 and returning.ttft_ms("recompute") > 0
     assert returning.hit_ms() > 0
     link.throttle(None)
-    returning.weigh()
+    returning.set_cost_model()
     assert returning.split().load_s < split.load_s / 2, "the profile measures the link as it is now"
     returning.close()
 

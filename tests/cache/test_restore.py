@@ -86,7 +86,7 @@ def test_free_loads_are_always_taken_and_a_dead_link_never() -> None:
     assert times(Cost(load=1e9)).choose([(80, 90)], chunks(20), 0).recomputed == 20
 
 
-def test_what_the_link_still_owes_others_moves_the_split() -> None:
+def test_what_the_link_has_still_to_bring_others_moves_the_split() -> None:
     model = times(Cost(load=0.5), batch_tokens=4)
     alone = model.choose([(120, 121)], chunks(30), 0).recomputed
     assert alone < model.choose([(120, 121)], chunks(30), 10).recomputed
@@ -103,7 +103,7 @@ def returning(mode: str, hardware: HardwareSpec, tokens: int = 400, budget: int 
     engine = make_engine(blocks, 2 * blocks, cache=partial(TwoTierCache, restore=mode), hardware=hardware,
                          max_batch_tokens=budget)  # fmt: skip
     assert isinstance(engine.cache, TwoTierCache)
-    engine.cache.weigh(Roofline(MODEL, hardware, 4), MODEL.layers, budget)
+    engine.cache.set_cost_model(Roofline(MODEL, hardware, 4), MODEL.layers, budget)
     run(engine)
     for number, name in ((1, "a"), (2, "b")):
         engine.submit(request(number, name, tokens + 8 * number, 2))
@@ -153,7 +153,7 @@ def test_savings_of_an_8b_model_on_slow_and_fast_links(h2d_bw: float, least: flo
 def test_with_another_request_running_everything_is_loaded() -> None:
     engine = make_engine(200, 400, cache=partial(TwoTierCache, restore="hybrid"), max_batch_tokens=64)
     assert isinstance(engine.cache, TwoTierCache)
-    engine.cache.weigh(Cost(load=1.0, chunk=0.5), MODEL.layers, 64)
+    engine.cache.set_cost_model(Cost(load=1.0, chunk=0.5), MODEL.layers, 64)
     engine.submit(request(1, "a", 600, 2))
     run(engine)
     engine.submit(request(2, "b", 700, 2))
@@ -196,9 +196,9 @@ def test_while_a_plan_is_in_flight_truncated_blocks_do_not_count_as_available() 
     while engine.step(None) or engine.progressed:
         pass  # copies out what is idle
     cache, session = engine.cache, engine.cache.open("a", 0.0)
-    assert isinstance(cache, TwoTierCache) and cache.clean.chunks == 16
+    assert isinstance(cache, TwoTierCache) and cache.tiers.clean.chunks == 16
     assert cache.demand(session, 8, 20).own_available == 2
-    cache.launched(cache.transfers.launched + 1)
+    cache.launched(cache.tiers.transfers.launched + 1)
     assert cache.demand(session, 8, 20).own_available == 16
     available, demand = cache.available, cache.demand(session, 8, 20)
     cache.admit(session, 8, request(2, "a", 12, 1).prompt, None, 1.0)
@@ -218,7 +218,7 @@ def test_random_traffic_keeps_its_tokens_however_chunks_are_restored(seed: int) 
             max_batch_tokens=rng.choice((3, 16)), max_batch_requests=rng.choice((1, 4)),
         )  # fmt: skip
         assert isinstance(engine.cache, TwoTierCache)
-        engine.cache.weigh(Cost(load=rng.choice((0.3, 1.0, 3.0))), MODEL.layers, 16)
+        engine.cache.set_cost_model(Cost(load=rng.choice((0.3, 1.0, 3.0))), MODEL.layers, 16)
         asked = random.Random(seed + 100)
         turns: dict[int, TurnRecord] = {}
         for number in range(1, 31):

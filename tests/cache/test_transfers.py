@@ -7,10 +7,10 @@ from array import array
 
 import pytest
 
-from pensieve.cache.session import Session
 from pensieve.cache.two_tier import TwoTierCache
 from pensieve.eviction.lru import Lru
 from pensieve.plan import Copy
+from pensieve.session import Session
 from tests.calls import calls_of
 from tests.simulated import policy_context
 
@@ -48,14 +48,13 @@ def session_of(cache: TwoTierCache, name: str) -> Session:
 def edit(cache: TwoTierCache, name: str, length: int) -> None:
     """As the engine leaves a conversation: its last token has no KV."""
     session = session_of(cache, name)
-    session.computed = min(session.computed, max(length - 1, 0))
-    cache.truncate(session, length)
+    cache.truncate(session, length, max(length - 1, 0))
 
 
 def test_asking_what_is_on_its_way_costs_the_same_however_much_it_is() -> None:
     few, many = under_way(40)[0], under_way(400)[0]
     assert calls_of(lambda: few.outgoing) == calls_of(lambda: many.outgoing)
-    assert calls_of(lambda: few.transfers.incoming) == calls_of(lambda: many.transfers.incoming)
+    assert calls_of(lambda: few.tiers.transfers.incoming) == calls_of(lambda: many.tiers.transfers.incoming)
 
 
 def test_forgetting_a_conversation_under_way_costs_its_own_size() -> None:
@@ -82,13 +81,13 @@ def test_a_step_does_not_look_at_blocks_that_still_wait_for_their_copies() -> No
         cache, copies = under_way(chunks)
         cache.forget(session_of(cache, "a"))
         cache.collected(0)
-        assert cache.gpu.free == 1, "all the others are read by copies"
+        assert cache.tiers.gpu.free == 1, "all the others are read by copies"
         cache.launched(1)
         costs.append(calls_of(lambda cache=cache: cache.collected(1)))
         cache.check()
         cache.complete([copy.ticket for copy in copies])
         cache.check()
-        assert cache.gpu.free == cache.cpu.free == chunks + 1
+        assert cache.tiers.gpu.free == cache.tiers.cpu.free == chunks + 1
     assert costs[0] == costs[1]
 
 
@@ -97,10 +96,10 @@ def test_blocks_wait_for_the_plan_even_if_their_copies_end_before_it() -> None:
     cache.forget(session_of(cache, "a"))
     cache.complete([copy.ticket for copy in copies])
     cache.check()
-    assert (cache.gpu.free, cache.cpu.free) == (1, 1), "the plan in flight may still write them"
+    assert (cache.tiers.gpu.free, cache.tiers.cpu.free) == (1, 1), "the plan in flight may still write them"
     cache.collected(0)
     cache.check()
-    assert cache.gpu.free == cache.cpu.free == 7
+    assert cache.tiers.gpu.free == cache.tiers.cpu.free == 7
 
 
 def test_a_return_during_the_copy_takes_its_chunks_from_what_is_outgoing_and_its_end_gives_them_back() -> None:
@@ -117,7 +116,7 @@ def test_a_return_during_the_copy_takes_its_chunks_from_what_is_outgoing_and_its
     cache.complete([copy.ticket for copy in copies])
     cache.check()
     assert cache.outgoing == 0
-    assert cache.clean.chunks == 5
+    assert cache.tiers.clean.chunks == 5
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -170,4 +169,4 @@ def test_the_counts_hold_through_random_moves(seed: int) -> None:
             cache.release(session, 401.0)
         cache.forget(session)
     cache.check()
-    assert cache.gpu.free == cache.cpu.free == 48, "every block came back"
+    assert cache.tiers.gpu.free == cache.tiers.cpu.free == 48, "every block came back"

@@ -5,17 +5,16 @@ import time
 
 import pytest
 
-from pensieve.cache.base import EvictionPolicy
-from pensieve.cache.chunk import Chunk, View
-from pensieve.cache.session import Session
 from pensieve.cache.victims import VictimIndex
 from pensieve.eviction.adaptive_retention import AdaptiveRetention
+from pensieve.eviction.base import EvictionPolicy
 from pensieve.eviction.belady import Belady
 from pensieve.eviction.conversation_lru import ConversationLru
 from pensieve.eviction.fifo import Fifo
 from pensieve.eviction.lru import Lru
 from pensieve.eviction.retention_value import RetentionValue
 from pensieve.request import tokens_of
+from pensieve.session import Chunk, Session, View
 from tests.simulated import policy_context
 
 
@@ -30,13 +29,13 @@ def take(index: VictimIndex, session: Session, chunk: int) -> None:
 
 
 def brute_force(policy: EvictionPolicy, sessions: list[Session], now_s: float) -> tuple[int, int] | None:
-    """The definition: over the leading chunk of every conversation, the lowest (level, score, last active, order)."""
+    """The definition: over the leading chunk of every conversation, the lowest (level, score, last active, number)."""
     candidates = []
     for session in sessions:
         leading = next((i for i, chunk in enumerate(session.chunks) if chunk.view is View.DIRTY), None)
         if leading is not None:
             score = policy.score(policy.bucket(session, leading), policy.order(session, leading), now_s)
-            candidates.append((min(session.waiting, 1), score, session.last_active_s, session.order, leading))
+            candidates.append((min(session.waiting, 1), score, session.last_active_s, session.number, leading))
     return min(candidates)[3:] if candidates else None
 
 
@@ -69,10 +68,10 @@ def test_choice_equals_brute_force_while_time_passes(make: type[EvictionPolicy],
             index.refresh(session)
         expected = brute_force(policy, sessions, now)
         found = next(index.victims(now), None)
-        assert (found and (found[0].order, found[1])) == expected
+        assert (found and (found[0].number, found[1])) == expected
         if action > 0.9:
             for victim, victim_chunk in index.victims(now):
-                assert (victim.order, victim_chunk) == brute_force(policy, sessions, now)
+                assert (victim.number, victim_chunk) == brute_force(policy, sessions, now)
                 take(index, victim, victim_chunk)
                 if rng.random() < 0.3:
                     break
@@ -103,9 +102,9 @@ def test_choosing_does_not_scan() -> None:
         policy = RetentionValue(policy_context())
         index = VictimIndex(policy, View.DIRTY)
         rng = random.Random(0)
-        for order in range(conversations):
+        for number in range(conversations):
             session = Session(
-                str(order), order, 0.0, rng.uniform(0, 100), chunks=[Chunk(view=View.DIRTY) for _ in range(10)]
+                str(number), number, 0.0, rng.uniform(0, 100), chunks=[Chunk(view=View.DIRTY) for _ in range(10)]
             )
             for chunk in range(10):
                 index.add(session, chunk)
@@ -127,7 +126,7 @@ def test_whole_conversations_go_together() -> None:
     taken = []
     for session, chunk in index.victims(10.0):
         take(index, session, chunk)
-        taken.append((session.order, chunk))
+        taken.append((session.number, chunk))
         if index.enough(session, len(taken), 2):
             break
     assert taken == [(0, 0), (0, 1), (0, 2)]

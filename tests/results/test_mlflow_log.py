@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from pensieve.metrics import Measurement, summarise
 from pensieve.results import mlflow_log
 from pensieve.results.store import open_store
+from pensieve.results.summary import compare
 from tests.results.test_database import FORK
 from tests.results.trials import add_trial, conversation_turns, open_sweep, trial_fields
 
@@ -23,6 +25,23 @@ class Died(BaseException):
 
 def died(*_args: object) -> None:
     raise Died
+
+
+def test_the_table_mlflow_and_the_metrics_have_one_median(tmp_path: Path) -> None:
+    """Of an even number of conversations the table and MLflow interpolated, where metrics and figures did not."""
+    store = open_store(tmp_path)
+    sweep = open_sweep(store, seed="0", baseline="pensieve")
+    turns = conversation_turns(TTFT, sessions=4)
+    trial = add_trial(store, sweep, 0, "pensieve", turns)
+    logged = mlflow_log.ttft_by_turn(store.turns_of(trial))
+    metrics = {
+        m.label: m.value
+        for m in summarise(Measurement(turns, 0.0, 1.0, 0.0, 1.0))
+        if m.name == "ttft_ms_p50" and m.label
+    }
+    [row] = compare(store, sweep).rows
+    assert (row.ttft_first_ms, row.ttft_last_ms) == (logged[1], logged[3]) == pytest.approx((44.0, 48.4))
+    assert logged == {turn: metrics[f"turn={turn}"] for turn in (1, 2, 3)}
 
 
 def children(client: Any, experiment: str, parent: str) -> list[Any]:

@@ -1,23 +1,45 @@
-"""What a figure reads: the current trials of a sweep, in panels that differ in nothing but what is drawn."""
+"""What a figure reads: the current trials of a sweep, in panels that differ in nothing but what is drawn, and their turns."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from analysis.drawing.provenance import Provenance, trace
-from pensieve.errors import MissingSeries
-from pensieve.results.schema import Sweep, Trial
-from pensieve.results.store import JobResult, ResultsStore
-from pensieve.results.summary import axis_value, measured_turns, varying_axes
+import pandas as pd
+from sqlalchemy import select
+
+from analysis.provenance import Provenance, trace
+from analysis.results import (
+    JobResult,
+    ResultsStore,
+    Sweep,
+    SweepTrial,
+    Trial,
+    axis_value,
+    measured_turns,
+    mixtures,
+    varying_axes,
+)
+from pensieve.errors import ConfigError, MissingSeries
+from pensieve.units import parse_capacity
 
 DEFAULT_COMMAND = "python runners/run.py -m"
+NO_VALUE = "None"  # how a field that is null reads in a trial's configuration
 
-BySession = dict[tuple[int, str], list[float]]
+ByConversation = dict[tuple[int, str], list[float]]
 """(seed, "session/repeat") -> values of its turns: what an interval resamples, seeds first, then conversations."""
+
+_TIMES = ("queue_ms", "ttft_ms", "latency_ms")
+_COUNTS = (
+    "turn", "iteration", "prompt_tokens", "output_tokens", "history_tokens", "gpu_hit_tokens", "cpu_hit_tokens",
+    "shared_hit_tokens", "recomputed_tokens", "new_tokens", "resumed_swapped_tokens", "resumed_recomputed_tokens",
+)  # fmt: skip
+_COLUMNS = ("session", "label", "phase", "stream", "status", "finish_reason", "error", *_TIMES, *_COUNTS)
+_TYPES = {**dict.fromkeys(_TIMES, "float64"), **dict.fromkeys(_COUNTS, "Int64")}  # a count may be unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +67,9 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One picture's worth. sweep: None for trials of a bench. group: the swept axes that are not drawn, with their values."""
+    """One picture's worth. group: the swept axes that are not drawn, with their values."""
 
-    sweep: Sweep | None
+    sweep: Sweep
     group: Mapping[str, str]
     cells: Sequence[Cell]
     provenance: Provenance
@@ -77,9 +99,14 @@ class Source:
     wanted: Sequence[str] = ()
     allow_mixed: bool = False
     jobs: Sequence[JobResult] = field(init=False)
+    _frames: dict[tuple[int, bool], pd.DataFrame] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.jobs = self.store.trials_of_sweep(self.sweep.id)
+
+    def of_baselines(self, names: Sequence[str]) -> Source:
+        """The same sweep with these baselines alone."""
+        return Source(self.store, self.sweep, names, self.allow_mixed)
 
     @property
     def command(self) -> str:
@@ -114,9 +141,10 @@ class Source:
     @property
     def has_turns(self) -> bool:
         """Conversations of several turns; elsewhere a turn's number means nothing."""
-        return any(
-            row.turn > 1 and row.phase == "chat" for trial in self.trials[:1] for row in self.turns(trial, "turn")
-        )
+        if not self.trials:
+            return False
+        turns = self._frame(self.trials[0], measured=True)
+        return bool(((turns["turn"] > 1) & (turns["phase"] == "chat")).any())
 
     def panels(self, *along: str) -> list[Panel]:
         """A panel for each combination of the swept axes but seed, repeat, baseline and those that are drawn `along`.
@@ -134,32 +162,35 @@ class Source:
         for group, jobs in self._groups(begun, along).items() or {(): begun}.items():
             cells = self._cells(dict(group), jobs, names, along)
             trials = [trial for cell in cells for trial in cell.trials]
-            origin = trace(self.store, self.sweep, trials, self._incomplete(), self.allow_mixed)
-            panels.append(Panel(self.sweep, dict(group), cells, origin))
+            panels.append(Panel(self.sweep, dict(group), cells, self.trace(trials, self._incomplete())))
         return panels
 
-    def turns(self, trial: Trial, *columns: str) -> Sequence[Any]:
-        """The measured, completed turns, rows with these columns as attributes."""
-        return measured_turns(self.store, trial.id, *columns)
+    def trace(self, trials: Sequence[Trial], incomplete: int = 0) -> Provenance:
+        """What numbers of these trials stand on. Raises MixedPanel where they must not stand beside each other."""
+        conversations = {key for trial in trials for key in self._frame(trial, measured=True).index.unique()}
+        return trace(self.sweep, trials, mixtures(trials), len(conversations), incomplete, self.allow_mixed)
 
-    def by_session(self, cell: Cell, columns: Sequence[str], value_of: Callable[[Any], float | None]) -> BySession:
-        """`value_of(row)` of each measured, completed turn that has one; rows have `columns` and `session`."""
-        found: BySession = defaultdict(list)
-        for trial in cell.trials:
-            for row in self.turns(trial, "session", *columns):
-                value = value_of(row)
-                if value is not None:
-                    found[trial.seed, f"{row.session}/{trial.repeat}"].append(value)
-        return dict(found)
+    def turns(self, cell: Cell, measured: bool = True) -> pd.DataFrame:
+        """The turns of a cell's trials, in order, a row each; the index is the seed and the conversation.
 
-    def latency_per_token(self, cell: Cell, phase: str | None = None) -> BySession:
-        """Normalized latency, ms: of the turns that have output, of one phase where it is given."""
+        measured: those that count, as pensieve.results says; False: also what failed, or prepared others.
+        """
+        return pd.concat([self._frame(trial, measured) for trial in cell.trials])
 
-        def value(row: Any) -> float | None:
-            known = row.latency_ms is not None and row.output_tokens and phase in (None, row.phase)
-            return row.latency_ms / row.output_tokens if known else None
-
-        return self.by_session(cell, ("latency_ms", "output_tokens"), value)
+    def _frame(self, trial: Trial, measured: bool) -> pd.DataFrame:
+        if (trial.id, measured) not in self._frames:
+            rows = (
+                measured_turns(self.store, trial.id, *_COLUMNS)
+                if measured
+                else self.store.turns_of(trial.id, *_COLUMNS)
+            )
+            frame = pd.DataFrame([row._asdict() for row in rows], columns=list(_COLUMNS)).astype(_TYPES)
+            conversations = [f"{session}/{trial.repeat}" for session in frame["session"]]
+            frame.index = pd.MultiIndex.from_arrays(
+                [[trial.seed] * len(frame), conversations], names=["seed", "conversation"]
+            )
+            self._frames[trial.id, measured] = frame
+        return self._frames[trial.id, measured]
 
     def _cells(
         self, group: Mapping[str, str], jobs: Sequence[JobResult], names: Sequence[str], along: Sequence[str]
@@ -197,10 +228,8 @@ class Source:
         text = str({key.lstrip("+"): value for key, value in self.sweep.overrides.items()}.get(axis, ""))
         if "(" in text:  # range(...), choice(...): what they come to is seen in the trials
             return []
-        values = (
-            re.sub(r"\\(.)", r"\1", value).strip().strip("\"'") for value in text.split(",")
-        )  # Hydra escapes blanks
-        return [value for value in values if value]
+        values = (re.sub(r"\\(.)", r"\1", value).strip() for value in text.split(","))  # Hydra escapes blanks
+        return [_configured(value) for value in values if value]
 
     def _groups(
         self, jobs: Sequence[JobResult], along: Sequence[str]
@@ -224,21 +253,83 @@ def open_source(
     return Source(store, sweep, wanted, allow_mixed)
 
 
+def latest_of(store: ResultsStore, workload: str) -> int | None:
+    """The id of the latest sweep with trials of a workload; None where there is none."""
+    found = (
+        select(Sweep.id)
+        .join(SweepTrial, SweepTrial.sweep_id == Sweep.id)
+        .join(Trial, Trial.id == SweepTrial.trial_id)
+        .where(Trial.workload == workload)
+        .order_by(Sweep.started_at.desc(), Sweep.id.desc())
+    )
+    with store.database.reading() as connection:
+        latest = connection.execute(found.limit(1)).scalar()
+    return None if latest is None else int(latest)
+
+
+def all_sweeps(store: ResultsStore) -> list[int]:
+    with store.database.reading() as connection:
+        return [int(one) for one in connection.execute(select(Sweep.id).order_by(Sweep.id)).scalars()]
+
+
+def by_conversation(values: pd.Series[Any]) -> ByConversation:
+    """The known values of a column, by seed and conversation, each in the order of its turns."""
+    known, found = values.dropna(), defaultdict(list)
+    for (seed, conversation), value in zip(known.index.to_list(), known.to_list(), strict=True):
+        found[seed, conversation].append(float(value))
+    return dict(found)
+
+
+def latency_per_token(turns: pd.DataFrame) -> pd.Series[Any]:
+    """Normalized latency in ms of the turns that have output."""
+    known = turns[turns["output_tokens"] > 0]
+    return known["latency_ms"] / known["output_tokens"].astype("float64")
+
+
 def number(value: str) -> float | None:
-    """The number that a swept value is or begins with ("0.5", "768 tokens", "2GiB" as 2 of its unit); None for a name."""
-    found = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?(?:e-?\d+)?)\s*([A-Za-z]*)\s*", value)
-    if found is None:
-        return None
-    scale = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tib": 2**40, "tb": 1e12}
-    return float(found[1]) * scale.get(found[2].lower(), 1)
+    """What a swept value comes to: a number as it is, a size ("2 ktokens", "1GiB") in tokens or bytes; None for a name."""
+    found = _size(value)
+    return found[1] if found else None
 
 
 def in_order(values: Mapping[str, Any] | Sequence[str]) -> list[str]:
-    """Ascending where all are numbers, else as given."""
-    numbers = {value: number(value) for value in values}
-    if any(found is None for found in numbers.values()):
-        return list(numbers)
-    return sorted(numbers, key=lambda value: numbers[value] or 0.0)
+    """Ascending where all that are given are numbers, or all are sizes in one unit, and what is not given (null) last;
+    else as given."""
+    sizes = {value: _size(value) for value in values}
+    known = [size for value, size in sizes.items() if value != NO_VALUE]
+    units = {size[0] for size in known if size and size[1]}  # nothing is as much in bytes as it is in tokens
+    if any(size is None for size in known) or len(units) > 1:
+        return list(sizes)
+    return sorted(sizes, key=lambda value: size[1] if (size := sizes[value]) else math.inf)
+
+
+def _configured(value: str) -> str:
+    """How a value of the command line reads in a trial's configuration: null, true, 0.50 and 1e3 are not kept as typed."""
+    if value[0] in "\"'":
+        return value.strip(value[0])
+    known = {"null": NO_VALUE, "true": "True", "false": "False"}
+    if value.lower() in known:
+        return known[value.lower()]
+    for kind in (int, float):
+        try:
+            return str(kind(value))
+        except ValueError:
+            continue
+    return value
+
+
+def _size(value: str) -> tuple[str, float] | None:
+    """Its unit ("", "tokens" or "bytes") and how many; None for a name."""
+    try:
+        plain = float(value)
+        return ("", plain) if math.isfinite(plain) else None
+    except ValueError:
+        pass
+    try:
+        capacity = parse_capacity(value)
+    except ConfigError:
+        return None
+    return ("tokens", capacity.tokens) if capacity.tokens is not None else ("bytes", capacity.bytes or 0)
 
 
 def _place(job: JobResult, along: Sequence[str]) -> tuple[str, ...]:

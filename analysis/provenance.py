@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from analysis.results import Mixture, Sweep, Trial
 from pensieve.errors import MixedPanel
-from pensieve.results.mixture import Mixture, mixtures
-from pensieve.results.schema import Sweep, Trial
-from pensieve.results.store import ResultsStore
-from pensieve.results.summary import measured_turns
 
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Of all trials of a panel (sweep None: of a bench). A tuple with more than one value: they differ in it.
+    """Of all trials of a panel. A tuple with more than one value: they differ in it.
 
     conversations: measured ones with a completed turn, counted once a seed and repeat, whichever baselines had them.
     kind: "real", "simulated" or both. weights: "random", "none" (simulated) or where they came from. code: hashes.
@@ -23,7 +20,7 @@ class Provenance:
     through by allow_mixed, a clause each.
     """
 
-    sweep: int | None
+    sweep: int
     command: str | None
     trials: tuple[int, ...]
     seeds: tuple[int, ...]
@@ -43,22 +40,26 @@ class Provenance:
 
 
 def trace(
-    store: ResultsStore, sweep: Sweep | None, trials: Sequence[Trial], incomplete: int = 0, allow_mixed: bool = False
+    sweep: Sweep,
+    trials: Sequence[Trial],
+    mixtures: Sequence[Mixture],
+    conversations: int,
+    incomplete: int,
+    allow_mixed: bool,
 ) -> Provenance:
-    """Raises MixedPanel where simulated stand beside real trials, random beside trained weights, trials beside others on
-    their device, or one version of the code beside another; allow_mixed: note it instead."""
-    found = mixtures(trials)
-    mixed = tuple(_clause(one) for one in found)
+    """mixtures: why times of these trials must not be compared. Raises MixedPanel where there is such a reason;
+    allow_mixed: note it instead."""
+    mixed = tuple(_clause(one) for one in mixtures)
     if mixed and not allow_mixed:
         raise MixedPanel(
-            f"One panel would hold {mixed[0]}; {found[0].remedy}, or draw it with --allow-mixed, which it then says."
+            f"One panel would hold {mixed[0]}; {mixtures[0].remedy}, or draw it with --allow-mixed, which it then says."
         )
     return Provenance(
-        sweep=sweep.id if sweep else None,
-        command=sweep.command if sweep else None,
+        sweep=sweep.id,
+        command=sweep.command,
         trials=tuple(sorted(trial.id for trial in trials)),
         seeds=tuple(sorted({trial.seed for trial in trials})),
-        conversations=len({key for trial in trials for key in _conversations(store, trial)}),
+        conversations=conversations,
         models=_unique(trial.model for trial in trials),
         dtypes=_unique(trial.dtype for trial in trials),
         devices=_unique(_device(trial) for trial in trials),
@@ -90,7 +91,7 @@ def footnote(of: Provenance, lead: str) -> str:
         f"{_how(of)} {', '.join(of.devices)}{', ' + ', '.join(of.dtypes) if of.dtypes else ''}",
         *([f"load {' and '.join(of.load) or 'not recorded'}", _cache_state(of)] if served else []),
         f"code {', '.join(code[:8] for code in of.code)}",
-        f"{'' if of.sweep is None else f'sweep {of.sweep}, '}trials {ranges(of.trials)}",
+        f"sweep {of.sweep}, trials {ranges(of.trials)}",
     ]
     if of.with_failures:
         parts.append(f"trials {ranges(of.with_failures)} have turns that did not complete")
@@ -118,10 +119,6 @@ def ranges(ids: Sequence[int]) -> str:
 
 def _clause(mixture: Mixture) -> str:
     return f"{mixture.what} ({ranges(mixture.trials)})" if mixture.trials else mixture.what
-
-
-def _conversations(store: ResultsStore, trial: Trial) -> set[tuple[int, int, str]]:
-    return {(trial.seed, trial.repeat, row.session) for row in measured_turns(store, trial.id, "session")}
 
 
 def _declared(trial: Trial, name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""How long, and how much of, idle conversations the engine remembers."""
+"""Which idle conversations are forgotten: those idle for too long, and the oldest where all together are too large."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pensieve.cache.session import Session
+from pensieve.session import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class _Idle:
     since_ns: int
 
 
-class Remembered:
-    """Idle conversations, the one idle longest first; each call costs only what it forgets."""
+class IdleSessions:
+    """Conversations without a request, the one idle longest first. A call costs what it forgets, whoever else is idle."""
 
     def __init__(self, limits: MemoryLimits) -> None:
         ttl_s = limits.ttl_s
@@ -38,30 +38,30 @@ class Remembered:
 
     @property
     def next_expiry_ns(self) -> int | None:
-        """When `surplus` will have a conversation to forget for its age; None: never, as things stand."""
+        """When `take_surplus` will have a conversation to forget for its age; None: never, as things stand."""
         if self._ttl_ns is None or not self._idle:
             return None
         return next(iter(self._idle.values())).since_ns + self._ttl_ns
 
-    def rest(self, session: Session, now_ns: int) -> None:
+    def add(self, session: Session, now_ns: int) -> None:
         """Its last request ended."""
-        self.wake(session)
+        self.remove(session)
         self._idle[session.name] = _Idle(session, len(session.tokens), now_ns)
         self.tokens += len(session.tokens)
 
-    def wake(self, session: Session) -> None:
+    def remove(self, session: Session) -> None:
         """A request of it arrived, or it was forgotten."""
         known = self._idle.pop(session.name, None)
         if known is not None:
             self.tokens -= known.tokens
 
-    def surplus(self, now_ns: int) -> Iterator[Session]:
-        """Conversations to forget now; each is taken off the books as it is yielded."""
+    def take_surplus(self, now_ns: int) -> Iterator[Session]:
+        """Conversations to forget now; each is removed as it is yielded."""
         while self._idle:
             expiry_ns = self.next_expiry_ns
             expired = expiry_ns is not None and expiry_ns <= now_ns
             if not expired and (self._most_tokens is None or self.tokens <= self._most_tokens):
                 return
             session = next(iter(self._idle.values())).session
-            self.wake(session)
+            self.remove(session)
             yield session

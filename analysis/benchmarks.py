@@ -1,25 +1,24 @@
-"""What the figures of benchmarks share: cases with their limits, and what each backend made of them."""
+"""Parts of an engine measured alone, case by case: what each backend made of it, beside its limit."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
-from sqlalchemy import select
+from matplotlib.figure import Figure as Picture
 
-from analysis.drawing import command_line, style
-from analysis.drawing.bars import Bar, Group, draw_groups, draw_limit, height_in, place_values
-from analysis.drawing.provenance import trace
-from analysis.drawing.publish import arrange
-from analysis.drawing.source import Cell, Panel, Source
-from pensieve.errors import MissingSeries, PensieveError
+from analysis import marks, style
+from analysis.marks import Bar, Group
+from analysis.registry import Plot, figure
+from analysis.results import JobResult
+from analysis.sweep import Cell, Panel, Source
+from pensieve.errors import MissingSeries
 from pensieve.metrics import Metric
-from pensieve.results.schema import Sweep, SweepTrial, Trial
-from pensieve.results.store import JobResult, ResultsStore
-from pensieve.statistics import Estimate
+from pensieve.statistics import Estimate, PairedRatio, paired_ratio
+
+SEQUENTIAL, PIPELINED = "sequential", "pipelined"
 
 # A backend has one colour everywhere: ours those of Pensieve, and plain ones that of the baseline that forgets.
 _COLOURS = {
@@ -77,25 +76,74 @@ class Benchmark:
         return list(dict.fromkeys(one.backend for case in self.cases for one in case.timed))
 
 
-def command(target: str) -> str:
+def _command(target: str) -> str:
     return f"python runners/bench.py target={target}"
 
 
-def main(figure: command_line.Figure, target: str, argv: Sequence[str] | None = None) -> int:
-    """As command_line.main, but by default of the latest command that measured this target."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    options = command_line.parser(figure.shows).parse_args(given)
-    if options.sweep is None:
-        try:
-            given.append(f"--sweep={_latest(command_line.chosen_store(options), target)}")
-        except PensieveError as error:
-            print(error, file=sys.stderr)
-            return 1
-    return command_line.main(figure, given)
-
-
-def applies(source: Source, target: str) -> bool:
+def _applies(target: str, source: Source) -> bool:
     return any(job.last.workload == f"bench_{target}" for job in source.jobs)
+
+
+@figure(
+    "kernel",
+    "Attention, by backend",
+    shows="attention by backend beside its limit",
+    command=_command("kernel"),
+    applies=partial(_applies, "kernel"),
+    workload="bench_kernel",
+)
+def kernel(source: Source) -> Iterator[Plot]:
+    def text(case: BenchCase, one: Timed) -> str:
+        """The time, and how many times the limit it is."""
+        return f"{digits(one.time.value)} {one.unit} ({digits(one.time.value / case.floor)}×)"
+
+    found = read(source, "kernel")
+    lead = "Median over the limit measured in the same run (red), with the 95 % interval of the median; "
+    yield Plot(found.panel, _draw(found, text), lead + _small_print(found), _rows(found))
+
+
+@figure(
+    "swap",
+    "Restoring KV: in sequence, and pipelined",
+    shows="swapping in sequence and pipelined, beside its limit",
+    command=_command("swap"),
+    applies=partial(_applies, "swap"),
+    workload="bench_swap",
+)
+def swap(source: Source) -> Iterator[Plot]:
+    found = read(source, "swap", (SEQUENTIAL, PIPELINED))
+    speeds = {case.label: speed_up(case) for case in found.cases}
+
+    def text(case: BenchCase, one: Timed) -> str:
+        said = f"{digits(one.time.value)} {one.unit}"
+        if one.backend != PIPELINED:
+            return said
+        said += f", {speeds[case.label].ratio:.2f}× faster"
+        overlap = one.figures.get("overlap_pct")
+        return said if overlap is None or overlap.value is None else f"{said}, {overlap.value:.0f} % overlap"
+
+    lead = (
+        "Median over the limit measured in the same run (red), with the 95 % interval of the median; faster: sequential "
+        "over pipelined, repetition by repetition; overlap: as the benchmark counted it; "
+    )
+    rows = [
+        {
+            **row,
+            "speed_up": speeds[row["case"]].ratio,
+            "speed_up_ci_low": speeds[row["case"]].ci_low,
+            "speed_up_ci_high": speeds[row["case"]].ci_high,
+        }
+        for row in _rows(found)
+    ]
+    yield Plot(found.panel, _draw(found, text), lead + _small_print(found), rows)
+
+
+def speed_up(case: BenchCase) -> PairedRatio:
+    """How many times as long the sequential one takes, paired by repetition, since the two were interleaved."""
+    sequential, pipelined = case.of(SEQUENTIAL), case.of(PIPELINED)
+    assert sequential is not None and pipelined is not None, "read has made sure of both"
+    sides = [{(0, str(place)): value for place, value in enumerate(one.values)} for one in (sequential, pipelined)]
+    return paired_ratio(*sides)
 
 
 def read(source: Source, target: str, needed: Sequence[str] = ()) -> Benchmark:
@@ -115,7 +163,7 @@ def read(source: Source, target: str, needed: Sequence[str] = ()) -> Benchmark:
             absent.setdefault(job.last.baseline, (job.last.error or "not measured").rstrip("."))
         else:
             found.setdefault(metric.label, []).append((job, metric))
-    again = source.sweep.command or command(target)
+    again = source.sweep.command or _command(target)
     if needed:
         found = {
             label: measured
@@ -131,19 +179,17 @@ def read(source: Source, target: str, needed: Sequence[str] = ()) -> Benchmark:
                 why = f" ({absent[backend]})" if backend in absent else ""
                 raise MissingSeries(
                     f"Sweep {source.sweep.id} has no {target} measurement of {backend} for {label}{why}; run "
-                    f"`{command(target)}`."
+                    f"`{_command(target)}`."
                 )
     cases = [_case(source, target, label, measured) for label, measured in found.items()]
     trials = {job.trial.id: job.trial for measured in found.values() for job, _ in measured if job.trial}
-    origin = trace(source.store, source.sweep, list(trials.values()), allow_mixed=source.allow_mixed)
     backends = dict.fromkeys(one.backend for case in cases for one in case.timed)
     cells = [
         Cell(name, {}, [job for measured in found.values() for job, _ in measured if job.last.baseline == name])
         for name in backends
     ]
-    return Benchmark(
-        Panel(source.sweep, {}, cells, origin), cases, {k: v for k, v in absent.items() if k not in backends}
-    )
+    panel = Panel(source.sweep, {}, cells, source.trace(list(trials.values())))
+    return Benchmark(panel, cases, {name: why for name, why in absent.items() if name not in backends})
 
 
 def colour(backend: str) -> str:
@@ -156,22 +202,43 @@ def digits(value: float) -> str:
     return f"{value:,.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}"
 
 
-def _floor_group(case: BenchCase, texts: dict[str, str]) -> list[Group]:
-    """A case as bars: each backend's time over the floor, in the order in which they were measured. texts: beside the
-    bars, by backend."""
-    return [
-        Group(
-            one.backend,
-            colour(one.backend),
-            [Bar(_over(one.time, case.floor), colour(one.backend), texts[one.backend], f"{one.backend}/{case.label}")],
-            case.label if index == 0 else "",
-            close=True,
-        )
-        for index, one in enumerate(case.timed)
+def _draw(benchmark: Benchmark, text_of: Callable[[BenchCase, Timed], str]) -> Picture:
+    """Every case with all its backends, as multiples of its limit, in the order in which they were measured.
+
+    From the limit on and logarithmic where some take more than ten times as long as others. text_of: beside a bar.
+    """
+    sections = [
+        [
+            Group(
+                one.backend,
+                colour(one.backend),
+                [
+                    Bar(
+                        _over(one.time, case.floor),
+                        colour(one.backend),
+                        text_of(case, one),
+                        f"{one.backend}/{case.label}",
+                    )
+                ],
+            )
+            for one in case.timed
+        ]
+        for case in benchmark.cases
     ]
+    picture, grid = marks.bar_grid(sections)
+    overs = [one.time.value / case.floor for case in benchmark.cases for one in case.timed]
+    wide = min(overs) > 0.9 and max(overs) > 12
+    for [axes], case, groups in zip(grid, benchmark.cases, sections, strict=True):
+        if wide:
+            marks.plain_log(axes, "x")
+        marks.bars(axes, groups, origin=1.0 if wide else 0.0)
+        axes.axvline(1.0, color=style.WARNING, linewidth=1.1, gid="limit")
+        axes.set_title(case.label, fontsize=6.5, fontweight="bold", color=style.GREY)
+    grid[-1][0].set_xlabel("time over the limit (×)")
+    return picture
 
 
-def rows(benchmark: Benchmark) -> list[dict[str, object]]:
+def _rows(benchmark: Benchmark) -> list[dict[str, Any]]:
     """For the CSV: a line for each backend of each case, with every further number that any of them has."""
     names = sorted({name for case in benchmark.cases for one in case.timed for name in one.figures})
     return [
@@ -194,34 +261,6 @@ def rows(benchmark: Benchmark) -> list[dict[str, object]]:
     ]
 
 
-def draw_cases(
-    benchmark: Benchmark, title: str, lead: str, text_of: Callable[[BenchCase, Timed], str], margin_in: float
-) -> tuple[Figure, str]:
-    """Every case with all its backends, as multiples of its limit; and what the figure says below, from `lead` on.
-
-    From the limit on and logarithmic where some take more than ten times as long as others. text_of: beside a bar.
-    margin_in: inches above and below the bars.
-    """
-    groups: list[Group] = []
-    for case in benchmark.cases:
-        groups += _floor_group(case, {one.backend: text_of(case, one) for one in case.timed})
-    figure, axes = style.new_figure(height_in=height_in(groups) + margin_in)
-    overs = [one.time.value / case.floor for case in benchmark.cases for one in case.timed]
-    wide = min(overs) > 0.9 and max(overs) > 12
-    origin = 1.0 if wide else 0.0
-    if wide:
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-        axes.xaxis.set_minor_formatter(NullFormatter())
-    draw_groups(axes, groups, origin=origin)
-    draw_limit(axes, groups, 1.0, "limit")
-    axes.set_xlabel("time over the limit (×)")
-    lead += _small_print(benchmark)
-    arrange(figure, benchmark.panel, title, lead, left=0.10 + style.name_room(benchmark.backends), right=0.08)
-    place_values(figure, axes, groups, origin=origin)
-    return figure, lead
-
-
 def _small_print(benchmark: Benchmark) -> str:
     """How often each was repeated, what the limit is made of, and which backends are not there, and why."""
     counts = [one.time.n for case in benchmark.cases for one in case.timed]
@@ -231,26 +270,11 @@ def _small_print(benchmark: Benchmark) -> str:
     return f"n = {often} repetitions; limit: {limits or 'see the CSV'}{absent}"
 
 
-def _latest(store: ResultsStore, target: str) -> int:
-    found = (
-        select(Sweep.id)
-        .join(SweepTrial, SweepTrial.sweep_id == Sweep.id)
-        .join(Trial, Trial.id == SweepTrial.trial_id)
-        .where(Trial.workload == f"bench_{target}")
-        .order_by(Sweep.started_at.desc(), Sweep.id.desc())
-    )
-    with store.database.reading() as connection:
-        latest = connection.execute(found.limit(1)).scalar()
-    if latest is None:
-        raise MissingSeries(f"The results database has no measurement of {target}; run `{command(target)}`.")
-    return int(latest)
-
-
 def _case(source: Source, target: str, label: str, measured: Sequence[tuple[JobResult, Metric]]) -> BenchCase:
     floors = [metric.limit_value for _, metric in measured if metric.limit_value]
     if not floors:
         raise MissingSeries(
-            f"Case {label} of {target} in sweep {source.sweep.id} has no limit beside it; run `{command(target)}`."
+            f"Case {label} of {target} in sweep {source.sweep.id} has no limit beside it; run `{_command(target)}`."
         )
     timed = []
     for job, metric in measured:

@@ -1,0 +1,1 @@
+"""Figures, tables and reports of what was recorded: reads the results database, and runs nothing."""

@@ -1,0 +1,292 @@
+"""Agents that share an engine: their latency against how many there are, and where memory runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from analysis import estimates, marks, style, tables
+from analysis.registry import Plot, Row, columns, figure
+from analysis.sweep import ByConversation, Cell, Panel, Source, by_conversation, number
+from pensieve.metrics import PERCENTILES
+from pensieve.statistics import Estimate, PairedRatio, enough_for, paired_ratio
+
+AXIS = "workload.agents"
+STAGES = ("reason", "reflect")
+COMMAND = "python runners/run.py experiment=agent_scaling -m"
+NOTHING = Estimate(float("nan"), None, None, 0, 0)  # of a stage that no turn completed
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One baseline with so many agents. latency_ms: of completed turns by stage, arrival to last token; a stage that no
+    turn completed is empty. out_of_memory: turns that did not get the memory they needed."""
+
+    agents: int
+    cell: Cell
+    latency_ms: dict[str, ByConversation]
+    out_of_memory: int
+
+    def mean(self, stage: str) -> Estimate | None:
+        values = self.latency_ms[stage]
+        return estimates.mean(values) if values else None
+
+    def percentile(self, stage: str, name: str) -> Estimate | None:
+        """name: p50 or p99."""
+        values = self.latency_ms[stage]
+        return estimates.percentile(values, PERCENTILES[name]) if values else None
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """A baseline's loads by rising number of agents."""
+
+    baseline: str
+    loads: Sequence[Load]
+
+    @property
+    def out_of_memory_at(self) -> int | None:
+        """The first number of agents at which a turn did not get the memory it needed; None: at none of them."""
+        return next((load.agents for load in self.loads if load.out_of_memory), None)
+
+    @property
+    def density(self) -> int | None:
+        """The largest number of agents before that; None where the first number is too many already."""
+        limit = self.out_of_memory_at
+        return max((load.agents for load in self.loads if limit is None or load.agents < limit), default=None)
+
+    def at(self, agents: int) -> Load:
+        return next(load for load in self.loads if load.agents == agents)
+
+
+def applies(source: Source) -> bool:
+    return any(job.last.workload == "agents" for job in source.jobs)
+
+
+def _several(source: Source) -> bool:
+    return applies(source) and len(source.swept(AXIS)) > 1
+
+
+def read(source: Source) -> Iterator[tuple[Panel, list[Scaling]]]:
+    for panel in source.panels(AXIS):
+        yield (
+            panel,
+            [
+                Scaling(name, sorted((_load(source, cell) for cell in panel.of(name)), key=lambda load: load.agents))
+                for name in panel.baselines
+            ],
+        )
+
+
+def _load(source: Source, cell: Cell) -> Load:
+    agents = number(cell.at[AXIS])
+    assert agents is not None, f"{AXIS} is a number"
+    turns, every = source.turns(cell), source.turns(cell, measured=False)
+    latencies = {stage: by_conversation(turns.loc[turns["label"] == stage, "latency_ms"]) for stage in STAGES}
+    asked = every[every["label"].isin(STAGES)]
+    refused = (asked["status"] == "refused") & (asked["finish_reason"] == "capacity")  # more than the GPU tier holds
+    failed = (asked["status"] == "failed") & asked["error"].fillna("").str.contains("memory")  # the device ran out
+    return Load(int(agents), cell, latencies, int((refused | failed).sum()))
+
+
+@figure(
+    "agent_scaling",
+    "Latency against the number of agents",
+    shows="99th percentile of latency against the number of agents, by stage",
+    command=COMMAND,
+    applies=_several,
+)
+def agent_scaling(source: Source) -> Iterator[Plot]:
+    for panel, scalings in read(source):
+        picture, [grid] = style.new_grid(1.8, 1, len(STAGES), sharey=True)
+        rows: list[Row] = []
+        for axes, stage in zip(grid, STAGES, strict=True):
+            found = {
+                scaling.baseline: {load.agents: load.percentile(stage, "p99") for load in scaling.loads}
+                for scaling in scalings
+            }
+            for order, scaling in enumerate(scalings):
+                points = [(agents, one) for agents, one in found[scaling.baseline].items() if one is not None]
+                if points:
+                    marks.line(axes, scaling.baseline, points, order=order)
+                _mark_limit(axes, scaling, dict(points))
+            rows += [
+                {
+                    "baseline": scaling.baseline,
+                    "stage": stage,
+                    "agents": load.agents,
+                    **columns("latency_ms_p99", found[scaling.baseline][load.agents] or NOTHING),
+                    "out_of_memory_turns": load.out_of_memory,
+                    "trials": load.cell.ids,
+                }
+                for scaling in reversed(scalings)
+                for load in scaling.loads
+            ]
+            marks.mark_counts(axes, sorted({load.agents for scaling in scalings for load in scaling.loads}))
+            axes.set_title(stage, fontweight="bold", color=style.GREY)
+            axes.set_xlabel("agents")
+        marks.plain_log(grid[0], "y")
+        grid[0].set_ylabel("p99 latency (ms)")
+        style.legend(picture)
+        yield Plot(panel, picture, scaling_lead(scalings), rows)
+
+
+def scaling_lead(scalings: Sequence[Scaling]) -> str:
+    """What a point is, and how much it says."""
+    counts = [
+        sum(map(len, load.latency_ms[stage].values()))
+        for scaling in scalings
+        for load in scaling.loads
+        for stage in STAGES
+    ]
+    fewest, enough = min(filter(None, counts), default=0), enough_for(PERCENTILES["p99"])
+    thin = f" (a p99 of fewer than {enough:,} turns rests on less than ten; the fewest here are {fewest})"
+    short = "; × memory ran out" if any(scaling.out_of_memory_at for scaling in scalings) else ""
+    return f"99th percentile over turns, nearest rank, with its 95 % interval{thin if fewest < enough else ''}{short}"
+
+
+def _mark_limit(axes: Axes, scaling: Scaling, points: Mapping[int, Estimate]) -> None:
+    """A cross at the first number of agents at which memory ran out: on the line, or where it would go on."""
+    limit = scaling.out_of_memory_at
+    if limit is None:
+        return
+    near = min(points, key=lambda agents: abs(agents - limit), default=None)
+    axes.plot(
+        [limit], [points[near].value if near is not None else 1.0], marker="x", markersize=7, markeredgewidth=1.6,
+        color=style.colour(scaling.baseline), linestyle="none", gid=f"{scaling.baseline}/out of memory",
+    )  # fmt: skip
+
+
+@figure(
+    "agent_table",
+    "Latency of agents (ms)",
+    shows="agents in numbers: mean, median, 99th percentile, memory's limit",
+    command=COMMAND,
+    applies=applies,
+)
+def agent_table(source: Source) -> Iterator[Plot]:
+    lead = (
+        "Arrival to last token of completed turns, over seeds, agents and steps; percentiles by nearest rank; out of "
+        "memory: turns refused or failed for want of it"
+    )
+    for panel, scalings in read(source):
+        table, rows = [], []
+        for scaling in scalings:
+            for load in scaling.loads:
+                line = {"baseline": scaling.baseline if load is scaling.loads[0] else "", "agents": str(load.agents)}
+                for stage in STAGES:
+                    found = {"mean": load.mean(stage), **{p: load.percentile(stage, p) for p in ("p50", "p99")}}
+                    for name, one in found.items():  # a percentile's interval is in the CSV: six do not fit a column
+                        text = tables.estimated(one)
+                        line[f"{stage}\n{name}"] = text if name == "mean" else text.partition("\n")[0]
+                        rows.append(
+                            {
+                                "baseline": scaling.baseline,
+                                "agents": load.agents,
+                                "stage": stage,
+                                "quantity": f"latency_ms_{name}",
+                                **columns("value", one or NOTHING),
+                                "out_of_memory_turns": load.out_of_memory,
+                                "trials": load.cell.ids,
+                            }
+                        )
+                table.append({**line, "out of\nmemory": str(load.out_of_memory or tables.NONE)})
+        yield Plot(panel, tables.draw(table), lead, rows, table)
+
+
+@figure(
+    "agent_ratios",
+    "Agents: density and latency",
+    shows="how many agents a baseline carries, and how fast beside the first",
+    command=COMMAND,
+    applies=_several,
+)
+def agent_ratios(source: Source) -> Iterator[Plot]:
+    for panel, scalings in read(source):
+        first = scalings[0]
+        together = [
+            load.agents
+            for load in first.loads
+            if all(scaling.at(load.agents).latency_ms[stage] for scaling in scalings for stage in STAGES)
+        ]
+        most = max(together, default=None)
+        lead = (
+            "Carries: the largest number of agents of this sweep at which no turn was refused or failed for want of memory; "
+            f"density: that number over {first.baseline}'s; "
+        ) + (
+            f"latency: of a baseline over {first.baseline} with {most} agents, geometric mean of the pairs of one seed "
+            f"and agent, with its 95 % interval; reason / reflect: of the same baseline with {most} agents"
+            if most is not None
+            else "at no number of agents do all baselines complete turns of both stages"
+        )
+        ratios = {scaling.baseline: _ratios(scaling, first, most) for scaling in scalings}
+        table = [_ratio_line(scaling, first, ratios[scaling.baseline]) for scaling in scalings]
+        rows = [_ratio_row(scaling, first, ratios[scaling.baseline], most) for scaling in scalings]
+        yield Plot(panel, tables.draw(table), lead, rows, table)
+
+
+def density_ratio(one: Scaling, other: Scaling) -> tuple[float | None, str]:
+    """Agents that `one` carries over those that `other` does, and as text: a bound where one of them met no limit."""
+    if not one.density or not other.density:
+        return None, tables.NONE
+    if one.out_of_memory_at is None and other.out_of_memory_at is None:
+        return None, tables.NONE if one is not other else "1"
+    bound = "≥ " if one.out_of_memory_at is None else "≤ " if other.out_of_memory_at is None else ""
+    return one.density / other.density, f"{bound}{one.density / other.density:.3g}"
+
+
+def _ratios(scaling: Scaling, first: Scaling, most: int | None) -> dict[str, PairedRatio | None]:
+    """Latency by stage over the first baseline's, and reason over reflect, paired by seed and agent."""
+    if most is None:
+        return dict.fromkeys((*STAGES, "stages"))
+    ours, theirs = scaling.at(most).latency_ms, first.at(most).latency_ms
+    return {
+        **{stage: _paired(ours[stage], theirs[stage]) for stage in STAGES},
+        "stages": _paired(*map(ours.get, STAGES)),
+    }
+
+
+def _paired(one: ByConversation | None, other: ByConversation | None) -> PairedRatio | None:
+    """None where they share no agent."""
+    ours, theirs = ({key: fmean(found) for key, found in (side or {}).items()} for side in (one, other))
+    return paired_ratio(ours, theirs) if ours.keys() & theirs.keys() else None
+
+
+def _ratio_line(scaling: Scaling, first: Scaling, found: Mapping[str, PairedRatio | None]) -> dict[str, str]:
+    limit, density = scaling.out_of_memory_at, scaling.density
+    stages = {
+        f"{stage}\nlatency (×)": "1" if scaling is first and found[stage] else tables.estimated(found[stage])
+        for stage in STAGES
+    }
+    return {
+        "baseline": scaling.baseline,
+        "carries\nagents": "none" if density is None else f"{density}" if limit else f"≥ {density}",
+        "out of\nmemory at": "none" if limit is None else str(limit),
+        "density\n(×)": density_ratio(scaling, first)[1],
+        **stages,
+        "reason /\nreflect (×)": tables.estimated(found["stages"]),
+    }
+
+
+def _ratio_row(scaling: Scaling, first: Scaling, found: Mapping[str, PairedRatio | None], most: int | None) -> Row:
+    ratio, text = density_ratio(scaling, first)
+    row: dict[str, Any] = {
+        "baseline": scaling.baseline,
+        "reference": first.baseline,
+        "carries_agents": scaling.density,
+        "out_of_memory_at": "none" if scaling.out_of_memory_at is None else scaling.out_of_memory_at,
+        "density_ratio": ratio,
+        "density_ratio_text": text,
+        "compared_at_agents": most,
+    }
+    names = {"reason": "reason_latency_ratio", "reflect": "reflect_latency_ratio", "stages": "reason_over_reflect"}
+    for key, one in found.items():
+        row[names[key]] = one and one.ratio
+        row[f"{names[key]}_ci_low"] = one and one.ci_low
+        row[f"{names[key]}_ci_high"] = one and one.ci_high
+        row[f"{names[key]}_n"] = one and one.n
+    return {**row, "trials": " ".join(load.cell.ids for load in scaling.loads)}

@@ -1,0 +1,205 @@
+"""First tokens of conversations: by turn, and how much sooner than without a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.ticker import MaxNLocator
+
+from analysis import marks, style, tables
+from analysis.estimates import median, speed_up
+from analysis.registry import Plot, Row, columns, figure
+from analysis.results import REFERENCE
+from analysis.sweep import DEFAULT_COMMAND, Panel, Source
+from pensieve.statistics import Estimate, PairedRatio
+
+ByTurn = Mapping[int, Estimate]
+TURNS = (1, 5, 10)
+CLASSES = ("hot", "warm", "cold")
+PAIRED = (
+    "Time to first token of stateless over that of the baseline (2: half the time), geometric mean over conversations "
+    "paired by seed, with the 95 % interval"
+)
+
+
+@figure(
+    "ttft_by_turn",
+    "Time to first token by turn",
+    shows="time to first token by turn, a line a baseline, and the ideal",
+    command=DEFAULT_COMMAND,
+    applies=lambda source: source.has_turns,
+)
+def ttft_by_turn(source: Source) -> Iterator[Plot]:
+    for panel, lines, ideal in read_ttft_by_turn(source):
+        picture, axes = style.new_axes(2.0)
+        for order, (name, turns) in enumerate(lines.items()):
+            marks.line(axes, name, [(turn, one) for turn, one in turns.items()], order=order, band=True)
+        lead = "Median of completed turns and its 95 % interval"
+        if ideal:
+            values = [one.value for one in ideal.values()]
+            dashes: dict[str, Any] = {"linewidth": 1.0, "linestyle": (0, (3, 1.5))}
+            axes.plot(list(ideal), values, color=style.GREY, gid=style.IDEAL, label=style.IDEAL, **dashes)
+            lead += (
+                "; ideal: the new tokens alone, as the fastest first token without its wait of any turn with as many of "
+                "them and nothing of its history to restore or compute"
+            )
+        axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlabel("turn of the conversation")
+        axes.set_ylabel("time to first token (ms)")
+        style.legend(picture)
+        ids = {cell.baseline: cell.ids for cell in panel.cells}
+        rows = [
+            {
+                "baseline": name,
+                "turn": turn,
+                **columns("ttft_ms_median", one),
+                "trials": ids.get(name, " ".join(ids.values())),
+            }
+            for name, turns in [*lines.items(), (style.IDEAL, ideal)]
+            for turn, one in turns.items()
+        ]
+        yield Plot(panel, picture, lead, rows)
+
+
+def read_ttft_by_turn(source: Source) -> Iterator[tuple[Panel, Mapping[str, ByTurn], ByTurn]]:
+    """The median of each turn by baseline, and the ideal, empty where no turn had all of its history in GPU memory.
+
+    Raises MissingSeries where a baseline has no measured turn that completed.
+    """
+    for panel in source.panels():
+        turns = {cell.baseline: source.turns(cell).dropna(subset="ttft_ms") for cell in panel.cells}
+        for name, own in turns.items():
+            if own.empty:
+                raise source.lacks(f"a completed, measured turn of {name}")
+        lines = {name: _by_turn(own, own["ttft_ms"]) for name, own in turns.items()}
+        yield panel, lines, _ideal(pd.concat(turns.values()))
+
+
+def _by_turn(turns: pd.DataFrame, values: pd.Series[Any]) -> dict[int, Estimate]:
+    numbers = turns["turn"].to_numpy(dtype=int)
+    return {int(turn): median(values[numbers == turn]) for turn in np.unique(numbers)}
+
+
+def _ideal(turns: pd.DataFrame) -> dict[int, Estimate]:
+    """What the new tokens alone take: at each turn the median over conversations of the fastest first token, less its wait
+    in the queue, of any turn with as many new tokens or more and nothing of its history to restore or compute.
+
+    All of it is measured; nothing is fitted.
+    """
+    lost = turns[["cpu_hit_tokens", "recomputed_tokens", "resumed_swapped_tokens", "resumed_recomputed_tokens"]]
+    nothing_lost = turns["recomputed_tokens"].notna() & (lost.fillna(0) == 0).all(axis=1)
+    free = turns[nothing_lost & turns["new_tokens"].notna() & turns["queue_ms"].notna()].sort_values("new_tokens")
+    known = turns[turns["new_tokens"].notna()]
+    if free.empty:
+        return {}
+    alone = (free["ttft_ms"] - free["queue_ms"]).to_numpy()
+    fastest = np.minimum.accumulate(alone[::-1])[::-1]  # of turns with as many new tokens or more
+    at = np.searchsorted(free["new_tokens"].to_numpy(dtype=int), known["new_tokens"].to_numpy(dtype=int))
+    within = at < len(fastest)
+    known = known[within]
+    return _by_turn(known, pd.Series(fastest[at[within]], index=known.index))
+
+
+def has_reference(source: Source) -> bool:
+    names = source.baselines()
+    return REFERENCE in names and len(names) > 1
+
+
+@figure(
+    "speedup",
+    "Speed-up of the first token over stateless",
+    shows="speed-up of the first token at turns 1, 5, 10 and on average",
+    command=DEFAULT_COMMAND,
+    applies=lambda source: has_reference(source) and source.has_turns,
+)
+def speedup(source: Source) -> Iterator[Plot]:
+    for panel, found in read_speedup(source):
+        table = [
+            {"baseline": name, **{at: tables.estimated(one) for at, one in ratios.items()}}
+            for name, ratios in found.items()
+        ]
+        yield Plot(panel, tables.draw(table), PAIRED, _rows(panel, found, "at"), table)
+
+
+def read_speedup(source: Source) -> Iterator[tuple[Panel, dict[str, dict[str, PairedRatio | None]]]]:
+    """By baseline but stateless: at "turn 1", ..., None where there is no such turn, and on "average"."""
+    for panel in source.panels():
+        turns = {cell.baseline: source.turns(cell) for cell in panel.cells}
+        found: dict[str, dict[str, PairedRatio | None]] = {}
+        for name, own in turns.items():
+            if name != REFERENCE:
+                both = turns[REFERENCE], own
+                found[name] = {
+                    f"turn {turn}": speed_up(*(side[side["turn"] == turn] for side in both)) for turn in TURNS
+                }
+                found[name]["average"] = average = speed_up(*both)
+                if average is None:
+                    raise source.lacks(f"turn that {name} shares with {REFERENCE}")
+        yield panel, found
+
+
+@figure(
+    "hotness",
+    "Speed-up by how often users return",
+    shows="speed-up of hot, warm and cold users over stateless serving",
+    command="python runners/run.py experiment=hotness -m",
+    applies=lambda source: has_reference(source) and any(source.has_metric("ttft_ms_p50", one) for one in CLASSES),
+)
+def hotness(source: Source) -> Iterator[Plot]:
+    for panel, found in read_hotness(source):
+        picture, axes = style.new_axes(2.0)
+        labels = [label for label in CLASSES if any(label in ratios for ratios in found.values())]
+        apart = min(0.18, 0.6 / len(found))
+        for order, (name, ratios) in enumerate(found.items()):
+            aside = (order - (len(found) - 1) / 2) * apart
+            points = [
+                (labels.index(label) + aside, Estimate(one.ratio, one.ci_low, one.ci_high, one.n, one.n_seeds))
+                for label, one in ratios.items()
+                if one is not None
+            ]
+            marks.line(axes, name, points, order=order, width=0.8)
+        axes.axhline(1.0, color=style.colour(REFERENCE), linewidth=0.9, linestyle=(0, (3, 1.5)), label=REFERENCE)
+        axes.set_xlim(-0.45, len(labels) - 0.55)
+        axes.set_xticks(range(len(labels)), [f"{label} users" for label in labels])
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel("speed-up of the first token (×)")
+        style.legend(picture)
+        yield Plot(panel, picture, PAIRED, _rows(panel, found, "class"))
+
+
+def read_hotness(source: Source) -> Iterator[tuple[Panel, dict[str, dict[str, PairedRatio | None]]]]:
+    """By baseline but stateless, and by each class that occurs. Raises MissingSeries and MixedPanel."""
+    for panel in source.panels():
+        turns = {cell.baseline: source.turns(cell) for cell in panel.cells}
+        found: dict[str, dict[str, PairedRatio | None]] = {}
+        for name, own in turns.items():
+            if name != REFERENCE:
+                both = turns[REFERENCE], own
+                ratios = {label: speed_up(*(side[side["label"] == label] for side in both)) for label in CLASSES}
+                found[name] = {label: one for label, one in ratios.items() if one is not None}
+                if not found[name]:
+                    raise source.lacks(f"hot, warm or cold turn that {name} shares with {REFERENCE}")
+        yield panel, found
+
+
+def _rows(panel: Panel, found: Mapping[str, Mapping[str, PairedRatio | None]], at: str) -> list[Row]:
+    ids = {cell.baseline: cell.ids for cell in panel.cells}
+    return [
+        {
+            "baseline": name,
+            at: place,
+            "ttft_speed_up": one.ratio,
+            "ci_low": one.ci_low,
+            "ci_high": one.ci_high,
+            "n_conversations": one.n,
+            "n_seeds": one.n_seeds,
+            "trials": ids[name],
+        }
+        for name, ratios in found.items()
+        for place, one in ratios.items()
+        if one is not None
+    ]

@@ -1,0 +1,147 @@
+"""What a decoded token costs in time and in bytes moved, a bar a baseline.
+
+Bytes have bars where some were moved: an engine without pressure copies nothing, and one in this process has no network
+whose bytes it could count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+
+from analysis import estimates, marks, style
+from analysis.marks import Bar, Group
+from analysis.registry import Plot, Row, columns, figure
+from analysis.sweep import Cell, Source, by_conversation, latency_per_token
+from pensieve.errors import MissingSeries
+from pensieve.statistics import Estimate
+
+COMMAND = "python runners/run.py experiment=llm_decode -m"
+WAYS = {"network": ("sent_bytes", "received_bytes"), "GPU-CPU": ("h2d_bytes", "d2h_bytes")}
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """One baseline. per_token_ms: p50 and p99 by name. bytes_per_token: by way; None: this engine does not count them."""
+
+    cell: Cell
+    per_token_ms: Mapping[str, Estimate]
+    bytes_per_token: Mapping[str, Estimate | None]
+
+
+@figure(
+    "decode_cost",
+    "A decoded token: time, and bytes moved",
+    shows="latency and bytes of a decoded token, a bar a baseline",
+    command=COMMAND,
+    applies=lambda source: any(job.last.workload == "decode" for job in source.jobs),
+)
+def decode_cost(source: Source) -> Iterator[Plot]:
+    for panel in source.panels():
+        costs = [_cost(source, cell) for cell in panel.cells]
+        moved = [found for cost in costs for found in cost.bytes_per_token.values()]
+        some = any(found is None or found.value for found in moved)
+        sides = [[_times(cost) for cost in costs], *([[_bytes(cost) for cost in costs]] if some else [])]
+        picture, [grid] = marks.bar_grid(sides[:1], columns=len(sides))
+        for axes, groups in zip(grid, sides, strict=True):
+            marks.bars(axes, groups, names=axes is grid[0])
+        grid[0].set_xlabel("ms a token")
+        if some:
+            _scale(grid[1], [found.value for found in moved if found])
+        counted = "bytes: counted, sum over a trial by its output tokens, mean over trials"
+        lead = (
+            "Latency: median and 99th percentile over requests of arrival to last token over output tokens, with the 95 % "
+            f"interval; {counted if some else 'no baseline moved a byte over a network or between GPU and CPU'}"
+        )
+        yield Plot(panel, picture, lead, [row for cost in costs for row in _rows(cost)])
+
+
+def _cost(source: Source, cell: Cell) -> Cost:
+    turns = source.turns(cell)
+    each = by_conversation(latency_per_token(turns[turns["phase"] == "throughput"]))
+    if not each:
+        raise MissingSeries(
+            f"Sweep {source.sweep.id} has no completed request of baseline {cell.baseline} that decodes by itself; run "
+            f"`{COMMAND}`."
+        )
+    times = {name: estimates.percentile(each, p) for name, p in (("p50", 0.5), ("p99", 0.99))}
+    return Cost(cell, times, {way: _moved(cell, names) for way, names in WAYS.items()})
+
+
+def _moved(cell: Cell, names: Sequence[str]) -> Estimate | None:
+    parts = [cell.metric(f"{name}_per_token") for name in names]
+    trials = {(trial.seed, trial.repeat) for trial in cell.trials}
+    if any(part.keys() != trials for part in parts):
+        return None
+    return estimates.over_seeds({key: sum(part[key] for part in parts) for key in trials})
+
+
+def _times(cost: Cost) -> Group:
+    name, colour = cost.cell.baseline, style.colour(cost.cell.baseline)
+    return Group(
+        name,
+        colour,
+        [
+            Bar(found, colour, f"{which} {found.value:,.1f}", f"{name}/{which}", which != "p50")
+            for which, found in cost.per_token_ms.items()
+        ],
+    )
+
+
+def _bytes(cost: Cost) -> Group:
+    """Bars of what was moved; a text where it was not counted, or nothing was moved at all."""
+    name, colour = cost.cell.baseline, style.colour(cost.cell.baseline)
+    nothing = Estimate(0.0, None, None, 0, 0)
+    bars = []
+    for way, found in cost.bytes_per_token.items():
+        if found is None or found.value:
+            text = f"{way} {'not counted' if found is None else _size(found.value)}"
+            bars.append(Bar(found or nothing, colour, text, f"{name}/{way}", way != "network"))
+    return Group(name, colour, bars or [Bar(nothing, colour, "nothing moved", f"{name}/nothing")], room=2)
+
+
+def _scale(axes: Axes, values: Sequence[float]) -> None:
+    """Linear, unless only a logarithm shows both the smallest and the largest; no ticks where there is nothing to read."""
+    moved = [value for value in values if value]
+    axes.set_xlabel("bytes a token")
+    if not moved:
+        axes.set_xticks([0])
+    elif marks.wide(moved):
+        axes.set_xscale("symlog", linthresh=1.0)
+        axes.set_xticks([0, *(tick for tick in (1e3, 1e6, 1e9) if tick <= 10 * max(moved))])
+        axes.tick_params(axis="x", labelsize=6)
+        axes.xaxis.set_minor_locator(NullLocator())
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(3))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _size(value)))
+
+
+def _size(value: float) -> str:
+    """Three digits and a decimal unit."""
+    if not value:
+        return "0"
+    for unit in ("B", "kB", "MB"):
+        if abs(value) < 999.5:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} GB"
+
+
+def _rows(cost: Cost) -> list[Row]:
+    empty = {"value": None, "ci_low": None, "ci_high": None, "n": 0, "n_seeds": 0}
+    found = {
+        **{f"per_token_ms_{name}": one for name, one in cost.per_token_ms.items()},
+        **{f"bytes_per_token {way}": one for way, one in cost.bytes_per_token.items()},
+    }
+    return [
+        {
+            "baseline": cost.cell.baseline,
+            "quantity": quantity,
+            **(columns("value", one) if one else empty),
+            "trials": cost.cell.ids,
+        }
+        for quantity, one in found.items()
+    ]

@@ -1,0 +1,232 @@
+"""Latency, goodput and the first tokens of hot, warm and cold users against a swept load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from matplotlib.axes import Axes
+
+from analysis import marks, style
+from analysis.conversations import CLASSES
+from analysis.estimates import mean, over_seeds, percentile
+from analysis.registry import Plot, columns, figure
+from analysis.sweep import NO_VALUE, Cell, Panel, Source, by_conversation, latency_per_token, number
+from pensieve.statistics import FEWEST_GROUPS, Estimate
+
+P = TypeVar("P")
+
+LOADS = {
+    "workload.request_rate": "offered rate (requests/s)",
+    "workload.users": "users at once",
+    "workload.agents": "agents at once",
+    "workload.request_interval": "mean seconds between arrivals",
+    "workload.time_scale": "recorded seconds stretched by",
+}
+"""Fields that make a load heavier or lighter, and the label of their axis."""
+CLASS_LOADS = {
+    "workload.request_interval": "seconds between a user's requests\n(hot × 0.3, cold × 2.5)",
+    "workload.users": "users at once\n(a third of each class)",
+}
+STATISTICS = ("mean", "p90")
+COMMAND = (
+    "python runners/run.py model=llama3_8b cache=small hardware=sim_a100_80g workload=sharegpt workload.conversations=60 "
+    "workload.think_time_s=5 workload.request_rate=1,2,4,8 -m"
+)
+
+
+def load_axis(source: Source) -> str | None:
+    """The load that the sweep runs through; the first of LOADS where there are several."""
+    return next((axis for axis in LOADS if len(source.swept(axis)) > 1), None)
+
+
+def along_load(source: Source, what: str, point_of: Callable[[Cell], P | None]) -> Iterator[tuple[Panel, str, list[P]]]:
+    """The axis and `point_of(cell)` of every cell, in the order of the load.
+
+    Raises MissingSeries where it is None, saying that `what` is not there, and what Source.panels raises.
+    """
+    axis = load_axis(source)
+    assert axis is not None, "asked only where it applies"
+    for panel in source.panels(axis):
+        points = []
+        for cell in sorted(panel.cells, key=lambda cell: panel.values(axis).index(cell.at[axis])):
+            point = point_of(cell)
+            if point is None:
+                raise source.lacks(f"{what} of {cell.baseline} with {axis}={cell.at[axis]}")
+            points.append(point)
+        yield panel, axis, points
+
+
+def _place(panel: Panel, axis: str, value: str) -> float:
+    """Where a load stands on its axis: a number there; values of which one is no number stand at equal distances."""
+    values = panel.values(axis)
+    numbers = [number(one) for one in values]
+    at = values.index(value)
+    return float(at) if None in numbers else numbers[at] or 0.0
+
+
+def _load_ticks(axes: Axes, panel: Panel, axis: str, label: str) -> None:
+    values = panel.values(axis)
+    if any(number(value) is None for value in values):
+        axes.set_xticks(range(len(values)), ["unlimited" if value == NO_VALUE else value for value in values])
+    else:
+        axes.set_xlim(left=0)
+    axes.set_xlabel(label)
+
+
+@figure(
+    "throughput_latency",
+    "Latency against throughput",
+    shows="normalized latency, mean and 90th percentile, against the achieved rate",
+    command=COMMAND,
+    applies=lambda source: load_axis(source) is not None and source.has_metric("throughput_req_s"),
+)
+def throughput_latency(source: Source) -> Iterator[Plot]:
+    """Mean and 90th percentile, since the paper gives both, over the rate that was achieved: under load that waits for
+    replies a slow baseline is asked less. Points are joined in the order of the offered load."""
+
+    def point(cell: Cell) -> tuple[Cell, Estimate, dict[str, Estimate]] | None:
+        rates, values = cell.metric("throughput_req_s"), by_conversation(latency_per_token(source.turns(cell)))
+        if not rates or not values:
+            return None
+        return cell, over_seeds(rates), {"mean": mean(values), "p90": percentile(values, 0.9)}
+
+    for panel, axis, points in along_load(source, "throughput and latency", point):
+        picture, grid = style.new_grid(3.1, len(STATISTICS), sharex=True)
+        for statistic, [axes] in zip(STATISTICS, grid, strict=True):
+            for order, name in enumerate(panel.baselines):
+                own = [(rate.value, latency[statistic]) for cell, rate, latency in points if cell.baseline == name]
+                marks.line(axes, name, own, order=order)
+            if marks.wide([latency[statistic].value for _, _, latency in points]):
+                marks.plain_log(axes, "y")
+            else:
+                axes.set_ylim(bottom=0)
+            axes.set_ylabel(f"{statistic} latency (ms/token)")
+        grid[-1][0].set_xlim(left=0)
+        grid[-1][0].set_xlabel("achieved rate (requests/s)")
+        style.legend(picture)
+        lead = (
+            "Latency over output tokens, with the 95 % interval; rate: mean over seeds; "
+            f"{LOADS[axis].split(' (')[0]}: {', '.join(panel.values(axis))}"
+        )
+        rows = [
+            {
+                "baseline": cell.baseline,
+                axis: cell.at[axis],
+                "achieved_req_s": rate.value,
+                **columns("normalized_latency_ms_mean", latency["mean"]),
+                "normalized_latency_ms_p90": latency["p90"].value,
+                "p90_ci_low": latency["p90"].ci_low,
+                "p90_ci_high": latency["p90"].ci_high,
+                "trials": cell.ids,
+            }
+            for cell, rate, latency in points
+        ]
+        yield Plot(panel, picture, lead, rows)
+
+
+@figure(
+    "goodput",
+    "Goodput against load",
+    shows="turns a second within slo.ttft_ms and slo.tpot_ms, against the load",
+    command=COMMAND.replace(" -m", " slo.ttft_ms=200 slo.tpot_ms=50 -m"),
+    applies=lambda source: load_axis(source) is not None and source.has_metric("goodput_req_s"),
+)
+def goodput(source: Source) -> Iterator[Plot]:
+    def point(cell: Cell) -> tuple[Cell, Estimate, Estimate] | None:
+        good, every = cell.metric("goodput_req_s"), cell.metric("throughput_req_s")
+        return (cell, over_seeds(good), over_seeds(every)) if good and every else None
+
+    for panel, axis, points in along_load(source, "goodput", point):
+        picture, axes = style.new_axes(2.0)
+        for order, name in enumerate(panel.baselines):
+            own = [one for one in points if one[0].baseline == name]
+            xs = [_place(panel, axis, cell.at[axis]) for cell, _, _ in own]
+            marks.line(axes, name, [(x, good) for x, (_, good, _) in zip(xs, own, strict=True)], order=order)
+            axes.plot(
+                xs, [every.value for _, _, every in own], color=style.colour(name), linewidth=0.9,
+                linestyle=(0, (1, 1.5)), gid=f"{name}/all",
+            )  # fmt: skip
+        axes.set_ylim(bottom=0)
+        _load_ticks(axes, panel, axis, LOADS[axis])
+        axes.set_ylabel("goodput (requests/s)")
+        style.legend(picture)
+        lead = f"Solid: turns with {promise(panel)}; dotted: all turns; means over seeds"
+        fewest = min(good.groups for _, good, _ in points)
+        if fewest < FEWEST_GROUPS:
+            lead += f", n = {fewest}, no interval"
+        rows = [
+            {
+                "baseline": cell.baseline,
+                axis: _as_number(cell.at[axis]),
+                **columns("goodput_req_s", good),
+                "throughput_req_s": every.value,
+                "trials": cell.ids,
+            }
+            for cell, good, every in points
+        ]
+        yield Plot(panel, picture, lead, rows)
+
+
+def promise(panel: Panel) -> str:
+    """What the sweep's slo asks for."""
+    slo = panel.cells[0].trials[0].config.get("slo") or {}
+    names = {"ttft_ms": "first token", "tpot_ms": "each further token"}
+    kept = [f"{text} within {slo[name]:g} ms" for name, text in names.items() if slo.get(name) is not None]
+    return " and ".join(kept) or "a promise that was not recorded"
+
+
+@figure(
+    "hotness_load",
+    "First token by how often users return",
+    shows="first tokens of hot, warm and cold users against their number or interval",
+    command="python runners/run.py experiment=hotness_interval -m",
+    applies=lambda source: (
+        load_axis(source) in CLASS_LOADS and any(source.has_metric("ttft_ms_p50", one) for one in CLASSES)
+    ),
+)
+def hotness_load(source: Source) -> Iterator[Plot]:
+    """A row a class of users."""
+
+    def point(cell: Cell) -> tuple[Cell, dict[str, Estimate]] | None:
+        turns = source.turns(cell)
+        values = {label: by_conversation(turns.loc[turns["label"] == label, "ttft_ms"]) for label in CLASSES}
+        return (
+            (cell, {label: percentile(one, 0.5) for label, one in values.items() if one})
+            if any(values.values())
+            else None
+        )
+
+    for panel, axis, points in along_load(source, "hot, warm or cold turn", point):
+        labels = [label for label in CLASSES if any(label in found for _, found in points)]
+        picture, grid = style.new_grid(0.3 + 1.0 * len(labels), len(labels), sharex=True)
+        for label, [axes] in zip(labels, grid, strict=True):
+            for order, name in enumerate(panel.baselines):
+                own = [
+                    (_place(panel, axis, cell.at[axis]), found[label])
+                    for cell, found in points
+                    if cell.baseline == name and label in found
+                ]
+                marks.line(axes, name, own, order=order)
+            axes.set_ylim(bottom=0)
+            axes.set_ylabel(f"{label} users")
+        _load_ticks(grid[-1][0], panel, axis, CLASS_LOADS[axis])
+        style.legend(picture)
+        rows = [
+            {
+                "baseline": cell.baseline,
+                axis: _as_number(cell.at[axis]),
+                "class": label,
+                **columns("ttft_ms_median", one),
+                "trials": cell.ids,
+            }
+            for cell, found in points
+            for label, one in found.items()
+        ]
+        lead = "Time to first token in ms. Median over completed turns, with the 95 % interval"
+        yield Plot(panel, picture, lead, rows)
+
+
+def _as_number(value: str) -> float | str:
+    found = number(value)
+    return value if found is None else found

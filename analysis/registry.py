@@ -1,0 +1,140 @@
+"""The figures by name, and the files of each: PNG and PDF, the CSV behind them, and a JSON that says what they stand on."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure as Picture
+
+from analysis import style
+from analysis.provenance import footnote
+from analysis.sweep import Panel, Source
+from analysis.tables import Table
+from pensieve.statistics import Estimate
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """One panel, drawn. lead: what a point and its interval are. rows: what is drawn, a mapping a point with the same keys.
+
+    table: the same as text, where the figure is a table.
+    """
+
+    panel: Panel
+    picture: Picture
+    lead: str
+    rows: Sequence[Row]
+    table: Table | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """One figure on disk."""
+
+    name: str
+    title: str
+    panel: Panel
+    lead: str
+    png: Path
+    pdf: Path
+    csv: Path
+    sidecar: Path
+    table: Table | None
+
+    @property
+    def paths(self) -> list[Path]:
+        return [self.png, self.pdf, self.csv, self.sidecar]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """name: of its files. shows: a clause. command: makes a sweep that it can be drawn from.
+
+    applies: whether the sweep is one of those. plots(source): a plot a panel; raises MissingSeries and MixedPanel.
+    workload: where its trials are single cases of a benchmark, that benchmark's; its latest measurement is then drawn.
+    """
+
+    name: str
+    title: str
+    shows: str
+    command: str
+    applies: Callable[[Source], bool]
+    plots: Callable[[Source], Iterable[Plot]]
+    workload: str | None = None
+
+    def missing(self, source: Source) -> str:
+        return f"{self.name} needs other trials than sweep {source.sweep.id} has; run `{self.command}`."
+
+    def draw(self, source: Source, folder: Path) -> list[Drawing]:
+        """Write the four files of each panel."""
+        return [_publish(self, plot, folder) for plot in self.plots(source)]
+
+
+FIGURES: dict[str, Figure] = {}
+"""By name, in the order in which a report shows them."""
+
+
+def figure(
+    name: str, title: str, *, shows: str, command: str, applies: Callable[[Source], bool], workload: str | None = None
+) -> Callable[[Callable[[Source], Iterable[Plot]]], Figure]:
+    """Make a function that draws the panels of a sweep a figure of the command line and of reports."""
+
+    def register(plots: Callable[[Source], Iterable[Plot]]) -> Figure:
+        assert name not in FIGURES, f"two figures are called {name}"
+        FIGURES[name] = Figure(name, title, shows, command, applies, plots, workload)
+        return FIGURES[name]
+
+    return register
+
+
+def columns(name: str, estimate: Estimate, prefix: str = "") -> dict[str, Any]:
+    """The columns of an estimate in a CSV. prefix: before those of its interval and counts."""
+    return {
+        name: estimate.value,
+        f"{prefix}ci_low": estimate.ci_low,
+        f"{prefix}ci_high": estimate.ci_high,
+        f"{prefix}n": estimate.n,
+        f"{prefix}n_seeds": estimate.groups,
+    }
+
+
+def _publish(of: Figure, plot: Plot, folder: Path) -> Drawing:
+    """Title and small print around the picture, and its files; the panel's group goes before the columns of the CSV."""
+    panel, origin = plot.panel, plot.panel.provenance
+    warning = f"MIXED: {'; '.join(origin.mixed)}" if origin.mixed else ""
+    style.compose(plot.picture, of.title, panel.text, warning, footnote(origin, plot.lead))
+    stem = folder / (of.name + "".join(f"-{_slug(axis)}-{_slug(value)}" for axis, value in panel.group.items()))
+    png, pdf = style.save(plot.picture, stem)
+    table, sidecar = (stem.with_name(stem.name + suffix) for suffix in (".csv", ".json"))
+    assert plot.rows, "a figure without data"
+    with table.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*panel.group, *plot.rows[0]])
+        writer.writeheader()
+        writer.writerows({**panel.group, **row} for row in plot.rows)
+    said = {
+        "figure": of.name,
+        "title": of.title,
+        "what": plot.lead,
+        "group": dict(panel.group),
+        "files": [path.name for path in (png, pdf, table)],
+        "allow_mixed": bool(origin.mixed),
+        **asdict(origin),
+        "series": [
+            {"baseline": cell.baseline, **cell.at, "trials": sorted(trial.id for trial in cell.trials)}
+            for cell in panel.cells
+        ],
+    }
+    sidecar.write_text(json.dumps(said, indent=2, default=str) + "\n", encoding="utf-8")
+    return Drawing(of.name, of.title, panel, plot.lead, png, pdf, table, sidecar, plot.table)
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.]+", "_", text).strip("_")

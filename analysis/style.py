@@ -1,0 +1,190 @@
+"""How every figure looks: one colour a baseline, type that can be read at 3.3 inches, and where files go."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.text import Text
+
+WIDTH_IN = 3.3  # one column of a paper
+MARGIN_IN = 0.06
+EDGE = "#7F7F7F"  # around parts that are too light to end by themselves
+GREY = "#595959"
+WARNING = "#B00020"
+IDEAL = "ideal"  # the name of a line that no baseline drew
+
+# What a prompt's tokens met. Lightness alone tells them apart, and none is the colour of a baseline.
+PARTS = {"GPU hit": "#01665E", "CPU hit": "#5AB4AC", "recomputed": "#D9D9D9", "new": "#F6E8C3"}
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart, then Tol's muted one. The three of the default sweep
+# also differ in lightness.
+COLOURS = {
+    "pensieve": "#0072B2",
+    "gpu_only": "#E69F00",
+    "stateless": "#4D4D4D",
+    "prefix_cache": "#009E73",
+    "llama_slots": "#CC79A7",
+    "vllm": "#D55E00",
+    "vllm_http": "#882255",
+    "llama_cpp": "#56B4E9",
+    "llama_cpp_http": "#332288",
+    "transformers_cb": "#117733",
+    "native_pytorch": "#999933",
+    "openai_http": "#AA4499",
+    "ray_keepalive": "#44AA99",
+    "ray_serverless": "#CC6677",
+    "semantic_blind": "#DDCC77",
+    "partially_aware": "#88CCEE",
+    "fully_aware": "#661100",
+}
+RC = {
+    "figure.dpi": 300,  # as it is saved: letters have other widths at other resolutions
+    "font.family": "DejaVu Sans",
+    "font.size": 7,
+    "axes.labelsize": 7.5,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.7,
+    "xtick.major.width": 0.7,
+    "ytick.major.width": 0.7,
+    "hatch.linewidth": 0.6,
+    "axes.titlesize": 7,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 3,
+    "legend.frameon": False,
+    "legend.fontsize": 6.5,
+    "legend.handlelength": 1.5,
+    "legend.columnspacing": 1.1,
+    "legend.handletextpad": 0.4,
+    "legend.borderpad": 0.0,
+    "legend.borderaxespad": 0.0,
+    "figure.constrained_layout.w_pad": 0.03,
+    "figure.constrained_layout.h_pad": 0.03,
+    "pdf.fonttype": 42,  # letters stay letters in the PDF
+}
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+_OTHERS = ("#B15928", "#6A3D9A", "#1B7837", "#A50026")
+
+
+def colour(baseline: str) -> str:
+    """The same in every figure; a baseline of the user's own gets one by its name."""
+    if baseline == IDEAL:
+        return GREY
+    return COLOURS.get(baseline) or _OTHERS[zlib.crc32(baseline.encode()) % len(_OTHERS)]
+
+
+def marker(baseline: str) -> str:
+    """A second cue beside colour."""
+    names = list(COLOURS)
+    place = names.index(baseline) if baseline in COLOURS else zlib.crc32(baseline.encode())
+    return MARKERS[place % len(MARKERS)]
+
+
+def outputs_folder() -> Path:
+    """PENSIEVE_OUTPUTS, else outputs/ of the checkout: the same folder that the runners write to."""
+    chosen = os.environ.get("PENSIEVE_OUTPUTS")
+    return Path(chosen).expanduser().absolute() if chosen else Path(__file__).resolve().parents[1] / "outputs"
+
+
+def new_grid(height_in: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, list[list[Axes]]]:
+    """Rows of axes, one column of a paper wide, `height_in` high without what `compose` adds; options: of plt.subplots."""
+    plt.rcParams.update(RC)
+    figure, grid = plt.subplots(
+        rows, columns, figsize=(WIDTH_IN, height_in), squeeze=False, layout="constrained", **options
+    )
+    for axes in grid.flat:
+        axes.grid(axis="y", color="#E3E3E3", linewidth=0.6)
+        axes.set_axisbelow(True)
+    return figure, [list(row) for row in grid]
+
+
+def new_axes(height_in: float) -> tuple[Figure, Axes]:
+    figure, [[axes]] = new_grid(height_in)
+    return figure, axes
+
+
+def legend(figure: Figure, handles: Sequence[Artist] | None = None) -> None:
+    """One above the axes, in as many columns as fit. handles: by default of all labelled marks, once a label."""
+    if handles is None:
+        labelled: dict[str, Artist] = {}
+        for axes in figure.axes:
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+                labelled.setdefault(label, handle)
+        labels: Sequence[str] = list(labelled)
+        handles = list(labelled.values())
+    else:
+        labels = [str(handle.get_label()) for handle in handles]
+    for columns in range(len(handles), 0, -1):
+        found = figure.legend(handles, labels, loc="upper left", ncols=columns)
+        if columns == 1 or found.get_window_extent().width <= figure.bbox.width - 2 * MARGIN_IN * figure.dpi:
+            return
+        found.remove()
+
+
+def parts_key(parts: Sequence[str]) -> list[Artist]:
+    """Handles of a legend for PARTS."""
+    return [Patch(facecolor=PARTS[part], edgecolor=EDGE, linewidth=0.4, label=part) for part in parts]
+
+
+def compose(figure: Figure, title: str, subtitle: str, warning: str, note: str) -> None:
+    """Texts and the legend above the axes, the small print below; the figure grows by what they take."""
+    width, height = figure.get_size_inches()
+    texts = [
+        _text(figure, text, size, va="top", fontweight=weight, color=ink)
+        for text, size, weight, ink in (
+            (title, 8.5, "bold", "black"),
+            (subtitle, 6.5, "normal", GREY),
+            (warning, 6.5, "bold", WARNING),
+        )
+        if text
+    ]
+    small = _text(figure, note, 5.2, va="bottom", color=GREY, linespacing=1.25)
+    tall = [one.get_window_extent().height / figure.dpi + 0.03 for one in (*texts, *figure.legends, small)]
+    top = MARGIN_IN + sum(tall[:-1]) + 0.03 * (1 + len(figure.legends))
+    bottom = MARGIN_IN + tall[-1] + 0.03
+    total = top + height + bottom
+    figure.set_size_inches(width, total)
+    y = MARGIN_IN
+    for text, high in zip(texts, tall, strict=False):
+        text.set_position((MARGIN_IN / width, 1 - y / total))
+        y += high
+    for legend in figure.legends:
+        place = (MARGIN_IN / width, 1 - (y + 0.03) / total)
+        legend.set_bbox_to_anchor(place, transform=figure.transFigure)
+    small.set_position((MARGIN_IN / width, MARGIN_IN / total))
+    figure.align_ylabels()
+    figure.set_layout_engine("constrained", rect=(0, bottom / total, 1, height / total))
+
+
+def save(figure: Figure, stem: Path) -> list[Path]:
+    """PNG and PDF beside each other; returns their paths."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    paths = [stem.with_name(stem.name + suffix) for suffix in (".png", ".pdf")]
+    figure.savefig(paths[0])
+    figure.savefig(paths[1], metadata={"CreationDate": None})
+    plt.close(figure)
+    return paths
+
+
+def _text(figure: Figure, text: str, size: float, **look: Any) -> Text:
+    """Lines as wide as the figure, by the mean width of a letter."""
+    letters = int(
+        (figure.get_figwidth() - 2 * MARGIN_IN) * 72 / (size * (0.58 if look.get("fontweight") == "bold" else 0.53))
+    )
+    return figure.text(0, 0, "\n".join(textwrap.wrap(text, letters)), fontsize=size, **look)

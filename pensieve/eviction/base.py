@@ -1,0 +1,110 @@
+"""What an eviction policy is: one method says which chunk goes first, and everything else has a default."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from pensieve.errors import ConfigError
+from pensieve.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyContext:
+    """What every policy is made with.
+
+    recompute_s(context_tokens): seconds to recompute the chunk that ends at that context length. load_s: seconds to bring
+    one chunk back from CPU.
+    """
+
+    chunk_tokens: int
+    gpu_blocks: int
+    cpu_blocks: int
+    recompute_s: Callable[[int], float]
+    load_s: float
+    seed: int
+
+
+class EvictionPolicy(ABC):
+    """Which chunk is evicted first: the one of lowest score; ties go by last active, session number and chunk index.
+
+    Only the first evictable chunk of each conversation is a candidate. Candidates of one bucket are sorted by `order`, and
+    that order must not change while their conversations are idle. `score` compares the first of each bucket at the time of
+    the choice. So a choice is exact although it looks at one candidate a bucket, and a policy whose order never changes
+    needs one bucket only: it is a subclass with the method `order`.
+    """
+
+    whole_conversations = False
+    """A choice goes on until the conversation has nothing left to evict."""
+
+    needs_future = False
+    """It reads Session.next_use_s, so live traffic refuses it."""
+
+    version = 0
+    """A change of it says that bucket and order of everything changed."""
+
+    def __init__(self, context: PolicyContext) -> None:
+        self.context = context
+
+    @abstractmethod
+    def order(self, session: Session, chunk: int) -> float:
+        """The key of a chunk within its bucket; the lowest goes first."""
+
+    def bucket(self, session: Session, chunk: int) -> Hashable:
+        """Which candidates keep their order among each other while they are idle."""
+        return None
+
+    def score(self, bucket: Hashable, order: float, now_s: float) -> float:
+        """The key of the first candidate of a bucket among all of these; the lowest goes first."""
+        return order
+
+    def observe(self, session: Session, now_s: float) -> None:
+        """A turn of the session is admitted; its tokens include the new prompt."""
+        return None
+
+
+class _PlainPolicy(EvictionPolicy):
+    """Somebody's own class that has methods of a policy but does not inherit the defaults."""
+
+    def __init__(self, plain: Any) -> None:
+        self._plain = plain
+        self.whole_conversations = bool(getattr(plain, "whole_conversations", False))
+        self._bucket: Callable[..., Any] = getattr(plain, "bucket", super().bucket)
+        self._score: Callable[..., Any] = getattr(plain, "score", super().score)
+        self._observe: Callable[..., Any] = getattr(plain, "observe", super().observe)
+
+    @property
+    def version(self) -> int:  # type: ignore[override]
+        version: int = getattr(self._plain, "version", 0)
+        return version
+
+    def order(self, session: Session, chunk: int) -> Any:
+        return self._plain.order(session, chunk)
+
+    def bucket(self, session: Session, chunk: int) -> Any:
+        return self._bucket(session, chunk)
+
+    def score(self, bucket: Hashable, order: float, now_s: float) -> Any:
+        return self._score(bucket, order, now_s)
+
+    def observe(self, session: Session, now_s: float) -> None:
+        self._observe(session, now_s)
+
+
+def as_policy(policy: Any) -> EvictionPolicy:
+    """The policy, with the defaults where it has methods of its own only. Raises ConfigError for what is no policy."""
+    if isinstance(policy, EvictionPolicy):
+        return policy
+    if not callable(getattr(policy, "order", None)):
+        raise ConfigError(
+            f"{type(policy).__name__} is no eviction policy: it has no method order(session, chunk); make it a subclass of "
+            "pensieve.eviction.base.EvictionPolicy."
+        )
+    return _PlainPolicy(policy)
+
+
+def needs_future(policy: Any) -> bool:
+    """Whether a policy, or the class of one, reads when a conversation is asked again."""
+    return bool(getattr(policy, "needs_future", False))

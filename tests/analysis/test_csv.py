@@ -1,0 +1,138 @@
+"""What stands in the CSV of a figure, computed again from the rows of the database in plain Python."""
+
+from __future__ import annotations
+
+import csv
+import math
+import random
+from collections import defaultdict
+from statistics import fmean
+
+import pytest
+
+from analysis.figures import registry
+from tests.analysis.prefixes import FAST, SLOW, prefix_sweep
+from tests.analysis.sweeps import answered, fill
+
+NAMES = ("pensieve", "gpu_only", "stateless")
+
+
+def chat(store, axes, metrics=lambda at, seed: {}):
+    """Conversations of four turns whose times and hits have no pattern."""
+    chance = random.Random(3)
+
+    def turns(at, seed):
+        for session in "abc":
+            for number in (1, 2, 3, 4):
+                history = 60 * (number - 1)
+                gpu = chance.randint(0, history)
+                cpu = chance.randint(0, history - gpu)
+                columns = {"history": history, "gpu": gpu, "cpu": cpu, "latency_ms": chance.uniform(40, 400)}
+                yield answered(session, number, chance.uniform(10, 90), tokens=chance.randint(1, 9), **columns)
+        yield answered("late", 1, 999.0, status="timeout")
+        yield answered("first", 1, 999.0, phase="warmup")
+
+    return fill(store, axes, lambda at, seed: list(turns(at, seed)), metrics, summary=True)
+
+
+def rows_of(store, **where):
+    """The turns that count, as the schema has them: completed, and neither warm-up nor re-warm-up."""
+    found = "SELECT turn.*, trial.baseline, trial.seed, trial.config FROM turn JOIN trial ON trial.id = turn.trial_id"
+    with store.database.reading() as connection:
+        rows = connection.exec_driver_sql(f"{found} ORDER BY turn.trial_id, turn.id").mappings().all()
+    counted = [row for row in rows if row["status"] == "completed" and row["phase"] not in ("warmup", "rewarm")]
+    return [row for row in counted if all(row[name] == value for name, value in where.items())]
+
+
+def nearest_rank(values, p):
+    return sorted(values)[math.ceil(p * len(values)) - 1]
+
+
+@pytest.fixture
+def written(drawn, tmp_path):
+    def draw(name, source):
+        [drawing] = registry.FIGURES[name].draw(source, tmp_path)
+        with drawing.csv.open(newline="") as file:
+            return list(csv.DictReader(file))
+
+    return draw
+
+
+def test_medians_by_turn(store, written):
+    source = chat(store, {"baseline": NAMES})
+    rows = [row for row in written("ttft_by_turn", source) if row["baseline"] != "ideal"]
+    assert [(row["baseline"], row["turn"]) for row in rows] == [
+        (name, str(turn)) for name in NAMES for turn in range(1, 5)
+    ]
+    for row in rows:
+        times = [one["ttft_ms"] for one in rows_of(store, baseline=row["baseline"], turn=int(row["turn"]))]
+        assert (float(row["ttft_ms_median"]), row["n"]) == (nearest_rank(times, 0.5), "6")
+
+
+def test_speed_ups_are_paired_by_conversation(store, written):
+    source = chat(store, {"baseline": NAMES})
+    for row in written("speedup", source):
+        turn = {"turn": int(row["at"].split()[1])} if row["at"] != "average" else {}
+        means = {}
+        for name in (row["baseline"], "stateless"):
+            times = defaultdict(list)
+            for one in rows_of(store, baseline=name, **turn):
+                times[one["seed"], one["session"]].append(one["ttft_ms"])
+            means[name] = {key: fmean(found) for key, found in times.items()}
+        logs = [math.log(means["stateless"][key] / own) for key, own in means[row["baseline"]].items()]
+        assert float(row["ttft_speed_up"]) == pytest.approx(math.exp(fmean(logs)))
+
+
+def test_shares_of_history(store, written):
+    source = chat(store, {"baseline": NAMES})
+    for row in written("hit_rates", source):
+        turns = rows_of(store, baseline=row["baseline"])
+        history = sum(one["history_tokens"] for one in turns)
+        for column, tokens in (
+            ("gpu_hit_pct", "gpu_hit_tokens"), ("cpu_hit_pct", "cpu_hit_tokens"), ("recomputed_pct", "recomputed_tokens")
+        ):  # fmt: skip
+            assert float(row[column]) == pytest.approx(100 * sum(one[tokens] for one in turns) / history)
+
+
+def test_latency_and_goodput_against_the_load(store, written):
+    def metrics(at, seed):
+        rate = float(at["workload.request_rate"])
+        return {"throughput_req_s": rate * (0.9 + 0.01 * seed), "goodput_req_s": rate * (0.5 + 0.02 * seed)}
+
+    source = chat(store, {"workload.request_rate": ["4.0", "0.5"], "baseline": NAMES}, metrics)
+    rows = written("throughput_latency", source)
+    assert [row["workload.request_rate"] for row in rows] == ["0.5"] * 3 + ["4.0"] * 3
+    for row in rows:
+        turns = [
+            one for one in rows_of(store, baseline=row["baseline"])
+            if f'"request_rate": "{row["workload.request_rate"]}"' in one["config"]
+        ]  # fmt: skip
+        each = [one["latency_ms"] / one["output_tokens"] for one in turns]
+        assert float(row["normalized_latency_ms_mean"]) == pytest.approx(fmean(each))
+        assert float(row["normalized_latency_ms_p90"]) == nearest_rank(each, 0.9)
+        assert float(row["achieved_req_s"]) == pytest.approx(float(row["workload.request_rate"]) * 0.905)
+    for row in written("goodput", source):
+        assert float(row["goodput_req_s"]) == pytest.approx(float(row["workload.request_rate"]) * 0.51)
+
+
+def test_a_load_that_is_not_limited_has_a_place_after_the_others(store, written, drawn):
+    rates = {"throughput_req_s": 2.0, "goodput_req_s": 1.0}
+    source = chat(store, {"workload.users": ["None", "2", "8"], "baseline": NAMES[:1]}, lambda at, seed: rates)
+    assert [row["workload.users"] for row in written("goodput", source)] == ["2.0", "8.0", "None"]
+    assert [x for x, _ in drawn["goodput"].lines["pensieve"]] == [0.0, 1.0, 2.0]
+    assert drawn["goodput"].ticks == ["2", "8", "unlimited"]
+
+
+def test_hits_and_misses_of_a_changing_prefix(store, written):
+    source = prefix_sweep(store, {"pensieve": FAST, "stateless": SLOW}, blocks=("512/256",))
+    rows = written("invalidation_cost", source)
+    for row in rows:
+        turns = [one for one in rows_of(store, baseline=row["baseline"]) if one["iteration"] >= 0]
+        times = {kind: [one["ttft_ms"] for one in turns if one["phase"] == kind] for kind in ("hit", "miss")}
+        assert float(row["ttft_ms_median"]) == nearest_rank(times[row["query"]], 0.5)
+        if row["query"] == "miss":
+            change = 100 * (fmean(times["miss"]) / fmean(times["hit"]) - 1)
+            assert float(row["degradation_pct"]) == pytest.approx(change)
+    assert [(row["baseline"], row["query"]) for row in rows] == [
+        ("pensieve", "hit"), ("pensieve", "miss"), ("stateless", "hit"), ("stateless", "miss"),
+    ]  # fmt: skip

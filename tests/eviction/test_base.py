@@ -1,0 +1,103 @@
+"""What a policy has to say and what it gets for nothing, and classes of one's own that inherit nothing."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from pensieve.cache.two_tier import TwoTierCache
+from pensieve.errors import ConfigError
+from pensieve.eviction.adaptive_retention import AdaptiveRetention
+from pensieve.eviction.base import EvictionPolicy, as_policy, needs_future
+from pensieve.eviction.belady import Belady
+from pensieve.eviction.lru import Lru
+from pensieve.session import Session
+from tests.simulated import make_engine, policy_context, request, run
+
+
+class Longest(EvictionPolicy):
+    def order(self, session: Session, chunk: int) -> float:
+        return -len(session.tokens)
+
+
+class PlainLongest:
+    """The same, with every method written out and nothing inherited."""
+
+    def __init__(self, context: Any) -> None:
+        self.seen: list[str] = []
+
+    def bucket(self, session: Session, chunk: int) -> None:
+        return None
+
+    def order(self, session: Session, chunk: int) -> float:
+        return -len(session.tokens)
+
+    def score(self, bucket: None, order: float, now_s: float) -> float:
+        return order
+
+    def observe(self, session: Session, now_s: float) -> None:
+        self.seen.append(session.name)
+
+
+class OnlyOrder:
+    def __init__(self, context: Any) -> None:
+        pass
+
+    def order(self, session: Session, chunk: int) -> float:
+        return -len(session.tokens)
+
+
+def turns_under(policy: Any) -> list[tuple[Any, ...]]:
+    """Random turns over tiers that hold a part of them: what each found, and what was lost so far."""
+    rng, engine = random.Random(3), make_engine(20, 30, policy=policy)
+    served = []
+    for number in range(60):
+        engine.submit(request(number, rng.choice("abcdefgh"), rng.randint(1, 20), rng.randint(1, 5), turn=number))
+        turn, dropped = run(engine)[number], engine.cache.counters.dropped_chunks
+        served.append((turn.finished_s, turn.gpu_hit_tokens, turn.cpu_hit_tokens, dropped))
+    assert served[-1][-1] > 0, "something was evicted"
+    return served
+
+
+def test_a_policy_is_one_method() -> None:
+    assert turns_under(Longest) == turns_under(PlainLongest)
+    assert turns_under(Longest) != turns_under(Lru)
+
+
+def test_a_class_of_ones_own_with_the_methods_of_a_policy_is_one() -> None:
+    assert turns_under(OnlyOrder) == turns_under(Longest)
+    policy = PlainLongest(None)
+    cache = TwoTierCache(policy=policy, chunk_tokens=4, gpu_blocks=8, cpu_blocks=0)  # type: ignore[arg-type]
+    cache.admit(cache.open("a", 0.0), 0, request(1, "a", 3, 1).prompt, None, 0.0)
+    assert policy.seen == ["a"]
+
+
+def test_what_a_plain_class_says_of_itself_is_read_and_a_version_each_time() -> None:
+    plain = OnlyOrder(None)
+    plain.whole_conversations, plain.version = True, 1  # type: ignore[attr-defined]
+    policy = as_policy(plain)
+    assert (policy.whole_conversations, policy.version) == (True, 1)
+    plain.version = 2  # type: ignore[attr-defined]
+    assert policy.version == 2
+
+
+def test_what_is_no_policy_is_refused_with_what_to_inherit() -> None:
+    with pytest.raises(ConfigError, match=r"dict is no eviction policy.*subclass of pensieve\.eviction\.base"):
+        TwoTierCache(policy={}, chunk_tokens=4, gpu_blocks=8, cpu_blocks=0)  # type: ignore[arg-type]
+
+
+def test_the_defaults() -> None:
+    policy, session = Longest(policy_context()), Session("a", 0, 0.0, 0.0)
+    assert policy.bucket(session, 3) is None
+    assert policy.score(None, 2.5, 9.0) == 2.5
+    assert (policy.whole_conversations, policy.needs_future, policy.version) == (False, False, 0)
+    assert as_policy(policy) is policy
+
+
+@pytest.mark.parametrize(
+    ("made", "needs"), [(Belady, True), (Lru, False), (AdaptiveRetention, False), (OnlyOrder, False)]
+)
+def test_whether_a_class_needs_the_future_is_asked_without_making_one(made: Any, needs: bool) -> None:
+    assert needs_future(made) is needs
