@@ -1,4 +1,4 @@
-"""conf/ to objects: the one place that reads the configuration and calls instantiate."""
+"""Read the configuration in conf/, check it, plan a trial by it, and build the objects that it names."""
 
 from pensieve.compose.build import build_system, build_tokenizer, build_workload, make_workload
 from pensieve.compose.folder import conf_folder, options, outputs_folder, read_option

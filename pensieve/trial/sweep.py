@@ -6,15 +6,13 @@ in other processes, so each reads from a file in the sweep's folder which sweep 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import subprocess
 import sys
 import traceback
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from datetime import datetime
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import TypeAdapter
 
 from pensieve.compose import TrialConfig, TrialPlan, check, conf_folder, plan_trial, preflight, resolved
 from pensieve.compose.explain import explain
@@ -67,18 +66,20 @@ class SweepMembership:
     sweep_id: int
     mlflow_run_id: str | None
     n_expected: int
-    outputs: str
+    outputs: Path
     axes: tuple[str, ...] = ()
     owner: Owner | None = None
 
 
-def write_membership(folder: Path, membership: SweepMembership) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / SWEEP_FILE).write_text(json.dumps(asdict(membership), default=datetime.isoformat), encoding="utf-8")
+def write_membership(config: DictConfig, membership: SweepMembership) -> None:
+    file = sweep_file(config.hydra)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(TypeAdapter(SweepMembership).dump_json(membership))
 
 
-def sweep_folder(config: DictConfig) -> Path:
-    return Path(str(OmegaConf.select(config, "hydra.sweep.dir"))).absolute()
+def sweep_file(hydra: Any) -> Path:
+    """hydra: the node of Hydra's own configuration."""
+    return Path(str(hydra.sweep.dir)).absolute() / SWEEP_FILE
 
 
 def current_membership() -> tuple[SweepMembership, int] | None:
@@ -86,14 +87,10 @@ def current_membership() -> tuple[SweepMembership, int] | None:
     if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
         return None
     hydra = HydraConfig.get()
-    file = Path(hydra.sweep.dir).absolute() / SWEEP_FILE
+    file = sweep_file(hydra)
     if not file.is_file():
         return None
-    fields = json.loads(file.read_text(encoding="utf-8"))
-    owner = fields["owner"]
-    if owner is not None:
-        owner = Owner(owner["host"], owner["pid"], datetime.fromisoformat(owner["process_started_at"]))
-    return SweepMembership(**{**fields, "axes": tuple(fields["axes"]), "owner": owner}), int(hydra.job.num)
+    return TypeAdapter(SweepMembership).validate_json(file.read_bytes()), int(hydra.job.num)
 
 
 # -- before and after the jobs ------------------------------------------------------------------------------------------
@@ -176,11 +173,11 @@ class SweepCallback(Callback):
             self._sweep_id,
             parent,
             self._n_expected,
-            str(tracking.outputs),
+            tracking.outputs,
             tuple(jobs.axes) if jobs else (),
             this_process(),
         )
-        write_membership(sweep_folder(config), membership)
+        write_membership(config, membership)
         say(_announcement(jobs, axes))
 
     def _finish(self) -> bool:
@@ -302,7 +299,7 @@ def _of_sweep(cfg: DictConfig, membership: SweepMembership, number: int) -> None
     if membership.owner is not None:
         end_with(membership.owner)
     config = check(cfg)
-    tracking = open_tracking(config, Path(membership.outputs))
+    tracking = open_tracking(config, membership.outputs)
     if config.trial.fail_fast and tracking.store.sweep(membership.sweep_id).status == "failed":
         return  # not by exiting: Hydra would then skip on_multirun_end, and with it the sweep's table
     try:
