@@ -114,7 +114,7 @@ def _inputs(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 def platform_of(simulated: bool, device: Mapping[str, Any]) -> str:
     """ "sim", or the device and what a real measurement depends on, in a line of `key=value; ...`.
 
-    device: name, count, whatever else is known of how it will be used (see compose.resolution), and, for an outside engine,
+    device: name, count, whatever else is known of how it will be used (see trial.identity), and, for an outside engine,
     `packages`: the distributions that it consists of.
     """
     if simulated:

@@ -13,7 +13,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from pensieve.compose import outputs_folder, read_option
@@ -26,7 +25,8 @@ from pensieve.compose.weights import local_weights
 from pensieve.errors import EngineMissing, PensieveError
 from pensieve.results.store import open_store
 from pensieve.specs import DTYPE_BYTES, ModelSpec
-from pensieve.trial.terminal import LOG_WIDTH, say
+from pensieve.trial.summary import installed
+from pensieve.trial.terminal import console, say
 from pensieve.units import format_bytes, parse_capacity
 from pensieve.worker.torch.kernels.compiler import compiler_version, find_compiler
 
@@ -59,7 +59,6 @@ class Machine:
 
 def report(cache_name: str = "small") -> int:
     """Print the report; 0 where trials can run, 1 where something has to be repaired first."""
-    console = Console() if sys.stdout.isatty() else Console(width=LOG_WIDTH)
     try:
         cache = CacheConfig.model_validate(read_option("cache", cache_name))
     except PensieveError as error:
@@ -67,25 +66,26 @@ def report(cache_name: str = "small") -> int:
         return 1
     machine = inspect_machine()
     database, database_sound = _database()
+    out = console()
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     for name, value in _facts(machine, database):
         table.add_row(name, value)
-    console.print(table)
+    out.print(table)
     fitting, models = _models(machine, cache)
-    console.print(models)
-    console.print("Weights that are not at hand come from the hub; model.weights=random needs none.", soft_wrap=True)
+    out.print(models)
+    out.print("Weights that are not at hand come from the hub; model.weights=random needs none.", soft_wrap=True)
     problem = None
     if machine.torch is None:
         problem = "torch is not installed, so only simulated hardware runs: make install"
     elif not database_sound:
         problem = database
     if problem:
-        console.print(f"Mend this first: {problem}")
-    console.print("Next:", soft_wrap=True)
+        out.print(f"Mend this first: {problem}")
+    out.print("Next:", soft_wrap=True)
     for line in _next(machine, fitting):
-        console.print(f"  {line}", soft_wrap=True, highlight=False)
+        out.print(f"  {line}", soft_wrap=True, highlight=False)
     return 1 if problem else 0
 
 
@@ -107,7 +107,10 @@ def _facts(machine: Machine, database: str) -> Iterator[tuple[str, str]]:
     yield "Python", f"{platform.python_version()} ({sys.executable})"
     yield "torch", machine.torch or "not installed"
     yield "packages", ", ".join(f"{name} {_version(name) or 'missing'}" for name in PACKAGES)
-    yield "extras", ", ".join(f"{n} {'installed' if _has(n) else 'not installed'} ({use})" for n, use in EXTRAS.items())
+    yield (
+        "extras",
+        ", ".join(f"{n} {'installed' if installed(n) else 'not installed'} ({use})" for n, use in EXTRAS.items()),
+    )
     yield "GPU", machine.gpu
     yield "CPU", f"{cpu_label()}, {cores()} cores"
     yield "compiler", _compiler()
@@ -196,10 +199,6 @@ def _next(machine: Machine, fitting: list[str]) -> Iterator[str]:
 def _existing(folder: Path) -> Path:
     """The folder, or the nearest one above it that exists."""
     return next(parent for parent in (folder, *folder.parents) if parent.is_dir())
-
-
-def _has(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
 
 
 def _compiler() -> str:

@@ -15,9 +15,10 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
-from pensieve.compose import check
+from pensieve.compose import check, plan_trial
 from pensieve.errors import PensieveError, TrialCrashed
 from pensieve.results.process import Owner, this_process
+from pensieve.trial.identity import identity_of
 from pensieve.trial.job import Job, Outcome
 from pensieve.trial.liveness import end_with
 from pensieve.trial.terminal import INTERRUPTED, raise_if_interrupted, remember_interrupts, say
@@ -135,7 +136,8 @@ def _attempt(resolved: dict[str, Any], outputs: Path, mlflow: bool, job: Job) ->
         config = check(resolved)
         opened = open_tracking(config, outputs)
         tracking = Tracking(opened.outputs, opened.store, mlflow, opened.kept)
-        return attempt_trial(config, resolved, tracking, job, say)
+        plan = plan_trial(config)
+        return attempt_trial(plan, identity_of(plan, resolved, job.reproduces), resolved, tracking, job, say)
     except PensieveError as error:
         return Outcome(0, "failed", error=str(error))
 

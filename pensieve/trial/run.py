@@ -96,19 +96,11 @@ def run_trial(
             if outcome.trial_id and not outcome.completed:  # a process that died has not written to MLflow
                 _to_mlflow(config, tracking, outcome.trial_id, job)
         else:
-            outcome = _attempt(plan, identity, resolved, tracking, job, say)
+            outcome = attempt_trial(plan, identity, resolved, tracking, job, say)
         if outcome.completed or outcome.permanent or attempts_left == 0:
             break
         say(f"{job.title}: failed, and is tried again ({attempts_left} more). {outcome.error}")
     return replace(outcome, note=note)
-
-
-def attempt_trial(
-    config: TrialConfig, resolved: Mapping[str, Any], tracking: Tracking, job: Job, say: Callable[[str], None]
-) -> Outcome:
-    """One attempt in this process, whether or not the database holds the trial; see run_trial."""
-    plan = plan_trial(config)
-    return _attempt(plan, identity_of(plan, resolved, job.reproduces), resolved, tracking, job, say)
 
 
 def _own(tracking: Tracking, job: Job, identity: Identity) -> Trial | None:
@@ -122,7 +114,7 @@ def _isolated(plan: TrialPlan) -> bool:
     return plan.device.kind == "cuda" if asked == "auto" else asked
 
 
-def _attempt(
+def attempt_trial(
     plan: TrialPlan,
     identity: Identity,
     resolved: Mapping[str, Any],
@@ -130,6 +122,7 @@ def _attempt(
     job: Job,
     say: Callable[[str], None],
 ) -> Outcome:
+    """One attempt in this process; the trial is reused only where another process completes it meanwhile."""
     config = plan.config
     deadline = Deadline(config.trial.timeout_s)
     begun = _begin(_columns(plan, identity, resolved), tracking, config.force)
@@ -143,15 +136,14 @@ def _attempt(
             _run(trial_id, plan, tracking, job, deadline, say)
     except KeyboardInterrupt:
         _close(tracking, trial_id, "interrupted", "Interrupted by the user; the same command runs it again.", None)
-        _to_mlflow(config, tracking, trial_id, job)
         raise
     except Exception as error:
         sentence = _sentence(error)
         log.info("trial %s failed", trial_id, exc_info=error)  # to the run folder's log, not to the terminal
         _close(tracking, trial_id, "failed", sentence, traceback.format_exc())
-        _to_mlflow(config, tracking, trial_id, job)
         return Outcome(trial_id, "failed", error=sentence, permanent=isinstance(error, PERMANENT))
-    _to_mlflow(config, tracking, trial_id, job)
+    finally:
+        _to_mlflow(config, tracking, trial_id, job)
     return Outcome(trial_id, "completed")
 
 
