@@ -20,7 +20,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pensieve.metrics import Metric
-from pensieve.request import TurnRecord, is_measured
+from pensieve.record import TurnRecord
+from pensieve.request import is_measured
 
 
 @dataclass(frozen=True, slots=True)

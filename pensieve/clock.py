@@ -43,7 +43,7 @@ class VirtualClock:
     def __init__(self) -> None:
         self._now_ns = 0
         self.on_advance: Callable[[int], None] | None = None
-        """Called with the time to come, before the clock shows it: until then everything is as it is now."""
+        """Called with the new time just before the clock moves there: nothing changes in between."""
 
     def now_ns(self) -> int:
         return self._now_ns

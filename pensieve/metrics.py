@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pensieve.plan import StartReport
-from pensieve.request import TurnRecord, is_measured
+from pensieve.record import TurnRecord
+from pensieve.request import is_measured
 from pensieve.statistics import (
     Estimate,
     bootstrap_mean,

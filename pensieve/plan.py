@@ -22,7 +22,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """How to draw the token at `position`; `key` is Sampling.noise_key. temperature 0 is greedy."""
+    """How to draw the token at `position`; `key`: of the noise, the same for a whole turn. temperature 0 is greedy."""
 
     position: int
     key: int = 0
@@ -63,7 +63,6 @@ class StepPlan:
     tables: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
     swap_in: tuple[Copy, ...] = ()
     swap_out: tuple[Copy, ...] = ()
-    repeat: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +70,16 @@ class StepResult:
     """What a plan did. tokens and margins by slot (margin: top logit less the second; absent where unknown).
 
     done, failed: tickets of copies that ended since the last result, of this plan or of earlier ones; what a failed copy
-    wrote is not valid. With an error, no ticket of this plan is among them: it is over, and nothing it wrote is valid,
-    nor is one among those of a later result.
-    ended_ns: the clock at the end of each iteration run. step None: only copies finished. stall_ns: compute that waited
-    for a transfer. error: the sentence that fails this plan's requests.
+    wrote is not valid. With an error, nothing that this plan wrote is valid, and its tickets are in no result, neither in
+    this one nor in a later one.
+    ended_ns: the clock at the end of the iteration; None where the plan computed nothing. step None: only copies finished.
+    stall_ns: compute that waited for a transfer. error: the sentence that fails this plan's requests.
     """
 
     step: int | None
     tokens: dict[int, int] = field(default_factory=dict)
     margins: dict[int, float] = field(default_factory=dict)
-    ended_ns: tuple[int, ...] = ()
+    ended_ns: int | None = None
     done: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()
     compute_ns: int = 0

@@ -15,7 +15,8 @@ from typing import Protocol, runtime_checkable
 
 from pensieve.baselines.base import Event, System
 from pensieve.metrics import Measurement, out_of_memory
-from pensieve.request import Request, TokenArray, TurnRecord, is_measured
+from pensieve.record import TurnRecord
+from pensieve.request import Request, TokenArray, is_measured
 from pensieve.statistics import nearest_rank
 from pensieve.window import find_window
 from pensieve.workload.base import Arrival, Workload, WorkloadPlan
@@ -50,9 +51,9 @@ class ReplayRecord:
     """What one replay observed; `measurement` is what metrics.summarise takes.
 
     origin_s: the system's clock when the replay began, which all other times here count from. send_lag_s: intended
-    arrival to submission, a value a request in order of submission; where the log of a system without sessions has to wait
-    for the turn before, from its end. drain_share: of the measured output tokens, those finished after the window. flags:
-    what a reader of the numbers should know, a sentence each.
+    arrival to submission, one value for each request in order of submission; where the prompt had to wait for the reply of
+    the turn before (a system without sessions), from the end of that turn. drain_share: of the measured output tokens,
+    those finished after the window. flags: what a reader of the numbers should know, a sentence each.
     """
 
     measurement: Measurement
@@ -108,7 +109,7 @@ class SessionLog:
     under_way: set[str] = field(default_factory=set)
 
     def complete(self, request: Request) -> bool:
-        """All that was said before it is known: no earlier turn of its conversation is under way."""
+        """Its prompt can be written: no earlier turn of its conversation is under way."""
         return request.session not in self.under_way
 
     def whole(self, request: Request) -> Request:
@@ -118,7 +119,7 @@ class SessionLog:
         return replace(request, prompt=self.tokens.get(request.session, array("i")) + request.prompt, continues=False)
 
     def note(self, sent: Request, turn: TurnRecord) -> None:
-        """What became of it; the same rule as the engine's (TurnRecord.stands)."""
+        """The turn ended: what it said is in the next prompt, if it stands (as in the engine)."""
         self.under_way.discard(sent.session)
         self.said_s[sent.session] = turn.finished_s or 0.0
         if turn.stands:
@@ -233,7 +234,7 @@ class _Run:
             self.on_batch(batch)
         if not self.keep_tokens:
             for turn in batch:
-                turn.token_ids, turn.margins = array("i"), array("d")
+                turn.drop_tokens()
 
     def record(self) -> ReplayRecord:
         window = find_window(
@@ -366,10 +367,7 @@ class _Run:
 
     def _end_here(self, request: Request) -> None:
         """A timeout of a request that the system never had."""
-        turn = TurnRecord(request.session, request.turn, status="timeout", request_id=request.id)
-        turn.intended_s = request.intended_s
-        turn.close(self.system.clock.now_s())
-        self._finish(request, turn)
+        self._finish(request, TurnRecord.never_sent(request, self.system.clock.now_s()))
 
     def _cut_off(self) -> None:
         """Time is up: nothing more is sent, and what is in flight ends as a timeout."""
@@ -392,10 +390,9 @@ class _Run:
             assert turn is not None
             assert event.request_id in self.in_flight, f"request {event.request_id} finished twice, or was never sent"
             request = self.in_flight.pop(event.request_id)
-            sent_s = self.sent_s.pop(event.request_id)
-            turn.sent_s = sent_s if turn.sent_s is None else turn.sent_s
+            turn.sent(self.sent_s.pop(event.request_id))
             if event.request_id in self.overdue:
-                turn.status = "timeout"
+                turn.overdue()
             self.output_tokens += turn.output_tokens - self.streamed.pop(event.request_id, 0)
             if self.log is not None:
                 self.log.note(request, turn)
@@ -408,9 +405,8 @@ class _Run:
     def _finish(self, request: Request, turn: TurnRecord) -> None:
         self.stretches.finished(request)
         assert (turn.session, turn.turn) == (request.session, request.turn)
-        turn.ordinal, turn.iteration = self.ordinals[request.id], request.iteration
-        turn.phase, turn.label, turn.stream = request.phase, request.label, request.stream
-        _rebase(turn, self.origin_ns / 1e9)
+        turn.planned(request, self.ordinals[request.id])
+        turn.shift(self.origin_ns / 1e9)
         self.turns.append(turn)
         if not self.cut_off:
             following = self._push(self.workload.on_finished(turn))
@@ -423,15 +419,3 @@ class _Run:
             self.on_turn(turn)
         if len(self.turns) - self.batched >= self.batch_size:
             self.flush()
-
-
-def _rebase(turn: TurnRecord, origin_s: float) -> None:
-    """From the system's clock to seconds since the replay began."""
-    if origin_s == 0.0:
-        return
-    for name in ("sent_s", "arrived_s", "admitted_s", "first_token_s", "finished_s"):
-        value = getattr(turn, name)
-        if value is not None:
-            setattr(turn, name, value - origin_s)
-    turn.intended_s -= origin_s
-    turn.emitted_s = array("d", (value - origin_s for value in turn.emitted_s))

@@ -1,16 +1,15 @@
-"""What is asked (Request, Output), and what became of it (TurnRecord).
+"""What is asked: Request, its Output and its Sampling.
 
 What makes no sense is refused here, with a ConfigError, whoever asks: a server's caller, a workload or a bench.
 """
 
 from __future__ import annotations
 
-import hashlib
 import numbers
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from pensieve.errors import ConfigError
 
@@ -107,11 +106,6 @@ class Sampling:
         top_k = min(_whole(self.top_k, "top_k", least=0), _BEYOND - 1)
         _settle(self, temperature=temperature, top_p=top_p, top_k=top_k, seed=_whole(self.seed, "seed"))
 
-    def noise_key(self, session: str, turn: int) -> int:
-        """A 63-bit integer; `hash()` would differ from one process to the next."""
-        text = f"{self.seed}/{session}/{turn}".encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
-
 
 @dataclass(frozen=True, slots=True)
 class Length:
@@ -193,93 +187,6 @@ PREPARING = ("warmup", "rewarm")
 
 
 def is_measured(phase: str) -> bool:
-    """Whether a turn of this phase counts, or only prepares others. Whoever picks turns to report asks here, of a
-    TurnRecord, a Request, or a row of table `turn`: `is_measured(row.phase)`."""
+    """Whether a turn of this phase counts, or only prepares others. Every choice of turns to report asks here with the phase
+    of a TurnRecord, a Request, or a row of table `turn`."""
     return phase not in PREPARING
-
-
-@dataclass(slots=True)
-class TurnRecord:
-    """The columns of table `turn` (units in the names; None: not known or never admitted), and the tokens themselves.
-
-    gpu_hit + cpu_hit + recomputed = history and history + new = prompt, read once, at the admission that succeeded.
-    status: completed, timeout, cancelled, refused, failed.
-    *_bytes: None: not counted; 0 is a count. Of steps that were collected before the turn ended. h2d_bytes: swapped in for
-    its admission or resumption. d2h_bytes: of urgent swap-outs, its own KV when it was preempted and any conversation's
-    where it waited for the room; what is copied ahead of time is done for no turn, and in the trial's counter alone.
-    sent_bytes, received_bytes: over a network, where the system has one.
-    """
-
-    session: str
-    turn: int
-    ordinal: int = 0
-    iteration: int = 0
-    label: str = ""
-    phase: str = "chat"
-    stream: bool = True
-    status: str = "completed"
-    finish_reason: str | None = None
-    error: str | None = None
-    intended_s: float = 0.0
-    sent_s: float | None = None
-    arrived_s: float | None = None
-    admitted_s: float | None = None
-    first_token_s: float | None = None
-    finished_s: float | None = None
-    queue_ms: float | None = None
-    ttft_ms: float | None = None
-    latency_ms: float | None = None
-    compute_ms: float | None = None
-    transfer_ms: float | None = None
-    prompt_tokens: int | None = None
-    output_tokens: int = 0
-    history_tokens: int | None = None
-    gpu_hit_tokens: int | None = None
-    cpu_hit_tokens: int | None = None
-    recomputed_tokens: int | None = None
-    shared_hit_tokens: int | None = None
-    new_tokens: int | None = None
-    resumed_swapped_tokens: int = 0
-    resumed_recomputed_tokens: int = 0
-    cpu_recomputed_tokens: int = 0
-    h2d_bytes: int | None = None
-    d2h_bytes: int | None = None
-    sent_bytes: int | None = None
-    received_bytes: int | None = None
-    output_sha256: str | None = None
-    # Not columns: kept for the offline bound (see Residency), for the Parquet of tokens and for the caller.
-    elsewhere_tokens: int | None = None
-    anywhere_tokens: int | None = None
-    request_id: int = 0
-    token_ids: TokenArray[int] = field(default_factory=lambda: array("i"))
-    margins: TokenArray[float] = field(default_factory=lambda: array("d"))
-    emitted_s: TokenArray[float] = field(default_factory=lambda: array("d"))
-
-    @property
-    def stands(self) -> bool:
-        """Its message and what it generated are part of the conversation from now on; if not, it is as though it had never
-        been asked. A turn that was cut short stands with what it generated; one that generated nothing, or whose KV a
-        failed step left in doubt, does not."""
-        return bool(self.token_ids) and self.status not in ("refused", "failed")
-
-    def close(self, finished_s: float) -> None:
-        """Derive the durations and the digest once the last token is there."""
-        self.finished_s = finished_s
-        self.latency_ms = (finished_s - self.intended_s) * 1e3
-        if self.admitted_s is not None:
-            self.queue_ms = (self.admitted_s - self.intended_s) * 1e3
-        if self.first_token_s is not None:
-            self.ttft_ms = (self.first_token_s - self.intended_s) * 1e3
-        self.output_tokens = len(self.token_ids)
-        self.output_sha256 = hashlib.sha256(self.token_ids.tobytes()).hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """What a request just got. at_s: seconds of the system's clock. turn: set on `finished` only."""
-
-    kind: Literal["first_token", "token", "finished"]
-    request_id: int
-    at_s: float
-    token: int | None = None
-    turn: TurnRecord | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pensieve.request import TurnRecord
+from pensieve.record import TurnRecord
 
 FEWEST_TURNS = 20
 START_UP = 0.5  # of the time in which an open load's conversations arrive: the engine fills up, and is not measured

@@ -12,7 +12,8 @@ from typing import Any
 from pensieve.baselines.base import Capabilities, Event
 from pensieve.clock import VirtualClock
 from pensieve.plan import StartReport
-from pensieve.request import Request, TokenArray, TurnRecord
+from pensieve.record import TurnRecord
+from pensieve.request import Request, TokenArray
 from pensieve.workload.base import WorkloadContext
 
 
@@ -38,7 +39,7 @@ class ScriptedSystem:
     ) -> None:
         self.clock = VirtualClock()
         self.clock.advance_to(round(started_at_s * 1e9))
-        self.can = can or Capabilities(virtual_time=True)
+        self.can = can or Capabilities()
         self.latency = latency
         self.submitted: list[Request] = []
         self.expected: list[tuple[str, float]] = []
@@ -91,7 +92,7 @@ class ScriptedSystem:
             happened.append(event)
             if event.kind == "finished":
                 del self._live[event.request_id]
-                turn.close(event.at_s)
+                turn.close(turn.status, None, event.at_s)
                 return happened
             assert event.token is not None
             turn.token_ids.append(event.token)

@@ -15,8 +15,9 @@ from pensieve.eviction.base import PolicyContext
 from pensieve.eviction.retention_value import RetentionValue
 from pensieve.idle_sessions import MemoryLimits
 from pensieve.plan import StepResult
-from pensieve.request import Length, Request, TurnRecord
-from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.record import TurnRecord
+from pensieve.request import Length, Request
+from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.worker.simulated import SimulatedWorker
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pensieve.bound import Idle, bound_metrics, most_kept, offline_bound
-from pensieve.request import TurnRecord
+from pensieve.record import TurnRecord
 
 intervals = st.lists(
     st.builds(

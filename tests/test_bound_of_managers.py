@@ -22,7 +22,8 @@ from pensieve.cache.two_tier import TwoTierCache
 from pensieve.clock import VirtualClock
 from pensieve.engine import Engine
 from pensieve.idle_sessions import MemoryLimits
-from pensieve.request import Forced, Request, TurnRecord, is_measured, tokens_of
+from pensieve.record import TurnRecord
+from pensieve.request import Forced, Request, is_measured, tokens_of
 from tests.simulated import make_engine
 
 MANAGERS: dict[str, tuple[Callable[..., Any], int, int]] = {  # with GPU and CPU blocks

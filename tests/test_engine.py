@@ -22,7 +22,8 @@ from pensieve.eviction.lru import Lru
 from pensieve.eviction.retention_value import RetentionValue
 from pensieve.idle_sessions import MemoryLimits
 from pensieve.plan import StepPlan, StepResult
-from pensieve.request import Forced, Free, Length, Request, TurnRecord, tokens_of
+from pensieve.record import TurnRecord
+from pensieve.request import Forced, Free, Length, Request, tokens_of
 from pensieve.scheduler.composition import split, unified
 from tests.simulated import MACHINE, make_engine, request, run
 
@@ -423,7 +424,7 @@ def test_an_edit_that_is_undone_leaves_the_conversation_as_it_was(cache: Any) ->
     assert step is not None
     assert len(engine.cache.find("a").tokens) == 8, "admitted, and the old end is gone"  # type: ignore[union-attr]
     engine._launched.append(step)
-    engine.worker.launch(step.plan, None)
+    engine.worker.launch(step.plan)
     engine.cancel(2, "timeout")
     run(engine)
     assert list(engine.cache.find("a").tokens) == before  # type: ignore[union-attr]

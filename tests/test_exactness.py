@@ -15,8 +15,9 @@ from pensieve.cache.two_tier import TwoTierCache
 from pensieve.clock import WallClock
 from pensieve.engine import Engine
 from pensieve.eviction.retention_value import RetentionValue
-from pensieve.request import Length, Request, Sampling, TurnRecord, tokens_of
-from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.record import TurnRecord
+from pensieve.request import Length, Request, Sampling, tokens_of
+from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.worker.torch.model import LoadedModel
 from pensieve.worker.torch.worker import TorchWorker
 from tests.simulated import policy_context

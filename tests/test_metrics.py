@@ -2,11 +2,10 @@ from array import array
 
 import pytest
 
-from pensieve.baselines.base import Capabilities
 from pensieve.metrics import Measurement, Metric, Slo, summarise, thin_percentiles
 from pensieve.plan import StartReport
+from pensieve.record import TurnRecord
 from pensieve.replay import replay
-from pensieve.request import TurnRecord
 from pensieve.workload.chat import ChatWorkload
 from tests.scripted import Latency, ScriptedSystem, context
 
@@ -79,7 +78,7 @@ def test_scripted_latencies_come_back_within_a_millisecond(started_at_s):
 
 
 def test_every_completed_trial_has_the_metrics_that_all_must_have():
-    record = replay(ScriptedSystem(can=Capabilities(virtual_time=True)), ChatWorkload(context()))
+    record = replay(ScriptedSystem(), ChatWorkload(context()))
     metrics = table(summarise(record.measurement))
     for name in ("ttft_ms_mean", "warmup_ms_mean", "throughput_output_tok_s"):
         assert metrics[name, ""].value > 0

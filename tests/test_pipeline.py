@@ -18,7 +18,8 @@ from pensieve.eviction.belady import Belady
 from pensieve.eviction.lru import Lru
 from pensieve.eviction.retention_value import RetentionValue
 from pensieve.plan import StepPlan, StepResult
-from pensieve.request import Forced, Free, Request, TurnRecord, tokens_of
+from pensieve.record import TurnRecord
+from pensieve.request import Forced, Free, Request, tokens_of
 from pensieve.scheduler.composition import split, unified
 from pensieve.worker.simulated import SimulatedWorker
 from tests.simulated import MACHINE, make_engine, request, run
@@ -45,8 +46,8 @@ class Watched(SimulatedWorker):
         self.steps: list[int] = []
         self.sampled: dict[int, int] = {}
 
-    def launch(self, plan: StepPlan, horizon_ns: int | None) -> None:
-        super().launch(plan, horizon_ns)
+    def launch(self, plan: StepPlan) -> None:
+        super().launch(plan)
         self.most = max(self.most, len(self._launched))
 
     def _perform(self, plan: StepPlan) -> StepResult:

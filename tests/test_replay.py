@@ -13,14 +13,14 @@ from pensieve.eviction.retention_value import RetentionValue
 from pensieve.metrics import summarise
 from pensieve.replay import replay
 from pensieve.request import Length, Request
-from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.worker.simulated import SimulatedWorker
 from pensieve.workload.base import Arrival, WorkloadPlan
 from pensieve.workload.chat import ChatWorkload
 from tests.scripted import Latency, ScriptedSystem, context
 from tests.simulated import MACHINE, MODEL
 
-KEEPS_NOTHING = Capabilities(virtual_time=True, keeps_sessions=False)
+KEEPS_NOTHING = Capabilities(keeps_sessions=False)
 
 
 class Listed:
@@ -58,7 +58,7 @@ class EngineOnTheScript(InlineSystem):
             cpu_blocks=0,
             chunk_tokens=4,
         )
-        self.can = Capabilities(virtual_time=True, keeps_sessions=keeps_sessions)
+        self.can = Capabilities(keeps_sessions=keeps_sessions)
         self.prompts = []
         self.start()
 
@@ -173,7 +173,7 @@ def test_a_deadline_cancels_what_is_still_running_and_spares_what_is_not():
 
 
 def test_a_system_that_cannot_cancel_has_its_late_turns_called_timeouts():
-    can = Capabilities(virtual_time=True, cancels=False)
+    can = Capabilities(cancels=False)
     system = ScriptedSystem(lambda request: Latency(first=5000), can)
     [turn] = replay(system, Listed(arrival(0.0, 1, deadline_s=1.0))).turns
     assert turn.status == "timeout"
@@ -181,7 +181,7 @@ def test_a_system_that_cannot_cancel_has_its_late_turns_called_timeouts():
 
 
 def test_a_full_system_is_sent_no_more_than_it_takes_and_waiting_counts():
-    can = Capabilities(virtual_time=True, max_in_flight=2)
+    can = Capabilities(max_in_flight=2)
     system = ScriptedSystem(lambda request: Latency(queue=0, first=100, gap=0), can)
     record = replay(system, Listed(*(arrival(0.0, number, f"s{number}") for number in range(5))))
     assert system.most_in_flight == 2
@@ -190,7 +190,7 @@ def test_a_full_system_is_sent_no_more_than_it_takes_and_waiting_counts():
 
 
 def test_a_deadline_also_ends_what_was_never_sent():
-    can = Capabilities(virtual_time=True, max_in_flight=1)
+    can = Capabilities(max_in_flight=1)
     system = ScriptedSystem(lambda request: Latency(first=5000), can)
     record = replay(system, Listed(arrival(0.0, 1, "a"), arrival(0.0, 2, "b", deadline_s=1.0)))
     turn = next(turn for turn in record.turns if turn.session == "b")

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from pensieve.errors import CapacityError, ConfigError, ContextLengthError, RequestRefused, refused
-from pensieve.request import Forced, Free, Length, Request, Sampling, TurnRecord, stops_of, tokens_of
+from pensieve.record import TurnRecord
+from pensieve.request import Forced, Free, Length, Request, Sampling, stops_of, tokens_of
 
 NAN, INF = float("nan"), float("inf")
 

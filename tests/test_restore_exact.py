@@ -14,8 +14,9 @@ from pensieve.cost.profile import Profile
 from pensieve.engine import Engine
 from pensieve.eviction.retention_value import RetentionValue
 from pensieve.plan import StepResult
-from pensieve.request import Length, Request, TurnRecord
-from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.record import TurnRecord
+from pensieve.request import Length, Request
+from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.worker.torch.transfers.copies import copy_runs
 from pensieve.worker.torch.transfers.lanes import ThreadLink
 from pensieve.worker.torch.transfers.link import Piece

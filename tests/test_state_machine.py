@@ -22,9 +22,9 @@ from pensieve.eviction.conversation_lru import ConversationLru
 from pensieve.eviction.fifo import Fifo
 from pensieve.eviction.lru import Lru
 from pensieve.eviction.retention_value import RetentionValue
-from pensieve.request import Length, Request, Sampling, TurnRecord, tokens_of
-from pensieve.scheduler.composition import split, unified
-from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.record import TurnRecord
+from pensieve.request import Length, Request, Sampling, tokens_of
+from pensieve.scheduler.composition import SchedulerSettings, split, unified
 from pensieve.worker.torch.options import TorchOptions
 from pensieve.worker.torch.transfers.lanes import ThreadLink
 from tests.simulated import policy_context

@@ -1,6 +1,6 @@
 import pytest
 
-from pensieve.request import TurnRecord
+from pensieve.record import TurnRecord
 from pensieve.window import find_window
 
 

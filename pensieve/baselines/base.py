@@ -7,24 +7,19 @@ from typing import Any, Protocol
 
 from pensieve.clock import Clock
 from pensieve.plan import StartReport
-from pensieve.request import Event, Request
+from pensieve.record import Event, TurnRecord
+from pensieve.request import Request
 
-__all__ = ["Capabilities", "Event", "System"]
+__all__ = ["AnsweringSystem", "Capabilities", "Event", "System"]
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """virtual_time: poll moves the clock. keeps_sessions: only the new message is sent (Request.continues).
+    """keeps_sessions: only the new message is sent (Request.continues). cancels: a request can be ended before its time.
+    max_in_flight: requests it takes at once; None for no limit."""
 
-    token_ids: prompts are token ids, not text. max_in_flight: None for no limit.
-    """
-
-    virtual_time: bool = False
     keeps_sessions: bool = True
-    token_ids: bool = True
     cancels: bool = True
-    forces_output: bool = True
-    reports_cached: bool = True
     max_in_flight: int | None = None
 
 
@@ -62,3 +57,12 @@ class System(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class AnsweringSystem(System, Protocol):
+    """A system that also serves callers who each wait for an answer of their own."""
+
+    def ask(self, request: Request) -> TurnRecord:
+        """Submit a request and wait for its end, from any number of threads. `poll` tells nothing of it. Raises WorkerError
+        where the system has crashed or was closed, now or before the end."""
+        ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 from pensieve.baselines.base import Capabilities
@@ -14,10 +15,13 @@ from pensieve.engine import Engine
 from pensieve.eviction.base import EvictionPolicy, PolicyContext
 from pensieve.idle_sessions import MemoryLimits
 from pensieve.plan import StartReport
-from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.record import Event, TurnRecord
+from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.tokenizer import Tokenizer
 from pensieve.worker.base import Worker
+
+ENGINE_CLOSED = "The engine was closed; start another one to serve requests."
 
 
 class EngineSystem(ABC):
@@ -47,7 +51,7 @@ class EngineSystem(ABC):
         limits: MemoryLimits | None = None,
     ) -> None:
         self.clock = clock
-        self.can = Capabilities(virtual_time=clock.virtual)
+        self.can = Capabilities()
         self._model, self._hardware, self._worker = model, hardware, worker
         self._make_cache, self._make_policy = cache, policy
         self._scheduler_settings = scheduler
@@ -56,14 +60,12 @@ class EngineSystem(ABC):
         self._cpu_blocks, self._chunk_tokens = cpu_blocks, chunk_tokens
         self._tokenizer, self._seed, self._labels = tokenizer, seed, dict(labels or {})
         self._limits = limits or MemoryLimits()
-        self._engine: Engine | None = None
+        self._answers: dict[int, Future[TurnRecord]] = {}  # by request, of those who asked
         self._cost: CostModel | None = None
         self._report: StartReport | None = None
 
-    @property
-    def engine(self) -> Engine:
-        assert self._engine is not None, "start() comes first"
-        return self._engine
+    engine: Engine
+    """From `start` on."""
 
     @abstractmethod
     def _prices(self, report: StartReport) -> CostModel:
@@ -105,7 +107,7 @@ class EngineSystem(ABC):
         )
         cache.set_cost_model(self._cost, self._model.layers, self._scheduler_settings.max_batch_tokens)
         own = self._tokenizer.eos_id if self._tokenizer else None
-        self._engine = Engine(
+        self.engine = Engine(
             cache=cache,
             settings=self._scheduler_settings,
             worker=self._worker,
@@ -122,6 +124,23 @@ class EngineSystem(ABC):
         """Record what could be found of each prompt in other conversations, which a bound needs where they share blocks;
         to be called before the first request."""
         self.engine.cache.watch_content()
+
+    def _answer(self, events: list[Event]) -> list[Event]:
+        """Tell those who asked; returns the events of all other requests, for `poll`."""
+        others = []
+        for event in events:
+            if event.request_id not in self._answers:
+                others.append(event)
+            elif event.turn is not None:
+                self._answers.pop(event.request_id).set_result(event.turn)
+        return others
+
+    def _disappoint(self, error: BaseException) -> None:
+        """Those who asked and have no answer yet get this error."""
+        for request_id in list(self._answers):
+            answer = self._answers.pop(request_id, None)
+            if answer is not None:
+                answer.set_exception(error)
 
     def counters(self) -> dict[str, float]:
         engine = self.engine

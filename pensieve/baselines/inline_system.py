@@ -3,28 +3,49 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 from typing import Any
 
-from pensieve.baselines.engine_system import EngineSystem
+from pensieve.baselines.engine_system import ENGINE_CLOSED, EngineSystem
 from pensieve.clock import VirtualClock
 from pensieve.cost.base import CostModel
 from pensieve.cost.roofline import Roofline
+from pensieve.errors import WorkerError
 from pensieve.plan import StartReport
-from pensieve.request import Event, Request
+from pensieve.record import Event, TurnRecord
+from pensieve.request import Request
 
 
 class InlineSystem(EngineSystem):
-    """`poll` runs the engine. Several threads may use it: each call has the engine to itself, so that one made during a
-    poll takes effect when that poll returns."""
+    """`poll` and `ask` run the engine, in the thread that calls them. Several threads may use it: each call has the engine to
+    itself, so that one made during a poll takes effect when that poll returns. Whoever asks runs the engine until some
+    request has finished, and lets the others have it before going on: so those who ask at once are served together.
+    """
 
     def __init__(self, **parts: Any) -> None:
         """parts: as EngineSystem takes them, with a VirtualClock."""
         super().__init__(**parts)
         self._lock = threading.Lock()
+        self._untold: list[Event] = []  # happened while somebody asked, for the next poll
+        self._ended: str | None = None  # why nobody can ask any more
 
     def submit(self, request: Request) -> None:
         with self._lock:
             self.engine.submit(request)
+
+    def ask(self, request: Request) -> TurnRecord:
+        answer: Future[TurnRecord] = Future()
+        with self._lock:
+            if self._ended is None:
+                self._answers[request.id] = answer
+                self.engine.submit(request)
+        while not answer.done():
+            with self._lock:
+                if self._ended is not None:
+                    raise WorkerError(self._ended)
+                if not answer.done():
+                    self._serve_those_who_asked()
+        return answer.result()
 
     def cancel(self, request_id: int, status: str) -> None:
         with self._lock:
@@ -41,10 +62,15 @@ class InlineSystem(EngineSystem):
 
     def poll(self, until_s: float | None) -> list[Event]:
         with self._lock:
-            return self._run(None if until_s is None else round(until_s * 1e9))
+            untold, self._untold = self._untold, []
+            if _any_finished(untold):
+                return untold
+            events = self._run(None if until_s is None else round(until_s * 1e9))
+            return untold + (self._answer(events) if self._answers else events)
 
     def close(self) -> None:
         with self._lock:
+            self._end(ENGINE_CLOSED)
             self._worker.close()
 
     # -- how ----------------------------------------------------------------------------------------------------------
@@ -54,6 +80,21 @@ class InlineSystem(EngineSystem):
 
     def _begin(self) -> None:
         """Nothing runs before the first poll."""
+
+    def _serve_those_who_asked(self) -> None:
+        """Until some request has finished. A crash ends all that were asked."""
+        try:
+            self._untold += self._answer(self._run(None))
+        except BaseException as crash:  # the engine may have stopped half way through a step, whatever it was
+            sentence = f"The engine stopped: {crash}"
+            self._end(sentence)
+            if isinstance(crash, Exception):
+                raise WorkerError(sentence) from crash
+            raise
+
+    def _end(self, why: str) -> None:
+        self._ended = self._ended or why
+        self._disappoint(WorkerError(self._ended))
 
     def _run(self, until_ns: int | None) -> list[Event]:
         engine, clock = self.engine, self.clock

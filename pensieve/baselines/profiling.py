@@ -80,7 +80,7 @@ def load_s(worker: Worker, clock: Clock, blocks: int) -> float:
 def _seconds(worker: Worker, clock: Clock, plan: StepPlan) -> float:
     """Until the plan and its copies are done."""
     began = clock.now_ns()
-    worker.launch(plan, None)
+    worker.launch(plan)
     waits_for, computed = {copy.ticket for copy in plan.swap_in}, False
     while waits_for or not computed:
         result = worker.collect(None)

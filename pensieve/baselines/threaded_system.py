@@ -8,20 +8,21 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
-from pensieve.baselines.engine_system import EngineSystem
+from pensieve.baselines.engine_system import ENGINE_CLOSED, EngineSystem
 from pensieve.baselines.profiling import profile_of
 from pensieve.cost.base import CostModel
 from pensieve.errors import WorkerError
 from pensieve.plan import StartReport
-from pensieve.request import Event, Request
+from pensieve.record import Event, TurnRecord
+from pensieve.request import Request
 
 _Command = Callable[[], None]
 
 
 class ThreadedSystem(EngineSystem):
     """`start` starts the thread that owns the engine, `close` ends it; submit, cancel, expect and forget reach it through
-    an inbox, and what happened comes back through an outbox that `poll` reads. A crash of the thread surfaces in poll and
-    forget, as WorkerError. Any thread may call anything; one at a time polls.
+    an inbox, and what happened comes back through an outbox that `poll` reads, or through the future of who asked. A crash
+    of the thread surfaces in ask, poll and forget, as WorkerError. Any thread may call anything; one at a time polls.
     """
 
     def __init__(self, **parts: Any) -> None:
@@ -36,6 +37,15 @@ class ThreadedSystem(EngineSystem):
     def submit(self, request: Request) -> None:
         self._unfinished.add(request.id)
         self._inbox.put(lambda: self.engine.submit(request))
+
+    def ask(self, request: Request) -> TurnRecord:
+        assert self._thread is not None, "start() comes first"
+        answer: Future[TurnRecord] = Future()
+        self._answers[request.id] = answer
+        self._inbox.put(lambda: self.engine.submit(request))
+        if self._ended.done():  # after it told those who had asked, or before: nobody else will tell this one
+            self._disappoint(self._closed_or_crashed())
+        return answer.result()
 
     def cancel(self, request_id: int, status: str) -> None:
         self._inbox.put(lambda: self.engine.cancel(request_id, status))
@@ -55,8 +65,8 @@ class ThreadedSystem(EngineSystem):
 
         self._inbox.put(command)
         wait((done, self._ended), return_when=FIRST_COMPLETED)
-        if not done.done():
-            self._raise_crash()
+        if not done.done() and self._ended.exception() is not None:
+            raise self._closed_or_crashed()
 
     def poll(self, until_s: float | None) -> list[Event]:
         """Raises WorkerError once there is nothing more to tell and the engine has crashed or was closed."""
@@ -66,8 +76,7 @@ class ThreadedSystem(EngineSystem):
             if self._ended.done() and self._outbox.empty():
                 if events:
                     return events
-                self._raise_crash()
-                raise WorkerError("The engine was closed; start another one to serve requests.")
+                raise self._closed_or_crashed()
             try:
                 news = self._outbox.get(timeout=0.0 if finished else self._patience_s(until_s))
             except queue.Empty:
@@ -105,10 +114,12 @@ class ThreadedSystem(EngineSystem):
             return None if self._unfinished else 0.0
         return max(0.0, until_s - self.clock.now_s())
 
-    def _raise_crash(self) -> None:
+    def _closed_or_crashed(self) -> WorkerError:
+        """Why the thread that has ended serves nobody."""
         crash = self._ended.exception()
-        if crash is not None:
-            raise WorkerError(f"The engine stopped: {crash}") from crash
+        error = WorkerError(ENGINE_CLOSED if crash is None else f"The engine stopped: {crash}")
+        error.__cause__ = crash
+        return error
 
     # -- the engine's thread ------------------------------------------------------------------------------------------
 
@@ -120,6 +131,7 @@ class ThreadedSystem(EngineSystem):
             self._ended.set_exception(error)
         else:
             self._ended.set_result(None)
+        self._disappoint(self._closed_or_crashed())
         self._outbox.put([])  # wakes a poll that waits
 
     def _serve(self) -> None:
@@ -136,6 +148,8 @@ class ThreadedSystem(EngineSystem):
                 command()
                 idle = False
             events = engine.step(None)
+            if self._answers:
+                events = self._answer(events)
             assert engine.progressed or not engine.busy, "requests wait, and nothing runs that could let them in"
             if events:
                 self._outbox.put(events)

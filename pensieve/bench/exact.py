@@ -11,9 +11,9 @@ from pensieve.cache.base import CacheManager
 from pensieve.clock import WallClock
 from pensieve.engine import Engine
 from pensieve.plan import StepPlan
-from pensieve.request import Event, TurnRecord
+from pensieve.record import Event, TurnRecord
+from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.scheduler.sequence import Sequence
-from pensieve.scheduler.settings import SchedulerSettings
 from pensieve.worker.torch.attention import IMPLEMENTATION
 from pensieve.worker.torch.model import LoadedModel
 from pensieve.worker.torch.options import TorchOptions
@@ -68,9 +68,9 @@ class WatchedWorker(TorchWorker):
 
     rows_with_holes = 0
 
-    def launch(self, plan: StepPlan, horizon_ns: int | None) -> None:
+    def launch(self, plan: StepPlan) -> None:
         self.rows_with_holes += sum(len(row.runs) > 1 for row in plan.rows)
-        super().launch(plan, horizon_ns)
+        super().launch(plan)
 
 
 @dataclass(slots=True)

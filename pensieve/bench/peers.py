@@ -18,7 +18,8 @@ from pensieve.baselines.base import Capabilities
 from pensieve.clock import Clock, WallClock
 from pensieve.errors import EngineMissing, RequestFailed, WorkerError
 from pensieve.plan import StartReport
-from pensieve.request import Event, Request, TurnRecord
+from pensieve.record import Event, TurnRecord
+from pensieve.request import Request
 from pensieve.statistics import median
 from pensieve.units import ceil_div
 
@@ -155,7 +156,7 @@ class TransformersSystem:
     def __init__(self, module: Any, kv_tokens: int, batch_tokens: int, requests: int) -> None:
         self.clock: Clock = WallClock()
         self._offset_s = perf_counter() - self.clock.now_s()  # the engine stamps tokens by the same counter
-        self.can = Capabilities(keeps_sessions=False, cancels=False, forces_output=False, reports_cached=False)
+        self.can = Capabilities(keeps_sessions=False, cancels=False)
         self._module = module
         self._sizes = {"tokens": kv_tokens, "batch_tokens": batch_tokens, "requests": requests}
         self._open = ExitStack()
@@ -218,13 +219,12 @@ class TransformersSystem:
 
     def _finished(self, result: Any) -> Event:
         turn = self._records.pop(result.request_id)
-        turn.token_ids = array("i", result.generated_tokens)
-        turn.emitted_s = array("d", (at - self._offset_s for at in result.timestamps or ()))
-        if result.error is not None:
-            turn.status, turn.error = "failed", str(result.error)
-        if result.lifespan[0] > 0:
-            turn.admitted_s = result.lifespan[0] - self._offset_s
-        turn.first_token_s = turn.emitted_s[0] if turn.emitted_s else None
-        ended_s = turn.emitted_s[-1] if turn.emitted_s else self.clock.now_s()
-        turn.close(ended_s)
+        emitted_s = array("d", (at - self._offset_s for at in result.timestamps or ()))
+        admitted_s = result.lifespan[0] - self._offset_s if result.lifespan[0] > 0 else None
+        turn.generated(array("i", result.generated_tokens), emitted_s, admitted_s)
+        ended_s = emitted_s[-1] if emitted_s else self.clock.now_s()
+        if result.error is None:
+            turn.close("completed", None, ended_s)
+        else:
+            turn.close("failed", None, ended_s, str(result.error))
         return Event("finished", turn.request_id, ended_s, turn=turn)

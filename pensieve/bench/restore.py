@@ -24,8 +24,9 @@ from pensieve.errors import WorkerError
 from pensieve.eviction.base import PolicyContext
 from pensieve.eviction.lru import Lru
 from pensieve.eviction.retention_value import RetentionValue
-from pensieve.request import Event, Length, Request, TurnRecord
-from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.record import Event, TurnRecord
+from pensieve.request import Length, Request
+from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.statistics import median
 from pensieve.units import ceil_div
 from pensieve.worker.torch.model import LoadedModel

@@ -18,7 +18,7 @@ from pensieve.cost.roofline import Roofline
 from pensieve.engine import Engine
 from pensieve.eviction.base import PolicyContext
 from pensieve.request import Length, Request
-from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.worker.simulated import SimulatedWorker
 

@@ -28,8 +28,7 @@ from pensieve.eviction.fifo import Fifo
 from pensieve.eviction.lru import Lru
 from pensieve.eviction.retention_value import RetentionValue
 from pensieve.request import Length, Request, Sampling, tokens_of
-from pensieve.scheduler.composition import split, unified
-from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.scheduler.composition import SchedulerSettings, split, unified
 from pensieve.specs import ModelSpec
 from pensieve.worker.torch.model import LoadedModel, load_model
 from pensieve.worker.torch.options import TorchOptions

@@ -268,7 +268,7 @@ class Stepper:
             if in_flight == self.worker.depth:
                 self._collect()
                 in_flight -= 1
-            self.worker.launch(plan, None)
+            self.worker.launch(plan)
             in_flight += 1
         for _ in range(in_flight):
             self._collect()

@@ -256,7 +256,7 @@ def _beside_compute(bench: Bench, model: LoadedModel, tokens: int) -> None:
 def _perform_ms(worker: TorchWorker, plan: StepPlan) -> float:
     """Milliseconds until a plan and all its copies are done. Raises WorkerError."""
     began = perf_counter()
-    worker.launch(plan, None)
+    worker.launch(plan)
     waits_for, computed = {copy.ticket for copy in (*plan.swap_in, *plan.swap_out)}, False
     while waits_for or not computed:
         result = worker.collect(None)

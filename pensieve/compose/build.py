@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pensieve.baselines.base import System
+from pensieve.baselines.base import AnsweringSystem
 from pensieve.cache.base import CacheManager
 from pensieve.clock import Clock, VirtualClock, WallClock
 from pensieve.compose.plan import TrialPlan, memory_share
@@ -78,7 +78,7 @@ def build_system(
     tokenizer: Tokenizer | None = None,
     trace: Path | None = None,
     described: WorkloadPlan | None = None,
-) -> System:
+) -> AnsweringSystem:
     """The system of an in-engine baseline, not started yet; a real one has its model loaded.
 
     trace: the file of a torch profile of the worker's steps (real only). described: the workload's description, for a cache
@@ -88,7 +88,7 @@ def build_system(
     """
     from pensieve.baselines.inline_system import InlineSystem
     from pensieve.baselines.threaded_system import ThreadedSystem
-    from pensieve.scheduler.settings import SchedulerSettings
+    from pensieve.scheduler.composition import SchedulerSettings
 
     config = plan.config
     parts = find_parts(config, longest_conversation(described) if described else None)
@@ -104,7 +104,7 @@ def build_system(
     tokenizer = tokenizer or build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
     clock, worker, gpu_blocks = _clock_and_worker(plan, trace)
     kind: type[InlineSystem | ThreadedSystem] = InlineSystem if clock.virtual else ThreadedSystem
-    system: System = kind(
+    return kind(
         model=plan.model,
         hardware=plan.hardware,
         worker=worker,
@@ -120,7 +120,6 @@ def build_system(
         limits=MemoryLimits(config.cache.session_ttl_s, config.cache.max_remembered_tokens),
         labels={"weights": plan.weights, "baseline": config.baseline.name, "tokenizer": tokenizer.name},
     )
-    return system
 
 
 def _clock_and_worker(plan: TrialPlan, trace: Path | None) -> tuple[Clock, Worker, int | Callable[[], int]]:

@@ -19,7 +19,7 @@ from sqlalchemy.orm import Session
 
 from pensieve.errors import ResultsError, TrialRunning
 from pensieve.metrics import Metric
-from pensieve.request import TurnRecord
+from pensieve.record import TurnRecord
 from pensieve.results.database import Database
 from pensieve.results.process import Owner, is_alive, this_process
 from pensieve.results.schema import (

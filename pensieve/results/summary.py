@@ -61,7 +61,6 @@ class ComparisonRow:
     ttft_first_ms: float | None
     ttft_fifth_ms: float | None
     ttft_last_ms: float | None
-    first_speedup: PairedRatio | None
     last_speedup: PairedRatio | None
     throughput_output_tok_s: float | None
     gpu_hit_rate: float | None
@@ -127,8 +126,7 @@ def _row(
         ttft_first_ms=_median(turns[first] for turns in ttft.values() if first in turns),
         ttft_fifth_ms=_median(turns[first + FIFTH] for turns in ttft.values() if first + FIFTH in turns),
         ttft_last_ms=_median(turns[max(turns)] for turns in ttft.values()),
-        first_speedup=_speedup(stateless, ttft, last=False) if stateless else None,
-        last_speedup=_speedup(stateless, ttft, last=True) if stateless else None,
+        last_speedup=_speedup(stateless, ttft) if stateless else None,
         throughput_output_tok_s=_mean(jobs, "throughput_output_tok_s"),
         gpu_hit_rate=_mean(jobs, "gpu_hit_rate"),
         cpu_hit_rate=_mean(jobs, "cpu_hit_rate"),
@@ -159,12 +157,12 @@ def _pooled(parts: Iterable[TtftByTurn]) -> TtftByTurn:
     return {key: turns for part in parts for key, turns in part.items()}
 
 
-def _speedup(stateless: TtftByTurn, own: TtftByTurn, last: bool) -> PairedRatio | None:
-    """At the first or last turn that both measured of a session; repeats of a seed are averaged."""
+def _speedup(stateless: TtftByTurn, own: TtftByTurn) -> PairedRatio | None:
+    """At the last turn that both measured of a session; repeats of a seed are averaged."""
     a, b = defaultdict(list), defaultdict(list)
     for key in stateless.keys() & own.keys():
         shared = stateless[key].keys() & own[key].keys()
-        turn = (max if last else min)(shared, default=None)
+        turn = max(shared, default=None)
         if turn is not None and stateless[key][turn] > 0 and own[key][turn] > 0:
             seed, _, session = key
             a[seed, session].append(stateless[key][turn])

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pensieve.errors import ResultsError
-from pensieve.request import TurnRecord
+from pensieve.record import TurnRecord
 
 log = logging.getLogger(__name__)
 

@@ -1,15 +1,18 @@
-"""Which positions one iteration computes: a function from the running requests to shares of the token budget."""
+"""Batching: which positions one iteration computes, and the settings it goes by."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
+from pensieve.errors import ConfigError
 from pensieve.scheduler.sequence import Sequence as Running
 
 Share = tuple[Running, int]
 """A running request and how many positions of its work this iteration computes."""
 
 Composition = Callable[[Sequence[Running], int], list[Share]]
+"""From the running requests and the token budget of an iteration to its shares."""
 
 
 def unified(running: Sequence[Running], max_tokens: int) -> list[Share]:
@@ -35,3 +38,28 @@ def _prefills(running: Iterable[Running], budget: int) -> list[Share]:
             shares.append((sequence, count))
             budget -= count
     return shares
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """How iterations are composed and when memory is made free; the defaults are the paper's.
+
+    max_batch_tokens: positions an iteration computes, at most. max_batch_requests: requests that run at once.
+    swap_out_start, swap_out_stop: the low and the high watermark of available blocks; admission_reserve: what an admission
+    leaves. All three are shares of the GPU blocks (sections 4.3.2 and 4.3.5).
+    """
+
+    composition: Composition = unified
+    max_batch_tokens: int = 512
+    max_batch_requests: int = 64
+    swap_out_start: float = 0.25
+    swap_out_stop: float = 0.30
+    admission_reserve: float = 0.10
+
+    def __post_init__(self) -> None:
+        if self.max_batch_tokens < 1 or self.max_batch_requests < 1:
+            raise ConfigError("scheduler.max_batch_tokens and scheduler.max_batch_requests must be at least 1.")
+        if not 0 <= self.swap_out_start <= self.swap_out_stop <= 1:
+            raise ConfigError("scheduler.swap_out_start and swap_out_stop are shares with 0 <= start <= stop <= 1.")
+        if not 0 <= self.admission_reserve < 1:
+            raise ConfigError("scheduler.admission_reserve is a share of the GPU blocks, at least 0 and below 1.")

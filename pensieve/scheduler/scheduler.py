@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pensieve.cache.base import CacheManager, Run
 from pensieve.errors import RequestRefused
-from pensieve.plan import Copy, Row, Sample, StepPlan
-from pensieve.scheduler.queue import WaitingQueue
-from pensieve.scheduler.refusal import refusal
+from pensieve.plan import Copy, Row, StepPlan
+from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.scheduler.sequence import Sequence
-from pensieve.scheduler.settings import SchedulerSettings
 
 
 @dataclass(slots=True)
 class Step:
-    """A plan and whose it is. admitted: requests that start with it, whose swap-ins it performs. members: these, and those
-    that have a row. copied_for: tickets of the copies that a request waits for, and whose they are: swap-ins and urgent
-    swap-outs; what is copied ahead of time is nobody's."""
+    """A plan, and the requests it is made of.
+
+    rows: each row's request and its runs; tokens: positions of all rows. admitted: requests that start with this plan, which
+    performs their swap-ins. members: these, and those that have a row. tickets: of all its copies. copied_for: the request
+    that waits for a copy, by ticket; copies made ahead of time are not among them.
+    """
 
     plan: StepPlan
     rows: list[tuple[Sequence, tuple[Run, ...]]]
+    tokens: int
     admitted: list[Sequence]
     members: list[Sequence]
     tickets: tuple[int, ...]
@@ -48,6 +52,14 @@ class _Draft:
     swap_out: list[Copy] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     copied_for: dict[int, Sequence] = field(default_factory=dict)
+
+    def add_admission(self, sequence: Sequence, table: tuple[int, ...], swap_in: Iterable[Copy]) -> None:
+        assert sequence.slot is not None
+        self.admitted.append(sequence)
+        self.tables.append((sequence.slot, 0, table))
+        for copy in swap_in:
+            self.swap_in.append(copy)
+            self.copied_for[copy.ticket] = sequence
 
     def add_swap_out(self, copies: Iterable[Copy], waiting: Sequence | None) -> None:
         """waiting: who cannot go on without them; None: they are made ahead of time."""
@@ -80,15 +92,16 @@ class Scheduler:
         self.counters = SchedulerCounters()
         self._slots = list(range(settings.max_batch_requests - 1, -1, -1))
         self._max_context = max_context
-        self._deferred: set[int] = set()
+        self._deferred: set[int] = set()  # arrivals of the requests that were counted as deferred
         self._refused: list[tuple[Sequence, RequestRefused]] = []
+        self._unsent = _Draft()  # admissions that no plan has told the worker of
         self._low_watermark = math.ceil(settings.swap_out_start * cache.gpu_blocks)
         self._high_watermark = math.ceil(settings.swap_out_stop * cache.gpu_blocks)
         self._reserve = math.ceil(settings.admission_reserve * cache.gpu_blocks)
 
     def refusal(self, sequence: Sequence) -> RequestRefused | None:
         """Why it can never be served, or None."""
-        return refusal(sequence, self.cache.chunk_tokens, self.cache.request_blocks, self._max_context)
+        return sequence.refusal(self.cache.chunk_tokens, self.cache.request_blocks, self._max_context)
 
     def take_refused(self) -> list[tuple[Sequence, RequestRefused]]:
         """Requests whose conversation outgrew the machine while they waited."""
@@ -102,21 +115,43 @@ class Scheduler:
     def plan(self, now_s: float, in_flight: bool = False) -> Step | None:
         """The next iteration; None when there is nothing to compute or copy. in_flight: an earlier one is not collected."""
         self._in_flight, self.must_drain = in_flight, False
-        draft = _Draft()
-        wanted = self._admit(draft, now_s)
+        draft, self._unsent = self._unsent, _Draft()
+        draft.admitted = [sequence for sequence in draft.admitted if sequence.slot is not None and not sequence.closed]
+        lacking = self._admit(draft, now_s)
         rows = self._compose(draft, now_s)
-        self._swap_out(draft, wanted, now_s)
-        while wanted and not self.running and not self.cache.outgoing:
+        self._swap_out(draft, lacking, now_s)
+        while lacking and not self.running and not self.cache.outgoing:
             # Nothing runs and nothing is on its way: lose idle KV rather than stand still. More than once where the
             # policy's choice was the head's own.
-            dropped = self.cache.drop(wanted, now_s)
-            wanted = self._admit(draft, now_s)
+            dropped = self.cache.drop(lacking, now_s)
+            lacking = self._admit(draft, now_s)
             rows = self._compose(draft, now_s)
             if not dropped:
                 break
         if not rows and not draft.swap_out and not draft.swap_in:
-            assert not draft.tables
+            self._unsent = draft  # who was admitted has no share of an iteration yet
             return None
+        return self._launch(draft, rows)
+
+    def remove(self, sequence: Sequence, now_s: float) -> None:
+        """It is over: its blocks may be evicted, and the next turn of its conversation may start."""
+        if sequence.slot is None:
+            self._remove_waiting(sequence, now_s)
+            return
+        self.running.remove(sequence)
+        self._slots.append(sequence.leave_slot())
+        self.cache.release(sequence.session, now_s)
+        self.queue.ended(sequence.session.name)
+
+    def _remove_waiting(self, sequence: Sequence, now_s: float) -> None:
+        self.queue.remove(sequence)
+        self._deferred.discard(sequence.arrival)
+        self.cache.unmark_waiting(sequence.session, now_s)
+        if sequence.preempted:
+            self.cache.end_preempted(sequence.session, now_s)
+
+    def _launch(self, draft: _Draft, rows: list[tuple[Sequence, Row]]) -> Step:
+        """The draft as a plan that is about to be launched."""
         plan = StepPlan(
             step=self.counters.steps,
             rows=tuple(row for _, row in rows),
@@ -124,30 +159,16 @@ class Scheduler:
             swap_in=tuple(draft.swap_in),
             swap_out=tuple(draft.swap_out),
         )
+        computed = [(sequence, row.runs) for sequence, row in rows]
+        tokens = sum(stop - start for _, runs in computed for start, stop in runs)
         self.counters.steps += 1
-        self.counters.batched_tokens += sum(row.positions for _, row in rows)
+        self.counters.batched_tokens += tokens
         self.cache.launched(plan.step)
         tickets = tuple(copy.ticket for copy in (*plan.swap_in, *plan.swap_out))
         members = list(dict.fromkeys([*(sequence for sequence, _ in rows), *draft.admitted]))
         for sequence in members:
-            sequence.in_flight += 1
-        computed = [(sequence, row.runs) for sequence, row in rows]
-        return Step(plan, computed, draft.admitted, members, tickets, draft.copied_for)
-
-    def end(self, sequence: Sequence, now_s: float) -> None:
-        """The turn is over: its blocks may be evicted, and the next turn of its conversation may start."""
-        self.running.remove(sequence)
-        self._leave_slot(sequence)
-        self.cache.release(sequence.session, now_s)
-        self.queue.ended(sequence.session.name)
-
-    def withdraw(self, sequence: Sequence, now_s: float) -> None:
-        """It was cancelled while it waited (or was preempted)."""
-        self.queue.remove(sequence)
-        self._deferred.discard(sequence.arrival)
-        self.cache.unmark_waiting(sequence.session, now_s)
-        if sequence.preempted:
-            self.cache.end_preempted(sequence.session, now_s)
+            sequence.launched()
+        return Step(plan, computed, tokens, draft.admitted, members, tickets, draft.copied_for)
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
@@ -157,12 +178,11 @@ class Scheduler:
             cache, session = self.cache, head.session
             error = None if head.preempted else self.refusal(head)
             if error is not None:
-                self.withdraw(head, now_s)
+                self._remove_waiting(head, now_s)
                 self._refused.append((head, error))
                 continue
-            keep = len(session.tokens) if head.preempted else head.kept()
-            length = keep if head.preempted else head.prompt_length()
-            demand = cache.demand(session, keep, length)
+            keep = head.kept()
+            demand = cache.demand(session, keep, head.prompt_length())
             reserve = self._reserve if self.running and cache.grows else 0
             lacking = demand.blocks + demand.own_available + reserve - cache.available
             if lacking > 0:
@@ -170,45 +190,30 @@ class Scheduler:
                     self._deferred.add(head.arrival)
                     self.counters.deferred += 1
                 return lacking
-            self._start_running(self.queue.pop(), keep, draft, now_s)
+            self._start(self.queue.pop(), keep, draft, now_s)
         return 0
 
-    def _start_running(self, sequence: Sequence, keep: int, draft: _Draft, now_s: float) -> None:
-        cache, session, record = self.cache, sequence.session, sequence.record
+    def _start(self, sequence: Sequence, keep: int, draft: _Draft, now_s: float) -> None:
+        """Admit the request, or resume it, into a slot of its own."""
+        cache, session = self.cache, sequence.session
         self._deferred.discard(sequence.arrival)
         if sequence.preempted:
             admission = cache.resume(session, now_s)
-            record.resumed_swapped_tokens += admission.swapped_tokens
-            record.resumed_recomputed_tokens += admission.again_tokens
-            sequence.preempted = False
         else:
-            sequence.length_before = len(session.tokens) if sequence.request.continues else keep
-            sequence.computed_before = min(session.computed, sequence.length_before)
-            sequence.replaced = session.tokens[sequence.length_before :]
+            sequence.remember_conversation(keep)
             admission = cache.admit(session, keep, sequence.suffix(keep), sequence.request.known_tokens, now_s)
-            residency = admission.residency
-            record.admitted_s = now_s
-            record.prompt_tokens, record.history_tokens = residency.prompt, residency.history
-            record.gpu_hit_tokens, record.cpu_hit_tokens = residency.gpu_hit, residency.cpu_hit
-            record.recomputed_tokens, record.new_tokens = residency.recomputed, residency.new
-            record.shared_hit_tokens = residency.shared_hit
-            record.elsewhere_tokens, record.anywhere_tokens = residency.elsewhere, residency.anywhere
-            record.cpu_recomputed_tokens = admission.cpu_recomputed_tokens
         cache.unmark_waiting(session, now_s)
-        sequence.set_work(admission.work)
-        sequence.slot = self._slots.pop()
+        sequence.start(admission, self._slots.pop(), now_s)
         position = len(self.running)
         while position and self.running[position - 1].arrival > sequence.arrival:
             position -= 1
         self.running.insert(position, sequence)
-        draft.admitted.append(sequence)
-        draft.tables.append((sequence.slot, 0, admission.table))
-        draft.swap_in.extend(admission.swap_in)
-        draft.copied_for.update((copy.ticket, sequence) for copy in admission.swap_in)
+        draft.add_admission(sequence, admission.table, admission.swap_in)
 
     # -- iterations ---------------------------------------------------------------------------------------------------
 
     def _compose(self, draft: _Draft, now_s: float) -> list[tuple[Sequence, Row]]:
+        """The rows of the plan, and a block for each position they need."""
         rows: list[tuple[Sequence, Row]] = []
         running = [sequence for sequence in self.running if not sequence.closed] if self._ahead else self.running
         for sequence, count in self.settings.composition(running, self.settings.max_batch_tokens):
@@ -216,7 +221,10 @@ class Scheduler:
                 continue  # preempted a moment ago, to make room for an earlier one
             if sequence.decoding and not self._extend(sequence, draft, rows, now_s):
                 continue
-            rows.append((sequence, self._row(sequence, count)))
+            row = sequence.next_row(count, self._ahead)
+            if row.runs[-1][1] <= len(sequence.session.tokens):
+                self.cache.advance(sequence.session, row.runs)
+            rows.append((sequence, row))
         return rows
 
     def _extend(self, sequence: Sequence, draft: _Draft, rows: list[tuple[Sequence, Row]], now_s: float) -> bool:
@@ -238,7 +246,7 @@ class Scheduler:
             if self._in_flight:
                 self.must_drain = True
                 return False
-            victim = self._latest_idle_in(rows)
+            victim = self._latest_not_in(rows)
             if len(self.running) > 1 and victim is not None:
                 self._preempt(victim, draft, now_s)
                 if victim is sequence:
@@ -246,54 +254,97 @@ class Scheduler:
             elif not cache.drop(1, now_s):
                 return False  # the other blocks are in this very plan; the next iteration preempts
 
-    def _latest_idle_in(self, rows: list[tuple[Sequence, Row]]) -> Sequence | None:
-        """The latest-arrived running request, unless this iteration already computes it."""
+    def _latest_not_in(self, rows: list[tuple[Sequence, Row]]) -> Sequence | None:
+        """The running request that arrived last, of those that this iteration does not compute yet."""
         planned = {id(sequence) for sequence, _ in rows}
         return next((s for s in reversed(self.running) if id(s) not in planned), None)
 
     def _preempt(self, sequence: Sequence, draft: _Draft, now_s: float) -> None:
         self.counters.preempted += 1
         self.running.remove(sequence)
-        self._leave_slot(sequence)
-        sequence.preempted = True
+        self._slots.append(sequence.preempt())
         self.cache.mark_waiting(sequence.session, now_s)
         draft.add_swap_out(self.cache.preempt(sequence.session, now_s), sequence)
         self.queue.push_back(sequence)
 
-    def _row(self, sequence: Sequence, count: int) -> Row:
-        runs = sequence.take(count)
-        tokens, (first, _), (_, position) = sequence.session.tokens, runs[0], runs[-1]
-        ids: tuple[int, ...] | None
-        if position > len(tokens):  # of a token that is still being sampled
-            awaited = sequence.awaited_token()
-            ids = None if awaited is None else (awaited,)
-        else:
-            self.cache.advance(sequence.session, runs)
-            ids = (tokens[first],) if count == 1 else tuple(token for run in runs for token in tokens[slice(*run)])
-        sample = None
-        if not sequence.work_tokens:
-            drawn = sequence.request.sampling
-            sample = Sample(position, sequence.noise_key, drawn.temperature, drawn.top_p, drawn.top_k)
-            sequence.awaited += 1
-            if self._ahead and sequence.awaited == 1:
-                sequence.decode_next()
-        assert sequence.slot is not None
-        return Row(sequence.slot, runs, ids, sample)
-
-    def _leave_slot(self, sequence: Sequence) -> None:
-        assert sequence.slot is not None
-        self._slots.append(sequence.slot)
-        sequence.slot = None
-
     # -- making room --------------------------------------------------------------------------------------------------
 
-    def _swap_out(self, draft: _Draft, wanted: int, now_s: float) -> None:
+    def _swap_out(self, draft: _Draft, lacking: int, now_s: float) -> None:
         """Ahead of time below the low watermark, up to the high one (section 4.3.2); at once for a head that lacks blocks."""
         cache = self.cache
         have = cache.available + cache.outgoing
         target = self._high_watermark if have < self._low_watermark else 0
-        if wanted:
-            target = max(target, cache.available + wanted)
+        if lacking:
+            target = max(target, cache.available + lacking)
         if target > have:
-            copies = cache.swap_out(target - have, now_s, urgent=bool(wanted))
-            draft.add_swap_out(copies, self.queue.head() if wanted else None)
+            copies = cache.swap_out(target - have, now_s, urgent=bool(lacking))
+            draft.add_swap_out(copies, self.queue.head() if lacking else None)
+
+
+class WaitingQueue:
+    """Requests that wait, in the order of arrival, the turns of one conversation one after the other.
+
+    Nobody overtakes a deferred head; only a request whose conversation is still busy with an earlier one is passed over: it
+    is parked, and gets the place of its own arrival when that one ends.
+    """
+
+    def __init__(self) -> None:
+        self._ready: list[tuple[int, Sequence]] = []  # a heap, by arrival
+        self._parked: dict[str, deque[Sequence]] = {}
+        self._busy: set[str] = set()  # conversations that have a request ready or running
+        self._gone: set[int] = set()  # arrivals of those that were removed and are still in the heap
+        self._size = 0
+
+    def __len__(self) -> int:
+        """All that wait, parked ones included."""
+        return self._size
+
+    def push(self, sequence: Sequence) -> None:
+        self._size += 1
+        name = sequence.session.name
+        if name in self._busy:
+            self._parked.setdefault(name, deque()).append(sequence)
+        else:
+            self._busy.add(name)
+            heapq.heappush(self._ready, (sequence.arrival, sequence))
+
+    def push_back(self, sequence: Sequence) -> None:
+        """A preempted request: its conversation is busy with it already."""
+        self._size += 1
+        heapq.heappush(self._ready, (sequence.arrival, sequence))
+
+    def head(self) -> Sequence | None:
+        while self._ready and self._ready[0][0] in self._gone:
+            self._gone.discard(heapq.heappop(self._ready)[0])
+        return self._ready[0][1] if self._ready else None
+
+    def pop(self) -> Sequence:
+        head = self.head()
+        assert head is not None
+        heapq.heappop(self._ready)
+        self._size -= 1
+        return head
+
+    def ended(self, session: str) -> None:
+        """The conversation's current request is over: the next parked one, if any, becomes ready."""
+        parked = self._parked.get(session)
+        if not parked:
+            self._busy.discard(session)
+            return
+        following = parked.popleft()
+        if not parked:
+            del self._parked[session]
+        heapq.heappush(self._ready, (following.arrival, following))
+
+    def remove(self, sequence: Sequence) -> None:
+        """Cancelled while it waited. If its conversation was busy with it, the next one becomes ready."""
+        self._size -= 1
+        name = sequence.session.name
+        parked = self._parked.get(name)
+        if parked and sequence in parked:
+            parked.remove(sequence)
+            if not parked:
+                del self._parked[name]
+            return
+        self._gone.add(sequence.arrival)
+        self.ended(name)

@@ -1,25 +1,41 @@
-"""A request on its way through the engine."""
+"""A request on its way through the engine, from its arrival to its end."""
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
-from pensieve.cache.base import Run
-from pensieve.request import Forced, Request, TokenArray, TurnRecord, tokens_of
+from pensieve.cache.base import Admission, Run
+from pensieve.errors import CapacityError, ContextLengthError, RequestRefused
+from pensieve.plan import Row, Sample
+from pensieve.record import TurnRecord
+from pensieve.request import UNNUMBERED, Forced, Free, Request, TokenArray
 from pensieve.session import Session, common_prefix
 from pensieve.stop import StopSearch
+from pensieve.units import ceil_div
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """arrival: its place in the order of arrival, kept when it is preempted. work: positions without KV, ascending; the last
-    one ends at the last known token, so a decode is a work list of one position. slot: the worker's, while running.
-    length_before and computed_before: of the conversation at admission, to which a turn that is undone returns; replaced:
-    its tokens beyond, which an edited prompt put others in place of. stop: looks for the stop strings, where there are any.
+    """One request; its methods are the transitions of its life and alone change it:
 
-    in_flight: launched plans that it has a part in. awaited: tokens that those plans sample. Its blocks and its slot stay
-    its own until nothing of it is in flight; closed: over for whoever asked, and waiting for that.
+        arrive -> waiting -- start --> running -- close --> closed, until no launched plan has a part of it
+                     ^                    |
+                     +----- preempt ------+
+
+    and while it runs, for each iteration: next_row and launched, then collected and, where the row was sampled, append.
+    Whoever calls start, preempt or leave_slot keeps the slots and tells the cache.
+
+    arrival: its place in the order of arrival, kept when it is preempted. work: positions without KV, ascending; the last
+    one ends at the last known token, so a decode is work of one position. slot: the worker's, while it runs. in_flight:
+    launched plans that have a part of it; its blocks and its slot stay its own until there are none, also when it is
+    closed, which is to say over for whoever asked. awaited: tokens that those plans sample.
+    length_before, computed_before: of the conversation at the admission; a turn that does not stand returns to them.
+    replaced: tokens of the conversation that an edited prompt put others in place of. eos, stop: what ends it early.
     """
 
     request: Request
@@ -27,17 +43,112 @@ class Sequence:
     arrival: int
     session: Session
     noise_key: int
+    max_new_tokens: int
+    eos: frozenset[int] = frozenset()
+    stop: StopSearch | None = None
     work: deque[Run] = field(default_factory=deque)
     work_tokens: int = 0
     slot: int | None = None
     length_before: int = 0
     computed_before: int = 0
-    replaced: TokenArray[int] = field(default_factory=lambda: tokens_of([]))
-    stop: StopSearch | None = None
+    replaced: TokenArray[int] = field(default_factory=lambda: array("i"))
     preempted: bool = False
     in_flight: int = 0
     awaited: int = 0
     closed: bool = False
+
+    @classmethod
+    def arrive(
+        cls,
+        request: Request,
+        session: Session,
+        arrival: int,
+        now_s: float,
+        eos: frozenset[int],
+        decode_text: Callable[[Many[int]], str] | None,
+    ) -> Sequence:
+        """eos, decode_text: as Engine takes them."""
+        output = request.output
+        turn = session.turns if request.turn == UNNUMBERED else request.turn
+        sequence = cls(
+            request,
+            TurnRecord.arrived(request, turn, now_s),
+            arrival,
+            session,
+            noise_key(request.sampling.seed, request.session, turn),
+            output.max_new_tokens,
+        )
+        if isinstance(output, Free):
+            if not output.ignore_eos:
+                sequence.eos = eos
+            if output.stop and decode_text is not None:
+                sequence.stop = StopSearch(decode_text, output.stop)
+        return sequence
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
+
+    def refusal(self, chunk_tokens: int, request_blocks: int, max_context: int) -> RequestRefused | None:
+        """Why this request cannot be served even alone on the device, or None. To be asked when it arrives and again when it
+        is its turn, since its conversation may have grown in between."""
+        length, new = self.prompt_length(), self.max_new_tokens
+        if length < 1:
+            return RequestRefused("The prompt is empty; send at least one token.")
+        if length + new > max_context:
+            return ContextLengthError(
+                f"Prompt and output are {length} + {new} tokens, but the model's context is {max_context}; "
+                "shorten the conversation or ask for fewer tokens."
+            )
+        # The last token of a turn gets no KV; admission reserves one position beyond the prompt.
+        blocks = ceil_div(length + max(new - 1, 1), chunk_tokens)
+        if blocks > request_blocks:
+            return CapacityError(
+                f"The request needs {blocks * chunk_tokens} tokens of KV, and one request can have "
+                f"{request_blocks * chunk_tokens} on the GPU tier; raise cache.gpu (gpu_cache of "
+                "create_server) or shorten the conversation."
+            )
+        return None
+
+    def kept(self) -> int:
+        """Leading tokens of the conversation that its admission keeps: all, if it was preempted; else those that the prompt
+        begins with. The last prompt token is always computed anew, since its logits give the first output token."""
+        held, prompt = self.session.tokens, self.request.prompt
+        if self.preempted:
+            return len(held)
+        if self.request.continues:
+            return len(held) if prompt else len(held) - 1
+        return min(common_prefix(held, prompt), len(prompt) - 1)
+
+    def suffix(self, keep: int) -> TokenArray[int]:
+        """The tokens of the prompt after the first `keep`."""
+        if self.request.continues:
+            return self.request.prompt or self.session.tokens[keep:]
+        return self.request.prompt[keep:]
+
+    def prompt_length(self) -> int:
+        """Tokens that its admission computes or finds; of a preempted request, with those it has generated."""
+        if self.preempted:
+            return len(self.session.tokens)
+        return len(self.request.prompt) + (len(self.session.tokens) if self.request.continues else 0)
+
+    def remember_conversation(self, keep: int) -> None:
+        """Before the first admission, which keeps `keep` tokens: what to return to if the turn does not stand."""
+        session = self.session
+        self.length_before = len(session.tokens) if self.request.continues else keep
+        self.computed_before = min(session.computed, self.length_before)
+        self.replaced = session.tokens[self.length_before :]
+
+    def start(self, admission: Admission, slot: int, now_s: float) -> None:
+        """It is admitted, or resumed if it was preempted, and runs in `slot` from now on."""
+        if self.preempted:
+            self.record.resumed(admission)
+            self.preempted = False
+        else:
+            self.record.admitted(admission, now_s)
+        self.slot = slot
+        self.work = deque(admission.work)
+        self.work_tokens = sum(stop - start for start, stop in admission.work)
+
+    # -- running ------------------------------------------------------------------------------------------------------
 
     @property
     def decoding(self) -> bool:
@@ -48,25 +159,73 @@ class Sequence:
     def generated(self) -> int:
         return len(self.record.token_ids)
 
-    def set_work(self, runs: tuple[Run, ...]) -> None:
-        self.work = deque(runs)
-        self.work_tokens = sum(stop - start for start, stop in runs)
+    def next_row(self, count: int, ahead: bool) -> Row:
+        """Take the first `count` positions of the work into the plan being made. ahead: the next plan is made before this
+        one is collected, so the position of a token that it samples is work at once."""
+        assert self.slot is not None
+        runs = self._take(count)
+        tokens, (first, _), (_, position) = self.session.tokens, runs[0], runs[-1]
+        ids: tuple[int, ...] | None
+        if position > len(tokens):  # of a token that is still being sampled
+            output = self.request.output
+            ids = (output.tokens[self.generated + self.awaited - 1],) if isinstance(output, Forced) else None
+        else:
+            ids = (tokens[first],) if count == 1 else tuple(token for run in runs for token in tokens[slice(*run)])
+        sample = None
+        if not self.work_tokens:
+            drawn = self.request.sampling
+            sample = Sample(position, self.noise_key, drawn.temperature, drawn.top_p, drawn.top_k)
+            self.awaited += 1
+            if ahead and self.awaited == 1:
+                self.decode_next()
+        return Row(self.slot, runs, ids, sample)
+
+    def launched(self) -> None:
+        """A plan that has a part of it is in flight."""
+        self.in_flight += 1
+
+    def collected(self) -> None:
+        """A plan that has a part of it is over."""
+        self.in_flight -= 1
+
+    def append(self, sampled: int, margin: float | None, now_s: float) -> int:
+        """The token that a plan sampled for it, or the one that its output forces: returns which."""
+        output = self.request.output
+        token = output.tokens[self.generated] if isinstance(output, Forced) else sampled
+        self.awaited -= 1
+        self.session.append(token)
+        self.record.token(token, margin, now_s)
+        return token
+
+    def finish_reason(self, token: int) -> str | None:
+        """Why it ends with this token, its last; None: it goes on."""
+        if token in self.eos:
+            return "eos"
+        if self.stop is not None and self.stop.push(token):
+            return "stop"
+        return "length" if self.generated >= self.max_new_tokens else None
 
     def decode_next(self) -> None:
         """The next token's position is the work that is left, unless the tokens awaited are the last ones."""
         awaited = self.awaited
-        if len(self.record.token_ids) + awaited < self.request.output.max_new_tokens:
+        if len(self.record.token_ids) + awaited < self.max_new_tokens:
             position = len(self.session.tokens) - 1 + awaited
             self.work.clear()
             self.work.append((position, position + 1))
             self.work_tokens = 1
 
-    def awaited_token(self) -> int | None:
-        """The token that is being sampled, where the request says it ahead."""
-        output = self.request.output
-        return output.tokens[self.generated + self.awaited - 1] if isinstance(output, Forced) else None
+    def preempt(self) -> int:
+        """It waits again until blocks are to be had; returns the slot it had."""
+        self.preempted = True
+        return self.leave_slot()
 
-    def take(self, count: int) -> tuple[Run, ...]:
+    def leave_slot(self) -> int:
+        """It runs no more; returns the slot it had."""
+        assert self.slot is not None
+        slot, self.slot = self.slot, None
+        return slot
+
+    def _take(self, count: int) -> tuple[Run, ...]:
         """Remove the first `count` positions of the work and return them as runs."""
         runs: list[Run] = []
         self.work_tokens -= count
@@ -79,19 +238,20 @@ class Sequence:
                 self.work.appendleft((start + used, stop))
         return tuple(runs)
 
-    def kept(self) -> int:
-        """Leading tokens of the conversation that the prompt keeps. The last prompt token is always computed anew, since
-        its logits give the first output token."""
-        held, prompt = self.session.tokens, self.request.prompt
-        if self.request.continues:
-            return len(held) if prompt else len(held) - 1
-        return min(common_prefix(held, prompt), len(prompt) - 1)
+    # -- at its end ---------------------------------------------------------------------------------------------------
 
-    def suffix(self, keep: int) -> TokenArray[int]:
-        """The tokens of the prompt after the first `keep`."""
-        if self.request.continues:
-            return self.request.prompt or self.session.tokens[keep:]
-        return self.request.prompt[keep:]
+    def close(self, status: str, reason: str | None, now_s: float, error: str | None = None) -> None:
+        """It is over for whoever asked."""
+        self.record.close(status, reason, now_s, error)
+        self.closed = True
 
-    def prompt_length(self) -> int:
-        return len(self.request.prompt) + (len(self.session.tokens) if self.request.continues else 0)
+    @property
+    def undone(self) -> bool:
+        """The conversation holds something of a turn that does not stand."""
+        return self.record.admitted_s is not None and not self.record.stands
+
+
+def noise_key(seed: int, session: str, turn: int) -> int:
+    """What the noise of a turn's sampling is drawn with: 63 bits; `hash()` would differ from one process to the next."""
+    digest = hashlib.blake2b(f"{seed}/{session}/{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

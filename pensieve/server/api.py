@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from pensieve.baselines.base import System
+from pensieve.baselines.base import AnsweringSystem
 from pensieve.compose import (
     build_system,
     build_tokenizer,
@@ -20,26 +20,14 @@ from pensieve.compose import (
     read_option,
 )
 from pensieve.compose.target import locate
-from pensieve.errors import ConfigError, RequestFailed, refused
+from pensieve.errors import ConfigError, RequestFailed, WorkerError, refused
 from pensieve.eviction.base import needs_future
-from pensieve.request import (
-    UNNUMBERED,
-    Event,
-    Free,
-    Length,
-    Request,
-    Sampling,
-    TokenArray,
-    TurnRecord,
-    stops_of,
-    text_of,
-    tokens_of,
-)
+from pensieve.record import TurnRecord
+from pensieve.request import UNNUMBERED, Free, Length, Request, Sampling, TokenArray, stops_of, text_of, tokens_of
 from pensieve.stop import before_stop
 from pensieve.tokenizer import Tokenizer
 
 _ALIASES = {"vllm": "stateless"}
-_POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,43 +39,26 @@ class Generation:
     turn: TurnRecord
 
 
-class _Waiter:
-    def __init__(self) -> None:
-        self.done = threading.Event()
-        self.turn: TurnRecord | None = None
-        self.error: BaseException | None = None
-
-
 class Server:
     """A running engine that keeps conversations by name; thread-safe, a context manager.
 
     Calls from several threads are batched together; turns of one conversation are served in the order they came.
     """
 
-    def __init__(self, system: System, tokenizer: Tokenizer, seed: int = 0) -> None:
+    def __init__(self, system: AnsweringSystem, tokenizer: Tokenizer, seed: int = 0) -> None:
         self._system = system
         self._tokenizer = tokenizer
         self._seed = seed
         self._ids = itertools.count(1)
-        self._waiters: dict[int, _Waiter] = {}
         self._totals: dict[str, float] = {
             "turns": 0,
             "output_tokens": 0,
             "failed_turns": 0,
             **dict.fromkeys(_COUNTED, 0),
         }
-        self._lock = threading.Lock()
-        self._closing = False
-        self._crash: BaseException | None = None
-        self._work = threading.Event()
+        self._lock = threading.Lock()  # of the totals
         self.report = system.start()
         self._vocab = int(system.settings()["vocab"])
-        self._thread = threading.Thread(target=self._deliver, name="pensieve-server", daemon=True)
-        try:
-            self._thread.start()
-        except BaseException:
-            system.close()
-            raise
 
     def process_request(self, session_id: str, text: str, max_new_tokens: int = 128, **options: Any) -> str:
         """Send one message of a conversation and return the reply. `options` as of `generate`."""
@@ -173,10 +144,6 @@ class Server:
 
     def close(self) -> None:
         """Stop the engine; requests under way end with RequestFailed."""
-        with self._lock:
-            self._closing = True
-        self._work.set()
-        self._thread.join()
         self._system.close()
 
     def __enter__(self) -> Server:
@@ -190,57 +157,19 @@ class Server:
     # -- how --------------------------------------------------------------------------------------------------------
 
     def _serve(self, session: str, ids: TokenArray[int], output: Length | Free, sampling: Sampling) -> TurnRecord:
-        waiter = _Waiter()
         request = Request(next(self._ids), session, UNNUMBERED, ids, output, sampling)
-        with self._lock:
-            if self._closing or self._crash is not None:
-                raise RequestFailed(f"The server is closed{f': {self._crash}' if self._crash else ''}.")
-            request.intended_s = self._system.clock.now_s()
-            self._system.submit(request)
-            self._waiters[request.id] = waiter  # before its turn is handed over, which takes the lock
-        self._work.set()
-        waiter.done.wait()
-        if waiter.error is not None:
-            raise RequestFailed(str(waiter.error)) from waiter.error
-        assert waiter.turn is not None
-        return waiter.turn
-
-    def _deliver(self) -> None:
+        request.intended_s = self._system.clock.now_s()
         try:
-            while not self._closing:
-                self._work.wait()
-                self._work.clear()
-                while self._waiters and not self._closing:
-                    clock = self._system.clock
-                    self._hand_over(self._system.poll(None if clock.virtual else clock.now_s() + _POLL_S))
-            self._fail_all(RequestFailed("The server was closed."))
-        except BaseException as error:  # every caller must wake up, whatever it was
-            self._crash = error
-            self._fail_all(error)
-
-    def _hand_over(self, events: Sequence[Event]) -> None:
-        for event in events:
-            if event.turn is None:
-                continue
-            with self._lock:
-                waiter = self._waiters.pop(event.request_id)
-                self._count(event.turn)
-            waiter.turn = event.turn
-            waiter.done.set()
-
-    def _count(self, turn: TurnRecord) -> None:
-        self._totals["turns"] += 1
-        self._totals["failed_turns"] += turn.status != "completed"
-        self._totals["output_tokens"] += turn.output_tokens
-        for name in _COUNTED:
-            self._totals[name] += getattr(turn, name) or 0
-
-    def _fail_all(self, error: BaseException) -> None:
+            turn = self._system.ask(request)
+        except WorkerError as error:
+            raise RequestFailed(str(error)) from error
         with self._lock:
-            waiters, self._waiters = list(self._waiters.values()), {}
-        for waiter in waiters:
-            waiter.error = error
-            waiter.done.set()
+            self._totals["turns"] += 1
+            self._totals["failed_turns"] += turn.status != "completed"
+            self._totals["output_tokens"] += turn.output_tokens
+            for name in _COUNTED:
+                self._totals[name] += getattr(turn, name) or 0
+        return turn
 
     def _text(self, turn: TurnRecord, stops: Sequence[str]) -> str:
         text = self._tokenizer.decode(turn.token_ids)

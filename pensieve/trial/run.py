@@ -35,8 +35,9 @@ from pensieve.errors import (
 from pensieve.metrics import Metric, Slo, summarise, thin_percentiles
 from pensieve.plan import StartReport
 from pensieve.progress import TrialProgress
+from pensieve.record import TurnRecord
 from pensieve.replay import Progress, ReplayRecord, replay
-from pensieve.request import TurnRecord, is_measured
+from pensieve.request import is_measured
 from pensieve.results.environment import environment, git_commit
 from pensieve.results.identity import Identity, explain_difference, input_files
 from pensieve.results.mlflow_log import log_trial

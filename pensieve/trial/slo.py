@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from pensieve.errors import ResultsError
 from pensieve.metrics import Slo, promise_metrics
-from pensieve.request import TurnRecord
+from pensieve.record import TurnRecord
 from pensieve.results.schema import Trial
 from pensieve.results.store import TURN_COLUMNS, ResultsStore
 from pensieve.results.tokens import read_tokens

@@ -16,7 +16,7 @@ _MASK = (1 << 64) - 1
 
 @dataclass(slots=True)
 class _UnderWay:
-    """Copies of one plan and direction. blocks: of the GPU, that a swap-in brings, layer after layer."""
+    """Copies of one plan in one direction. blocks: those that swap-ins fill on the GPU, layer after layer."""
 
     tickets: tuple[int, ...]
     begins_ns: int
@@ -64,7 +64,7 @@ class SimulatedWorker:
         }
         return StartReport(load_s=load_s, warmup_ms=0.0, settings=settings)
 
-    def launch(self, plan: StepPlan, horizon_ns: int | None) -> None:
+    def launch(self, plan: StepPlan) -> None:
         assert len(self._launched) < self.depth
         overhead = round(self._hardware.step_overhead_s * 1e9) if plan.rows else 0
         self._host_free_ns = max(self._host_free_ns, self._clock.now_ns()) + overhead
@@ -105,7 +105,7 @@ class SimulatedWorker:
         return StepResult(
             step=plan.step,
             tokens=tokens,
-            ended_ns=(ended,),
+            ended_ns=ended,
             done=self._finished_copies(),
             compute_ns=compute,
             stall_ns=ended - start - compute,

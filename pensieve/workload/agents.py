@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import count
 
-from pensieve.request import Length, Request, Sampling, TurnRecord
+from pensieve.record import TurnRecord
+from pensieve.request import Length, Request, Sampling
 from pensieve.workload.base import Arrival, WorkloadContext, WorkloadPlan
 from pensieve.workload.chance import uniform
 from pensieve.workload.fields import at_least, positive_seconds

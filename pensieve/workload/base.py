@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from pensieve.request import Request, TokenArray, TurnRecord
+from pensieve.record import TurnRecord
+from pensieve.request import Request, TokenArray
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pensieve.errors import ConfigError
-from pensieve.request import TurnRecord
+from pensieve.record import TurnRecord
 from pensieve.workload.base import Arrival, WorkloadContext, WorkloadPlan
 from pensieve.workload.chance import between, exponential
 from pensieve.workload.fields import at_least, positive_seconds

@@ -7,7 +7,8 @@ from itertools import count
 from pathlib import Path
 
 from pensieve.errors import ConfigError
-from pensieve.request import Length, Request, Sampling, TurnRecord, tokens_of
+from pensieve.record import TurnRecord
+from pensieve.request import Length, Request, Sampling, tokens_of
 from pensieve.workload.base import Arrival, WorkloadContext, WorkloadPlan
 from pensieve.workload.fields import at_least, positive_seconds
 from pensieve.workload.prose import prose

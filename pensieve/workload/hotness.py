@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import count
 
 from pensieve.errors import ConfigError
-from pensieve.request import TurnRecord
+from pensieve.record import TurnRecord
 from pensieve.workload.base import Arrival, WorkloadContext, WorkloadPlan
 from pensieve.workload.chance import uniform
 from pensieve.workload.fields import at_least, positive_seconds

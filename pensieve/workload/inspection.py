@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from pensieve.request import TokenArray, TurnRecord, is_measured
+from pensieve.record import TurnRecord
+from pensieve.request import TokenArray, is_measured
 from pensieve.statistics import nearest_rank
 from pensieve.workload.base import Arrival, Workload, WorkloadPlan
 

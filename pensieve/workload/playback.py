@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from pensieve.request import Free, Length, Output, Request, Sampling, TurnRecord
+from pensieve.record import TurnRecord
+from pensieve.request import Free, Length, Output, Request, Sampling
 from pensieve.statistics import nearest_rank
 from pensieve.workload.base import Arrival, WorkloadContext, WorkloadPlan
 from pensieve.workload.chance import exponential

@@ -8,7 +8,8 @@ from itertools import count
 from typing import Literal
 
 from pensieve.errors import ConfigError
-from pensieve.request import Length, Request, Sampling, TokenArray, TurnRecord
+from pensieve.record import TurnRecord
+from pensieve.request import Length, Request, Sampling, TokenArray
 from pensieve.workload.base import Arrival, WorkloadContext, WorkloadPlan
 from pensieve.workload.chance import shuffled
 from pensieve.workload.fields import at_least, positive_seconds

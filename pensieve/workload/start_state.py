@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pensieve.errors import MeasurementInvalid
-from pensieve.request import TurnRecord, is_measured
+from pensieve.record import TurnRecord
+from pensieve.request import is_measured
 from pensieve.workload.base import WorkloadPlan
 
 STATES = ("cold", "primed", "carried")

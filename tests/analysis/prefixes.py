@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from analysis.sweep import Source
-from pensieve.request import TurnRecord
+from pensieve.record import TurnRecord
 from pensieve.results.store import ResultsStore
 from tests.analysis.sweeps import fill, written
 from tests.results.trials import turn

@@ -18,7 +18,7 @@ from matplotlib.text import Text
 from analysis import style
 from analysis.sweep import Source, open_source
 from pensieve.metrics import Measurement, Metric, summarise
-from pensieve.request import TurnRecord
+from pensieve.record import TurnRecord
 from pensieve.results.store import ResultsStore
 from tests.results.trials import trial_fields, turn
 

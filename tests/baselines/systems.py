@@ -13,7 +13,7 @@ from pensieve.cost.base import CostModel
 from pensieve.cost.roofline import Roofline
 from pensieve.eviction.retention_value import RetentionValue
 from pensieve.plan import StartReport, StepPlan, StepResult
-from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.worker.simulated import SimulatedWorker
 from tests.simulated import MACHINE, MODEL
 
@@ -36,7 +36,7 @@ class HeldWorker:
     def start(self, gpu_blocks: int, cpu_blocks: int) -> StartReport:
         return StartReport(load_s=0.0, warmup_ms=0.0)
 
-    def launch(self, plan: StepPlan, horizon_ns: int | None) -> None:
+    def launch(self, plan: StepPlan) -> None:
         self._plan = plan
 
     def collect(self, until_ns: int | None) -> StepResult | None:
@@ -49,7 +49,7 @@ class HeldWorker:
             raise self.failure
         tokens = {row.slot: 1 for row in plan.rows if row.sample is not None}
         done = tuple(copy.ticket for copy in (*plan.swap_in, *plan.swap_out))
-        return StepResult(plan.step, tokens, ended_ns=(self._clock.now_ns(),), done=done)
+        return StepResult(plan.step, tokens, ended_ns=self._clock.now_ns(), done=done)
 
     def close(self) -> None:
         self.closed += 1

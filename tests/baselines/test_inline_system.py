@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from pensieve.errors import WorkerError
 from pensieve.idle_sessions import MemoryLimits
 from pensieve.plan import StepResult
 from pensieve.worker.simulated import SimulatedWorker
@@ -85,3 +86,19 @@ def test_a_failed_start_closes_its_worker(part: str) -> None:
     with pytest.raises(RuntimeError, match="no"):
         system.start()
     assert closed
+
+
+def test_who_asks_gets_the_answer_and_poll_tells_only_of_what_was_submitted() -> None:
+    """Both at once, and a request that can never be served."""
+    system = inline()
+    system.start()
+    system.submit(request(1, "a", tokens=5, output=3))
+    asking = [Side(system.ask, request(number, f"b{number}", tokens=5, output=20)) for number in (2, 3, 4)]
+    assert all(side.ended() for side in asking)
+    assert [(side.result.request_id, side.result.status) for side in asking] == [(n, "completed") for n in (2, 3, 4)]
+    assert system.ask(request(5, "c", tokens=5000, output=1)).status == "refused"
+    assert [event.request_id for event in system.poll(None)] == [1] * 4
+    assert system.poll(None) == []
+    system.close()
+    with pytest.raises(WorkerError, match="closed"):
+        system.ask(request(6, "a", tokens=1, output=1))

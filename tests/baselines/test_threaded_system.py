@@ -164,3 +164,33 @@ def test_an_idle_engine_wakes_to_forget_and_sleeps_again() -> None:
     system.forget(None)  # it sleeps until it is told
     assert len(steps) < 12, "it woke for its conversations and no more often"
     system.close()
+
+
+def test_who_asks_gets_the_answer_and_poll_tells_only_of_what_was_submitted(
+    started: tuple[ThreadedSystem, HeldWorker],
+) -> None:
+    system, _ = started
+    system.submit(request(1, "a", tokens=5, output=3))
+    asking = [Side(system.ask, request(number, f"b{number}", tokens=5, output=20)) for number in (2, 3, 4)]
+    assert all(side.ended() for side in asking)
+    assert [(side.result.request_id, side.result.status) for side in asking] == [(n, "completed") for n in (2, 3, 4)]
+    assert system.ask(request(5, "c", tokens=5000, output=1)).status == "refused"
+    events = []
+    while not any(event.turn for event in events):
+        events += system.poll(None)
+    assert [event.request_id for event in events] == [1] * 4
+    system.close()
+
+
+def test_who_asks_is_told_of_the_end_of_the_engine(started: tuple[ThreadedSystem, HeldWorker]) -> None:
+    system, worker = started
+    worker.gate.clear()
+    asking = Side(system.ask, request(1, "a", tokens=5, output=2))
+    assert worker.entered.wait(PATIENCE_S)
+    closing = Side(system.close)
+    wait_for_inbox(system, 1)
+    late = Side(system.ask, request(2, "b", tokens=5, output=2))  # the engine will never read it
+    worker.gate.set()
+    for side in (closing, asking, late, Side(system.ask, request(3, "c", tokens=5, output=2))):
+        assert side.ended()
+        assert side is closing or isinstance(side.error, WorkerError)

@@ -12,7 +12,7 @@ from pensieve.cache.two_tier import TwoTierCache
 from pensieve.cost.roofline import Roofline
 from pensieve.engine import Engine
 from pensieve.errors import ConfigError
-from pensieve.request import TurnRecord
+from pensieve.record import TurnRecord
 from pensieve.specs import HardwareSpec, ModelSpec
 from tests.simulated import MACHINE, MODEL, make_engine, request, run
 

@@ -8,7 +8,7 @@ from pensieve.cache.restore import RestoreMode
 from pensieve.cache.two_tier import TwoTierCache
 from pensieve.cost.profile import Profile
 from pensieve.eviction.retention_value import RetentionValue
-from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.worker.torch.model import LoadedModel
 from pensieve.worker.torch.options import TorchOptions
 from pensieve.worker.torch.transfers.link import Link

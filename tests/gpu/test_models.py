@@ -52,10 +52,10 @@ def test_a_trace_holds_the_kernels_of_replayed_graphs(tmp_path: Path) -> None:
     for number in range(2):  # the profiler is started a second time beside graphs
         worker = ProfiledWorker(TorchWorker(model, 32, WallClock()), tmp_path / f"{number}.json.gz", 2, 4)
         worker.start(8, 0)
-        worker.launch(StepPlan(0, (Row(0, ((0, 8),), tuple(range(8)), Sample(8)),), ((0, 0, (0, 1)),)), None)
+        worker.launch(StepPlan(0, (Row(0, ((0, 8),), tuple(range(8)), Sample(8)),), ((0, 0, (0, 1)),)))
         assert worker.collect(None) is not None
         for step in range(1, 8):
-            worker.launch(StepPlan(step, (Row(0, ((7 + step, 8 + step),), None, Sample(8 + step)),)), None)
+            worker.launch(StepPlan(step, (Row(0, ((7 + step, 8 + step),), None, Sample(8 + step)),)))
             result = worker.collect(None)
             assert result is not None and result.error is None, result
         worker.close()

@@ -15,7 +15,7 @@ from pensieve.engine import Engine
 from pensieve.eviction.lru import Lru
 from pensieve.plan import Row, Sample, StepPlan
 from pensieve.request import Length, Request, Sampling
-from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.worker.torch.model import LoadedModel
 from pensieve.worker.torch.options import TorchOptions
 from pensieve.worker.torch.worker import TorchWorker
@@ -83,7 +83,7 @@ def test_a_launch_waits_for_nothing(temperature: float) -> None:
     worker = TorchWorker(model(), CHUNK, WallClock(), options=TorchOptions(depth=2, max_batch_requests=4))
     worker.start(40, 0)
     prompt = Row(0, ((0, 40),), tuple(random_tokens(40, 1)), Sample(40))
-    worker.launch(StepPlan(0, (prompt,), ((0, 0, (3, 4, 5)),)), None)
+    worker.launch(StepPlan(0, (prompt,), ((0, 0, (3, 4, 5)),)))
     assert worker.collect(None) is not None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -91,7 +91,7 @@ def test_a_launch_waits_for_nothing(temperature: float) -> None:
         try:
             for step in (1, 2):
                 sample = Sample(40 + step, key=7, temperature=temperature, top_p=0.9, top_k=20)
-                worker.launch(StepPlan(step, (Row(0, ((39 + step, 40 + step),), None, sample),)), None)
+                worker.launch(StepPlan(step, (Row(0, ((39 + step, 40 + step),), None, sample),)))
         finally:
             torch.cuda.set_sync_debug_mode("default")
     results = [worker.collect(None) for _ in range(2)]

@@ -9,7 +9,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from pensieve.metrics import Metric
-from pensieve.request import TurnRecord
+from pensieve.record import TurnRecord
 from pensieve.results.schema import SCHEMA_VERSION, VERSION_TABLE, Base, Trial
 from pensieve.results.store import ResultsStore
 from tests.results.trials import MEMORY, trial_fields

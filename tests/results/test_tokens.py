@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pensieve.errors import ResultsError
-from pensieve.request import TurnRecord
+from pensieve.record import TurnRecord
 from pensieve.results import tokens as tokens_module
 from pensieve.results.tokens import TokenFile, compare_tokens, read_tokens
 from tests.results.trials import turn, write_tokens

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pensieve.metrics import Metric
-from pensieve.request import TurnRecord
+from pensieve.record import TurnRecord
 from pensieve.results.store import ResultsStore
 from pensieve.results.tokens import TokenFile
 

@@ -6,26 +6,59 @@ import threading
 
 import pytest
 
+from pensieve.errors import RequestFailed
+from pensieve.plan import StepResult
 from pensieve.server.api import Server
 from pensieve.tokenizer import ByteTokenizer
 from pensieve.worker.simulated import SimulatedWorker
-from tests.baselines.systems import PATIENCE_S, Side, inline
+from tests.baselines.systems import PATIENCE_S, Side, inline, threaded
 
 
-def test_a_server_without_a_thread_closes_its_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = []
-
-    class Worker(SimulatedWorker):
-        def close(self) -> None:
-            closed.append(True)
-
+def test_a_server_whose_engine_gets_no_thread_closes_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
+    system, worker = threaded()
     with pytest.raises(RuntimeError, match="new thread"):
-        Server(inline(Worker), ByteTokenizer())
-    assert closed
+        Server(system, ByteTokenizer())
+    assert worker.closed == 1
+
+
+def test_requests_under_way_fail_when_the_server_is_closed() -> None:
+    system, worker = threaded()
+    server = Server(system, ByteTokenizer())
+    worker.gate.clear()
+    asking = [Side(lambda name=name: server.generate(name, prompt_ids=[1, 2, 3], max_new_tokens=5)) for name in "ab"]
+    assert worker.entered.wait(PATIENCE_S)
+    closing = Side(server.close)
+    worker.gate.set()
+    assert closing.ended()
+    assert all(side.ended() for side in asking)
+    assert {type(side.error) for side in asking} <= {RequestFailed, type(None)}, "a turn that was done by then stands"
+    with pytest.raises(RequestFailed, match="closed"):
+        server.generate("c", prompt_ids=[1], max_new_tokens=1)
+
+
+@pytest.mark.parametrize("clock", ["wall", "virtual"])
+def test_a_crash_of_the_engine_fails_every_request_and_those_to_come(clock: str) -> None:
+    class Worker(SimulatedWorker):
+        def collect(self, until_ns: int | None) -> StepResult | None:
+            raise RuntimeError("the device fell off the bus")
+
+    if clock == "wall":
+        system, worker = threaded()
+        worker.failure = RuntimeError("the device fell off the bus")
+        server = Server(system, ByteTokenizer())
+    else:
+        server = Server(inline(Worker), ByteTokenizer())
+    asking = [Side(lambda name=name: server.generate(name, prompt_ids=[1], max_new_tokens=2)) for name in "ab"]
+    assert all(side.ended() for side in asking)
+    for side in (*asking, Side(lambda: server.generate("c", prompt_ids=[1], max_new_tokens=2))):
+        assert side.ended()
+        assert isinstance(side.error, RequestFailed)
+        assert "fell off the bus" in str(side.error)
+    server.close()
 
 
 def test_whoever_closes_second_waits_for_the_first() -> None:

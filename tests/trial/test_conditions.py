@@ -44,10 +44,11 @@ def test_two_engines_can_be_shown_to_match(tracking, baseline):
         assert trial.engine[name] == scheduler[name]
     workload = trial.engine["workload"]
     assert (workload["requests_at_once"], workload["n_ctx"], workload["blocks"]) == (1, 8192, "512/256")
-    assert (workload["load"], workload["cache_state"]) == ("closed", "primed")
-    assert (
-        workload["warmup_turns"] == 12
-    )  # 4 of the discarded case; 2, to warm and to warm again, of each of the 4 others
+    assert (workload["load"], workload["cache_state"], workload["warmup_turns"]) == (
+        "closed",
+        "primed",
+        12,
+    )  # A and B before each query, and again after each miss or hit
     metrics = {(m.name, m.label): m.value for m in tracking.store.metrics_of(trial.id)}
     assert metrics["miss_rate", "miss"] == 1.0
     assert metrics["miss_rate", "hit"] == (1.0 if baseline == "stateless" else 0.0)

@@ -18,7 +18,7 @@ def started(**changes: float) -> tuple[SimulatedWorker, VirtualClock]:
 
 
 def perform(worker: SimulatedWorker, plan: StepPlan):  # type: ignore[no-untyped-def]
-    worker.launch(plan, None)
+    worker.launch(plan)
     result = worker.collect(None)
     assert result is not None
     return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from pensieve.request import TurnRecord
+from pensieve.record import TurnRecord
 from pensieve.workload.base import Arrival, Workload
 
 

@@ -1,7 +1,8 @@
 import pytest
 
 from pensieve.errors import ConfigError
-from pensieve.request import Free, Length, TurnRecord
+from pensieve.record import TurnRecord
+from pensieve.request import Free, Length
 from pensieve.workload.chat import ChatWorkload
 from tests.scripted import context
 

@@ -1,7 +1,7 @@
 import pytest
 
 from pensieve.errors import MeasurementInvalid
-from pensieve.request import TurnRecord
+from pensieve.record import TurnRecord
 from pensieve.workload.base import WorkloadPlan
 from pensieve.workload.start_state import check_start
 

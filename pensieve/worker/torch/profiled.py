@@ -46,7 +46,7 @@ class ProfiledWorker:
         settings = {**report.settings, "profiled_steps": [self._skipped, self._skipped + self._traced]}
         return replace(report, settings=settings)
 
-    def launch(self, plan: StepPlan, horizon_ns: int | None) -> None:
+    def launch(self, plan: StepPlan) -> None:
         if plan.step >= 0:
             self._steps += 1
             if self._steps == self._skipped + 1:
@@ -54,7 +54,7 @@ class ProfiledWorker:
             elif self._steps == self._skipped + self._traced + 1:
                 self._write()
         with record_function(f"launch step {plan.step}: {len(plan.rows)} rows"):
-            self._worker.launch(plan, horizon_ns)
+            self._worker.launch(plan)
 
     def collect(self, until_ns: int | None) -> StepResult | None:
         with record_function("collect"):

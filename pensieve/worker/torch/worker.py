@@ -157,8 +157,8 @@ class TorchWorker:
             "mean_fragment_bytes": self._transfer.mean_fragment_bytes if self._transfer else 0.0,
         }
 
-    def launch(self, plan: StepPlan, horizon_ns: int | None) -> None:
-        """Hand the plan to the device. A repeat is ignored: a real step ends when it ends."""
+    def launch(self, plan: StepPlan) -> None:
+        """Hand the plan to the device."""
         assert len(self._flights) < self.depth, "collect a plan before"
         flight = Flight(plan)
         self._flights.append(flight)
@@ -245,7 +245,7 @@ class TorchWorker:
             step=plan.step,
             tokens=tokens,
             margins=margins,
-            ended_ns=(ended_ns,) if plan.rows else (),
+            ended_ns=ended_ns if plan.rows else None,
             done=transfer.done(),
             failed=transfer.failed(),
             compute_ns=max(0, flight.compute_ns - waited_ns),

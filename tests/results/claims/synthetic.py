@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pensieve.request import TurnRecord
+from pensieve.record import TurnRecord
 from pensieve.results.claims.claim import Claim
 from pensieve.results.claims.evidence import Evidence
 from pensieve.results.claims.measures import MEASURES, Sides

@@ -120,7 +120,7 @@ class Driver:
         swap_in: Iterable[Copy] = (),
         swap_out: Iterable[Copy] = (),
     ) -> StepResult:
-        self.worker.launch(self.plan(rows, tables, swap_in, swap_out), None)
+        self.worker.launch(self.plan(rows, tables, swap_in, swap_out))
         result = self.worker.collect(None)
         assert result is not None
         assert result.step == self.steps

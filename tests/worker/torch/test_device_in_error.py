@@ -118,7 +118,7 @@ def test_a_failed_step_keeps_no_activations(llama: LoadedModel) -> None:
     gc.collect()
     gc.disable()
     try:
-        worker.launch(StepPlan(1, (Row(0, ((0, 4),), (5, 6, 7, 8), Sample(4)),), ((0, 0, (3,)),)), None)
+        worker.launch(StepPlan(1, (Row(0, ((0, 4),), (5, 6, 7, 8), Sample(4)),), ((0, 0, (3,)),)))
         assert len(held) == 1 and held[0]() is None
         result = worker.collect(None)
     finally:

@@ -12,7 +12,7 @@ from pensieve.cache.two_tier import TwoTierCache
 from pensieve.eviction.lru import Lru
 from pensieve.plan import Copy, Row, Sample
 from pensieve.request import Length, Request, Sampling
-from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.worker.torch.graphs import buckets_up_to
 from pensieve.worker.torch.model import LoadedModel
 from pensieve.worker.torch.options import TorchOptions
@@ -154,7 +154,7 @@ def test_a_slot_samples_for_the_next_plan_before_anyone_reads_it() -> None:
     worker = driver.worker
     for ahead in range(2):
         position = known - 1 + ahead
-        worker.launch(driver.plan([Row(70, ((position, position + 1),), None, Sample(position + 1))], deltas), None)
+        worker.launch(driver.plan([Row(70, ((position, position + 1),), None, Sample(position + 1))], deltas))
         deltas = []
     for _ in range(2):
         result = worker.collect(None)

@@ -15,8 +15,9 @@ from pensieve.engine import Engine
 from pensieve.errors import HardwareMissing
 from pensieve.eviction.lru import Lru
 from pensieve.plan import Row
-from pensieve.request import Length, Request, TurnRecord
-from pensieve.scheduler.settings import SchedulerSettings
+from pensieve.record import TurnRecord
+from pensieve.request import Length, Request
+from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.worker.torch.memory import blocks_in, fitting_blocks, largest_rows, rounded
 from pensieve.worker.torch.model import LoadedModel
 from pensieve.worker.torch.options import TorchOptions

@@ -9,11 +9,11 @@ from tests.worker.torch.driver import tiny_model
 
 
 def run_steps(worker, first, count):
-    worker.launch(StepPlan(first, (Row(0, ((0, 8),), tuple(range(8)), Sample(8)),), tables=((0, 0, (0, 1)),)), None)
+    worker.launch(StepPlan(first, (Row(0, ((0, 8),), tuple(range(8)), Sample(8)),), tables=((0, 0, (0, 1)),)))
     assert worker.collect(None).error is None
     for step in range(first + 1, first + count):
         at = 7 + step - first
-        worker.launch(StepPlan(step, (Row(0, ((at, at + 1),), None, Sample(at + 1)),)), None)
+        worker.launch(StepPlan(step, (Row(0, ((at, at + 1),), None, Sample(at + 1)),)))
         assert worker.collect(None).error is None
 
 
@@ -41,7 +41,7 @@ def test_a_short_trial_is_traced_to_its_end_and_measuring_steps_do_not_count(tmp
     worker = ProfiledWorker(TorchWorker(tiny_model("llama"), 32, WallClock()), tmp_path / "trace.json.gz", 1, 100)
     worker.start(4, 0)
     for _ in range(3):
-        worker.launch(StepPlan(-1, (Row(0, ((0, 8),), tuple(range(8)), Sample(8)),), tables=((0, 0, (0, 1)),)), None)
+        worker.launch(StepPlan(-1, (Row(0, ((0, 8),), tuple(range(8)), Sample(8)),), tables=((0, 0, (0, 1)),)))
         worker.collect(None)
     run_steps(worker, 0, 3)
     worker.close()

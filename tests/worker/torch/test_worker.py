@@ -43,7 +43,7 @@ def test_nothing_launched_is_none(llama: LoadedModel) -> None:
 def test_copies_only(llama: LoadedModel) -> None:
     driver = Driver(llama)
     result = driver.perform(swap_out=[Copy(3, (0,), (1,))])
-    assert (result.done, result.tokens, result.ended_ns, result.compute_ns) == ((3,), {}, (), 0)
+    assert (result.done, result.tokens, result.ended_ns, result.compute_ns) == ((3,), {}, None, 0)
     assert result.stall_ns > 0
 
 
@@ -54,9 +54,9 @@ def test_a_step_reports_times_and_margins(llama: LoadedModel) -> None:
     top = torch.topk(driver.worker.last_logits[4], 2)
     assert result.tokens == {4: int(top.indices[0])}
     assert result.margins[4] == pytest.approx(float(top.values[0] - top.values[1]), abs=1e-6)
-    assert len(result.ended_ns) == 1
-    assert before < result.ended_ns[0] <= driver.worker._clock.now_ns()
-    assert 0 < result.compute_ns <= result.ended_ns[0] - before
+    assert result.ended_ns is not None
+    assert before < result.ended_ns <= driver.worker._clock.now_ns()
+    assert 0 < result.compute_ns <= result.ended_ns - before
     assert (result.h2d_bytes, result.d2h_bytes, result.stall_ns) == (0, 0, 0)
 
 

@@ -1,0 +1,197 @@
+"""What became of a request: its TurnRecord, and the events on the way."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from pensieve.request import Request, TokenArray
+
+if TYPE_CHECKING:  # figures read records and load no cache
+    from pensieve.cache.base import Admission
+
+
+@dataclass(slots=True)
+class TurnRecord:
+    """The columns of table `turn` (units in the names; None: not known or never admitted), and the tokens themselves.
+
+    Its methods alone change it. gpu_hit + cpu_hit + recomputed = history and history + new = prompt, read once, at the
+    first admission. status: completed, timeout, cancelled, refused, failed.
+    *_bytes: None: not counted; 0 is a count. Of steps that were collected before the turn ended. h2d_bytes: swapped in for
+    its admission or resumption. d2h_bytes: of urgent swap-outs, its own KV when it was preempted and any conversation's
+    where it waited for the room; what is copied ahead of time is done for no turn, and in the trial's counter alone.
+    sent_bytes, received_bytes: over a network, where the system has one.
+    """
+
+    session: str
+    turn: int
+    ordinal: int = 0
+    iteration: int = 0
+    label: str = ""
+    phase: str = "chat"
+    stream: bool = True
+    status: str = "completed"
+    finish_reason: str | None = None
+    error: str | None = None
+    intended_s: float = 0.0
+    sent_s: float | None = None
+    arrived_s: float | None = None
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    queue_ms: float | None = None
+    ttft_ms: float | None = None
+    latency_ms: float | None = None
+    compute_ms: float | None = None
+    transfer_ms: float | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int = 0
+    history_tokens: int | None = None
+    gpu_hit_tokens: int | None = None
+    cpu_hit_tokens: int | None = None
+    recomputed_tokens: int | None = None
+    shared_hit_tokens: int | None = None
+    new_tokens: int | None = None
+    resumed_swapped_tokens: int = 0
+    resumed_recomputed_tokens: int = 0
+    cpu_recomputed_tokens: int = 0
+    h2d_bytes: int | None = None
+    d2h_bytes: int | None = None
+    sent_bytes: int | None = None
+    received_bytes: int | None = None
+    output_sha256: str | None = None
+    # Not columns: kept for the offline bound (see Residency), for the Parquet of tokens and for the caller.
+    elsewhere_tokens: int | None = None
+    anywhere_tokens: int | None = None
+    request_id: int = 0
+    token_ids: TokenArray[int] = field(default_factory=lambda: array("i"))
+    margins: TokenArray[float] = field(default_factory=lambda: array("d"))
+    emitted_s: TokenArray[float] = field(default_factory=lambda: array("d"))
+
+    @classmethod
+    def arrived(cls, request: Request, turn: int, now_s: float) -> TurnRecord:
+        """The request has reached an engine, which counts the bytes it copies."""
+        return cls(
+            session=request.session,
+            turn=turn,
+            iteration=request.iteration,
+            label=request.label,
+            phase=request.phase,
+            stream=request.stream,
+            intended_s=request.intended_s,
+            arrived_s=now_s,
+            request_id=request.id,
+            h2d_bytes=0,
+            d2h_bytes=0,
+        )
+
+    @classmethod
+    def never_sent(cls, request: Request, now_s: float) -> TurnRecord:
+        """The request timed out before any system had it."""
+        record = cls(request.session, request.turn, intended_s=request.intended_s, request_id=request.id)
+        record.close("timeout", None, now_s)
+        return record
+
+    @property
+    def stands(self) -> bool:
+        """Whether its message and what it generated are part of the conversation from now on; if not, it is as though it had
+        never been asked. A turn that was cut short stands with what it generated; one that generated nothing, or whose KV a
+        failed step left in doubt, does not."""
+        return bool(self.token_ids) and self.status not in ("refused", "failed")
+
+    # -- in the engine ------------------------------------------------------------------------------------------------
+
+    def admitted(self, admission: Admission, now_s: float) -> None:
+        """Its first admission: where its history was."""
+        residency = admission.residency
+        self.admitted_s = now_s
+        self.prompt_tokens, self.history_tokens = residency.prompt, residency.history
+        self.gpu_hit_tokens, self.cpu_hit_tokens = residency.gpu_hit, residency.cpu_hit
+        self.recomputed_tokens, self.new_tokens = residency.recomputed, residency.new
+        self.shared_hit_tokens = residency.shared_hit
+        self.elsewhere_tokens, self.anywhere_tokens = residency.elsewhere, residency.anywhere
+        self.cpu_recomputed_tokens = admission.cpu_recomputed_tokens
+
+    def resumed(self, admission: Admission) -> None:
+        """An admission after it was preempted: what that cost."""
+        self.resumed_swapped_tokens += admission.swapped_tokens
+        self.resumed_recomputed_tokens += admission.again_tokens
+
+    def step(self, compute_ns: int, stall_ns: int) -> None:
+        """It had a row in an iteration that took so long."""
+        self.compute_ms = (self.compute_ms or 0.0) + compute_ns / 1e6
+        self.transfer_ms = (self.transfer_ms or 0.0) + stall_ns / 1e6
+
+    def copied(self, column: Literal["h2d_bytes", "d2h_bytes"], count: int | None) -> None:
+        """A step copied so many bytes that it waited for; None: the step failed, so nobody knows how many, from now on."""
+        before = getattr(self, column)
+        setattr(self, column, None if before is None or count is None else before + count)
+
+    def token(self, token: int, margin: float | None, now_s: float) -> None:
+        """The next token of its output. margin: top logit less the second, where it is known."""
+        self.token_ids.append(token)
+        self.margins.append(float("nan") if margin is None else margin)
+        self.emitted_s.append(now_s)
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+
+    def close(self, status: str, finish_reason: str | None, now_s: float, error: str | None = None) -> None:
+        """It ended: the durations and the digest follow from what it has."""
+        self.status, self.finish_reason, self.error = status, finish_reason, error
+        self.finished_s = now_s
+        self.latency_ms = (now_s - self.intended_s) * 1e3
+        if self.admitted_s is not None:
+            self.queue_ms = (self.admitted_s - self.intended_s) * 1e3
+        if self.first_token_s is not None:
+            self.ttft_ms = (self.first_token_s - self.intended_s) * 1e3
+        self.output_tokens = len(self.token_ids)
+        self.output_sha256 = hashlib.sha256(self.token_ids.tobytes()).hexdigest()
+
+    # -- outside the engine -------------------------------------------------------------------------------------------
+
+    def generated(self, tokens: TokenArray[int], emitted_s: TokenArray[float], admitted_s: float | None) -> None:
+        """The output of a system that tells it when all of it is there, and when it was admitted, if it knows."""
+        self.token_ids, self.emitted_s, self.admitted_s = tokens, emitted_s, admitted_s
+        self.first_token_s = emitted_s[0] if emitted_s else None
+
+    def sent(self, at_s: float) -> None:
+        """When it was submitted, unless its system knows better."""
+        if self.sent_s is None:
+            self.sent_s = at_s
+
+    def overdue(self) -> None:
+        """It ended after its deadline, in a system that cannot cancel."""
+        self.status = "timeout"
+
+    def planned(self, request: Request, ordinal: int) -> None:
+        """What the workload says of it. ordinal: its place in the order of scheduling."""
+        self.ordinal, self.iteration = ordinal, request.iteration
+        self.phase, self.label, self.stream = request.phase, request.label, request.stream
+
+    def shift(self, origin_s: float) -> None:
+        """From times of the system's clock to seconds since `origin_s`."""
+        if origin_s == 0.0:
+            return
+        for name in ("sent_s", "arrived_s", "admitted_s", "first_token_s", "finished_s"):
+            value = getattr(self, name)
+            if value is not None:
+                setattr(self, name, value - origin_s)
+        self.intended_s -= origin_s
+        self.emitted_s = array("d", (value - origin_s for value in self.emitted_s))
+
+    def drop_tokens(self) -> None:
+        """Whoever wanted the token ids has had them: only their number and digest stay."""
+        self.token_ids, self.margins = array("i"), array("d")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What a request just got. at_s: seconds of the system's clock. turn: set on `finished` only."""
+
+    kind: Literal["first_token", "token", "finished"]
+    request_id: int
+    at_s: float
+    token: int | None = None
+    turn: TurnRecord | None = None
