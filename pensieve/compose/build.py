@@ -1,4 +1,4 @@
-"""From a decided trial to running objects: tokenizer, worker, system, workload."""
+"""Build what a planned trial needs: tokenizer, worker, system, workload."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import Path
 from pensieve.baselines.base import AnsweringSystem
 from pensieve.cache.base import CacheManager
 from pensieve.clock import Clock, VirtualClock, WallClock
-from pensieve.compose.capacity import memory_share
+from pensieve.compose.plan import TrialPlan, memory_share
 from pensieve.compose.schema import ModelConfig, TrialConfig
 from pensieve.compose.target import factory
-from pensieve.compose.trial_plan import TrialPlan
 from pensieve.compose.weights import weights_kind
 from pensieve.errors import CapacityError, ConfigError
 from pensieve.eviction.base import EvictionPolicy, PolicyContext
@@ -26,7 +25,7 @@ from pensieve.workload.base import Workload, WorkloadContext, WorkloadPlan
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the configuration names by dotted paths: found, and their fields checked."""
+    """The factories that the configuration names by dotted paths, with their checked fields bound."""
 
     cache: Callable[..., CacheManager]
     policy: Callable[[PolicyContext], EvictionPolicy]
@@ -38,7 +37,7 @@ _CACHE_ARGUMENTS = ("policy", "chunk_tokens", "gpu_blocks", "cpu_blocks")
 
 
 def build_tokenizer(model: ModelConfig, vocab: int, simulated: bool) -> Tokenizer:
-    """bytes, or the model's own; a simulation and random weights do not go to the network for it."""
+    """The byte tokenizer, or the model's own. A simulation, or random weights, download none."""
     if model.tokenizer == "bytes":
         if vocab < ByteTokenizer.vocab_size:
             raise ConfigError(
@@ -80,11 +79,10 @@ def build_system(
     trace: Path | None = None,
     described: WorkloadPlan | None = None,
 ) -> AnsweringSystem:
-    """The system of an in-engine baseline, not started: model loaded (real) or described (simulated).
+    """The system of an in-engine baseline, not started yet; a real one has its model loaded.
 
-    described: what the workload says of itself, where there is one.
-
-    trace: where a profiler writes what the worker's steps consist of (real only); None: no profiler.
+    trace: the file of a torch profile of the worker's steps (real only). described: the workload's description, for a cache
+    that needs the length of the longest conversation.
 
     Raises EngineMissing, WeightsMissing, HardwareMissing, UnsupportedModel.
     """
@@ -125,7 +123,7 @@ def build_system(
 
 
 def _clock_and_worker(plan: TrialPlan, trace: Path | None) -> tuple[Clock, Worker, int | Callable[[], int]]:
-    """The last: GPU blocks, or what measures how many fit."""
+    """Clock, worker, and the number of GPU blocks or the function that measures how many fit."""
     hardware, scheduler = plan.config.hardware, plan.config.scheduler
     if plan.device.simulated:
         from pensieve.worker.simulated import SimulatedWorker
@@ -161,7 +159,7 @@ def _clock_and_worker(plan: TrialPlan, trace: Path | None) -> tuple[Clock, Worke
 
 
 def make_workload(plan: TrialPlan, tokenizer: Tokenizer) -> Workload:
-    """The workload by itself, also one that does not fit this baseline."""
+    """The workload, without asking whether it fits this baseline."""
     context = WorkloadContext(
         seed=plan.config.seed,
         gpu_tokens=plan.budget_gpu_blocks * plan.chunk_tokens,
@@ -176,7 +174,7 @@ def make_workload(plan: TrialPlan, tokenizer: Tokenizer) -> Workload:
 
 
 def build_workload(plan: TrialPlan, tokenizer: Tokenizer) -> tuple[Workload, WorkloadPlan]:
-    """The workload and what it says of itself; every baseline of a sweep sees the same context, so the same requests.
+    """The workload and its description. Every baseline of a sweep gets the same context, and so the same requests.
 
     Raises CapacityError where its longest conversation can never be served.
     """
@@ -196,6 +194,6 @@ def build_workload(plan: TrialPlan, tokenizer: Tokenizer) -> tuple[Workload, Wor
 
 
 def longest_conversation(described: WorkloadPlan) -> int | None:
-    """Tokens; None where the workload cannot tell in advance."""
+    """Its tokens; None where the workload does not know them in advance."""
     longest = described.facts.get("longest_conversation_tokens")
     return None if longest is None else int(longest)

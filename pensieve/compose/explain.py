@@ -1,4 +1,4 @@
-"""Hydra's errors as one sentence each; the whole trace stays behind HYDRA_FULL_ERROR=1."""
+"""Explain an error of Hydra, or of the system, in one sentence; HYDRA_FULL_ERROR=1 shows its whole trace."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KEY = re.compile(r"[Cc]ould not (?:override|append to config|delete from config
 
 
 def explain(error: BaseException, arguments: Sequence[str] = ()) -> str:
-    """One sentence for the terminal. `arguments`: the command line's overrides, to look for the field that was meant."""
+    """One sentence for the terminal. arguments: the command line's overrides, to find the field that was probably meant."""
     if isinstance(error, PensieveError):
         return str(error)
     if isinstance(error, OverrideParseException):
@@ -63,7 +63,7 @@ def _composition(error: BaseException, arguments: Sequence[str]) -> str:
 
 
 def _known_keys(key: str, arguments: Sequence[str]) -> list[str]:
-    """The fields that can be set beside `key`, under the groups that the command line chose."""
+    """The fields next to `key` that exist with the options that the command line chose."""
     chosen = [a for a in arguments if re.fullmatch(r"[a-z_]+=[\w-]+", a) and not a.startswith(key + "=")]
     for overrides in (chosen, []):
         try:

@@ -1,4 +1,4 @@
-"""Where conf/ lies: beside the package in a checkout, inside it in an installed wheel."""
+"""Find conf/ (beside the package in a checkout, inside it in an installed wheel), its options, and the outputs folder."""
 
 from __future__ import annotations
 
@@ -33,13 +33,15 @@ def outputs_folder() -> Path:
 
 
 def options(group: str) -> list[str]:
-    """The options of a config group, by name; what they only build on is none of them."""
+    """The names of a config group's options, without the files that they only build on."""
     return sorted(file.stem for file in (conf_folder() / group).glob("*.yaml") if file.stem not in BASES)
 
 
 def read_option(group: str, option: str) -> dict[str, Any]:
-    """One option's YAML over what it builds on, as plain values, for callers that compose nothing. Raises ConfigError for
-    an unknown one."""
+    """One option's YAML merged over the files that it builds on, as plain values; for callers that do not compose with Hydra.
+
+    Raises ConfigError for an unknown option.
+    """
     if option not in options(group):
         raise ConfigError(ended(f"There is no {group} {option!r}{nearest(option, options(group))}"))
     content = _merged(group, option)
@@ -47,7 +49,7 @@ def read_option(group: str, option: str) -> dict[str, Any]:
 
 
 def _merged(group: str, name: str) -> dict[Any, Any]:
-    """A file over those that its `defaults` name, all of the same group and before it."""
+    """A file merged over those that its `defaults` name, which are of the same group."""
     from omegaconf import OmegaConf
 
     own = OmegaConf.to_container(OmegaConf.load(conf_folder() / group / f"{name}.yaml"), resolve=True)
@@ -59,7 +61,7 @@ def _merged(group: str, name: str) -> dict[Any, Any]:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The tail of a sentence about an unknown name: what was probably meant, or else all there is."""
+    """The end of a sentence about an unknown name: the one that was probably meant, or else all names."""
     known = sorted(set(names))
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if close:
@@ -68,5 +70,5 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def ended(sentence: str) -> str:
-    """With a full stop, unless it already ends."""
+    """The sentence with a full stop, unless it ends with one or with a question mark."""
     return sentence if sentence.endswith(("?", ".")) else sentence + "."

@@ -1,4 +1,4 @@
-"""The machine a trial runs on: which device, how much memory. torch is imported only to ask about a real GPU."""
+"""Find the device that a trial runs on, and its memory. torch is imported only to ask about a real GPU."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """name: for torch ("cpu", "cuda:0") or "sim". identity: the lock and the platform know the device by it.
+    """name: for torch ("cpu", "cuda:0") or "sim". identity: names the device's lock; a GPU's UUID.
 
-    gpu_bytes, cpu_bytes: memory for the GPU tier with the weights, and for the CPU tier. shared: both are the same RAM.
+    gpu_bytes: memory for the weights and the GPU tier. cpu_bytes: for the CPU tier. shared: both are the same memory.
     """
 
     kind: str
@@ -116,8 +116,8 @@ def find_device(hardware: HardwareConfig) -> Device:
 
 
 def free_device_bytes(device: Device) -> int:
-    """Memory of the device that nobody else uses at this moment. What this process holds of a GPU counts as free: a model
-    that the next trial shares, or memory that is given back for it."""
+    """The device's free memory. What this process holds of a GPU counts as free: the next trial shares the model in it, or
+    gets the memory."""
     if device.kind == "cuda":
         import torch
 
@@ -147,7 +147,7 @@ def _bytes(hardware: HardwareConfig, field: str) -> int:
 
 
 def hardware_spec(hardware: HardwareConfig, device: Device) -> HardwareSpec:
-    """The frozen numbers that the engine, the cost model and the simulated worker read."""
+    """The hardware in numbers, for the engine, the cost model and the simulated worker."""
     return HardwareSpec(
         name=hardware.name,
         simulated=hardware.simulated,

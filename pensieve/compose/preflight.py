@@ -1,21 +1,20 @@
-"""What would go wrong minutes later, said before anything starts."""
+"""Check before anything starts what would otherwise fail minutes later."""
 
 from __future__ import annotations
 
 from pensieve.compose.build import build_tokenizer, build_workload, find_parts
-from pensieve.compose.capacity import LEAST_GPU_BLOCKS
 from pensieve.compose.machine import free_device_bytes
-from pensieve.compose.trial_plan import TrialPlan
+from pensieve.compose.plan import LEAST_GPU_BLOCKS, TrialPlan
 from pensieve.compose.weights import check_weights
 from pensieve.errors import CapacityError, HardwareMissing
 from pensieve.units import format_bytes
 
 GPU_USABLE = 0.95
-"""Share of a GPU's memory that torch gets: the rest is the context's and fragmentation."""
+"""Share of a GPU's memory that torch can use; the rest is CUDA's context and fragmentation."""
 
 
 def preflight(plan: TrialPlan) -> None:
-    """Missing parts first, then memory, then weights: a machine that cannot hold a model needs no advice on downloading it.
+    """Check parts, then memory, then weights: a machine too small for a model needs no advice on downloading it.
 
     Raises EngineMissing, ConfigError, HardwareMissing, WeightsMissing, CapacityError.
     """
@@ -66,13 +65,13 @@ def check_memory(plan: TrialPlan, free_bytes: int | None = None) -> None:
 
 
 def check_free_memory(plan: TrialPlan) -> None:
-    """Once the device is ours: is what it has also free? Raises HardwareMissing."""
+    """Check the memory that is free, once the trial holds the device. Raises HardwareMissing."""
     if not plan.device.simulated:
         check_memory(plan, free_device_bytes(plan.device))
 
 
 def _enough_devices(plan: TrialPlan) -> int | None:
-    """The least power of two whose memory holds the model and the caches, which are sized per device; None above 64."""
+    """The least power of two of devices that hold model and caches, which are sized per device; None above 64."""
     one, kv = plan.device.gpu_bytes // plan.hardware.gpus, plan.gpu_bytes // plan.hardware.gpus
     fixed = plan.model.weight_bytes + plan.activation_bytes
     counts = (1 << power for power in range(1, 7))

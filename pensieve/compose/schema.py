@@ -1,4 +1,4 @@
-"""The fields of the configuration, with their types. What a `_target_` takes is checked against its signature."""
+"""The fields of the configuration and their types. Fields of a `_target_` are checked against its signature (target.py)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class SchedulerConfig(_Group):
 
 
 class BaselineConfig(_Group):
-    """cache: the cache manager of an in-engine baseline; an outside engine has none. missing: what is not there yet."""
+    """cache: the cache manager of an in-engine baseline; an outside engine has none. missing: the engine that is not
+    supported yet."""
 
     name: str
     cache: dict[str, Any] | None = None

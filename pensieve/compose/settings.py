@@ -1,8 +1,8 @@
-"""The resolved configuration, checked: every unknown or malformed field is one sentence."""
+"""Resolve the configuration and check its fields; an unknown or malformed field is explained in one sentence."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -15,7 +15,7 @@ from pensieve.errors import ConfigError
 
 
 def resolved(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
-    """Plain values with every interpolation resolved, without Hydra's own node."""
+    """The configuration as plain values, every interpolation resolved, without Hydra's own node. Raises ConfigError."""
     if isinstance(cfg, DictConfig):
         try:
             unset = sorted(key for key in OmegaConf.missing_keys(cfg) if not key.startswith("hydra."))
@@ -35,11 +35,12 @@ def resolved(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check(cfg: DictConfig | Mapping[str, Any]) -> TrialConfig:
-    """The configuration with its types. Raises ConfigError with one sentence about the first thing that is wrong."""
+    """The configuration as typed fields. Raises ConfigError with one sentence about the first thing that is wrong."""
+    plain = resolved(cfg)
     try:
-        config = TrialConfig.model_validate(resolved(cfg))
+        config = TrialConfig.model_validate(plain)
     except ValidationError as error:
-        raise ConfigError(_sentence(error)) from None
+        raise ConfigError(explain_invalid(error, plain, lambda group: _fields_of(TrialConfig, group))) from None
     if config.scheduler.swap_out_stop < config.scheduler.swap_out_start:
         raise ConfigError("scheduler.swap_out_stop must not be below scheduler.swap_out_start.")
     if config.trial.profile and config.hardware.simulated:
@@ -50,23 +51,37 @@ def check(cfg: DictConfig | Mapping[str, Any]) -> TrialConfig:
     return config
 
 
-def _sentence(error: ValidationError) -> str:
+def explain_invalid(
+    error: ValidationError,
+    given: Mapping[str, Any],
+    fields_of: Callable[[Sequence[str]], Iterable[str]],
+    *group: str,
+) -> str:
+    """One sentence about the first thing that is wrong, an unknown field before all others.
+
+    given: what was validated; group: where it is in the configuration. fields_of: the fields that a path may have.
+    """
     first = next((e for e in error.errors() if e["type"] == "extra_forbidden"), error.errors()[0])
-    path = [str(part) for part in first["loc"]]
-    field = ".".join(path)
+    path: list[str] = []
+    value: Any = given
+    for part in first["loc"]:
+        if not isinstance(value, Mapping):
+            break  # what follows is a place in a list, or a member of a union
+        path.append(str(part))
+        value = value.get(str(part))
+    field = ".".join([*group, *path])
     if first["type"] == "extra_forbidden":
-        known = [".".join([*path[:-1], name]) for name in _siblings(path[:-1])]
+        known = [".".join([*group, *path[:-1], name]) for name in fields_of(path[:-1])]
         return ended(f"The field {field} is unknown{nearest(field, known)}")
     if first["type"] == "missing":
         return f"The field {field} has no value; set it."
-    return f"{field}={first['input']!r} cannot be used: {first['msg']}."
+    return f"{field}={value!r} cannot be used: {first['msg']}."
 
 
-def _siblings(path: Sequence[str]) -> list[str]:
-    group: type[BaseModel] = TrialConfig
+def _fields_of(model: type[BaseModel], path: Sequence[str]) -> Iterable[str]:
     for part in path:
-        annotation = group.model_fields[part].annotation
+        annotation = model.model_fields[part].annotation
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             return []
-        group = annotation
-    return list(group.model_fields)
+        model = annotation
+    return model.model_fields

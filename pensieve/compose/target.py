@@ -1,17 +1,24 @@
-"""Groups that name a class or a function by its dotted path: find it, check the fields against it, make the factory."""
+"""Find the class or function that a group names by _target_, and bind the group's fields as its arguments."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import inspect
-import typing
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NotRequired, get_type_hints
 
-from pydantic import PydanticSchemaGenerationError, PydanticUndefinedAnnotation, TypeAdapter, ValidationError
+from hydra.utils import instantiate
+from pydantic import (
+    ConfigDict,
+    PydanticSchemaGenerationError,
+    PydanticUndefinedAnnotation,
+    TypeAdapter,
+    ValidationError,
+)
+from typing_extensions import TypedDict
 
-from pensieve.compose.folder import ended, nearest
+from pensieve.compose.settings import explain_invalid
 from pensieve.errors import ConfigError, EngineMissing
 
 _NOT_ARGUMENTS = {"_target_", "_partial_", "_convert_", "_recursive_", "name", "missing", "inspect"}
@@ -42,7 +49,7 @@ def locate(dotted: str, option: str) -> Any:
 
 
 def factory(group: str, node: Mapping[str, Any], given: tuple[str, ...] = ()) -> Callable[..., Any]:
-    """A factory with the fields of `node` bound; `given` names the keyword arguments that the caller passes itself.
+    """The target with the fields of `node` bound; `given` names the keyword arguments that the caller passes itself.
 
     Raises EngineMissing where the target is not there, ConfigError for a field that it does not take or whose type it
     refuses, each naming the field.
@@ -52,60 +59,52 @@ def factory(group: str, node: Mapping[str, Any], given: tuple[str, ...] = ()) ->
     if "_target_" not in node:
         raise ConfigError(f"{option} has no _target_; give the dotted path of its class.")
     target = locate(str(node["_target_"]), option)
-    fields = {key: value for key, value in node.items() if key not in _NOT_ARGUMENTS}
-    checked = _checked(group, target, fields, given)
-    return functools.partial(target, **{key: _made(value) for key, value in checked.items()})
+    fields = {key: _instantiated(value) for key, value in node.items() if key not in _NOT_ARGUMENTS}
+    return functools.partial(target, **_bind(group, target, fields, given))
 
 
-def _made(value: Any) -> Any:
-    """A field that is an object itself. Only those go through Hydra, which would turn tuples into lists."""
-    from hydra.utils import instantiate
+def _bind(group: str, target: Any, fields: Mapping[str, Any], given: tuple[str, ...]) -> dict[str, Any]:
+    """The fields, checked against the signature and converted to its types: a float from an int, a tuple from a list.
 
-    return instantiate(value, _convert_="all") if isinstance(value, dict) and "_target_" in value else value
-
-
-def _checked(group: str, target: Any, fields: Mapping[str, Any], given: tuple[str, ...]) -> dict[str, Any]:
-    """The fields, converted. Required positional parameters (a context, a policy) are what the caller passes."""
+    Pydantic's validate_call would do so at the call only, which is too late for a preflight. A positional parameter without
+    a default (a context, a policy) is the caller's to pass.
+    """
     parameters = inspect.signature(target).parameters
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    accepted = [
-        name
-        for name, p in parameters.items()
-        if name not in given
-        and (p.kind is p.KEYWORD_ONLY or (p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty))
-    ]
     hints = _hints(target)
-    checked: dict[str, Any] = {}
-    for key, value in fields.items():
-        if key not in accepted and not open_ended:
-            known = [f"{group}.{name}" for name in accepted]
-            raise ConfigError(ended(f"The field {group}.{key} is unknown{nearest(f'{group}.{key}', known)}"))
-        checked[key] = _converted(f"{group}.{key}", value, hints.get(key))
-    lacking = [n for n in accepted if parameters[n].default is inspect.Parameter.empty and n not in fields]
-    if lacking:
-        raise ConfigError(f"The field {group}.{lacking[0]} has no value; set it.")
-    return checked
+    accepted: dict[str, Any] = {}
+    for name, p in parameters.items():
+        optional = p.default is not p.empty
+        if name not in given and (p.kind is p.KEYWORD_ONLY or (p.kind is p.POSITIONAL_OR_KEYWORD and optional)):
+            hint = _checkable(hints.get(name, Any))
+            accepted[name] = NotRequired[hint] if optional else hint
+    arguments = TypedDict("arguments", accepted)  # type: ignore[misc]
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    arguments.__pydantic_config__ = ConfigDict(extra="allow" if open_ended else "forbid")  # type: ignore[attr-defined]
+    try:
+        return dict(TypeAdapter(arguments).validate_python(fields))
+    except ValidationError as error:
+        raise ConfigError(explain_invalid(error, fields, lambda _: accepted, group)) from error
+
+
+def _instantiated(value: Any) -> Any:
+    """A field that describes an object. Only such go through Hydra, which would turn a tuple into a list."""
+    return instantiate(value, _convert_="all") if isinstance(value, dict) and "_target_" in value else value
 
 
 def _hints(target: Any) -> dict[str, Any]:
     try:
-        return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+        return get_type_hints(target.__init__ if inspect.isclass(target) else target)
     except (NameError, TypeError):
-        return {}  # names imported for type checking only: the signature still guards the field names
+        return {}  # names imported for type checking only: the field names are checked all the same
 
 
-def _converted(field: str, value: Any, hint: Any) -> Any:
-    """The value as the annotation wants it (an int where a float is asked for, a tuple from a list)."""
-    if hint is None or isinstance(value, dict):
-        return value
+def _checkable(hint: Any) -> Any:
+    """Any where pydantic cannot check the type, such as a class of the user's."""
     try:
-        adapter = TypeAdapter(hint)
+        TypeAdapter(hint)
     except (PydanticSchemaGenerationError, PydanticUndefinedAnnotation):
-        return value
-    try:
-        return adapter.validate_python(value)
-    except ValidationError as error:
-        raise ConfigError(f"{field}={value!r} cannot be used: {error.errors()[0]['msg']}.") from error
+        return Any
+    return hint
 
 
 def _missing(option: str, dotted: str) -> str:

@@ -1,4 +1,4 @@
-"""Where a model's weights, architecture and tokenizer come from, and whether they can be had before anything starts."""
+"""Find a model's weights, architecture and tokenizer, and check before anything starts that they can be loaded."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 def model_config(source: str, **changes: Any) -> ModelConfig:
     """A model by its name in conf/model, by the folder that save_pretrained wrote, or by its hub id.
 
-    `changes` replace fields of it (weights, seed, dtype). A folder is where its model was published: weights=hub means its
-    own, and whatever the weights are, its tokenizer is the model's. Raises ConfigError for an unknown name, WeightsMissing
+    `changes` replace fields of it (weights, seed, dtype). For a folder, weights=hub means the folder's own weights; its
+    tokenizer is used whatever the weights are. Raises ConfigError for an unknown name, WeightsMissing
     where the hub cannot be asked.
     """
     if (conf_folder() / "model" / f"{source}.yaml").is_file():
@@ -73,7 +73,7 @@ def local_weights(model: ModelConfig) -> Path | None:
 
 
 def check_weights(model: ModelConfig) -> None:
-    """Raise WeightsMissing with one sentence where loading would fail for want of files, access or network."""
+    """Raise WeightsMissing where loading would fail because files, access or network are missing."""
     kind = weights_kind(model)
     if kind == "random":
         return

@@ -22,22 +22,21 @@ from pensieve.results.content import cached, content_hash, text_hash, version_of
 
 NOT_CODE = (
     "conf/",  # counts through the resolved configuration
+    "cli.py",
     "results/",
     "server/",
     "progress.py",
     "compose/explain.py",
     "compose/preflight.py",
-    "trial/callback.py",
     "trial/doctor.py",
     "trial/inspection.py",
     "trial/isolate.py",
     "trial/job.py",
     "trial/jobs.py",
     "trial/liveness.py",
-    "trial/outcome.py",
     "trial/reproduce.py",
     "trial/summary.py",
-    "trial/task.py",
+    "trial/sweep.py",
     "trial/terminal.py",
     "trial/tracking.py",
 )

@@ -5,7 +5,7 @@ A trial that completed is reused while all of this is equal, and runs again when
 | part     | counts                                                  | does not count                                        |
 |----------|---------------------------------------------------------|-------------------------------------------------------|
 | config   | every field of the resolved configuration but those on  | NOT_CONFIG: how a trial is run, named and kept, and   |
-|          | the right; seed and repeat too                          | slo.*, by which the turns are judged (trial.promise); |
+|          | the right; seed and repeat too                          | slo.*, by which the turns are judged (trial.slo);     |
 |          |                                                         | TEXT_FIELDS: hardware.source                          |
 | config   | trial.profile=true and, on a real device,               | every other trial.*: isolate, retries, timeout_s,     |
 |          | trial.exclusive=false; what a reproduction repeats      | fail_fast; trial.exclusive in a simulation            |
@@ -21,7 +21,7 @@ A trial that completed is reused while all of this is equal, and runs again when
 |          | its compiler, graphs, copies, depth, threads, versions  |                                                       |
 |          | of torch, transformers, triton and any outside engine   |                                                       |
 
-What `auto` means is in the platform as it resolves before anything is loaded (compose.resolution): with the C compiler gone,
+What `auto` means is in the platform as it resolves before anything is loaded (trial.identity): with the C compiler gone,
 attention_backend=auto is another backend and the trial another trial. Two things only a start can tell: whether the kernel
 passes its self-check, else the next backend serves, and how copies=auto comes out, which is measured. What came out is in the
 trial's `engine` (attention_backend, attention_note, graphs, copies). It needs no comparison when a trial is reused: all that
@@ -114,7 +114,7 @@ def _inputs(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 def platform_of(simulated: bool, device: Mapping[str, Any]) -> str:
     """ "sim", or the device and what a real measurement depends on, in a line of `key=value; ...`.
 
-    device: name, count, whatever else is known of how it will be used (see compose.resolution), and, for an outside engine,
+    device: name, count, whatever else is known of how it will be used (see trial.identity), and, for an outside engine,
     `packages`: the distributions that it consists of.
     """
     if simulated:

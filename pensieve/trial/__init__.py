@@ -1,9 +1,8 @@
-"""One trial: compose, run, record; and what a sweep of them needs around it."""
+"""Run one trial and record it; run a sweep of trials."""
 
-from pensieve.trial.job import run_job
-from pensieve.trial.outcome import Outcome
+from pensieve.trial.job import Job, Outcome
 from pensieve.trial.run import run_trial
-from pensieve.trial.task import Job
+from pensieve.trial.sweep import run_job
 from pensieve.trial.terminal import guarded
 
 __all__ = ["Job", "Outcome", "guarded", "run_job", "run_trial"]

@@ -1,4 +1,4 @@
-"""What this machine has, what runs on it, and what to type next."""
+"""Report what this machine has, which models fit on it, and which command to run next."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from pensieve.compose import outputs_folder, read_option
-from pensieve.compose.capacity import AUTO
 from pensieve.compose.folder import options
 from pensieve.compose.machine import cores, cpu_label, find_device, free_host_memory_bytes, host_memory_bytes
+from pensieve.compose.plan import AUTO
 from pensieve.compose.preflight import GPU_USABLE
 from pensieve.compose.schema import CacheConfig, HardwareConfig, ModelConfig
 from pensieve.compose.weights import local_weights
 from pensieve.errors import EngineMissing, PensieveError
 from pensieve.results.store import open_store
 from pensieve.specs import DTYPE_BYTES, ModelSpec
-from pensieve.trial.terminal import LOG_WIDTH, say
+from pensieve.trial.summary import installed
+from pensieve.trial.terminal import console, say
 from pensieve.units import format_bytes, parse_capacity
 from pensieve.worker.torch.kernels.compiler import compiler_version, find_compiler
 
@@ -58,8 +58,7 @@ class Machine:
 
 
 def report(cache_name: str = "small") -> int:
-    """Print it all; 0 where trials can run, 1 where something in the way has to be mended first."""
-    console = Console() if sys.stdout.isatty() else Console(width=LOG_WIDTH)
+    """Print the report; 0 where trials can run, 1 where something has to be repaired first."""
     try:
         cache = CacheConfig.model_validate(read_option("cache", cache_name))
     except PensieveError as error:
@@ -67,25 +66,26 @@ def report(cache_name: str = "small") -> int:
         return 1
     machine = inspect_machine()
     database, database_sound = _database()
+    out = console()
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     for name, value in _facts(machine, database):
         table.add_row(name, value)
-    console.print(table)
+    out.print(table)
     fitting, models = _models(machine, cache)
-    console.print(models)
-    console.print("Weights that are not at hand come from the hub; model.weights=random needs none.", soft_wrap=True)
+    out.print(models)
+    out.print("Weights that are not at hand come from the hub; model.weights=random needs none.", soft_wrap=True)
     problem = None
     if machine.torch is None:
         problem = "torch is not installed, so only simulated hardware runs: make install"
     elif not database_sound:
         problem = database
     if problem:
-        console.print(f"Mend this first: {problem}")
-    console.print("Next:", soft_wrap=True)
+        out.print(f"Mend this first: {problem}")
+    out.print("Next:", soft_wrap=True)
     for line in _next(machine, fitting):
-        console.print(f"  {line}", soft_wrap=True, highlight=False)
+        out.print(f"  {line}", soft_wrap=True, highlight=False)
     return 1 if problem else 0
 
 
@@ -107,7 +107,10 @@ def _facts(machine: Machine, database: str) -> Iterator[tuple[str, str]]:
     yield "Python", f"{platform.python_version()} ({sys.executable})"
     yield "torch", machine.torch or "not installed"
     yield "packages", ", ".join(f"{name} {_version(name) or 'missing'}" for name in PACKAGES)
-    yield "extras", ", ".join(f"{n} {'installed' if _has(n) else 'not installed'} ({use})" for n, use in EXTRAS.items())
+    yield (
+        "extras",
+        ", ".join(f"{n} {'installed' if installed(n) else 'not installed'} ({use})" for n, use in EXTRAS.items()),
+    )
     yield "GPU", machine.gpu
     yield "CPU", f"{cpu_label()}, {cores()} cores"
     yield "compiler", _compiler()
@@ -118,7 +121,7 @@ def _facts(machine: Machine, database: str) -> Iterator[tuple[str, str]]:
 
 
 def _database() -> tuple[str, bool]:
-    """Its state in words, and whether trials can be recorded in it."""
+    """The database's state in words, and whether trials can be recorded in it."""
     outputs = outputs_folder()
     if not (outputs / "results.db").is_file():
         if not os.access(_existing(outputs), os.W_OK):
@@ -134,7 +137,7 @@ def _database() -> tuple[str, bool]:
 
 
 def _models(machine: Machine, cache: CacheConfig) -> tuple[list[str], Table]:
-    """The names of the models that fit, and the table of all."""
+    """The names of the models that fit, and the table of all models."""
     table = Table(
         title=f"Models on {machine.label} with cache={cache.name} ({cache.gpu} / {cache.cpu})",
         title_justify="left",
@@ -168,7 +171,7 @@ def _models(machine: Machine, cache: CacheConfig) -> tuple[list[str], Table]:
 
 
 def _need(spec: ModelSpec, cache: CacheConfig, machine: Machine) -> int:
-    """Weights and KV on the device; on a CPU both tiers are the same memory."""
+    """Bytes of weights and KV on the device; on a CPU both tiers are in the same memory."""
     tiers = (cache.gpu, cache.cpu) if machine.kind == "cpu" else (cache.gpu,)
     sizes = [tier for tier in tiers if tier != AUTO]  # auto takes what is left
     tokens = sum(parse_capacity(tier).in_tokens(spec.kv_bytes_per_token) for tier in sizes)
@@ -198,12 +201,8 @@ def _existing(folder: Path) -> Path:
     return next(parent for parent in (folder, *folder.parents) if parent.is_dir())
 
 
-def _has(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
-
-
 def _compiler() -> str:
-    """Of C, which decode attention on a CPU is written in."""
+    """The C compiler, for the kernel of decode attention on a CPU."""
     try:
         return compiler_version(find_compiler())
     except EngineMissing:
@@ -211,7 +210,7 @@ def _compiler() -> str:
 
 
 def _attention(machine: Machine) -> str:
-    """Which backend serves, which was asked for, and why no better one."""
+    """Which attention backend auto chooses here, and why no faster one."""
     if machine.torch is None:
         return "unknown without torch"
     import torch

@@ -1,4 +1,4 @@
-"""workload.inspect=true: what a workload would ask, and how that fits the cache; no engine, no database."""
+"""workload.inspect=true: describe what a workload would ask and how that fits the cache; no engine, no database."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pensieve.compose import TrialConfig, TrialPlan, build_tokenizer, make_workl
 from pensieve.workload.inspection import Inspection, Spread, inspect
 
 _SAME = {"baseline", "eviction", "scheduler", "tracking", "trial", "slo", "repeat"}
-"""Groups that change nothing about what is asked."""
+"""Groups that do not change what is asked."""
 
 
-def wanted(config: TrialConfig) -> bool:
+def is_inspection(config: TrialConfig) -> bool:
     return bool(config.workload.get("inspect"))
 
 
-def show(configs: Iterable[TrialConfig]) -> None:
+def print_inspections(configs: Iterable[TrialConfig]) -> None:
     """Print each different workload of these configurations once. Raises what composing and building it raises."""
     seen: set[str] = set()
     for config in configs:
@@ -25,7 +25,7 @@ def show(configs: Iterable[TrialConfig]) -> None:
                 print()
             seen.add(key)
             plan = plan_trial(config)
-            print("\n".join(lines(plan, inspection_of(plan))), flush=True)
+            print("\n".join(inspection_lines(plan, inspection_of(plan))), flush=True)
 
 
 def inspection_of(plan: TrialPlan) -> Inspection:
@@ -34,7 +34,7 @@ def inspection_of(plan: TrialPlan) -> Inspection:
     return inspect(make_workload(plan, tokenizer))
 
 
-def lines(plan: TrialPlan, found: Inspection) -> list[str]:
+def inspection_lines(plan: TrialPlan, found: Inspection) -> list[str]:
     """The inspection as a page of text."""
     per_session = found.turns_per_session
     rows = [

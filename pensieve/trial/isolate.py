@@ -1,4 +1,4 @@
-"""A trial in a process of its own: a native crash, or the kernel's out-of-memory killer, costs that one trial."""
+"""Run a trial in a process of its own: a native crash, or the out-of-memory killer, then costs that one trial."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
-from pensieve.compose import check
+from pensieve.compose import check, plan_trial
 from pensieve.errors import PensieveError, TrialCrashed
 from pensieve.results.process import Owner, this_process
+from pensieve.trial.identity import identity_of
+from pensieve.trial.job import Job, Outcome
 from pensieve.trial.liveness import end_with
-from pensieve.trial.outcome import Outcome
-from pensieve.trial.task import Job
 from pensieve.trial.terminal import INTERRUPTED, raise_if_interrupted, remember_interrupts, say
 from pensieve.trial.tracking import Tracking, open_tracking
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def run_isolated(resolved: Mapping[str, Any], tracking: Tracking, job: Job, timeout_s: float | None) -> Outcome:
-    """One attempt in a process of its own. A process that dies leaves a failed trial; Ctrl-C is handed on to it."""
+    """One attempt in a new process. If the process dies, the trial is recorded as failed; Ctrl-C is passed on to it."""
     job.folder.mkdir(parents=True, exist_ok=True)
     crash = job.folder / CRASH_FILE
     crash.unlink(missing_ok=True)
@@ -83,7 +83,7 @@ def _interrupt(process: SpawnProcess) -> None:
 
 
 def _record_death(process: SpawnProcess, tracking: Tracking, crash: Path, late_s: float | None) -> Outcome:
-    """Record for a process that could not: its trial failed, with what is known of the reason."""
+    """Record the trial of a process that died as failed, with what is known of the reason."""
     code, pid = process.exitcode, process.pid
     assert code is not None and pid is not None
     if late_s is not None:
@@ -111,7 +111,7 @@ def _record_death(process: SpawnProcess, tracking: Tracking, crash: Path, late_s
 def _perform(
     resolved: dict[str, Any], outputs: Path, mlflow: bool, job: Job, parent: Owner, sender: Connection
 ) -> None:
-    """One attempt; its outcome goes to `sender`, and whatever it prints to stderr."""
+    """One attempt; its outcome is sent through `sender`, and what it prints goes to stderr."""
     os.setsid()  # Ctrl-C on the terminal reaches it once, through the parent
     os.dup2(2, 1)
     end_with(parent)
@@ -136,13 +136,14 @@ def _attempt(resolved: dict[str, Any], outputs: Path, mlflow: bool, job: Job) ->
         config = check(resolved)
         opened = open_tracking(config, outputs)
         tracking = Tracking(opened.outputs, opened.store, mlflow, opened.kept)
-        return attempt_trial(config, resolved, tracking, job, say)
+        plan = plan_trial(config)
+        return attempt_trial(plan, identity_of(plan, resolved, job.reproduces), resolved, tracking, job, say)
     except PensieveError as error:
         return Outcome(0, "failed", error=str(error))
 
 
 def _log_to(folder: Path) -> None:
-    """As conf/hydra/job_logging does for a trial in the launcher's process."""
+    """Log as conf/hydra/job_logging does for a trial in the launcher's process."""
     file, console = logging.FileHandler(folder / "isolated.log", delay=True), logging.StreamHandler(sys.stderr)
     console.setLevel(logging.WARNING)
     form = "[%(asctime)s][%(name)s][%(levelname)s] %(message)s"

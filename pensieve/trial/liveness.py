@@ -1,4 +1,4 @@
-"""A trial that runs says that it is alive, ends in time and with whoever started it, and has its device to itself."""
+"""While a trial runs: its heartbeat, its deadline, its end when the process that started it is gone, its device's lock."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class Heartbeat:
-    """Beats while the block runs. A beat that fails is logged and tried again: the trial itself will say more."""
+    """Writes the trial's heartbeat while the block runs. A write that fails is logged, and the next one is tried."""
 
     def __init__(self, store: ResultsStore, trial_id: int, interval_s: float = HEARTBEAT_S) -> None:
         self._store = store
@@ -59,9 +59,9 @@ class Heartbeat:
 
 @functools.lru_cache(maxsize=8)  # a process that runs many jobs of one sweep watches once
 def end_with(owner: Owner) -> None:
-    """End this process, at once and unfinished, when the owner is gone; nothing to watch on another host or in itself.
+    """End this process at once when the owner is gone. An owner on another host, or this process itself, is not watched.
 
-    The trial's row stays `running` with a process that is dead, which is how the next run knows what to do with it.
+    The trial's row stays `running` with a dead process; the next run then marks it interrupted.
     """
     me = this_process()
     if owner.host == me.host and owner.pid != me.pid:
@@ -78,7 +78,7 @@ def _watch(owner: Owner) -> None:
 
 
 class Deadline:
-    """Runs from when it is made. timeout_s: trial.timeout_s; None: never."""
+    """Counts from its construction. timeout_s: trial.timeout_s; None: no deadline."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self._timeout_s = timeout_s
@@ -97,13 +97,13 @@ class Deadline:
 
 
 def lock_file(device: Device) -> Path:
-    """One file a device and machine; another user's trial counts too, so it lies in the shared temporary folder."""
+    """One file for each device of this machine, in the temporary folder that all users share: their trials count too."""
     return Path(tempfile.gettempdir()) / f"pensieve-{re.sub(r'[^A-Za-z0-9-]', '-', device.identity)}.lock"
 
 
 @contextmanager
 def device_lock(device: Device, exclusive: bool, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold the device while the engine lives; says so once where another trial has it. A simulated one needs no lock."""
+    """Lock the device while the block runs; `say` tells once that another trial has it. A simulated one needs no lock."""
     if device.simulated or not exclusive:
         yield
         return

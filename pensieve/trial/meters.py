@@ -1,4 +1,4 @@
-"""What a device says of itself at a moment: its load, its memory, its power. Meters for NVIDIA devices and for CPUs."""
+"""Read a device's load, memory and power: meters for NVIDIA devices (NVML) and for CPUs (psutil)."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Meter(Protocol):
     device: str
 
     def read(self) -> list[Quantity]:
-        """What can be read now; a quantity that the device does not give is left out."""
+        """The present readings; a quantity that the device does not report is left out."""
         ...
 
     def close(self) -> None: ...
 
 
 def meter_of(device: Device) -> Meter | None:
-    """None for a simulated device, which has no load of its own, and where the driver's library does not answer."""
+    """None for a simulated device, which has no load, and where the driver's library cannot be used."""
     if device.simulated:
         return None
     if device.kind != "cuda":
@@ -47,7 +47,7 @@ def meter_of(device: Device) -> Meter | None:
 
 
 def forget_allocator_peak() -> None:
-    """What comes now is this trial's: one process may run many."""
+    """Start the peak of torch's allocator anew: one process may run many trials."""
     torch = _cuda()
     if torch is not None:
         for number in range(torch.cuda.device_count()):
@@ -55,7 +55,7 @@ def forget_allocator_peak() -> None:
 
 
 def allocator_peak_bytes(device: Device) -> int | None:
-    """The most that torch's allocator has handed out on all devices together since; None where torch uses no CUDA."""
+    """Sum of the devices' peaks of torch's allocator since forget_allocator_peak; None where torch uses no CUDA."""
     torch = _cuda()
     if torch is None or device.kind != "cuda":
         return None
@@ -63,14 +63,14 @@ def allocator_peak_bytes(device: Device) -> int | None:
 
 
 def _cuda() -> Any:
-    """torch, where somebody has imported it and started CUDA in this process; asking must do neither."""
+    """torch, if this process has imported it and started CUDA; asking must do neither."""
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
     return torch if cuda is not None and cuda.is_initialized() else None
 
 
 class CpuMeter:
-    """This process: cpu_util_pct of all cores it may use (its children left out), memory_bytes resident."""
+    """This process without its children: cpu_util_pct of all cores it may use, memory_bytes resident."""
 
     device = "cpu"
 
@@ -127,7 +127,7 @@ class NvmlMeter:
         try:
             return part()
         except self._nvml.NVMLError:
-            return []  # this device does not tell
+            return []  # this device does not report it
 
     def _load(self) -> list[Quantity]:
         rates = self._nvml.nvmlDeviceGetUtilizationRates(self._handle)

@@ -1,8 +1,7 @@
-"""A recorded trial run again from its stored configuration, and what differs: conditions first, then results.
+"""Run a recorded trial again from its stored configuration, and say what differs: conditions first, then results.
 
-The repetition is a trial of its own (identity_of marks what it reproduces, and so does its row's `flags`). It is compared
-with the first one and never stands in its place: no sweep shows it, no command takes it for its trial, and pruning never
-deletes the first one for its sake.
+The repetition is a trial of its own, with the first one's id in its identity and in column `flags`. It is compared with the
+first one and never replaces it: no sweep shows it, no command reuses it, and pruning never deletes the first one for it.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ from pensieve.results.identity import Identity, input_files
 from pensieve.results.schema import Trial
 from pensieve.results.store import ResultsStore
 from pensieve.results.tokens import compare_tokens
-from pensieve.trial.run import identity_of, run_trial
-from pensieve.trial.task import Job
+from pensieve.trial.identity import identity_of
+from pensieve.trial.job import Job
+from pensieve.trial.run import run_trial
 from pensieve.trial.tracking import Tracking
 
 COMPARED = (
@@ -56,7 +56,7 @@ def reproduce(store: ResultsStore, trial_id: int, say: Callable[[str], None]) ->
 
 
 def differences(old: Trial, new: Identity) -> Iterable[str]:
-    """What is no longer as it was when the trial ran, a sentence each; none where it is all the same."""
+    """A sentence for each condition that is no longer as it was when the trial ran."""
     before, now = old.environment.get("inputs") or {}, input_files(old.config)
     changed = sorted(name for name in {**before, **now} if before.get(name) != now.get(name))
     if changed:

@@ -1,4 +1,4 @@
-"""One trial: known already or begun, built, replayed, measured, recorded."""
+"""Run one trial unless the database holds it: build the system, replay the workload, measure, record."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from pensieve.compose import (
     preflight,
 )
 from pensieve.compose.explain import explain
-from pensieve.compose.resolution import device_facts
 from pensieve.errors import (
     ConfigError,
     EngineMissing,
@@ -40,17 +39,17 @@ from pensieve.record import TurnRecord
 from pensieve.replay import Progress, ReplayRecord, replay
 from pensieve.request import is_measured
 from pensieve.results.environment import environment, git_commit
-from pensieve.results.identity import Identity, explain_difference, identify, input_files
+from pensieve.results.identity import Identity, explain_difference, input_files
 from pensieve.results.mlflow_runs import log_trial
 from pensieve.results.schema import Trial
 from pensieve.results.tokens import TokenFile
+from pensieve.trial.identity import contended, identity_of
 from pensieve.trial.isolate import run_isolated
+from pensieve.trial.job import Job, Outcome
 from pensieve.trial.liveness import Deadline, Heartbeat, device_lock
 from pensieve.trial.meters import allocator_peak_bytes, forget_allocator_peak, meter_of
-from pensieve.trial.outcome import Outcome
-from pensieve.trial.promise import hold_against
 from pensieve.trial.samples import DeviceSampler, Occupancy
-from pensieve.trial.task import Job
+from pensieve.trial.slo import judge_again
 from pensieve.trial.terminal import raise_if_interrupted
 from pensieve.trial.tracking import Tracking
 from pensieve.workload.base import Workload, WorkloadPlan
@@ -66,7 +65,7 @@ TRACE_FILE = "trace.json.gz"
 ORPHAN_S = 3.0  # how long a process without its sweep may take to notice, on a busy machine
 
 PERMANENT = (ConfigError, EngineMissing, UnsupportedModel, RequestRefused)
-"""Errors that the same configuration meets again on every attempt."""
+"""Errors that every attempt of the same configuration meets."""
 
 
 def run_trial(
@@ -90,31 +89,23 @@ def run_trial(
             known = older if config.resume == "config" else None
         if known is not None:
             return _reuse(known, config, tracking, job, say)
-    if note and job.number == 0:  # the jobs of a sweep have the same reason
+    if note and job.number == 0:  # the other jobs of the sweep have the same reason
         say(note)
     for attempts_left in range(config.trial.retries, -1, -1):
         if _isolated(plan):
             outcome = run_isolated(resolved, tracking, job, config.trial.timeout_s)
-            if outcome.trial_id and not outcome.completed:  # what died could not say so to MLflow either
+            if outcome.trial_id and not outcome.completed:  # a process that died has not written to MLflow
                 _to_mlflow(config, tracking, outcome.trial_id, job)
         else:
-            outcome = _attempt(plan, identity, resolved, tracking, job, say)
+            outcome = attempt_trial(plan, identity, resolved, tracking, job, say)
         if outcome.completed or outcome.permanent or attempts_left == 0:
             break
         say(f"{job.title}: failed, and is tried again ({attempts_left} more). {outcome.error}")
     return replace(outcome, note=note)
 
 
-def attempt_trial(
-    config: TrialConfig, resolved: Mapping[str, Any], tracking: Tracking, job: Job, say: Callable[[str], None]
-) -> Outcome:
-    """One attempt in this process, whether or not the database holds the trial; see run_trial."""
-    plan = plan_trial(config)
-    return _attempt(plan, identity_of(plan, resolved, job.reproduces), resolved, tracking, job, say)
-
-
 def _own(tracking: Tracking, job: Job, identity: Identity) -> Trial | None:
-    """What the job of the sweep shows already, where it is this trial: a later attempt elsewhere does not take its place."""
+    """The trial that this job of the sweep shows already, if it is the same one: a newer one does not replace it there."""
     shown = None if job.sweep_id is None else tracking.store.shown_trial(job.sweep_id, job.number)
     return shown if shown is not None and shown.fingerprint == identity.fingerprint else None
 
@@ -124,24 +115,7 @@ def _isolated(plan: TrialPlan) -> bool:
     return plan.device.kind == "cuda" if asked == "auto" else asked
 
 
-def identity_of(plan: TrialPlan, resolved: Mapping[str, Any], reproduces: int | None = None) -> Identity:
-    """What a completed trial must share with this one to be taken for it. reproduces: the trial that this one repeats, in
-    whose place it must never stand."""
-    marks = {**marks_of(plan), **({} if reproduces is None else {"reproduces": reproduces})}
-    return identify(resolved, plan.device.simulated, device_facts(plan), marks)
-
-
-def marks_of(plan: TrialPlan) -> dict[str, bool]:
-    """What of `trial`, which says how a trial is run, changes what it measures."""
-    marks = {"profiled": plan.config.trial.profile, "contended": _contended(plan)}
-    return {name: True for name, given in marks.items() if given}
-
-
-def _contended(plan: TrialPlan) -> bool:
-    return not plan.config.trial.exclusive and not plan.device.simulated
-
-
-def _attempt(
+def attempt_trial(
     plan: TrialPlan,
     identity: Identity,
     resolved: Mapping[str, Any],
@@ -149,6 +123,7 @@ def _attempt(
     job: Job,
     say: Callable[[str], None],
 ) -> Outcome:
+    """One attempt in this process; the trial is reused only where another process completes it meanwhile."""
     config = plan.config
     deadline = Deadline(config.trial.timeout_s)
     begun = _begin(_columns(plan, identity, resolved), tracking, config.force)
@@ -162,22 +137,21 @@ def _attempt(
             _run(trial_id, plan, tracking, job, deadline, say)
     except KeyboardInterrupt:
         _close(tracking, trial_id, "interrupted", "Interrupted by the user; the same command runs it again.", None)
-        _to_mlflow(config, tracking, trial_id, job)
         raise
     except Exception as error:
         sentence = _sentence(error)
         log.info("trial %s failed", trial_id, exc_info=error)  # to the run folder's log, not to the terminal
         _close(tracking, trial_id, "failed", sentence, traceback.format_exc())
-        _to_mlflow(config, tracking, trial_id, job)
         return Outcome(trial_id, "failed", error=sentence, permanent=isinstance(error, PERMANENT))
-    _to_mlflow(config, tracking, trial_id, job)
+    finally:
+        _to_mlflow(config, tracking, trial_id, job)
     return Outcome(trial_id, "completed")
 
 
 def _begin(columns: Mapping[str, Any], tracking: Tracking, force: bool) -> int | Trial:
-    """The id of the trial begun, or the trial that was completed meanwhile.
+    """Begin the trial and return its id; or return the trial that another process completed meanwhile.
 
-    A process that was left without its sweep ends by itself in a moment; one that runs for longer raises TrialRunning.
+    A process whose sweep was killed ends by itself within ORPHAN_S; while one still runs after that, raises TrialRunning.
     """
     ends = time.monotonic() + ORPHAN_S
     while True:
@@ -194,16 +168,16 @@ def _begin(columns: Mapping[str, Any], tracking: Tracking, force: bool) -> int |
 
 
 def _sentence(error: Exception) -> str:
-    """torch has an error of its own for a device without memory, which this module does not import."""
+    """The error in one sentence. torch's error for a full device is known by its name, since this module imports no torch."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return f"Memory ran out ({explain(error).rstrip('.')}); use a smaller cache or model."
     return explain(error)
 
 
 def _reuse(known: Trial, config: TrialConfig, tracking: Tracking, job: Job, say: Callable[[str], None]) -> Outcome:
-    """MLflow hears of it too: whoever ran the trial may have died before it could say so there."""
+    """Show the known trial, also in MLflow: the process that ran it may have died before it wrote it there."""
     slo = Slo(config.slo.ttft_ms, config.slo.tpot_ms)
-    if hold_against(tracking.store, known, slo):
+    if judge_again(tracking.store, known, slo):
         say(f"{job.title}: trial {known.id} is judged by this slo from its turns.")
     reused = job.sweep_id is not None and tracking.store.link(job.sweep_id, known.id, job.number, reused=True)
     if job.sweep_id is not None or known.mlflow_run_id is None:
@@ -283,9 +257,9 @@ def _replay(
     job: Job,
     deadline: Deadline,
 ) -> ReplayRecord:
-    """Turns go to the database and their tokens to Parquet as they come, so that memory holds neither.
+    """Replay the workload. Turns go to the database and their tokens to Parquet as they complete; memory holds neither.
 
-    A trial past its deadline raises: from the progress of its turns, and on a wall clock also when nothing progresses.
+    Raises TrialTimeout past the deadline: when a turn progresses, and on a wall clock also when none does.
     """
     bar = TrialProgress(job.title, described.turns)
 
@@ -319,13 +293,13 @@ def _replay(
 
 
 def _capacity(system: System) -> int:
-    """Tokens of KV that its tiers hold together, as the system itself reports them."""
+    """Tokens of KV that the system's tiers hold together, as it reports them."""
     settings = system.settings()
     return sum(int(settings.get(name) or 0) for name in ("gpu_tokens", "cpu_tokens"))
 
 
 def _refuse_empty(turns: Sequence[TurnRecord]) -> None:
-    """A trial without one measured turn that completed has no latency to report."""
+    """Raises RequestFailed where no measured turn completed: there is no latency to report."""
     if any(turn.status == "completed" and is_measured(turn.phase) for turn in turns):
         return
     reason = next((turn.error for turn in turns if turn.error), None)
@@ -355,7 +329,7 @@ def _columns(plan: TrialPlan, identity: Identity, resolved: Mapping[str, Any]) -
         "device": plan.device.label,
         "device_count": plan.device.count,
         "simulated": plan.device.simulated,
-        "contended": _contended(plan),
+        "contended": contended(plan),
         "gpu_tokens": plan.gpu_blocks * plan.chunk_tokens,
         "cpu_tokens": plan.cpu_blocks * plan.chunk_tokens,
         "gpu_bytes": plan.gpu_bytes,
@@ -368,7 +342,7 @@ def _columns(plan: TrialPlan, identity: Identity, resolved: Mapping[str, Any]) -
 
 
 def _effective(system: System, plan: TrialPlan, described: WorkloadPlan, started: StartReport) -> dict[str, Any]:
-    """What the engine made of the configuration, in its own words, beside what the workload says of itself."""
+    """What the started system reports about itself, and the workload's description."""
     settings = {**system.settings(), **started.settings}
     effective: dict[str, Any] = {
         name: settings[name]
@@ -394,7 +368,7 @@ def _effective(system: System, plan: TrialPlan, described: WorkloadPlan, started
 
 
 def _close(tracking: Tracking, trial_id: int, status: str, error: str, trace: str | None) -> None:
-    """Record how a trial ended; a database that cannot even take that must not hide the first error."""
+    """Record how the trial ended. An error of the database is logged: it must not hide the trial's own error."""
     try:
         tracking.store.finish_trial(trial_id, status, error=error, traceback=trace)
     except PensieveError as second:
@@ -402,7 +376,7 @@ def _close(tracking: Tracking, trial_id: int, status: str, error: str, trace: st
 
 
 def _to_mlflow(config: TrialConfig, tracking: Tracking, trial_id: int, job: Job, reused: bool = False) -> None:
-    """The database is the truth: what MLflow or its disk refuses is logged, and never changes a trial."""
+    """Copy the trial to MLflow. What goes wrong there is logged and never changes the trial, whose record is the database."""
     if not tracking.mlflow:
         return
     try:

@@ -1,4 +1,4 @@
-"""What is read while a trial runs, into table `sample`: the device's load, and what the engine holds."""
+"""Sample the device's load and the engine's cache while a trial runs, into table `sample`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pensieve.trial.meters import Meter
 INTERVAL_S = 0.1
 FLUSH_READINGS = 5_000
 MOST_MOMENTS = 1_000
-ENGINE = "engine"  # column `device` of what the engine says of itself
+ENGINE = "engine"  # column `device` of the engine's own readings
 MEANS = {"gpu_util_pct": "%", "gpu_mem_util_pct": "%", "cpu_util_pct": "%", "power_w": "W"}
 
 log = logging.getLogger(__name__)
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 class DeviceSampler:
     """Reads the meter into table `sample` while the block runs; times count from when the block was entered.
 
-    meter None: nothing is sampled, and every metric is null. What cannot be read or stored is logged once and given up:
-    a trial is worth more than its samples.
+    meter None: nothing is sampled, and every metric is null. A reading or storing that fails is logged and ends the
+    sampling, not the trial.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class DeviceSampler:
             self._meter.close()
 
     def metrics(self, start_s: float, end_s: float, output_tok_s: float | None) -> list[Metric]:
-        """What the device did in [start_s, end_s]; peaks are of the whole trial. Null where it does not tell."""
+        """Means over [start_s, end_s] and peaks over the whole trial; null where the device does not report it."""
         inside: defaultdict[str, list[float]] = defaultdict(list)
         for reading in self._kept:
             if start_s <= reading.at_s <= end_s and reading.value is not None:
@@ -93,7 +93,7 @@ class DeviceSampler:
             at_s = self._clock.now_s() - self._origin_s
             try:
                 read = [Reading(at_s, self._meter.device, *quantity) for quantity in self._meter.read()]
-            except Exception as error:  # a driver that gives up in the middle costs the samples, not the trial
+            except Exception as error:  # a driver that fails ends the sampling, not the trial
                 log.warning("the device of trial %s is no longer sampled: %s", self._trial_id, error)
                 break
             self._waiting += read
@@ -134,7 +134,7 @@ def _energy_rate_w(readings: Sequence[Reading], start_s: float, end_s: float) ->
 
 @runtime_checkable
 class Gauged(Protocol):
-    """A system that tells what it holds; outside engines do not."""
+    """A system that reports what its cache holds; an outside engine does not."""
 
     def gauges(self) -> Mapping[str, tuple[float, str]]: ...
 
@@ -142,9 +142,10 @@ class Gauged(Protocol):
 class Occupancy:
     """Reads a system's gauges into table `sample` while the block runs; times count from when the block was entered.
 
-    On a virtual clock the readings are at even simulated times: what was true until the clock moved past one is what it
-    reads. On the wall a thread takes them. After MOST_MOMENTS every second one is dropped and the interval doubles, so that
-    a trial of any length has between half as many and as many, evenly spaced. They are stored when the block ends.
+    On a virtual clock the readings are taken at evenly spaced simulated times: when the clock is about to move past one, the
+    gauges are read before it moves. On a wall clock a thread takes them. At MOST_MOMENTS readings every second one is
+    dropped and the interval doubles, so that a trial of any length keeps between half of MOST_MOMENTS and all. They are
+    stored when the block ends.
     """
 
     def __init__(
@@ -193,7 +194,7 @@ class Occupancy:
             log.warning("the occupancy of trial %s is not kept: %s", self._trial_id, problem)
 
     def _advance(self, ns: int) -> None:
-        """A stretch of any length costs one look, and no more readings than are kept."""
+        """Called before the clock moves to `ns`: the gauges are read once, however many readings fall before that time."""
         until_s = ns / 1e9 - self._origin_s
         if until_s <= self._due_s:
             return

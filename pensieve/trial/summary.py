@@ -1,4 +1,4 @@
-"""What a single trial came to, as a short table, and where everything is kept."""
+"""The results of one trial as a short table or a line, and where they are stored."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def summary(store: ResultsStore, trial_id: int) -> RenderableType:
 
 
 def places(tracking: Tracking) -> list[str]:
-    """Where the records are, a line each."""
+    """Lines that say where the records are."""
     if not tracking.kept:
         return ["Nothing was kept (tracking=off)."]
     lines = [f"Database: {tracking.store.database.shown}"]
@@ -66,7 +66,7 @@ def installed(package: str) -> bool:
 
 
 def brief(store: ResultsStore, trial_id: int) -> str:
-    """A completed trial in a few words, for the line that a sweep prints about it."""
+    """A completed trial's main results in one line, for a sweep."""
     metrics = {(m.name, m.label): m for m in store.metrics_of(trial_id)}
     shown = [f"TTFT {name} turn {_text(metrics[('ttft_ms_p50', turn)], 'ms')}" for turn, name in _turns(metrics)]
     output = metrics.get(("throughput_output_tok_s", ""))

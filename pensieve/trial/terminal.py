@@ -1,14 +1,15 @@
-"""The edge to the user: every error one sentence on stderr and a non-zero exit, Ctrl-C one line and 130.
+"""Output and exit status: every error is one sentence on stderr and a non-zero status, Ctrl-C one line and 130.
 
 Python raises KeyboardInterrupt wherever the program happens to be, and inside a weak reference's callback (SQLAlchemy has
-many) it is printed and dropped. So the handler also remembers, and the trial asks at its safe points. Hydra does not call
-on_multirun_end when a launcher raised or a job left by SystemExit; so a sweep leaves here how it is to be closed.
+many) it is printed and dropped. So the handler also sets a flag, which the trial asks for at safe points. Hydra does not call
+on_multirun_end when a launcher raised or a job left by SystemExit, so a sweep registers here how it is closed.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -33,6 +34,13 @@ _close_sweep: Callable[[str], object] | None = None
 FULL_TRACE = os.environ.get("HYDRA_FULL_ERROR", "") == "1"  # as the user set it, before `guarded` does
 
 
+def command_line() -> str:
+    """The command as it was typed: `python runners/run.py ...`, or `pensieve run ...`."""
+    program = sys.argv[0]
+    typed = program.split() if program.startswith("pensieve ") else ["python", program]
+    return shlex.join([*typed, *sys.argv[1:]])
+
+
 def say(text: str) -> None:
     """A line for people; results go to stdout, everything else here."""
     print(text, file=sys.stderr, flush=True)
@@ -45,7 +53,7 @@ def console() -> Console:
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """rich would end the process with status 1, whatever the sweep that it shows came to."""
+        """rich would end the process with status 1, whatever the status of the sweep whose table it prints."""
         discard_output()
 
 
@@ -68,7 +76,7 @@ def guarded(app: Callable[[], object]) -> None:
 
 
 def _run(app: Callable[[], object]) -> None:
-    """Every way in which it ends becomes SystemExit, but for a bug's."""
+    """Run it and turn every error into SystemExit, except a bug's."""
     try:
         app()
     except KeyboardInterrupt:
@@ -91,18 +99,18 @@ def _run(app: Callable[[], object]) -> None:
 
 
 def discard_output() -> None:
-    """Nobody reads stdout any more (`... | head`): what follows goes nowhere, without a complaint even at exit."""
+    """Nobody reads stdout any more: discard what is still printed, so that Python does not complain, even at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def leave_quietly() -> NoReturn:
-    """Somebody read enough; nothing is wrong."""
+    """The reader of stdout has gone (`... | head`), which is no error."""
     discard_output()
     sys.exit(0)
 
 
 def _stands_alone(argument: str) -> bool:
-    """A flag that takes no next argument. They go to the front, since argparse wants all overrides in one piece."""
+    """A flag without a separate value. Such flags go to the front, since argparse wants all overrides in one piece."""
     return argument in ("-m", "--multirun") or (argument.startswith("--") and "=" in argument)
 
 
@@ -127,13 +135,13 @@ def _handle(_signal: int, _frame: FrameType | None) -> None:
 
 
 def close_at_exit(close: Callable[[str], object]) -> None:
-    """However the command ends, `close` is called once, with the status of the sweep that it runs."""
+    """Register `close`, to be called once with the sweep's status when the command ends before the sweep does."""
     global _close_sweep
     _close_sweep = close
 
 
 def close_sweep(status: str) -> None:
-    """Make that call, if it is still to be made; what goes wrong in it must not hide why the command ends."""
+    """Make the registered call, if there is one. Its errors are logged: they must not hide why the command ends."""
     global _close_sweep
     close, _close_sweep = _close_sweep, None
     if close is None:
@@ -145,6 +153,6 @@ def close_sweep(status: str) -> None:
 
 
 def sweep_is_closed() -> None:
-    """The call is not needed any more."""
+    """Drop the registered call: the sweep has ended by itself."""
     global _close_sweep
     _close_sweep = None

@@ -1,4 +1,4 @@
-"""Where a trial is recorded: the database that tracking= names, and whether MLflow hears of it."""
+"""Where a trial is recorded: the database that tracking= names, and whether MLflow gets a copy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def open_tracking(config: TrialConfig, outputs: Path | None = None) -> Tracking:
 
 
 def open_named(tracking: TrackingConfig, outputs: Path | None = None) -> Tracking:
-    """What an option of conf/tracking names, for what is recorded without being a composed trial."""
+    """As open_tracking, from an option of conf/tracking alone: a benchmark has no composed trial."""
     kept = tracking.name != "off"
     url = None
     if tracking.url_env:

@@ -21,6 +21,8 @@ def test_resolved_has_no_hydra_and_no_interpolation():
         ("cache.chunk_tokens=0", "cache.chunk_tokens=0 cannot be used"),
         ("scheduler.swap_out_stop=0.1", "must not be below scheduler.swap_out_start"),
         ("baseline.kv_budget=half", "baseline.kv_budget='half' cannot be used"),
+        ("trial.isolate=maybe", "trial.isolate='maybe' cannot be used"),
+        ("cache.gpu=[1]", "cache.gpu=[1] cannot be used"),
     ],
 )
 def test_a_wrong_field_is_one_sentence(override, sentence):

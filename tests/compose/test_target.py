@@ -14,6 +14,14 @@ class Workload:
     def __init__(self, context, *, users: int):
         self.users = users
 
+class Shelf:
+    def __init__(self, *, cache: Workload = None):
+        self.cache = cache
+
+class Open:
+    def __init__(self, *, users: int, **others):
+        self.users, self.others = users, others
+
 class Cache:
     def __init__(self, *, policy, chunk_tokens: int, share: float = 1.0):
         self.policy, self.share = policy, share
@@ -41,6 +49,22 @@ def test_fields_are_bound_and_converted():
     assert policy.ends == (1, 2)
 
 
+def test_an_element_of_the_wrong_type_names_its_field():
+    with pytest.raises(ConfigError, match=r"^eviction\.ends=\[1, 'x'\] cannot be used: "):
+        factory("eviction", node("Policy", ends=[1, "x"]))
+
+
+def test_a_field_may_describe_an_object_and_have_a_class_of_ones_own_as_its_type():
+    made = factory("baseline", node("Shelf", cache={"_target_": "outside_module.Workload", "context": 1, "users": 3}))
+    assert made().cache.users == 3
+    assert factory("baseline", node("Shelf", cache="by name"))().cache == "by name"
+
+
+def test_a_target_with_open_arguments_takes_any_field():
+    made = factory("workload", node("Open", users="4", colour="red"))()
+    assert (made.users, made.others) == (4, {"colour": "red"})
+
+
 def test_the_caller_passes_what_it_says_it_gives():
     made = factory("baseline", node("Cache", share=0.5), given=("policy", "chunk_tokens"))
     policy = object()
@@ -55,6 +79,7 @@ def test_the_caller_passes_what_it_says_it_gives():
         ({"user": 1, "users": 1}, "The field workload.user is unknown; did you mean workload.users?"),
         ({"users": "many"}, "workload.users='many' cannot be used"),
         ({}, "The field workload.users has no value"),
+        ({"users": [1, 2]}, "workload.users=[1, 2] cannot be used"),
     ],
 )
 def test_fields_are_held_against_the_signature(fields, sentence):

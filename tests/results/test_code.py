@@ -55,7 +55,7 @@ def changed_hash(file: Path, text: str) -> str:
         ("server/api.py", False),
         ("bench/kernel.py", False),
         ("trial/doctor.py", False),
-        ("trial/callback.py", False),
+        ("trial/sweep.py", False),
         ("__pycache__/engine.pyc", False),
     ],
 )

@@ -11,7 +11,6 @@ import pyarrow.parquet  # noqa: F401  what a trial imports late is imported here
 from hydra.core.global_hydra import GlobalHydra
 
 import runners.run as runner
-from pensieve.trial import guarded
 from pensieve.worker import simulated  # noqa: F401
 from pensieve.workload import chat  # noqa: F401
 
@@ -47,7 +46,7 @@ def _sweep(outputs, arguments):
     sys.argv = [str(runner.__file__), *arguments]
     status = 0
     try:
-        guarded(runner.app)
+        runner.run()
     except SystemExit as left:
         status = left.code if isinstance(left.code, int) else int(left.code is not None)
         if isinstance(left.code, str):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from runners.results import main
+from pensieve.cli import results as results_verb
 from tests.runners.sweeping import SHORT, start
 from tests.runners.test_run import run
 
@@ -32,7 +32,7 @@ def results(outputs, *arguments, status=0):
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setenv("PENSIEVE_OUTPUTS", str(outputs))
-        found = main(list(arguments))
+        found = results_verb(list(arguments))
     assert found == status, out.getvalue() + err.getvalue()
     return SimpleNamespace(stdout=out.getvalue(), stderr=err.getvalue())
 

@@ -6,10 +6,9 @@ import pytest
 
 from pensieve.compose import plan_trial, resolved
 from pensieve.compose.machine import Device
-from pensieve.compose.resolution import device_facts
 from pensieve.results.identity import explain_difference
 from pensieve.results.store import ResultsStore
-from pensieve.trial.run import identity_of
+from pensieve.trial.identity import device_facts, identity_of
 from tests.composed import checked, composed
 from tests.results.trials import MEMORY, trial_fields
 
@@ -82,11 +81,11 @@ def test_a_backend_asked_for_by_name_is_not_looked_for_twice(monkeypatch):
     ],
 )
 def test_on_a_gpu(words, triton, wanted, monkeypatch):
-    from pensieve.compose import trial_plan
+    from pensieve.compose import plan
     from pensieve.worker.torch.kernels import availability
 
     gpu = Device("cuda", "cuda:0", "GPU-1", "NVIDIA X", 1, 2**34, 2**34)
-    monkeypatch.setattr(trial_plan, "find_device", lambda hardware: gpu)
+    monkeypatch.setattr(plan, "find_device", lambda hardware: gpu)
     monkeypatch.setattr(availability.importlib.util, "find_spec", lambda name: object() if triton else None)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     facts = device_facts(plan_trial(checked("hardware=cpu", "model=tiny", *words)))

@@ -1,7 +1,7 @@
 import pytest
 
 from pensieve.compose import options, plan_trial
-from pensieve.trial.inspection import inspection_of, lines, show, wanted
+from pensieve.trial.inspection import inspection_lines, inspection_of, is_inspection, print_inspections
 from tests.composed import SHORT, checked
 
 NEEDS_A_FILE = {"trace"}
@@ -10,11 +10,11 @@ NEEDS_A_FILE = {"trace"}
 @pytest.mark.parametrize("workload", sorted(set(options("workload")) - NEEDS_A_FILE))
 def test_every_workload_can_be_inspected_without_an_engine(workload):
     config = checked(f"workload={workload}", "workload.inspect=true")
-    assert wanted(config)
+    assert is_inspection(config)
     plan = plan_trial(config)
     found = inspection_of(plan)
     assert found.plan.load in ("open", "closed", "partly open")
-    page = "\n".join(lines(plan, found))
+    page = "\n".join(inspection_lines(plan, found))
     for part in (
         "sessions",
         "measured",
@@ -29,14 +29,14 @@ def test_every_workload_can_be_inspected_without_an_engine(workload):
 
 def test_a_workload_that_does_not_fit_is_shown_and_says_so():
     plan = plan_trial(checked("cache.gpu=512 tokens", "workload.pressure=0"))
-    assert any("does not fit into cache.gpu" in line for line in lines(plan, inspection_of(plan)))
+    assert any("does not fit into cache.gpu" in line for line in inspection_lines(plan, inspection_of(plan)))
 
 
 def test_the_same_workload_is_shown_once(capsys):
     one, other = (checked(*SHORT, f"baseline={name}") for name in ("pensieve", "stateless"))
-    show([one, other, checked(*SHORT, "seed=1")])
+    print_inspections([one, other, checked(*SHORT, "seed=1")])
     assert capsys.readouterr().out.count("workload=chat") == 2
 
 
 def test_nothing_is_inspected_unless_asked():
-    assert not wanted(checked())
+    assert not is_inspection(checked())

@@ -4,9 +4,9 @@ import pytest
 
 from pensieve.compose import plan_trial
 from pensieve.compose.machine import Device, find_device
+from pensieve.compose.plan import model_spec
 from pensieve.compose.preflight import check_memory, preflight
 from pensieve.compose.schema import HardwareConfig
-from pensieve.compose.trial_plan import model_spec
 from pensieve.errors import CapacityError, ConfigError, EngineMissing, HardwareMissing, WeightsMissing
 from tests.composed import checked
 

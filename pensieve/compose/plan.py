@@ -1,24 +1,32 @@
-"""One trial, decided: every size a number, every name resolved. Nothing is loaded or started yet."""
+"""Plan a trial: device, model and cache sizes in numbers, before anything is loaded or started."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pensieve.compose.capacity import AUTO, auto_gpu_blocks
-from pensieve.compose.machine import Device, find_device, hardware_spec
+from pensieve.compose.machine import Device, find_device, free_host_memory_bytes, hardware_spec
 from pensieve.compose.schema import ModelConfig, TrialConfig
 from pensieve.compose.target import refuse_missing
 from pensieve.compose.weights import folder_architecture, weights_kind
-from pensieve.errors import ConfigError
+from pensieve.errors import ConfigError, HardwareMissing
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.units import format_bytes, parse_capacity
+
+AUTO = "auto"
+GPU_SHARE = 0.9
+"""Of a GPU's memory: weights, KV and the largest iteration together. The rest is CUDA's context and fragmentation."""
+CPU_SHARE = 0.5
+"""Of a CPU machine's free memory: other processes need some too, and a machine without any kills processes."""
+LEAST_GPU_BLOCKS = 4
+"""A prompt, its reply and the reserve need a few blocks. build_workload asks for those of the longest conversation."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrialPlan:
-    """budget_*_blocks: what cache= says, times the devices. gpu_blocks, cpu_blocks: what this baseline makes of it.
+    """budget_*_blocks: the sizes in cache= times the number of devices, the same for every baseline. gpu_blocks, cpu_blocks:
+    the tiers that this baseline makes of the budget.
 
-    weights: hub, random or path; none where a simulation needs none.
+    weights: hub, random or path; none in a simulation.
     """
 
     config: TrialConfig
@@ -41,7 +49,7 @@ class TrialPlan:
 
     @property
     def gpu_auto(self) -> bool:
-        """The GPU tier takes what fits; on a real GPU gpu_blocks is then an estimate, and the started worker measures."""
+        """cache.gpu=auto. On a real GPU gpu_blocks is then an estimate, and the started worker measures how many fit."""
         return self.config.cache.gpu == AUTO
 
     @property
@@ -64,7 +72,7 @@ class TrialPlan:
         return states + s.max_batch_requests * m.vocab * 4
 
     def budget(self) -> str:
-        """The budgets in tokens, for people."""
+        """The budgets in tokens, as a line for people."""
         per = self.chunk_tokens
 
         def tier(blocks: int) -> str:
@@ -117,7 +125,7 @@ def plan_trial(config: TrialConfig) -> TrialPlan:
 
 
 def _sized(plan: TrialPlan, total: bool) -> TrialPlan:
-    """With the GPU tier that fits. The budget is the same for every baseline: room is kept for the CPU tier even where a
+    """The plan with the GPU tier that fits. Every baseline gets the same: memory is kept free for the CPU tier even where a
     baseline has none."""
     if total and not plan.device.shared:
         raise ConfigError(
@@ -128,6 +136,49 @@ def _sized(plan: TrialPlan, total: bool) -> TrialPlan:
     share = plan.config.hardware.memory_share
     gpu = auto_gpu_blocks(plan.device, plan.model, plan.activation_bytes, cpu_bytes, plan.block_bytes, share)
     return replace(plan, budget_gpu_blocks=gpu, gpu_blocks=gpu + plan.budget_cpu_blocks if total else gpu)
+
+
+def memory_share(device: Device, asked: float | None) -> float:
+    if asked is not None:
+        return asked
+    return CPU_SHARE if device.shared else GPU_SHARE
+
+
+def auto_gpu_blocks(
+    device: Device,
+    model: ModelSpec,
+    activation_bytes: int,
+    cpu_bytes: int,
+    block_bytes: int,
+    asked_share: float | None,
+    free_bytes: int | None = None,
+) -> int:
+    """Blocks of the GPU tier where cache.gpu=auto: what weights, one iteration and (on a CPU) the CPU tier leave.
+
+    Simulated: exact. A GPU: from its total memory, since nothing is loaded yet; the started worker measures again, and its
+    number is used. A CPU: from its free memory, rounded down to a power of two of blocks, so that consecutive trials get
+    the same although a few MB more or less are free. Raises HardwareMissing with the numbers.
+    """
+    share = memory_share(device, asked_share)
+    if device.shared:
+        there = free_host_memory_bytes() if free_bytes is None else free_bytes
+        room = int(share * there) - model.weight_bytes - activation_bytes - cpu_bytes
+        blocks = max(0, room) // block_bytes
+        blocks = 1 << (blocks.bit_length() - 1) if blocks else 0
+    else:
+        there = device.gpu_bytes
+        room = int(share * there) - model.weight_bytes - activation_bytes
+        blocks = max(0, room) // block_bytes
+    if blocks >= LEAST_GPU_BLOCKS:
+        return blocks
+    cpu = f", the CPU tier {format_bytes(cpu_bytes)}" if device.shared else ""
+    raise HardwareMissing(
+        f"cache.gpu=auto finds no room: hardware.memory_share={share:g} of the {format_bytes(there)} "
+        f"{'free' if device.shared else 'of memory'} on {device.label} is {format_bytes(int(share * there))}, and of that "
+        f"model={model.name} takes {format_bytes(model.weight_bytes)} in {model.dtype}, an iteration "
+        f"{format_bytes(activation_bytes)}{cpu}; use a smaller model{' or cache.cpu' if device.shared else ''}, or set "
+        "hardware.memory_share higher."
+    )
 
 
 def model_spec(model: ModelConfig, device: Device) -> ModelSpec:

@@ -1,4 +1,4 @@
-"""A recorded trial held against another promise (slo.*): its turns are judged again, and nothing runs."""
+"""Judge the turns of a recorded trial by another service-level objective (slo.*); nothing runs again."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from pensieve.results.store import TURN_COLUMNS, ResultsStore
 from pensieve.results.tokens import read_tokens
 
 
-def hold_against(store: ResultsStore, trial: Trial, slo: Slo) -> bool:
-    """Whether the promise is another than the trial was judged by; then its goodput and attainment are replaced.
+def judge_again(store: ResultsStore, trial: Trial, slo: Slo) -> bool:
+    """Replace goodput and attainment, where the trial was judged by another objective; returns whether it was.
 
-    The configuration of the trial says the new promise, so that what is drawn from it names the one it was judged by.
+    The recorded configuration gets the new objective, so that a figure names the one that its numbers belong to.
     """
     asked = {"ttft_ms": slo.ttft_ms, "tpot_ms": slo.tpot_ms}
     if (trial.config.get("slo") or {"ttft_ms": None, "tpot_ms": None}) == asked:
         return False
     start_s, end_s = trial.measure_start_s, trial.measure_end_s
     if start_s is None or end_s is None:
-        return False  # a trial without a window, which a serving trial has
+        return False  # without a window there is no goodput; every serving trial has one
     store.replace_metrics(
         trial.id,
         ("goodput_req_s", "slo_attainment"),
@@ -35,7 +35,7 @@ def hold_against(store: ResultsStore, trial: Trial, slo: Slo) -> bool:
 
 
 def _turns(store: ResultsStore, trial: Trial) -> Sequence[TurnRecord]:
-    """With the moments of their tokens where these were kept; else a turn's last token is its end."""
+    """The recorded turns, with the times of their tokens where the token file is still there."""
     records = [
         TurnRecord(**dict(zip(TURN_COLUMNS, row, strict=True))) for row in store.turns_of(trial.id, *TURN_COLUMNS)
     ]
@@ -47,7 +47,7 @@ def _turns(store: ResultsStore, trial: Trial) -> Sequence[TurnRecord]:
     times = Counter((record.session, record.turn) for record in records)
     for record in records:
         key = (record.session, record.turn)
-        if times[key] == 1 and key in tokens:  # a turn of several iterations is kept under one name
+        if times[key] == 1 and key in tokens:  # a turn that ran several times has one entry in the file
             emitted = tokens[key].emitted_s
             record.emitted_s = array("d", emitted[emitted == emitted])
     return records

@@ -1,0 +1,299 @@
+"""The command `pensieve`: one function for each verb; runners/<verb>.py call the same functions from a checkout.
+
+A verb imports what it needs when it is called: a package that is missing is then named in one sentence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from pensieve.results.store import ResultsStore
+
+MAIN_METRICS = (
+    "ttft_ms_mean",
+    "ttft_ms_p99",
+    "tpot_ms_mean",
+    "normalized_latency_ms_mean",
+    "throughput_*",
+    "*hit_rate",
+    "miss_rate",
+)
+COMPARE_EPILOG = """A and B: a sweep's id, "latest", or conditions such as sweep=latest,baseline=pensieve or
+model=tiny,workload.users=6 (columns of table trial, or dotted fields of the configuration).
+Example: python runners/compare.py sweep=latest,baseline=pensieve sweep=latest,baseline=stateless
+The ratio is A / B. Latencies are paired by seed and conversation; everything else has one value a trial,
+and an interval from five seeds on."""
+
+
+@contextmanager
+def _imports() -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        sys.exit(
+            f"The Python package {error.name} is not installed; install it (README.md, make install) and run again."
+        )
+
+
+def main() -> None:
+    """The console script: pensieve VERB, with the arguments of runners/VERB.py."""
+    verbs = {verb.__name__: verb for verb in (run, compare, results, bench, doctor)}
+    parser = argparse.ArgumentParser(
+        prog="pensieve",
+        epilog="\n".join(f"{name:<9}{verb.__doc__}" for name, verb in verbs.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("verb", choices=verbs, help="pensieve VERB --help lists the verb's arguments")
+    verb = parser.parse_args(sys.argv[1:2]).verb
+    sys.argv = [f"pensieve {verb}", *sys.argv[2:]]
+    sys.exit(verbs[verb]())
+
+
+def run() -> int:
+    """One trial, or with -m a sweep: [group=option] [group.field=value] [-m]."""
+    sys.path.insert(0, os.getcwd())  # your own policies: --config-dir=. eviction=my_policy with ./my_module.py
+    with _imports():
+        import hydra
+
+        from pensieve.compose import conf_folder, outputs_folder
+        from pensieve.trial import guarded, run_job
+
+    os.environ["PENSIEVE_OUTPUTS"] = str(outputs_folder())  # absolute, also for the processes of a launcher
+    guarded(hydra.main(config_path=str(conf_folder()), config_name="config", version_base="1.3")(run_job))
+    return 0
+
+
+def bench() -> int:
+    """Benchmarks beside their limits and peers, and the soak test: target=all."""
+    with _imports():
+        import hydra
+        from hydra.core.hydra_config import HydraConfig
+        from omegaconf import OmegaConf
+
+        from pensieve.bench import run_target
+        from pensieve.compose import conf_folder
+        from pensieve.errors import PensieveError
+        from pensieve.trial import guarded
+
+    @hydra.main(config_path=str(conf_folder()), config_name="bench", version_base="1.3")
+    def app(cfg: DictConfig) -> None:
+        config = OmegaConf.to_container(cfg, resolve=True)
+        assert isinstance(config, dict)
+        typed = (str(text).lstrip("+").partition("=") for text in HydraConfig.get().overrides.task)
+        try:
+            status = run_target({str(name): value for name, value in config.items()}, {key: v for key, _, v in typed})
+        except PensieveError as error:
+            sys.exit(str(error))
+        if status:
+            sys.exit(status)
+
+    guarded(app)
+    return 0
+
+
+def doctor() -> int:
+    """What this machine has, which models fit on it, and what to type next."""
+    with _imports():
+        from pensieve.trial.doctor import report
+
+    parser = argparse.ArgumentParser(description=doctor.__doc__)
+    parser.add_argument(
+        "--cache", default="small", help="the cache option that fitting is judged with (default: small)"
+    )
+    return report(parser.parse_args().cache)
+
+
+def compare() -> int:
+    """Two sweeps, or two sets of trials, metric by metric: A B."""
+    with _imports():
+        from pensieve.compose import outputs_folder
+        from pensieve.errors import PensieveError
+        from pensieve.results.compare_trials import compare_trials, select_trials
+        from pensieve.results.store import open_store
+        from pensieve.trial.terminal import console
+
+    parser = argparse.ArgumentParser(
+        description=compare.__doc__, epilog=COMPARE_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("a", metavar="A")
+    parser.add_argument("b", metavar="B")
+    parser.add_argument(
+        "--metrics", default=",".join(MAIN_METRICS), help="names, * allowed, comma between (default: the main ones)"
+    )
+    parser.add_argument("--all", action="store_true", help="every metric that both have")
+    parser.add_argument(
+        "--allow-mixed",
+        action="store_true",
+        help="compare simulated with real, contended, profiled, differently weighted or differently coded trials; it says so",
+    )
+    parser.add_argument("--url-env", help="environment variable with the database's URL (default: outputs/results.db)")
+    options = parser.parse_args()
+    wanted = ["*"] if options.all else [name.strip() for name in options.metrics.split(",")]
+    try:
+        store = open_store(outputs_folder(), _database_url(options.url_env), create=False)
+        a, b = select_trials(store, options.a), select_trials(store, options.b)
+        found = compare_trials(store, a, b, options.allow_mixed)
+    except PensieveError as error:
+        _say(str(error))
+        return 1
+    console().print(found.table(lambda name: any(fnmatch(name, pattern) for pattern in wanted)))
+    return 0
+
+
+def results(argv: Sequence[str] | None = None) -> int:
+    """What was recorded: list, show, export, reproduce, prune, bundle it, or rebuild MLflow from it."""
+    sys.path.insert(0, os.getcwd())  # reproduce: a policy of one's own in the current folder
+    with _imports():
+        from pensieve.compose import outputs_folder
+        from pensieve.errors import PensieveError
+        from pensieve.results.store import open_store
+
+    options = _results_parser().parse_args(argv)
+    try:
+        store = open_store(outputs_folder(), _database_url(options.url_env), create=False)
+        status: int = options.run(store, options)
+        return status
+    except PensieveError as error:
+        _say(str(error))
+    except BrokenPipeError:  # somebody read enough: `... list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        _say("Interrupted.")
+        return 130
+    return 1
+
+
+def _results_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=results.__doc__)
+    parser.add_argument("--url-env", help="environment variable that holds the URL of another results database")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[..., int], text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text)
+        added.set_defaults(run=run)
+        return added
+
+    listed = command("list", _list, "sweeps and the newest trials, a line each")
+    listed.add_argument("--sweep", type=int, help="only trials of this sweep")
+    listed.add_argument("--status", choices=("running", "completed", "failed", "interrupted"), help="only such trials")
+    listed.add_argument("--limit", type=int, default=50, help="at most so many trials (default: 50; 0: all)")
+    shown = command("show", _show, "all that is known of a trial")
+    shown.add_argument("trial", type=int)
+    exported = command("export", _export, "a JSON for each baseline of a sweep, and its turns as CSV and Parquet")
+    exported.add_argument("--sweep", type=int, help="default: the latest")
+    exported.add_argument("--to", type=Path, help="folder (default: outputs/export/sweep-<id>)")
+    repeated = command("reproduce", _reproduce, "run a trial again from its stored configuration and compare")
+    repeated.add_argument("trial", type=int)
+    pruned = command("prune", _prune, "delete attempts that no sweep shows; without --yes only say which")
+    pruned.add_argument("--failed", action="store_true", help="also failed and interrupted trials that never completed")
+    pruned.add_argument("--yes", action="store_true", help="delete them")
+    command("rebuild-mlflow", _rebuild, "make the MLflow store anew from the results database")
+    bundled = command("bundle", _bundle, "a zip of a sweep that redraws its figures on another machine")
+    bundled.add_argument("sweep", type=int)
+    bundled.add_argument("--to", type=Path, help="file (default: outputs/bundle/sweep-<id>.zip)")
+    return parser
+
+
+def _database_url(url_env: str | None) -> str | None:
+    """The value of the environment variable; None for outputs/results.db. Raises ResultsError where it is not set."""
+    from pensieve.errors import ResultsError
+
+    url = os.environ.get(url_env) if url_env else None
+    if url_env and not url:
+        raise ResultsError(f"The environment variable {url_env} is not set; export it with the database's URL.")
+    return url
+
+
+def _list(store: ResultsStore, options: argparse.Namespace) -> int:
+    from pensieve.results.listing import list_sweeps, list_trials
+
+    limit = options.limit or None
+    if options.sweep is None and options.status is None:
+        _print([*list_sweeps(store, limit), ""])
+    _print(list_trials(store, options.sweep, options.status, limit))
+    return 0
+
+
+def _show(store: ResultsStore, options: argparse.Namespace) -> int:
+    from pensieve.results.listing import show_trial
+
+    _print(show_trial(store, options.trial))
+    return 0
+
+
+def _export(store: ResultsStore, options: argparse.Namespace) -> int:
+    from pensieve.compose import outputs_folder
+    from pensieve.errors import ResultsError
+    from pensieve.results.export import export_sweep
+
+    sweep_id = options.sweep
+    if sweep_id is None:
+        latest = store.latest_sweep()
+        if latest is None:
+            raise ResultsError("There is no sweep to export yet; run `python runners/run.py -m` first.")
+        sweep_id = latest.id
+    folder = options.to or outputs_folder() / "export" / f"sweep-{sweep_id}"
+    _print(map(str, export_sweep(store, sweep_id, folder)))
+    return 0
+
+
+def _reproduce(store: ResultsStore, options: argparse.Namespace) -> int:
+    from pensieve.trial.reproduce import reproduce
+
+    return reproduce(store, options.trial, _say)
+
+
+def _prune(store: ResultsStore, options: argparse.Namespace) -> int:
+    from pensieve.results.prune import prunable, prune
+    from pensieve.units import format_bytes
+
+    chosen = prunable(store, options.failed)
+    for one in chosen:
+        why = f"replaced by trial {one.successor}" if one.successor else "never completed"
+        print(f"trial {one.trial_id} ({one.status}, {why})")
+    size = format_bytes(sum(path.stat().st_size for one in chosen for path in one.files))
+    if not chosen:
+        print("There is nothing to prune.")
+    elif not options.yes:
+        print(f"{len(chosen)} attempts and {size} of files would go; add --yes to delete them.")
+    else:
+        prune(store, chosen)
+        print(f"{len(chosen)} attempts and {size} of files are gone.")
+    return 0
+
+
+def _rebuild(store: ResultsStore, _options: argparse.Namespace) -> int:
+    from pensieve.compose import outputs_folder
+    from pensieve.results.mlflow_runs import rebuild_mlflow
+
+    made = rebuild_mlflow(outputs_folder(), store, _say)
+    print(f"{made} MLflow runs were made from {store.database.shown}.")
+    return 0
+
+
+def _bundle(store: ResultsStore, options: argparse.Namespace) -> int:
+    from pensieve.compose import conf_folder, outputs_folder
+    from pensieve.results.bundle import bundle_sweep
+
+    path = options.to or outputs_folder() / "bundle" / f"sweep-{options.sweep}.zip"
+    print(bundle_sweep(store, options.sweep, conf_folder().parent, path))
+    return 0
+
+
+def _print(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

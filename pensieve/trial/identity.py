@@ -1,0 +1,71 @@
+"""What makes two trials the same: the configuration, what `auto` comes to on this machine, and how the trial is run.
+
+It is asked before every trial, so it must cost nothing where the trial is then reused: no torch is imported for a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pensieve.compose import TrialPlan
+from pensieve.errors import EngineMissing
+from pensieve.results.identity import Identity, identify
+
+
+def identity_of(plan: TrialPlan, resolved: Mapping[str, Any], reproduces: int | None = None) -> Identity:
+    """What a completed trial must share with this one to be reused for it.
+
+    reproduces: the trial that this one repeats; a repetition is never reused in its place.
+    """
+    marks = {**marks_of(plan), **({} if reproduces is None else {"reproduces": reproduces})}
+    return identify(resolved, plan.device.simulated, device_facts(plan), marks)
+
+
+def marks_of(plan: TrialPlan) -> dict[str, bool]:
+    """The options of `trial` that change what it measures; the others only say how it is run."""
+    marks = {"profiled": plan.config.trial.profile, "contended": contended(plan)}
+    return {name: True for name, given in marks.items() if given}
+
+
+def contended(plan: TrialPlan) -> bool:
+    """Other trials may run on the same device at the same time."""
+    return not plan.config.trial.exclusive and not plan.device.simulated
+
+
+def device_facts(plan: TrialPlan) -> dict[str, Any]:
+    """The device and how it will be used, for results.identity.platform_of.
+
+    attention: the backend expected to serve; the self-check at the start may fall back to another one, which the trial's
+    column `engine` then names. copies: none without a CPU tier over a link; auto is measured at the start. compiler: the C
+    compiler of the native kernels.
+    """
+    device: dict[str, Any] = {"name": plan.device.label, "count": plan.device.count}
+    if plan.device.simulated:
+        return device
+    from pensieve.worker.torch.kernels.availability import CAPTURING, expected
+    from pensieve.worker.torch.threads import physical_cores
+
+    hardware, kind = plan.config.hardware, plan.device.kind
+    attention = expected(plan.config.attention_backend, kind, plan.model.dtype, plan.chunk_tokens)
+    recorded = hardware.graphs == "auto" and kind == "cuda" and attention in CAPTURING
+    return {
+        **device,
+        "threads": hardware.threads or physical_cores(),
+        "dtype": plan.model.dtype,
+        "attention": attention,
+        "compiler": _compiler() if attention == "native" else None,
+        "graphs": "on" if recorded else "off",
+        "copies": hardware.copies if kind == "cuda" and plan.cpu_blocks else "none",
+        "depth": hardware.depth,
+    }
+
+
+def _compiler() -> str | None:
+    """None where attention_backend=native is given and no compiler is found; the start then says so."""
+    from pensieve.worker.torch.kernels.compiler import compiler_version, find_compiler
+
+    try:
+        return compiler_version(find_compiler()).replace(";", ",")
+    except EngineMissing:
+        return None

@@ -1,0 +1,113 @@
+"""The `pensieve` command: as the console script calls it, and from a folder laid out as the wheel is."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from pensieve import cli
+from pensieve.trial.terminal import command_line
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))
+VERBS = ("bench", "compare", "doctor", "results", "run")
+SHORT = ("hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2")
+SCRIPT = "import sys\nfrom pensieve.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
+
+
+def command(monkeypatch, *arguments):
+    """Call the console script in this process; its exit status."""
+    monkeypatch.setattr(sys, "argv", ["/usr/local/bin/pensieve", *arguments])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit) as left:
+        EntryPoint("pensieve", PROJECT["project"]["scripts"]["pensieve"], "console_scripts").load()()
+    return left.value.code
+
+
+@pytest.fixture
+def installed(tmp_path):
+    """Runs the command on a copy of what pyproject.toml puts into the wheel, from a folder without a checkout."""
+    site, cwd = tmp_path / "site", tmp_path / "cwd"
+    cwd.mkdir()
+    wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+    skipped = shutil.ignore_patterns("__pycache__")
+    for package in wheel["packages"]:
+        shutil.copytree(CHECKOUT / package, site / package, ignore=skipped)
+    for source, target in wheel["force-include"].items():
+        shutil.copytree(CHECKOUT / source, site / target, ignore=skipped)
+    script = tmp_path / "bin" / "pensieve"  # without a suffix, as pip writes it
+    script.parent.mkdir()
+    script.write_text(SCRIPT)
+
+    def run(*arguments):
+        env = {k: v for k, v in os.environ.items() if k not in ("PYTEST_CURRENT_TEST", "PENSIEVE_OUTPUTS")}
+        env |= {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+        words = [sys.executable, str(script), *arguments]
+        return subprocess.run(words, capture_output=True, text=True, env=env, cwd=cwd, timeout=240, check=False)
+
+    return run
+
+
+def test_each_runner_is_a_verb_and_each_verb_a_runner(monkeypatch, capsys):
+    assert sorted(file.stem for file in (CHECKOUT / "runners").glob("*.py")) == list(VERBS)
+    assert command(monkeypatch, "--help") == 0
+    shown = capsys.readouterr().out
+    for verb in VERBS:
+        assert f"\n{verb:<9}{getattr(cli, verb).__doc__}" in shown
+
+
+@pytest.mark.parametrize("verb", ["compare", "results", "doctor"])
+def test_a_verb_has_its_own_help(monkeypatch, capsys, verb):
+    assert command(monkeypatch, verb, "--help") == 0
+    assert capsys.readouterr().out.startswith(f"usage: pensieve {verb} [-h]")
+
+
+@pytest.mark.parametrize("arguments", [(), ("nothing",)])
+def test_another_verb_is_refused(monkeypatch, capsys, arguments):
+    assert command(monkeypatch, *arguments) == 2
+    assert "compare" in capsys.readouterr().err
+
+
+def test_a_verb_without_results_ends_in_one_sentence(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
+    assert command(monkeypatch, "results", "list") == 1
+    assert capsys.readouterr().err.startswith(f"There are no results at {tmp_path / 'results.db'} yet")
+    assert command(monkeypatch, "compare", "1", "2") == 1
+
+
+@pytest.mark.parametrize(
+    ("program", "typed"),
+    [("runners/run.py", "python runners/run.py -m 'a=\"b c\"'"), ("pensieve run", "pensieve run -m 'a=\"b c\"'")],
+)
+def test_a_sweep_records_the_command_that_was_typed(monkeypatch, program, typed):
+    monkeypatch.setattr(sys, "argv", [program, "-m", 'a="b c"'])
+    assert command_line() == typed
+
+
+@pytest.mark.slow
+def test_an_installed_command_runs_a_trial_without_a_checkout(installed, tmp_path):
+    done = installed("run", *SHORT, "tracking.mlflow=false", "trial.isolate=true")
+    assert done.returncode == 0, done.stderr
+    assert f"Database: {tmp_path / 'cwd' / 'outputs' / 'results.db'}" in done.stdout
+    (hydra,) = (tmp_path / "cwd" / "outputs" / "runs").rglob(".hydra/hydra.yaml")
+    assert f"path: {tmp_path / 'site' / 'pensieve' / 'conf'}\n" in hydra.read_text()
+
+
+@pytest.mark.slow
+def test_an_installed_command_sweeps_lists_and_shows_its_help(installed):
+    swept = installed("run", "-m", *SHORT, "tracking.mlflow=false", "seed=0", "baseline=pensieve,stateless")
+    assert swept.returncode == 0, swept.stderr
+    assert "[2/2] baseline=stateless: TTFT first turn" in swept.stderr
+    listed = installed("results", "list")
+    assert [line.split()[1:3] for line in listed.stdout.splitlines()[4:]] == [
+        ["completed", "stateless"],
+        ["completed", "pensieve"],
+    ]
+    assert "bundle from a checkout" in installed("results", "bundle", "1").stderr
+    assert "sim_a100_80g" in installed("run", "--help").stdout
+    assert "bench is powered by Hydra" in installed("bench", "--help").stdout
