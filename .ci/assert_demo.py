@@ -6,6 +6,7 @@ The ratios are printed against their targets, and asserted only as far as no noi
 import sys
 from pathlib import Path
 
+from pensieve.request import is_measured
 from pensieve.results.store import open_store
 from pensieve.results.sweep_table import sweep_table
 from pensieve.statistics import paired_ratio
@@ -25,7 +26,7 @@ for job in jobs:
     assert trial is not None
     of_turn = turns.setdefault(trial.baseline, {})
     for turn in store.turns_of(trial.id):
-        if turn.phase == "warmup":
+        if not is_measured(turn.phase):
             continue
         of_turn.setdefault(turn.turn, {})[trial.seed, turn.session] = turn.ttft_ms
         if trial.baseline == "pensieve":
