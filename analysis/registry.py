@@ -16,7 +16,7 @@ from analysis import style
 from analysis.provenance import footnote
 from analysis.sweep import Panel, Source
 from analysis.tables import Table
-from pensieve.statistics import Estimate
+from pensieve.statistics import FEWEST_GROUPS, Estimate
 
 Row = Mapping[str, Any]
 
@@ -110,7 +110,8 @@ def _publish(of: Figure, plot: Plot, folder: Path) -> Drawing:
     """Title and small print around the picture, and its files; the panel's group goes before the columns of the CSV."""
     panel, origin = plot.panel, plot.panel.provenance
     warning = f"MIXED: {'; '.join(origin.mixed)}" if origin.mixed else ""
-    style.compose(plot.picture, of.title, panel.text, warning, footnote(origin, plot.lead))
+    lead = plot.lead if _interval_drawn(plot) else f"{plot.lead} (none is due below {FEWEST_GROUPS} seeds)"
+    style.compose(plot.picture, of.title, panel.text, warning, footnote(origin, lead))
     stem = folder / (of.name + "".join(f"-{_slug(axis)}-{_slug(value)}" for axis, value in panel.group.items()))
     png, pdf = style.save(plot.picture, stem)
     table, sidecar = (stem.with_name(stem.name + suffix) for suffix in (".csv", ".json"))
@@ -122,7 +123,7 @@ def _publish(of: Figure, plot: Plot, folder: Path) -> Drawing:
     said = {
         "figure": of.name,
         "title": of.title,
-        "what": plot.lead,
+        "what": lead,
         "group": dict(panel.group),
         "files": [path.name for path in (png, pdf, table)],
         "allow_mixed": bool(origin.mixed),
@@ -133,7 +134,13 @@ def _publish(of: Figure, plot: Plot, folder: Path) -> Drawing:
         ],
     }
     sidecar.write_text(json.dumps(said, indent=2, default=str) + "\n", encoding="utf-8")
-    return Drawing(of.name, of.title, panel, plot.lead, png, pdf, table, sidecar, plot.table)
+    return Drawing(of.name, of.title, panel, lead, png, pdf, table, sidecar, plot.table)
+
+
+def _interval_drawn(plot: Plot) -> bool:
+    """Also where the small print speaks of none."""
+    ends = [end for row in plot.rows for key, end in row.items() if key.endswith("ci_low")]
+    return "95 % interval" not in plot.lead or any(end is not None for end in ends)
 
 
 def _slug(text: str) -> str:
