@@ -72,13 +72,14 @@ def find_window(
         if inside < FEWEST_TURNS:
             flags["few_turns"] = f"Only {inside} turns finished in the measurement window."
     middle = (start + end) / 2
-    early, late = _output_tokens(measured, start, middle), _output_tokens(measured, middle, end)
+    late = _output_tokens(measured, middle, end)
+    early = _output_tokens(measured, start, end) - late
     if enough and early + late and abs(early - late) / ((early + late) / 2) > HALVES_MAY_DIFFER:
         flags["halves"] = (
             f"The two halves of the window gave {early} and {late} output tokens: the load was not steady."
         )
-    everything = _output_tokens(measured, float("-inf"), ended)
-    drain = _output_tokens(measured, end, ended) / everything if everything else 0.0
+    everything, in_time = (_output_tokens(measured, float("-inf"), until) for until in (ended, end))
+    drain = (everything - in_time) / everything if everything else 0.0
     return Window(start, end, first, ended, drain, flags)
 
 
@@ -98,6 +99,6 @@ def _completed_between(turns: Sequence[TurnRecord], start: float, end: float) ->
     return sum(turn.status == "completed" and start <= _finished(turn) <= end for turn in turns)
 
 
-def _output_tokens(turns: Sequence[TurnRecord], after: float, until: float) -> int:
-    """Of completed turns that finished in (after, until]."""
-    return sum(turn.output_tokens for turn in turns if turn.status == "completed" and after < _finished(turn) <= until)
+def _output_tokens(turns: Sequence[TurnRecord], start: float, end: float) -> int:
+    """Of completed turns that finished in [start, end], as throughput counts them."""
+    return sum(turn.output_tokens for turn in turns if turn.status == "completed" and start <= _finished(turn) <= end)

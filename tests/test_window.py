@@ -1,7 +1,7 @@
 import pytest
 
 from pensieve.record import TurnRecord
-from pensieve.window import find_window
+from pensieve.window import FEWEST_TURNS, find_window
 
 
 def turn(session, finished_s, tokens=10, status="completed"):
@@ -101,3 +101,12 @@ def test_halves_that_differ_are_flagged():
     for record in turns:
         record.output_tokens = 12 if record.finished_s > 85 else 10
     assert "not steady" in window_of(turns, arrivals, "open").flags["halves"]
+
+
+def test_a_turn_that_ends_as_the_window_begins_is_in_it_as_throughput_counts_it():
+    """Twenty turns of a closed load, the first of which ends at once: the halves hold what the window holds."""
+    turns = [TurnRecord(f"s{n}", 1, finished_s=float(n), output_tokens=0 if n else 100) for n in range(FEWEST_TURNS)]
+    arrivals = {turn.session: 0.0 for turn in turns}
+    found = find_window(turns, load="closed", warm_s=0.0, arrivals_s=arrivals, out_of_work_s=float(FEWEST_TURNS))
+    assert found.start_s == 0.0
+    assert "100 and 0 output tokens" in found.flags["halves"]
