@@ -227,6 +227,14 @@ def _sqlite_path(url: URL) -> Path | None:
     return Path(url.database).absolute() if url.database and url.database != ":memory:" else None
 
 
+def _size_of(path: Path) -> int:
+    """The bytes of a file, 0 where it is gone: the last connection to close takes SQLite's log away at any moment."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
 def check_sqlite_file(path: Path, create: bool = True) -> None:
     """Refuse, without opening it for writing, a file that is no sound SQLite database.
 
@@ -253,7 +261,7 @@ def check_sqlite_file(path: Path, create: bool = True) -> None:
     page_bytes = 65536 if page_bytes == 1 else page_bytes
     wal = path.with_name(path.name + "-wal")
     # A file shorter than its own page count was cut off; with a log beside it, the missing pages may still be in there.
-    logged = wal.exists() and wal.stat().st_size > 0
+    logged = _size_of(wal) > 0
     if path.stat().st_size < page_bytes * int.from_bytes(header[28:32], "big") and not logged:
         raise damaged
     try:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -86,10 +87,11 @@ def _git(folder: Path) -> dict[str, Any]:
         digest.update(status)
         for name in (_run_git(folder, "ls-files", "--others", "--exclude-standard", "-z") or b"").split(b"\0"):
             path = folder / os.fsdecode(name)
-            if name and path.is_file():
-                size = path.stat().st_size
-                digest.update(name + str(size).encode())
-                digest.update(path.read_bytes() if size <= _READ_BYTES else b"")
+            with suppress(FileNotFoundError):  # another process may take its file away at any moment
+                if name and path.is_file():
+                    size = path.stat().st_size
+                    digest.update(name + str(size).encode())
+                    digest.update(path.read_bytes() if size <= _READ_BYTES else b"")
     return {
         "commit": commit.decode().strip() if commit else None,
         "dirty": bool(status),

@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import event, text
 
 from pensieve.errors import ResultsError
-from pensieve.results.database import Database
+from pensieve.results.database import Database, check_sqlite_file
 from pensieve.results.schema import SCHEMA_VERSION, VERSION_TABLE
 from pensieve.results.store import ResultsStore, open_store
 from tests.results.trials import conversation_turns, trial_fields, turn, write_tokens
@@ -75,6 +75,17 @@ def test_a_damaged_file_is_refused_and_left_as_it_is(tmp_path: Path, damage: str
         open_store(tmp_path)
     assert path.read_bytes() == bad
     assert "\n" not in str(raised.value)
+
+
+def test_a_log_that_is_taken_away_while_the_file_is_checked_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last connection to close deletes SQLite's log: it may be there when one looks, and gone when one reads."""
+    filled(tmp_path / "results.db")
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path, **how: path.name.endswith("-wal") or exists(path, **how))
+    assert not (tmp_path / "results.db-wal").is_file()
+    check_sqlite_file(tmp_path / "results.db")
 
 
 def test_an_empty_file_becomes_a_database(tmp_path: Path) -> None:
