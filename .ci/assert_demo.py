@@ -1,6 +1,6 @@
 """What a demo run must have shown, read from its database: every path exercised, outputs identical, nothing failed.
 
-The ratios are printed against their targets, and asserted only as far as no noise of a busy machine can turn them.
+Pensieve comes before the others at equal GPU memory; by how much is printed, and left to the machine.
 """
 
 import sys
@@ -11,7 +11,7 @@ from pensieve.results.store import open_store
 from pensieve.results.sweep_table import sweep_table
 from pensieve.statistics import paired_ratio
 
-LEAST_SHARE = 0.10  # of the history tokens: GPU hit, CPU hit and recompute must each be at least this
+LEAST_SHARE = 0.02  # of the history tokens, for GPU hits, CPU hits and recomputation each
 
 store = open_store(Path(sys.argv[1]), create=False)
 sweep = store.latest_sweep()
@@ -32,18 +32,17 @@ for job in jobs:
         if trial.baseline == "pensieve":
             for name in tokens:
                 tokens[name] += getattr(turn, name)
-assert set(turns) == {"pensieve", "gpu_only", "stateless", "prefix_cache", "llama_slots"}, sorted(turns)
+assert set(turns) == {"pensieve", "gpu_only", "stateless", "prefix_cache"}, sorted(turns)
 
 for name, count in tokens.items():
     share = count / tokens["history_tokens"]
     print(f"pensieve {name} = {share:.1%} of history")
     assert share >= LEAST_SHARE, f"{name}: the demo does not exercise this path"
-first = paired_ratio(turns["pensieve"][1], turns["stateless"][1])
 last = max(turns["stateless"])
-speedup = paired_ratio(turns["stateless"][last], turns["pensieve"][last])
-print(f"turn 1, pensieve / stateless (target: 1.10 at most): {first}")
-print(f"turn {last}, stateless / pensieve (target: 2.0): {speedup}")
-# Three seeds give no interval. A machine shared with others has shown 1.1 where it alone shows 2.2 to 3.4.
-assert speedup.ratio > 0.9, "stateless is faster"
+for baseline in ("stateless", "gpu_only", "prefix_cache"):
+    ratio = paired_ratio(turns[baseline][last], turns["pensieve"][last])
+    print(f"turn {last}, {baseline} / pensieve: {ratio}")
+    # The order, not the size: three seeds on a machine shared with others.
+    assert ratio.ratio > 1.0, f"{baseline} is faster"
 text = sweep_table(store, sweep.id).text(110)
 assert "identical" in text, text

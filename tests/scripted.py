@@ -127,11 +127,17 @@ class ScriptedSystem:
         heapq.heappush(self._heap, (at, next(self._sequence), event))
 
 
-def context(seed: int = 0, gpu_tokens: int = 0, max_context: int = 8192, force_lengths: bool = True) -> WorkloadContext:
+def context(
+    seed: int = 0,
+    gpu_tokens: int = 0,
+    cpu_tokens: int = 0,
+    max_context: int = 8192,
+    force_lengths: bool = True,
+) -> WorkloadContext:
     return WorkloadContext(
         seed=seed,
         gpu_tokens=gpu_tokens,
-        cpu_tokens=0,
+        cpu_tokens=cpu_tokens,
         max_context=max_context,
         vocab=256,
         encode=lambda text: list(text.encode()),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from pensieve.errors import ConfigError
 from pensieve.record import TurnRecord
@@ -13,6 +13,7 @@ from pensieve.workload.fields import at_least, positive_seconds
 from pensieve.workload.script import Script, ScriptWriter
 
 FEWEST_CONVERSATIONS = 8
+FILL = 1.2  # working set over both tiers, with pressure="auto": a sixth has to be dropped and recomputed
 WARMUP_SESSIONS = (
     2  # side by side, so that batches of more than one row are warm too (open load: nobody knows how many)
 )
@@ -31,7 +32,11 @@ class ChatWorkload:
 
     conversations: how many at least (None: 8, or one a user). pressure: conversations are added until the working set,
         the KV tokens of all measured conversations at their longest, is this multiple of context.gpu_tokens; 0 adds
-        none. Beyond the shipped ones they repeat under another session and with another opening sentence.
+        none; "auto": until it is FILL times what both tiers hold together, so that every tier is at work. Beyond the
+        shipped ones they repeat under another session and with another opening sentence.
+    turns_per_s: the offered load that think_time_s="auto" and request_interval="auto" follow: users (open load:
+        conversations) / turns_per_s of think time, and one conversation every 1 / turns_per_s, so that all of them are
+        alive at once. A system that answers late receives less.
     min_turns, max_turns: turns a conversation, drawn evenly; one longer than its text goes on with the next topic. A
         conversation that the model's context cannot hold ends early, which describe() counts.
     max_new_tokens: a reply has the words that the text suggests, one token a word, but at most this many. free: replies
@@ -53,9 +58,10 @@ class ChatWorkload:
         min_turns: int = 8,
         max_turns: int = 8,
         max_new_tokens: int = 36,
-        request_interval: float = 0.3,
-        think_time_s: float = 0.5,
-        pressure: float = 2.0,
+        request_interval: float | Literal["auto"] = 0.3,
+        think_time_s: float | Literal["auto"] = 0.5,
+        turns_per_s: float = 10.0,
+        pressure: float | Literal["auto"] = 2.0,
         warmup_turns: int = 4,
         timeout_s: float | None = None,
         free: bool = False,
@@ -66,9 +72,14 @@ class ChatWorkload:
         at_least("min_turns", min_turns, 1, whole=True)
         at_least("max_turns", max_turns, min_turns, whole=True, than="min_turns")
         at_least("max_new_tokens", max_new_tokens, 1, whole=True)
-        at_least("request_interval", request_interval, 0)
-        at_least("think_time_s", think_time_s, 0)
-        at_least("pressure", pressure, 0)
+        for name, number in (
+            ("request_interval", request_interval),
+            ("think_time_s", think_time_s),
+            ("pressure", pressure),
+        ):
+            if number != "auto":
+                at_least(name, number, 0)
+        at_least("turns_per_s", turns_per_s, 0.001)
         at_least("warmup_turns", warmup_turns, 1, whole=True)
         positive_seconds("timeout_s", timeout_s)
         if free and context.force_lengths:
@@ -76,8 +87,6 @@ class ChatWorkload:
         self._context = context
         self._users = users
         self._turns = (min_turns, max_turns)
-        self._request_interval = request_interval
-        self._think_time_s = think_time_s
         self._timeout_s = timeout_s
         self._free = free
         self._writer = ScriptWriter(context, max_new_tokens, free)
@@ -85,7 +94,12 @@ class ChatWorkload:
         self._warmup = self._writer.warmup(
             warmup_turns if users is None else max(warmup_turns, users), users or WARMUP_SESSIONS
         )
-        self._measured = self._measured_scripts(max(conversations or FEWEST_CONVERSATIONS, users or 1), pressure)
+        both_tiers = context.gpu_tokens + context.cpu_tokens
+        goal = FILL * both_tiers if pressure == "auto" else pressure * context.gpu_tokens
+        self._measured = self._measured_scripts(max(conversations or FEWEST_CONVERSATIONS, users or 1), goal)
+        at_once = users or len(self._measured)
+        self._think_time_s = at_once / turns_per_s if think_time_s == "auto" else think_time_s
+        self._request_interval = 1 / turns_per_s if request_interval == "auto" else request_interval
         self._scripts = {script.session: script for script in (*self._warmup, *self._measured)}
         self._warming = len(self._warmup)
         self._share_of: dict[str, list[Script]] = {}  # what is left of its user's conversations, the next one last
@@ -102,7 +116,10 @@ class ChatWorkload:
             "message_tokens_mean": _mean([len(prompt) for script in self._measured for prompt in script.prompts]),
             "reply_tokens_mean": _mean([reply for script in self._measured for reply in script.replies]),
             "replies": "free" if self._free else "forced lengths",
+            "think_time_s": round(self._think_time_s, 6),
         }
+        if self._users is None:
+            facts["request_interval_s"] = round(self._request_interval, 6)
         return WorkloadPlan(
             load="partly open" if self._users is None else "closed",
             sessions=len(self._measured),
@@ -154,8 +171,8 @@ class ChatWorkload:
     def _arrival(self, script: Script, turn: int, at_s: float) -> Arrival:
         return self._writer.arrival(script, turn, at_s, self._timeout_s)
 
-    def _measured_scripts(self, fewest: int, pressure: float) -> list[Script]:
-        goal = pressure * self._context.gpu_tokens
+    def _measured_scripts(self, fewest: int, goal: float) -> list[Script]:
+        """At least `fewest`, and as many as have `goal` tokens together."""
         scripts: list[Script] = []
         tokens = 0
         while len(scripts) < fewest or tokens < goal:

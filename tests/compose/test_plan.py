@@ -76,7 +76,7 @@ def test_what_cannot_be_planned(overrides, error, parts):
         (("scheduler.composition._target_=pensieve.scheduler.composition.no",), EngineMissing, ["scheduler=unified"]),
         (("+workload.user=3",), ConfigError, ["workload.user", "did you mean workload.users"]),
         (
-            ("model=llama3_8b", "hardware=sim_gtx1650"),
+            ("model=llama3_8b", "hardware=sim_gtx1650", "cache=cramped"),
             HardwareMissing,
             ["needs 15.3 GiB", "4.0 GiB are there", "hardware.gpus=8"],
         ),

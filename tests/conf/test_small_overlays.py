@@ -22,7 +22,7 @@ def composed(name):
 def test_the_small_variant_is_the_tiny_model_on_the_cpu_with_the_same_axes(name):
     assert {name, f"{name}_small"} <= set(options("experiment"))
     large, small = composed(name), composed(f"{name}_small")
-    assert (small.model.name, small.cache.name, small.hardware.name) == ("tiny", "demo", "cpu")
+    assert (small.model.name, small.cache.name, small.hardware.name) == ("tiny", "cramped", "cpu")
     assert small.workload.name == large.workload.name
     assert list(small.hydra.sweeper.params) == list(large.hydra.sweeper.params)
     assert small.hydra.sweeper.params.seed == "0"

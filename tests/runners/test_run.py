@@ -37,19 +37,19 @@ def test_a_sweep_is_recorded_compared_and_resumed(outputs):
     done = run(outputs, *SHORT, "seed=0", "-m", "tracking.mlflow=false")
     assert done.returncode == 0, done.stderr
     assert all(name in done.stdout for name in ("pensieve", "gpu_only", "stateless", "Database:"))
-    assert "[3/5] baseline=stateless: TTFT first turn" in done.stderr
+    assert "[3/4] baseline=stateless: TTFT first turn" in done.stderr
     assert rows(outputs, "select baseline, status, simulated from trial order by id") == [
-        (baseline, "completed", 1) for baseline in ("pensieve", "gpu_only", "stateless", "prefix_cache", "llama_slots")
+        (baseline, "completed", 1) for baseline in ("pensieve", "gpu_only", "stateless", "prefix_cache")
     ]
-    assert rows(outputs, "select n_expected, status from sweep") == [(5, "completed")]
+    assert rows(outputs, "select n_expected, status from sweep") == [(4, "completed")]
     assert list(outputs.rglob("config.resolved.yaml"))
     # The same command is the same sweep, and runs nothing; more seeds are another one, and run what is missing.
     again = run(outputs, "-m", *SHORT, "tracking.mlflow=false", "seed=0")
     assert again.returncode == 0, again.stderr
-    assert again.stderr.count("is completed (force=true") == 5
+    assert again.stderr.count("is completed (force=true") == 4
     assert rows(outputs, "select count(*) from sweep") == [(1,)]
-    assert rows(outputs, "select count(*) from trial") == [(5,)]
-    assert rows(outputs, "select count(*) from sweep_trial") == [(5,)]
+    assert rows(outputs, "select count(*) from trial") == [(4,)]
+    assert rows(outputs, "select count(*) from sweep_trial") == [(4,)]
 
 
 OVERLAY = """# @package _global_

@@ -9,7 +9,15 @@ from pensieve.trial import Job, run_trial
 from pensieve.trial.tracking import open_tracking
 from tests.composed import checked, composed
 
-BUSY = ("workload.users=8", "workload.conversations=8", "workload.think_time_s=1.0")
+BUSY = (
+    "cache=cramped",
+    "workload.min_turns=7",
+    "workload.max_turns=7",
+    "workload.pressure=2",
+    "workload.users=8",
+    "workload.conversations=8",
+    "workload.think_time_s=1.0",
+)
 
 
 def rates(tmp_path, monkeypatch, *words):

@@ -22,7 +22,7 @@ def test_every_workload_can_be_inspected_without_an_engine(workload):
         "reuse",
         "rates",
         "working set",
-        "x cache.gpu (2,304)",
+        "x cache.gpu (1,408)",
     ):
         assert part in page
 

@@ -13,7 +13,7 @@ def sweep_config(*overrides):
     return hydra.compose_config("config", list(overrides), RunMode.MULTIRUN, with_log_configuration=False)
 
 
-BASELINES = ("pensieve", "gpu_only", "stateless", "prefix_cache", "llama_slots")
+BASELINES = ("pensieve", "gpu_only", "stateless", "prefix_cache")
 
 
 @pytest.fixture(autouse=True)
@@ -24,9 +24,9 @@ def session():
 
 def test_the_default_sweep_runs_seeds_outside_and_baselines_inside():
     jobs = plan_jobs(sweep_config())
-    assert list(jobs.axes.items()) == [("seed", ("0", "1", "2")), ("baseline", BASELINES)]
+    assert list(jobs.axes.items()) == [("seed", ("0", "1", "2", "3", "4")), ("baseline", BASELINES)]
     assert jobs.jobs[:2] == (("seed=0", "baseline=pensieve"), ("seed=0", "baseline=gpu_only"))
-    assert len(jobs.jobs) == 15
+    assert len(jobs.jobs) == 20
 
 
 def test_baseline_stays_innermost_whatever_else_is_swept():

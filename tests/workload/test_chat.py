@@ -120,6 +120,35 @@ def test_pressure_adds_conversations_until_the_working_set_is_that_multiple():
     assert ChatWorkload(context(gpu_tokens=60_000), pressure=0.0).describe().sessions == 8
 
 
+def test_the_automatic_pressure_follows_both_tiers():
+    """A cache of more CPU memory gets more conversations, so that something is always dropped."""
+    for gpu_tokens, cpu_tokens in ((2_000, 8_000), (20_000, 200_000)):
+        plan = ChatWorkload(context(gpu_tokens=gpu_tokens, cpu_tokens=cpu_tokens), pressure="auto").describe()
+        longest = plan.facts["longest_conversation_tokens"]
+        goal = 1.2 * (gpu_tokens + cpu_tokens)
+        assert goal <= plan.working_set_tokens < goal + longest
+
+
+def test_the_automatic_load_offers_as_many_turns_a_second_whatever_the_number_of_conversations():
+    for fields in ({"conversations": 10}, {"conversations": 100}, {"users": 5, "conversations": 60}):
+        workload = ChatWorkload(
+            context(), pressure=0, think_time_s="auto", request_interval="auto", turns_per_s=4.0, **fields
+        )
+        arrivals = measured(drive(workload, service_s=1e-6))
+        at_once = fields.get("users", fields["conversations"])
+        assert workload.describe().facts["think_time_s"] == at_once / 4.0
+        thoughts = _gaps(arrivals)
+        assert sum(thoughts) / len(thoughts) == pytest.approx(at_once / 4.0, rel=0.35)
+        if "users" not in fields:
+            first = [arrival.at_s for arrival in arrivals if arrival.request.turn == 1]
+            assert (max(first) - min(first)) / (len(first) - 1) == pytest.approx(1 / 4.0, rel=0.6)
+
+
+def _gaps(arrivals):
+    at = {(arrival.request.session, arrival.request.turn): arrival.at_s for arrival in arrivals}
+    return [at_s - at[session, turn - 1] for (session, turn), at_s in at.items() if turn > 1]
+
+
 def test_the_working_set_is_what_the_conversations_hold_at_their_longest():
     workload = ChatWorkload(context())
     plan, held = workload.describe(), {}
@@ -201,6 +230,8 @@ def test_deadlines_count_from_the_intended_arrival():
         {"think_time_s": -0.1},
         {"pressure": -2},
         {"pressure": float("nan")},
+        {"pressure": "much"},
+        {"turns_per_s": 0},
         {"warmup_turns": 0},
         {"timeout_s": 0},
         {"free": True},
