@@ -2,10 +2,10 @@
 
 from pensieve.results.fields import axis_value, varying_axes
 from pensieve.results.frame import measured_turns
+from pensieve.results.headline import REFERENCE
 from pensieve.results.mixture import Mixture, mixtures
 from pensieve.results.schema import Sweep, SweepTrial, Trial
 from pensieve.results.store import JobResult, ResultsStore, open_store
-from pensieve.results.sweep_table import REFERENCE
 
 __all__ = [
     "REFERENCE",

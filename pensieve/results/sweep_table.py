@@ -20,17 +20,17 @@ from pensieve.errors import ResultsError
 from pensieve.request import is_measured
 from pensieve.results.evidence import Evidence, TrialGroup
 from pensieve.results.fields import field_of
-from pensieve.results.frame import CONVERSATION, conversation_ends, grouped, paired, turn_frame, values_of
+from pensieve.results.frame import CONVERSATION, values_of
+from pensieve.results.headline import REFERENCE, headlines, last_turn_ratio, load_line, warnings
 from pensieve.results.schema import Sweep, Trial, TurnRow
 from pensieve.results.store import JobResult, ResultsStore
 from pensieve.results.tokens import TokenComparison, compare_tokens
-from pensieve.statistics import FEWEST_GROUPS, PairedRatio, median, paired_ratio
+from pensieve.statistics import FEWEST_GROUPS, PairedRatio, median
 from pensieve.window import HALVES_MAY_DIFFER
 
 if TYPE_CHECKING:
     import pandas as pd
 
-REFERENCE = "stateless"
 NONE = "–"
 _FIFTH = 4  # turns after the first one
 
@@ -86,18 +86,23 @@ class SweepRow:
 
 @dataclass(frozen=True, slots=True)
 class SweepTable:
-    """rows: in the order of the sweep's jobs. notes: sentences about the sweep, which stand under the table."""
+    """rows: in the order of the sweep's jobs. answers: what was found and what qualifies it, sentences that stand above
+    the table. notes: sentences under it."""
 
     sweep: Sweep
     rows: Sequence[SweepRow]
+    answers: Sequence[str]
     notes: Sequence[str]
 
     @property
     def renderable(self) -> RenderableType:
         """For a rich console of 100 columns or more."""
-        parts: list[RenderableType] = []
-        for group, rows in groupby(self.rows, key=lambda row: dict(row.group)):
-            parts.append(_table(group, list(rows)))
+        parts: list[RenderableType] = [Text(answer) for answer in self.answers]
+        if len({row.baseline for row in self.rows}) == 1 and len(self.rows) > 1:
+            parts.append(_table({"baseline": self.rows[0].baseline}, self.rows, ", ".join(self.rows[0].group)))
+        else:
+            for group, rows in groupby(self.rows, key=lambda row: dict(row.group)):
+                parts.append(_table(group, list(rows)))
         if not self.rows:
             parts.append(Text("No trial of this sweep is completed."))
         return Group(*parts, *(Text(note) for note in (*_notes_on_rows(self.rows), *self.notes)))
@@ -112,11 +117,12 @@ class SweepTable:
 def sweep_table(store: ResultsStore, sweep_id: int) -> SweepTable:
     """Compare the baselines of a sweep, by the trials that it shows. Raises ResultsError where there is no such sweep."""
     found = Evidence(store, sweep_id)
-    rows = []
-    for group in found.groups():
-        ttfts = {name: values_of(turn_frame(store, part, "ttft_ms"), "ttft_ms") for name, part in group.trials.items()}
-        rows += [_row(found, group, name, ttfts) for name in group.trials]
-    return SweepTable(found.sweep, rows, _notes(found))
+    groups = found.groups()
+    ttfts = [
+        {name: values_of(found.turns(trials), "ttft_ms") for name, trials in group.trials.items()} for group in groups
+    ]
+    rows = [_row(found, group, name, own) for group, own in zip(groups, ttfts, strict=True) for name in group.trials]
+    return SweepTable(found.sweep, rows, [*headlines(found, ttfts), *warnings(found, groups)], _notes(found))
 
 
 def _row(found: Evidence, group: TrialGroup, baseline: str, ttfts: Mapping[str, pd.Series[float]]) -> SweepRow:
@@ -137,7 +143,7 @@ def _row(found: Evidence, group: TrialGroup, baseline: str, ttfts: Mapping[str, 
         ttft_first_ms=_median(ttft[turns == first]),
         ttft_fifth_ms=_median(ttft[turns == first + _FIFTH]),
         ttft_last_ms=_median(ttft.groupby(level=CONVERSATION).last()),
-        last_speedup=_last_speedup(ttfts[REFERENCE], ttft) if REFERENCE in ttfts and baseline != REFERENCE else None,
+        last_speedup=last_turn_ratio(ttfts[REFERENCE], ttft) if REFERENCE in ttfts and baseline != REFERENCE else None,
         throughput_output_tok_s=mean("throughput_output_tok_s"),
         gpu_hit_rate=mean("gpu_hit_rate"),
         cpu_hit_rate=mean("cpu_hit_rate"),
@@ -147,16 +153,6 @@ def _row(found: Evidence, group: TrialGroup, baseline: str, ttfts: Mapping[str, 
         if baseline != reference
         else None,
     )
-
-
-def _last_speedup(stateless: pd.Series[float], own: pd.Series[float]) -> PairedRatio | None:
-    """The ratio of TTFTs at the last turn of each session that both measured; repeats of a seed are averaged."""
-    pairs = conversation_ends(paired(stateless, own), last=True)
-    pairs = pairs[(pairs["a"] > 0) & (pairs["b"] > 0)]
-    if pairs.empty:
-        return None
-    a, b = (grouped(pairs[side], lambda seed, repeat, session, *_: (seed, session)) for side in ("a", "b"))
-    return paired_ratio({k: fmean(v) for k, v in a.items()}, {k: fmean(v) for k, v in b.items()})
 
 
 def _check_outputs(store: ResultsStore, reference: str, theirs: Sequence[Trial], ours: Sequence[Trial]) -> OutputCheck:
@@ -202,7 +198,7 @@ def _notes(found: Evidence) -> list[str]:
         )
     preparing = _preparing_turns(found.store, trials)
     warmup = f"{preparing:,} warm-up turns are left out of all columns." if preparing else None
-    notes += [note for note in (_budgets(trials), warmup) if note]
+    notes += [note for note in (load_line(trials), _budgets(trials), warmup) if note]
     notes += _window_notes(trials)
     nothing_evicted = _nothing_evicted(found)
     return [*notes, *([nothing_evicted] if nothing_evicted else []), *_failures(found.sweep, found.jobs)]
@@ -288,13 +284,14 @@ def _median(values: Iterable[float]) -> float | None:
     return median(found) if found else None
 
 
-def _table(group: dict[str, str], rows: list[SweepRow]) -> Table:
+def _table(group: Mapping[str, str], rows: Sequence[SweepRow], axes: str = "") -> Table:
+    """A row for each baseline; with axes, for each value of these of the one baseline."""
     title = "  ".join(f"{axis}={value}" for axis, value in group.items())
     table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("\nbaseline", no_wrap=True)
+    table.add_column(f"\n{axes or 'baseline'}", no_wrap=True)
     with_ratio = any(row.last_speedup for row in rows)
     names = ["\nn", "TTFT ms\nfirst", "\nfifth", "\nlast"]
-    names += [f"{REFERENCE} / this,\nlast turn"] if with_ratio else []
+    names += [f"{REFERENCE} / this,\nlast turn, geo. mean"] if with_ratio else []
     names += ["out\ntok/s", "GPU\nhit %", "CPU\nhit %", "miss\n%"]
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
@@ -302,7 +299,7 @@ def _table(group: dict[str, str], rows: list[SweepRow]) -> Table:
     if checked:
         table.add_column("\noutputs", justify="right", no_wrap=True)
     for row in rows:
-        cells = [row.baseline, str(row.trials)]
+        cells = [", ".join(row.group.values()) if axes else row.baseline, str(row.trials)]
         cells += [_number(ms) for ms in (row.ttft_first_ms, row.ttft_fifth_ms, row.ttft_last_ms)]
         cells += [_ratio(row.last_speedup, row.baseline == REFERENCE)] if with_ratio else []
         cells.append(_number(row.throughput_output_tok_s))
@@ -344,7 +341,8 @@ def _notes_on_rows(rows: Sequence[SweepRow]) -> list[str]:
     if speedups:
         notes.append(
             f"{REFERENCE} / this: how many times longer {REFERENCE} takes to the first token, at each conversation's last "
-            f"turn, paired by seed and conversation{_interval_note(speedups)}."
+            "turn, paired by seed and conversation: the geometric mean of these ratios, which is not the ratio of the "
+            f"medians{_interval_note(speedups)}."
         )
     bounds = {row.baseline: row.bound_hit_rate for row in rows if row.bound_hit_rate is not None}
     if bounds and len(rows) == len({row.baseline for row in rows}):  # several groups: it is in the database

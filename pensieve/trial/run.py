@@ -48,6 +48,7 @@ from pensieve.trial.isolate import run_isolated
 from pensieve.trial.job import Job, Outcome
 from pensieve.trial.liveness import Deadline, Heartbeat, device_lock
 from pensieve.trial.meters import allocator_peak_bytes, forget_allocator_peak, meter_of
+from pensieve.trial.neighbours import Neighbours
 from pensieve.trial.samples import DeviceSampler, Occupancy
 from pensieve.trial.slo import judge_again
 from pensieve.trial.terminal import raise_if_interrupted
@@ -199,6 +200,7 @@ def _run(
         trace = job.folder / TRACE_FILE if config.trial.profile else None
         forget_allocator_peak()
         system = build_system(plan, tokenizer, trace, described)
+        neighbours = Neighbours()
         try:
             raise_if_interrupted()
             started = system.start()
@@ -209,6 +211,7 @@ def _run(
             sampler = DeviceSampler(tracking.store, trial_id, meter_of(plan.device), system.clock)
             with sampler, Occupancy(tracking.store, trial_id, system):
                 record = _replay(trial_id, system, workload, described, tracking, job, deadline)
+            others = neighbours.share()
         finally:
             system.close()
     if trace is not None and trace.is_file():
@@ -225,6 +228,8 @@ def _run(
     metrics += bound_metrics(record.turns, _capacity(system))
     tracking.store.add_metrics(trial_id, metrics)
     flags: dict[str, Any] = {**record.flags, "load": record.load, "drain_share": record.drain_share}
+    if not plan.device.simulated:
+        flags["others_cpu_share"] = round(others, 3)
     if config.trial.profile:
         flags["profiled"] = True
     if started.settings.get("fell_back"):

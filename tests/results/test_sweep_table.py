@@ -91,7 +91,7 @@ def test_every_swept_axis_but_seed_repeat_and_baseline_makes_groups(store: Resul
     ]
     assert rows[2].ttft_last_ms == pytest.approx(2 * (rows[0].ttft_last_ms or 0))
     text = sweep_table(store, sweep).text()
-    assert "cache=small  workload.pressure=2.0" in text
+    assert "small, 2.0" in text and text.count("TTFT ms") == 1, "settings of one baseline are rows of one table"
 
 
 def test_outputs_are_compared_token_for_token(tmp_path: Path) -> None:
