@@ -24,8 +24,8 @@ class HotnessWorkload:
 
     users: the first third is hot, the next warm, the last cold; one user is hot, two are hot and warm.
     turns: turns a conversation; the same for all classes, so that their contexts are equally long.
-    conversations: of each cold user, one after another. Warm and hot users have as many more as their intervals are
-        shorter, so that nobody is left alone with the system while the others are done.
+    conversations: of each cold user, one after another. Warm and hot users have more of them, in inverse ratio to their
+        intervals, so that all classes are done at about the same time.
     max_new_tokens: a reply has the words that the text suggests, one token a word, but at most this many. free: replies
         end where the model ends them, which real weights are needed for.
     warmup_turns: at least one a user, phase "warmup", at the measured concurrency and in conversations of their own.
@@ -127,5 +127,5 @@ def class_of(user: int, users: int) -> str:
 
 
 def _share(label: str) -> int:
-    """Conversations for each one of a cold user: the ratio of the intervals, rounded."""
+    """How many conversations a user of this class has for each one of a cold user: the ratio of the intervals, rounded."""
     return int(INTERVALS["cold"] / INTERVALS[label] + 0.5)
