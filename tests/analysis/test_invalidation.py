@@ -90,7 +90,7 @@ def test_tokens_shared_beyond_the_history_are_cached_not_new(store):
 
 def test_a_sweep_of_another_workload_is_a_missing_series_with_the_command(store):
     source = fill(store, {"baseline": ["pensieve"]}, lambda at, seed: conversation_turns([10.0, 20.0]))
-    assert not prefix.applies(source)
+    assert not prefix.invalidation_cost.applies(source)
     [panel] = source.panels()
     with pytest.raises(
         MissingSeries, match=r"no completed hit of baseline pensieve.*experiment=prefix_invalidation -m"
