@@ -7,9 +7,9 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from pensieve.results.evidence import Evidence, TrialGroup
-from pensieve.results.frame import CONVERSATION, conversation_ends, grouped, paired, values_of
+from pensieve.results.frame import CONVERSATION, conversation_ends, paired, speed_up, values_of
 from pensieve.results.schema import Trial
-from pensieve.statistics import FEWEST_GROUPS, PairedRatio, paired_ratio
+from pensieve.statistics import FEWEST_GROUPS, PairedRatio
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -23,17 +23,8 @@ _NAMES = {"stateless": "stateless serving's"}
 
 
 def last_turn_ratio(a: pd.Series[float], b: pd.Series[float]) -> PairedRatio | None:
-    """How many times a is of b at the last turn of each conversation that both measured; repeats are averaged.
-
-    a, b: values above 0 by frame.KEY. None where no conversation has both.
-    """
-    pairs = conversation_ends(paired(a, b), last=True)
-    pairs = pairs[(pairs["a"] > 0) & (pairs["b"] > 0)]
-    if pairs.empty:
-        return None
-    sides = (grouped(pairs[side], lambda seed, repeat, session, *_: (seed, session)) for side in ("a", "b"))
-    ours, theirs = ({key: fmean(values) for key, values in side.items()} for side in sides)
-    return paired_ratio(ours, theirs)
+    """How many times a is of b, by frame.KEY, at the last turn of each conversation that both measured; see speed_up."""
+    return speed_up(conversation_ends(paired(a, b), last=True))
 
 
 def headlines(found: Evidence, ttfts: Sequence[Mapping[str, pd.Series[float]]]) -> list[str]:
