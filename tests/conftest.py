@@ -1,4 +1,4 @@
-"""For all tests: one thread for torch, since two workers of pytest-xdist share the cores; and MLflow stores as copies of one."""
+"""For all tests: one thread for torch, as workers of pytest-xdist share the cores, and MLflow stores as copies of one."""
 
 import os
 import shutil
