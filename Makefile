@@ -12,7 +12,8 @@ help:  ## list the targets
 install: $(STAMP)  ## create .venv and install everything (torch as constraints.txt says)
 
 # uv resolves and installs the same set in seconds; where it cannot be had, pip does it in minutes. uv does not read
-# pip's settings, so a local wheel folder given to pip is handed on.
+# pip's settings, so a local wheel folder given to pip is handed on. Everything is compiled here, as pip does it by itself:
+# where Python may not write bytecode (PYTHONDONTWRITEBYTECODE), each start would compile all that it imports.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Pensieve needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1); try: make PYTHON=python3.12 ..."; exit 1; }
@@ -21,20 +22,25 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet uv || true
 	@echo "installing (a few GB with CUDA, about 2 GB without) ..."
 	@if [ -n "$$PIP_FIND_LINKS" ]; then export UV_FIND_LINKS="$$PIP_FIND_LINKS"; fi; \
-	$(BIN)/python -m uv pip install --quiet --python $(BIN)/python -c constraints.txt -e ".[dev]" || \
+	$(BIN)/python -m uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt -e ".[dev]" || \
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	@$(BIN)/python -m compileall -q pensieve runners analysis
 	@touch $(STAMP)
 
 demo: $(STAMP)  ## run the default sweep on a tiny model and print the comparison
 	$(BIN)/python runners/run.py -m
 
-test: test-fast test-slow  ## the tests (make -j2 --output-sync test: two runs at a time)
+# Two workers or more share the tests; each has one thread for torch (tests/conftest.py).
+PYTEST := $(BIN)/python -m pytest -rs -n logical --maxprocesses 8 --dist worksteal
+
+test: $(STAMP)  ## the tests, on all cores (test-fast, test-slow: those below five seconds, and the others)
+	$(PYTEST)
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest -rs -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -rs -m slow
+	$(PYTEST) -m slow
 
 check: $(STAMP)  ## ruff, ruff format, mypy --strict, import layers
 	$(BIN)/ruff check .

@@ -5,21 +5,17 @@ The public names are resolved on first use, so that importing the package import
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from pensieve.lazy import from_modules
 
 __version__ = "0.1.0"
 
-_PUBLIC = {
-    "create_server": "pensieve.server.api",
-    "Server": "pensieve.server.api",
-    "Generation": "pensieve.server.api",
-    "PensieveError": "pensieve.errors",
-}
 __all__ = ["Generation", "PensieveError", "Server", "create_server"]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        return getattr(import_module(_PUBLIC[name]), name)
-    raise AttributeError(f"module 'pensieve' has no attribute {name!r}")
+__getattr__ = from_modules(
+    __name__,
+    {
+        "create_server": "pensieve.server.api",
+        "Server": "pensieve.server.api",
+        "Generation": "pensieve.server.api",
+        "PensieveError": "pensieve.errors",
+    },
+)

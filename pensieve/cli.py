@@ -73,11 +73,19 @@ def run() -> int:
         import hydra
 
         from pensieve.compose import conf_folder, outputs_folder
-        from pensieve.trial import guarded, run_job
+        from pensieve.trial.terminal import guarded
 
     os.environ["PENSIEVE_OUTPUTS"] = str(outputs_folder())  # absolute, also for the processes of a launcher
-    guarded(hydra.main(config_path=str(conf_folder()), config_name="config", version_base="1.3")(run_job))
+    guarded(hydra.main(config_path=str(conf_folder()), config_name="config", version_base="1.3")(_run_job))
     return 0
+
+
+def _run_job(cfg: DictConfig) -> None:
+    """Hydra has composed the configuration: only now is more than Hydra needed."""
+    with _imports():
+        from pensieve.trial.hydra_app import run_job
+
+    run_job(cfg)
 
 
 def bench() -> int:
@@ -90,7 +98,7 @@ def bench() -> int:
         from pensieve.bench import run_target
         from pensieve.compose import conf_folder
         from pensieve.errors import PensieveError
-        from pensieve.trial import guarded
+        from pensieve.trial.terminal import guarded
 
     @hydra.main(config_path=str(conf_folder()), config_name="bench", version_base="1.3")
     def app(cfg: DictConfig) -> None:

@@ -21,11 +21,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 
 from pensieve.errors import MissingSeries
 
@@ -319,12 +319,19 @@ def _ratio_of_sums(
         with np.errstate(divide="ignore", invalid="ignore"):
             scores[start : start + len(ratios)] = np.where(errors > 1e-9 * error, (ratios - value) / errors, np.nan)
     scores = scores[np.isfinite(scores)]  # a resample of one group over and over says nothing
-    reach = float(stats.t.ppf(0.5 + CONFIDENCE / 2, groups - 1))
+    reach = _student(groups)
     below = above = reach
     if len(scores):
         tail = (1.0 - CONFIDENCE) / 2
         below, above = max(reach, nearest_rank(scores, 1.0 - tail)), max(reach, -nearest_rank(scores, tail))
     return value, value - below * error, value + above * error
+
+
+def _student(groups: float) -> float:
+    """The quantile of Student's t that bounds a CONFIDENCE interval over so many groups."""
+    from scipy.special import stdtrit  # takes longer to import than all that is above
+
+    return float(stdtrit(groups - 1, 0.5 + CONFIDENCE / 2))
 
 
 def _effective_groups(by_seed: Sequence[Floats]) -> float:
@@ -344,7 +351,7 @@ def _effective_groups(by_seed: Sequence[Floats]) -> float:
 
 def _expanded(replicates: Floats, groups: float) -> tuple[float, float]:
     """Ends of the expanded percentile interval for a statistic of `groups` groups."""
-    reach = math.sqrt(groups / (groups - 1)) * float(stats.t.ppf(0.5 + CONFIDENCE / 2, groups - 1))
-    tail = float(stats.norm.cdf(-reach))
+    reach = math.sqrt(groups / (groups - 1)) * _student(groups)
+    tail = NormalDist().cdf(-reach)
     replicates = replicates[~np.isnan(replicates)]  # zero over zero: a resample that says nothing
     return nearest_rank(replicates, tail), nearest_rank(replicates, 1.0 - tail)

@@ -1,12 +1,33 @@
-"""Read the configuration in conf/, check it, plan a trial by it, and build the objects that it names."""
+"""Read the configuration in conf/, check it, plan a trial by it, and build the objects that it names.
 
-from pensieve.compose.build import build_system, build_tokenizer, build_workload, make_workload
-from pensieve.compose.folder import conf_folder, options, outputs_folder, read_option
-from pensieve.compose.plan import TrialPlan, plan_trial
-from pensieve.compose.preflight import check_free_memory, preflight
-from pensieve.compose.schema import ModelConfig, TrialConfig
-from pensieve.compose.settings import check, resolved
-from pensieve.compose.weights import model_config
+The public names are resolved on first use: where conf/ is does not need what builds a system.
+"""
+
+from typing import TYPE_CHECKING
+
+from pensieve.lazy import from_modules
+
+if TYPE_CHECKING:
+    from pensieve.compose.build import build_system, build_tokenizer, build_workload, make_workload
+    from pensieve.compose.folder import conf_folder, options, outputs_folder, read_option
+    from pensieve.compose.plan import TrialPlan, plan_trial
+    from pensieve.compose.preflight import check_free_memory
+    from pensieve.compose.schema import ModelConfig, TrialConfig
+    from pensieve.compose.settings import check, resolved
+    from pensieve.compose.weights import model_config
+
+_NAMES = {
+    "build": ("build_system", "build_tokenizer", "build_workload", "make_workload"),
+    "folder": ("conf_folder", "options", "outputs_folder", "read_option"),
+    "plan": ("TrialPlan", "plan_trial"),
+    "preflight": ("check_free_memory",),
+    "schema": ("ModelConfig", "TrialConfig"),
+    "settings": ("check", "resolved"),
+    "weights": ("model_config",),
+}
+__getattr__ = from_modules(
+    __name__, {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
+)
 
 __all__ = [
     "ModelConfig",
@@ -23,7 +44,6 @@ __all__ = [
     "options",
     "outputs_folder",
     "plan_trial",
-    "preflight",
     "read_option",
     "resolved",
 ]

@@ -100,15 +100,14 @@ def plan_trial(config: TrialConfig) -> TrialPlan:
         raise ConfigError(
             f"baseline={baseline.name} names no cache manager and no engine; give baseline.cache a _target_."
         )
+    sizes = [  # before the device, whose library takes seconds to import
+        None if size == AUTO and tier == "gpu" else parse_capacity(size, f"cache.{tier}")
+        for tier, size in (("gpu", config.cache.gpu), ("cpu", config.cache.cpu))
+    ]
     device = find_device(config.hardware)
     model = model_spec(config.model, device)
     chunk = config.cache.chunk_tokens
-    gpu, cpu = (
-        0
-        if size == AUTO and tier == "gpu"
-        else parse_capacity(size, f"cache.{tier}").in_blocks(model.kv_bytes_per_token, chunk) * device.count
-        for tier, size in (("gpu", config.cache.gpu), ("cpu", config.cache.cpu))
-    )
+    gpu, cpu = (0 if size is None else size.in_blocks(model.kv_bytes_per_token, chunk) * device.count for size in sizes)
     total = baseline.kv_budget == "total" and not baseline.cpu_tier
     plan = TrialPlan(
         config=config,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from array import array
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import isnan, nan
@@ -231,14 +232,31 @@ class _Columns:
         of_turn = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         return pa.table(
             {
-                "session": pa.array(self.session).take(pa.array(of_turn)),
-                "turn": np.frombuffer(self.turn, np.int32)[of_turn],
-                "position": positions.astype(np.int32),
-                "token_id": np.frombuffer(self.token_id, np.int32),
-                "margin": pa.array(np.frombuffer(self.margin).astype(np.float32), from_pandas=True),  # NaN: null
-                "emitted_s": pa.array(np.frombuffer(self.emitted_s), from_pandas=True),
+                "session": _texts(self.session).take(_numbers(of_turn)),
+                "turn": _numbers(np.frombuffer(self.turn, np.int32)[of_turn]),
+                "position": _numbers(positions.astype(np.int32)),
+                "token_id": _numbers(np.frombuffer(self.token_id, np.int32)),
+                "margin": _numbers(np.frombuffer(self.margin).astype(np.float32)),
+                "emitted_s": _numbers(np.frombuffer(self.emitted_s)),
             }
         )
+
+
+def _numbers(values: NDArray[Any]) -> Any:
+    """An Arrow array, null where a value is NaN. Made of buffers, since pyarrow.array imports pandas first."""
+    import pyarrow as pa
+
+    known = ~np.isnan(values)
+    bits = None if known.all() else pa.py_buffer(np.packbits(known, bitorder="little"))
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [bits, pa.py_buffer(values)])
+
+
+def _texts(values: Sequence[str]) -> Any:
+    import pyarrow as pa
+
+    encoded = [text.encode() for text in values]
+    ends = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
+    return pa.StringArray.from_buffers(len(encoded), pa.py_buffer(ends), pa.py_buffer(b"".join(encoded)))
 
 
 def _cannot_write(path: Path, error: OSError) -> ResultsError:

@@ -11,10 +11,6 @@ _SAME = {"baseline", "eviction", "scheduler", "tracking", "trial", "slo", "repea
 """Groups that do not change what is asked."""
 
 
-def is_inspection(config: TrialConfig) -> bool:
-    return bool(config.workload.get("inspect"))
-
-
 def print_inspections(configs: Iterable[TrialConfig]) -> None:
     """Print each different workload of these configurations once. Raises what composing and building it raises."""
     seen: set[str] = set()

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -21,6 +22,7 @@ from pensieve.results.process import Owner, this_process
 from pensieve.trial.identity import identity_of
 from pensieve.trial.job import Job, Outcome
 from pensieve.trial.liveness import end_with
+from pensieve.trial.mlflow_copy import copy_waiting
 from pensieve.trial.terminal import INTERRUPTED, raise_if_interrupted, remember_interrupts, say
 from pensieve.trial.tracking import Tracking, open_tracking
 
@@ -111,7 +113,10 @@ def _record_death(process: SpawnProcess, tracking: Tracking, crash: Path, late_s
 def _perform(
     resolved: dict[str, Any], outputs: Path, mlflow: bool, job: Job, parent: Owner, sender: Connection
 ) -> None:
-    """One attempt; its outcome is sent through `sender`, and what it prints goes to stderr."""
+    """One attempt; its outcome is sent through `sender`, and what it prints goes to stderr.
+
+    The parent, to which the outcome goes, copies the trial to MLflow. An interrupted one has no outcome: it is copied here.
+    """
     os.setsid()  # Ctrl-C on the terminal reaches it once, through the parent
     os.dup2(2, 1)
     end_with(parent)
@@ -121,8 +126,9 @@ def _perform(
     with (job.folder / CRASH_FILE).open("w", encoding="utf-8") as crash:
         faulthandler.enable(crash)
         try:
-            sender.send(_attempt(resolved, outputs, mlflow, job))
+            sender.send(_attempt(resolved, outputs, mlflow, replace(job, mlflow_later=True)))
         except KeyboardInterrupt:
+            copy_waiting()
             sys.exit(INTERRUPTED)
         finally:
             faulthandler.disable()

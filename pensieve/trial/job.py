@@ -11,7 +11,7 @@ class Job:
     """title: for the progress bar and messages. folder: for the trial's files.
 
     sweep_id: None for a single run. preflight: False where the sweep has done it for all its jobs. reproduces: the trial
-    that this one repeats, to be compared with it.
+    that this one repeats, to be compared with it. mlflow_later: its copy in MLflow waits for mlflow_copy.copy_waiting.
     """
 
     title: str
@@ -19,6 +19,7 @@ class Job:
     sweep_id: int | None = None
     number: int = 0
     mlflow_run_id: str | None = None
+    mlflow_later: bool = False
     preflight: bool = True
     reproduces: int | None = None
 

@@ -74,3 +74,14 @@ def compose_job(config_name: str, overrides: Sequence[str]) -> DictConfig:
     cfg = compose(config_name=config_name, overrides=list(overrides))
     assert isinstance(cfg, DictConfig)
     return cfg
+
+
+def compose_jobs(config_name: str, config: DictConfig, jobs: Jobs | None) -> list[DictConfig]:
+    """The configuration of each job; of the first alone where a sweeper chooses them as it goes."""
+    overrides = [fixed_overrides(config)] if jobs is None else jobs.jobs
+    return [compose_job(config_name, one) for one in overrides]
+
+
+def fixed_overrides(config: DictConfig) -> list[str]:
+    """What was typed, where no field of it is swept by us."""
+    return [str(text) for text in config.hydra.overrides.task]

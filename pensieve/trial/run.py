@@ -20,9 +20,9 @@ from pensieve.compose import (
     build_workload,
     check_free_memory,
     plan_trial,
-    preflight,
 )
 from pensieve.compose.explain import explain
+from pensieve.compose.preflight import preflight
 from pensieve.errors import (
     ConfigError,
     EngineMissing,
@@ -40,7 +40,6 @@ from pensieve.replay import Progress, ReplayRecord, replay
 from pensieve.request import is_measured
 from pensieve.results.environment import environment, git_commit
 from pensieve.results.identity import Identity, explain_difference, input_files
-from pensieve.results.mlflow_runs import log_trial
 from pensieve.results.schema import Trial
 from pensieve.results.tokens import TokenFile
 from pensieve.trial.identity import contended, identity_of
@@ -48,6 +47,7 @@ from pensieve.trial.isolate import run_isolated
 from pensieve.trial.job import Job, Outcome
 from pensieve.trial.liveness import Deadline, Heartbeat, device_lock
 from pensieve.trial.meters import allocator_peak_bytes, forget_allocator_peak, meter_of
+from pensieve.trial.mlflow_copy import copy_trial
 from pensieve.trial.neighbours import Neighbours
 from pensieve.trial.samples import DeviceSampler, Occupancy
 from pensieve.trial.slo import judge_again
@@ -95,8 +95,8 @@ def run_trial(
     for attempts_left in range(config.trial.retries, -1, -1):
         if _isolated(plan):
             outcome = run_isolated(resolved, tracking, job, config.trial.timeout_s)
-            if outcome.trial_id and not outcome.completed:  # a process that died has not written to MLflow
-                _to_mlflow(config, tracking, outcome.trial_id, job)
+            if outcome.trial_id:
+                copy_trial(tracking, outcome.trial_id, config.experiment_name, job)
         else:
             outcome = attempt_trial(plan, identity, resolved, tracking, job, say)
         if outcome.completed or outcome.permanent or attempts_left == 0:
@@ -145,7 +145,7 @@ def attempt_trial(
         _close(tracking, trial_id, "failed", sentence, traceback.format_exc())
         return Outcome(trial_id, "failed", error=sentence, permanent=isinstance(error, PERMANENT))
     finally:
-        _to_mlflow(config, tracking, trial_id, job)
+        copy_trial(tracking, trial_id, config.experiment_name, job)
     return Outcome(trial_id, "completed")
 
 
@@ -182,7 +182,7 @@ def _reuse(known: Trial, config: TrialConfig, tracking: Tracking, job: Job, say:
         say(f"{job.title}: trial {known.id} is judged by this slo from its turns.")
     reused = job.sweep_id is not None and tracking.store.link(job.sweep_id, known.id, job.number, reused=True)
     if job.sweep_id is not None or known.mlflow_run_id is None:
-        _to_mlflow(config, tracking, known.id, job, reused)
+        copy_trial(tracking, known.id, config.experiment_name, job, reused)
     return Outcome(known.id, "completed", reused=True)
 
 
@@ -378,13 +378,3 @@ def _close(tracking: Tracking, trial_id: int, status: str, error: str, trace: st
         tracking.store.finish_trial(trial_id, status, error=error, traceback=trace)
     except PensieveError as second:
         log.error("trial %s cannot be closed: %s", trial_id, second)
-
-
-def _to_mlflow(config: TrialConfig, tracking: Tracking, trial_id: int, job: Job, reused: bool = False) -> None:
-    """Copy the trial to MLflow. What goes wrong there is logged and never changes the trial, whose record is the database."""
-    if not tracking.mlflow:
-        return
-    try:
-        log_trial(tracking.outputs, tracking.store, trial_id, config.experiment_name, job.mlflow_run_id, reused)
-    except PensieveError as error:
-        log.error("trial %s is not in MLflow: %s", trial_id, error)

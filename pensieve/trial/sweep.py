@@ -1,7 +1,8 @@
-"""A sweep: what Hydra's callback does before and after the jobs, and the task function that runs one job.
+"""A sweep: what is done before and after its jobs, and what each job does.
 
-Before the jobs: preflight of each, and the sweep's row. After them: table, figures, exit status. A launcher may run the jobs
-in other processes, so each reads from a file in the sweep's folder which sweep it belongs to. A single run has no such file.
+Before the jobs: preflight of each, and the sweep's row. After them: table, MLflow, figures, exit status. A launcher may run
+the jobs in other processes, so each reads from a file in the sweep's folder which sweep it belongs to. A single run has no
+such file.
 """
 
 from __future__ import annotations
@@ -10,48 +11,44 @@ import logging
 import os
 import subprocess
 import sys
-import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
-from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter
 
-from pensieve.compose import TrialConfig, TrialPlan, check, conf_folder, plan_trial, preflight, resolved
+from pensieve.compose import TrialConfig, TrialPlan, check, conf_folder, resolved
 from pensieve.compose.explain import explain
-from pensieve.errors import PensieveError
+from pensieve.compose.preflight import preflight
 from pensieve.results.environment import git_commit, host
 from pensieve.results.identity import sweep_key
 from pensieve.results.mlflow_runs import finish_parent, start_parent
 from pensieve.results.process import Owner, this_process
-from pensieve.results.sweep_table import sweep_table
+from pensieve.results.sweep_table import SweepTable, sweep_table
 from pensieve.trial.identity import marks_of
-from pensieve.trial.inspection import is_inspection, print_inspections
 from pensieve.trial.job import Job, Outcome
-from pensieve.trial.jobs import Jobs, compose_job, plan_jobs
+from pensieve.trial.jobs import Jobs, fixed_overrides
 from pensieve.trial.liveness import end_with
+from pensieve.trial.mlflow_copy import copy_waiting
 from pensieve.trial.run import run_trial
 from pensieve.trial.summary import brief, places, summary
 from pensieve.trial.terminal import (
-    FULL_TRACE,
     INTERRUPTED,
     close_at_exit,
     command_line,
     console,
     discard_output,
-    leave_quietly,
     say,
     sweep_is_closed,
 )
 from pensieve.trial.tracking import Tracking, open_tracking
 
+BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 FIGURE_SCRIPT = "analysis/figures.py"
 SWEEP_FILE = "sweep.json"
 RESOLVED_FILE = "config.resolved.yaml"
@@ -69,6 +66,7 @@ class SweepMembership:
     outputs: Path
     axes: tuple[str, ...] = ()
     owner: Owner | None = None
+    mlflow_later: bool = False
 
 
 def write_membership(config: DictConfig, membership: SweepMembership) -> None:
@@ -96,124 +94,100 @@ def current_membership() -> tuple[SweepMembership, int] | None:
 # -- before and after the jobs ------------------------------------------------------------------------------------------
 
 
-class SweepCallback(Callback):
-    """Hydra turns an exception in a callback into a warning and goes on, so a sweep is refused by SystemExit."""
+@dataclass(frozen=True, slots=True)
+class OpenSweep:
+    """A sweep whose jobs run. n_expected: 0 where a sweeper chooses them as it goes.
 
-    def __init__(self) -> None:
-        # Plain values only: a launcher may send this object to other processes.
-        self._config: TrialConfig | None = None
-        self._outputs: Path | None = None
-        self._sweep_id = 0
-        self._n_expected = 0
+    mlflow_later: MLflow is written when the jobs have ended and their table has been printed.
+    """
 
-    def on_multirun_start(self, config: DictConfig, config_name: str | None = None, **_: Any) -> None:
-        try:
-            self._start(config, config_name or "config")
-        except BrokenPipeError:
-            leave_quietly()
-        except (PensieveError, HydraException, OmegaConfBaseException, OSError) as error:
-            if FULL_TRACE:
-                traceback.print_exc()
-            sys.exit(explain(error, sys.argv[1:]))
-        except Exception:  # a bug of ours: Hydra would run the jobs without their sweep
-            traceback.print_exc()
-            sys.exit(1)
+    config: TrialConfig
+    outputs: Path
+    sweep_id: int
+    n_expected: int
+    mlflow_later: bool
 
-    def on_multirun_end(self, config: DictConfig, config_name: str | None = None, **_: Any) -> None:
-        if self._config is None:
-            return
-        try:
-            completed = self._finish()
-        except (PensieveError, OSError) as error:
-            sys.exit(explain(error))
-        except Exception:
-            traceback.print_exc()
-            sys.exit(1)
-        if not completed:
-            sys.exit(1)
-
-    def _start(self, config: DictConfig, config_name: str) -> None:
-        jobs = plan_jobs(config)
-        if jobs is None:
-            configs = [compose_job(config_name, _fixed(config))]
-        else:
-            configs = [compose_job(config_name, job) for job in jobs.jobs]
-        checked = [check(cfg) for cfg in configs]
-        if any(is_inspection(one) for one in checked):
-            print_inspections(checked)
-            sys.exit(0)
-        plans = [plan_trial(c) for c in checked]
-        for plan in _different(plans):
-            preflight(plan)
-        for budget in dict.fromkeys(plan.budget() for plan in plans):
-            say(budget)
-        first = checked[0]
-        tracking = open_tracking(first)
-        tracking.store.interrupt_dead()
-        self._config, self._outputs = first, tracking.outputs
-        self._n_expected = len(jobs.jobs) if jobs else 0
-        axes = {key: ",".join(values) for key, values in jobs.axes.items()} if jobs else {}
-        ranges = {} if jobs else {str(k): str(v) for k, v in (config.hydra.sweeper.get("params") or {}).items()}
-        fixed = list(jobs.overrides) if jobs else _fixed(config)
-        self._sweep_id = tracking.store.open_sweep(
-            key=sweep_key(fixed, axes, [{**resolved(c), **marks_of(p)} for c, p in zip(configs, plans, strict=True)]),
-            name=first.experiment_name,
-            experiment=_overlay(fixed),
-            command=command_line(),
-            overrides={**ranges, **dict(text.lstrip("+").partition("=")[::2] for text in fixed), **axes},
-            n_expected=self._n_expected,
-            host=host(),
-            git_commit=git_commit(),
-        )
-        close_at_exit(self._close)
-        parent = None
-        if tracking.mlflow:
-            parent = start_parent(tracking.outputs, tracking.store, self._sweep_id, first.experiment_name)
-        membership = SweepMembership(
-            self._sweep_id,
-            parent,
-            self._n_expected,
-            tracking.outputs,
-            tuple(jobs.axes) if jobs else (),
-            this_process(),
-        )
-        write_membership(config, membership)
-        say(_announcement(jobs, axes))
-
-    def _finish(self) -> bool:
-        assert self._config is not None
+    def finish(self) -> bool:
+        """After the jobs: table, MLflow, figures. Returns whether every trial completed."""
         sweep_is_closed()
-        tracking = open_tracking(self._config, self._outputs)
-        jobs = tracking.store.trials_of_sweep(self._sweep_id)
-        completed = all(job.last.status == "completed" for job in jobs) and len(jobs) >= max(1, self._n_expected)
-        self._end(tracking, "completed" if completed else "failed", shown=True)
-        if tracking.kept and completed:
-            for figure in _draw(tracking, self._config.tracking.url_env, self._sweep_id):
+        tracking = open_tracking(self.config, self.outputs)
+        jobs = tracking.store.trials_of_sweep(self.sweep_id)
+        completed = all(job.last.status == "completed" for job in jobs) and len(jobs) >= max(1, self.n_expected)
+        status = "completed" if completed else "failed"
+        table = self._set_status(tracking, status, shown=True)
+        with ThreadPoolExecutor(1) as beside:  # another process draws while this one writes to MLflow
+            drawn = None
+            if tracking.kept and completed:
+                drawn = beside.submit(_draw, tracking, self.config.tracking.url_env, self.sweep_id)
+            self._to_mlflow(tracking, table, status)
+            for figure in drawn.result() if drawn else []:
                 print(f"Figure:   {figure}")
         return completed
 
-    def _close(self, status: str) -> None:
+    def close(self, status: str) -> None:
         """The sweep ends early. After Ctrl-C no table is shown."""
-        assert self._config is not None
-        self._end(open_tracking(self._config, self._outputs), status, shown=status != "interrupted")
+        tracking = open_tracking(self.config, self.outputs)
+        table = self._set_status(tracking, status, shown=status != "interrupted")
+        self._to_mlflow(tracking, table, status)
 
-    def _end(self, tracking: Tracking, status: str, shown: bool) -> None:
-        store = tracking.store
-        store.interrupt_dead()
-        store.set_sweep(self._sweep_id, status=status)
-        table = sweep_table(store, self._sweep_id)
+    def _set_status(self, tracking: Tracking, status: str, shown: bool) -> SweepTable:
+        tracking.store.interrupt_dead()
+        tracking.store.set_sweep(self.sweep_id, status=status)
+        table = sweep_table(tracking.store, self.sweep_id)
         try:
             if shown:
                 console().print(table.renderable)
                 print(*places(tracking), sep="\n", flush=True)
         except BrokenPipeError:
             discard_output()  # the sweep is still to be closed, and its status to be returned
-        if tracking.mlflow:
-            finish_parent(tracking.outputs, store, self._sweep_id, table.text(), status)
+        return table
+
+    def _to_mlflow(self, tracking: Tracking, table: SweepTable, status: str) -> None:
+        if not tracking.mlflow:
+            return
+        if self.mlflow_later:
+            copy_waiting(start_parent(tracking.outputs, tracking.store, self.sweep_id, self.config.experiment_name))
+        finish_parent(tracking.outputs, tracking.store, self.sweep_id, table.text(), status)
 
 
-def _fixed(config: DictConfig) -> list[str]:
-    return [str(text) for text in config.hydra.overrides.task]
+def open_sweep(
+    config: DictConfig, jobs: Jobs | None, configs: Sequence[DictConfig], plans: Sequence[TrialPlan]
+) -> OpenSweep:
+    """Preflight of the jobs, the sweep's row, and the file from which its jobs know it. Raises PensieveError."""
+    for plan in _different(plans):
+        preflight(plan)
+    for budget in dict.fromkeys(plan.budget() for plan in plans):
+        say(budget)
+    first = plans[0].config
+    tracking = open_tracking(first)
+    tracking.store.interrupt_dead()
+    axes = {key: ",".join(values) for key, values in jobs.axes.items()} if jobs else {}
+    ranges = {} if jobs else {str(k): str(v) for k, v in (config.hydra.sweeper.get("params") or {}).items()}
+    fixed = list(jobs.overrides) if jobs else fixed_overrides(config)
+    n_expected = len(jobs.jobs) if jobs else 0
+    sweep_id = tracking.store.open_sweep(
+        key=sweep_key(fixed, axes, [{**resolved(c), **marks_of(p)} for c, p in zip(configs, plans, strict=True)]),
+        name=first.experiment_name,
+        experiment=_overlay(fixed),
+        command=command_line(),
+        overrides={**ranges, **dict(text.lstrip("+").partition("=")[::2] for text in fixed), **axes},
+        n_expected=n_expected,
+        host=host(),
+        git_commit=git_commit(),
+    )
+    # In a launcher's processes nobody would write what waits; a real trial takes so long that MLflow is looked at meanwhile.
+    here = config.hydra.launcher.get("_target_") == BASIC_LAUNCHER
+    later = here and all(plan.device.simulated for plan in plans)
+    sweep = OpenSweep(first, tracking.outputs, sweep_id, n_expected, later)
+    close_at_exit(sweep.close)
+    parent = None
+    if tracking.mlflow and not later:
+        parent = start_parent(tracking.outputs, tracking.store, sweep_id, first.experiment_name)
+    names = tuple(jobs.axes) if jobs else ()
+    membership = SweepMembership(sweep_id, parent, n_expected, tracking.outputs, names, this_process(), later)
+    write_membership(config, membership)
+    say(_announcement(jobs, axes))
+    return sweep
 
 
 def _overlay(overrides: Iterable[str]) -> str | None:
@@ -257,42 +231,36 @@ def _draw(tracking: Tracking, url_env: str | None, sweep_id: int) -> list[str]:
 # -- one job ------------------------------------------------------------------------------------------------------------
 
 
-def run_job(cfg: DictConfig) -> None:
-    """Run the trial that Hydra composed. In a sweep a failed trial is recorded and the next one runs."""
+def run_composed(cfg: DictConfig) -> None:
+    """Run one job of a sweep: a failed trial is recorded and the next one runs."""
     membership = current_membership()
-    if membership is not None:
+    if membership is None:  # Hydra went on without the sweep's callback
+        run_single(cfg, check(cfg))
+    else:
         _of_sweep(cfg, *membership)
-        return
-    try:
-        _single(cfg)
-    except BrokenPipeError:
-        leave_quietly()
-    except (PensieveError, OSError) as error:
-        if FULL_TRACE:
-            raise
-        sys.exit(explain(error))  # raised through Hydra, it would come with lines of Hydra's own
 
 
-def _single(cfg: DictConfig) -> None:
-    config, plain = check(cfg), resolved(cfg)
-    if is_inspection(config):
-        print_inspections([config])
-        return
+def run_single(cfg: DictConfig, config: TrialConfig) -> None:
+    """Run a trial by itself and print it. MLflow is written after that, however the trial ended."""
+    plain = resolved(cfg)
     tracking = open_tracking(config)
-    job = Job(title=f"{config.model.name} {config.baseline.name}", folder=_folder(cfg, tracking.kept, tracking.outputs))
+    folder = _folder(cfg, tracking.kept, tracking.outputs)
+    job = Job(title=f"{config.model.name} {config.baseline.name}", folder=folder, mlflow_later=True)
     try:
-        outcome = run_trial(config, plain, tracking, job, say)
-    except KeyboardInterrupt:
-        say("Interrupted; the trial is marked so, and the same command runs it again.")
-        sys.exit(INTERRUPTED)
-    if not outcome.completed:
-        say(str(outcome.error))
-        sys.exit(1)
-    if outcome.reused:
-        say(f"Trial {outcome.trial_id} is this one and is completed; force=true runs it again.")
-    console().print(summary(tracking.store, outcome.trial_id))
-    for line in places(tracking):
-        print(line)
+        try:
+            outcome = run_trial(config, plain, tracking, job, say)
+        except KeyboardInterrupt:
+            say("Interrupted; the trial is marked so, and the same command runs it again.")
+            sys.exit(INTERRUPTED)
+        if not outcome.completed:
+            say(str(outcome.error))
+            sys.exit(1)
+        if outcome.reused:
+            say(f"Trial {outcome.trial_id} is this one and is completed; force=true runs it again.")
+        console().print(summary(tracking.store, outcome.trial_id))
+        print(*places(tracking), sep="\n", flush=True)
+    finally:
+        copy_waiting()
 
 
 def _of_sweep(cfg: DictConfig, membership: SweepMembership, number: int) -> None:
@@ -320,6 +288,7 @@ def _record(cfg: DictConfig, config: TrialConfig, tracking: Tracking, membership
             sweep_id=membership.sweep_id,
             number=number,
             mlflow_run_id=membership.mlflow_run_id,
+            mlflow_later=membership.mlflow_later,
             preflight=False,
         )
         outcome = run_trial(config, resolved(cfg), tracking, job, say)

@@ -12,8 +12,10 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor
+from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
@@ -128,6 +130,25 @@ def raise_if_interrupted() -> None:
         raise KeyboardInterrupt
 
 
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block, and is raised there."""
+    if signal.getsignal(signal.SIGINT) is not _handle or threading.current_thread() is not threading.main_thread():
+        yield  # nobody listens to Ctrl-C here
+        return
+    signal.signal(signal.SIGINT, _note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, _handle)
+    raise_if_interrupted()
+
+
+def _note(_signal: int, _frame: FrameType | None) -> None:
+    global _interrupted
+    _interrupted = True
+
+
 def _handle(_signal: int, _frame: FrameType | None) -> None:
     global _interrupted
     _interrupted = True
@@ -148,6 +169,8 @@ def close_sweep(status: str) -> None:
         return
     try:
         close(status)
+    except KeyboardInterrupt:
+        say("Interrupted again; the same command completes what is missing in MLflow.")
     except (PensieveError, OSError) as error:
         log.warning("the sweep could not be closed: %s", error)
 

@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 from pensieve.record import TurnRecord
-from pensieve.request import Free, Length, Output, Request, Sampling
+from pensieve.request import Free, Length, Output, Request, Sampling, is_measured
 from pensieve.statistics import nearest_rank
 from pensieve.workload.base import Arrival, WorkloadContext, WorkloadPlan
 from pensieve.workload.chance import exponential
@@ -83,7 +83,7 @@ class Playback(Talks[Dialogue]):
         return self._plan(self._arrivals.load, self._free, facts)
 
     def on_finished(self, turn: TurnRecord) -> Iterable[Arrival]:
-        if isinstance(self._arrivals, Recorded) and self._talks[turn.session].phase != "warmup":
+        if isinstance(self._arrivals, Recorded) and is_measured(self._talks[turn.session].phase):
             return []
         return super().on_finished(turn)
 

@@ -177,6 +177,7 @@ def test_an_mlflow_that_fails_costs_no_trial(tmp_path: Path, caplog: pytest.LogC
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("made_mlflow")
 def test_a_store_whose_maker_died_is_made_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow")
     with monkeypatch.context() as patch:

@@ -82,6 +82,7 @@ def test_what_a_sweep_shows_is_rebuilt_beside_its_last_attempt(tmp_path: Path) -
     assert children == {str(shown), str(failed)}
 
 
+@pytest.mark.usefixtures("made_mlflow")
 def test_sixteen_processes_log_to_one_store(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     store = open_store(tmp_path)

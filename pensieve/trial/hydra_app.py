@@ -1,0 +1,113 @@
+"""What Hydra calls: the callback before and after the jobs of a sweep, and the task function of one job.
+
+A mistake in the configuration is told before the libraries of a trial are imported: those of the database, of numbers and of
+tables take longer than everything until then.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from pensieve.compose import TrialConfig, check, plan_trial
+from pensieve.compose.explain import explain
+from pensieve.errors import PensieveError
+from pensieve.trial.jobs import compose_jobs, plan_jobs
+from pensieve.trial.terminal import FULL_TRACE, leave_quietly
+
+if TYPE_CHECKING:
+    from pensieve.trial.sweep import OpenSweep
+
+
+def is_inspection(config: TrialConfig) -> bool:
+    return bool(config.workload.get("inspect"))
+
+
+class SweepCallback(Callback):
+    """Hydra turns an exception in a callback into a warning and goes on, so a sweep is refused by SystemExit."""
+
+    def __init__(self) -> None:
+        self._sweep: OpenSweep | None = None  # plain values only: a launcher may send this object to other processes
+
+    def on_multirun_start(self, config: DictConfig, config_name: str | None = None, **_: Any) -> None:
+        try:
+            self._start(config, config_name or "config")
+        except BrokenPipeError:
+            leave_quietly()
+        except (PensieveError, HydraException, OmegaConfBaseException, OSError) as error:
+            if FULL_TRACE:
+                traceback.print_exc()
+            sys.exit(explain(error, sys.argv[1:]))
+        except Exception:  # a bug of ours: Hydra would run the jobs without their sweep
+            traceback.print_exc()
+            sys.exit(1)
+
+    def on_multirun_end(self, config: DictConfig, config_name: str | None = None, **_: Any) -> None:
+        if self._sweep is None:
+            return
+        try:
+            completed = self._sweep.finish()
+        except (PensieveError, OSError) as error:
+            sys.exit(explain(error))
+        except Exception:
+            traceback.print_exc()
+            sys.exit(1)
+        if not completed:
+            sys.exit(1)
+
+    def _start(self, config: DictConfig, config_name: str) -> None:
+        jobs = plan_jobs(config)
+        configs = compose_jobs(config_name, config, jobs)
+        checked = [check(cfg) for cfg in configs]
+        if any(is_inspection(one) for one in checked):
+            _inspect(checked)
+            sys.exit(0)
+        plans = [plan_trial(one) for one in checked]
+
+        from pensieve.trial.sweep import open_sweep
+
+        self._sweep = open_sweep(config, jobs, configs, plans)
+
+
+def run_job(cfg: DictConfig) -> None:
+    """Run the trial that Hydra composed, alone or in its sweep."""
+    if HydraConfig.get().mode == RunMode.MULTIRUN:  # checked with the others before the sweep began
+        from pensieve.trial.sweep import run_composed
+
+        run_composed(cfg)
+        return
+    try:
+        _single(cfg)
+    except BrokenPipeError:
+        leave_quietly()
+    except (PensieveError, OSError) as error:
+        if FULL_TRACE:
+            raise
+        sys.exit(explain(error))  # raised through Hydra, it would come with lines of Hydra's own
+
+
+def _single(cfg: DictConfig) -> None:
+    config = check(cfg)
+    if is_inspection(config):
+        _inspect([config])
+        return
+    plan_trial(config)
+
+    from pensieve.trial.sweep import run_single
+
+    run_single(cfg, config)
+
+
+def _inspect(configs: Iterable[TrialConfig]) -> None:
+    from pensieve.trial.inspection import print_inspections
+
+    print_inspections(configs)

@@ -1,0 +1,39 @@
+"""For all tests: one thread for torch, as workers of pytest-xdist share the cores, and MLflow stores as copies of one."""
+
+import os
+import shutil
+
+import pytest
+
+from pensieve.results import mlflow_runs
+
+
+def pytest_configure():
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; for the processes that tests start, too
+
+
+@pytest.fixture(scope="session")
+def empty_mlflow(tmp_path_factory):
+    """Copies an empty MLflow database, which MLflow makes in some fifty migrations: two seconds for each test otherwise."""
+    create, template = mlflow_runs._create_database, tmp_path_factory.mktemp("mlflow")
+
+    def copy(outputs):
+        file = template / mlflow_runs.DATABASE_NAME
+        if not file.exists():
+            create(template)
+        shutil.copyfile(file, outputs / f".{file.name}")
+        (outputs / f".{file.name}").replace(outputs / file.name)
+
+    return copy
+
+
+@pytest.fixture(autouse=True)
+def _copied_mlflow(request, monkeypatch, empty_mlflow):
+    """Tests of how a store is made ask for `made_mlflow`."""
+    if "made_mlflow" not in request.fixturenames:
+        monkeypatch.setattr(mlflow_runs, "_create_database", empty_mlflow)
+
+
+@pytest.fixture
+def made_mlflow():
+    """MLflow makes its database itself in this test."""

@@ -1,0 +1,70 @@
+"""What a command imports before it has said what the user waits for: modules, since time depends on the machine."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+RUNNER = Path(__file__).resolve().parents[1] / "runners" / "run.py"
+
+SCRIPT = """
+import contextlib, io, sys
+sys.path.insert(0, sys.argv[1])
+from hydra.core.global_hydra import GlobalHydra
+from pensieve import cli
+
+SAID = {}
+
+def said(*arguments):
+    GlobalHydra.instance().clear()
+    sys.argv = ["run.py", *arguments]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            cli.run()
+        except SystemExit as left:
+            err.write(left.code if isinstance(left.code, str) else "")
+    return out.getvalue() + err.getvalue()
+
+def loaded(*names):
+    return sorted(set(names) & set(sys.modules))
+
+DATABASE = ("sqlalchemy", "alembic", "pyarrow")
+NUMBERS = ("numpy", "scipy", "pandas", "matplotlib")
+ENGINES = ("torch", "transformers", "mlflow", "fastapi")
+for arguments, part in (
+    (["--help"], "sim_a100_80g"),
+    (["model=lama3_8b"], "did you mean llama3_8b?"),
+    (["workload.userz=3"], "did you mean workload.users?"),
+    (["model=lama3_8b", "-m"], "did you mean llama3_8b?"),
+):
+    text = said(*arguments)
+    assert part in text, (arguments, text)
+    found = loaded(*DATABASE, *NUMBERS, *ENGINES, "pydantic", "pensieve.trial.hydra_app")
+    assert not found, (arguments, found)
+for arguments in (["cache.gpu=3Gx"], ["cache.gpu=3Gx", "-m"]):
+    text = said(*arguments)
+    assert "no known unit" in text, (arguments, text)
+    found = loaded(*DATABASE, *NUMBERS, *ENGINES, "pensieve.trial.run")
+    assert not found, (arguments, found)
+
+from pensieve.results import mlflow_runs
+
+def log_trial(*given):
+    found = loaded(*ENGINES, "pandas", "matplotlib", "scipy.stats")
+    assert not found, found
+    SAID["before MLflow"] = sys.stdout.getvalue()
+
+mlflow_runs.log_trial = log_trial
+SHORT = ["hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2"]
+text = said(*SHORT)
+assert "Database:" in SAID["before MLflow"], text
+print("as it should be")
+"""
+
+
+def test_nothing_is_imported_before_it_is_needed(tmp_path, monkeypatch):
+    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    command = [sys.executable, "-c", SCRIPT, str(RUNNER.parents[1])]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.stdout == "as it should be\n", done.stderr
