@@ -204,6 +204,9 @@ def _results_parser() -> argparse.ArgumentParser:
     listed.add_argument("--limit", type=int, default=50, help="at most so many trials (default: 50; 0: all)")
     shown = command("show", _show, "all that is known of a trial")
     shown.add_argument("trial", type=int)
+    read = command("read", _read, "a conversation of a trial as text, with where each turn's history came from")
+    read.add_argument("trial", type=int)
+    read.add_argument("--session", help="its name (default: the first measured one)")
     exported = command("export", _export, "a JSON for each baseline of a sweep, and its turns as CSV and Parquet")
     exported.add_argument("--sweep", type=int, help="default: the latest")
     exported.add_argument("--to", type=Path, help="folder (default: outputs/export/sweep-<id>)")
@@ -243,6 +246,15 @@ def _show(store: ResultsStore, options: argparse.Namespace) -> int:
     from pensieve.results.listing import show_trial
 
     _print(show_trial(store, options.trial))
+    return 0
+
+
+def _read(store: ResultsStore, options: argparse.Namespace) -> int:
+    from pensieve.trial.reading import conversation_lines, conversation_of
+
+    session, said = conversation_of(store, options.trial, options.session)
+    print(f"Conversation {session} of trial {options.trial}")
+    _print(conversation_lines(said))
     return 0
 
 

@@ -1,0 +1,59 @@
+"""A recorded trial's conversation is read back: what was asked from the workload, what was answered from the kept tokens."""
+
+from dataclasses import replace
+
+import pytest
+
+from pensieve.compose import resolved
+from pensieve.errors import ResultsError
+from pensieve.results.tokens import read_tokens
+from pensieve.tokenizer import ByteTokenizer
+from pensieve.trial import Job, run_trial
+from pensieve.trial.reading import conversation_lines, conversation_of
+from pensieve.trial.tracking import open_tracking
+from tests.composed import SHORT, checked, composed
+
+
+@pytest.fixture
+def ran(tmp_path, monkeypatch):
+    """The store and the id of a simulated trial of eight conversations of two turns."""
+    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
+    tracking = replace(open_tracking(checked("tracking=local")), mlflow=False)
+    words = ("tracking=local", *SHORT)
+    job = Job("test", tracking.outputs / "runs" / "x")
+    outcome = run_trial(checked(*words), resolved(composed(*words)), tracking, job, lambda text: None)
+    assert outcome.completed, outcome.error
+    return tracking.store, outcome.trial_id
+
+
+def test_messages_come_from_the_workload_and_replies_from_the_kept_tokens(ran):
+    store, trial = ran
+    session, said = conversation_of(store, trial)
+    [first, second] = said
+    assert (session, first.turn, second.turn) == ("sourdough", 1, 2)
+    assert "My sourdough starter is nine days old" in first.message
+    assert "supermarket flour" in second.message and "nine days old" not in second.message
+    kept = read_tokens(store.artifacts_of(trial, "tokens")[0].path)
+    for turn in said:
+        assert turn.reply == ByteTokenizer().decode([int(one) for one in kept[session, turn.turn].token_ids])
+    rows = {row.turn: row for row in store.turns_of(trial) if row.session == session}
+    for turn in said:
+        assert sum(turn.source) == rows[turn.turn].history_tokens
+        assert turn.ttft_ms == rows[turn.turn].ttft_ms
+    page = "\n".join(conversation_lines(said))
+    assert "turn 2: first token after" in page and f"{second.source[0]} tokens on GPU" in page
+
+
+def test_another_conversation_by_name_and_a_sentence_for_an_unknown_one(ran):
+    store, trial = ran
+    other, said = conversation_of(store, trial, "lisbon")
+    assert other == "lisbon" and len(said) == 2
+    with pytest.raises(ResultsError, match=r"no conversation 'nobody'.*sourdough"):
+        conversation_of(store, trial, "nobody")
+
+
+def test_without_kept_tokens_nothing_is_made_up(ran):
+    store, trial = ran
+    store.artifacts_of(trial, "tokens")[0].path.unlink()
+    with pytest.raises(ResultsError, match="are gone"):
+        conversation_of(store, trial)
