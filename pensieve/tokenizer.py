@@ -78,8 +78,8 @@ class HubTokenizer:
         self.name = name or folder.name
         self.vocab_size = int(self._backend.get_vocab_size(with_added_tokens=True))
         self.chat_template = _chat_template(folder, settings)
-        own = {self._id_of("eos_token")} - {None}
-        self.eos_ids = frozenset(map(int, (*eos_ids, *own, *_generation_eos(folder))))
+        own = self._id_of("eos_token")
+        self.eos_ids = frozenset((*eos_ids, *_generation_eos(folder), *(() if own is None else (own,))))
         self.begin = self._begin(settings.get("add_bos_token"))
 
     def encode(self, text: str) -> list[int]:

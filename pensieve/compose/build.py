@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pensieve.baselines.base import AnsweringSystem
 from pensieve.cache.base import CacheManager
+from pensieve.chat_template import ChatTemplate
 from pensieve.clock import Clock, VirtualClock, WallClock
 from pensieve.compose.plan import TrialPlan, memory_share
 from pensieve.compose.schema import TrialConfig
@@ -149,6 +150,7 @@ def make_workload(plan: TrialPlan, tokenizer: Tokenizer) -> Workload:
         vocab=plan.model.vocab,
         encode=lambda text: tokens_of(tokenizer.encode(text), plan.model.vocab),
         force_lengths=plan.device.simulated or plan.weights == "random",
+        chat=ChatTemplate(tokenizer),
     )
     workload: Workload = find_parts(plan.config).workload(context)
     return workload

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pensieve.compose.folder import conf_folder, ended, nearest, options, read_option
-from pensieve.compose.gguf import check_gguf, converted, convert, find_gguf
+from pensieve.compose.gguf import check_gguf, convert, converted, find_gguf
 from pensieve.compose.schema import ModelConfig
 from pensieve.errors import ConfigError, UnsupportedModel, WeightsMissing
 from pensieve.hub import cached_snapshot, commit, settings_folder, why_not
