@@ -31,12 +31,12 @@ class ModelConfig(_Group):
 
 
 class CacheConfig(_Group):
-    """gpu, cpu: sizes a device, "4GiB" or "8192 tokens"; gpu may be auto: what fits. session_ttl_s,
+    """gpu, cpu: sizes a device, "4GiB", "8192 tokens", or 4 for 4 GB; gpu may be auto: what fits. session_ttl_s,
     max_remembered_tokens: see MemoryLimits."""
 
     name: str
-    gpu: str | int
-    cpu: str | int
+    gpu: str | int | float
+    cpu: str | int | float
     chunk_tokens: Count = 32
     session_ttl_s: Rate | None = None
     max_remembered_tokens: Count | None = None

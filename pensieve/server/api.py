@@ -185,7 +185,7 @@ class Server:
             self._totals["output_tokens"] += turn.output_tokens
             for name in _COUNTED:
                 self._totals[name] += getattr(turn, name) or 0
-            if turn.token_ids:
+            if turn.token_ids and (self._tokenizer.begin or not self._chat.plain):
                 self._last[session] = turn.token_ids[-1]
         return turn
 

@@ -32,6 +32,9 @@ _REFUSED_ROPES = {"dynamic", "longrope"}
 # Spread of random weights times sqrt(hidden). At transformers' 0.02 the blocks hardly move the residual stream, and greedy
 # decoding of a small random model repeats one token; at 1.5 it writes varied (meaningless) text.
 _RANDOM_GAIN = 1.5
+# Where the head is the embedding, a token's own row in the residual stream votes for that token again; Gemma 2, which
+# multiplies it by sqrt(hidden), then repeats one token for ever. So the row is made small beside what the blocks add.
+_TIED_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +241,9 @@ def _random(spec: ModelSpec, dtype: torch.dtype, device: torch.device, seed: int
             )
         except ValueError as error:
             raise UnsupportedModel(f"Model {spec.name} ({spec.model_type}) is not a causal language model.") from error
+    if config.tie_word_embeddings:
+        embedding = module.get_input_embeddings()
+        embedding.weight.data.mul_(_TIED_SHARE / float(getattr(embedding, "embed_scale", 1.0)))
     _check_settable(spec.name, module)
     return module
 
