@@ -211,8 +211,8 @@ def create_server(
     """A server that is ready to answer.
 
     mode: pensieve, gpu_only, stateless (or vllm, its alias), or another baseline in the engine. model: a name in conf/model,
-    a hub id, or a folder written by save_pretrained; weights: hub (what was published: of a folder, its own), random or a
-    folder, by default what the model says.
+    a hub id, a folder written by save_pretrained, or a GGUF file; weights: hub (what was published: of a folder, its own),
+    random or a folder, by default what the model says.
     gpu_cache, cpu_cache: "4GiB" or "8192 tokens". device: auto, cpu, cuda, or a simulated machine such as sim_h100.
     Raises the errors of pensieve.errors, each a sentence that says what to do.
     """
