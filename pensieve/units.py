@@ -19,6 +19,7 @@ _BYTES = {
     "tib": 2**40,
 }
 _TOKENS = {"token": 1, "tokens": 1, "tok": 1, "ktokens": 1000, "mtokens": 1_000_000}
+_MOST_BARE = 1000
 _SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*$")
 
 
@@ -28,10 +29,14 @@ def ceil_div(numerator: int, denominator: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """A cache size given either in bytes or in tokens; exactly one of the two is set."""
+    """A cache size given either in bytes or in tokens; exactly one of the two is set.
+
+    bare: it was a number alone, which is taken for GB; whoever shows the size says so.
+    """
 
     bytes: int | None = None
     tokens: int | None = None
+    bare: bool = False
 
     def in_tokens(self, kv_bytes_per_token: int) -> int:
         if self.tokens is not None:
@@ -44,10 +49,10 @@ class Capacity:
         return self.in_tokens(kv_bytes_per_token) // chunk_tokens
 
 
-def parse_capacity(text: str | int, field: str = "size") -> Capacity:
-    """Read "4GiB", "2GB", "8192 tokens" or 0.
+def parse_capacity(text: str | float, field: str = "size") -> Capacity:
+    """Read "4GiB", "2GB", "8192 tokens", or a number alone: 2 is 2 GB.
 
-    Raises ConfigError for a bare number other than 0, since its unit would be a guess.
+    Raises ConfigError for a number alone of 1000 or more, which is more likely meant in tokens or MB.
     """
     match = _SIZE.match(str(text))
     if match is None:
@@ -59,6 +64,8 @@ def parse_capacity(text: str | int, field: str = "size") -> Capacity:
         return Capacity(tokens=int(number * _TOKENS[unit]))
     if unit == "" and number == 0:
         return Capacity(tokens=0)
+    if unit == "" and number < _MOST_BARE:
+        return Capacity(bytes=int(number * _BYTES["gb"]), bare=True)
     raise ConfigError(f'{field}={text!r} has no known unit; write "4GiB", "2GB" or "8192 tokens".')
 
 

@@ -8,21 +8,23 @@ from typing import TYPE_CHECKING
 from pensieve.lazy import from_modules
 
 if TYPE_CHECKING:
-    from pensieve.compose.build import build_system, build_tokenizer, build_workload, make_workload
+    from pensieve.compose.build import build_system, build_workload, make_workload
     from pensieve.compose.folder import conf_folder, options, outputs_folder, read_option
     from pensieve.compose.plan import TrialPlan, plan_trial
     from pensieve.compose.preflight import check_free_memory
     from pensieve.compose.schema import ModelConfig, TrialConfig
     from pensieve.compose.settings import check, resolved
+    from pensieve.compose.tokenizer import build_tokenizer
     from pensieve.compose.weights import model_config
 
 _NAMES = {
-    "build": ("build_system", "build_tokenizer", "build_workload", "make_workload"),
+    "build": ("build_system", "build_workload", "make_workload"),
     "folder": ("conf_folder", "options", "outputs_folder", "read_option"),
     "plan": ("TrialPlan", "plan_trial"),
     "preflight": ("check_free_memory",),
     "schema": ("ModelConfig", "TrialConfig"),
     "settings": ("check", "resolved"),
+    "tokenizer": ("build_tokenizer",),
     "weights": ("model_config",),
 }
 __getattr__ = from_modules(

@@ -83,7 +83,16 @@ class TrialPlan:
             f"{' (simulated)' if self.device.simulated else ''}: "
             f"cache.gpu = {'about ' if self.gpu_measured else ''}{tier(self.budget_gpu_blocks)}, "
             f"cache.cpu = {tier(self.budget_cpu_blocks)}, "
-            f"{format_bytes(self.model.kv_bytes_per_token)} of KV a token"
+            f"{format_bytes(self.model.kv_bytes_per_token)} of KV a token{self._bare_note()}"
+        )
+
+    def _bare_note(self) -> str:
+        sizes = {"cache.gpu": self.config.cache.gpu, "cache.cpu": self.config.cache.cpu}
+        bare = [f"{field}={size}" for field, size in sizes.items() if size != AUTO and parse_capacity(size, field).bare]
+        return (
+            f" (note: {' and '.join(bare)} without a unit {'are' if len(bare) > 1 else 'is'} taken for GB)"
+            if bare
+            else ""
         )
 
 

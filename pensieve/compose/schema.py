@@ -16,12 +16,14 @@ class _Group(BaseModel):
 
 
 class ModelConfig(_Group):
-    """weights: hub, random, or a folder written by save_pretrained. tokenizer: bytes, hub, or a folder."""
+    """weights: hub, random, gguf, or a folder written by save_pretrained. gguf_file: its path, or package:file for one that
+    an installed package brings. tokenizer: bytes, hub (the model's own), a folder, or another hub id."""
 
     name: str
     hub_id: str | None = None
     weights: str = "hub"
     revision: str | None = None
+    gguf_file: str | None = None
     seed: int = 0
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     tokenizer: str = "hub"
@@ -29,12 +31,12 @@ class ModelConfig(_Group):
 
 
 class CacheConfig(_Group):
-    """gpu, cpu: sizes a device, "4GiB" or "8192 tokens"; gpu may be auto: what fits. session_ttl_s,
+    """gpu, cpu: sizes a device, "4GiB", "8192 tokens", or 4 for 4 GB; gpu may be auto: what fits. session_ttl_s,
     max_remembered_tokens: see MemoryLimits."""
 
     name: str
-    gpu: str | int
-    cpu: str | int
+    gpu: str | int | float
+    cpu: str | int | float
     chunk_tokens: Count = 32
     session_ttl_s: Rate | None = None
     max_remembered_tokens: Count | None = None

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from pensieve.baselines.base import AnsweringSystem
+from pensieve.chat_template import ChatTemplate
 from pensieve.compose import (
     build_system,
     build_tokenizer,
@@ -56,7 +57,9 @@ class Server:
             "failed_turns": 0,
             **dict.fromkeys(_COUNTED, 0),
         }
-        self._lock = threading.Lock()  # of the totals
+        self._chat = ChatTemplate(tokenizer)
+        self._last: dict[str, int] = {}  # the last token of each conversation, which says how the next message goes on
+        self._lock = threading.Lock()  # of the totals and of those
         self.report = system.start()
         self._vocab = int(system.settings()["vocab"])
 
@@ -80,6 +83,7 @@ class Server:
     ) -> Generation:
         """Append a message (token ids, or text) to the conversation and generate.
 
+        text: of a chat model one message of its user, in the model's template; of another model, what follows as it is.
         prompt_ids: whole numbers below the model's vocabulary, of Python or numpy; none at all asks to go on without a new
         message. seed: of this reply, else the server's. stop: one string or several; None or () for none.
 
@@ -89,7 +93,7 @@ class Server:
         if (prompt_ids is None) == (text is None):
             raise ConfigError("Give either prompt_ids or text.")
         if prompt_ids is None:
-            prompt_ids = self._tokenizer.encode(text_of(text, "text"))
+            prompt_ids = self._message(session_id, text_of(text, "text"))
         stops = stops_of(stop)
         turn = self._serve(
             session_id,
@@ -106,6 +110,11 @@ class Server:
     def forget(self, session_id: str | None = None) -> None:
         """Free a conversation, or all of them."""
         self._system.forget(session_id)
+        with self._lock:
+            if session_id is None:
+                self._last.clear()
+            else:
+                self._last.pop(session_id, None)
 
     def get_statistics(self) -> dict[str, Any]:
         """Counts since start: turns, tokens, hits by tier, evictions, bytes moved, and what the engine is."""
@@ -156,6 +165,13 @@ class Server:
 
     # -- how --------------------------------------------------------------------------------------------------------
 
+    def _message(self, session: str, text: str) -> list[int]:
+        """A chat model reads a text as one message of the user, in its own template; another model as it is."""
+        last = self._last.get(session)
+        if not self._chat.plain:
+            return self._chat.opening(text) if last is None else self._chat.following(text, last)
+        return [*(self._tokenizer.begin if last is None else ()), *self._tokenizer.encode(text)]
+
     def _serve(self, session: str, ids: TokenArray[int], output: Length | Free, sampling: Sampling) -> TurnRecord:
         request = Request(next(self._ids), session, UNNUMBERED, ids, output, sampling)
         request.intended_s = self._system.clock.now_s()
@@ -169,6 +185,8 @@ class Server:
             self._totals["output_tokens"] += turn.output_tokens
             for name in _COUNTED:
                 self._totals[name] += getattr(turn, name) or 0
+            if turn.token_ids and (self._tokenizer.begin or not self._chat.plain):
+                self._last[session] = turn.token_ids[-1]
         return turn
 
     def _text(self, turn: TurnRecord, stops: Sequence[str]) -> str:
@@ -193,8 +211,8 @@ def create_server(
     """A server that is ready to answer.
 
     mode: pensieve, gpu_only, stateless (or vllm, its alias), or another baseline in the engine. model: a name in conf/model,
-    a hub id, or a folder written by save_pretrained; weights: hub (what was published: of a folder, its own), random or a
-    folder, by default what the model says.
+    a hub id, a folder written by save_pretrained, or a GGUF file; weights: hub (what was published: of a folder, its own),
+    random or a folder, by default what the model says.
     gpu_cache, cpu_cache: "4GiB" or "8192 tokens". device: auto, cpu, cuda, or a simulated machine such as sim_h100.
     Raises the errors of pensieve.errors, each a sentence that says what to do.
     """

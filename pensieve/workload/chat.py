@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from pensieve.errors import ConfigError
+from pensieve.record import TurnRecord
 from pensieve.workload.base import Arrival, WorkloadContext, WorkloadPlan
 from pensieve.workload.chance import between, exponential
 from pensieve.workload.fields import at_least, positive_seconds
@@ -119,8 +120,8 @@ class ChatWorkload(Talks[Script]):
     def _pause_s(self, script: Script, turn: int) -> float:
         return exponential(self._think_time_s, self._context.seed, "think", script.session, turn)
 
-    def _arrival(self, script: Script, turn: int, at_s: float) -> Arrival:
-        return self._writer.arrival(script, turn, at_s, self._timeout_s)
+    def _arrival(self, script: Script, turn: int, at_s: float, before: TurnRecord | None = None) -> Arrival:
+        return self._writer.arrival(script, turn, at_s, self._timeout_s, before)
 
     def _measured_scripts(self, fewest: int, goal: float) -> list[Script]:
         """At least `fewest`, and as many as have `goal` tokens together."""

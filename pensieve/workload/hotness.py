@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import chain, count
 
 from pensieve.errors import ConfigError
+from pensieve.record import TurnRecord
 from pensieve.workload.base import Arrival, WorkloadContext, WorkloadPlan
 from pensieve.workload.chance import uniform
 from pensieve.workload.fields import at_least, positive_seconds
@@ -81,8 +82,8 @@ class HotnessWorkload(Talks[Script]):
         spread = 0.5 + uniform(self._context.seed, "interval", script.session, turn)
         return self._request_interval * INTERVALS[script.label] * spread
 
-    def _arrival(self, script: Script, turn: int, at_s: float) -> Arrival:
-        return self._writer.arrival(script, turn, at_s, self._timeout_s)
+    def _arrival(self, script: Script, turn: int, at_s: float, before: TurnRecord | None = None) -> Arrival:
+        return self._writer.arrival(script, turn, at_s, self._timeout_s, before)
 
 
 def class_of(user: int, users: int) -> str:

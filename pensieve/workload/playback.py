@@ -11,7 +11,7 @@ from typing import Any
 from pensieve.record import TurnRecord
 from pensieve.request import Free, Length, Output, Request, Sampling, is_measured
 from pensieve.statistics import nearest_rank
-from pensieve.workload.base import Arrival, WorkloadContext, WorkloadPlan
+from pensieve.workload.base import Arrival, WorkloadContext, WorkloadPlan, said_end, unless_said
 from pensieve.workload.chance import exponential
 from pensieve.workload.fit import Dialogue, Step
 from pensieve.workload.talk import Talks, shares_of
@@ -105,7 +105,7 @@ class Playback(Talks[Dialogue]):
     def _pause_s(self, dialogue: Dialogue, turn: int) -> float:
         return exponential(self._think_time_s, self._context.seed, "think", dialogue.session, turn)
 
-    def _arrival(self, dialogue: Dialogue, turn: int, at_s: float) -> Arrival:
+    def _arrival(self, dialogue: Dialogue, turn: int, at_s: float, before: TurnRecord | None = None) -> Arrival:
         step = dialogue.steps[turn - 1]
         output: Output = Free(step.reply) if self._free else Length(step.reply)
         request = Request(
@@ -119,7 +119,8 @@ class Playback(Talks[Dialogue]):
             phase=dialogue.phase,
         )
         deadline = None if self._timeout_s is None else at_s + self._timeout_s
-        return Arrival(at_s, request, deadline, prompt=step.build)
+        end = said_end(before) if step.continues else None
+        return Arrival(at_s, request, deadline, prompt=lambda: unless_said(step.build(), end))
 
 
 def _at(step: Step) -> float:

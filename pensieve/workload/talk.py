@@ -49,7 +49,7 @@ class Talks(ABC, Generic[T]):
         self._share_of = {talk.session: share for share in self._shares for talk in share}
 
     @abstractmethod
-    def _arrival(self, talk: T, turn: int, at_s: float) -> Arrival:
+    def _arrival(self, talk: T, turn: int, at_s: float, before: TurnRecord | None = None) -> Arrival:
         """The request of a turn."""
 
     @abstractmethod
@@ -82,7 +82,7 @@ class Talks(ABC, Generic[T]):
         warming = talk.phase == "warmup"
         if turn.status == "completed" and turn.turn < talk.turns:
             pause_s = 0.0 if warming else self._pause_s(talk, turn.turn)
-            return [self._arrival(talk, turn.turn + 1, now + pause_s)]
+            return [self._arrival(talk, turn.turn + 1, now + pause_s, turn)]
         if warming:
             self._warming -= 1
             return self._measured_starts(now) if self._warming == 0 else []

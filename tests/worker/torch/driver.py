@@ -40,7 +40,14 @@ ARCHITECTURES = {
         "max_position_embeddings": 512,
         "word_embed_proj_dim": 64,
     },
-    "gemma2": {"model_type": "gemma2", **_COMMON, "head_dim": 16, "sliding_window": 20},
+    # With the default scale of its queries, 1/16 and not 1/4, attention of this size is a plain mean, and text repeats.
+    "gemma2": {
+        "model_type": "gemma2",
+        **_COMMON,
+        "head_dim": 16,
+        "sliding_window": 20,
+        "query_pre_attn_scalar": 16,
+    },
     "qwen2": {"model_type": "qwen2", **_COMMON, "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", **_COMMON, "head_dim": 32},
     "mistral": {"model_type": "mistral", **_COMMON, "head_dim": 16, "sliding_window": 20},

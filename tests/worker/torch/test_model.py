@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +33,17 @@ def test_random_weights_are_a_function_of_the_seed(llama: LoadedModel) -> None:
     assert not torch.allclose(plain_logits(other, tokens), plain_logits(llama, tokens), atol=0.1)
 
 
-def test_random_weights_write_varied_text(llama: LoadedModel) -> None:
-    driver = Driver(llama)
-    driver.step(driver.prompt_row(0, random_tokens(40, 5)))
-    for _ in range(29):
-        driver.step(driver.decode_row(0))
-    assert len(set(driver.tokens[0][40:])) >= 10
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_random_weights_write_varied_text(name: str, model_of: Callable[..., LoadedModel]) -> None:
+    """Of every architecture: where greedy tokens are one id for ever, a comparison of tokens says little."""
+    for seed in range(4):
+        driver = Driver(model_of(name))
+        driver.step(driver.prompt_row(0, random_tokens(40, seed)))
+        for _ in range(29):
+            driver.step(driver.decode_row(0))
+        said = Counter(driver.tokens[0][40:])
+        assert len(said) >= 8, (seed, said)
+        assert max(said.values()) <= 20, (seed, said)
 
 
 def test_what_was_loaded(llama: LoadedModel) -> None:
@@ -117,6 +124,7 @@ def test_no_network_is_one_sentence_at_once(
         raise getattr(errors, failure, ConnectionError)("down")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+    monkeypatch.setattr("pensieve.hub._answers", {})
     capfd.readouterr()
     with pytest.raises(WeightsMissing, match=rf"{words}.*model\.weights=random") as caught:
         _load(tiny_spec("llama"), "hub", "nobody/nothing")

@@ -1,0 +1,93 @@
+"""What is asked of the hub, and how often."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pensieve import hub
+from pensieve.compose import model_config
+from pensieve.compose.weights import check_weights
+from pensieve.errors import WeightsMissing
+from tests.hub_cache import COMMIT, fill, unreachable
+
+
+def test_a_repository_in_the_cache_is_read_without_asking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = unreachable(monkeypatch, tmp_path)
+    folder = fill(tmp_path, "org/name", {"config.json": {}})
+    assert hub.cached_snapshot("org/name") == folder
+    assert hub.commit("org/name") == COMMIT
+    assert hub.settings_folder("org/name", None, lambda at: (at / "config.json").is_file(), "It", "stop") == folder
+    assert hub.cached_snapshot("org/other") is None and hub.commit("org/other") is None
+    assert hub.cached_snapshot("no id at all/../") is None
+    assert asked == []
+
+
+def test_an_unknown_model_is_asked_for_once_whatever_is_wanted_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = unreachable(monkeypatch, tmp_path)
+    for wanted in (
+        lambda: model_config("nobody/nothing"),
+        lambda: model_config("nobody/nothing"),
+        lambda: check_weights(model_config("gpt2", hub_id="nobody/nothing")),
+        lambda: hub.settings_folder("nobody/nothing", None, lambda at: True, "The tokenizer", "stop"),
+    ):
+        with pytest.raises(
+            WeightsMissing, match=r"nobody/nothing cannot be had: .*cannot be reached \(ConnectionError\); "
+        ):
+            wanted()
+    assert asked == ["nobody/nothing"]
+
+
+def test_after_a_while_it_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = unreachable(monkeypatch, tmp_path)
+    now = SimpleNamespace(s=100.0)
+    monkeypatch.setattr(hub.time, "monotonic", lambda: now.s)
+    for at, count in ((100.0, 1), (129.0, 1), (131.0, 2)):
+        now.s = at
+        assert hub.why_not("nobody/nothing") is not None
+        assert len(asked) == count
+
+
+@pytest.mark.parametrize(
+    ("failure", "says"),
+    [
+        ("OfflineModeIsEnabled", "HF_HUB_OFFLINE is set"),
+        ("GatedRepoError", "licence must be accepted"),
+        ("RepositoryNotFoundError", "knows no such model"),
+        ("RevisionNotFoundError", "has no revision v9"),
+        ("HFValidationError", "no hub id"),
+    ],
+)
+def test_each_refusal_has_its_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str, says: str
+) -> None:
+    from huggingface_hub import errors
+
+    kind = getattr(errors, failure)
+    http = issubclass(kind, errors.HfHubHTTPError)
+    error = kind("no", response=SimpleNamespace(headers={}, request=None)) if http else kind("no")
+    unreachable(monkeypatch, tmp_path, error)
+    assert says in str(hub.why_not("org/name", "v9"))
+
+
+def test_the_commit_is_known_once_the_hub_has_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    unreachable(monkeypatch, tmp_path)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, hub_id, **_: SimpleNamespace(sha="abc"))
+    monkeypatch.setattr(huggingface_hub.HfApi, "auth_check", lambda self, hub_id: None)
+    assert hub.commit("org/name") is None
+    assert hub.why_not("org/name") is None
+    assert hub.commit("org/name") == "abc"
+
+
+def test_a_cached_repository_without_what_is_wanted_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = unreachable(monkeypatch, tmp_path)
+    fill(tmp_path, "org/name", {"config.json": {}})
+    with pytest.raises(WeightsMissing, match=r"The tokenizer of org/name cannot be had.*; stop\."):
+        hub.settings_folder("org/name", None, lambda at: (at / "tokenizer.json").is_file(), "The tokenizer", "stop")
+    assert asked == ["org/name"]

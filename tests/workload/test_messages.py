@@ -1,0 +1,78 @@
+"""What conversations say reaches a chat model in its own template, and ends each reply once."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pensieve.chat_template import ChatTemplate
+from pensieve.record import TurnRecord
+from pensieve.tokenizer import HubTokenizer
+from pensieve.workload.base import WorkloadContext, said_end, unless_said
+from pensieve.workload.chat import ChatWorkload
+from tests.chat import CHATML, dialogue, save_tokenizer
+from tests.scripted import context
+
+
+def reading(tokenizer: HubTokenizer) -> WorkloadContext:
+    return replace(context(force_lengths=False), vocab=300, encode=tokenizer.encode, chat=ChatTemplate(tokenizer))
+
+
+@pytest.fixture
+def chatml(tmp_path: Path) -> HubTokenizer:
+    return HubTokenizer(save_tokenizer(tmp_path, CHATML))
+
+
+def test_a_workload_asks_what_the_template_makes_of_its_messages(chatml: HubTokenizer) -> None:
+    workload = ChatWorkload(
+        reading(chatml), conversations=1, min_turns=2, max_turns=2, max_new_tokens=5, pressure=0, free=True
+    )
+    first = workload.start()[0].request.prompt
+    text = chatml.decode(first)
+    assert "Before we begin: " in text and "User:" not in text
+    start = chatml.encode("<|im_start|>")[0]
+    assert list(first).count(start) == 3, "system, user and the reply that is asked for"
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_the_token_that_ends_a_reply_stands_there_once(chatml: HubTokenizer, ended: bool) -> None:
+    workload = ChatWorkload(
+        reading(chatml), conversations=1, min_turns=2, max_turns=2, max_new_tokens=5, warmup_turns=4, pressure=0, free=True
+    )  # fmt: skip
+    (arrival,) = [one for one in workload.start() if one.request.session == "warmup-0"]
+    end = min(chatml.eos_ids)
+    reply = array("i", [*chatml.encode("on"), *([end] if ended else [])])
+    turn = finished(arrival.request.session, "eos" if ended else "length", reply)
+    (following,) = workload.on_finished(turn)
+    said = [*arrival.request.prompt, *reply, *following.request.prompt]
+    chat = ChatTemplate(chatml)
+    opening = chatml.decode(arrival.request.prompt).partition("user\n")[2].partition("\nassistant")[0]
+    asked = chatml.decode(following.request.prompt).partition("user\n")[2].partition("\nassistant")[0]
+    assert said == chat.prompt(dialogue(opening, "on", asked)).ids
+
+
+def finished(session: str, reason: str, reply: array[int]) -> TurnRecord:
+    turn = TurnRecord(session=session, turn=1, phase="warmup")
+    turn.status, turn.finish_reason, turn.token_ids, turn.finished_s = "completed", reason, reply, 1.0
+    return turn
+
+
+def test_only_an_end_that_the_model_sampled_is_left_out() -> None:
+    message = array("i", [7, 1, 2])
+    assert unless_said(message, said_end(finished("a", "eos", array("i", [3, 7])))) == array("i", [1, 2])
+    assert unless_said(message, said_end(finished("a", "eos", array("i", [3, 8])))) == message
+    assert unless_said(message, said_end(finished("a", "length", array("i", [3, 7])))) == message
+    assert unless_said(message, said_end(None)) == message
+
+
+def test_other_models_read_lines_behind_the_token_that_texts_begin_with(tmp_path: Path) -> None:
+    """The same lines with a tokenizer as without one."""
+    tokenizer = HubTokenizer(save_tokenizer(tmp_path, begins=True))
+    spoken, plain = reading(tokenizer), replace(reading(tokenizer), chat=None)
+    for first in (True, False):
+        with_tokenizer, lines = (list(one.message("Hello", first)) for one in (spoken, plain))
+        assert with_tokenizer == ([*tokenizer.begin] if first else []) + lines
+    assert tokenizer.decode(spoken.message("Hello", False)) == "\nUser: Hello\nAssistant:"
