@@ -27,8 +27,13 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m compileall -q pensieve runners analysis
 	@touch $(STAMP)
 
-demo: $(STAMP)  ## run the default sweep on a tiny model and print the comparison
+demo: $(STAMP)  ## run the default sweep on a tiny model and print the comparison (MODEL=smollm2_135m_gguf: real text)
+ifdef MODEL
+	$(BIN)/python runners/run.py -m experiment=demo_text model=$(MODEL)
+	$(BIN)/python runners/results.py read latest
+else
 	$(BIN)/python runners/run.py -m
+endif
 
 # Two workers or more share the tests; each has one thread for torch (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -rs -n logical --maxprocesses 8 --dist worksteal

@@ -205,7 +205,7 @@ def _results_parser() -> argparse.ArgumentParser:
     shown = command("show", _show, "all that is known of a trial")
     shown.add_argument("trial", type=int)
     read = command("read", _read, "a conversation of a trial as text, with where each turn's history came from")
-    read.add_argument("trial", type=int)
+    read.add_argument("trial", help="its number, or latest")
     read.add_argument("--session", help="its name (default: the first measured one)")
     exported = command("export", _export, "a JSON for each baseline of a sweep, and its turns as CSV and Parquet")
     exported.add_argument("--sweep", type=int, help="default: the latest")
@@ -249,11 +249,27 @@ def _show(store: ResultsStore, options: argparse.Namespace) -> int:
     return 0
 
 
+def _trial_number(store: ResultsStore, asked: str) -> int:
+    """A number, or that of the latest sweep's first completed trial for `latest`."""
+    from pensieve.errors import ResultsError
+
+    if asked != "latest":
+        if not asked.isdecimal():
+            raise ResultsError(f"{asked!r} is no trial; give a number (runners/results.py list shows them), or latest.")
+        return int(asked)
+    sweep = store.latest_sweep()
+    done = [job.trial.id for job in store.trials_of_sweep(sweep.id) if job.trial is not None] if sweep else []
+    if not done:
+        raise ResultsError("No trial of a sweep is completed yet; run `python runners/run.py -m` first.")
+    return done[0]
+
+
 def _read(store: ResultsStore, options: argparse.Namespace) -> int:
     from pensieve.trial.reading import conversation_lines, conversation_of
 
-    session, said = conversation_of(store, options.trial, options.session)
-    print(f"Conversation {session} of trial {options.trial}")
+    trial = _trial_number(store, options.trial)
+    session, said = conversation_of(store, trial, options.session)
+    print(f"Conversation {session} of trial {trial}")
     _print(conversation_lines(said))
     return 0
 
