@@ -66,7 +66,8 @@ def parse_capacity(text: str | float, field: str = "size") -> Capacity:
         return Capacity(tokens=0)
     if unit == "" and number < _MOST_BARE:
         return Capacity(bytes=int(number * _BYTES["gb"]), bare=True)
-    raise ConfigError(f'{field}={text!r} has no known unit; write "4GiB", "2GB" or "8192 tokens".')
+    unknown = "no unit" if unit == "" else "no known unit"
+    raise ConfigError(f'{field}={text!r} has {unknown}; write "4GiB", "2GB" or "8192 tokens" (2 alone is 2 GB).')
 
 
 def format_bytes(count: float) -> str:

@@ -52,7 +52,7 @@ def completed(model: Mapping[str, Any]) -> dict[str, Any]:
     if place is None and weights not in ("hub", "random", GGUF):
         place = weights
     if weights == GGUF:
-        source = find_gguf(str(fields["gguf_file"]))
+        source = _gguf(fields.get("gguf_file"))
         fields |= {"name": source.stem, "architecture": folder_architecture(str(convert(source)))}
     elif place is None:
         raise ConfigError(
@@ -65,6 +65,10 @@ def completed(model: Mapping[str, Any]) -> dict[str, Any]:
             fields["weights"] = place
         elif weights == "random" and fields.get("tokenizer", "hub") == "hub":
             fields["tokenizer"] = place
+    elif place.count("/") != 1 or place.startswith((".", "/", "~")):
+        raise WeightsMissing(
+            f"model.hub_id={place} is no folder on this machine, and no hub id (org/name); correct the path or the name."
+        )
     else:
         fields |= {"name": place.replace("/", "--"), "architecture": _hub_architecture(place, fields.get("revision"))}
     _check_decoder(fields["name"], fields["architecture"])
@@ -86,6 +90,12 @@ def weights_kind(model: ModelConfig) -> str:
     return model.weights if model.weights in ("hub", "random", GGUF) else "path"
 
 
+def _gguf(said: str | None) -> Path:
+    if said is None:
+        raise WeightsMissing("model.weights=gguf needs a file: model.gguf_file=<its path>, or package:file.")
+    return find_gguf(said)
+
+
 def own_folder(model: ModelConfig, make: bool = True) -> Path | None:
     """The folder with the weights of a path or of a GGUF file; None for other weights.
 
@@ -93,7 +103,7 @@ def own_folder(model: ModelConfig, make: bool = True) -> Path | None:
     """
     kind = weights_kind(model)
     if kind == GGUF:
-        source = find_gguf(str(model.gguf_file))
+        source = _gguf(model.gguf_file)
         return convert(source) if make else converted(source)
     return Path(model.weights).expanduser() if kind == "path" else None
 
@@ -108,7 +118,7 @@ def weights_identity(model: ModelConfig) -> str | None:
     where it is known, the content of a GGUF file."""
     kind = weights_kind(model)
     if kind == GGUF:
-        return f"sha256:{content_hash(find_gguf(str(model.gguf_file)))}"
+        return f"sha256:{content_hash(_gguf(model.gguf_file))}"
     return commit(model.hub_id, model.revision) if kind == "hub" and model.hub_id else None
 
 
@@ -131,7 +141,7 @@ def local_weights(model: ModelConfig) -> Path | None:
     kind = weights_kind(model)
     if kind == GGUF:
         try:
-            return find_gguf(str(model.gguf_file))
+            return _gguf(model.gguf_file)
         except WeightsMissing:
             return None
     folder = (
@@ -149,7 +159,7 @@ def check_weights(model: ModelConfig) -> None:
     if kind == "random":
         return
     if kind == GGUF:
-        check_gguf(find_gguf(str(model.gguf_file)))
+        check_gguf(_gguf(model.gguf_file))
         return
     if kind == "path":
         folder_architecture(model.weights)
@@ -168,6 +178,6 @@ def check_weights(model: ModelConfig) -> None:
 
 
 def _hub_architecture(hub_id: str, revision: str | None) -> dict[str, Any]:
-    instead = f"use a folder that save_pretrained wrote, or a model of conf/model: {', '.join(options('model'))}"
+    instead = "use a folder that save_pretrained wrote (model.hub_id=<a folder>), or a model that is in conf/model"
     folder = settings_folder(hub_id, revision, lambda at: (at / "config.json").is_file(), "The architecture", instead)
     return folder_architecture(str(folder))

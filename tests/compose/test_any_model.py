@@ -118,7 +118,19 @@ def test_an_architecture_that_the_paged_attention_cannot_serve_is_refused_at_loa
         create_server(model=str(tmp_path), weights="random", device="cpu", gpu_cache="256 tokens", cpu_cache="0")
 
 
+@pytest.mark.parametrize("place", ["/nowhere/model", "./model", "name", "a/b/c"])
+def test_what_is_neither_folder_nor_hub_id_is_refused_without_asking(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = unreachable(monkeypatch, tmp_path)
+    with pytest.raises(WeightsMissing, match="no folder on this machine, and no hub id"):
+        checked("model=hf", f"model.hub_id={place}")
+    assert asked == []
+
+
 def test_a_model_must_be_named() -> None:
+    with pytest.raises(WeightsMissing, match=r"needs a file: model\.gguf_file="):
+        check_weights(checked("model.weights=gguf").model)
     with pytest.raises(ConfigError, match=r"model=hf needs a model: model\.hub_id=org/name"):
         check(composed("model=hf"))
 

@@ -80,7 +80,8 @@ def plain_logits(model: LoadedModel, tokens: Sequence[int]) -> torch.Tensor:
 def plain_generate(model: LoadedModel, prompt: Sequence[int], new_tokens: int) -> list[int]:
     """Greedy tokens of transformers' own generate; no token ends it."""
     model.module.set_attn_implementation("eager")
-    config = GenerationConfig(do_sample=False, max_new_tokens=new_tokens, eos_token_id=None, pad_token_id=0)
+    never = model.spec.vocab  # None would mean the model's own
+    config = GenerationConfig(do_sample=False, max_new_tokens=new_tokens, eos_token_id=never, pad_token_id=0)
     try:
         with torch.inference_mode():
             ids = torch.tensor([list(prompt)])
