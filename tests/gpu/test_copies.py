@@ -21,10 +21,6 @@ from pensieve.worker.torch.transfers.link import Copier
 from pensieve.worker.torch.transfers.transfer import Transfer
 from pensieve.worker.torch.worker import TorchWorker
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 CHUNK, BLOCKS = 32, 600
 SIZES = {
     "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,

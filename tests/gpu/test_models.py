@@ -21,6 +21,8 @@ from pensieve.worker.torch.worker import TorchWorker
 
 from .small import small_model
 
+pytestmark = pytest.mark.real_device
+
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_a_deep_model_with_random_weights_is_served_by_triton_and_the_fused_forward() -> None:

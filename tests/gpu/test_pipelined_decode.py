@@ -24,10 +24,6 @@ from tests.worker.torch.driver import random_tokens
 
 from .small import small_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 CHUNK = 32
 
 
