@@ -111,6 +111,11 @@ class Session:
         assert self.waiting >= 0
 
 
+def chunks_of(tokens: int, chunk_tokens: int) -> int:
+    """How many chunks hold so many tokens; the last one may be partly filled."""
+    return -(-tokens // chunk_tokens)
+
+
 def common_prefix(a: TokenArray[int], b: TokenArray[int]) -> int:
     """Length of the longest common prefix, by halving: whole slices compare at memory speed."""
     low, high = 0, min(len(a), len(b))

@@ -106,10 +106,10 @@ class ModelSpec:
     def head_flops(self) -> int:
         return 2 * self.vocab * self.hidden
 
-    def attention_flops(self, query_tokens: int, kv_tokens: int) -> int:
-        """Scores and weighted values of a causal row of `query_tokens` that ends at `kv_tokens`, all layers."""
-        pairs = query_tokens * kv_tokens - query_tokens * (query_tokens - 1) // 2
-        return 4 * self.layers * self.heads * self.head_dim * pairs
+    @property
+    def attention_flops_per_pair(self) -> int:
+        """The score and the weighted value of one query and one position that it attends to, all layers."""
+        return 4 * self.layers * self.heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from pensieve.bench.record import now
 from pensieve.bench.session import Bench
 from pensieve.bench.timer import explain, idle_pct, synchronize
 from pensieve.clock import WallClock
+from pensieve.cost.roofline import causal_pairs
 from pensieve.errors import WorkerError
 from pensieve.plan import Row, Sample, StepPlan
 from pensieve.specs import ModelSpec
@@ -57,7 +58,7 @@ def floor_ms(spec: ModelSpec, batch: int, context: int, copy_bytes_s: float, mat
     """Of one step: every weight and all KV read once, or all operations done, whichever takes longer."""
     read = spec.dtype_bytes * (spec.layers * spec.layer_parameters + spec.vocab * spec.hidden)
     read += batch * (context + 1) * spec.kv_bytes_per_token
-    flops = batch * (spec.linear_flops_per_token + spec.head_flops + spec.attention_flops(1, context + 1))
+    flops = batch * (spec.linear_flops_per_token + spec.head_flops + (context + 1) * spec.attention_flops_per_pair)
     return max(read / copy_bytes_s, flops / matrix_flops_s) * 1e3
 
 
@@ -128,7 +129,8 @@ def run_prefill(bench: Bench) -> None:
 
 def operations(spec: ModelSpec, tokens: int) -> int:
     """Floating-point operations of a prompt: every projection, causal attention, and the head for one position."""
-    return tokens * spec.linear_flops_per_token + spec.attention_flops(tokens, tokens) + spec.head_flops
+    attention = causal_pairs(tokens, tokens) * spec.attention_flops_per_pair
+    return tokens * spec.linear_flops_per_token + attention + spec.head_flops
 
 
 def _measure_prefill(bench: Bench, model: LoadedModel, module: Any, tokens: int) -> None:

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Collection
 
 from pensieve.cache.tiers import Tiers
-from pensieve.session import Chunk, Session, View
-from pensieve.units import ceil_div
+from pensieve.session import Chunk, Session, View, chunks_of
 
 
 def check_tiers(tiers: Tiers, sessions: Collection[Session]) -> None:
@@ -27,7 +26,7 @@ def check_tiers(tiers: Tiers, sessions: Collection[Session]) -> None:
     for session in sessions:
         assert session.computed <= len(session.tokens)
         assert session.running or session.computed < max(len(session.tokens), 1)
-        assert len(session.chunks) <= ceil_div(len(session.tokens) + 1, tiers.chunk_tokens)
+        assert len(session.chunks) <= chunks_of(len(session.tokens) + 1, tiers.chunk_tokens)
         for index, chunk in enumerate(session.chunks):
             _check_chunk(tiers.chunk_tokens, chunk, session.running)
             assert chunk.copying == copying[id(chunk)]

@@ -11,8 +11,7 @@ from pensieve.cache.one_tier import OneTier
 from pensieve.cache.pool import BlockPool
 from pensieve.eviction.base import EvictionPolicy
 from pensieve.request import TokenArray
-from pensieve.session import Session
-from pensieve.units import ceil_div
+from pensieve.session import Session, chunks_of
 
 
 class PrefixCache(OneTier):
@@ -53,12 +52,12 @@ class PrefixCache(OneTier):
         """What other conversations share is not counted: it may only make the admission cheaper."""
         matched = self._match(session, session.tokens, min(keep, length - 1))
         idle = sum(block in self._idle for block in matched)
-        return Demand(blocks=ceil_div(length + 1, self.chunk_tokens) - len(matched), own_available=idle)
+        return Demand(blocks=chunks_of(length + 1, self.chunk_tokens) - len(matched), own_available=idle)
 
     def extend(self, session: Session, length: int, now_s: float) -> tuple[int, tuple[int, ...]] | None:
         table = self._tables[session.number]
         first = len(table)
-        count = ceil_div(length, self.chunk_tokens) - first
+        count = chunks_of(length, self.chunk_tokens) - first
         if count <= 0:
             return first, ()
         if count > self.available:
@@ -95,7 +94,7 @@ class PrefixCache(OneTier):
     def fail(self, session: Session, written: Iterable[Run]) -> None:
         size, table = self.chunk_tokens, self._tables[session.number]
         for start, stop in written:
-            for block in table[start // size : ceil_div(stop, size)]:
+            for block in table[start // size : chunks_of(stop, size)]:
                 self._unregister(block)
 
     def forget(self, session: Session) -> None:
@@ -140,7 +139,7 @@ class PrefixCache(OneTier):
         for block in matched:
             self._references[block] = self._references.get(block, 0) + 1
             self._idle.pop(block, None)
-        fresh = self._take(ceil_div(length + 1, self.chunk_tokens) - len(matched))
+        fresh = self._take(chunks_of(length + 1, self.chunk_tokens) - len(matched))
         self._tables[session.number] = [*matched, *fresh]
         found = len(matched) * self.chunk_tokens
         self._computed[session.number] = found

@@ -11,8 +11,7 @@ from pensieve.cache.one_tier import OneTier
 from pensieve.errors import CapacityError, ConfigError
 from pensieve.eviction.base import EvictionPolicy
 from pensieve.request import TokenArray, tokens_of
-from pensieve.session import Session, common_prefix
-from pensieve.units import ceil_div
+from pensieve.session import Session, chunks_of, common_prefix
 
 MOST_SLOTS = 4  # that are chosen where nobody says how many
 
@@ -62,7 +61,7 @@ class SlotCache(OneTier):
                 f"baseline.cache.slot_prompt_similarity is a share of the prompt, from 0 to 1, not {slot_prompt_similarity}."
             )
         if n_slots is None:
-            each = ceil_div((longest_tokens or 0) + chunk_tokens, chunk_tokens)
+            each = chunks_of((longest_tokens or 0) + chunk_tokens, chunk_tokens)
             n_slots = max(1, min(MOST_SLOTS, gpu_blocks // each))
         if n_slots < 1 or gpu_blocks < n_slots:
             raise CapacityError(
@@ -133,7 +132,7 @@ class SlotCache(OneTier):
         """Take a slot and cut its tokens at the first difference; returns how many are left."""
         slot, size = self._choose(session.tokens), self.chunk_tokens
         found = min(common_prefix(slot.tokens, session.tokens), len(session.tokens) - 1)
-        overwritten = -(-len(slot.tokens) // size) - -(-found // size)
+        overwritten = chunks_of(len(slot.tokens), size) - chunks_of(found, size)
         self.counters.evicted_chunks += overwritten
         self.counters.dropped_chunks += overwritten
         del slot.tokens[found:]

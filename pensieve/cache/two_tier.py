@@ -12,8 +12,7 @@ from pensieve.cost.base import CostModel
 from pensieve.eviction.base import EvictionPolicy, as_policy
 from pensieve.plan import Copy
 from pensieve.request import TokenArray
-from pensieve.session import Chunk, Session, View
-from pensieve.units import ceil_div
+from pensieve.session import Chunk, Session, View, chunks_of
 
 
 class TwoTierCache(CacheManager):
@@ -64,8 +63,10 @@ class TwoTierCache(CacheManager):
         return self.tiers.gpu.free_blocks(), self.tiers.cpu.free_blocks()
 
     def demand(self, session: Session, keep: int, length: int) -> Demand:
-        total = ceil_div(length + 1, self.chunk_tokens)  # one more position: the first token decoded needs no new block
-        kept = ceil_div(keep, self.chunk_tokens)
+        total = chunks_of(
+            length + 1, self.chunk_tokens
+        )  # one more position: the first token decoded needs no new block
+        kept = chunks_of(keep, self.chunk_tokens)
         own = own_available = 0
         # With a plan in flight, blocks of chunks that are not kept go to quarantine: they are not to be had either.
         for index, chunk in enumerate(session.chunks if self.tiers.transfers.in_flight else session.chunks[:kept]):
@@ -80,7 +81,8 @@ class TwoTierCache(CacheManager):
         if keep < len(session.tokens):
             self.truncate(session, keep)
         session.extend(suffix)
-        self.policy.observe(session, now_s)
+        if self.policy.observe is not None:
+            self.policy.observe(session, now_s)
         return self._start(session, residency, now_s)
 
     def resume(self, session: Session, now_s: float) -> Admission:
@@ -89,7 +91,7 @@ class TwoTierCache(CacheManager):
 
     def extend(self, session: Session, length: int, now_s: float) -> tuple[int, tuple[int, ...]] | None:
         first = len(session.chunks)
-        count = ceil_div(length, self.chunk_tokens) - first
+        count = chunks_of(length, self.chunk_tokens) - first
         if count <= 0:
             return first, ()
         if count > self.available:
@@ -101,7 +103,7 @@ class TwoTierCache(CacheManager):
     def _start(self, session: Session, residency: Residency, now_s: float) -> Admission:
         """Reserve what its tokens and one more need, and decide what of it is loaded."""
         tiers, size, length = self.tiers, self.chunk_tokens, len(session.tokens)
-        total = ceil_div(length + 1, size)
+        total = chunks_of(length + 1, size)
         session.chunks.extend(Chunk() for _ in range(total - len(session.chunks)))
         session.start(now_s)
         self._running += 1
@@ -123,7 +125,7 @@ class TwoTierCache(CacheManager):
     def advance(self, session: Session, runs: Iterable[Run]) -> None:
         size = self.chunk_tokens
         for start, stop in runs:
-            for index in range(start // size, ceil_div(stop, size)):
+            for index in range(start // size, chunks_of(stop, size)):
                 chunk = session.chunks[index]
                 assert chunk.gpu is not None
                 assert chunk.gpu_len == max(start - index * size, 0), "KV is computed in ascending order"
@@ -147,7 +149,7 @@ class TwoTierCache(CacheManager):
     def fail(self, session: Session, written: Iterable[Run]) -> None:
         size = self.chunk_tokens
         for start, stop in written:
-            for index in range(start // size, ceil_div(stop, size)):
+            for index in range(start // size, chunks_of(stop, size)):
                 self.tiers.invalidate(session, index)
 
     def preempt(self, session: Session, now_s: float) -> tuple[Copy, ...]:

@@ -7,7 +7,6 @@ Work is split evenly over the GPUs of a tensor-parallel group, which adds two al
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from pensieve.specs import HardwareSpec, ModelSpec
@@ -15,43 +14,52 @@ from pensieve.specs import HardwareSpec, ModelSpec
 Run = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
 class Roofline:
-    model: ModelSpec
-    hardware: HardwareSpec
-    chunk_tokens: int
+    """What the model and the machine say is read once: an iteration costs a few products."""
+
+    def __init__(self, model: ModelSpec, hardware: HardwareSpec, chunk_tokens: int) -> None:
+        self.model = model
+        self.hardware = hardware
+        self.chunk_tokens = chunk_tokens
+        self._linear_flops = model.linear_flops_per_token
+        self._head_flops = model.head_flops
+        self._pair_flops = model.attention_flops_per_pair
+        self._layers_bytes = model.layers * model.layer_parameters * model.dtype_bytes
+        self._head_bytes = model.vocab * model.hidden * model.dtype_bytes
+        self._kv_bytes = model.kv_bytes_per_token
+        self._reduced_bytes = 2 * model.layers * model.hidden * model.dtype_bytes if hardware.gpus > 1 else 0
+        self._flops_s = hardware.flops * hardware.compute_efficiency
+        self._bytes_s = hardware.memory_bw * hardware.memory_efficiency
 
     def iteration_s(self, runs: Iterable[Run], sampled: int) -> float:
         """One iteration over attention rows of queries [start, stop) each; logits of `sampled` positions."""
-        m, tokens, attention_flops, kv_tokens = self.model, 0, 0, 0
+        tokens, pairs, kv_tokens, window = 0, 0, 0, self.model.sliding_window
         for start, stop in runs:
             tokens += stop - start
-            attention_flops += m.attention_flops(stop - start, stop)
-            kv_tokens += min(stop, m.sliding_window) if m.sliding_window else stop
+            pairs += causal_pairs(stop - start, stop)
+            kv_tokens += min(stop, window) if window else stop
         if not tokens:
             return 0.0
-        linear_flops = tokens * m.linear_flops_per_token + sampled * m.head_flops
-        weights = (m.layers * m.layer_parameters + (m.vocab * m.hidden if sampled else 0)) * m.dtype_bytes
-        linear = self._bound(linear_flops, weights)
-        attention = self._bound(attention_flops, (kv_tokens + tokens) * m.kv_bytes_per_token)
+        weights = self._layers_bytes + (self._head_bytes if sampled else 0)
+        linear = self._bound(tokens * self._linear_flops + sampled * self._head_flops, weights)
+        attention = self._bound(pairs * self._pair_flops, (kv_tokens + tokens) * self._kv_bytes)
         return linear + attention + self._all_reduce_s(tokens) + self.hardware.step_overhead_s
 
     def transfer_s(self, blocks: int, to_gpu: bool) -> float:
         """Blocks over the link between CPU and GPU; every GPU of the group moves its own share at once."""
-        size = blocks * self.chunk_tokens * self.model.kv_bytes_per_token / self.hardware.gpus
+        size = blocks * self.chunk_tokens * self._kv_bytes / self.hardware.gpus
         return size / (self.hardware.h2d_bw if to_gpu else self.hardware.d2h_bw)
 
     def recompute_s(self, context_tokens: int) -> float:
-        m, size = self.model, self.chunk_tokens
-        attention = self._bound(m.attention_flops(size, max(context_tokens, size)), 0)
-        return self._bound(size * m.linear_flops_per_token, 0) + attention
+        size = self.chunk_tokens
+        attention = self._bound(causal_pairs(size, max(context_tokens, size)) * self._pair_flops, 0)
+        return self._bound(size * self._linear_flops, 0) + attention
 
     def step_s(self) -> float:
         return self.hardware.step_overhead_s
 
     def weights_s(self) -> float:
-        m = self.model
-        return self._bound(0, (m.layers * m.layer_parameters + m.vocab * m.hidden) * m.dtype_bytes)
+        return self._bound(0, self._layers_bytes + self._head_bytes)
 
     def load_s(self) -> float:
         return self.transfer_s(1, to_gpu=True)
@@ -60,14 +68,13 @@ class Roofline:
         return {"kind": "roofline", "hardware": self.hardware.name, "load_s": self.load_s()}
 
     def _bound(self, flops: float, moved_bytes: float) -> float:
-        h = self.hardware
-        compute = flops / (h.flops * h.compute_efficiency)
-        memory = moved_bytes / (h.memory_bw * h.memory_efficiency)
-        return max(compute, memory) / h.gpus
+        return max(flops / self._flops_s, moved_bytes / self._bytes_s) / self.hardware.gpus
 
     def _all_reduce_s(self, tokens: int) -> float:
         h = self.hardware
-        if h.gpus == 1:
-            return 0.0
-        moved = 2 * self.model.layers * tokens * self.model.hidden * self.model.dtype_bytes
-        return 2 * (h.gpus - 1) / h.gpus * moved / h.link_bw
+        return 2 * (h.gpus - 1) / h.gpus * (tokens * self._reduced_bytes) / h.link_bw if self._reduced_bytes else 0.0
+
+
+def causal_pairs(query_tokens: int, kv_tokens: int) -> int:
+    """Pairs of a query and a position it attends to, of a causal row of so many queries that ends at `kv_tokens`."""
+    return query_tokens * kv_tokens - query_tokens * (query_tokens - 1) // 2

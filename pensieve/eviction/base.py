@@ -45,6 +45,9 @@ class EvictionPolicy(ABC):
     version = 0
     """A change of it says that bucket and order of everything changed."""
 
+    observe: Callable[[Session, float], None] | None = None
+    """A turn of the session is admitted, at this time; its tokens include the new prompt. None: it is not told."""
+
     def __init__(self, context: PolicyContext) -> None:
         self.context = context
 
@@ -60,10 +63,6 @@ class EvictionPolicy(ABC):
         """The key of the first candidate of a bucket among all of these; the lowest goes first."""
         return order
 
-    def observe(self, session: Session, now_s: float) -> None:
-        """A turn of the session is admitted; its tokens include the new prompt."""
-        return None
-
 
 class _PlainPolicy(EvictionPolicy):
     """Somebody's own class that has methods of a policy but does not inherit the defaults."""
@@ -73,7 +72,7 @@ class _PlainPolicy(EvictionPolicy):
         self.whole_conversations = bool(getattr(plain, "whole_conversations", False))
         self._bucket: Callable[..., Any] = getattr(plain, "bucket", super().bucket)
         self._score: Callable[..., Any] = getattr(plain, "score", super().score)
-        self._observe: Callable[..., Any] = getattr(plain, "observe", super().observe)
+        self.observe = getattr(plain, "observe", None)
 
     @property
     def version(self) -> int:  # type: ignore[override]
@@ -88,9 +87,6 @@ class _PlainPolicy(EvictionPolicy):
 
     def score(self, bucket: Hashable, order: float, now_s: float) -> Any:
         return self._score(bucket, order, now_s)
-
-    def observe(self, session: Session, now_s: float) -> None:
-        self._observe(session, now_s)
 
 
 def as_policy(policy: Any) -> EvictionPolicy:

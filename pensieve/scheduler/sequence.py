@@ -14,9 +14,8 @@ from pensieve.errors import CapacityError, ContextLengthError, RequestRefused
 from pensieve.plan import Row, Sample
 from pensieve.record import TurnRecord
 from pensieve.request import UNNUMBERED, Forced, Free, Request, TokenArray
-from pensieve.session import Session, common_prefix
+from pensieve.session import Session, chunks_of, common_prefix
 from pensieve.stop import StopSearch
-from pensieve.units import ceil_div
 
 
 @dataclass(slots=True, eq=False)
@@ -99,7 +98,7 @@ class Sequence:
                 "shorten the conversation or ask for fewer tokens."
             )
         # The last token of a turn gets no KV; admission reserves one position beyond the prompt.
-        blocks = ceil_div(length + max(new - 1, 1), chunk_tokens)
+        blocks = chunks_of(length + max(new - 1, 1), chunk_tokens)
         if blocks > request_blocks:
             return CapacityError(
                 f"The request needs {blocks * chunk_tokens} tokens of KV, and one request can have "

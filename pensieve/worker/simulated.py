@@ -9,7 +9,6 @@ from pensieve.clock import VirtualClock
 from pensieve.cost.roofline import Roofline
 from pensieve.plan import Copy, Row, Sample, StartReport, StepPlan, StepResult
 from pensieve.specs import HardwareSpec, ModelSpec
-from pensieve.units import ceil_div
 
 _MASK = (1 << 64) - 1
 
@@ -125,8 +124,8 @@ class SimulatedWorker:
         return ended
 
     def _needs(self, row: Row, loading: _UnderWay) -> bool:
-        table = self._tables[row.slot][: ceil_div(row.runs[-1][1], self._chunk_tokens)]
-        return not loading.blocks.isdisjoint(table)
+        last = (row.runs[-1][1] - 1) // self._chunk_tokens
+        return not loading.blocks.isdisjoint(self._tables[row.slot][: last + 1])
 
     def _start_loading(self, copies: tuple[Copy, ...], now_ns: int, slowed: float) -> None:
         """All copies of a plan together, a layer at a time."""

@@ -24,7 +24,7 @@ def test_the_floor_reads_all_weights_and_kv_once_or_does_all_operations() -> Non
     weights = 4 * (2 * spec.layer_parameters + 97 * 64)
     by_memory = steps.floor_ms(spec, 3, 40, copy_bytes_s=1e6, matrix_flops_s=1e15)
     assert by_memory == pytest.approx((weights + 3 * 41 * spec.kv_bytes_per_token) / 1e6 * 1e3)
-    operations = 3 * (2 * 2 * spec.layer_parameters + 2 * 97 * 64 + spec.attention_flops(1, 41))
+    operations = 3 * (2 * 2 * spec.layer_parameters + 2 * 97 * 64 + 41 * spec.attention_flops_per_pair)
     assert steps.floor_ms(spec, 3, 40, copy_bytes_s=1e15, matrix_flops_s=1e6) == pytest.approx(operations / 1e3)
 
 
