@@ -8,6 +8,7 @@ import torch
 from pensieve.cache.restore import RestoreMode
 from pensieve.errors import HardwareMissing
 from pensieve.worker.torch.options import TorchOptions
+from pensieve.worker.torch.transfers import lanes
 from pensieve.worker.torch.transfers.choice import CopyWay
 from tests.gpu.shortage import fail_and_go_on
 
@@ -137,6 +138,27 @@ def test_a_capture_that_fails_leaves_the_eager_forward(device: Machine, monkeypa
     token = hand.step(hand.decode(40)).tokens[0]
     check_token(known, token)
     assert not device.findings
+    hand.close()
+
+
+@needs_triton
+@pytest.mark.parametrize(("graphs", "waits"), [(True, 1), (False, 2)])
+def test_a_replay_waits_once_for_a_load(
+    device: Machine, monkeypatch: pytest.MonkeyPatch, graphs: bool, waits: int
+) -> None:
+    """For its last layer, which comes last; the eager forward waits for each of its two layers."""
+    hand = Hand(tiny(), TorchOptions(depth=2, max_batch_requests=1, copies="dma", graphs=graphs))
+    known = hand.prompt()
+    hand.step(swap_out=(Copy(1, (3, 4), (0, 1)),))
+    hand.worker.transfer.finish()
+    device.forget()
+    device.lag = 200
+    held = []
+    hold = lanes.CudaLink.hold_compute
+    monkeypatch.setattr(lanes.CudaLink, "hold_compute", lambda self, mark: (held.append(mark), hold(self, mark)))
+    result = hand.step(hand.decode(40), tables=((0, 0, (20, 21)),), swap_in=(Copy(2, (0, 1), (20, 21)),))
+    assert len(held) == waits and not device.findings, listed(device.findings)
+    check_token(known, result.tokens[0])
     hand.close()
 
 

@@ -194,8 +194,9 @@ class Machine:
         self.pools.append((weakref.ref(memory), tensor if memory.pinned else None))
 
     def at(self, address: int, size: int) -> Touched:
-        """The cells of a pool behind an address. Raises RuntimeError where there is none."""
-        for reference, _ in self.pools:
+        """The cells of a pool behind an address. Raises RuntimeError where there is none. The newest pool first: one that is
+        gone may still be known, and its addresses have been given out again."""
+        for reference, _ in reversed(self.pools):
             memory = reference()
             if memory is not None and memory.base <= address and address + size <= memory.base + memory.size:
                 return memory, memory.bytes_cells(address, size)
