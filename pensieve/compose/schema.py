@@ -50,6 +50,7 @@ class SchedulerConfig(_Group):
     swap_out_start: Share
     swap_out_stop: Share
     admission_reserve: Share
+    load_apart: bool
 
 
 class BaselineConfig(_Group):
