@@ -88,7 +88,12 @@ def check_token(tokens: list[int], token: int) -> None:
 @needs_triton
 @pytest.mark.parametrize(
     ("name", "fused"),
-    [("llama", True), ("qwen3", True), ("gpt2", True), ("mistral", False), ("gemma2", False), ("olmo2", False)],
+    [
+        ("llama", True),
+        ("gemma2", False),
+        *(pytest.param(*kind, marks=pytest.mark.slow) for kind in (("qwen3", True), ("gpt2", True))),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in ("mistral", "olmo2")),
+    ],
 )
 def test_models_are_captured_and_wait_for_nothing(device: Machine, name: str, fused: bool) -> None:
     """On the forwards written here and on transformers' own: prefill and decode, greedy and by chance."""
@@ -162,6 +167,7 @@ def test_a_replay_waits_once_for_a_load(
     hand.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_shortage_fails_its_step_alone(device: Machine, depth: int) -> None:
     failed, served, prompt = fail_and_go_on(tiny(attention="reference"), depth, 2**20)
@@ -176,7 +182,7 @@ def test_a_pool_beyond_the_device_is_a_sentence(device: Machine) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("copies", ["dma", "kernel"])
+@pytest.mark.parametrize("copies", ["dma", pytest.param("kernel", marks=pytest.mark.slow)])
 def test_a_block_is_appended_to_while_its_beginning_is_copied(device: Machine, copies: CopyWay) -> None:
     """A conversation returns during its swap-out: the copy's tail is torn, and nobody uses it."""
     hand = Hand(tiny(), TorchOptions(depth=2, max_batch_requests=1, copies=copies))
