@@ -119,13 +119,28 @@ def bench() -> int:
 def doctor() -> int:
     """What this machine has, which models fit on it, and what to type next."""
     with _imports():
+        from pensieve.errors import PensieveError
         from pensieve.trial.doctor import report
+        from pensieve.trial.gpu_run import gpu_run
+        from pensieve.trial.terminal import say
 
     parser = argparse.ArgumentParser(description=doctor.__doc__)
     parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help="ten minutes on a GPU: tests and benchmarks, in one file (docs/first_gpu_run.md)",
+    )
+    parser.add_argument(
         "--cache", default="small", help="the cache option that fitting is judged with (default: small)"
     )
-    return report(parser.parse_args().cache)
+    arguments = parser.parse_args()
+    if not arguments.gpu:
+        return report(arguments.cache)
+    try:
+        return gpu_run(Path(__file__).resolve().parents[1])
+    except PensieveError as error:
+        say(str(error))
+        return 1
 
 
 def compare() -> int:

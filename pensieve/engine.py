@@ -64,7 +64,7 @@ class Engine:
     ) -> None:
         assert worker.depth in (1, 2), "one plan in flight, or one more that is made before it is collected"
         self.cache = cache
-        self.scheduler = Scheduler(cache, settings, max_context, ahead=worker.depth > 1)
+        self.scheduler = Scheduler(cache, settings, max_context, ahead=worker.depth > 1, cost=cost)
         self.worker = worker
         self.clock = clock
         self.counters = EngineCounters()

@@ -17,6 +17,7 @@ from pensieve.bench.record import now
 from pensieve.bench.session import Bench
 from pensieve.bench.timer import explain, idle_pct, synchronize
 from pensieve.clock import WallClock
+from pensieve.compose.build import torch_options
 from pensieve.cost.roofline import causal_pairs
 from pensieve.errors import WorkerError
 from pensieve.plan import Row, Sample, StepPlan
@@ -71,7 +72,7 @@ def _measure_decode(bench: Bench, model: LoadedModel, module: Any, batch: int, c
     batched = partial(_batched_ms, module, spec, batch, context, steps)
     batched_ms = _attempt("transformers_cb", errors, batched)
     peers = {"transformers_generate": False, **({"transformers_static": True} if bench.full else {})}
-    stepper = Stepper(model, batch, context)
+    stepper = Stepper(model, batch, context, _options(bench, batch))
     try:
         stepper.fill()
         runs: dict[str, Callable[[], float]] = {"ours": lambda: stepper.decode(batch, steps)}
@@ -136,7 +137,7 @@ def operations(spec: ModelSpec, tokens: int) -> int:
 def _measure_prefill(bench: Bench, model: LoadedModel, module: Any, tokens: int) -> None:
     began, spec = now(), model.spec
     bench.measure_limits()
-    stepper = Stepper(model, 1, tokens)
+    stepper = Stepper(model, 1, tokens, _options(bench, 1))
     ids = torch.tensor(prompts(1, tokens, spec.vocab), device=bench.device)
 
     def forward() -> float:
@@ -214,18 +215,20 @@ def prompt(slot: int, tokens: int, vocab: int) -> tuple[int, ...]:
     return tuple((slot + 7 * i) % vocab for i in range(tokens))
 
 
+def _options(bench: Bench, requests: int) -> TorchOptions:
+    """Those of a trial on this hardware, with graphs for every batch that is asked for."""
+    return torch_options(bench.hardware, bench.machine, _PREFILL_TOKENS, max(_GRAPH_ROWS, requests))
+
+
 class Stepper:
     """A started worker that is driven through plans as an engine drives it, with nothing to decide: `requests` conversations
     of `context` tokens with all KV on the device, conversation i in slot i.
 
     Every decode step computes the same position again, so that all steps do the same work. tokens: the last token that each
-    slot sampled.
+    slot sampled. options: as trials have them on this device.
     """
 
-    def __init__(self, model: LoadedModel, requests: int, context: int) -> None:
-        # On a GPU one step ahead, and with graphs for every batch that is asked for.
-        depth = 2 if model.device.type == "cuda" else 1
-        options = TorchOptions(depth=depth, max_batch_requests=max(_GRAPH_ROWS, requests))
+    def __init__(self, model: LoadedModel, requests: int, context: int, options: TorchOptions) -> None:
         self.worker = TorchWorker(model, CHUNK, WallClock(), options=options)
         self.requests, self.context = requests, context
         chunks = ceil_div(context + 1, CHUNK)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pensieve.baselines.base import AnsweringSystem
 from pensieve.cache.base import CacheManager
 from pensieve.chat_template import ChatTemplate
 from pensieve.clock import Clock, VirtualClock, WallClock
-from pensieve.compose.plan import TrialPlan, memory_share
-from pensieve.compose.schema import TrialConfig
+from pensieve.compose.machine import Device
+from pensieve.compose.plan import TrialPlan, memory_share, plans_in_flight
+from pensieve.compose.schema import HardwareConfig, TrialConfig
 from pensieve.compose.target import factory
 from pensieve.compose.tokenizer import build_tokenizer
 from pensieve.compose.weights import loadable
@@ -23,6 +25,9 @@ from pensieve.scheduler.composition import Composition
 from pensieve.tokenizer import Tokenizer
 from pensieve.worker.base import Worker
 from pensieve.workload.base import Workload, WorkloadContext, WorkloadPlan
+
+if TYPE_CHECKING:
+    from pensieve.worker.torch.options import TorchOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,7 @@ def build_system(
         swap_out_start=s.swap_out_start,
         swap_out_stop=s.swap_out_stop,
         admission_reserve=s.admission_reserve,
+        load_apart=s.load_apart,
     )
     tokenizer = tokenizer or build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
     clock, worker, gpu_blocks = _clock_and_worker(plan, trace)
@@ -107,13 +113,13 @@ def build_system(
 def _clock_and_worker(plan: TrialPlan, trace: Path | None) -> tuple[Clock, Worker, int | Callable[[], int]]:
     """Clock, worker, and the number of GPU blocks or the function that measures how many fit."""
     hardware, scheduler = plan.config.hardware, plan.config.scheduler
+    depth = plans_in_flight(plan.device, hardware.depth)
     if plan.device.simulated:
         from pensieve.worker.simulated import SimulatedWorker
 
         virtual = VirtualClock()
-        simulated = SimulatedWorker(plan.model, plan.hardware, virtual, plan.chunk_tokens, hardware.depth)
+        simulated = SimulatedWorker(plan.model, plan.hardware, virtual, plan.chunk_tokens, depth)
         return virtual, simulated, plan.gpu_blocks
-    from pensieve.worker.torch.options import TorchOptions
     from pensieve.worker.torch.shelf import take_model
     from pensieve.worker.torch.worker import TorchWorker
 
@@ -123,14 +129,7 @@ def _clock_and_worker(plan: TrialPlan, trace: Path | None) -> tuple[Clock, Worke
     model = take_model(
         plan.model, loadable(m), m.hub_id, m.revision, m.seed, plan.device.name, threads, attention, plan.chunk_tokens
     )
-    options = TorchOptions(
-        depth=hardware.depth,
-        graphs=hardware.graphs == "auto",
-        copies=hardware.copies,
-        max_batch_tokens=scheduler.max_batch_tokens,
-        max_batch_requests=scheduler.max_batch_requests,
-        memory_share=memory_share(plan.device, hardware.memory_share),
-    )
+    options = torch_options(hardware, plan.device, scheduler.max_batch_tokens, scheduler.max_batch_requests)
     worker = TorchWorker(model, plan.chunk_tokens, clock, options=options)
     gpu_blocks = worker.room if plan.gpu_measured else plan.gpu_blocks
     if trace is None:
@@ -138,6 +137,22 @@ def _clock_and_worker(plan: TrialPlan, trace: Path | None) -> tuple[Clock, Worke
     from pensieve.worker.torch.profiled import ProfiledWorker
 
     return clock, ProfiledWorker(worker, trace), gpu_blocks
+
+
+def torch_options(
+    hardware: HardwareConfig, device: Device, max_batch_tokens: int, max_batch_requests: int
+) -> TorchOptions:
+    """How a torch worker runs on this hardware, in trials and in benchmarks alike."""
+    from pensieve.worker.torch.options import TorchOptions
+
+    return TorchOptions(
+        depth=plans_in_flight(device, hardware.depth),
+        graphs=hardware.graphs == "auto",
+        copies=hardware.copies,
+        max_batch_tokens=max_batch_tokens,
+        max_batch_requests=max_batch_requests,
+        memory_share=memory_share(device, hardware.memory_share),
+    )
 
 
 def make_workload(plan: TrialPlan, tokenizer: Tokenizer) -> Workload:

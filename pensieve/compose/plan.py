@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from pensieve.compose.machine import Device, find_device, free_host_memory_bytes, hardware_spec
 from pensieve.compose.schema import ModelConfig, TrialConfig
@@ -144,6 +145,14 @@ def _sized(plan: TrialPlan, total: bool) -> TrialPlan:
     share = plan.config.hardware.memory_share
     gpu = auto_gpu_blocks(plan.device, plan.model, plan.activation_bytes, cpu_bytes, plan.block_bytes, share)
     return replace(plan, budget_gpu_blocks=gpu, gpu_blocks=gpu + plan.budget_cpu_blocks if total else gpu)
+
+
+def plans_in_flight(device: Device, asked: Literal["auto", 1, 2]) -> int:
+    """On a GPU two: the host plans, builds and launches an iteration while the device computes the one before. A CPU computes
+    inside of the launch; a simulated device has one by default, as the paper's engine has."""
+    if asked != "auto":
+        return asked
+    return 2 if device.kind == "cuda" else 1
 
 
 def memory_share(device: Device, asked: float | None) -> float:

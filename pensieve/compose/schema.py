@@ -52,6 +52,7 @@ class SchedulerConfig(_Group):
     swap_out_start: Share
     swap_out_stop: Share
     admission_reserve: Share
+    load_apart: bool
 
 
 class BaselineConfig(_Group):
@@ -68,9 +69,9 @@ class BaselineConfig(_Group):
 class HardwareConfig(_Group):
     """A real machine needs device, gpus and threads only; the rates are for the simulated ones.
 
-    depth: plans in flight. graphs: replay decode iterations (YAML reads a bare off as false). copies: what moves blocks
-    between a GPU and the CPU tier. memory_share: what cache.gpu=auto may fill, by default nine tenths of a GPU and half of
-    a CPU machine's free memory.
+    depth: plans in flight; auto: see plan.plans_in_flight. graphs: replay decode iterations (YAML reads a bare off as
+    false). copies: what moves blocks between a GPU and the CPU tier. memory_share: what cache.gpu=auto may fill, by default
+    nine tenths of a GPU and half of a CPU machine's free memory.
     """
 
     name: str
@@ -78,7 +79,7 @@ class HardwareConfig(_Group):
     device: str = "auto"
     gpus: Count = 1
     threads: Count | None = None
-    depth: Literal[1, 2] = 1
+    depth: Literal["auto", 1, 2] = "auto"
     graphs: Literal["auto", "off", False] = "auto"
     copies: Literal["auto", "dma", "kernel"] = "auto"
     memory_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None

@@ -46,7 +46,8 @@ class SchedulerSettings:
 
     max_batch_tokens: positions an iteration computes, at most. max_batch_requests: requests that run at once.
     swap_out_start, swap_out_stop: the low and the high watermark of available blocks; admission_reserve: what an admission
-    leaves. All three are shares of the GPU blocks (sections 4.3.2 and 4.3.5).
+    leaves. All three are shares of the GPU blocks (sections 4.3.2 and 4.3.5). load_apart: a request whose KV is
+    on CPU joins the batch when what is left of its load fits an iteration (see Loads); the paper's engine waits for it.
     """
 
     composition: Composition = unified
@@ -55,6 +56,7 @@ class SchedulerSettings:
     swap_out_start: float = 0.25
     swap_out_stop: float = 0.30
     admission_reserve: float = 0.10
+    load_apart: bool = False
 
     def __post_init__(self) -> None:
         if self.max_batch_tokens < 1 or self.max_batch_requests < 1:

@@ -6,12 +6,15 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
 from pensieve.cache.base import CacheManager, Run
+from pensieve.cost.base import CostModel
 from pensieve.errors import RequestRefused
 from pensieve.plan import Copy, Row, StepPlan
 from pensieve.scheduler.composition import SchedulerSettings
+from pensieve.scheduler.loads import Loads
 from pensieve.scheduler.sequence import Sequence
 
 
@@ -81,10 +84,18 @@ class Scheduler:
     plan is in flight: `must_drain` asks for the next plan to be made with none.
     """
 
-    def __init__(self, cache: CacheManager, settings: SchedulerSettings, max_context: int, ahead: bool = False) -> None:
+    def __init__(
+        self,
+        cache: CacheManager,
+        settings: SchedulerSettings,
+        max_context: int,
+        ahead: bool = False,
+        cost: CostModel | None = None,
+    ) -> None:
         self.cache = cache
         self.must_drain = False
         self._ahead = ahead
+        self._loads = Loads(cost, cache.chunk_tokens) if settings.load_apart and cost is not None else None
         self._in_flight = False
         self.settings = settings
         self.queue = WaitingQueue()
@@ -139,9 +150,14 @@ class Scheduler:
             self._remove_waiting(sequence, now_s)
             return
         self.running.remove(sequence)
+        self._left(sequence)
         self._slots.append(sequence.leave_slot())
         self.cache.release(sequence.session, now_s)
         self.queue.ended(sequence.session.name)
+
+    def _left(self, sequence: Sequence) -> None:
+        if self._loads is not None:
+            self._loads.end(sequence)
 
     def _remove_waiting(self, sequence: Sequence, now_s: float) -> None:
         self.queue.remove(sequence)
@@ -209,13 +225,22 @@ class Scheduler:
             position -= 1
         self.running.insert(position, sequence)
         draft.add_admission(sequence, admission.table, admission.swap_in)
+        if self._loads is not None:
+            self._loads.begin(sequence, admission.swap_in, now_s)
 
     # -- iterations ---------------------------------------------------------------------------------------------------
 
     def _compose(self, draft: _Draft, now_s: float) -> list[tuple[Sequence, Row]]:
         """The rows of the plan, and a block for each position they need."""
-        rows: list[tuple[Sequence, Row]] = []
         running = [sequence for sequence in self.running if not sequence.closed] if self._ahead else self.running
+        if self._loads is None:
+            return self._compose_from(running, draft, now_s)
+        joined = self._loads.joined(running, self.settings.max_batch_tokens, now_s)
+        rows = self._compose_from(joined, draft, now_s)
+        return rows or self._compose_from(running, draft, now_s)  # rather wait for a load than stand still
+
+    def _compose_from(self, running: Many[Sequence], draft: _Draft, now_s: float) -> list[tuple[Sequence, Row]]:
+        rows: list[tuple[Sequence, Row]] = []
         for sequence, count in self.settings.composition(running, self.settings.max_batch_tokens):
             if sequence.slot is None:
                 continue  # preempted a moment ago, to make room for an earlier one
@@ -262,6 +287,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence, draft: _Draft, now_s: float) -> None:
         self.counters.preempted += 1
         self.running.remove(sequence)
+        self._left(sequence)
         self._slots.append(sequence.preempt())
         self.cache.mark_waiting(sequence.session, now_s)
         draft.add_swap_out(self.cache.preempt(sequence.session, now_s), sequence)

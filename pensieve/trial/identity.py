@@ -46,6 +46,7 @@ def device_facts(plan: TrialPlan) -> dict[str, Any]:
     device: dict[str, Any] = {"name": plan.device.label, "count": plan.device.count}
     if plan.device.simulated:
         return device
+    from pensieve.compose.plan import plans_in_flight
     from pensieve.worker.torch.kernels.availability import CAPTURING, expected
     from pensieve.worker.torch.threads import physical_cores
 
@@ -60,7 +61,7 @@ def device_facts(plan: TrialPlan) -> dict[str, Any]:
         "compiler": _compiler() if attention == "native" else None,
         "graphs": "on" if recorded else "off",
         "copies": hardware.copies if kind == "cuda" and plan.cpu_blocks else "none",
-        "depth": hardware.depth,
+        "depth": plans_in_flight(plan.device, hardware.depth),
     }
 
 

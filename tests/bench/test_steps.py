@@ -10,6 +10,7 @@ from pensieve.bench.models import plain_module
 from pensieve.bench.peers import Generate, batched_gaps_ms, continuous_batching, prompts
 from pensieve.bench.steps import Stepper, prompt
 from pensieve.worker.torch.model import LoadedModel
+from pensieve.worker.torch.options import TorchOptions
 from tests.bench.bench import make_bench
 from tests.worker.torch.driver import tiny_model, tiny_spec
 
@@ -36,7 +37,7 @@ def test_a_prompts_operations_are_those_of_its_projections_and_its_causal_attent
 
 
 def test_the_stepper_computes_what_the_plain_model_computes(model: LoadedModel) -> None:
-    stepper = Stepper(model, requests=3, context=70)
+    stepper = Stepper(model, 3, 70, TorchOptions())
     stepper.fill()
     assert stepper.decode(2, steps=1) > 0
     token = stepper.tokens[1]

@@ -8,7 +8,7 @@ from pensieve.baselines.engine_system import EngineSystem
 from pensieve.compose import plan_trial
 from pensieve.compose.build import build_system
 from pensieve.compose.machine import Device
-from pensieve.compose.plan import auto_gpu_blocks
+from pensieve.compose.plan import auto_gpu_blocks, plans_in_flight
 from pensieve.compose.preflight import check_memory
 from pensieve.errors import ConfigError, HardwareMissing
 from pensieve.specs import ModelSpec
@@ -103,3 +103,16 @@ def test_a_spec_without_room_says_so_before_anything_starts(monkeypatch: pytest.
     with pytest.raises(HardwareMissing, match=r"64\.0 MiB free"):
         plan_trial(checked("hardware=cpu", "cache.gpu=auto"))
     assert isinstance(plan_trial(checked("hardware=cpu")).model, ModelSpec)
+
+
+def test_two_plans_are_in_flight_on_a_gpu_and_one_elsewhere() -> None:
+    """Where nothing is said; what is said holds anywhere."""
+    devices = {kind: dataclasses.replace(CPU, kind=kind) for kind in ("cuda", "cpu", "sim")}
+    assert {kind: plans_in_flight(device, "auto") for kind, device in devices.items()} == {
+        "cuda": 2,
+        "cpu": 1,
+        "sim": 1,
+    }
+    assert {plans_in_flight(device, 2) for device in devices.values()} == {2}
+    assert plans_in_flight(devices["cuda"], 1) == 1
+    assert checked("hardware=cuda").hardware.depth == "auto"

@@ -11,6 +11,8 @@ from pensieve.worker.torch.options import TorchOptions
 from .conversations import CHUNK, REQUESTS, TURNS, check_paths, converse
 from .small import small_model
 
+pytestmark = pytest.mark.real_device
+
 
 @pytest.mark.parametrize(
     ("name", "mode", "depth"),

@@ -21,10 +21,6 @@ from pensieve.worker.torch.transfers.link import Copier
 from pensieve.worker.torch.transfers.transfer import Transfer
 from pensieve.worker.torch.worker import TorchWorker
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 CHUNK, BLOCKS = 32, 600
 SIZES = {
     "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -84,6 +80,7 @@ def test_a_round_trip_by_every_way_is_byte_for_byte(name: str) -> None:
     transfer.close()
 
 
+@pytest.mark.real_device
 @pytest.mark.parametrize("way", ["auto", "dma", "kernel"])
 def test_what_is_chosen_is_measured_and_leaves_nothing_behind(way: CopyWay) -> None:
     if way == "kernel":
@@ -98,6 +95,7 @@ def test_what_is_chosen_is_measured_and_leaves_nothing_behind(way: CopyWay) -> N
     assert all(figure["gb_s"] > 0 and figure["host_us"] > 0 for figure in copying.figures.values())
 
 
+@pytest.mark.real_device
 def test_a_worker_records_how_it_copies() -> None:
     model = load_model(spec(), "random", None, None, 0, "cuda", chunk_tokens=CHUNK)
     worker = TorchWorker(model, CHUNK, WallClock(), options=TorchOptions(copies="dma", max_batch_requests=4))

@@ -16,6 +16,8 @@ from pensieve.worker.torch.worker import TorchWorker
 from .shortage import fail_and_go_on
 from .small import small_model
 
+pytestmark = pytest.mark.real_device
+
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_shortage_in_flight_fails_its_step_alone(depth: int) -> None:

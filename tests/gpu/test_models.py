@@ -16,10 +16,13 @@ from pensieve.bench.steps import Stepper
 from pensieve.bench.timer import idle_pct
 from pensieve.clock import WallClock
 from pensieve.plan import Row, Sample, StepPlan
+from pensieve.worker.torch.options import TorchOptions
 from pensieve.worker.torch.profiled import ProfiledWorker
 from pensieve.worker.torch.worker import TorchWorker
 
 from .small import small_model
+
+pytestmark = pytest.mark.real_device
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -31,7 +34,7 @@ def test_a_deep_model_with_random_weights_is_served_by_triton_and_the_fused_forw
 
 def test_decode_steps_are_timed_by_the_device_and_graphs_are_faster() -> None:
     model = small_model("deep", dtype="bfloat16")
-    stepper = Stepper(model, 8, 200)
+    stepper = Stepper(model, 8, 200, TorchOptions(depth=2))
     try:
         stepper.fill()
         stepper.decode(8, 4)

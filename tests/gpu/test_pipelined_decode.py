@@ -24,10 +24,6 @@ from tests.worker.torch.driver import random_tokens
 
 from .small import small_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 CHUNK = 32
 
 
@@ -66,6 +62,7 @@ def plain() -> dict[int, list[int]]:
     return tokens
 
 
+@pytest.mark.real_device
 @pytest.mark.parametrize(("depth", "graphs"), [(1, True), (2, False), (2, True)])
 def test_graphs_and_depth_change_no_token(depth: int, graphs: bool) -> None:
     tokens, worker = served(depth, graphs)

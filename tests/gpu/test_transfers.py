@@ -18,6 +18,8 @@ from pensieve.worker.torch.transfers.transfer import Transfer
 from .shuttle import shuttle
 from .small import SIZES
 
+pytestmark = pytest.mark.real_device
+
 DEVICE = torch.device("cuda", 0)
 LARGE = {**SIZES["llama"], "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 8}
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import overload
 
 import numpy as np
 import torch
@@ -12,30 +14,50 @@ from numpy.typing import NDArray
 from pensieve.plan import Row, Sample
 from pensieve.worker.torch.sampler import Draws, draws_of, numbers_of
 
-_UNSEEN: Sequence[int] = [0]  # in place of a token that the host does not know
+Integers = NDArray[np.int64]
+
+_UNSEEN = 0  # in place of a token that the host does not know
 NO_BLOCK = -1  # an entry of a block table that no plan has set
 
 
 class BlockTables:
-    """Per slot, the GPU block of each chunk of the conversation that runs there."""
+    """Per slot, the GPU block of each chunk of the conversation that runs there: one table that lives on, a row a slot, so
+    that an iteration's entries are looked up together."""
 
     def __init__(self) -> None:
-        self._tables: dict[int, NDArray[np.int64]] = {}
+        self._table = np.full((1, 16), NO_BLOCK, dtype=np.int64)
 
     def overwrite(self, slot: int, first_chunk: int, blocks: Sequence[int]) -> None:
         """Set entries [first_chunk, first_chunk + len(blocks)); entries of an earlier use of the slot may lie beyond."""
-        table = self._tables.get(slot)
+        slots, chunks = self._table.shape
         stop = first_chunk + len(blocks)
-        if table is None or len(table) < stop:
-            longer = np.full(max(16, 2 * stop), NO_BLOCK, dtype=np.int64)
-            if table is not None:
-                longer[: len(table)] = table
-            self._tables[slot] = table = longer
-        table[first_chunk:stop] = blocks
+        if slot >= slots or stop > chunks:
+            shape = (slots if slot < slots else 2 * slot + 1, chunks if stop <= chunks else 2 * stop)
+            larger = np.full(shape, NO_BLOCK, dtype=np.int64)
+            larger[:slots, :chunks] = self._table
+            self._table = larger
+        self._table[slot, first_chunk:stop] = blocks
 
-    def blocks(self, slot: int, chunks: int) -> NDArray[np.int64]:
+    @property
+    def slots(self) -> int:
+        return self._table.shape[0]
+
+    @property
+    def chunks(self) -> int:
+        return self._table.shape[1]
+
+    def blocks(self, slot: int, chunks: int) -> Integers:
         """The blocks of chunks [0, chunks), a view."""
-        return self._tables[slot][:chunks]
+        return self._table[slot, :chunks]
+
+    def at(self, slots: Integers, chunks: Integers) -> Integers:
+        """The block of one chunk of each slot."""
+        return self._table[slots, chunks]
+
+    def joined(self, slots: Integers, chunks: Integers) -> Integers:
+        """The blocks of chunks [0, chunks[i]) of slots[i], one slot's after the other's."""
+        within = np.arange(int(chunks.max(initial=0))) < chunks[:, None]
+        return self._table[slots, : within.shape[1]][within]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +77,46 @@ class Span:
         return self.stop - self.start
 
 
+class Spans(Sequence[Span]):
+    """Spans as arrays, for those who take them together; each as an object for those who ask for it.
+
+    first, start, stop: [spans]. blocks: all of theirs, one span's after the other's; chunks: how many each has.
+    """
+
+    def __init__(self, first: Integers, start: Integers, stop: Integers, chunks: Integers, blocks: Integers) -> None:
+        self.first, self.start, self.stop = first, start, stop
+        self.chunks, self.blocks = chunks, blocks
+
+    @classmethod
+    def of(cls, spans: Sequence[Span]) -> Spans:
+        if isinstance(spans, Spans):
+            return spans
+        bounds = np.array([(span.first, span.start, span.stop) for span in spans], dtype=np.int64).reshape(-1, 3)
+        blocks = np.concatenate([span.blocks for span in spans]) if spans else _integers(())
+        return cls(bounds[:, 0], bounds[:, 1], bounds[:, 2], _integers([len(span.blocks) for span in spans]), blocks)
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    def __iter__(self) -> Iterator[Span]:
+        return iter(self._each)
+
+    @overload
+    def __getitem__(self, index: int) -> Span: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Span]: ...
+
+    def __getitem__(self, index: int | slice) -> Span | Sequence[Span]:
+        return self._each[index]
+
+    @cached_property
+    def _each(self) -> list[Span]:
+        blocks = np.split(self.blocks, np.cumsum(self.chunks)[:-1])
+        bounds = zip(self.first.tolist(), self.start.tolist(), self.stop.tolist(), strict=True)
+        return [Span(*bound, own) for bound, own in zip(bounds, blocks, strict=False)]
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """A forward over all rows of a plan. Spans of one query come first, longest context first, then the others.
@@ -67,7 +129,7 @@ class Batch:
     token_ids: torch.Tensor
     positions: torch.Tensor
     write_slots: torch.Tensor
-    spans: tuple[Span, ...]
+    spans: Sequence[Span]
     logits_at: torch.Tensor
     sampled: tuple[tuple[int, Sample], ...]
     sampled_slots: torch.Tensor | None = None
@@ -87,43 +149,38 @@ def build_batch(
 
     last_token: what slots sampled last, as far as the host knows; a row without tokens of any other slot is `unseen`.
     """
-    pieces: list[tuple[int, int, int, Sequence[int], Sample | None]] = []  # slot, start, stop, ids, sample
-    for row in rows:
-        ids: Sequence[int] = row.tokens or ((last_token[row.slot],) if row.slot in last_token else _UNSEEN)
-        assert len(ids) == row.positions, f"row of slot {row.slot}: {len(ids)} tokens for {row.positions} positions"
-        offset = 0
-        for start, stop in row.runs:
-            ends_row = offset + stop - start == row.positions
-            part = ids[offset : offset + stop - start] if len(row.runs) > 1 else ids
-            pieces.append((row.slot, start, stop, part, row.sample if ends_row else None))
-            offset += stop - start
     # Decode queries lie together, with contexts of like length adjacent, so that attention takes them in few groups.
-    pieces.sort(key=lambda piece: (1, 0) if piece[2] - piece[1] > 1 else (0, -piece[2]))
-
-    total = sum(stop - start for _, start, stop, _, _ in pieces)
-    token_ids, positions, write_slots = (np.empty(total, dtype=np.int64) for _ in range(3))
-    spans: list[Span] = []
-    sampled: list[tuple[int, Sample]] = []
-    logits_at: list[int] = []
-    first = 0
-    for slot, start, stop, ids, sample in pieces:
-        end = first + stop - start
-        blocks = tables.blocks(slot, -(-stop // chunk_tokens))
-        here = np.arange(start, stop, dtype=np.int64)
-        token_ids[first:end], positions[first:end] = ids, here
-        owners = blocks[here // chunk_tokens]
-        assert (owners >= 0).all(), f"slot {slot} computes positions of a chunk that has no block"
-        write_slots[first:end] = owners * chunk_tokens + here % chunk_tokens
-        spans.append(Span(first, start, stop, blocks))
+    single, several = _pieces(rows, last_token)
+    single.sort(key=_longest_first)
+    starts, slots = _integers([piece[0] for piece in single]), _integers([piece[1] for piece in single])
+    ids = _integers([_UNSEEN if piece[2] is None else piece[2] for piece in single])
+    unseen = [at for at, piece in enumerate(single) if piece[2] is None]
+    sampled = [(piece[1], piece[3]) for piece in single if piece[3] is not None]
+    logits_at = [at for at, piece in enumerate(single) if piece[3] is not None]
+    tokens, positions, holders = [ids], [starts], [slots]
+    first, bounds = len(single), []
+    for start, slot, part, sample in several:
+        tokens.append(_integers(part))
+        positions.append(np.arange(start, start + len(part), dtype=np.int64))
+        holders.append(np.full(len(part), slot, dtype=np.int64))
+        bounds.append((first, start, start + len(part), slot))
+        first += len(part)
         if sample is not None:
             sampled.append((slot, sample))
-            logits_at.append(end - 1)
-        first = end
-
-    arrays = [token_ids, positions, write_slots, _integers(logits_at), _integers([slot for slot, _ in sampled])]
-    unseen = [(span.first, piece[0]) for span, piece in zip(spans, pieces, strict=True) if piece[3] is _UNSEEN]
+            logits_at.append(first - 1)
+    ones = np.stack([np.arange(len(single)), starts, starts + 1, slots], axis=1)
+    firsts, begins, stops, of = np.concatenate([ones, np.array(bounds, dtype=np.int64).reshape(-1, 4)]).T
+    where, holder = np.concatenate(positions), np.concatenate(holders)
+    chunks, offsets = np.divmod(where, chunk_tokens)
+    counts = -(-stops // chunk_tokens)
+    assert counts.max() <= tables.chunks and of.max() < tables.slots, "a slot computes positions beyond its table"
+    blocks = tables.at(holder, chunks)
+    assert (blocks >= 0).all(), f"slot {int(holder[blocks < 0][0])} computes positions of a chunk that has no block"
+    spans = Spans(firsts, begins, stops, counts, tables.joined(of, counts))
+    arrays = [np.concatenate(tokens), where, blocks * chunk_tokens + offsets, _integers(logits_at)]
+    arrays.append(_integers([slot for slot, _ in sampled]))
     if unseen:
-        arrays += [_integers(part) for part in zip(*unseen, strict=True)]
+        arrays += [_integers(unseen), slots[unseen]]
     limited, drawn = False, any(sample.temperature > 0 for _, sample in sampled)
     if drawn:
         numbers, limited = numbers_of([sample for _, sample in sampled])
@@ -133,13 +190,47 @@ def build_batch(
         token_ids=tensors[0],
         positions=tensors[1],
         write_slots=tensors[2],
-        spans=tuple(spans),
+        spans=spans,
         logits_at=tensors[3],
         sampled=tuple(sampled),
         sampled_slots=tensors[4],
         draws=draws_of(tensors[-5:], limited) if drawn else None,
         unseen=(tensors[5], tensors[6]) if unseen else None,
     )
+
+
+_One = tuple[int, int, int | None, Sample | None]  # position, slot, token where the host knows it, sample
+_Several = tuple[int, int, Sequence[int], Sample | None]  # first position, slot, tokens, sample
+
+
+def _pieces(rows: Sequence[Row], last_token: Mapping[int, int]) -> tuple[list[_One], list[_Several]]:
+    """The runs of all rows: those of one position, and the longer ones."""
+    single: list[_One] = []
+    several: list[_Several] = []
+    for row in rows:
+        runs, slot, ids = row.runs, row.slot, row.tokens
+        if len(runs) == 1 and runs[0][1] - runs[0][0] == 1:  # most rows, most of the time
+            assert ids is None or len(ids) == 1, f"row of slot {slot}: {len(ids)} tokens for 1 position"
+            single.append((runs[0][0], slot, ids[0] if ids is not None else last_token.get(slot), row.sample))
+            continue
+        known = len(ids) if ids is not None else 1
+        assert ids is not None and known == row.positions, (
+            f"row of slot {slot}: {known} tokens for {row.positions} positions"
+        )
+        offset = 0
+        for start, stop in runs:
+            part = ids[offset : offset + stop - start]
+            offset += stop - start
+            sample = row.sample if offset == known else None
+            if len(part) == 1:
+                single.append((start, slot, part[0], sample))
+            else:
+                several.append((start, slot, part, sample))
+    return single, several
+
+
+def _longest_first(piece: _One) -> int:
+    return -piece[0]
 
 
 def _integers(values: Sequence[int]) -> NDArray[np.int64]:

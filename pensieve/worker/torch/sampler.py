@@ -46,13 +46,12 @@ def numbers_of(samples: Sequence[Sample]) -> tuple[list[NDArray[np.int64]], bool
     """The fields of Draws, in their order, as integers that can travel with others (floats bit for bit), and `limited`."""
     rows = [row for row, sample in enumerate(samples) if sample.temperature > 0]
     drawn = [samples[row] for row in rows]
-    starts = [noise_start(sample.key, sample.position) for sample in drawn]
+    starts = noise_starts([sample.key for sample in drawn], [sample.position for sample in drawn])
     floats = ([sample.temperature for sample in drawn], [sample.top_p for sample in drawn])
     temperatures, top_p = (np.array(values, dtype=np.float64).view(np.int64) for values in floats)
-    integers = (rows, starts, [sample.top_k for sample in drawn])
-    places, noise, top_k = (np.array(values, dtype=np.int64) for values in integers)
+    places, top_k = (np.array(values, dtype=np.int64) for values in (rows, [sample.top_k for sample in drawn]))
     limited = any(sample.top_k > 0 or sample.top_p < 1.0 for sample in drawn)
-    return [places, noise, temperatures, top_p, top_k], limited
+    return [places, starts, temperatures, top_p, top_k], limited
 
 
 def draws_of(numbers: Sequence[torch.Tensor], limited: bool) -> Draws:
@@ -75,9 +74,10 @@ def draw(logits: torch.Tensor, draws: Draws | None) -> Drawn:
         for first in range(0, len(draws.rows), _TOGETHER):
             some = slice(first, first + _TOGETHER)
             rows = draws.rows[some]
-            wanted = scores.index_select(0, rows).double() / draws.temperatures[some, None]
+            chosen = scores.index_select(0, rows)
+            wanted = chosen.double() / draws.temperatures[some, None]
             if draws.limited:
-                wanted = _keep(wanted, draws.top_p[some, None], draws.top_k[some, None])
+                wanted = _keep(wanted, chosen, draws.top_p[some, None], draws.top_k[some, None])
             wanted += gumbel_noise(draws.starts[some], wanted.shape[1])
             tokens.index_copy_(0, rows, torch.argmax(wanted, dim=-1))
     return Drawn(tokens, margins)
@@ -89,6 +89,12 @@ def noise_start(key: int, position: int) -> int:
     return start - 2**64 if start >= 2**63 else start
 
 
+def noise_starts(keys: Sequence[int], positions: Sequence[int]) -> NDArray[np.int64]:
+    """noise_start of each pair."""
+    unsigned = np.array([key & (2**64 - 1) for key in keys], dtype=np.uint64)
+    return _mix_array(_mix_array(unsigned) ^ np.array(positions, dtype=np.int64).view(np.uint64)).view(np.int64)
+
+
 def gumbel_noise(starts: torch.Tensor, vocab: int) -> torch.Tensor:
     """[rows, vocab] float64, Gumbel(0, 1): counter-based, so there is no state to keep and nothing to seed."""
     counters = torch.arange(1, vocab + 1, dtype=torch.int64, device=starts.device) * _GAMMA + starts[:, None]
@@ -97,14 +103,16 @@ def gumbel_noise(starts: torch.Tensor, vocab: int) -> torch.Tensor:
     return -torch.log(-torch.log(uniform))
 
 
-def _keep(scores: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+def _keep(scores: torch.Tensor, keys: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
     """Minus infinity outside each row's top_k scores and outside the smallest set whose probability reaches its top_p.
 
-    scores [rows, vocab]; top_p, top_k [rows, 1]. Ties are broken by token id (the sort is stable), so that exactly as many
-    remain on every device. Nothing is selected by a mask of unknown size, which would wait for the device.
+    scores [rows, vocab]; top_p, top_k [rows, 1]. keys: float32, in the order of the scores (the logits they are made of):
+    half as wide to sort. Ties are broken by token id (the sort is stable), so that exactly as many remain on every device.
+    Nothing is selected by a mask of unknown size, which would wait for the device.
     """
     nothing = float("-inf")
-    ordered, ids = torch.sort(scores, dim=-1, descending=True, stable=True)
+    ids = torch.sort(keys, dim=-1, descending=True, stable=True).indices
+    ordered = scores.gather(1, ids)
     rank = torch.arange(scores.shape[1], device=scores.device)[None, :]
     ordered = ordered.masked_fill((top_k > 0) & (rank >= top_k), nothing)
     probabilities = torch.softmax(ordered, dim=-1)
@@ -122,6 +130,14 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     x = (x ^ _shift(x, 30)) * _MIX_1
     x = (x ^ _shift(x, 27)) * _MIX_2
     return x ^ _shift(x, 31)
+
+
+def _mix_array(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The same function as `_mix_int`, of an array, which wraps around by itself."""
+    x = x + np.uint64(_GAMMA + 2**64)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1 + 2**64)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2 + 2**64)
+    return x ^ (x >> np.uint64(31))
 
 
 def _mix_int(x: int) -> int:

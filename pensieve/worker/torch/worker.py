@@ -260,9 +260,8 @@ class TorchWorker:
         transfer = self.transfer
         waits = transfer.require(batch.spans)
         if self._graphs is not None and self._graphs.takes(batch):
-            if waits:  # a graph cannot wait in the middle
-                for layer in range(self.tensors.layers):
-                    transfer.wait_for_layer(layer)
+            if waits:  # a graph cannot wait in the middle; layers are loaded in order
+                transfer.wait_for_layer(self.tensors.layers - 1)
             logits = self._graphs.run(batch)
             if logits is not None:
                 whole = len(batch.sampled) == len(batch.spans)  # then they are in this order already

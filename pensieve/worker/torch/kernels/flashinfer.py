@@ -14,6 +14,8 @@ from pensieve.worker.torch.kernels.reference import write
 from pensieve.worker.torch.transfers.pinned import sent
 
 _WORKSPACE_BYTES = 256 * 2**20
+PLANS_IN_FLIGHT = 2
+"""Iterations that may be in flight at once: a worker's largest depth."""
 _Key = tuple[float | None, int | None, float | None]  # scaling, window, softcap
 
 
@@ -21,10 +23,16 @@ class FlashInferPlan:
     """One of FlashInfer's plans for each combination of scale, window and softcap: layers alternate."""
 
     def __init__(
-        self, library: Any, wrappers: dict[_Key, Any], batch: Batch, pool: torch.Tensor, chunk_tokens: int
+        self,
+        library: Any,
+        wrappers: dict[_Key, Any],
+        workspaces: dict[_Key, torch.Tensor],
+        batch: Batch,
+        pool: torch.Tensor,
+        chunk_tokens: int,
     ) -> None:
         self._library = library
-        self._wrappers = wrappers
+        self._wrappers, self._workspaces = wrappers, workspaces
         self._chunk_tokens = chunk_tokens
         self._planned: set[_Key] = set()
         spans = batch.spans
@@ -56,10 +64,11 @@ class FlashInferPlan:
         return result
 
     def _plan(self, pool: torch.Tensor, queries: torch.Tensor, key: _Key) -> None:
-        """Plans that are in use at the same time must not share a workspace; those of successive iterations may."""
+        """Plans of one iteration must not share a wrapper, since they are in use at the same time."""
         if key not in self._wrappers:
-            workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
-            self._wrappers[key] = self._library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+            if key not in self._workspaces:
+                self._workspaces[key] = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
+            self._wrappers[key] = self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspaces[key], "NHD")
         scaling, window, softcap = key
         self._wrappers[key].plan(
             self._queries,
@@ -85,7 +94,13 @@ def _indptr(counts: list[int]) -> torch.Tensor:
 
 
 class FlashInferBackend:
-    """For 16 bits on CUDA (see availability). Raises EngineMissing where its package does not load."""
+    """For 16 bits on CUDA (see availability). Raises EngineMissing where its package does not load.
+
+    A wrapper's plan() writes to page-locked memory of its own and copies from there without waiting. With two iterations in
+    flight the next plan() would rewrite what the copy has yet to read, so successive iterations take wrappers in turn. When
+    the first set comes round again, the iteration that used it has been collected. The large workspace is written by kernels
+    alone, one after the other, so the wrappers of a kind of layer share it.
+    """
 
     name = "flashinfer"
     captures = False
@@ -98,11 +113,15 @@ class FlashInferBackend:
                 f"attention_backend=flashinfer: its package does not load ({error}); use auto."
             ) from error
         self._library = flashinfer
-        self._wrappers: dict[_Key, Any] = {}
+        self._wrappers: list[dict[_Key, Any]] = [{} for _ in range(PLANS_IN_FLIGHT)]
+        self._workspaces: dict[_Key, torch.Tensor] = {}
+        self._plans = 0
 
     @property
     def version(self) -> str:
         return str(self._library.__version__)
 
     def plan(self, batch: Batch, pool: torch.Tensor, chunk_tokens: int) -> FlashInferPlan:
-        return FlashInferPlan(self._library, self._wrappers, batch, pool, chunk_tokens)
+        self._plans += 1
+        wrappers = self._wrappers[self._plans % len(self._wrappers)]
+        return FlashInferPlan(self._library, wrappers, self._workspaces, batch, pool, chunk_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,7 +78,7 @@ class NativePlan:
 class _Rows:
     """Single queries as the arrays that the call takes. table: all rows' blocks, starts: where each row's begin."""
 
-    def __init__(self, spans: tuple[Span, ...]) -> None:
+    def __init__(self, spans: Sequence[Span]) -> None:
         assert [span.first for span in spans] == list(range(len(spans)))
         self._spans = spans
         self.stops = np.array([span.stop for span in spans], dtype=np.int64)

@@ -8,7 +8,7 @@ No lane reads what may never have been written: positions beyond the split are m
 scores, since 0 x NaN is NaN. Offsets into the pool are 64-bit, for pools of more than 2^31 elements.
 """
 
-# ruff: noqa: SIM102, SIM108 (an `if` on a constexpr is decided when the kernel is compiled, if nothing else is in it)
+# ruff: noqa: SIM102 (an `if` on a constexpr is decided when the kernel is compiled, if nothing else is in it)
 
 from __future__ import annotations
 
@@ -40,14 +40,19 @@ def _walk(
     BLOCK_N: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Attend to positions [low, high). Without MASKED all of them are visible to all rows, in whole steps."""
+    """Attend to positions [low, high). Without MASKED all of them are visible to all rows, in whole steps.
+
+    A step's blocks are looked up one step ahead and carried in registers. Looked up in the same step, the table would take
+    the stages of the compiler's pipeline, and K and V be loaded with nothing beside them.
+    """
     d = tl.arange(0, PADDED_DIM)
+    ahead = low + tl.arange(0, BLOCK_N)
+    following = tl.load(table_ptr + ahead // CHUNK, mask=ahead < high, other=0)
     for begin in range(low, high, BLOCK_N):
         n = begin + tl.arange(0, BLOCK_N)
-        if MASKED:
-            block = tl.load(table_ptr + n // CHUNK, mask=n < high, other=0)
-        else:
-            block = tl.load(table_ptr + n // CHUNK)
+        block = following
+        after = n + BLOCK_N
+        following = tl.load(table_ptr + after // CHUNK, mask=after < high, other=0)
         offset = (block.to(tl.int64) * CHUNK + n % CHUNK) * kv_token
         k_ptrs = k_ptr + offset[None, :] + d[:, None]  # transposed: [PADDED_DIM, BLOCK_N]
         v_ptrs = v_ptr + offset[:, None] + d[None, :]

@@ -30,6 +30,7 @@ _LOG2_E = math.log2(math.e)
 _LEAST_ROWS = 16  # of a tile: what tl.dot takes
 _PROGRAMS_PER_SM = 4
 _JOIN_SPLITS = 16
+_WGMMA_ROWS = 64
 _LEAST_SHARED = 99 * 1024  # what every GPU since Ampere gives one program
 _INTERPRETED_SMS = 4  # a small machine, so that tests split
 
@@ -43,9 +44,14 @@ class Tiles:
     warps: int
     stages: int
 
-    def shared_bytes(self, padded_dim: int, itemsize: int, rows: int) -> int:
-        """An upper estimate: the queries, every stage of K and V, and the weights of a step."""
-        kv = 2 * self.block_keys * padded_dim * itemsize * self.stages
+    def shared_bytes(self, padded_dim: int, itemsize: int, rows: int, capability: int = 8) -> int:
+        """Of one program, what the compiler takes at most: the queries, the buffers of K and V, and the weights of a step.
+
+        The stage that computes needs no buffer beside those that are being filled, but for wgmma, which reads shared memory
+        while the next step begins: GPUs of capability 9 have it, for tiles of 64 rows.
+        """
+        buffers = self.stages if capability >= 9 and rows >= _WGMMA_ROWS else max(1, self.stages - 1)
+        kv = 2 * self.block_keys * padded_dim * itemsize * buffers
         return rows * padded_dim * itemsize + kv + rows * self.block_keys * itemsize
 
 
@@ -69,12 +75,14 @@ _TILES = {
 _MOST_ACCUMULATORS = {2: 2048, 4: 512}  # rows times head_dim of a tile, a warp: they live in registers
 
 
-def tiles_for(padded_dim: int, itemsize: int, small_rows: int, large: bool, shared_bytes: int) -> Tiles:
+def tiles_for(
+    padded_dim: int, itemsize: int, small_rows: int, large: bool, shared_bytes: int, capability: int = 8
+) -> Tiles:
     """shared_bytes: what one program may have on this device. A launch with large tiles may hold small ones too."""
     table = _TILES[itemsize, large]
     for tiles in table:
         rows = max(small_rows, tiles.large_rows)
-        fits = tiles.shared_bytes(padded_dim, itemsize, rows) <= shared_bytes
+        fits = tiles.shared_bytes(padded_dim, itemsize, rows, capability) <= shared_bytes
         if fits and (rows == small_rows or rows * padded_dim <= tiles.warps * _MOST_ACCUMULATORS[itemsize]):
             return tiles
     return table[-1]
@@ -104,11 +112,12 @@ class Geometry:
         return max(_LEAST_ROWS, triton.next_power_of_2(self.group))
 
     def tiles(self, large: bool) -> Tiles:
-        shared = 2**20
+        shared, capability = 2**20, 8
         if self.device.type == "cuda":
             properties = torch.cuda.get_device_properties(self.device)
             shared = getattr(properties, "shared_memory_per_block_optin", _LEAST_SHARED)
-        return tiles_for(self.padded_dim, self.dtype.itemsize, self.small_rows, large, shared)
+            capability = properties.major
+        return tiles_for(self.padded_dim, self.dtype.itemsize, self.small_rows, large, shared, capability)
 
     def cutting(self, tiles: Tiles) -> Cutting:
         multiprocessors = _INTERPRETED_SMS

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pensieve.worker.torch.batch import Span
-
-Integers = NDArray[np.int64]
+from pensieve.worker.torch.batch import Integers, Span, Spans
 
 ITEM = 8
 """Integers a work item: kind (0 nothing, 1 small, 2 large), first query, queries, position of the first, where its block
@@ -62,11 +60,10 @@ class WorkList:
 
 def ranges_of(spans: Sequence[Span], queries: int | None = None) -> Ranges:
     """queries: how many there are; those that no span covers become spans over nothing, whose result is zero."""
-    bounds = np.array([(span.first, span.start, span.stop) for span in spans], dtype=np.int64).reshape(-1, 3)
-    lengths = np.array([len(span.blocks) for span in spans], dtype=np.int64)
-    table = np.cumsum(lengths) - lengths
-    blocks = [span.blocks for span in spans] or [np.zeros(1, dtype=np.int64)]
-    tables = np.concatenate(blocks).astype(np.int32)
+    spans = Spans.of(spans)
+    bounds = np.stack([spans.first, spans.start, spans.stop], axis=1)
+    table = np.cumsum(spans.chunks) - spans.chunks
+    tables = (spans.blocks if len(spans) else np.zeros(1)).astype(np.int32)
     covered = int((bounds[:, 2] - bounds[:, 1]).sum())
     if queries is not None and covered < queries:
         idle = np.arange(covered, queries, dtype=np.int64)

@@ -114,7 +114,7 @@ class Transfer:
         self._required = None
         if not self._loads and not self._lost:
             return False
-        numbers = {int(number) for row in rows for number in np.unique(self._brought_by[row.blocks])}
+        numbers = set(np.unique(self._brought_by[np.concatenate([row.blocks for row in rows])]).tolist())
         for number in numbers & self._lost.keys():
             cause = self._lost[number]
             raise RuntimeError(f"A copy between the tiers failed: {cause}") from cause

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,7 +28,9 @@ POINTERS |= {"slots_ptr": "*i64"}
 
 
 @pytest.mark.parametrize(
-    ("architecture", "shared", "dim", "large"), [(90, 232448, 128, True), (80, 166912, 80, False)], ids=str
+    ("architecture", "shared", "dim", "large"),
+    [(90, 232448, 128, True), (80, 166912, 80, False), (86, 101376, 128, False)],
+    ids=str,
 )
 def test_compiles_within_the_shared_memory_it_was_given(
     architecture: int, shared: int, dim: int, large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -41,12 +44,13 @@ def test_compiles_within_the_shared_memory_it_was_given(
     from pensieve.worker.torch.kernels.paged import attend_kernel, join_kernel, write_kernel
     from pensieve.worker.torch.kernels.triton_backend import tiles_for
 
-    tiles = tiles_for(128, 2, 16, large, shared)
+    major = architecture // 10
+    tiles = tiles_for(128, 2, 16, large, shared, major)
     sizes = {"HEADS": 32, "GROUP": 4, "SOFTCAP": False, "WINDOW": 0, "CHUNK": 32, "HEAD_DIM": dim, "PADDED_DIM": 128}
     sizes |= {"SMALL_M": 16, "LARGE_M": max(16, tiles.large_rows), "BLOCK_N": tiles.block_keys, "DOT": tl.bfloat16}
     sizes |= {"HAS_LARGE": large, "BLOCK_S": 16, "KV_HEADS": 8, "PADDED": 1024}
     limits = {
-        attend_kernel: tiles.shared_bytes(128, 2, max(16, tiles.large_rows)),
+        attend_kernel: tiles.shared_bytes(128, 2, max(16, tiles.large_rows), major),
         join_kernel: shared,
         write_kernel: shared,
     }
@@ -67,6 +71,15 @@ def test_compiles_within_the_shared_memory_it_was_given(
         )
         assert built.metadata.shared <= limit <= shared
         assert ("cp.async" in built.asm["ptx"]) == (kernel is attend_kernel), "keys are copied while others are used"
+        if kernel is attend_kernel:
+            _assert_pipelined(built.asm["ttgir"])
+
+
+def _assert_pipelined(ttgir: str) -> None:
+    """K and V have two buffers or more each, and a step waits for its own copies while the next one's two are under way."""
+    buffers = set(re.findall(r"local_alloc : \(\) -> !ttg.memdesc<(\d+)x\d+x\d+xbf16", ttgir))
+    waits = {int(number) for number in re.findall(r"async_wait[^\n]*num = (\d+)", ttgir)}
+    assert min(map(int, buffers)) >= 2 and 2 in waits, (buffers, waits)
 
 
 @pytest.mark.parametrize("kibibytes", [99, 163, 227])

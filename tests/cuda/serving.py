@@ -1,0 +1,240 @@
+"""Conversations served on the stand-in, with nothing that waits for the device but the engine itself."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+
+from pensieve.bench.exact import CheckedEngine, Paths, WatchedWorker, plain_logits
+from pensieve.bench.soak import Episode, perform
+from pensieve.cache.restore import RestoreMode
+from pensieve.cache.two_tier import TwoTierCache
+from pensieve.clock import WallClock
+from pensieve.cost.profile import Profile
+from pensieve.engine import Engine
+from pensieve.eviction.retention_value import RetentionValue
+from pensieve.plan import Copy, Row, Sample, StepPlan, StepResult
+from pensieve.request import Sampling
+from pensieve.scheduler.composition import SchedulerSettings
+from pensieve.scheduler.sequence import Sequence
+from pensieve.specs import ModelSpec
+from pensieve.worker.torch.model import LoadedModel, load_model
+from pensieve.worker.torch.options import TorchOptions
+from pensieve.worker.torch.sampler import Draws, draw, noise_start
+from pensieve.worker.torch.worker import TorchWorker
+from tests.simulated import policy_context
+
+from .standin.findings import Finding, listed
+from .standin.machine import Machine
+
+CHUNK, GPU_BLOCKS, CPU_BLOCKS, CONTEXT, REQUESTS = 8, 18, 24, 512, 4
+_COMMON = {
+    "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "vocab_size": 97, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+}  # fmt: skip
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **_COMMON},
+    "qwen3": {"model_type": "qwen3", **_COMMON},
+    "gemma2": {"model_type": "gemma2", **_COMMON, "sliding_window": 20},
+    "mistral": {"model_type": "mistral", **_COMMON, "sliding_window": 20},
+    "olmo2": {"model_type": "olmo2", **_COMMON},
+    "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, "vocab_size": 97},
+}
+_TOLERANCE = 1e-3  # of a logit: two tokens this close are a tie
+
+
+@cache
+def tiny(name: str = "llama", fused: bool = True, dtype: str = "float32", attention: str = "auto") -> LoadedModel:
+    """On the stand-in, which must be in place."""
+    spec = ModelSpec.from_architecture(name, SIZES[name], dtype)
+    return load_model(
+        spec, "random", None, None, 0, "cuda", threads=1, fused=fused, attention=attention, chunk_tokens=CHUNK
+    )
+
+
+@cache
+def reference(name: str) -> LoadedModel:
+    """The same weights on the CPU."""
+    spec = ModelSpec.from_architecture(name, SIZES[name])
+    return load_model(spec, "random", None, None, 0, "cpu", threads=1, attention="reference")
+
+
+@dataclass(slots=True)
+class Turn:
+    """tokens: the whole conversation, of which the last `output` were sampled with `key`."""
+
+    tokens: array[int]
+    output: int
+    sampling: Sampling
+    key: int
+
+
+class Serving(CheckedEngine):
+    """Compares nothing while it serves, since that would wait for the device: `wrong_tokens` does it afterwards."""
+
+    def __init__(
+        self, model: LoadedModel, cache: TwoTierCache, settings: SchedulerSettings, options: TorchOptions
+    ) -> None:
+        clock = WallClock()
+        self.torch_worker = WatchedWorker(model, cache.chunk_tokens, clock, options=options)
+        self.torch_worker.start(cache.gpu_blocks, cache.cpu_blocks)
+        Engine.__init__(
+            self, cache=cache, settings=settings, worker=self.torch_worker, clock=clock, max_context=CONTEXT
+        )
+        self.model, self.paths, self._seen = model, Paths(), {}
+        self.turns: list[Turn] = []
+
+    def _poison(self, everything: bool = False) -> None:
+        """A fill would wait."""
+
+    def _append(self, sequence: Sequence, token: int, margin: float | None, now_s: float) -> None:
+        Engine._append(self, sequence, token, margin, now_s)
+
+    def _close(
+        self, sequence: Sequence, status: str, reason: str | None, now_s: float, error: str | None = None
+    ) -> None:
+        Engine._close(self, sequence, status, reason, now_s, error)
+        assert status != "failed", error
+        if status == "completed":
+            output, request = len(sequence.record.token_ids), sequence.request
+            self.turns.append(Turn(array("i", sequence.session.tokens), output, request.sampling, sequence.noise_key))
+
+
+@dataclass(slots=True)
+class Served:
+    """findings, syncs: of serving alone, without start and end."""
+
+    engine: Serving
+    paths: Paths
+    findings: list[Finding]
+    syncs: list[Finding]
+    counts: dict[str, int]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def waits(self) -> list[Finding]:
+        """What waited, but for the tokens of a plan."""
+        return [sync for sync in self.syncs if "flight.py" not in sync.where.split(" < ")[0]]
+
+    def assert_clean(self) -> None:
+        assert not self.findings, listed(self.findings)
+        assert not self.waits, listed(self.waits)
+
+
+def converse(
+    device: Machine, model: LoadedModel, mode: RestoreMode, options: TorchOptions, turns: int, seed: int = 5
+) -> Served:
+    """Random conversations, more than both tiers hold."""
+    context = policy_context(CHUNK, GPU_BLOCKS, CPU_BLOCKS)
+    store = TwoTierCache(
+        policy=RetentionValue(context), chunk_tokens=CHUNK, gpu_blocks=GPU_BLOCKS, cpu_blocks=CPU_BLOCKS, restore=mode
+    )
+    settings = SchedulerSettings(max_batch_tokens=48, max_batch_requests=REQUESTS)
+    cost = Profile(CHUNK, {128: 0.128, 256: 0.256}, 2 * CHUNK / 1000, {})  # loading is twice as dear as computing
+    store.set_cost_model(cost, model.spec.layers, settings.max_batch_tokens)
+    engine = Serving(model, store, settings, options)
+    device.forget()
+    counted = dict(device.counts)
+    operations = Episode(seed, 0).operations(turns)
+    engine_settings = engine.torch_worker.settings()
+    findings, syncs, counts = [], [], {}
+
+    def stop() -> None:
+        findings.extend(device.findings)
+        syncs.extend(device.syncs)
+        counts.update({name: count - counted[name] for name, count in device.counts.items()})
+
+    with _before_close(engine.torch_worker, stop):
+        paths = perform(engine, operations)
+    return Served(engine, paths, findings, syncs, counts, engine_settings)
+
+
+@contextmanager
+def _before_close(worker: TorchWorker, act: Any) -> Iterator[None]:
+    """The end of a worker waits for everything, as it should."""
+    close = worker.close
+
+    def closing() -> None:
+        act()
+        close()
+
+    worker.close = closing  # type: ignore[method-assign]
+    yield
+
+
+def wrong_tokens(turns: list[Turn], name: str) -> tuple[int, int]:
+    """How many sampled tokens are not the plain model's, and of how many."""
+    model, wrong, total = reference(name), 0, 0
+    for turn in turns:
+        tokens, output = turn.tokens, turn.output
+        logits = plain_logits(model, tokens[:-1])[len(tokens) - output - 1 :]
+        expected = draw(logits, _draws(turn)).tokens.tolist()
+        for row, wanted, token in zip(logits, expected, tokens[-output:], strict=True):
+            tie = turn.sampling.temperature == 0 and abs(float(row[wanted] - row[token])) < _TOLERANCE
+            wrong += token != wanted and not tie
+            total += 1
+    return wrong, total
+
+
+def _draws(turn: Turn) -> Draws | None:
+    sampling, output = turn.sampling, turn.output
+    if not sampling.temperature:
+        return None
+    first = len(turn.tokens) - output
+    starts = torch.tensor([noise_start(turn.key, first + i) for i in range(output)])
+
+    def column(value: float, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((output,), value, dtype=dtype)
+
+    floats = (column(value, torch.float64) for value in (sampling.temperature, sampling.top_p))
+    return Draws(torch.arange(output), starts, *floats, column(sampling.top_k, torch.int64), True)
+
+
+class Hand:
+    """A worker driven by plans written by hand, in blocks 3 and on; what a real scheduler would not plan can be asked too."""
+
+    def __init__(self, model: LoadedModel, options: TorchOptions, blocks: int = 40) -> None:
+        self.worker = TorchWorker(model, CHUNK, WallClock(), options=options)
+        self.settings = self.worker.start(blocks, blocks).settings
+        self._steps = 0
+
+    def launch(self, *rows: Row, **parts: Any) -> None:
+        self.worker.launch(StepPlan(self._steps, rows, **parts))
+        self._steps += 1
+
+    def step(self, *rows: Row, **parts: Any) -> StepResult:
+        self.launch(*rows, **parts)
+        return self.collect()
+
+    def collect(self) -> StepResult:
+        result = self.worker.collect(None)
+        assert result is not None and result.error is None, result
+        return result
+
+    def prompt(self, slot: int = 0, tokens: int = 40, first_block: int = 3) -> list[int]:
+        """Computes a prompt; returns its tokens and the one that was sampled."""
+        source = random.Random(slot)
+        ids = tuple(source.randrange(3, 97) for _ in range(tokens))
+        blocks = tuple(range(first_block, first_block + tokens // CHUNK + 2))
+        result = self.step(Row(slot, ((0, tokens),), ids, Sample(tokens)), tables=((slot, 0, blocks),))
+        return [*ids, result.tokens[slot]]
+
+    @staticmethod
+    def decode(position: int, slot: int = 0, **sampling: Any) -> Row:
+        """Of the token that the slot sampled last, at `position`."""
+        return Row(slot, ((position, position + 1),), None, Sample(position + 1, **sampling))
+
+    def close(self) -> None:
+        while self.worker._flights:
+            self.worker.collect(None)
+        self.worker.close()
+
+
+__all__ = ["Copy", "Hand", "Served", "Serving", "converse", "reference", "tiny", "wrong_tokens"]

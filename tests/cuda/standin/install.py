@@ -1,0 +1,148 @@
+"""The stand-in in place of torch.cuda, for the time of a `with`."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pensieve.worker.torch import graphs
+from pensieve.worker.torch.attention import register
+
+from . import kernels
+from .calls import Calls
+from .machine import Card, Machine, installed
+from .operations import Dispatch
+from .streams import Stream
+from .surface import surface
+from .tensors import DeviceTensor
+
+_CUDA, _META = 1, 14  # c10::DeviceType
+_REGISTRY, _TYPES = "_ZN3c104impl26device_guard_impl_registryE", 22
+
+
+def why_not() -> str:
+    """Why there can be no stand-in here, in a sentence; "" where there can be."""
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        return "this torch is built for a GPU, and the stand-in takes the place that a build for CPUs leaves empty"
+    if not hasattr(torch._C, "_ensureCUDADeviceGuardSet"):
+        return f"torch {torch.__version__} has no _ensureCUDADeviceGuardSet"
+    try:
+        (ctypes.c_void_p * _TYPES).in_dll(_core(), _REGISTRY)
+    except (OSError, ValueError) as error:
+        return f"torch {torch.__version__} keeps its device guards elsewhere ({error})"
+    return ""
+
+
+def _core() -> Any:
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+
+
+def _guard_nothing() -> None:
+    """C++ asks for a guard of the device at every slice, and a build for CPUs has none for CUDA: Meta's, which guards
+    nothing, serves."""
+    torch._C._ensureCUDADeviceGuardSet()
+    registry = (ctypes.c_void_p * _TYPES).in_dll(_core(), _REGISTRY)
+    if not registry[_CUDA]:
+        registry[_CUDA] = registry[_META]
+
+
+@contextmanager
+def stand_in(lag: int = 3, card: Card | None = None) -> Iterator[Machine]:
+    """torch.cuda is a stand-in inside. One at a time; what was made inside must not be used after it.
+
+    lag: queries of an event that say no before it is reached. Skip where why_not() has something to say.
+    """
+    assert not installed and not why_not()
+    import_module("torch._dynamo")  # it looks at torch.cuda when it is imported,
+    register()  # and so does transformers
+    _guard_nothing()
+    device = Machine(lag, card)
+    device.default = Stream(name="the compute", owner=device)
+    with _replaced(_replacements(device)):
+        installed.append(device)
+        graphs._side_stream.cache_clear()  # one a process: of this device
+        try:
+            with Dispatch(), Calls():
+                yield device
+        finally:
+            installed.clear()
+            graphs._side_stream.cache_clear()
+
+
+def _replacements(device: Machine) -> list[tuple[Any, str, Any]]:
+    from pensieve.worker.torch import kv_tensors
+    from pensieve.worker.torch.transfers import copies, measurement
+
+    run, make_pools, make_generator = threading.Thread.run, kv_tensors.KvTensors.__init__, torch.Generator
+
+    class Generator(make_generator):  # type: ignore[misc, valid-type]
+        """Of the CPU, whatever it is asked for."""
+
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return make_generator.__new__(make_generator, "cpu")
+
+    def run_under_modes(self: threading.Thread) -> None:
+        with Dispatch(), Calls():  # modes belong to a thread
+            run(self)
+
+    def make_watched_pools(self: Any, *args: Any, **kwargs: Any) -> None:
+        make_pools(self, *args, **kwargs)
+        _watch(device, self)
+
+    places: list[tuple[Any, str, Any]] = [(torch.cuda, name, value) for name, value in surface(device).items()]
+    places += [
+        (torch, "Generator", Generator),
+        (torch, "inference_mode", lambda mode=True: torch.no_grad()),  # wrappers of views cannot be inference tensors
+        (threading.Thread, "run", run_under_modes),
+        (kv_tensors.KvTensors, "__init__", make_watched_pools),
+        (copies, "find_batch_call", lambda: kernels.batch_call),
+        (measurement, "_SIDE", 16),  # its matrix products keep no device busy here
+        (measurement, "_BUSY_S", 1e-4),
+    ]
+    if find_spec("triton") is not None:
+        from pensieve.worker.torch.kernels import block_copy, triton_backend
+
+        places += [
+            (triton_backend, "attend_kernel", kernels.ATTEND),
+            (triton_backend, "join_kernel", kernels.JOIN),
+            (triton_backend, "write_kernel", kernels.WRITE),
+            (triton_backend, "_dot_type", lambda dtype: dtype),
+            (block_copy, "copy_blocks_kernel", kernels.COPY_BLOCKS),
+        ]
+    return places
+
+
+def _watch(device: Machine, tensors: Any) -> None:
+    """Tokens of the pools one by one: a block may be appended to while its beginning is copied."""
+    if not isinstance(tensors.gpu, DeviceTensor):
+        return
+    token_bytes = tensors.layer_block_bytes // tensors.chunk_tokens
+    device.watch_pool(tensors.gpu.inner, tensors.gpu.memory, token_bytes, "the GPU pool")
+    if tensors.cpu_blocks:
+        memory = device.pinned_memory(tensors.cpu)
+        assert memory is not None, "the pool in RAM is not pinned"
+        device.watch_pool(tensors.cpu, memory, token_bytes, "the CPU pool")
+
+
+@contextmanager
+def _replaced(places: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    missing = object()
+    before = [(owner, name, getattr(owner, name, missing)) for owner, name, _ in places]
+    for owner, name, value in places:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            if value is missing:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)

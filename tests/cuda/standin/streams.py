@@ -1,0 +1,109 @@
+"""Streams and events of the device."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from .findings import Finding, here
+from .machine import CUDA, Machine, machine
+
+
+class Stream:
+    def __init__(self, device: Any = None, priority: int = 0, name: str = "", owner: Machine | None = None) -> None:
+        owner = owner or machine()
+        self.device, self.device_index, self.priority = CUDA, 0, priority
+        self.cuda_stream = len(owner.streams)  # a handle; 0 is the default stream
+        self.actor = owner.actor(name or f"stream {self.cuda_stream}")
+        owner.streams.append(self)
+
+    def wait_event(self, event: Event) -> None:
+        if event.clock is not None:
+            self.actor.learn(event.clock)
+        capture = machine().capture
+        if capture is not None and self is capture.stream and not event.in_capture:
+            machine().refuse_in_capture("the captured stream waits for an event from outside")
+
+    def wait_stream(self, other: Stream) -> None:
+        self.actor.learn(other.actor.clock)
+        self.actor.learn(machine().host.clock)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        """Busy until someone waits for what it did: a device is never faster than a test may ask."""
+        host = machine().host.clock
+        return all(host.get(number, 0) >= time for number, time in self.actor.clock.items())
+
+    def synchronize(self) -> None:
+        _wait_for(self.actor.clock, "stream.synchronize()")
+
+
+class Event:
+    """Reached when the host knows of all that was before it, or some queries later."""
+
+    def __init__(self, enable_timing: bool = False, **_: Any) -> None:
+        self._timing, self._queries, self._at_s = enable_timing, 0, 0.0
+        self.clock: dict[int, int] | None = None
+        self.in_capture = False
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or machine().stream
+        stream.actor.learn(machine().host.clock)
+        self.clock, self._queries, self._at_s = dict(stream.actor.clock), 0, time.perf_counter()
+        self.in_capture = machine().capture is not None
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or machine().stream).wait_event(self)
+
+    def query(self) -> bool:
+        machine().refuse_in_capture("event.query()")
+        if self.clock is None:
+            return True
+        host = machine().host
+        if any(host.clock.get(number, 0) < time for number, time in self.clock.items()):
+            self._queries += 1
+            if self._queries <= machine().lag:
+                return False
+            host.learn(self.clock)
+        return True
+
+    def synchronize(self) -> None:
+        _wait_for(self.clock or {}, "event.synchronize()")
+
+    def elapsed_time(self, other: Event) -> float:
+        """Milliseconds of the host's own clock: the device has none."""
+        if not (self._timing and other._timing):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if self.clock is None or other.clock is None:
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        return 1e3 * (other._at_s - self._at_s)
+
+
+def _wait_for(clock: dict[int, int], text: str) -> None:
+    device = machine()
+    device.refuse_in_capture(text)
+    device.syncs.append(Finding("sync", text, here()))
+    device.host.learn(clock)
+
+
+def synchronize(device: Any = None) -> None:
+    for stream in list(machine().streams):
+        machine().host.learn(stream.actor.clock)
+    _wait_for({}, "torch.cuda.synchronize()")
+
+
+@contextlib.contextmanager
+def current(stream: Stream | None) -> Iterator[Stream | None]:
+    """torch.cuda.stream"""
+    before = machine().stream
+    machine().stream = stream or before
+    try:
+        yield stream
+    finally:
+        machine().stream = before

@@ -1,0 +1,77 @@
+"""FlashInfer with two plans in flight: its plan() copies from one page-locked buffer, which the next plan() rewrites."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pensieve.worker.torch.kernels import flashinfer
+from pensieve.worker.torch.kernels.flashinfer import FlashInferBackend
+from pensieve.worker.torch.options import TorchOptions
+
+from .serving import Hand, tiny
+from .standin.findings import listed
+from .standin.machine import Machine
+
+
+class Wrapper:
+    """BatchPrefillWithPagedKVCacheWrapper as far as its buffers go (FlashInfer 0.6, scheduler.cuh): the host writes the plan
+    into page-locked memory, and one asynchronous copy takes it to the device, where the kernel reads it."""
+
+    made = 0
+
+    def __init__(self, workspace: torch.Tensor, layout: str) -> None:
+        type(self).made += 1
+        self.pinned = torch.empty(4096, dtype=torch.int32, pin_memory=True)
+        self.numbers = torch.zeros(4096, dtype=torch.int32, device=workspace.device)
+
+    def plan(self, queries: Any, pages: Any, blocks: Any, last: Any, *sizes: Any, **how: Any) -> None:
+        for part, begin in ((queries, 0), (pages, 1024), (last, 2048)):
+            self.pinned[begin : begin + len(part)].copy_(part)
+        self.numbers.copy_(self.pinned, non_blocking=True)
+
+    def run(self, queries: torch.Tensor, paged: Any) -> torch.Tensor:
+        return torch.zeros_like(queries) + self.numbers[0]
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper, __version__="0.6.18", __spec__=None)
+    monkeypatch.setitem(__import__("sys").modules, "flashinfer", module)
+    monkeypatch.setattr(flashinfer, "_WORKSPACE_BYTES", 1024)
+    Wrapper.made = 0
+    return
+
+
+def decode(device: Machine, depth: int) -> None:
+    model = replace(tiny(attention="reference"), attention=FlashInferBackend())
+    hand = Hand(model, TorchOptions(depth=depth, graphs=False, copies="dma"))
+    hand.prompt()
+    device.forget()
+    device.lag = 200
+    for ahead in range(depth):
+        hand.launch(hand.decode(40 + ahead))
+    for position in range(40 + depth, 46):
+        hand.collect()
+        hand.launch(hand.decode(position))
+    hand.close()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_plan_in_flight_keeps_its_buffer(device: Machine, library: None, depth: int) -> None:
+    decode(device, depth)
+    assert not device.findings, listed(device.findings)
+    assert Wrapper.made == 2, "two wrappers for the one kind of layer, however many plans"
+
+
+def test_one_wrapper_for_all_plans_is_found(device: Machine, library: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashinfer, "PLANS_IN_FLIGHT", 1)
+    decode(device, 1)
+    assert not device.findings, "with one plan in flight one is enough"
+    decode(device, 2)
+    assert {finding.kind for finding in device.findings} == {"race"}
+    assert "pinned memory" in listed(device.findings) and "flashinfer.py" in listed(device.findings)

@@ -1,0 +1,148 @@
+"""Faults put into the CUDA path on purpose: without them the stand-in finds nothing, and with each of them it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from pensieve.worker.torch import batch, flight, graphs
+from pensieve.worker.torch.options import TorchOptions
+from pensieve.worker.torch.transfers import lanes, pinned
+
+from .conftest import needs_triton
+from .serving import Copy, Hand, tiny
+from .standin.findings import listed
+from .standin.machine import Machine
+
+pytestmark = needs_triton
+Patch = pytest.MonkeyPatch
+
+
+def scenario(device: Machine) -> None:
+    """Two plans in flight all along: a prompt, blocks that leave while it is computed and come back elsewhere, decodes."""
+    hand = Hand(tiny(), TorchOptions(depth=2, max_batch_requests=2, copies="dma"))
+    device.forget()
+    device.lag = 200
+    tokens = tuple(range(3, 43))
+    hand.launch(hand_prompt(tokens), tables=((0, 0, (3, 4, 5, 6, 7, 8, 9)),))
+    hand.launch(hand.decode(40), swap_out=(Copy(1, (3, 4), (0, 1)),))
+    hand.collect()
+    hand.launch(hand.decode(41))
+    hand.collect()
+    hand.worker.transfer.finish()
+    hand.launch(hand.decode(42), tables=((0, 0, (20, 21)),), swap_in=(Copy(2, (0, 1), (20, 21)),))
+    hand.collect()
+    hand.launch(hand.decode(43, temperature=1.0, top_p=0.9))
+    hand.collect()
+    hand.launch(hand.decode(44))
+    hand.close()
+
+
+def hand_prompt(tokens: tuple[int, ...]) -> Any:
+    from pensieve.plan import Row, Sample
+
+    return Row(0, ((0, len(tokens)),), tokens, Sample(len(tokens)))
+
+
+def no_hold_before_compute(patch: Patch) -> None:
+    patch.setattr(lanes.CudaLink, "hold_compute", lambda self, mark: None)
+
+
+def no_wait_of_swap_outs_for_compute(patch: Patch) -> None:
+    enqueue = lanes._CudaLane.enqueue
+    patch.setattr(lanes._CudaLane, "enqueue", lambda self, haul, after: enqueue(self, haul, ()))
+
+
+def tokens_read_early(patch: Patch) -> None:
+    patch.setattr(flight.Flight, "wait", lambda self: None)
+
+
+def one_upload_buffer_for_all(patch: Patch) -> None:
+    buffer = torch.empty(8192, dtype=torch.int64, pin_memory=True)
+
+    def upload(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> list[torch.Tensor]:
+        starts = np.cumsum([0, *(len(array) + len(array) % 2 for array in arrays)]).tolist()
+        for start, array in zip(starts[:-1], arrays, strict=True):
+            buffer[start : start + len(array)].copy_(torch.from_numpy(array))
+        there = buffer[: starts[-1]].to(device, non_blocking=True)
+        return [there[start : start + len(array)] for start, array in zip(starts[:-1], arrays, strict=True)]
+
+    patch.setattr(batch, "_upload", upload)
+
+
+def lists_sent_from_pageable_memory(patch: Patch) -> None:
+    def send(values: Any, target: torch.Tensor) -> None:
+        target.copy_(torch.from_numpy(values), non_blocking=True)
+
+    from pensieve.worker.torch.kernels import triton_backend
+
+    patch.setattr(pinned, "send", send)
+    patch.setattr(triton_backend, "send", send)
+
+
+def item_in_a_capture(patch: Patch) -> None:
+    compute = graphs.DecodeGraphs._compute
+
+    def waiting(self: Any, bucket: Any) -> torch.Tensor:
+        bucket.batch.token_ids[0].item()
+        return compute(self, bucket)
+
+    patch.setattr(graphs.DecodeGraphs, "_compute", waiting)
+
+
+def test_nothing_is_found_without_them(device: Machine) -> None:
+    scenario(device)
+    waits = [sync for sync in device.syncs if "flight.py" not in sync.where and "test_mutations" not in sync.where]
+    assert not device.findings, listed(device.findings)
+    assert all("lanes.py" in wait.where for wait in waits), listed(waits)
+
+
+MUTATIONS: list[tuple[Callable[[Patch], None], str, str]] = [
+    (no_hold_before_compute, "race", "graphs.py"),
+    (no_wait_of_swap_outs_for_compute, "race", "driver|copies.py"),
+    (tokens_read_early, "race", "flight.py"),
+    (one_upload_buffer_for_all, "race", "batch.py"),
+    (lists_sent_from_pageable_memory, "pageable", "test_mutations.py|triton_backend.py"),
+]
+
+
+@pytest.mark.parametrize(("mutate", "kind", "places"), MUTATIONS, ids=lambda x: getattr(x, "__name__", ""))
+def test_each_is_found(
+    device: Machine, monkeypatch: Patch, mutate: Callable[[Patch], None], kind: str, places: str
+) -> None:
+    mutate(monkeypatch)
+    scenario(device)
+    found = [finding for finding in device.findings if finding.kind == kind]
+    assert any(place in finding.where for finding in found for place in places.split("|")), listed(device.findings)
+
+
+def test_what_waits_in_a_capture_is_found(device: Machine, monkeypatch: Patch) -> None:
+    item_in_a_capture(monkeypatch)
+    hand = Hand(tiny(), TorchOptions(max_batch_requests=1, copies="dma"))
+    assert hand.settings["graphs"].startswith("not recorded: RuntimeError: CUDA error")
+    assert any(finding.kind == "capture" for finding in device.findings)
+    hand.close()
+
+
+@pytest.mark.parametrize("quarantine", [True, False])
+def test_a_block_given_to_a_load_while_a_plan_still_writes_it(device: Machine, quarantine: bool) -> None:
+    """What the cache's quarantine prevents. (The engine guards it a second time: it gives up the blocks of a request only
+    once every plan that computes it is collected, so that conversations alone do not show the fault.)"""
+    hand = Hand(tiny(), TorchOptions(depth=2, max_batch_requests=2, copies="dma"))
+    hand.prompt(0)
+    hand.prompt(1, first_block=20)
+    hand.step(swap_out=(Copy(1, (20, 21), (0, 1)),))
+    hand.worker.transfer.finish()
+    device.forget()
+    device.lag = 200
+    hand.launch(hand.decode(40))  # writes to block 8
+    if quarantine:
+        hand.collect()
+    hand.launch(swap_in=(Copy(2, (0, 1), (7, 8)),))
+    assert ("race" in {finding.kind for finding in device.findings}) != quarantine, listed(device.findings)
+    hand.close()

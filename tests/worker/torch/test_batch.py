@@ -1,0 +1,138 @@
+"""A batch built in arrays is what its rows say one by one, and costs the host little."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from pensieve.plan import Row, Sample
+from pensieve.worker.torch import sampler
+from pensieve.worker.torch.batch import Batch, BlockTables, Span, Spans, build_batch
+from pensieve.worker.torch.kernels.work_list import ranges_of
+
+CPU = torch.device("cpu")
+CHUNK = 4
+
+
+def random_rows(source: random.Random) -> tuple[list[Row], BlockTables]:
+    tables, rows = BlockTables(), []
+    for slot in source.sample(range(90), source.randint(1, 12)):
+        tables.overwrite(slot, 0, [source.randrange(1000) for _ in range(40)])
+        at, runs = source.randrange(20), []
+        for _ in range(source.choice((1, 1, 1, 2, 3))):
+            stop = at + source.choice((1, 1, 1, 2, 9))
+            runs.append((at, stop))
+            at = stop + source.randint(1, 9)
+        count = sum(stop - start for start, stop in runs)
+        tokens = None if count == 1 and source.random() < 0.5 else tuple(source.randrange(97) for _ in range(count))
+        sample = Sample(runs[-1][1], source.randrange(2**63), source.choice((0.0, 0.7)), 0.9)
+        rows.append(Row(slot, tuple(runs), tokens, sample if source.random() < 0.8 else None))
+    return rows, tables
+
+
+def check(batch: Batch, rows: list[Row], tables: BlockTables) -> None:
+    spans = list(batch.spans)
+    wanted = {}  # by slot and position: its token and its place in the pool
+    for row in rows:
+        places = [position for run in row.runs for position in range(*run)]
+        for position, token in zip(places, row.tokens or [None], strict=True):
+            block = int(tables.blocks(row.slot, 40)[position // CHUNK])
+            wanted[block * CHUNK + position % CHUNK, position] = token
+    unseen = set() if batch.unseen is None else set(batch.unseen[0].tolist())
+    got = zip(batch.write_slots.tolist(), batch.positions.tolist(), batch.token_ids.tolist(), strict=True)
+    for at, (slot, position, token) in enumerate(got):
+        known = wanted.pop((slot, position))
+        assert (known is None) == (at in unseen) and known in (None, token)
+    assert not wanted
+    lengths = [span.queries for span in spans]
+    singles = lengths.count(1)
+    assert lengths[:singles] == [1] * singles, "spans of one query come first"
+    assert [span.stop for span in spans[:singles]] == sorted((s.stop for s in spans[:singles]), reverse=True)
+    assert [span.first for span in spans] == np.cumsum([0, *lengths[:-1]]).tolist()
+    by_position = {(row.slot, row.sample.position): row.sample for row in rows if row.sample is not None}
+    assert len(batch.sampled) == len(by_position)
+    for at, (slot, sample) in zip(batch.logits_at.tolist(), batch.sampled, strict=True):
+        assert by_position.pop((slot, sample.position)) is sample
+        assert int(batch.positions[at]) == sample.position - 1
+    assert batch.logits_at.tolist() == sorted(batch.logits_at.tolist())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_position_has_its_token_its_place_and_its_sample(seed: int) -> None:
+    rows, tables = random_rows(random.Random(seed))
+    check(build_batch(rows, tables, {}, CHUNK, CPU), rows, tables)
+
+
+def test_spans_as_arrays_and_as_objects_are_the_same() -> None:
+    rows, tables = random_rows(random.Random(3))
+    spans = build_batch(rows, tables, {}, CHUNK, CPU).spans
+    again = Spans.of([Span(s.first, s.start, s.stop, s.blocks) for s in spans])
+    one, other = ranges_of(spans, 99), ranges_of(again, 99)
+    for name in ("first", "start", "stop", "table", "tables"):
+        assert np.array_equal(getattr(one, name), getattr(other, name)), name
+    assert len(Spans.of(())) == 0
+
+
+def test_a_row_of_another_length_than_its_tokens_is_a_bug() -> None:
+    tables = BlockTables()
+    tables.overwrite(0, 0, [1, 2])
+    with pytest.raises(AssertionError, match="tokens for"):
+        build_batch([Row(0, ((0, 1),), (1, 2), None)], tables, {}, CHUNK, CPU)
+    with pytest.raises(AssertionError, match=r"no block|beyond"):
+        build_batch([Row(0, ((9, 11),), (1, 2), None)], tables, {}, CHUNK, CPU)
+    with pytest.raises(AssertionError, match="beyond"):
+        build_batch([Row(5, ((0, 1),), (1,), None)], tables, {}, CHUNK, CPU)
+
+
+def test_the_noise_of_many_rows_begins_where_that_of_each_does() -> None:
+    source = random.Random(1)
+    pairs = [(source.randrange(2**64), source.randrange(2**40)) for _ in range(200)] + [(0, 0), (2**64 - 1, 1)]
+    together = sampler.noise_starts([key for key, _ in pairs], [position for _, position in pairs])
+    assert together.tolist() == [sampler.noise_start(*pair) for pair in pairs]
+
+
+def test_ordering_by_float32_keeps_what_ordering_the_scores_keeps() -> None:
+    """With ties, and at temperatures that make scores large and small."""
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(6, 500, generator=generator).mul_(3).round(decimals=1)
+    temperatures = torch.tensor([[0.01], [0.3], [1.0], [1.0], [7.0], [100.0]], dtype=torch.float64)
+    top_p = torch.tensor([[0.9], [0.5], [1.0], [0.0], [0.99], [0.3]], dtype=torch.float64)
+    top_k = torch.tensor([[0], [7], [20], [0], [3], [0]])
+    scores = keys.double() / temperatures
+    kept = sampler._keep(scores, keys, top_p, top_k)
+    for row in range(6):
+        order = sorted(range(500), key=lambda token: (-float(scores[row, token]), token))
+        allowed = order[: int(top_k[row])] if top_k[row] else order
+        mass = torch.softmax(scores[row, allowed], 0)
+        before, wanted = 0.0, set()
+        for rank, token in enumerate(allowed):
+            if rank == 0 or top_p[row] == 1.0 or before < float(top_p[row]) - 1e-12:
+                wanted.add(token)
+            before += float(mass[rank])
+        assert set(torch.isfinite(kept[row]).nonzero()[:, 0].tolist()) == wanted, row
+
+
+@pytest.mark.parametrize(
+    ("count", "temperature", "limit_ms"), [(64, 0.0, 0.2), (256, 0.0, 0.6), (64, 0.8, 0.4), (256, 0.8, 1.0)]
+)
+def test_host_time_of_a_batch(count: int, temperature: float, limit_ms: float) -> None:
+    """Of decode rows whose tokens are on the device, 64 blocks each: the best of many, since the machine may be busy."""
+    tables = BlockTables()
+    for slot in range(count):
+        tables.overwrite(slot, 0, range(slot * 64, slot * 64 + 64))
+    rows = [
+        Row(slot, ((1024 + slot, 1025 + slot),), None, Sample(1025 + slot, slot, temperature, 0.9))
+        for slot in range(count)
+    ]
+    best = min(_seconds(lambda: build_batch(rows, tables, {}, 32, CPU)) for _ in range(100))
+    assert best * 1e3 <= limit_ms
+
+
+def _seconds(work: object) -> float:
+    began = time.perf_counter()
+    work()  # type: ignore[operator]
+    return time.perf_counter() - began
