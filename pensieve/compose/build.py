@@ -100,6 +100,7 @@ def build_system(
         swap_out_start=s.swap_out_start,
         swap_out_stop=s.swap_out_stop,
         admission_reserve=s.admission_reserve,
+        admit_beyond_budget=s.admit_beyond_budget,
     )
     tokenizer = tokenizer or build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
     clock, worker, gpu_blocks = _clock_and_worker(plan, trace)

@@ -114,7 +114,9 @@ class Scheduler:
 
     def plan(self, now_s: float, in_flight: bool = False) -> Step | None:
         """The next iteration; None when there is nothing to compute or copy. in_flight: an earlier one is not collected."""
-        self._in_flight, self.must_drain = in_flight, False
+        self._in_flight, self.must_drain = in_flight, in_flight and self._must_preempt()
+        if self.must_drain:
+            return None
         draft, self._unsent = self._unsent, _Draft()
         draft.admitted = [sequence for sequence in draft.admitted if sequence.slot is not None and not sequence.closed]
         lacking = self._admit(draft, now_s)
@@ -174,7 +176,11 @@ class Scheduler:
 
     def _admit(self, draft: _Draft, now_s: float) -> int:
         """Admit from the head while it fits; returns the blocks that a deferred head lacks."""
+        settings = self.settings
+        budget = None if settings.admit_beyond_budget else settings.max_batch_tokens
         while (head := self.queue.head()) is not None and self._slots:
+            if budget is not None and sum(sequence.work_tokens for sequence in self.running) >= budget:
+                return 0  # it would not compute anything yet
             cache, session = self.cache, head.session
             error = None if head.preempted else self.refusal(head)
             if error is not None:
@@ -253,6 +259,16 @@ class Scheduler:
                     return False
             elif not cache.drop(1, now_s):
                 return False  # the other blocks are in this very plan; the next iteration preempts
+
+    def _must_preempt(self) -> bool:
+        """The next decodes need more blocks than there are, and only a preemption makes some free, for which nothing may be
+        in flight. To plan for those that have their blocks would cost a whole iteration for a part of the batch."""
+        cache = self.cache
+        if cache.cpu_blocks:
+            return False  # copies to the CPU tier make room without a preemption
+        size = cache.chunk_tokens
+        needed = sum(sequence.decoding and sequence.work[0][0] % size == 0 for sequence in self.running)
+        return needed > cache.available
 
     def _latest_not_in(self, rows: list[tuple[Sequence, Row]]) -> Sequence | None:
         """The running request that arrived last, of those that this iteration does not compute yet."""

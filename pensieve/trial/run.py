@@ -11,6 +11,7 @@ from typing import Any
 
 from pensieve.baselines.base import System
 from pensieve.baselines.engine_system import EngineSystem
+from pensieve.baselines.inline_system import InlineSystem
 from pensieve.bound import bound_metrics
 from pensieve.compose import (
     TrialConfig,
@@ -43,6 +44,7 @@ from pensieve.results.identity import Identity, explain_difference, input_files
 from pensieve.results.mlflow_runs import log_trial
 from pensieve.results.schema import Trial
 from pensieve.results.tokens import TokenFile
+from pensieve.trial.fidelity import fidelity_metrics
 from pensieve.trial.identity import contended, identity_of
 from pensieve.trial.isolate import run_isolated
 from pensieve.trial.job import Job, Outcome
@@ -54,6 +56,7 @@ from pensieve.trial.terminal import raise_if_interrupted
 from pensieve.trial.tracking import Tracking
 from pensieve.workload.base import Workload, WorkloadPlan
 from pensieve.workload.start_state import check_start
+from pensieve.workload.vllm_run import VllmRun
 
 log = logging.getLogger(__name__)
 
@@ -223,10 +226,15 @@ def _run(
     metrics += sampler.metrics(start_s, end_s, output)
     metrics.append(Metric("allocator_peak_bytes", allocator_peak_bytes(plan.device), "bytes"))
     metrics += bound_metrics(record.turns, _capacity(system))
+    if isinstance(workload, VllmRun):
+        metrics += fidelity_metrics(workload.real, workload.seen, record.turns)
     tracking.store.add_metrics(trial_id, metrics)
     flags: dict[str, Any] = {**record.flags, "load": record.load, "drain_share": record.drain_share}
     if config.trial.profile:
         flags["profiled"] = True
+    extrapolated = system.extrapolated() if isinstance(system, InlineSystem) else {}
+    if extrapolated:
+        flags["extrapolated"] = extrapolated
     if started.settings.get("fell_back"):
         flags["fell_back"] = _fall_back(started.settings)
     if job.reproduces is not None:

@@ -31,7 +31,9 @@ from pensieve.results.environment import git_commit, host
 from pensieve.results.identity import sweep_key
 from pensieve.results.mlflow_runs import finish_parent, start_parent
 from pensieve.results.process import Owner, this_process
+from pensieve.results.store import ResultsStore
 from pensieve.results.sweep_table import sweep_table
+from pensieve.trial.fidelity import fidelity
 from pensieve.trial.identity import marks_of
 from pensieve.trial.inspection import is_inspection, print_inspections
 from pensieve.trial.job import Job, Outcome
@@ -205,11 +207,20 @@ class SweepCallback(Callback):
         try:
             if shown:
                 console().print(table.renderable)
+                for job in store.trials_of_sweep(self._sweep_id):
+                    _print_fidelity(store, job.last.id)
                 print(*places(tracking), sep="\n", flush=True)
         except BrokenPipeError:
             discard_output()  # the sweep is still to be closed, and its status to be returned
         if tracking.mlflow:
             finish_parent(tracking.outputs, store, self._sweep_id, table.text(), status)
+
+
+def _print_fidelity(store: ResultsStore, trial_id: int) -> None:
+    """Of a trial that replayed a real run, how far it is from it."""
+    table = fidelity(store, trial_id)
+    if table is not None:
+        console().print(table)
 
 
 def _fixed(config: DictConfig) -> list[str]:
@@ -291,6 +302,7 @@ def _single(cfg: DictConfig) -> None:
     if outcome.reused:
         say(f"Trial {outcome.trial_id} is this one and is completed; force=true runs it again.")
     console().print(summary(tracking.store, outcome.trial_id))
+    _print_fidelity(tracking.store, outcome.trial_id)
     for line in places(tracking):
         print(line)
 

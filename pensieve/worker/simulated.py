@@ -1,4 +1,4 @@
-"""A worker that computes nothing and takes the time a roofline says, on a virtual clock. Imports no torch."""
+"""A worker that computes nothing and takes the time a cost model says, on a virtual clock. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from pensieve.clock import VirtualClock
-from pensieve.cost.roofline import Roofline
+from pensieve.cost.simulated import simulated_cost
 from pensieve.plan import Copy, Row, Sample, StartReport, StepPlan, StepResult
 from pensieve.specs import HardwareSpec, ModelSpec
 
@@ -38,7 +38,7 @@ class SimulatedWorker:
         self, model: ModelSpec, hardware: HardwareSpec, clock: VirtualClock, chunk_tokens: int, depth: int = 1
     ) -> None:
         self.depth = depth
-        self.roofline = Roofline(model, hardware, chunk_tokens)
+        self.cost = simulated_cost(model, hardware, chunk_tokens)
         self._model = model
         self._hardware = hardware
         self._clock = clock
@@ -94,7 +94,7 @@ class SimulatedWorker:
         self._start_loading(plan.swap_in, start, slowed)
         self._start_outward(plan.swap_out, start, slowed)
         sampled = [row for row in plan.rows if row.sample is not None]
-        compute_s = self.roofline.iteration_s((run for row in plan.rows for run in row.runs), len(sampled))
+        compute_s = self.cost.iteration_s((run for row in plan.rows for run in row.runs), len(sampled))
         compute = round(compute_s * 1e9)
         if plan.rows:  # of the overhead, what is still to come
             compute += max(0, self._prepared_ns - start) - round(self._hardware.step_overhead_s * 1e9)
@@ -132,7 +132,7 @@ class SimulatedWorker:
         if copies:
             blocks = frozenset(block for copy in copies for block in copy.dst)
             begins = max(self._h2d_free_ns, now_ns)
-            seconds = self.roofline.transfer_s(len(blocks), to_gpu=True) * slowed
+            seconds = self.cost.transfer_s(len(blocks), to_gpu=True) * slowed
             self._h2d_free_ns = begins + round(seconds * 1e9)
             tickets = tuple(copy.ticket for copy in copies)
             self._loading.append(_UnderWay(tickets, begins, self._h2d_free_ns, blocks))
@@ -140,7 +140,7 @@ class SimulatedWorker:
     def _start_outward(self, copies: tuple[Copy, ...], now_ns: int, slowed: float) -> None:
         for copy in copies:
             begins = max(self._d2h_free_ns, now_ns if copy.urgent else max(now_ns, self._h2d_free_ns))
-            seconds = self.roofline.transfer_s(len(copy.src), to_gpu=False) * (slowed if copy.urgent else 1.0)
+            seconds = self.cost.transfer_s(len(copy.src), to_gpu=False) * (slowed if copy.urgent else 1.0)
             self._d2h_free_ns = begins + round(seconds * 1e9)
             self._outward.append(_UnderWay((copy.ticket,), begins, self._d2h_free_ns))
 
