@@ -11,9 +11,10 @@ from matplotlib.axes import Axes
 
 from analysis import estimates, marks, style, tables
 from analysis.registry import Plot, Row, columns, figure
-from analysis.sweep import ByConversation, Cell, Panel, Source, by_conversation, number
+from analysis.results import ByConversation, by_conversation, positive_ratio
+from analysis.sweep import Cell, Panel, Source, number
 from pensieve.metrics import PERCENTILES
-from pensieve.statistics import Estimate, PairedRatio, enough_for, paired_ratio
+from pensieve.statistics import Estimate, PairedRatio, enough_for
 
 AXIS = "workload.agents"
 STAGES = ("reason", "reflect")
@@ -63,12 +64,8 @@ class Scaling:
         return next(load for load in self.loads if load.agents == agents)
 
 
-def applies(source: Source) -> bool:
-    return any(job.last.workload == "agents" for job in source.jobs)
-
-
 def _several(source: Source) -> bool:
-    return applies(source) and len(source.swept(AXIS)) > 1
+    return source.has_workload("agents") and len(source.swept(AXIS)) > 1
 
 
 def read(source: Source) -> Iterator[tuple[Panel, list[Scaling]]]:
@@ -166,7 +163,7 @@ def _mark_limit(axes: Axes, scaling: Scaling, points: Mapping[int, Estimate]) ->
     "Latency of agents (ms)",
     shows="agents in numbers: mean, median, 99th percentile, memory's limit",
     command=COMMAND,
-    applies=applies,
+    applies=lambda source: source.has_workload("agents"),
 )
 def agent_table(source: Source) -> Iterator[Plot]:
     lead = (
@@ -246,14 +243,13 @@ def _ratios(scaling: Scaling, first: Scaling, most: int | None) -> dict[str, Pai
     ours, theirs = scaling.at(most).latency_ms, first.at(most).latency_ms
     return {
         **{stage: _paired(ours[stage], theirs[stage]) for stage in STAGES},
-        "stages": _paired(*map(ours.get, STAGES)),
+        "stages": _paired(*(ours[stage] for stage in STAGES)),
     }
 
 
-def _paired(one: ByConversation | None, other: ByConversation | None) -> PairedRatio | None:
-    """None where they share no agent."""
-    ours, theirs = ({key: fmean(found) for key, found in (side or {}).items()} for side in (one, other))
-    return paired_ratio(ours, theirs) if ours.keys() & theirs.keys() else None
+def _paired(*sides: ByConversation) -> PairedRatio | None:
+    """Of the means of each agent; None where they share none."""
+    return positive_ratio(*({key: fmean(found) for key, found in side.items()} for side in sides))
 
 
 def _ratio_line(scaling: Scaling, first: Scaling, found: Mapping[str, PairedRatio | None]) -> dict[str, str]:

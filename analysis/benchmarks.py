@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from matplotlib.figure import Figure as Picture
 
 from analysis import marks, style
 from analysis.marks import Bar, Group
-from analysis.registry import Plot, figure
+from analysis.registry import Figure, Plot, figure
 from analysis.results import JobResult
 from analysis.sweep import Cell, Panel, Source
 from pensieve.errors import MissingSeries
@@ -80,18 +79,19 @@ def _command(target: str) -> str:
     return f"python runners/bench.py target={target}"
 
 
-def _applies(target: str, source: Source) -> bool:
-    return any(job.last.workload == f"bench_{target}" for job in source.jobs)
+def _figure(target: str, title: str, shows: str) -> Callable[[Callable[[Source], Iterator[Plot]]], Figure]:
+    workload = f"bench_{target}"
+    return figure(
+        target,
+        title,
+        shows=shows,
+        command=_command(target),
+        applies=lambda source: source.has_workload(workload),
+        workload=workload,
+    )
 
 
-@figure(
-    "kernel",
-    "Attention, by backend",
-    shows="attention by backend beside its limit",
-    command=_command("kernel"),
-    applies=partial(_applies, "kernel"),
-    workload="bench_kernel",
-)
+@_figure("kernel", "Attention, by backend", "attention by backend beside its limit")
 def kernel(source: Source) -> Iterator[Plot]:
     def text(case: BenchCase, one: Timed) -> str:
         """The time, and how many times the limit it is."""
@@ -102,14 +102,7 @@ def kernel(source: Source) -> Iterator[Plot]:
     yield Plot(found.panel, _draw(found, text), lead + _small_print(found), _rows(found))
 
 
-@figure(
-    "swap",
-    "Restoring KV: in sequence, and pipelined",
-    shows="swapping in sequence and pipelined, beside its limit",
-    command=_command("swap"),
-    applies=partial(_applies, "swap"),
-    workload="bench_swap",
-)
+@_figure("swap", "Restoring KV: in sequence, and pipelined", "swapping in sequence and pipelined, beside its limit")
 def swap(source: Source) -> Iterator[Plot]:
     found = read(source, "swap", (SEQUENTIAL, PIPELINED))
     speeds = {case.label: speed_up(case) for case in found.cases}

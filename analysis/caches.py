@@ -14,8 +14,8 @@ from matplotlib.ticker import MaxNLocator
 from analysis import marks, style
 from analysis.estimates import over_seeds, percentile, rate
 from analysis.registry import Plot, Row, columns, figure
-from analysis.results import varying_axes
-from analysis.sweep import Cell, Panel, Source, by_conversation, latency_per_token
+from analysis.results import by_conversation, values_of, varying_axes
+from analysis.sweep import Cell, Panel, Source
 from pensieve.statistics import FEWEST_GROUPS, Estimate
 
 PARTS = ("GPU hit", "CPU hit", "recomputed")
@@ -220,13 +220,8 @@ class Line:
     found: Sequence[Estimate | Shares]
 
 
-def _ttft(p: float, source: Source, cell: Cell) -> Estimate | None:
-    values = by_conversation(source.turns(cell)["ttft_ms"])
-    return percentile(values, p) if values else None
-
-
-def _per_token(p: float, source: Source, cell: Cell) -> Estimate | None:
-    values = by_conversation(latency_per_token(source.turns(cell)))
+def _percentile(column: str, p: float, source: Source, cell: Cell) -> Estimate | None:
+    values = by_conversation(values_of(source.turns(cell), column))
     return percentile(values, p) if values else None
 
 
@@ -237,9 +232,11 @@ def _sum(names: Sequence[str], scale: float, source: Source, cell: Cell) -> Esti
 
 
 HITS = Measure("history", "history tokens\n(%)", shares)
-MEDIAN = Measure("ttft_ms_p50", "first token,\nmedian (ms)", partial(_ttft, 0.5))
-TAIL = Measure("ttft_ms_p90", "first token,\np90 (ms)", partial(_ttft, 0.9))
-PER_TOKEN = Measure("normalized_latency_ms_p90", "latency, p90\n(ms/token)", partial(_per_token, 0.9))
+MEDIAN = Measure("ttft_ms_p50", "first token,\nmedian (ms)", partial(_percentile, "ttft_ms", 0.5))
+TAIL = Measure("ttft_ms_p90", "first token,\np90 (ms)", partial(_percentile, "ttft_ms", 0.9))
+PER_TOKEN = Measure(
+    "normalized_latency_ms_p90", "latency, p90\n(ms/token)", partial(_percentile, "normalized_latency_ms", 0.9)
+)
 OUTPUT = Measure("throughput_output_tok_s", "output\n(tokens/s)", partial(_sum, ["throughput_output_tok_s"], 1.0))
 RECOMPUTED = Measure("recomputed_ktokens", "recomputed\n(1000 tokens)", partial(_sum, ["recomputed_tokens"], 1e3))
 COPIED = Measure(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,15 @@ import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
 from analysis import marks, style, tables
-from analysis.estimates import median, speed_up
+from analysis.estimates import as_estimate, median
 from analysis.registry import Plot, Row, columns, figure
-from analysis.results import REFERENCE
+from analysis.results import REFERENCE, paired, speed_up, values_of
 from analysis.sweep import DEFAULT_COMMAND, Panel, Source
 from pensieve.statistics import Estimate, PairedRatio
 
 ByTurn = Mapping[int, Estimate]
+Ratios = Mapping[str, PairedRatio | None]
+"""By part of the turns; None where no conversation has turns of it in both."""
 TURNS = (1, 5, 10)
 CLASSES = ("hot", "warm", "cold")
 PAIRED = (
@@ -80,7 +83,7 @@ def read_ttft_by_turn(source: Source) -> Iterator[tuple[Panel, Mapping[str, ByTu
 
 
 def _by_turn(turns: pd.DataFrame, values: pd.Series[Any]) -> dict[int, Estimate]:
-    numbers = turns["turn"].to_numpy(dtype=int)
+    numbers = turns.index.get_level_values("turn")
     return {int(turn): median(values[numbers == turn]) for turn in np.unique(numbers)}
 
 
@@ -125,21 +128,10 @@ def speedup(source: Source) -> Iterator[Plot]:
         yield Plot(panel, tables.draw(table), PAIRED, _rows(panel, found, "at"), table)
 
 
-def read_speedup(source: Source) -> Iterator[tuple[Panel, dict[str, dict[str, PairedRatio | None]]]]:
-    """By baseline but stateless: at "turn 1", ..., None where there is no such turn, and on "average"."""
-    for panel in source.panels():
-        turns = {cell.baseline: source.turns(cell) for cell in panel.cells}
-        found: dict[str, dict[str, PairedRatio | None]] = {}
-        for name, own in turns.items():
-            if name != REFERENCE:
-                both = turns[REFERENCE], own
-                found[name] = {
-                    f"turn {turn}": speed_up(*(side[side["turn"] == turn] for side in both)) for turn in TURNS
-                }
-                found[name]["average"] = average = speed_up(*both)
-                if average is None:
-                    raise source.lacks(f"turn that {name} shares with {REFERENCE}")
-        yield panel, found
+def read_speedup(source: Source) -> Iterator[tuple[Panel, Mapping[str, Ratios]]]:
+    """At "turn 1", ..., and on "average"."""
+    parts = {f"turn {turn}": partial(_at_turn, turn) for turn in TURNS}
+    return _speed_ups(source, {**parts, "average": lambda turns: turns}, "turn")
 
 
 @figure(
@@ -152,14 +144,12 @@ def read_speedup(source: Source) -> Iterator[tuple[Panel, dict[str, dict[str, Pa
 def hotness(source: Source) -> Iterator[Plot]:
     for panel, found in read_hotness(source):
         picture, axes = style.new_axes(2.0)
-        labels = [label for label in CLASSES if any(label in ratios for ratios in found.values())]
+        labels = [label for label in CLASSES if any(ratios[label] for ratios in found.values())]
         apart = min(0.18, 0.6 / len(found))
         for order, (name, ratios) in enumerate(found.items()):
             aside = (order - (len(found) - 1) / 2) * apart
             points = [
-                (labels.index(label) + aside, Estimate(one.ratio, one.ci_low, one.ci_high, one.n, one.n_seeds))
-                for label, one in ratios.items()
-                if one is not None
+                (labels.index(label) + aside, as_estimate(one)) for label, one in ratios.items() if one is not None
             ]
             marks.line(axes, name, points, order=order, width=0.8)
         axes.axhline(1.0, color=style.colour(REFERENCE), linewidth=0.9, linestyle=(0, (3, 1.5)), label=REFERENCE)
@@ -171,22 +161,38 @@ def hotness(source: Source) -> Iterator[Plot]:
         yield Plot(panel, picture, PAIRED, _rows(panel, found, "class"))
 
 
-def read_hotness(source: Source) -> Iterator[tuple[Panel, dict[str, dict[str, PairedRatio | None]]]]:
-    """By baseline but stateless, and by each class that occurs. Raises MissingSeries and MixedPanel."""
+def read_hotness(source: Source) -> Iterator[tuple[Panel, Mapping[str, Ratios]]]:
+    """By class of users."""
+    return _speed_ups(source, {label: partial(_labelled, label) for label in CLASSES}, "hot, warm or cold turn")
+
+
+def _speed_ups(
+    source: Source, parts: Mapping[str, Callable[[pd.DataFrame], pd.DataFrame]], what: str
+) -> Iterator[tuple[Panel, Mapping[str, Ratios]]]:
+    """By baseline but stateless, of each part of the turns. Raises MissingSeries where a baseline shares no turn of any
+    part, saying that `what` is missing, and MixedPanel."""
     for panel in source.panels():
         turns = {cell.baseline: source.turns(cell) for cell in panel.cells}
-        found: dict[str, dict[str, PairedRatio | None]] = {}
+        reference, found = turns.pop(REFERENCE), {}
         for name, own in turns.items():
-            if name != REFERENCE:
-                both = turns[REFERENCE], own
-                ratios = {label: speed_up(*(side[side["label"] == label] for side in both)) for label in CLASSES}
-                found[name] = {label: one for label, one in ratios.items() if one is not None}
-                if not found[name]:
-                    raise source.lacks(f"hot, warm or cold turn that {name} shares with {REFERENCE}")
+            found[name] = {
+                at: speed_up(paired(*(values_of(part(side), "ttft_ms") for side in (reference, own))))
+                for at, part in parts.items()
+            }
+            if not any(found[name].values()):
+                raise source.lacks(f"{what} that {name} shares with {REFERENCE}")
         yield panel, found
 
 
-def _rows(panel: Panel, found: Mapping[str, Mapping[str, PairedRatio | None]], at: str) -> list[Row]:
+def _at_turn(turn: int, turns: pd.DataFrame) -> pd.DataFrame:
+    return turns[turns.index.get_level_values("turn") == turn]
+
+
+def _labelled(label: str, turns: pd.DataFrame) -> pd.DataFrame:
+    return turns[turns["label"] == label]
+
+
+def _rows(panel: Panel, found: Mapping[str, Ratios], at: str) -> list[Row]:
     ids = {cell.baseline: cell.ids for cell in panel.cells}
     return [
         {

@@ -15,7 +15,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 from analysis import estimates, marks, style
 from analysis.marks import Bar, Group
 from analysis.registry import Plot, Row, columns, figure
-from analysis.sweep import Cell, Source, by_conversation, latency_per_token
+from analysis.results import by_conversation, values_of
+from analysis.sweep import Cell, Source
 from pensieve.errors import MissingSeries
 from pensieve.statistics import Estimate
 
@@ -37,7 +38,7 @@ class Cost:
     "A decoded token: time, and bytes moved",
     shows="latency and bytes of a decoded token, a bar a baseline",
     command=COMMAND,
-    applies=lambda source: any(job.last.workload == "decode" for job in source.jobs),
+    applies=lambda source: source.has_workload("decode"),
 )
 def decode_cost(source: Source) -> Iterator[Plot]:
     for panel in source.panels():
@@ -61,7 +62,7 @@ def decode_cost(source: Source) -> Iterator[Plot]:
 
 def _cost(source: Source, cell: Cell) -> Cost:
     turns = source.turns(cell)
-    each = by_conversation(latency_per_token(turns[turns["phase"] == "throughput"]))
+    each = by_conversation(values_of(turns[turns["phase"] == "throughput"], "normalized_latency_ms"))
     if not each:
         raise MissingSeries(
             f"Sweep {source.sweep.id} has no completed request of baseline {cell.baseline} that decodes by itself; run "

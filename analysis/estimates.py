@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.sweep import ByConversation, by_conversation
+from analysis.results import ByConversation, by_conversation, conversation_sums
 from pensieve.statistics import (
     Estimate,
     PairedRatio,
@@ -39,7 +39,7 @@ def mean(values: ByConversation) -> Estimate:
 
 def rate(tops: pd.Series[Any], bottoms: pd.Series[Any]) -> Estimate:
     """Sum over sum, such as hit tokens over history tokens; n counts conversations."""
-    sums = [one_each(part.astype("float64").groupby(level=[0, 1]).sum()) for part in (tops, bottoms)]
+    sums = [conversation_sums(part) for part in (tops, bottoms)]
     return as_estimate(paired_ratio(*sums, of="means"), len(sums[1]))
 
 
@@ -51,17 +51,6 @@ def over_seeds(values: Mapping[tuple[int, int], float]) -> Estimate:
     return bootstrap_mean({str(seed): [fmean(part)] for seed, part in sorted(by_seed.items())})
 
 
-def speed_up(reference: pd.DataFrame, own: pd.DataFrame) -> PairedRatio | None:
-    """How many times longer the reference takes to the first token: geometric mean over conversations of the ratio of
-    their mean times, over the turns that both completed; None where they share none."""
-    sides = [_by_turn(turns) for turns in (reference, own)]
-    both = pd.concat(sides, axis=1, join="inner", keys=["reference", "own"])
-    if both.empty:
-        return None
-    means = both.groupby(level=[0, 1]).agg(fmean)
-    return paired_ratio(one_each(means["reference"]), one_each(means["own"]))
-
-
 def one_each(values: pd.Series[Any]) -> dict[tuple[int, str], float]:
     """The one value of each conversation; of several, its last."""
     return {key: found[-1] for key, found in by_conversation(values).items()}
@@ -69,9 +58,3 @@ def one_each(values: pd.Series[Any]) -> dict[tuple[int, str], float]:
 
 def as_estimate(found: PairedRatio, n: int | None = None) -> Estimate:
     return Estimate(found.ratio, found.ci_low, found.ci_high, found.n if n is None else n, found.n_seeds)
-
-
-def _by_turn(turns: pd.DataFrame) -> pd.Series[Any]:
-    """Times to first token by seed, conversation and turn."""
-    known = turns.loc[turns["ttft_ms"] > 0].set_index("turn", append=True)["ttft_ms"]
-    return known[~known.index.duplicated(keep="last")]

@@ -11,7 +11,8 @@ from analysis import marks, style
 from analysis.conversations import CLASSES
 from analysis.estimates import mean, over_seeds, percentile
 from analysis.registry import Plot, columns, figure
-from analysis.sweep import NO_VALUE, Cell, Panel, Source, by_conversation, latency_per_token, number
+from analysis.results import by_conversation, values_of
+from analysis.sweep import NO_VALUE, Cell, Panel, Source, number
 from pensieve.statistics import FEWEST_GROUPS, Estimate
 
 P = TypeVar("P")
@@ -86,7 +87,8 @@ def throughput_latency(source: Source) -> Iterator[Plot]:
     replies a slow baseline is asked less. Points are joined in the order of the offered load."""
 
     def point(cell: Cell) -> tuple[Cell, Estimate, dict[str, Estimate]] | None:
-        rates, values = cell.metric("throughput_req_s"), by_conversation(latency_per_token(source.turns(cell)))
+        rates = cell.metric("throughput_req_s")
+        values = by_conversation(values_of(source.turns(cell), "normalized_latency_ms"))
         if not rates or not values:
             return None
         return cell, over_seeds(rates), {"mean": mean(values), "p90": percentile(values, 0.9)}
@@ -151,7 +153,7 @@ def goodput(source: Source) -> Iterator[Plot]:
         _load_ticks(axes, panel, axis, LOADS[axis])
         axes.set_ylabel("goodput (requests/s)")
         style.legend(picture)
-        lead = f"Solid: turns with {promise(panel)}; dotted: all turns; means over seeds"
+        lead = f"Solid: turns with {objective(panel)}; dotted: all turns; means over seeds"
         fewest = min(good.groups for _, good, _ in points)
         if fewest < FEWEST_GROUPS:
             lead += f", n = {fewest}, no interval"
@@ -168,12 +170,12 @@ def goodput(source: Source) -> Iterator[Plot]:
         yield Plot(panel, picture, lead, rows)
 
 
-def promise(panel: Panel) -> str:
-    """What the sweep's slo asks for."""
+def objective(panel: Panel) -> str:
+    """What the sweep's slo asks of a turn."""
     slo = panel.cells[0].trials[0].config.get("slo") or {}
     names = {"ttft_ms": "first token", "tpot_ms": "each further token"}
     kept = [f"{text} within {slo[name]:g} ms" for name, text in names.items() if slo.get(name) is not None]
-    return " and ".join(kept) or "a promise that was not recorded"
+    return " and ".join(kept) or "an objective that was not recorded"
 
 
 @figure(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from analysis import marks, style, tables
 from analysis.estimates import median, one_each
 from analysis.marks import Bar, Group
 from analysis.registry import Plot, Row, columns, figure
+from analysis.results import PROBES, by_round, conversations_of
 from analysis.sweep import Cell, Panel, Source, number
 from pensieve.errors import MissingSeries
 from pensieve.statistics import Estimate, Line, PairedRatio, bootstrap_percentile_by_seed, fit_line, paired_ratio
@@ -40,9 +41,7 @@ STAGES = {
 ALL = "all"
 
 
-def applies(source: Source) -> bool:
-    """Whether the sweep has trials of this workload."""
-    return any(job.last.workload == WORKLOAD for job in source.jobs)
+_figure = partial(figure, command=COMMAND, applies=lambda source: source.has_workload(WORKLOAD))
 
 
 # The steps of each conversation
@@ -52,27 +51,25 @@ def steps_of(source: Source, cell: Cell) -> pd.DataFrame:
     """The completed turns of a cell's conversations, but for those that the workload runs first and discards.
 
     Beside the columns of Source.turns: `step`, the phase and, after a query, its kind, since a miss leaves another cache
-    behind than a hit does; `round`, "number/repeat", the same for the hits and misses that are compared; `cached`, prompt
-    tokens found on any tier; `unseen`, tokens never seen before; NA where the engine does not say.
+    behind than a hit does; `cached`, prompt tokens found on any tier; `unseen`, tokens never seen before; NaN where the
+    engine does not say.
 
     Raises MissingSeries where the cell has no hit or no miss, as trials of another workload have none.
     """
     turns = source.turns(cell, measured=False)
-    turns = turns[turns["iteration"] >= 0].copy()
-    asked = turns.loc[turns["phase"].isin(["hit", "miss"]), "phase"]
-    kinds = dict(zip(asked.index, asked, strict=True))
+    turns = turns[turns.index.get_level_values("iteration") >= 0].copy()
+    asked = turns.loc[turns["phase"].isin(PROBES), "phase"]
+    kinds = dict(zip(conversations_of(asked), asked, strict=True))
     turns["step"] = [
         f"{phase}_{kinds[key]}" if phase in ("rewarm", "throughput") and key in kinds else phase
-        for key, phase in turns["phase"].items()
+        for key, phase in zip(conversations_of(turns), turns["phase"], strict=True)
     ]
-    repeats = turns.index.get_level_values(1).str.rpartition("/").get_level_values(2)
-    turns["round"] = turns["iteration"].astype("str") + "/" + repeats
     # An engine that reports cached tokens only has no CPU tier of ours: null there means none.
     shared = turns["shared_hit_tokens"].fillna(0)
     turns["cached"] = turns["gpu_hit_tokens"] + turns["cpu_hit_tokens"].fillna(0) + shared
     turns["unseen"] = turns["new_tokens"] - shared
     found = turns[(turns["status"] == "completed") & turns["ttft_ms"].notna() & turns["latency_ms"].notna()]
-    for name in ("hit", "miss"):
+    for name in PROBES:
         if named(found, name).empty:
             raise MissingSeries(
                 f"Sweep {source.sweep.id} has no completed {name} of baseline {cell.baseline}: it is not a sweep over "
@@ -92,7 +89,8 @@ def ttft(steps: pd.DataFrame) -> Estimate:
 
 def degradation_pct(steps: pd.DataFrame) -> Estimate:
     """(miss - hit) / hit in %, of the mean times to first token, paired by round."""
-    found = paired_ratio(_by_round(named(steps, "miss")), _by_round(named(steps, "hit")), of="means")
+    hit, miss = (by_round(named(steps, kind)["ttft_ms"]) for kind in PROBES)
+    found = paired_ratio(miss, hit, of="means")
     low, high = (None if end is None else (end - 1) * 100 for end in (found.ci_low, found.ci_high))
     return Estimate((found.ratio - 1) * 100, low, high, found.n, found.n_seeds)
 
@@ -101,10 +99,10 @@ def stream_overhead_ms(steps: pd.DataFrame) -> Estimate | None:
     """Median over rounds of the time to first token when streaming minus when not, the same kind of query compared with
     itself; None where the workload asked in one way only."""
     differences: dict[tuple[int, str], float] = {}
-    for kind in ("hit", "miss"):
+    for kind in PROBES:
         asked = named(steps, kind)
         streams = asked["stream"].astype("bool")
-        streamed, whole = _by_round(asked[streams]), _by_round(asked[~streams])
+        streamed, whole = (by_round(asked.loc[rows, "ttft_ms"]) for rows in (streams, ~streams))
         for seed, number_ in streamed.keys() & whole.keys():
             differences[seed, f"{number_}/{kind}"] = streamed[seed, number_] - whole[seed, number_]
     return bootstrap_percentile_by_seed(differences, 0.5) if differences else None
@@ -115,32 +113,18 @@ def mean_tokens(steps: pd.DataFrame) -> dict[str, float] | None:
     counts = steps[["cached", "recomputed_tokens", "unseen"]]
     if steps.empty or counts.isna().to_numpy().any():
         return None
-    return {part: int(total) / len(steps) for part, total in zip(PARTS, counts.sum(), strict=True)}
+    return {part: float(total) / len(steps) for part, total in zip(PARTS, counts.sum(), strict=True)}
 
 
 def _median(values: pd.Series[Any]) -> Estimate:
-    assert not values.index.has_duplicates, "a conversation goes through each step once"
+    assert not conversations_of(values).has_duplicates, "a conversation goes through each step once"
     return median(values)
-
-
-def _by_round(steps: pd.DataFrame) -> dict[tuple[int, str], float]:
-    """Mean time to first token by seed and round."""
-    found: dict[tuple[int, str], list[float]] = defaultdict(list)
-    for (seed, _), round_, ms in zip(steps.index.to_list(), steps["round"], steps["ttft_ms"], strict=True):
-        found[seed, round_].append(ms)
-    return {key: sum(values) / len(values) for key, values in found.items()}
 
 
 # A bar a step
 
 
-@figure(
-    "invalidation_cost",
-    "What a changed prefix costs",
-    shows="what a changed prefix costs: hit against miss",
-    command=COMMAND,
-    applies=applies,
-)
+@_figure("invalidation_cost", "What a changed prefix costs", shows="what a changed prefix costs: hit against miss")
 def invalidation_cost(source: Source) -> Iterator[Plot]:
     lead = (
         "Median time to first token and its 95 % interval, of [A, B, Q] (hit) and of [B, Q] (miss) after [A, B] was warmed; "
@@ -153,7 +137,7 @@ def invalidation_cost(source: Source) -> Iterator[Plot]:
             for cell in (cell for cell in panel.cells if cell.at[BLOCKS] == blocks):
                 steps, colour, bars = steps_of(source, cell), style.colour(cell.baseline), []
                 change = degradation_pct(steps)
-                for kind in ("hit", "miss"):
+                for kind in PROBES:
                     found, missed = ttft(named(steps, kind)), kind == "miss"
                     text = f"{kind} {found.value:,.1f}{f' ({signed(change.value)} %)' if missed else ''}"
                     bars.append(Bar(found, colour, text, f"{cell.baseline}/{blocks}/{kind}", missed))
@@ -178,12 +162,10 @@ def invalidation_cost(source: Source) -> Iterator[Plot]:
         yield Plot(panel, picture, lead, rows)
 
 
-@figure(
+@_figure(
     "ttft_vs_recomputed",
     "Time to first token against recomputed tokens",
     shows="time to first token against recomputed tokens, with slope and R²",
-    command=COMMAND,
-    applies=applies,
 )
 def ttft_vs_recomputed(source: Source) -> Iterator[Plot]:
     """A point is one query, a hit or a miss, of any split of the prefix and any baseline of the sweep."""
@@ -193,7 +175,7 @@ def ttft_vs_recomputed(source: Source) -> Iterator[Plot]:
         for index, (name, found) in enumerate(queries.items()):
             aside = (index - (len(queries) - 1) / 2) * 2.4 / 72  # inches: baselines that coincide stay apart
             [points] = axes.plot(
-                found["recomputed_tokens"].astype("float64"), found["ttft_ms"], linestyle="none",
+                found["recomputed_tokens"], found["ttft_ms"], linestyle="none",
                 marker=style.marker(name), markersize=3.6, markerfacecolor="none", alpha=0.8,
                 markeredgecolor=style.colour(name), markeredgewidth=0.8, gid=name, label=name,
             )  # fmt: skip
@@ -222,7 +204,7 @@ def _queries(source: Source, panel: Panel) -> dict[str, pd.DataFrame]:
     what it recomputed."""
     queries: dict[str, list[pd.DataFrame]] = {name: [] for name in panel.baselines}
     for cell in panel.cells:
-        steps = named(steps_of(source, cell), "hit", "miss")
+        steps = named(steps_of(source, cell), *PROBES)
         if steps["recomputed_tokens"].isna().any():
             others = ",".join(name for name in panel.baselines if name != cell.baseline) or "pensieve"
             raise MissingSeries(
@@ -237,16 +219,18 @@ def fit(queries: Mapping[str, pd.DataFrame], *baselines: str) -> Line:
     """Milliseconds against recomputed tokens, over the queries of these baselines (none: of all)."""
     return fit_line(
         {
-            (seed, f"{name}/{blocks}/{conversation}"): [(float(tokens), ms)]
+            (seed, f"{name}/{blocks}/{conversation}"): [(tokens, ms)]
             for name in baselines or tuple(queries)
-            for (seed, conversation), blocks, tokens, ms in _points(queries[name])
+            for seed, conversation, blocks, tokens, ms in _points(queries[name])
         }
     )
 
 
-def _points(queries: pd.DataFrame) -> Iterable[tuple[tuple[int, str], str, int, float]]:
+def _points(queries: pd.DataFrame) -> Iterator[tuple[int, str, str, float, float]]:
+    """Seed, conversation, blocks, recomputed tokens and milliseconds of each."""
     chosen = (queries[column] for column in ("blocks", "recomputed_tokens", "ttft_ms"))
-    return zip(queries.index, *chosen, strict=True)
+    for (seed, repeat, session, *_), *values in zip(queries.index, *chosen, strict=True):
+        yield seed, f"{session}/{repeat}", *values
 
 
 def describe(line: Line) -> str:
@@ -286,19 +270,17 @@ def _regression_rows(panel: Panel, queries: Mapping[str, pd.DataFrame]) -> list[
         rows += [
             empty | {
                 "kind": "point", "baseline": name, "blocks": blocks, "seed": seed, "session": conversation,
-                "query": query, "recomputed_tokens": tokens, "ttft_ms": ms, "trials": ids[name],
+                "query": query, "recomputed_tokens": int(tokens), "ttft_ms": ms, "trials": ids[name],
             }
-            for ((seed, conversation), blocks, tokens, ms), query in zip(_points(found), found["step"], strict=True)
+            for (seed, conversation, blocks, tokens, ms), query in zip(_points(found), found["step"], strict=True)
         ]  # fmt: skip
     return rows
 
 
-@figure(
+@_figure(
     "cache_architecture",
     "How much slower a miss is than a hit",
     shows="how much slower a miss is than a hit, a bar a baseline",
-    command=COMMAND,
-    applies=applies,
 )
 def cache_architecture(source: Source) -> Iterator[Plot]:
     lead = (
@@ -329,12 +311,10 @@ def signed(value: float) -> str:
     return f"{value:+,.0f}".replace("-", "−")
 
 
-@figure(
+@_figure(
     "cascade",
     "What a miss leaves behind",
     shows="what a miss leaves behind: cached and recomputed tokens, step by step",
-    command=COMMAND,
-    applies=applies,
 )
 def cascade(source: Source) -> Iterator[Plot]:
     """A miss [B, Q] replaces the warmed [A, B]; the re-warm-up [A, B] shows what that cost the next request."""
@@ -347,7 +327,7 @@ def cascade(source: Source) -> Iterator[Plot]:
         rows: list[Row] = []
         for [axes], cell in zip(grid, panel.cells, strict=True):
             steps = steps_of(source, cell)
-            missed = steps.index.isin(named(steps, "miss").index)
+            missed = conversations_of(steps).isin(conversations_of(named(steps, "miss")))
             for place, name in enumerate(STAGES.values()):
                 own = named(steps[missed], name) if name == "warmup" else named(steps, name)
                 tokens, time = mean_tokens(own), ttft(own)
@@ -386,7 +366,7 @@ def cascade(source: Source) -> Iterator[Plot]:
     "A miss against the prefill batch",
     shows="time to first token of a miss against the prefill batch",
     command="python runners/run.py experiment=prefix_invalidation_batch -m",
-    applies=lambda source: applies(source) and len(source.swept(BATCH)) > 1,
+    applies=lambda source: source.has_workload(WORKLOAD) and len(source.swept(BATCH)) > 1,
 )
 def batch_size_confound(source: Source) -> Iterator[Plot]:
     """Whether the positions that an iteration may compute decide what a miss costs."""
@@ -454,7 +434,7 @@ def summaries(source: Source) -> Iterator[tuple[Panel, list[Summary]]]:
 def _summary(source: Source, cell: Cell) -> Summary:
     steps = steps_of(source, cell)
     decoded, warmed = named(steps, "throughput"), named(steps, "warmup")
-    speeds = decoded["output_tokens"].astype("float64") / decoded["latency_ms"] * 1e3
+    speeds = decoded["output_tokens"] / decoded["latency_ms"] * 1e3
     found = {
         "hit_ttft_ms": ttft(named(steps, "hit")),
         "miss_ttft_ms": ttft(named(steps, "miss")),
@@ -475,12 +455,10 @@ def _summary_rows(found: Sequence[Summary]) -> list[Row]:
     ]
 
 
-@figure(
+@_figure(
     "prefix_overview",
     "Hit, miss, decoding and warm-up",
     shows="first token and streaming overhead, decoding, warm-up, side by side",
-    command=COMMAND,
-    applies=applies,
 )
 def prefix_overview(source: Source) -> Iterator[Plot]:
     lead = (
@@ -525,12 +503,10 @@ def prefix_overview(source: Source) -> Iterator[Plot]:
         yield Plot(panel, picture, lead, _summary_rows(found))
 
 
-@figure(
+@_figure(
     "invalidation_table",
     "A changing prefix, engine by engine",
     shows="hit, miss, throughput, warm-up and degradation, a line an engine",
-    command=COMMAND,
-    applies=applies,
 )
 def invalidation_table(source: Source) -> Iterator[Plot]:
     lead = (

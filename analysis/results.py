@@ -1,14 +1,28 @@
 """All that the figures ask of pensieve.results, in one place; the report's pages ask about claims themselves."""
 
 from pensieve.results.fields import axis_value, varying_axes
-from pensieve.results.frame import measured_turns
+from pensieve.results.frame import (
+    PROBES,
+    ByConversation,
+    by_conversation,
+    by_round,
+    conversation_sums,
+    conversations_of,
+    paired,
+    positive_ratio,
+    speed_up,
+    turn_frame,
+    values_of,
+)
 from pensieve.results.mixture import Mixture, mixtures
 from pensieve.results.schema import Sweep, SweepTrial, Trial
 from pensieve.results.store import JobResult, ResultsStore, open_store
 from pensieve.results.sweep_table import REFERENCE
 
 __all__ = [
+    "PROBES",
     "REFERENCE",
+    "ByConversation",
     "JobResult",
     "Mixture",
     "ResultsStore",
@@ -16,8 +30,16 @@ __all__ = [
     "SweepTrial",
     "Trial",
     "axis_value",
-    "measured_turns",
+    "by_conversation",
+    "by_round",
+    "conversation_sums",
+    "conversations_of",
     "mixtures",
     "open_store",
+    "paired",
+    "positive_ratio",
+    "speed_up",
+    "turn_frame",
+    "values_of",
     "varying_axes",
 ]

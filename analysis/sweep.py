@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +19,9 @@ from analysis.results import (
     SweepTrial,
     Trial,
     axis_value,
-    measured_turns,
+    conversations_of,
     mixtures,
+    turn_frame,
     varying_axes,
 )
 from pensieve.errors import ConfigError, MissingSeries
@@ -29,17 +29,6 @@ from pensieve.units import parse_capacity
 
 DEFAULT_COMMAND = "python runners/run.py -m"
 NO_VALUE = "None"  # how a field that is null reads in a trial's configuration
-
-ByConversation = dict[tuple[int, str], list[float]]
-"""(seed, "session/repeat") -> values of its turns: what an interval resamples, seeds first, then conversations."""
-
-_TIMES = ("queue_ms", "ttft_ms", "latency_ms")
-_COUNTS = (
-    "turn", "iteration", "prompt_tokens", "output_tokens", "history_tokens", "gpu_hit_tokens", "cpu_hit_tokens",
-    "shared_hit_tokens", "recomputed_tokens", "new_tokens", "resumed_swapped_tokens", "resumed_recomputed_tokens",
-)  # fmt: skip
-_COLUMNS = ("session", "label", "phase", "stream", "status", "finish_reason", "error", *_TIMES, *_COUNTS)
-_TYPES = {**dict.fromkeys(_TIMES, "float64"), **dict.fromkeys(_COUNTS, "Int64")}  # a count may be unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +124,9 @@ class Source:
         """To be raised where `what` is missing from the sweep."""
         return MissingSeries(f"Sweep {self.sweep.id} has no {what}; run `{self.command}`.")
 
+    def has_workload(self, name: str) -> bool:
+        return any(job.last.workload == name for job in self.jobs)
+
     def has_metric(self, name: str, label: str = "") -> bool:
         return any(job.value(name, label) is not None for job in self.jobs)
 
@@ -144,7 +136,7 @@ class Source:
         if not self.trials:
             return False
         turns = self._frame(self.trials[0], measured=True)
-        return bool(((turns["turn"] > 1) & (turns["phase"] == "chat")).any())
+        return bool(((turns.index.get_level_values("turn") > 1) & (turns["phase"] == "chat")).any())
 
     def panels(self, *along: str) -> list[Panel]:
         """A panel for each combination of the swept axes but seed, repeat, baseline and those that are drawn `along`.
@@ -167,29 +159,19 @@ class Source:
 
     def trace(self, trials: Sequence[Trial], incomplete: int = 0) -> Provenance:
         """What numbers of these trials stand on. Raises MixedPanel where they must not stand beside each other."""
-        conversations = {key for trial in trials for key in self._frame(trial, measured=True).index.unique()}
+        conversations = {key for trial in trials for key in conversations_of(self._frame(trial, measured=True))}
         return trace(self.sweep, trials, mixtures(trials), len(conversations), incomplete, self.allow_mixed)
 
     def turns(self, cell: Cell, measured: bool = True) -> pd.DataFrame:
-        """The turns of a cell's trials, in order, a row each; the index is the seed and the conversation.
+        """The turns of a cell's trials, in order, as frame.turn_frame gives them.
 
-        measured: those that count, as pensieve.results says; False: also what failed, or prepared others.
+        measured: those that count; False: also what failed, or prepared others.
         """
         return pd.concat([self._frame(trial, measured) for trial in cell.trials])
 
     def _frame(self, trial: Trial, measured: bool) -> pd.DataFrame:
         if (trial.id, measured) not in self._frames:
-            rows = (
-                measured_turns(self.store, trial.id, *_COLUMNS)
-                if measured
-                else self.store.turns_of(trial.id, *_COLUMNS)
-            )
-            frame = pd.DataFrame([row._asdict() for row in rows], columns=list(_COLUMNS)).astype(_TYPES)
-            conversations = [f"{session}/{trial.repeat}" for session in frame["session"]]
-            frame.index = pd.MultiIndex.from_arrays(
-                [[trial.seed] * len(frame), conversations], names=["seed", "conversation"]
-            )
-            self._frames[trial.id, measured] = frame
+            self._frames[trial.id, measured] = turn_frame(self.store, [trial], measured=measured)
         return self._frames[trial.id, measured]
 
     def _cells(
@@ -270,20 +252,6 @@ def latest_of(store: ResultsStore, workload: str) -> int | None:
 def all_sweeps(store: ResultsStore) -> list[int]:
     with store.database.reading() as connection:
         return [int(one) for one in connection.execute(select(Sweep.id).order_by(Sweep.id)).scalars()]
-
-
-def by_conversation(values: pd.Series[Any]) -> ByConversation:
-    """The known values of a column, by seed and conversation, each in the order of its turns."""
-    known, found = values.dropna(), defaultdict(list)
-    for (seed, conversation), value in zip(known.index.to_list(), known.to_list(), strict=True):
-        found[seed, conversation].append(float(value))
-    return dict(found)
-
-
-def latency_per_token(turns: pd.DataFrame) -> pd.Series[Any]:
-    """Normalized latency in ms of the turns that have output."""
-    known = turns[turns["output_tokens"] > 0]
-    return known["latency_ms"] / known["output_tokens"].astype("float64")
 
 
 def number(value: str) -> float | None:

@@ -54,6 +54,13 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("verb", choices=verbs, help="pensieve VERB --help lists the verb's arguments")
+    if sys.argv[1:2] == ["-sc"]:  # Hydra's shell completion calls the command without its verb
+        _, *words = os.environ.get("COMP_LINE", "pensieve").split(" ")
+        if words[:1] not in (["run"], ["bench"]):
+            print(" ".join(verbs))
+            return
+        os.environ["COMP_LINE"] = " ".join(["pensieve", *words[1:]])
+        sys.argv.insert(1, words[0])
     verb = parser.parse_args(sys.argv[1:2]).verb
     sys.argv = [f"pensieve {verb}", *sys.argv[2:]]
     sys.exit(verbs[verb]())

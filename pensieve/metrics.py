@@ -71,7 +71,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a user was promised, in milliseconds; None: no promise about it."""
+    """A service-level objective: the most that a turn's TTFT and TPOT may be, in milliseconds; None: not asked."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -144,8 +144,8 @@ def thin_percentiles(metrics: Iterable[Metric]) -> list[str]:
     return [f"{metric.name}[{metric.label}]" if metric.label else metric.name for metric in metrics if metric.thin]
 
 
-def promise_metrics(turns: Sequence[TurnRecord], start_s: float, end_s: float, slo: Slo) -> list[Metric]:
-    """Those of `summarise` that depend on the promise; turns: all of a trial, [start_s, end_s]: its window."""
+def slo_metrics(turns: Sequence[TurnRecord], start_s: float, end_s: float, slo: Slo) -> list[Metric]:
+    """Those of `summarise` that depend on the objective; turns: all of a trial, [start_s, end_s]: its window."""
     measured = [turn for turn in turns if is_measured(turn.phase)]
     measurement = Measurement(turns, start_s, end_s, measured_from_s=start_s, ended_s=end_s)
     return _slo(measurement, measured, slo) if slo != Slo() else []

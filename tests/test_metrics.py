@@ -140,7 +140,7 @@ def test_failures_are_counted_and_do_not_pass_for_latencies():
     assert status == {"completed": 1, "timeout": 1, "cancelled": 0, "refused": 0, "failed": 1}
 
 
-def test_promises_are_kept_only_by_completed_turns_within_both():
+def test_an_objective_is_met_only_by_completed_turns_within_both():
     def timed(session, ttft_ms, gap_ms, **fields):
         first = ttft_ms / 1e3
         emitted = array("d", [first + index * gap_ms / 1e3 for index in range(4)])

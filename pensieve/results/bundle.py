@@ -15,7 +15,7 @@ from pensieve.errors import MissingSeries, ResultsError
 from pensieve.results.schema import ArtifactRow, Base, Trial, version_table
 from pensieve.results.store import DATABASE_NAME, ResultsStore, open_store
 
-SOURCES = ("pensieve", "analysis", "conf", "runners", "pyproject.toml", "constraints.txt", "README.md")
+SOURCES = ("pensieve", "analysis", "conf", "runners", "pyproject.toml", "constraints.txt", "README.md", "LICENSE")
 FIGURE_SCRIPT = "analysis/figures.py"
 _BATCH = 5000
 

@@ -5,25 +5,33 @@ pandas is imported when a frame is made: the import takes a second.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from math import fsum
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from sqlalchemy import BigInteger, Float, Integer, Row
 
 from pensieve.request import is_measured
 from pensieve.results.schema import Trial, TurnRow
 from pensieve.results.store import TURN_COLUMNS, ResultsStore
+from pensieve.statistics import PairedRatio, paired_ratio
 
 if TYPE_CHECKING:
     import pandas as pd
 
 T = TypeVar("T")
 
+ByConversation = dict[tuple[int, str], list[float]]
+"""(seed, "session/repeat") -> values of its turns: what an interval resamples, seeds first, then conversations."""
+
 KEY = ["seed", "repeat", "session", "turn", "iteration"]
 """The index of a frame: equal in the trials of two baselines of one workload, where they served the same turn."""
 
 CONVERSATION = KEY[:3]
+
+PROBES = ("hit", "miss")
+"""Phases of the queries of a changing prefix."""
 
 _NUMBERS = {
     column.name: "float64"  # what was not counted is NaN
@@ -90,20 +98,47 @@ def paired(a: pd.Series[float], b: pd.Series[float]) -> pd.DataFrame:
 
 
 def grouped(values: pd.Series[float], key: Callable[..., T]) -> dict[T, list[float]]:
-    """The values in lists by key(seed, repeat, session, turn, iteration)."""
-    found: dict[T, list[float]] = {}
-    for place, value in zip(values.index.to_list(), values.to_list(), strict=True):
+    """The known values in lists by key(seed, repeat, session, turn, iteration)."""
+    known, found = values.dropna(), dict[T, list[float]]()
+    for place, value in zip(known.index.to_list(), known.to_list(), strict=True):
         found.setdefault(key(*place), []).append(value)
     return found
 
 
-def by_conversation(values: pd.Series[float]) -> dict[tuple[int, str], list[float]]:
-    """The values of each conversation, by (seed, "session/repeat"): the groups that intervals resample."""
+def by_conversation(values: pd.Series[float]) -> ByConversation:
     return grouped(values, lambda seed, repeat, session, *_: (seed, f"{session}/{repeat}"))
+
+
+def by_round(values: pd.Series[float]) -> dict[tuple[int, str], float]:
+    """The mean of each round of probes, by (seed, "iteration/repeat")."""
+    rounds = grouped(values, lambda seed, repeat, _session, _turn, iteration: (seed, f"{iteration}/{repeat}"))
+    return {key: fmean(own) for key, own in rounds.items()}
 
 
 def conversation_means(values: pd.Series[float]) -> dict[tuple[int, str], float]:
     return {key: fmean(own) for key, own in by_conversation(values).items()}
+
+
+def conversation_sums(values: pd.Series[float]) -> dict[tuple[int, str], float]:
+    return {key: fsum(own) for key, own in by_conversation(values).items()}
+
+
+def conversations_of(turns: pd.DataFrame | pd.Series[Any]) -> pd.Index[Any]:
+    """Which one each turn belongs to: (seed, repeat, session)."""
+    return cast("pd.MultiIndex", turns.index).droplevel(KEY[3:])
+
+
+def speed_up(pairs: pd.DataFrame) -> PairedRatio | None:
+    """How many times longer a takes than b: geometric mean over conversations of the ratio of their means, which are above
+    0; None where no conversation has both."""
+    a, b = conversation_means(pairs["a"]), conversation_means(pairs["b"])
+    return positive_ratio(a, b)
+
+
+def positive_ratio(a: Mapping[tuple[int, str], float], b: Mapping[tuple[int, str], float]) -> PairedRatio | None:
+    """Geometric mean of the ratios of what both have, above 0; None where that is nothing."""
+    both = {key for key in a.keys() & b.keys() if a[key] > 0 and b[key] > 0}
+    return paired_ratio({key: a[key] for key in both}, {key: b[key] for key in both}) if both else None
 
 
 def conversation_ends(pairs: pd.DataFrame, last: bool) -> pd.DataFrame:

@@ -48,7 +48,7 @@ def plan_jobs(config: DictConfig) -> Jobs | None:
     objective = next((key for key in (*params, *swept) if key.startswith("slo.")), None)
     if objective:
         raise ConfigError(
-            f"{objective} cannot be swept: a trial is judged by one promise at a time; run one after another, which only "
+            f"{objective} cannot be swept: a trial is judged by one objective at a time; run one after another, which only "
             "judges the turns again."
         )
     ordered = _innermost_last(params, swept)

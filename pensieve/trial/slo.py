@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from pensieve.errors import ResultsError
-from pensieve.metrics import Slo, promise_metrics
+from pensieve.metrics import Slo, slo_metrics
 from pensieve.record import TurnRecord
 from pensieve.results.schema import Trial
 from pensieve.results.store import TURN_COLUMNS, ResultsStore
@@ -28,7 +28,7 @@ def judge_again(store: ResultsStore, trial: Trial, slo: Slo) -> bool:
     store.replace_metrics(
         trial.id,
         ("goodput_req_s", "slo_attainment"),
-        promise_metrics(_turns(store, trial), start_s, end_s, slo),
+        slo_metrics(_turns(store, trial), start_s, end_s, slo),
         config={**trial.config, "slo": asked},
     )
     return True

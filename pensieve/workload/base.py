@@ -14,7 +14,7 @@ from pensieve.request import Request, TokenArray
 class Arrival:
     """A request to submit at `at_s` (seconds since the replay began); cancelled as a timeout at deadline_s.
 
-    prompt: builds the request's prompt when it is due, where all of a trace's at once would fill the memory.
+    prompt: builds the request's prompt when it is due. Traces use it: all of their prompts at once would fill the memory.
     """
 
     at_s: float

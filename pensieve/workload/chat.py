@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from pensieve.errors import ConfigError
-from pensieve.record import TurnRecord
 from pensieve.workload.base import Arrival, WorkloadContext, WorkloadPlan
 from pensieve.workload.chance import between, exponential
 from pensieve.workload.fields import at_least, positive_seconds
 from pensieve.workload.script import Script, ScriptWriter
+from pensieve.workload.talk import Talks, shares_of
 
 FEWEST_CONVERSATIONS = 8
 WARMUP_SESSIONS = (
@@ -18,7 +17,7 @@ WARMUP_SESSIONS = (
 )
 
 
-class ChatWorkload:
+class ChatWorkload(Talks[Script]):
     """Several people talk to one model at once.
 
     A conversation's turns follow each other: the next message is sent when the reply is complete and the user has
@@ -81,74 +80,26 @@ class ChatWorkload:
         self._timeout_s = timeout_s
         self._free = free
         self._writer = ScriptWriter(context, max_new_tokens, free)
-
-        self._warmup = self._writer.warmup(
-            warmup_turns if users is None else max(warmup_turns, users), users or WARMUP_SESSIONS
-        )
-        self._measured = self._measured_scripts(max(conversations or FEWEST_CONVERSATIONS, users or 1), pressure)
-        self._scripts = {script.session: script for script in (*self._warmup, *self._measured)}
-        self._warming = len(self._warmup)
-        self._share_of: dict[str, list[Script]] = {}  # what is left of its user's conversations, the next one last
+        warmup = self._writer.warmup(max(warmup_turns, users or 1), users or WARMUP_SESSIONS)
+        measured = self._measured_scripts(max(conversations or FEWEST_CONVERSATIONS, users or 1), pressure)
+        super().__init__(warmup, measured, shares_of(measured, users) if users else [])
 
     def describe(self) -> WorkloadPlan:
-        sizes = [script.longest - 1 for script in self._measured]  # the last token of a conversation has no KV
-        warmup_turns = sum(len(script.prompts) for script in self._warmup)
-        topics = {script.session.partition(".")[0] for script in self._measured}
         facts: dict[str, Any] = {
             "conversations": len(self._measured),
-            "topics": len(topics),
+            "topics": len({script.session.partition(".")[0] for script in self._measured}),
             "conversations_cut_by_context": sum(script.cut for script in self._measured),
-            "longest_conversation_tokens": max(sizes),
             "message_tokens_mean": _mean([len(prompt) for script in self._measured for prompt in script.prompts]),
             "reply_tokens_mean": _mean([reply for script in self._measured for reply in script.replies]),
-            "replies": "free" if self._free else "forced lengths",
         }
-        return WorkloadPlan(
-            load="partly open" if self._users is None else "closed",
-            sessions=len(self._measured),
-            turns=warmup_turns + sum(len(script.prompts) for script in self._measured),
-            working_set_tokens=sum(sizes),
-            warmup_turns=warmup_turns,
-            facts=facts,
-        )
-
-    def start(self) -> Iterable[Arrival]:
-        return [self._arrival(script, 1, 0.0) for script in self._warmup]
-
-    def on_finished(self, turn: TurnRecord) -> Iterable[Arrival]:
-        script = self._scripts[turn.session]
-        assert turn.finished_s is not None
-        now = turn.finished_s
-        if turn.status == "completed" and turn.turn < len(script.prompts):
-            warming = script.phase == "warmup"
-            return [self._arrival(script, turn.turn + 1, now + (0.0 if warming else self._think(script, turn.turn)))]
-        if script.phase == "warmup":
-            self._warming -= 1
-            return self._measured_starts(now) if self._warming == 0 else []
-        return self._next_of_user(script, turn.turn, now)
+        return self._plan("partly open" if self._users is None else "closed", self._free, facts)
 
     def _measured_starts(self, now: float) -> list[Arrival]:
         if self._users is None:
-            arrivals = []
-            for index, script in enumerate(self._measured):
-                now += exponential(self._request_interval, self._context.seed, "arrival", index) if index else 0.0
-                arrivals.append(self._arrival(script, 1, now))
-            return arrivals
-        for user in range(self._users):
-            share = self._measured[user :: self._users][::-1]
-            self._share_of.update((script.session, share) for script in share)
-        first = self._measured[: self._users]
-        for script in first:
-            self._share_of[script.session].pop()
-        return [self._arrival(script, 1, now + self._think(script, 0)) for script in first]
+            return self._poisson_starts(now, self._request_interval, self._context.seed)
+        return super()._measured_starts(now)
 
-    def _next_of_user(self, script: Script, turn: int, now: float) -> list[Arrival]:
-        if self._users is None:
-            return []
-        share = self._share_of[script.session]
-        return [self._arrival(share.pop(), 1, now + self._think(script, turn))] if share else []
-
-    def _think(self, script: Script, turn: int) -> float:
+    def _pause_s(self, script: Script, turn: int) -> float:
         return exponential(self._think_time_s, self._context.seed, "think", script.session, turn)
 
     def _arrival(self, script: Script, turn: int, at_s: float) -> Arrival:
@@ -162,7 +113,7 @@ class ChatWorkload:
             number = len(scripts)
             turns = between(*self._turns, self._context.seed, "turns", self._writer.session(number))
             scripts.append(self._writer.write(number, turns))
-            tokens += scripts[-1].longest - 1
+            tokens += scripts[-1].longest
         return scripts
 
 

@@ -43,7 +43,7 @@ class Dialogue:
 
     @property
     def longest(self) -> int:
-        """KV tokens at its longest: the last token of a conversation has none."""
+        """KV tokens when it ends; its last token has no KV."""
         return max(step.prompt + step.reply for step in self.steps) - 1
 
     @property
@@ -64,7 +64,7 @@ class Fit:
     free: bool = False
 
     def dialogue(self, conversation: Conversation, phase: str = "chat") -> Dialogue | None:
-        """None where not even the first call fits."""
+        """The calls of a conversation that fit the model; None where not even the first one does."""
         steps: list[Step] = []
         said = 0
         for index, call in enumerate(conversation.calls[: self.max_turns]):
@@ -123,7 +123,7 @@ def _said(text: str, index: int) -> str:
 
 def warmups(dialogues: Sequence[Dialogue], turns: int, side_by_side: int, context: WorkloadContext) -> list[Dialogue]:
     """`turns` turns in `side_by_side` conversations (fewer where turns are), with the lengths of the first `dialogues`
-    and with tokens of their own: nothing that a measured prompt shares.
+    and with tokens of their own, so that no measured prompt shares a prefix with them.
     """
     sessions = min(side_by_side, turns)
     found = []

@@ -14,6 +14,7 @@ from pensieve.statistics import nearest_rank
 from pensieve.workload.base import Arrival, WorkloadContext, WorkloadPlan
 from pensieve.workload.chance import exponential
 from pensieve.workload.fit import Dialogue, Step
+from pensieve.workload.talk import Talks, shares_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Users:
     load = "closed"
 
 
-class Playback:
+class Playback(Talks[Dialogue]):
     """A workload of dialogues. Warm-up conversations run first; when the last of them is over, the measured ones start.
 
     Without recorded times a turn is sent when the reply before it is complete and the user has thought, exponentially
@@ -63,74 +64,35 @@ class Playback:
     ) -> None:
         assert warmup and measured
         assert not isinstance(arrivals, Users) or arrivals.users <= len(measured), "a user without a conversation"
-        self._context = context
-        self._warmup, self._measured, self._arrivals = list(warmup), list(measured), arrivals
+        super().__init__(warmup, measured, shares_of(measured, arrivals.users) if isinstance(arrivals, Users) else [])
+        self._context, self._arrivals = context, arrivals
         self._think_time_s, self._free, self._timeout_s = think_time_s, free, timeout_s
         self._facts = facts
-        self._dialogues = {dialogue.session: dialogue for dialogue in (*warmup, *measured)}
-        assert len(self._dialogues) == len(warmup) + len(measured), "two conversations have one name"
-        self._warming = len(self._warmup)
-        self._share_of: dict[str, list[Dialogue]] = {}  # what is left of its user's conversations, the next one last
         self._ids = count(1)
 
     def describe(self) -> WorkloadPlan:
-        turns = sum(dialogue.turns for dialogue in self._measured)
-        warmup_turns = sum(dialogue.turns for dialogue in self._warmup)
-        longest = [dialogue.longest for dialogue in self._measured]
-        return WorkloadPlan(
-            load=self._arrivals.load,
-            sessions=len(self._measured),
-            turns=warmup_turns + turns,
-            working_set_tokens=sum(longest),
-            warmup_turns=warmup_turns,
-            facts={
-                **self._facts,
-                "conversations": len(self._measured),
-                "mean_turns": round(turns / len(self._measured), 3),
-                "longest_conversation_tokens": max(longest),
-                "replies": "free" if self._free else "forced lengths",
-                **_spread("message_tokens", [step.message for dialogue in self._measured for step in dialogue.steps]),
-                **_spread("prompt_tokens", [step.prompt for dialogue in self._measured for step in dialogue.steps]),
-                **_spread("reply_tokens", [step.reply for dialogue in self._measured for step in dialogue.steps]),
-            },
-        )
-
-    def start(self) -> Iterable[Arrival]:
-        return [self._arrival(dialogue, 1, 0.0) for dialogue in self._warmup]
+        steps = [step for dialogue in self._measured for step in dialogue.steps]
+        facts = {
+            **self._facts,
+            "conversations": len(self._measured),
+            "mean_turns": round(len(steps) / len(self._measured), 3),
+            **_spread("message_tokens", [step.message for step in steps]),
+            **_spread("prompt_tokens", [step.prompt for step in steps]),
+            **_spread("reply_tokens", [step.reply for step in steps]),
+        }
+        return self._plan(self._arrivals.load, self._free, facts)
 
     def on_finished(self, turn: TurnRecord) -> Iterable[Arrival]:
-        dialogue = self._dialogues[turn.session]
-        assert turn.finished_s is not None
-        now = turn.finished_s
-        warming = dialogue.phase == "warmup"
-        if not warming and isinstance(self._arrivals, Recorded):
+        if isinstance(self._arrivals, Recorded) and self._talks[turn.session].phase != "warmup":
             return []
-        if turn.status == "completed" and turn.turn < dialogue.turns:
-            return [
-                self._arrival(dialogue, turn.turn + 1, now + (0.0 if warming else self._think(dialogue, turn.turn)))
-            ]
-        if warming:
-            self._warming -= 1
-            return self._measured_starts(now) if self._warming == 0 else []
-        return self._next_of_user(dialogue, turn.turn, now)
+        return super().on_finished(turn)
 
     def _measured_starts(self, now: float) -> list[Arrival]:
         if isinstance(self._arrivals, Recorded):
             return self._as_recorded(now, self._arrivals.scale)
         if isinstance(self._arrivals, Poisson):
-            arrivals = []
-            for index, dialogue in enumerate(self._measured):
-                now += exponential(self._arrivals.interval_s, self._context.seed, "arrival", index) if index else 0.0
-                arrivals.append(self._arrival(dialogue, 1, now))
-            return arrivals
-        users = self._arrivals.users
-        for user in range(users):
-            share = self._measured[user::users][::-1]
-            self._share_of.update((dialogue.session, share) for dialogue in share)
-        first = self._measured[:users]
-        for dialogue in first:
-            self._share_of[dialogue.session].pop()
-        return [self._arrival(dialogue, 1, now + self._think(dialogue, 0)) for dialogue in first]
+            return self._poisson_starts(now, self._arrivals.interval_s, self._context.seed)
+        return super()._measured_starts(now)
 
     def _as_recorded(self, now: float, scale: float) -> list[Arrival]:
         calls = [
@@ -140,11 +102,7 @@ class Playback:
         first = _at(calls[0][2])
         return [self._arrival(dialogue, turn, now + (_at(step) - first) * scale) for dialogue, turn, step in calls]
 
-    def _next_of_user(self, dialogue: Dialogue, turn: int, now: float) -> list[Arrival]:
-        share = self._share_of.get(dialogue.session)
-        return [self._arrival(share.pop(), 1, now + self._think(dialogue, turn))] if share else []
-
-    def _think(self, dialogue: Dialogue, turn: int) -> float:
+    def _pause_s(self, dialogue: Dialogue, turn: int) -> float:
         return exponential(self._think_time_s, self._context.seed, "think", dialogue.session, turn)
 
     def _arrival(self, dialogue: Dialogue, turn: int, at_s: float) -> Arrival:

@@ -40,9 +40,9 @@ class PrefixInvalidationWorkload:
     by `iteration`.
 
     blocks: lengths of A and B, "512/256". query_tokens: of Q. rounds: how many.
-    stream: yes, no, or both, which doubles the cases of a round and gives stream_overhead_ms; whether the first token
-        comes earlier with it is the engine's affair.
-    discard: rounds of one case before the first, phase "warmup" from end to end: what runs first is slow.
+    stream: yes, no, or both, which doubles the cases of a round and gives stream_overhead_ms; it depends on
+        the engine whether the first token then comes earlier.
+    discard: rounds of one case before the first, all of them of phase "warmup", since what runs first is slow.
     timeout_s: a turn is cancelled this long after it was due; None: never.
 
     What was warmed and occurs in a prompt counts as its history: all of A and B in a hit, B in a miss, which therefore

@@ -15,8 +15,8 @@ def prose(
 ) -> TokenArray[int]:
     """Exactly `tokens` tokens of English words, a function of the seed and the names.
 
-    unlike: begin with another token than this one does, so that the two share no prefix. Text rather than random ids, so
-    that an engine that takes text gets the same prompt.
+    unlike: tokens; the text begins with another one than they do, so that the two share no prefix. Text rather than
+    random ids, so that an engine that takes text gets the same prompt.
     """
     assert tokens > 0
     words, found, drawn = vocabulary(), tokens_of([]), 0

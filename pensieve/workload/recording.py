@@ -20,7 +20,7 @@ class Text:
 class Blocks:
     """`tokens` tokens in blocks of `block_tokens`, of which only hashes are known: equal hash, equal tokens.
 
-    hashes: signed 64-bit numbers. Where they are too few, the rest of the tokens is like no other.
+    hashes: signed 64-bit numbers. Tokens beyond the last of them occur nowhere else.
     """
 
     hashes: TokenArray[int]
@@ -37,7 +37,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """So many tokens, like no others."""
+    """So many tokens that occur nowhere else."""
 
     tokens: int
 

@@ -26,7 +26,7 @@ _OPENINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What one conversation will say. longest: its tokens after the last turn, replies included.
+    """What one conversation will say. longest: KV tokens after the last turn, replies included; its last token has none.
 
     cut: it ends early, because the model's context cannot hold more of it.
     """
@@ -38,6 +38,10 @@ class Script:
     longest: int
     cut: bool
     label: str = ""
+
+    @property
+    def turns(self) -> int:
+        return len(self.prompts)
 
 
 class ScriptWriter:
@@ -112,7 +116,7 @@ class ScriptWriter:
                 f"The first message and its reply do not fit into the model's context of {self._context.max_context} "
                 "tokens; lower workload.max_new_tokens or choose a model with a longer context."
             )
-        return Script(session, phase, tuple(prompts), tuple(replies), total, len(prompts) < turns, label)
+        return Script(session, phase, tuple(prompts), tuple(replies), total - 1, len(prompts) < turns, label)
 
     def _lines(self, place: int, turns: int) -> Iterable[Turn]:
         """`turns` turns of the topic at `place` of the order, then of the topics that follow it."""

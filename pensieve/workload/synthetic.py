@@ -29,8 +29,8 @@ ULTRACHAT = Published("UltraChat", 3.86, 51.78, 257.81)
 def draw(published: Published, conversations: int, seed: int, min_turns: int = 1) -> Recording:
     """`conversations` conversations with long-tailed lengths, a function of (seed, number).
 
-    Turns are geometric from 1, drawn anew below min_turns, that is min_turns - 1 more than unrestricted ones; lengths
-    are lognormal with the published means.
+    Turns are geometric from 1; those below min_turns are drawn again, which raises their mean by min_turns - 1. Lengths are
+    lognormal with the published means.
     """
     return Recording(
         format="synthetic",

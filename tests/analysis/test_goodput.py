@@ -12,7 +12,7 @@ GOOD = {"1.0": 0.8, "4.0": 3.0}
 BAD = {"1.0": 0.7, "4.0": 0.5}
 
 
-def promised(store, goodputs, seeds=(0, 1)):
+def judged(store, goodputs, seeds=(0, 1)):
     def metrics(at, seed):
         rate = at["workload.request_rate"]
         return {"goodput_req_s": goodputs[at["baseline"]][rate] + 0.1 * seed, "throughput_req_s": float(rate) * 0.9}
@@ -24,8 +24,8 @@ def promised(store, goodputs, seeds=(0, 1)):
     return open_source(store)
 
 
-def test_goodput_stands_over_the_offered_rate_with_the_promise_in_the_small_print(store, drawn, tmp_path):
-    goodput.draw(promised(store, {"pensieve": GOOD, "stateless": BAD}), tmp_path)
+def test_goodput_stands_over_the_offered_rate_with_the_objective_in_the_small_print(store, drawn, tmp_path):
+    goodput.draw(judged(store, {"pensieve": GOOD, "stateless": BAD}), tmp_path)
     lines = drawn["goodput"].lines
     assert not drawn["goodput"].clipped
     assert flat(lines["pensieve"]) == pytest.approx([1.0, 0.85, 4.0, 3.05])
@@ -37,7 +37,7 @@ def test_goodput_stands_over_the_offered_rate_with_the_promise_in_the_small_prin
 
 
 def test_five_seeds_give_an_interval(store, drawn, tmp_path):
-    goodput.draw(promised(store, {"pensieve": GOOD}, seeds=range(5)), tmp_path)
+    goodput.draw(judged(store, {"pensieve": GOOD}, seeds=range(5)), tmp_path)
     for (low, high), (_, value) in zip(
         drawn["goodput"].intervals["pensieve/interval"], drawn["goodput"].lines["pensieve"], strict=True
     ):
@@ -46,7 +46,7 @@ def test_five_seeds_give_an_interval(store, drawn, tmp_path):
 
 def test_swapping_two_baselines_in_the_database_swaps_the_drawn_data(drawn, tmp_path):
     def picture(goodputs):
-        goodput.draw(promised(ResultsStore(MEMORY), goodputs), tmp_path)
+        goodput.draw(judged(ResultsStore(MEMORY), goodputs), tmp_path)
         return drawn["goodput"].lines
 
     straight = picture({"pensieve": GOOD, "stateless": BAD})
@@ -55,6 +55,6 @@ def test_swapping_two_baselines_in_the_database_swaps_the_drawn_data(drawn, tmp_
     assert straight["pensieve"] != straight["stateless"]
 
 
-def test_without_a_promise_it_does_not_apply(store):
+def test_without_an_objective_it_does_not_apply(store):
     axes = {"workload.request_rate": ["1.0", "4.0"], "baseline": ["pensieve"]}
     assert not goodput.applies(fill(store, axes, lambda at, seed: [answered("a", 1, 5.0)], summary=True))

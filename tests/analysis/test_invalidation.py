@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from analysis import prefix
+from analysis.results import by_conversation, by_round
 from analysis.sweep import open_source
 from pensieve.errors import MissingSeries
 from tests.analysis.prefixes import CACHED, FAST, NOTHING, ROUNDS, SLOW, prefix_sweep, prefix_turns
@@ -53,7 +54,7 @@ def test_streaming_overhead_is_the_difference_within_a_round(steps):
 
 def test_throughput_is_output_tokens_over_the_whole_latency(steps):
     decoded = prefix.named(steps, "throughput")
-    first = decoded[decoded["round"] == "0/0"]
+    first = decoded.xs(0, level="iteration", drop_level=False)
     assert (first["output_tokens"] / first["latency_ms"] * 1e3).tolist() == [pytest.approx(50 / 0.1)] * 4
 
 
@@ -89,7 +90,7 @@ def test_tokens_shared_beyond_the_history_are_cached_not_new(store):
 
 def test_a_sweep_of_another_workload_is_a_missing_series_with_the_command(store):
     source = fill(store, {"baseline": ["pensieve"]}, lambda at, seed: conversation_turns([10.0, 20.0]))
-    assert not prefix.applies(source)
+    assert not prefix.invalidation_cost.applies(source)
     [panel] = source.panels()
     with pytest.raises(
         MissingSeries, match=r"no completed hit of baseline pensieve.*experiment=prefix_invalidation -m"
@@ -118,5 +119,5 @@ def test_repeats_of_a_seed_are_conversations_of_their_own(store):
     store.set_trial(trial.id, repeat=1)
     [panel] = open_source(store).panels()
     steps = prefix.steps_of(source, panel.cells[0])
-    assert set(steps["round"]) == {f"{number}/1" for number in range(ROUNDS)}
-    assert all(conversation.endswith("/1") for _, conversation in steps.index)
+    assert set(by_round(steps["ttft_ms"])) == {(0, f"{number}/1") for number in range(ROUNDS)}
+    assert all(conversation.endswith("/1") for _, conversation in by_conversation(steps["ttft_ms"]))

@@ -46,6 +46,7 @@ def test_a_bundle_redraws_its_figures(swept, tmp_path):
     assert sorted(p.name for p in (folder / "configs").iterdir()) == [f"trial-{i}.json" for i in (1, 2, 5)]
     assert json.loads((folder / "configs" / "trial-1.json").read_text())["key"] == "first"
     assert "sqlalchemy==" in (folder / "lock.txt").read_text()
+    assert (folder / "LICENSE").read_bytes() == (CHECKOUT / "LICENSE").read_bytes()  # of the code that it holds
     copy = open_store(folder / "outputs", create=False)
     assert [(j.job, j.last.id, j.trial.id) for j in copy.trials_of_sweep(1)] == [(0, 5, 1), (1, 2, 2)]
     assert copy.turns_of(1) == swept.turns_of(1)

@@ -24,8 +24,8 @@ def command(monkeypatch, *arguments):
     """Call the console script in this process; its exit status."""
     monkeypatch.setattr(sys, "argv", ["/usr/local/bin/pensieve", *arguments])
     monkeypatch.setattr(sys, "path", [*sys.path])
-    with pytest.raises(SystemExit) as left:
-        EntryPoint("pensieve", PROJECT["project"]["scripts"]["pensieve"], "console_scripts").load()()
+    with pytest.raises(SystemExit) as left:  # pip's script exits with what main returns
+        sys.exit(EntryPoint("pensieve", PROJECT["project"]["scripts"]["pensieve"], "console_scripts").load()())
     return left.value.code
 
 
@@ -65,6 +65,22 @@ def test_each_runner_is_a_verb_and_each_verb_a_runner(monkeypatch, capsys):
 def test_a_verb_has_its_own_help(monkeypatch, capsys, verb):
     assert command(monkeypatch, verb, "--help") == 0
     assert capsys.readouterr().out.startswith(f"usage: pensieve {verb} [-h]")
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("pensieve run baseline=g", ["baseline=gpu_only"]),
+        ("pensieve run eviction=retention_value hardware=sim_h", ["hardware=sim_h100", "hardware=sim_h200"]),
+        ("pensieve bench tar", ["target="]),
+        ("pensieve r", sorted(VERBS)),
+    ],
+)
+def test_a_shell_completes_it(monkeypatch, capsys, tmp_path, line, offered):
+    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
+    monkeypatch.setenv("COMP_LINE", line)  # the shell function of `pensieve run -sc install=bash` asks in this way
+    assert command(monkeypatch, "-sc", "query=bash") in (0, None)
+    assert sorted(capsys.readouterr().out.split()) == offered
 
 
 @pytest.mark.parametrize("arguments", [(), ("nothing",)])

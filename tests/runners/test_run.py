@@ -159,15 +159,6 @@ def test_a_reader_that_has_read_enough_hears_no_complaint(outputs, arguments):
     assert process.wait(60) == 0
 
 
-def test_a_policy_of_ones_own(outputs, tmp_path):
-    (tmp_path / "eviction").mkdir()
-    (tmp_path / "eviction" / "mine.yaml").write_text("name: mine\n_target_: mine_module.Mine\n_partial_: true\n")
-    (tmp_path / "mine_module.py").write_text("from pensieve.eviction.lru import Lru\n\n\nclass Mine(Lru): ...\n")
-    done = run(outputs, *SHORT, "--config-dir=.", "eviction=mine", "tracking.mlflow=false", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert rows(outputs, "select eviction, status from trial") == [("mine", "completed")]
-
-
 def test_outputs_that_cannot_be_written(outputs):
     outputs.write_text("a file in the way")
     done = run(outputs, *SHORT)

@@ -189,7 +189,7 @@ def metrics(tracking, trial_id):
     return {(m.name, m.label): m.value for m in tracking.store.metrics_of(trial_id)}
 
 
-def test_another_promise_judges_the_same_turns_again(tracking):
+def test_another_objective_judges_the_same_turns_again(tracking):
     """slo.* changes no measurement: the trial is reused, and says of itself what a trial that ran with it would."""
     first = run(tracking)
     said = []
@@ -207,9 +207,9 @@ def test_another_promise_judges_the_same_turns_again(tracking):
     said.clear()
     run(tracking, *strict, said=said)
     assert said == []
-    unpromised = run(tracking)
-    assert unpromised.reused
-    assert "goodput_req_s" not in {name for name, _ in metrics(tracking, unpromised.trial_id)}
+    unjudged = run(tracking)
+    assert unjudged.reused
+    assert "goodput_req_s" not in {name for name, _ in metrics(tracking, unjudged.trial_id)}
 
 
 def test_a_sweep_keeps_its_own_trial_when_its_command_is_repeated(tracking):

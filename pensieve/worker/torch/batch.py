@@ -76,7 +76,7 @@ class Batch:
 
     @property
     def all_single(self) -> bool:
-        """Every row is one position: spans of several would come last."""
+        """Whether every row is one position; the last span tells, since the longer ones come last."""
         return self.spans[-1].queries == 1
 
 

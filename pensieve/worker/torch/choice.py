@@ -110,7 +110,7 @@ def _warn(spec: ModelSpec, chosen: Choice) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The forward that serves, why it is not the fused one, and its check. refused: the fused one was, by its own."""
+    """The forward that serves, with its check. note: why it is not the fused one. refused: the fused one failed its check."""
 
     forward: Forward
     note: str

@@ -64,8 +64,9 @@ class Flight:
 
 
 def without_frames(failure: Exception) -> Exception:
-    """The same exception with no frames behind it. A frame keeps what its function had in hand: the activations of the very
-    forward that ran out of memory, and the flight that keeps the exception, so that no count of references would end them."""
+    """The same exception without its traceback. A traceback keeps the local variables of every function in it: the
+    activations of the forward that ran out of memory, and the flight, which in turn keeps the exception; such a cycle is
+    freed by the garbage collector only, at some later time."""
     link: BaseException | None = failure
     while link is not None:
         link.__traceback__ = None

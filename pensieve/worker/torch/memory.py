@@ -23,8 +23,8 @@ def rounded(blocks: int, bits: int = _KEPT_BITS) -> int:
 
 
 def largest_rows(tokens: int, requests: int, max_context: int) -> tuple[list[Row], list[Row]]:
-    """Two iterations that bound the others: as long rows as there can be, and as many sampled ones. All rows of slot 0, so
-    that they share its blocks; the last one's sample and slot do not matter."""
+    """The two iterations that take most memory: one of the longest rows, and one of the most sampled rows. All are rows of
+    slot 0, so that they share its blocks; whether the last one is sampled, and of which slot, does not matter."""
     longest = min(tokens, max_context)
     long = [_prompt(min(longest, tokens - start)) for start in range(0, tokens, longest)]
     many = min(requests, tokens)

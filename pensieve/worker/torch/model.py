@@ -187,7 +187,7 @@ def check_sizes(spec: ModelSpec, config: Any) -> None:
 
 
 def _check_config(name: str, config: Any) -> None:
-    """What is known to run and be wrong; the self-check finds the rest."""
+    """Raise UnsupportedModel for models that are known to run and give wrong logits; the self-check finds others."""
     if config.model_type in _REFUSED_TYPES:
         raise UnsupportedModel(
             f"Model {name} ({config.model_type}) attends in a way the paged attention does not have; choose a model of "

@@ -1,10 +1,11 @@
-"""Does the model say the same through the paged attention as by itself? Asked once, when it is loaded."""
+"""Compares the logits of a model through the paged attention with its own, once, when it is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -67,8 +68,9 @@ def check_against_eager(
     cuts = ((0, length), (0, cut, length - 1, length))
     try:
         tensors = KvTensors(spec, chunk, 16, 0, device, dtype)
-        judge = _float32 if dtype == torch.float32 else _sixteen_bits
-        check = judge(module, forward, backend, tensors, _prompts(spec, length, device), cuts)
+        paged = partial(_pieces, forward, backend, tensors)
+        judge = _float32 if dtype == torch.float32 else partial(_sixteen_bits, spec.layers)
+        check = judge(module, paged, _prompts(spec, length, device), cuts)
     except (PensieveError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever the model's code trips over, the user can only choose another model
@@ -87,47 +89,34 @@ def check_against_eager(
 
 
 _Cuts = tuple[tuple[int, ...], ...]
+_Paged = Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
+"""Of a prompt computed in the pieces between bounds: its logits [tokens, vocab]."""
 
 
-def _float32(
-    module: Any,
-    forward: Forward,
-    backend: AttentionBackend,
-    tensors: KvTensors,
-    prompts: list[torch.Tensor],
-    cuts: _Cuts,
-) -> SelfCheck:
+def _float32(module: Any, paged: _Paged, prompts: list[torch.Tensor], cuts: _Cuts) -> SelfCheck:
     ids = prompts[0]  # rounding is far below what is allowed: one prompt says it all
     with torch.inference_mode(), _eager(module):
         expected = module(input_ids=ids[None], use_cache=False).logits[0]
     difference = 0.0
     with torch.inference_mode():
         for bounds in cuts:
-            got = _pieces(forward, backend, tensors, ids, bounds)
-            difference = _larger(difference, float((got - expected).abs().max()))
+            difference = _larger(difference, float((paged(ids, bounds) - expected).abs().max()))
     return SelfCheck(difference, _FLOAT32 * max(1.0, float(expected.abs().max())), "eager")
 
 
-def _sixteen_bits(
-    module: Any,
-    forward: Forward,
-    backend: AttentionBackend,
-    tensors: KvTensors,
-    prompts: list[torch.Tensor],
-    cuts: _Cuts,
-) -> SelfCheck:
-    own, paged = 0.0, [0.0] * len(cuts)  # sums of mean squares
+def _sixteen_bits(layers: int, module: Any, paged: _Paged, prompts: list[torch.Tensor], cuts: _Cuts) -> SelfCheck:
+    own, ours = 0.0, [0.0] * len(cuts)  # sums of mean squares
     for ids in prompts:  # one at a time: logits over a large vocabulary take much memory
         with _eager(module):
-            with torch.no_grad(), upcast(module, tensors.layers):
+            with torch.no_grad(), upcast(module, layers):
                 exact = module(input_ids=ids[None], use_cache=False).logits[0]
             with torch.inference_mode():
                 own += _mean_square(module(input_ids=ids[None], use_cache=False).logits[0], exact)
         with torch.inference_mode():
             for index, bounds in enumerate(cuts):
-                paged[index] += _mean_square(_pieces(forward, backend, tensors, ids, bounds), exact)
+                ours[index] += _mean_square(paged(ids, bounds), exact)
     difference = 0.0
-    for squares in paged:
+    for squares in ours:
         difference = _larger(difference, (squares / len(prompts)) ** 0.5)
     return SelfCheck(difference, MULTIPLE * (own / len(prompts)) ** 0.5, "float32")
 

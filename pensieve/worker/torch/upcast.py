@@ -1,4 +1,4 @@
-"""A 16-bit model computing in float32, with the same weights: what 16-bit ways to compute it are held against."""
+"""Runs a 16-bit model in float32 with the same weights: the reference that its 16-bit forwards are compared with."""
 
 from __future__ import annotations
 

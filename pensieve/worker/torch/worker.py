@@ -315,7 +315,7 @@ class TorchWorker:
         self.tensors.gpu[:, :chunks].zero_()
 
     def _try(self, rows: Sequence[Row], blocks: int) -> None:
-        """An iteration of slot 0 in the first blocks, which leaves nothing but what it wrote there."""
+        """Run an iteration of slot 0 in the first blocks, and keep nothing of it; what it wrote to them stays."""
         tables = BlockTables()
         tables.overwrite(0, 0, range(blocks))
         with torch.inference_mode():

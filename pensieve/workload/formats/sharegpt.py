@@ -21,7 +21,7 @@ def read(reader: Reader) -> Recording:
 
 
 def recording(reader: Reader, found: Iterable[tuple[str, tuple[Call, ...]]]) -> Recording:
-    """found: what `parse` gave for each entry, in the order of the file."""
+    """A Recording of what `parse` found in each entry, in the order of the file."""
     conversations: list[Conversation] = []
     empty = 0
     names: set[str] = set()

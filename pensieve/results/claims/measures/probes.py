@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from statistics import fmean
 
 from scipy import stats
 
 from pensieve.errors import MissingSeries
-from pensieve.results.claims.measures.sides import Pairs, Sides, of_ratio, percent_above_one
+from pensieve.results.claims.measures.sides import Sides, of_ratio, percent_above_one
 from pensieve.results.claims.verdict import Measured
-from pensieve.results.frame import grouped, paired
-from pensieve.results.schema import Trial
+from pensieve.results.frame import PROBES, by_round, paired
 from pensieve.statistics import CONFIDENCE, fit_line, paired_ratio
-
-PROBES = ("hit", "miss")
 
 
 def miss_penalty_pct(sides: Sides, column: str = "ttft_ms") -> Measured:
     """(miss - hit) / hit of the means in percent, paired by seed and round."""
-    hit, miss = (_rounds(sides, sides.ours, phase, column) for phase in PROBES)
+    hit, miss = (by_round(sides.values(sides.ours, column, phase=phase)) for phase in PROBES)
     if not hit.keys() & miss.keys():
         raise MissingSeries(f"no round has {column} of a hit and of a miss")
     return percent_above_one(of_ratio(paired_ratio(miss, hit, of="means"), sides, "rounds"))
@@ -33,7 +28,7 @@ def axis_ratio(sides: Sides, phase: str, column: str = "ttft_ms") -> Measured:
     if len(places) < 2:
         raise MissingSeries(f"the sweep has one value of {sides.over} only")
     ends = [[trial for trial in sides.ours if sides.at(trial) == place] for place in (places[-1], places[0])]
-    a, b = (_rounds(sides, trials, phase, column) for trials in ends)
+    a, b = (by_round(sides.values(trials, column, phase=phase)) for trials in ends)
     if not a.keys() & b.keys():
         raise MissingSeries(f"no round has {column} in phase {phase} at {sides.over} {places[0]:g} and {places[-1]:g}")
     return of_ratio(paired_ratio(a, b, of="means"), sides, "rounds", f"{places[-1]:g} over {places[0]:g}")
@@ -71,9 +66,3 @@ def fisher_interval(r_squared: float, n: int) -> tuple[float, float]:
         return 1.0, 1.0
     half = float(stats.norm.ppf(0.5 + CONFIDENCE / 2)) / math.sqrt(n - 3)
     return max(0.0, math.tanh(math.atanh(r) - half)) ** 2, math.tanh(math.atanh(r) + half) ** 2
-
-
-def _rounds(sides: Sides, trials: Sequence[Trial], phase: str, column: str) -> Pairs:
-    values = sides.values(trials, column, phase=phase)
-    rounds = grouped(values, lambda seed, repeat, _session, _turn, iteration: (seed, f"{iteration}/{repeat}"))
-    return {key: fmean(own) for key, own in rounds.items()}

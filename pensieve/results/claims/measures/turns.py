@@ -8,10 +8,14 @@ from pensieve.errors import MissingSeries
 from pensieve.results.claims.measures.sides import Pairs, Sides, of_estimate, of_ratio
 from pensieve.results.claims.verdict import Measured
 from pensieve.results.frame import (
+    PROBES,
     by_conversation,
     conversation_ends,
     conversation_means,
+    conversation_sums,
     paired,
+    positive_ratio,
+    speed_up,
 )
 from pensieve.statistics import PairedRatio, bootstrap_percentiles_by_seed, paired_ratio
 
@@ -34,7 +38,7 @@ def speedup(
     elif turn is not None:
         pairs = pairs[pairs.index.get_level_values("turn") == turn]
     of = "of all turns" if turn is None else f"at the {turn} turn" if isinstance(turn, str) else f"at turn {turn}"
-    return of_ratio(_ratio(pairs, f"no conversation has {column}{_where(label, phase)} {of} in both"), sides)
+    return of_ratio(_found(speed_up(pairs), f"no conversation has {column}{_where(label, phase)} {of} in both"), sides)
 
 
 def extreme_speedup(
@@ -48,7 +52,7 @@ def extreme_speedup(
     for number in sorted(set(numbers.to_list())):
         pairs = every[numbers == number]
         if number >= from_turn and len(conversation_means(pairs["a"])) >= fewest:
-            ratio = _ratio(pairs, f"no conversation has a {column} above 0 at turn {number} in both")
+            ratio = _found(speed_up(pairs), f"no conversation has a {column} above 0 at turn {number} in both")
             found.append((ratio.ratio, number, ratio))
     if len(found) < 2:
         after = f" from turn {from_turn} on" if from_turn > 1 else ""
@@ -60,7 +64,9 @@ def extreme_speedup(
 def label_ratio(sides: Sides, of: str, to: str, column: str = "latency_ms") -> Measured:
     """Within ours: turns labelled `of` over turns labelled `to`, paired by conversation."""
     a, b = (conversation_means(sides.values(sides.ours, column, label)) for label in (of, to))
-    return of_ratio(_positive_ratio(a, b, f"no conversation has {column} of turns labelled {of} and {to}"), sides)
+    return of_ratio(
+        _found(positive_ratio(a, b), f"no conversation has {column} of turns labelled {of} and {to}"), sides
+    )
 
 
 def turn_mean(sides: Sides, column: str, label: str | None = None, phase: str | None = None) -> Measured:
@@ -90,7 +96,7 @@ def streaming_difference(sides: Sides, column: str = "ttft_ms") -> Measured:
         values.index.to_list(), values.to_list(), streamed["phase"], streamed["stream"], strict=True
     ):
         seed, repeat, _, _, iteration = key
-        if phase in ("hit", "miss"):
+        if phase in PROBES:
             rounds.setdefault((seed, f"{phase}/{iteration}/{repeat}"), {})[bool(stream)] = value
     found = {key: pair[True] - pair[False] for key, pair in rounds.items() if len(pair) == 2}
     return of_ratio(_mean(found, "no round was asked for both with and without streaming"), sides, "pairs")
@@ -99,7 +105,7 @@ def streaming_difference(sides: Sides, column: str = "ttft_ms") -> Measured:
 def token_share(sides: Sides, column: str, label: str | None = None, scale: float = 100.0) -> Measured:
     """Tokens of `column` (gpu_hit_tokens, cpu_hit_tokens, recomputed_tokens) a token of history: sums over sums."""
     both = paired(*(sides.values(sides.ours, name, label) for name in (column, "history_tokens")))
-    a, b = ({key: sum(own) for key, own in by_conversation(both[side]).items()} for side in ("a", "b"))
+    a, b = (conversation_sums(both[side]) for side in ("a", "b"))
     if not sum(b.values()):
         raise MissingSeries(f"no turn has {column} of any history")
     return of_ratio(paired_ratio(a, b, of="means"), sides, scale=scale)
@@ -110,15 +116,10 @@ def _paired(sides: Sides, column: str, label: str | None = None, phase: str | No
     return paired(*(sides.values(trials, column, label, phase) for trials in (sides.theirs, sides.ours)))
 
 
-def _ratio(pairs: pd.DataFrame, otherwise: str) -> PairedRatio:
-    return _positive_ratio(conversation_means(pairs["a"]), conversation_means(pairs["b"]), otherwise)
-
-
-def _positive_ratio(a: Pairs, b: Pairs, otherwise: str) -> PairedRatio:
-    positive = {key for key in a.keys() & b.keys() if a[key] > 0 and b[key] > 0}
-    if not positive:
+def _found(ratio: PairedRatio | None, otherwise: str) -> PairedRatio:
+    if ratio is None:
         raise MissingSeries(otherwise)
-    return paired_ratio({key: a[key] for key in positive}, {key: b[key] for key in positive})
+    return ratio
 
 
 def _mean(values: Pairs, otherwise: str) -> PairedRatio:

@@ -126,8 +126,8 @@ class Geometry:
 class Launch:
     """A work list on the device. Only its first rows may be in use: the rest is zero, and its programs exit.
 
-    large: the kernel takes tiles of both kinds. There is none for large ones alone: a third to compile would be one that
-    no warm-up meets.
+    large: the kernel takes large and small tiles; otherwise small ones only. There is no third kernel for large tiles
+    alone, since the warm-up would never run it and a request would wait for its compilation.
     """
 
     tiles: Tiles
@@ -139,7 +139,7 @@ class Launch:
 
 
 class _TritonPlan(ABC):
-    """What a one-off and a standing plan share: where the descriptors are is all that differs."""
+    """What a one-off and a standing plan share; they differ only in where the descriptors of the work are kept."""
 
     _tables: torch.Tensor
 
@@ -208,8 +208,8 @@ class OncePlan(_TritonPlan):
     """For one batch: launches are as large as its work."""
 
     def __init__(self, batch: Batch, pool: torch.Tensor, chunk_tokens: int, joined: set[Geometry]) -> None:
-        """joined: where a join has been launched, and so compiled. A plan without joins launches one that does nothing,
-        the first time, so that no request waits for the compiler when its context is the first to be split."""
+        """joined: places where the join kernel has been launched already, and so compiled. Elsewhere a plan without joins
+        launches an empty one, so that no later request waits for the compiler when its context is split."""
         super().__init__(pool, chunk_tokens)
         self._joined = joined
         self._ranges = ranges_of(batch.spans)
