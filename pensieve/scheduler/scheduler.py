@@ -79,12 +79,22 @@ class Scheduler:
     ahead: plans are made while an earlier one is in flight. A request whose token that one samples is then planned for the
     position of that token, unseen; the cache learns of the position when the token is known. Nobody is preempted while a
     plan is in flight: `must_drain` asks for the next plan to be made with none.
+
+    computes: as the worker says. Where it does not, a plan after which nothing but decoding happens is repeated.
     """
 
-    def __init__(self, cache: CacheManager, settings: SchedulerSettings, max_context: int, ahead: bool = False) -> None:
+    def __init__(
+        self,
+        cache: CacheManager,
+        settings: SchedulerSettings,
+        max_context: int,
+        ahead: bool = False,
+        computes: bool = True,
+    ) -> None:
         self.cache = cache
         self.must_drain = False
         self._ahead = ahead
+        self._computes = computes
         self._in_flight = False
         self.settings = settings
         self.queue = WaitingQueue()
@@ -112,8 +122,9 @@ class Scheduler:
         self.cache.mark_waiting(sequence.session, now_s)
         self.queue.push(sequence)
 
-    def plan(self, now_s: float, in_flight: bool = False) -> Step | None:
-        """The next iteration; None when there is nothing to compute or copy. in_flight: an earlier one is not collected."""
+    def plan(self, now_s: float, in_flight: bool = False, horizon_ns: int | None = None) -> Step | None:
+        """The next iteration; None when there is nothing to compute or copy. in_flight: an earlier one is not collected.
+        horizon_ns: when something from outside may change what is planned."""
         self._in_flight, self.must_drain = in_flight, in_flight and self._must_preempt()
         if self.must_drain:
             return None
@@ -133,7 +144,7 @@ class Scheduler:
         if not rows and not draft.swap_out and not draft.swap_in:
             self._unsent = draft  # who was admitted has no share of an iteration yet
             return None
-        return self._launch(draft, rows)
+        return self._launch(draft, rows, self._repeat(draft, rows), horizon_ns)
 
     def remove(self, sequence: Sequence, now_s: float) -> None:
         """It is over: its blocks may be evicted, and the next turn of its conversation may start."""
@@ -152,7 +163,7 @@ class Scheduler:
         if sequence.preempted:
             self.cache.end_preempted(sequence.session, now_s)
 
-    def _launch(self, draft: _Draft, rows: list[tuple[Sequence, Row]]) -> Step:
+    def _launch(self, draft: _Draft, rows: list[tuple[Sequence, Row]], repeat: int, horizon_ns: int | None) -> Step:
         """The draft as a plan that is about to be launched."""
         plan = StepPlan(
             step=self.counters.steps,
@@ -160,6 +171,8 @@ class Scheduler:
             tables=tuple(draft.tables),
             swap_in=tuple(draft.swap_in),
             swap_out=tuple(draft.swap_out),
+            repeat=repeat,
+            horizon_ns=horizon_ns,
         )
         computed = [(sequence, row.runs) for sequence, row in rows]
         tokens = sum(stop - start for _, runs in computed for start, stop in runs)
@@ -227,7 +240,7 @@ class Scheduler:
                 continue  # preempted a moment ago, to make room for an earlier one
             if sequence.decoding and not self._extend(sequence, draft, rows, now_s):
                 continue
-            row = sequence.next_row(count, self._ahead)
+            row = sequence.next_row(count, self._ahead, self._computes)
             if row.runs[-1][1] <= len(sequence.session.tokens):
                 self.cache.advance(sequence.session, row.runs)
             rows.append((sequence, row))
@@ -259,6 +272,53 @@ class Scheduler:
                     return False
             elif not cache.drop(1, now_s):
                 return False  # the other blocks are in this very plan; the next iteration preempts
+
+    def _repeat(self, draft: _Draft, rows: list[tuple[Sequence, Row]]) -> int:
+        """Iterations that this plan stands for: as long as every running request decodes and none ends, nobody waits, no copy
+        is under way or becomes due, and there are the blocks that it takes."""
+        cache = self.cache
+        if self._computes or self._ahead or not rows or draft.swap_in or draft.swap_out or draft.admitted:
+            return 1
+        if len(rows) < len(self.running) or len(self.queue) or not cache.settled:
+            return 1
+        further = self.settings.max_batch_tokens
+        for sequence, row in rows:
+            left = sequence.further_tokens
+            if row.sample is None or not left:
+                return 1
+            further = min(further, left)
+        if cache.grows:
+            room = cache.available
+            if cache.can_swap_out:  # which begins below the low watermark
+                room -= self._low_watermark
+            lengths = [len(sequence.session.tokens) + 1 for sequence, _ in rows]
+            while further and self._blocks_for(lengths, further) > room:
+                further //= 2
+        return 1 + further
+
+    def _blocks_for(self, lengths: list[int], further: int) -> int:
+        """That requests whose positions fill blocks up to these lengths take for so many more."""
+        size = self.cache.chunk_tokens
+        return sum((length + further - 1) // size - (length - 1) // size for length in lengths) + len(lengths)
+
+    def repeated(self, step: Step, planned_s: list[float]) -> None:
+        """The step's plan was performed so many times more, which would have been planned at these times: its requests have the
+        KV of what they decoded, and got each block when they needed it."""
+        times, size = len(planned_s), self.cache.chunk_tokens
+        self.counters.steps += times
+        self.counters.batched_tokens += times * len(step.rows)
+        starts = [len(sequence.session.tokens) - times - 1 for sequence, _ in step.rows]
+        for further, row in sorted(
+            (further, row) for row, start in enumerate(starts) for further in range(-start % size, times, size)
+        ):
+            sequence, _ = step.rows[row]
+            added = self.cache.extend(sequence.session, starts[row] + further + 1, planned_s[further])
+            assert added is not None, "a plan is repeated for as long as there are blocks"
+            if added[1]:
+                assert sequence.slot is not None
+                self._unsent.tables.append((sequence.slot, *added))
+        for (sequence, _), start in zip(step.rows, starts, strict=True):
+            self.cache.advance(sequence.session, ((start, start + times),))
 
     def _must_preempt(self) -> bool:
         """The next decodes need more blocks than there are, and only a preemption makes some free, for which nothing may be

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pensieve.clock import VirtualClock
 from pensieve.cost.simulated import simulated_cost
-from pensieve.plan import Copy, Row, Sample, StartReport, StepPlan, StepResult
+from pensieve.plan import Copy, Repeats, Row, Sample, StartReport, StepPlan, StepResult
 from pensieve.specs import HardwareSpec, ModelSpec
 
 _MASK = (1 << 64) - 1
@@ -33,6 +33,8 @@ class SimulatedWorker:
     of (Sample.key, position), so that baselines can be compared token for token here too. The host prepares one
     plan after the other, each in the overhead of a step; with depth 2 it does so while the plan before runs.
     """
+
+    computes = False
 
     def __init__(
         self, model: ModelSpec, hardware: HardwareSpec, clock: VirtualClock, chunk_tokens: int, depth: int = 1
@@ -100,6 +102,7 @@ class SimulatedWorker:
             compute += max(0, self._prepared_ns - start) - round(self._hardware.step_overhead_s * 1e9)
         ended = self._ended(plan.rows, start, compute)
         self._clock.advance_to(ended)
+        repeats = self._repeat(plan, sampled, ended) if plan.repeat > 1 else None
         tokens = {row.slot: self._token(row.sample) for row in sampled if row.sample is not None}
         return StepResult(
             step=plan.step,
@@ -110,7 +113,32 @@ class SimulatedWorker:
             stall_ns=ended - start - compute,
             h2d_bytes=blocks_in * self._block_bytes,
             d2h_bytes=sum(len(copy.src) for copy in plan.swap_out) * self._block_bytes,
+            repeats=repeats,
         )
+
+    def _repeat(self, plan: StepPlan, sampled: list[Row], now_ns: int) -> Repeats:
+        """Decode on, as plans of one iteration each would: every row one position further each time."""
+        overhead = round(self._hardware.step_overhead_s * 1e9)
+        lasts = [row.runs[-1][1] for row in sampled]
+        ended: list[int] = []
+        computed: list[int] = []
+        for further in range(plan.repeat - 1):
+            if plan.horizon_ns is not None and now_ns >= plan.horizon_ns:
+                break
+            runs = [(last + further, last + further + 1) for last in lasts]
+            self._host_free_ns = max(self._host_free_ns, now_ns) + overhead
+            compute = round(self.cost.iteration_s(runs, len(runs)) * 1e9)
+            compute += max(0, self._host_free_ns - now_ns) - overhead
+            now_ns += compute
+            ended.append(now_ns)
+            computed.append(compute)
+            self._clock.advance_to(now_ns)
+        tokens = {}
+        for row in sampled:
+            assert row.sample is not None
+            position, key = row.sample.position, row.sample.key
+            tokens[row.slot] = [self._draw(key, position + further) for further in range(1, len(ended) + 1)]
+        return Repeats(tuple(ended), tuple(computed), tokens)
 
     def _ended(self, rows: tuple[Row, ...], start: int, compute: int) -> int:
         """When the plan's compute is done: no layer begins before its own loads have come."""
@@ -153,8 +181,11 @@ class SimulatedWorker:
         return tuple(done)
 
     def _token(self, sample: Sample) -> int:
+        return self._draw(sample.key, sample.position)
+
+    def _draw(self, key: int, position: int) -> int:
         # splitmix64: a fixed, well-mixed function of two integers
-        x = (sample.key + sample.position * 0x9E3779B97F4A7C15) & _MASK
+        x = (key + position * 0x9E3779B97F4A7C15) & _MASK
         x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
         return (x ^ (x >> 31)) % self._model.vocab
