@@ -259,10 +259,11 @@ class Engine:
             for compute_ns in repeats.compute_ns:
                 sequence.record.step(compute_ns, 0)
         self.scheduler.repeated(step, [now_s, *times_s[:-1]])
-        for index, at_s in enumerate(times_s):
+        for index, at_s in enumerate(times_s[:-1]):
             for (sequence, _), tokens in zip(step.rows, emitted, strict=True):
                 self._events.append(Event("token", sequence.request.id, at_s, tokens[index]))
-        for sequence, _ in step.rows:
+        for (sequence, _), tokens in zip(step.rows, emitted, strict=True):
+            self._events.append(Event("token", sequence.request.id, times_s[-1], tokens[-1]))
             if sequence.generated >= sequence.max_new_tokens:
                 self._close(sequence, "completed", "length", times_s[-1])
             else:
