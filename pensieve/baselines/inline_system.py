@@ -15,6 +15,7 @@ from pensieve.plan import StartReport
 from pensieve.record import Event, TurnRecord
 from pensieve.request import Request
 from pensieve.worker.simulated import SimulatedWorker
+from pensieve.worker.timeline import Timeline
 
 
 class InlineSystem(EngineSystem):
@@ -68,6 +69,13 @@ class InlineSystem(EngineSystem):
                 return untold
             events = self._run(None if until_s is None else round(until_s * 1e9))
             return untold + (self._answer(events) if self._answers else events)
+
+    def draw_timeline(self) -> Timeline | None:
+        """Collect what the machine does from now on; None for a worker that is not simulated."""
+        if not isinstance(self._worker, SimulatedWorker):
+            return None
+        self._worker.timeline = Timeline()
+        return self._worker.timeline
 
     def extrapolated(self) -> dict[str, Any]:
         """Terms of the cost model that were asked for more than was measured, by whoever asked: how often and how far."""

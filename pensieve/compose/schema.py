@@ -129,6 +129,7 @@ class TrialOptions(_Group):
     timeout_s: Rate | None = None
     fail_fast: bool = False
     profile: bool = False
+    trace: bool = False
 
 
 class SloConfig(_Group):

@@ -302,8 +302,8 @@ class Scheduler:
         return sum((length + further - 1) // size - (length - 1) // size for length in lengths) + len(lengths)
 
     def repeated(self, step: Step, planned_s: list[float]) -> None:
-        """The step's plan was performed so many times more, which would have been planned at these times: its requests have the
-        KV of what they decoded, and got each block when they needed it."""
+        """The step's plan was performed so many times more, which would have been planned at these times: its requests have
+        the KV of what they decoded, and got each block when they needed it."""
         times, size = len(planned_s), self.cache.chunk_tokens
         self.counters.steps += times
         self.counters.batched_tokens += times * len(step.rows)

@@ -204,6 +204,7 @@ def _run(
         system = build_system(plan, tokenizer, trace, described)
         try:
             raise_if_interrupted()
+            timeline = system.draw_timeline() if config.trial.trace and isinstance(system, InlineSystem) else None
             started = system.start()
             if isinstance(system, EngineSystem):
                 system.watch_content()
@@ -214,6 +215,11 @@ def _run(
                 record = _replay(trial_id, system, workload, described, tracking, job, deadline)
         finally:
             system.close()
+    if timeline is not None:
+        trace = job.folder / TRACE_FILE
+        timeline.write(trace, record.turns, record.origin_s)
+        if tracking.kept:
+            say(f"Trace:    {trace}   (open it on ui.perfetto.dev)")
     if trace is not None and trace.is_file():
         tracking.store.add_artifact(trial_id, "trace", trace)
     raise_if_interrupted()

@@ -9,6 +9,7 @@ from pensieve.clock import VirtualClock
 from pensieve.cost.simulated import simulated_cost
 from pensieve.plan import Copy, Repeats, Row, Sample, StartReport, StepPlan, StepResult
 from pensieve.specs import HardwareSpec, ModelSpec
+from pensieve.worker.timeline import Timeline
 
 _MASK = (1 << 64) - 1
 
@@ -39,6 +40,7 @@ class SimulatedWorker:
     def __init__(
         self, model: ModelSpec, hardware: HardwareSpec, clock: VirtualClock, chunk_tokens: int, depth: int = 1
     ) -> None:
+        self.timeline: Timeline | None = None
         self.depth = depth
         self.cost = simulated_cost(model, hardware, chunk_tokens)
         self._model = model
@@ -102,6 +104,9 @@ class SimulatedWorker:
             compute += max(0, self._prepared_ns - start) - round(self._hardware.step_overhead_s * 1e9)
         ended = self._ended(plan.rows, start, compute)
         self._clock.advance_to(ended)
+        if self.timeline is not None and plan.rows:
+            positions = sum(row.positions for row in plan.rows)
+            self.timeline.add("compute", "iteration", start, ended, requests=len(plan.rows), positions=positions)
         repeats = self._repeat(plan, sampled, ended) if plan.repeat > 1 else None
         tokens = {row.slot: self._token(row.sample) for row in sampled if row.sample is not None}
         return StepResult(
@@ -129,6 +134,9 @@ class SimulatedWorker:
             self._host_free_ns = max(self._host_free_ns, now_ns) + overhead
             compute = round(self.cost.iteration_s(runs, len(runs)) * 1e9)
             compute += max(0, self._host_free_ns - now_ns) - overhead
+            if self.timeline is not None:
+                count = len(runs)
+                self.timeline.add("compute", "iteration", now_ns, now_ns + compute, requests=count, positions=count)
             now_ns += compute
             ended.append(now_ns)
             computed.append(compute)
@@ -164,6 +172,8 @@ class SimulatedWorker:
             self._h2d_free_ns = begins + round(seconds * 1e9)
             tickets = tuple(copy.ticket for copy in copies)
             self._loading.append(_UnderWay(tickets, begins, self._h2d_free_ns, blocks))
+            if self.timeline is not None:
+                self.timeline.add("CPU to GPU", "swap in", begins, self._h2d_free_ns, blocks=len(blocks))
 
     def _start_outward(self, copies: tuple[Copy, ...], now_ns: int, slowed: float) -> None:
         for copy in copies:
@@ -171,6 +181,8 @@ class SimulatedWorker:
             seconds = self.cost.transfer_s(len(copy.src), to_gpu=False) * (slowed if copy.urgent else 1.0)
             self._d2h_free_ns = begins + round(seconds * 1e9)
             self._outward.append(_UnderWay((copy.ticket,), begins, self._d2h_free_ns))
+            if self.timeline is not None:
+                self.timeline.add("GPU to CPU", "swap out", begins, self._d2h_free_ns, blocks=len(copy.src))
 
     def _finished_copies(self) -> tuple[int, ...]:
         now = self._clock.now_ns()

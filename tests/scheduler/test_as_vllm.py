@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pensieve.cache.prefix import PrefixCache
+from pensieve.plan import StepPlan
 from tests.simulated import make_engine, request, run
 
 
@@ -30,16 +31,20 @@ def test_prompts_that_leave_room_in_the_iteration_are_joined():
 
 
 def test_a_plan_is_not_made_for_those_alone_who_have_their_blocks():
-    """Two requests that reach a block's end together in a full cache: with a plan in flight none is made for a part of them,
-    and then one is preempted."""
-    engine = make_engine(gpu_blocks=6, cpu_blocks=0, cache=PrefixCache, depth=2, admission_reserve=0.0)
-    rows: list[int] = []
+    """Requests that need blocks at different times, in a full cache: until one is preempted, each iteration serves all."""
+    engine = make_engine(gpu_blocks=9, cpu_blocks=0, cache=PrefixCache, depth=2, admission_reserve=0.0)
+    served: list[tuple[int, int]] = []
     launch = engine.worker.launch
-    engine.worker.launch = lambda plan: (rows.append(len(plan.rows)), launch(plan))[1]  # type: ignore[method-assign]
-    engine.submit(request(0, "a", 7, 9))
-    engine.submit(request(1, "b", 7, 9))
+
+    def watched(plan: StepPlan) -> None:
+        served.append((len(plan.rows), len(engine.scheduler.running)))
+        launch(plan)
+
+    engine.worker.launch = watched  # type: ignore[method-assign]
+    for number, tokens in enumerate((7, 6, 5)):
+        engine.submit(request(number, f"s{number}", tokens, 14))
+    while not engine.scheduler.counters.preempted:
+        engine.step(None)
+    assert len(served) > 4 and all(rows == running for rows, running in served[:-1])
     turns = run(engine)
-    assert [turns[number].output_tokens for number in (0, 1)] == [9, 9]
-    assert engine.scheduler.counters.preempted == 1
-    first = rows.index(1)
-    assert 2 not in rows[first:], "after the preemption each runs alone; no iteration before served one of the two"
+    assert [turns[number].output_tokens for number in range(3)] == [14, 14, 14]
