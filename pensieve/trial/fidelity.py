@@ -67,12 +67,14 @@ def fidelity(store: ResultsStore, trial_id: int) -> RenderableType | None:
     for column in ("", "real ms", "simulated ms", "error"):
         table.add_column(column, justify="left" if not column else "right")
     errors: dict[str, float] = {}
-    for (name, label), value in metrics.items():
-        if name == _ERROR and value is not None:
-            errors[label] = value
-            figure, _, statistic = label.partition("_")
+    for figure, title in _TITLES.items():
+        for statistic in ("mean", *PERCENTILES):
+            label = f"{figure}_{statistic}"
+            error = metrics[_ERROR, label]
+            assert error is not None
+            errors[label] = error
             real, simulated = metrics[_REAL, label], metrics[_SIMULATED, label]
-            table.add_row(f"{_TITLES[figure]} {statistic}", f"{real:,.1f}", f"{simulated:,.1f}", f"{value:+.2f} %")
+            table.add_row(f"{title} {statistic}", f"{real:,.1f}", f"{simulated:,.1f}", f"{error:+.2f} %")
     return Group(table, verdict(errors, limit, int(metrics.get(("fidelity_left_out", "")) or 0)))
 
 

@@ -30,19 +30,21 @@ class VllmRun(Playback):
 def vllm_run(
     context: WorkloadContext,
     *,
-    run: str | None = None,
+    run: str | None = "rtx4090_llama3_1_8b",
     path: str | None = None,
     warmup_turns: int = 1,
 ) -> VllmRun:
-    """run: one that comes with the package. path: instead, the requests.jsonl of another one; where its meta.json lies beside
-    it and names a known workload, prompts share what they shared.
+    """run: one that comes with the package. path: instead of it, the requests.jsonl of another one; where its meta.json lies
+    beside it and names a known workload, prompts share what they shared.
 
-    Raises ConfigError where there is not exactly one of both, or no such run, MalformedInput for a file that cannot be read.
+    Raises ConfigError where there is neither, or no such run, MalformedInput for a file that cannot be read.
     """
-    if (run is None) == (path is None):
-        raise ConfigError("workload=vllm_run needs workload.run=NAME or workload.path=FILE, not both; set one to null.")
+    if run is None and path is None:
+        raise ConfigError(
+            "This needs workload.path=FILE, the requests.jsonl of a run of vLLM; set it, or workload.run=NAME."
+        )
     at_least("warmup_turns", warmup_turns, 1, whole=True)
-    requests = shipped_run(run) if run is not None else read_run(Path(str(path)))
+    requests = read_run(Path(path)) if path is not None else shipped_run(str(run))
     conversations = [
         Conversation(
             f"request-{index}",
@@ -54,7 +56,7 @@ def vllm_run(
     real = {conversation.id: request for conversation, request in zip(conversations, requests, strict=True)}
     return VllmRun(
         real=real,
-        seen=run is not None,
+        seen=path is None,
         context=context,
         warmup=warmups(measured, warmup_turns, 1, context),
         measured=measured,
@@ -63,7 +65,7 @@ def vllm_run(
         free=False,
         timeout_s=None,
         facts={
-            "source": run or Path(str(path)).name,
+            "source": run if path is None else Path(path).name,
             "rule": RULE,
             "requests_in_file": len(requests),
             "prompts_that_begin_like_another": sum(request.beginning is not None for request in requests),

@@ -114,12 +114,14 @@ def test_clocks_are_told_apart_by_the_request_that_was_queued_at_once(tmp_path: 
         read_run(path)
 
 
-def test_a_run_is_named_once():
-    for fields in ({}, {"run": "rtx4090_llama3_1_8b", "path": "x"}):
-        with pytest.raises(ConfigError, match="not both"):
-            vllm_run(context(), **fields)
+def test_a_run_is_one_of_the_package_or_a_file(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"workload\.path=FILE"):
+        vllm_run(context(), run=None)
     with pytest.raises(ConfigError, match="there are rtx4090"):
         vllm_run(context(), run="a100")
+    with pytest.raises(MalformedInput):
+        vllm_run(context(), path=str(tmp_path / "missing.jsonl"))
+    assert vllm_run(context()).seen
 
 
 @pytest.mark.slow
