@@ -6,12 +6,31 @@ import gzip
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
-
-from pensieve.record import TurnRecord
+from typing import Any, Protocol
 
 _MACHINE, _REQUESTS = 1, 2  # processes of the trace
 _LANES = {"compute": 1, "CPU to GPU": 2, "GPU to CPU": 3}
+
+
+class Drawn(Protocol):
+    """What a trace shows of a request: a TurnRecord has it, of which workers know nothing."""
+
+    @property
+    def request_id(self) -> int: ...
+    @property
+    def session(self) -> str: ...
+    @property
+    def turn(self) -> int: ...
+    @property
+    def status(self) -> str | None: ...
+    @property
+    def intended_s(self) -> float: ...
+    @property
+    def admitted_s(self) -> float | None: ...
+    @property
+    def first_token_s(self) -> float | None: ...
+    @property
+    def finished_s(self) -> float | None: ...
 
 
 class Timeline:
@@ -41,14 +60,14 @@ class Timeline:
             }
         )
 
-    def write(self, path: Path, turns: Iterable[TurnRecord], origin_s: float) -> None:
+    def write(self, path: Path, turns: Iterable[Drawn], origin_s: float) -> None:
         """Compressed, as Perfetto opens it. turns: whose times count from `origin_s` of the simulated clock."""
         requests = [event for turn in turns for event in _phases(turn, origin_s)]
         with gzip.open(path, "wt", encoding="utf-8") as file:
             json.dump({"traceEvents": self._events + requests, "displayTimeUnit": "ms"}, file)
 
 
-def _phases(turn: TurnRecord, origin_s: float) -> list[dict[str, Any]]:
+def _phases(turn: Drawn, origin_s: float) -> list[dict[str, Any]]:
     """Waiting, prefill and decode of one request, as far as it came."""
     ends = (turn.admitted_s, turn.first_token_s, turn.finished_s)
     begins_s, events = turn.intended_s, []
