@@ -13,7 +13,7 @@ from pensieve.cache.base import CacheManager
 from pensieve.clock import Clock
 from pensieve.cost.base import CostModel, predicted_s
 from pensieve.idle_sessions import IdleSessions, MemoryLimits
-from pensieve.plan import StepResult
+from pensieve.plan import Repeats, StepResult
 from pensieve.record import Event
 from pensieve.request import Request
 from pensieve.scheduler.composition import SchedulerSettings
@@ -64,7 +64,9 @@ class Engine:
     ) -> None:
         assert worker.depth in (1, 2), "one plan in flight, or one more that is made before it is collected"
         self.cache = cache
-        self.scheduler = Scheduler(cache, settings, max_context, ahead=worker.depth > 1, cost=cost)
+        self.scheduler = Scheduler(
+            cache, settings, max_context, ahead=worker.depth > 1, cost=cost, computes=worker.computes
+        )
         self.worker = worker
         self.clock = clock
         self.counters = EngineCounters()
@@ -137,7 +139,7 @@ class Engine:
 
     def step(self, until_ns: int | None) -> list[Event]:
         """One iteration, or finished copies, or nothing by `until_ns`; returns what requests got."""
-        while self._may_launch() and (step := self._plan()) is not None:
+        while self._may_launch() and (step := self._plan(until_ns)) is not None:
             self._launched.append(step)
             self.worker.launch(step.plan)
         self._collect(until_ns)
@@ -154,12 +156,14 @@ class Engine:
         launched = len(self._launched)
         return launched < self.worker.depth and not (launched and self.scheduler.must_drain)
 
-    def _plan(self) -> Step | None:
+    def _plan(self, until_ns: int | None) -> Step | None:
         """The next iteration, and an end for the requests that turn out to be too large for the machine."""
         began = time.perf_counter_ns()
         now_s = self.clock.now_s()
         self._forget_surplus()
-        step = self.scheduler.plan(now_s, in_flight=bool(self._launched))
+        expiry_ns = self._idle.next_expiry_ns
+        horizon_ns = until_ns if expiry_ns is None or (until_ns is not None and until_ns < expiry_ns) else expiry_ns
+        step = self.scheduler.plan(now_s, in_flight=bool(self._launched), horizon_ns=horizon_ns)
         for sequence, error in self.scheduler.take_refused():
             self._close(sequence, "refused", error.reason, now_s, str(error))
             self._remove(sequence)
@@ -203,6 +207,8 @@ class Engine:
         else:
             self.cache.complete(result.done)
             self._commit_rows(step, result, now_s)
+            if result.repeats is not None and result.repeats.ended_ns:
+                self._commit_repeats(step, result.repeats, now_s)
         for sequence in step.members:
             if sequence.closed:
                 self._release(sequence)
@@ -242,6 +248,28 @@ class Engine:
             token = result.tokens.get(sequence.slot)
             if token is not None:
                 self._append(sequence, token, result.margins.get(sequence.slot), now_s)
+
+    def _commit_repeats(self, step: Step, repeats: Repeats, now_s: float) -> None:
+        """Further iterations of a plan in which every row decoded: what as many results of one iteration would have told."""
+        times_s = [ended_ns / 1e9 for ended_ns in repeats.ended_ns]
+        self.counters.steps += len(times_s)
+        self.counters.compute_ns += sum(repeats.compute_ns)
+        emitted: list[list[int]] = []
+        for sequence, _ in step.rows:
+            assert sequence.slot is not None
+            emitted.append(sequence.repeated(repeats.tokens[sequence.slot], times_s))
+            for compute_ns in repeats.compute_ns:
+                sequence.record.step(compute_ns, 0)
+        self.scheduler.repeated(step, [now_s, *times_s[:-1]])
+        for index, at_s in enumerate(times_s[:-1]):
+            for (sequence, _), tokens in zip(step.rows, emitted, strict=True):
+                self._events.append(Event("token", sequence.request.id, at_s, tokens[index]))
+        for (sequence, _), tokens in zip(step.rows, emitted, strict=True):
+            self._events.append(Event("token", sequence.request.id, times_s[-1], tokens[-1]))
+            if sequence.generated >= sequence.max_new_tokens:
+                self._close(sequence, "completed", "length", times_s[-1])
+            else:
+                sequence.decode_next()
 
     def _count_prediction(self, step: Step, result: StepResult) -> None:
         if self._cost is not None and len(step.rows) == 1 and step.tokens >= _LONG_ROW:

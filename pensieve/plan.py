@@ -56,6 +56,8 @@ class StepPlan:
     """One iteration. rows may be empty: copies only.
 
     tables: (slot, first chunk, block ids): what changed in the slots' block tables since the last plan.
+    repeat: iterations, where nothing but decoding happens for so long (only for a worker that computes nothing): each further
+    one decodes one more position of every row. None begins at horizon_ns or later.
     """
 
     step: int
@@ -63,6 +65,17 @@ class StepPlan:
     tables: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
     swap_in: tuple[Copy, ...] = ()
     swap_out: tuple[Copy, ...] = ()
+    repeat: int = 1
+    horizon_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """The further iterations of a plan that was repeated: when each ended and how long it took, and its tokens by slot."""
+
+    ended_ns: tuple[int, ...]
+    compute_ns: tuple[int, ...]
+    tokens: dict[int, list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +84,7 @@ class StepResult:
 
     done, failed: tickets of copies that ended since the last result, of this plan or of earlier ones; what a failed copy
     wrote is not valid. With an error, nothing that this plan wrote is valid, and its tickets are in no result, neither in
-    this one nor in a later one.
+    this one nor in a later one. repeats: what came after the first iteration, which all else here is about.
     ended_ns: the clock at the end of the iteration; None where the plan computed nothing. step None: only copies finished.
     stall_ns: compute that waited for a transfer. error: the sentence that fails this plan's requests.
     """
@@ -87,6 +100,7 @@ class StepResult:
     h2d_bytes: int = 0
     d2h_bytes: int = 0
     error: str | None = None
+    repeats: Repeats | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,6 +137,13 @@ class TurnRecord:
         if self.first_token_s is None:
             self.first_token_s = now_s
 
+    def more_tokens(self, tokens: list[int], times_s: list[float]) -> None:
+        """Several at once, of a worker that knows no margins; not the first ones."""
+        assert self.first_token_s is not None
+        self.token_ids.extend(tokens)
+        self.margins.extend([float("nan")] * len(tokens))
+        self.emitted_s.extend(times_s)
+
     def close(self, status: str, finish_reason: str | None, now_s: float, error: str | None = None) -> None:
         """It ended: the durations and the digest follow from what it has."""
         self.status, self.finish_reason, self.error = status, finish_reason, error

@@ -81,16 +81,25 @@ class ModelSpec:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
 
     @property
+    def gated(self) -> bool:
+        """The MLP multiplies two projections."""
+        return self.model_type in _GATED
+
+    @property
+    def rotary(self) -> bool:
+        return self.model_type not in _LEARNED_POSITIONS
+
+    @property
     def layer_parameters(self) -> int:
         """Matrix weights of one layer; norms and biases are below 0.1 %."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        mlp = self.hidden * self.intermediate * (3 if self.model_type in _GATED else 2)
+        mlp = self.hidden * self.intermediate * (3 if self.gated else 2)
         return attention + mlp
 
     @property
     def parameters(self) -> int:
         embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
-        positions = self.max_context * self.hidden if self.model_type in _LEARNED_POSITIONS else 0
+        positions = 0 if self.rotary else self.max_context * self.hidden
         return self.layers * self.layer_parameters + embeddings + positions
 
     @property
@@ -114,11 +123,16 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class HardwareSpec:
-    """A machine. Rates per device; a simulated one is run by its roofline, a real one only described by it.
+    """A machine. Rates per device; a simulated one is run by them, a real one only described.
+
+    terms: where the times of a simulated one come from (projections, attention, all_reduce: a folder of cost/tables, or
+    roofline, fitted, link); empty: its roofline.
 
     flops: dense matrix rate in the model's dtype, FLOP/s. memory_bw: device memory, bytes/s. h2d_bw, d2h_bw: bytes/s.
     *_efficiency: share of the peak that real kernels reach. step_overhead_s: launch and host time of an iteration.
-    duplex_penalty: share of the rate each direction loses while both run (the paper measured 18-20 %, section 5).
+    link_latency_s: of one all-reduce over the link. multiprocessors: of a device. graph_sizes: batches are padded to the
+    sizes that CUDA graphs were captured at. duplex_penalty: share of the rate each direction loses while both run (the paper
+    measured 18-20 %, section 5).
     """
 
     name: str
@@ -131,6 +145,10 @@ class HardwareSpec:
     h2d_bw: float = 0.0
     d2h_bw: float = 0.0
     link_bw: float = 0.0
+    link_latency_s: float = 0.0
+    multiprocessors: int = 0
+    graph_sizes: bool = False
+    terms: Mapping[str, str] = field(default_factory=dict)
     gpu_memory_bytes: int = 0
     cpu_memory_bytes: int = 0
     compute_efficiency: float = 1.0

@@ -72,13 +72,16 @@ def make_engine(
     limits: MemoryLimits | None = None,
     late: random.Random | None = None,
     depth: int = 1,
+    computes: bool = True,
     **settings: Any,
 ) -> Engine:
+    """computes: plans are made as for a worker that reads tokens, one iteration each."""
     clock = VirtualClock()
     policy = (policy or RetentionValue)(policy_context(chunk_tokens, gpu_blocks, cpu_blocks))
     manager = cache(policy=policy, chunk_tokens=chunk_tokens, gpu_blocks=gpu_blocks, cpu_blocks=cpu_blocks)
     made = (MODEL, hardware, clock, chunk_tokens, depth)
     worker = SimulatedWorker(*made) if late is None else LateWorker(*made, rng=late)
+    worker.computes = computes
     worker.start(gpu_blocks, manager.cpu_blocks)
     return Engine(
         cache=manager,

@@ -420,7 +420,7 @@ def test_an_edit_that_is_undone_leaves_the_conversation_as_it_was(cache: Any) ->
     run(engine)
     before = list(engine.cache.find("a").tokens)  # type: ignore[union-attr]
     engine.submit(Request(2, "a", 2, tokens_of([*before[:6], 91, 92]), Length(4), continues=False))
-    step = engine._plan()
+    step = engine._plan(None)
     assert step is not None
     assert len(engine.cache.find("a").tokens) == 8, "admitted, and the old end is gone"  # type: ignore[union-attr]
     engine._launched.append(step)

@@ -9,11 +9,13 @@ from typing import Any
 from pensieve.baselines.engine_system import ENGINE_CLOSED, EngineSystem
 from pensieve.clock import VirtualClock
 from pensieve.cost.base import CostModel
-from pensieve.cost.roofline import Roofline
+from pensieve.cost.simulated import simulated_cost
 from pensieve.errors import WorkerError
 from pensieve.plan import StartReport
 from pensieve.record import Event, TurnRecord
 from pensieve.request import Request
+from pensieve.worker.simulated import SimulatedWorker
+from pensieve.worker.timeline import Timeline
 
 
 class InlineSystem(EngineSystem):
@@ -68,6 +70,17 @@ class InlineSystem(EngineSystem):
             events = self._run(None if until_s is None else round(until_s * 1e9))
             return untold + (self._answer(events) if self._answers else events)
 
+    def draw_timeline(self) -> Timeline | None:
+        """Collect what the machine does from now on; None for a worker that is not simulated."""
+        if not isinstance(self._worker, SimulatedWorker):
+            return None
+        self._worker.timeline = Timeline()
+        return self._worker.timeline
+
+    def extrapolated(self) -> dict[str, Any]:
+        """Terms of the cost model that were asked for more than was measured, by whoever asked: how often and how far."""
+        return self._worker.cost.extrapolated() if isinstance(self._worker, SimulatedWorker) else {}
+
     def close(self) -> None:
         with self._lock:
             self._end(ENGINE_CLOSED)
@@ -76,7 +89,7 @@ class InlineSystem(EngineSystem):
     # -- how ----------------------------------------------------------------------------------------------------------
 
     def _prices(self, report: StartReport) -> CostModel:
-        return Roofline(self._model, self._hardware, self._chunk_tokens)
+        return simulated_cost(self._model, self._hardware, self._chunk_tokens)
 
     def _begin(self) -> None:
         """Nothing runs before the first poll."""

@@ -116,6 +116,16 @@ class CacheManager(ABC):
         """GPU blocks that become available when the copies under way are done."""
 
     @property
+    def settled(self) -> bool:
+        """No copy is under way whose end would change what may be evicted."""
+        return True
+
+    @property
+    def can_swap_out(self) -> bool:
+        """Something could be copied to a CPU tier."""
+        return False
+
+    @property
     def gpu_blocks_used(self) -> int:
         """With KV, or reserved for a request that runs."""
         return self.gpu_blocks - self.available

@@ -314,6 +314,10 @@ class Transfers:
                     self._leave(place)
                 yield moved
 
+    @property
+    def any_open(self) -> bool:
+        return bool(self._moves)
+
     def under_way(self) -> Iterator[Transfer]:
         """All that are open: for check()."""
         for moves in self._moves.values():

@@ -52,6 +52,14 @@ class TwoTierCache(CacheManager):
         return self.tiers.transfers.outgoing
 
     @property
+    def settled(self) -> bool:
+        return not self.tiers.transfers.any_open
+
+    @property
+    def can_swap_out(self) -> bool:
+        return bool(self.cpu_blocks and self.tiers.dirty.chunks)
+
+    @property
     def gpu_blocks_used(self) -> int:
         return self.gpu_blocks - self.tiers.gpu.free
 

@@ -88,6 +88,7 @@ def build_system(
         swap_out_stop=s.swap_out_stop,
         admission_reserve=s.admission_reserve,
         load_apart=s.load_apart,
+        admit_beyond_budget=s.admit_beyond_budget,
     )
     tokenizer = tokenizer or build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
     clock, worker, gpu_blocks = _clock_and_worker(plan, trace)

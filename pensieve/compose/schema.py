@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Count = Annotated[int, Field(ge=1)]
@@ -53,6 +53,7 @@ class SchedulerConfig(_Group):
     swap_out_stop: Share
     admission_reserve: Share
     load_apart: bool
+    admit_beyond_budget: bool = True
 
 
 class BaselineConfig(_Group):
@@ -64,6 +65,21 @@ class BaselineConfig(_Group):
     cpu_tier: bool = False
     kv_budget: Literal["device", "total"] = "device"
     missing: str | None = None
+
+
+class HardwareTerms(_Group):
+    """Where a simulated machine's times come from. projections: tables of a card, or roofline (for everything). attention:
+    tables of a card, or fitted (a roofline whose efficiencies were fitted to measured cards). all_reduce: tables, or link."""
+
+    projections: Literal["roofline", "rtx4090", "rtxpro6000", "a100", "h100"] = "roofline"
+    attention: Literal["roofline", "fitted", "rtx4090", "rtxpro6000"] = "roofline"
+    all_reduce: Literal["link", "a100", "h100"] = "link"
+
+    @model_validator(mode="after")
+    def _one_roofline(self) -> HardwareTerms:
+        if (self.projections == "roofline") != (self.attention == "roofline"):
+            raise ValueError("terms.projections and terms.attention are roofline both, or neither")
+        return self
 
 
 class HardwareConfig(_Group):
@@ -90,6 +106,10 @@ class HardwareConfig(_Group):
     h2d_bw: Rate = 0.0
     d2h_bw: Rate = 0.0
     link_bw: Rate = 0.0
+    link_latency_s: Rate = 0.0
+    multiprocessors: Annotated[int, Field(ge=0)] = 0
+    graph_sizes: bool = False
+    terms: HardwareTerms = HardwareTerms()
     compute_efficiency: Share = 1.0
     memory_efficiency: Share = 1.0
     step_overhead_s: Rate = 0.0
@@ -112,6 +132,7 @@ class TrialOptions(_Group):
     timeout_s: Rate | None = None
     fail_fast: bool = False
     profile: bool = False
+    trace: bool = False
 
 
 class SloConfig(_Group):

@@ -53,6 +53,11 @@ def check(cfg: DictConfig | Mapping[str, Any]) -> TrialConfig:
             f"trial.profile=true traces what torch does, and hardware={config.hardware.name} is simulated without torch; "
             "use hardware=local."
         )
+    if config.trial.trace and not config.hardware.simulated:
+        raise ConfigError(
+            f"trial.trace=true draws what a simulated machine does, and hardware={config.hardware.name} is real; "
+            "use trial.profile=true, or hardware=sim_h100."
+        )
     return config
 
 

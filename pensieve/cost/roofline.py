@@ -67,6 +67,9 @@ class Roofline:
     def describe(self) -> dict[str, Any]:
         return {"kind": "roofline", "hardware": self.hardware.name, "load_s": self.load_s()}
 
+    def extrapolated(self) -> dict[str, Any]:
+        return {}  # nothing was measured
+
     def _bound(self, flops: float, moved_bytes: float) -> float:
         return max(flops / self._flops_s, moved_bytes / self._bytes_s) / self.hardware.gpus
 

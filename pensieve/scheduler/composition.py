@@ -48,6 +48,8 @@ class SchedulerSettings:
     swap_out_start, swap_out_stop: the low and the high watermark of available blocks; admission_reserve: what an admission
     leaves. All three are shares of the GPU blocks (sections 4.3.2 and 4.3.5). load_apart: a request whose KV is
     on CPU joins the batch when what is left of its load fits an iteration (see Loads); the paper's engine waits for it.
+    admit_beyond_budget: admit whoever fits into memory, so that what it has on the CPU is loaded before its turn to
+    compute; False: only while this iteration has positions left, as vLLM does.
     """
 
     composition: Composition = unified
@@ -57,6 +59,7 @@ class SchedulerSettings:
     swap_out_stop: float = 0.30
     admission_reserve: float = 0.10
     load_apart: bool = False
+    admit_beyond_budget: bool = True
 
     def __post_init__(self) -> None:
         if self.max_batch_tokens < 1 or self.max_batch_requests < 1:

@@ -82,6 +82,8 @@ class Scheduler:
     ahead: plans are made while an earlier one is in flight. A request whose token that one samples is then planned for the
     position of that token, unseen; the cache learns of the position when the token is known. Nobody is preempted while a
     plan is in flight: `must_drain` asks for the next plan to be made with none.
+
+    computes: as the worker says. Where it does not, a plan after which nothing but decoding happens is repeated.
     """
 
     def __init__(
@@ -91,11 +93,13 @@ class Scheduler:
         max_context: int,
         ahead: bool = False,
         cost: CostModel | None = None,
+        computes: bool = True,
     ) -> None:
         self.cache = cache
         self.must_drain = False
         self._ahead = ahead
         self._loads = Loads(cost, cache.chunk_tokens) if settings.load_apart and cost is not None else None
+        self._computes = computes
         self._in_flight = False
         self.settings = settings
         self.queue = WaitingQueue()
@@ -123,9 +127,12 @@ class Scheduler:
         self.cache.mark_waiting(sequence.session, now_s)
         self.queue.push(sequence)
 
-    def plan(self, now_s: float, in_flight: bool = False) -> Step | None:
-        """The next iteration; None when there is nothing to compute or copy. in_flight: an earlier one is not collected."""
-        self._in_flight, self.must_drain = in_flight, False
+    def plan(self, now_s: float, in_flight: bool = False, horizon_ns: int | None = None) -> Step | None:
+        """The next iteration; None when there is nothing to compute or copy. in_flight: an earlier one is not collected.
+        horizon_ns: when something from outside may change what is planned."""
+        self._in_flight, self.must_drain = in_flight, in_flight and self._must_preempt()
+        if self.must_drain:
+            return None
         draft, self._unsent = self._unsent, _Draft()
         draft.admitted = [sequence for sequence in draft.admitted if sequence.slot is not None and not sequence.closed]
         lacking = self._admit(draft, now_s)
@@ -142,7 +149,7 @@ class Scheduler:
         if not rows and not draft.swap_out and not draft.swap_in:
             self._unsent = draft  # who was admitted has no share of an iteration yet
             return None
-        return self._launch(draft, rows)
+        return self._launch(draft, rows, self._repeat(draft, rows), horizon_ns)
 
     def remove(self, sequence: Sequence, now_s: float) -> None:
         """It is over: its blocks may be evicted, and the next turn of its conversation may start."""
@@ -166,7 +173,7 @@ class Scheduler:
         if sequence.preempted:
             self.cache.end_preempted(sequence.session, now_s)
 
-    def _launch(self, draft: _Draft, rows: list[tuple[Sequence, Row]]) -> Step:
+    def _launch(self, draft: _Draft, rows: list[tuple[Sequence, Row]], repeat: int, horizon_ns: int | None) -> Step:
         """The draft as a plan that is about to be launched."""
         plan = StepPlan(
             step=self.counters.steps,
@@ -174,6 +181,8 @@ class Scheduler:
             tables=tuple(draft.tables),
             swap_in=tuple(draft.swap_in),
             swap_out=tuple(draft.swap_out),
+            repeat=repeat,
+            horizon_ns=horizon_ns,
         )
         computed = [(sequence, row.runs) for sequence, row in rows]
         tokens = sum(stop - start for _, runs in computed for start, stop in runs)
@@ -190,7 +199,11 @@ class Scheduler:
 
     def _admit(self, draft: _Draft, now_s: float) -> int:
         """Admit from the head while it fits; returns the blocks that a deferred head lacks."""
+        settings = self.settings
+        budget = None if settings.admit_beyond_budget else settings.max_batch_tokens
         while (head := self.queue.head()) is not None and self._slots:
+            if budget is not None and sum(sequence.work_tokens for sequence in self.running) >= budget:
+                return 0  # it would not compute anything yet
             cache, session = self.cache, head.session
             error = None if head.preempted else self.refusal(head)
             if error is not None:
@@ -246,7 +259,7 @@ class Scheduler:
                 continue  # preempted a moment ago, to make room for an earlier one
             if sequence.decoding and not self._extend(sequence, draft, rows, now_s):
                 continue
-            row = sequence.next_row(count, self._ahead)
+            row = sequence.next_row(count, self._ahead, self._computes)
             if row.runs[-1][1] <= len(sequence.session.tokens):
                 self.cache.advance(sequence.session, row.runs)
             rows.append((sequence, row))
@@ -278,6 +291,63 @@ class Scheduler:
                     return False
             elif not cache.drop(1, now_s):
                 return False  # the other blocks are in this very plan; the next iteration preempts
+
+    def _repeat(self, draft: _Draft, rows: list[tuple[Sequence, Row]]) -> int:
+        """Iterations that this plan stands for: as long as every running request decodes and none ends, nobody waits, no copy
+        is under way or becomes due, and there are the blocks that it takes."""
+        cache = self.cache
+        if self._computes or self._ahead or not rows or draft.swap_in or draft.swap_out or draft.admitted:
+            return 1
+        if len(rows) < len(self.running) or len(self.queue) or not cache.settled:
+            return 1
+        further = self.settings.max_batch_tokens
+        for sequence, row in rows:
+            left = sequence.further_tokens
+            if row.sample is None or not left:
+                return 1
+            further = min(further, left)
+        if cache.grows:
+            room = cache.available
+            if cache.can_swap_out:  # which begins below the low watermark
+                room -= self._low_watermark
+            lengths = [len(sequence.session.tokens) + 1 for sequence, _ in rows]
+            while further and self._blocks_for(lengths, further) > room:
+                further //= 2
+        return 1 + further
+
+    def _blocks_for(self, lengths: list[int], further: int) -> int:
+        """That requests whose positions fill blocks up to these lengths take for so many more."""
+        size = self.cache.chunk_tokens
+        return sum((length + further - 1) // size - (length - 1) // size for length in lengths) + len(lengths)
+
+    def repeated(self, step: Step, planned_s: list[float]) -> None:
+        """The step's plan was performed so many times more, which would have been planned at these times: its requests have
+        the KV of what they decoded, and got each block when they needed it."""
+        times, size = len(planned_s), self.cache.chunk_tokens
+        self.counters.steps += times
+        self.counters.batched_tokens += times * len(step.rows)
+        starts = [len(sequence.session.tokens) - times - 1 for sequence, _ in step.rows]
+        for further, row in sorted(
+            (further, row) for row, start in enumerate(starts) for further in range(-start % size, times, size)
+        ):
+            sequence, _ = step.rows[row]
+            added = self.cache.extend(sequence.session, starts[row] + further + 1, planned_s[further])
+            assert added is not None, "a plan is repeated for as long as there are blocks"
+            if added[1]:
+                assert sequence.slot is not None
+                self._unsent.tables.append((sequence.slot, *added))
+        for (sequence, _), start in zip(step.rows, starts, strict=True):
+            self.cache.advance(sequence.session, ((start, start + times),))
+
+    def _must_preempt(self) -> bool:
+        """The next decodes need more blocks than there are, and only a preemption makes some free, for which nothing may be
+        in flight. To plan for those that have their blocks would cost a whole iteration for a part of the batch."""
+        cache = self.cache
+        if cache.cpu_blocks:
+            return False  # copies to the CPU tier make room without a preemption
+        size = cache.chunk_tokens
+        needed = sum(sequence.decoding and sequence.work[0][0] % size == 0 for sequence in self.running)
+        return needed > cache.available
 
     def _latest_not_in(self, rows: list[tuple[Sequence, Row]]) -> Sequence | None:
         """The running request that arrived last, of those that this iteration does not compute yet."""

@@ -158,14 +158,16 @@ class Sequence:
     def generated(self) -> int:
         return len(self.record.token_ids)
 
-    def next_row(self, count: int, ahead: bool) -> Row:
+    def next_row(self, count: int, ahead: bool, with_ids: bool = True) -> Row:
         """Take the first `count` positions of the work into the plan being made. ahead: the next plan is made before this
-        one is collected, so the position of a token that it samples is work at once."""
+        one is collected, so the position of a token that it samples is work at once. with_ids: the worker reads tokens."""
         assert self.slot is not None
         runs = self._take(count)
         tokens, (first, _), (_, position) = self.session.tokens, runs[0], runs[-1]
         ids: tuple[int, ...] | None
-        if position > len(tokens):  # of a token that is still being sampled
+        if not with_ids:
+            ids = None
+        elif position > len(tokens):  # of a token that is still being sampled
             output = self.request.output
             ids = (output.tokens[self.generated + self.awaited - 1],) if isinstance(output, Forced) else None
         else:
@@ -178,6 +180,23 @@ class Sequence:
             if ahead and self.awaited == 1:
                 self.decode_next()
         return Row(self.slot, runs, ids, sample)
+
+    @property
+    def further_tokens(self) -> int | None:
+        """How many more it will sample after those awaited; None: its end is not known in advance."""
+        if self.eos or self.stop is not None:
+            return None
+        return self.max_new_tokens - self.generated - self.awaited
+
+    def repeated(self, sampled: list[int], times_s: list[float]) -> list[int]:
+        """Tokens of further iterations of one plan, each sampled at the position of the one before: returns those that count,
+        and what follows is its work."""
+        output = self.request.output
+        if isinstance(output, Forced):
+            sampled = list(output.tokens[self.generated : self.generated + len(sampled)])
+        self.session.extend(sampled)
+        self.record.more_tokens(sampled, times_s)
+        return sampled
 
     def launched(self) -> None:
         """A plan that has a part of it is in flight."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from pensieve.baselines.base import System
 from pensieve.baselines.engine_system import EngineSystem
+from pensieve.baselines.inline_system import InlineSystem
 from pensieve.bound import bound_metrics
 from pensieve.compose import (
     TrialConfig,
@@ -42,6 +43,7 @@ from pensieve.results.environment import environment, git_commit
 from pensieve.results.identity import Identity, explain_difference, input_files
 from pensieve.results.schema import Trial
 from pensieve.results.tokens import TokenFile
+from pensieve.trial.fidelity import fidelity_metrics
 from pensieve.trial.identity import contended, identity_of
 from pensieve.trial.isolate import run_isolated
 from pensieve.trial.job import Job, Outcome
@@ -55,6 +57,7 @@ from pensieve.trial.terminal import raise_if_interrupted
 from pensieve.trial.tracking import Tracking
 from pensieve.workload.base import Workload, WorkloadPlan
 from pensieve.workload.start_state import check_start
+from pensieve.workload.vllm_run import VllmRun
 
 log = logging.getLogger(__name__)
 
@@ -203,6 +206,7 @@ def _run(
         neighbours = Neighbours()
         try:
             raise_if_interrupted()
+            timeline = system.draw_timeline() if config.trial.trace and isinstance(system, InlineSystem) else None
             started = system.start()
             if isinstance(system, EngineSystem):
                 system.watch_content()
@@ -214,6 +218,11 @@ def _run(
             others = neighbours.share()
         finally:
             system.close()
+    if timeline is not None:
+        trace = job.folder / TRACE_FILE
+        timeline.write(trace, record.turns, record.origin_s)
+        if tracking.kept:
+            say(f"Trace:    {trace}   (open it on ui.perfetto.dev)")
     if trace is not None and trace.is_file():
         tracking.store.add_artifact(trial_id, "trace", trace)
     raise_if_interrupted()
@@ -226,12 +235,17 @@ def _run(
     metrics += sampler.metrics(start_s, end_s, output)
     metrics.append(Metric("allocator_peak_bytes", allocator_peak_bytes(plan.device), "bytes"))
     metrics += bound_metrics(record.turns, _capacity(system))
+    if isinstance(workload, VllmRun):
+        metrics += fidelity_metrics(workload.real, workload.seen, record.turns)
     tracking.store.add_metrics(trial_id, metrics)
     flags: dict[str, Any] = {**record.flags, "load": record.load, "drain_share": record.drain_share}
     if not plan.device.simulated:
         flags["others_cpu_share"] = round(others, 3)
     if config.trial.profile:
         flags["profiled"] = True
+    extrapolated = system.extrapolated() if isinstance(system, InlineSystem) else {}
+    if extrapolated:
+        flags["extrapolated"] = extrapolated
     if started.settings.get("fell_back"):
         flags["fell_back"] = _fall_back(started.settings)
     if job.reproduces is not None:

@@ -29,7 +29,9 @@ from pensieve.results.environment import git_commit, host
 from pensieve.results.identity import sweep_key
 from pensieve.results.mlflow_runs import finish_parent, start_parent
 from pensieve.results.process import Owner, this_process
+from pensieve.results.store import ResultsStore
 from pensieve.results.sweep_table import SweepTable, sweep_table
+from pensieve.trial.fidelity import fidelity
 from pensieve.trial.identity import marks_of
 from pensieve.trial.job import Job, Outcome
 from pensieve.trial.jobs import Jobs, fixed_overrides
@@ -137,6 +139,8 @@ class OpenSweep:
         try:
             if shown:
                 console().print(table.renderable)
+                for job in tracking.store.trials_of_sweep(self.sweep_id):
+                    _print_fidelity(tracking.store, job.last.id)
                 print(*places(tracking), sep="\n", flush=True)
         except BrokenPipeError:
             discard_output()  # the sweep is still to be closed, and its status to be returned
@@ -188,6 +192,13 @@ def open_sweep(
     write_membership(config, membership)
     say(_announcement(jobs, axes))
     return sweep
+
+
+def _print_fidelity(store: ResultsStore, trial_id: int) -> None:
+    """Of a trial that replayed a real run, how far it is from it."""
+    table = fidelity(store, trial_id)
+    if table is not None:
+        console().print(table)
 
 
 def _overlay(overrides: Iterable[str]) -> str | None:
@@ -258,6 +269,7 @@ def run_single(cfg: DictConfig, config: TrialConfig) -> None:
         if outcome.reused:
             say(f"Trial {outcome.trial_id} is this one and is completed; force=true runs it again.")
         console().print(summary(tracking.store, outcome.trial_id))
+        _print_fidelity(tracking.store, outcome.trial_id)
         print(*places(tracking), sep="\n", flush=True)
     finally:
         copy_waiting()

@@ -18,6 +18,9 @@ class Worker(Protocol):
     depth: int
     """Plans in flight: 1 synchronous, 2 one step ahead."""
 
+    computes: bool
+    """False: it takes time only. No row needs the ids of its tokens then, and a plan may be repeated (StepPlan.repeat)."""
+
     def start(self, gpu_blocks: int, cpu_blocks: int) -> StartReport: ...
 
     def launch(self, plan: StepPlan) -> None: ...

@@ -1,4 +1,4 @@
-"""A worker that computes nothing and takes the time a roofline says, on a virtual clock. Imports no torch."""
+"""A worker that computes nothing and takes the time a cost model says, on a virtual clock. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections import deque
 from dataclasses import dataclass
 
 from pensieve.clock import VirtualClock
-from pensieve.cost.roofline import Roofline
-from pensieve.plan import Copy, Row, Sample, StartReport, StepPlan, StepResult
+from pensieve.cost.simulated import simulated_cost
+from pensieve.plan import Copy, Repeats, Row, Sample, StartReport, StepPlan, StepResult
 from pensieve.specs import HardwareSpec, ModelSpec
+from pensieve.worker.timeline import Timeline
 
 _MASK = (1 << 64) - 1
 
@@ -34,11 +35,14 @@ class SimulatedWorker:
     plan after the other, each in the overhead of a step; with depth 2 it does so while the plan before runs.
     """
 
+    computes = False
+
     def __init__(
         self, model: ModelSpec, hardware: HardwareSpec, clock: VirtualClock, chunk_tokens: int, depth: int = 1
     ) -> None:
+        self.timeline: Timeline | None = None
         self.depth = depth
-        self.roofline = Roofline(model, hardware, chunk_tokens)
+        self.cost = simulated_cost(model, hardware, chunk_tokens)
         self._model = model
         self._hardware = hardware
         self._clock = clock
@@ -94,12 +98,16 @@ class SimulatedWorker:
         self._start_loading(plan.swap_in, start, slowed)
         self._start_outward(plan.swap_out, start, slowed)
         sampled = [row for row in plan.rows if row.sample is not None]
-        compute_s = self.roofline.iteration_s((run for row in plan.rows for run in row.runs), len(sampled))
+        compute_s = self.cost.iteration_s((run for row in plan.rows for run in row.runs), len(sampled))
         compute = round(compute_s * 1e9)
         if plan.rows:  # of the overhead, what is still to come
             compute += max(0, self._prepared_ns - start) - round(self._hardware.step_overhead_s * 1e9)
         ended = self._ended(plan.rows, start, compute)
         self._clock.advance_to(ended)
+        if self.timeline is not None and plan.rows:
+            positions = sum(row.positions for row in plan.rows)
+            self.timeline.add("compute", "iteration", start, ended, requests=len(plan.rows), positions=positions)
+        repeats = self._repeat(plan, sampled, ended) if plan.repeat > 1 else None
         tokens = {row.slot: self._token(row.sample) for row in sampled if row.sample is not None}
         return StepResult(
             step=plan.step,
@@ -110,7 +118,35 @@ class SimulatedWorker:
             stall_ns=ended - start - compute,
             h2d_bytes=blocks_in * self._block_bytes,
             d2h_bytes=sum(len(copy.src) for copy in plan.swap_out) * self._block_bytes,
+            repeats=repeats,
         )
+
+    def _repeat(self, plan: StepPlan, sampled: list[Row], now_ns: int) -> Repeats:
+        """Decode on, as plans of one iteration each would: every row one position further each time."""
+        overhead = round(self._hardware.step_overhead_s * 1e9)
+        lasts = [row.runs[-1][1] for row in sampled]
+        ended: list[int] = []
+        computed: list[int] = []
+        for further in range(plan.repeat - 1):
+            if plan.horizon_ns is not None and now_ns >= plan.horizon_ns:
+                break
+            runs = [(last + further, last + further + 1) for last in lasts]
+            self._host_free_ns = max(self._host_free_ns, now_ns) + overhead
+            compute = round(self.cost.iteration_s(runs, len(runs)) * 1e9)
+            compute += max(0, self._host_free_ns - now_ns) - overhead
+            if self.timeline is not None:
+                count = len(runs)
+                self.timeline.add("compute", "iteration", now_ns, now_ns + compute, requests=count, positions=count)
+            now_ns += compute
+            ended.append(now_ns)
+            computed.append(compute)
+            self._clock.advance_to(now_ns)
+        tokens = {}
+        for row in sampled:
+            assert row.sample is not None
+            position, key = row.sample.position, row.sample.key
+            tokens[row.slot] = [self._draw(key, position + further) for further in range(1, len(ended) + 1)]
+        return Repeats(tuple(ended), tuple(computed), tokens)
 
     def _ended(self, rows: tuple[Row, ...], start: int, compute: int) -> int:
         """When the plan's compute is done: no layer begins before its own loads have come."""
@@ -132,17 +168,21 @@ class SimulatedWorker:
         if copies:
             blocks = frozenset(block for copy in copies for block in copy.dst)
             begins = max(self._h2d_free_ns, now_ns)
-            seconds = self.roofline.transfer_s(len(blocks), to_gpu=True) * slowed
+            seconds = self.cost.transfer_s(len(blocks), to_gpu=True) * slowed
             self._h2d_free_ns = begins + round(seconds * 1e9)
             tickets = tuple(copy.ticket for copy in copies)
             self._loading.append(_UnderWay(tickets, begins, self._h2d_free_ns, blocks))
+            if self.timeline is not None:
+                self.timeline.add("CPU to GPU", "swap in", begins, self._h2d_free_ns, blocks=len(blocks))
 
     def _start_outward(self, copies: tuple[Copy, ...], now_ns: int, slowed: float) -> None:
         for copy in copies:
             begins = max(self._d2h_free_ns, now_ns if copy.urgent else max(now_ns, self._h2d_free_ns))
-            seconds = self.roofline.transfer_s(len(copy.src), to_gpu=False) * (slowed if copy.urgent else 1.0)
+            seconds = self.cost.transfer_s(len(copy.src), to_gpu=False) * (slowed if copy.urgent else 1.0)
             self._d2h_free_ns = begins + round(seconds * 1e9)
             self._outward.append(_UnderWay((copy.ticket,), begins, self._d2h_free_ns))
+            if self.timeline is not None:
+                self.timeline.add("GPU to CPU", "swap out", begins, self._d2h_free_ns, blocks=len(copy.src))
 
     def _finished_copies(self) -> tuple[int, ...]:
         now = self._clock.now_ns()
@@ -153,8 +193,11 @@ class SimulatedWorker:
         return tuple(done)
 
     def _token(self, sample: Sample) -> int:
+        return self._draw(sample.key, sample.position)
+
+    def _draw(self, key: int, position: int) -> int:
         # splitmix64: a fixed, well-mixed function of two integers
-        x = (sample.key + sample.position * 0x9E3779B97F4A7C15) & _MASK
+        x = (key + position * 0x9E3779B97F4A7C15) & _MASK
         x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
         return (x ^ (x >> 31)) % self._model.vocab

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
+from functools import lru_cache
 
 from pensieve.request import TokenArray
 
@@ -30,5 +31,6 @@ def filler(tokens: int, vocab: int, *names: object) -> TokenArray[int]:
     return array("i", drawn)
 
 
+@lru_cache(maxsize=9)
 def _mask(bits: int) -> bytes:
     return bytes(value & ((1 << bits) - 1) for value in range(256))

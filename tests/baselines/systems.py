@@ -24,6 +24,7 @@ class HeldWorker:
     """Computes at once, as soon as `gate` is open. entered: set while a plan is held up. failure: what a plan raises."""
 
     depth = 1
+    computes = True
 
     def __init__(self, clock: WallClock) -> None:
         self._clock = clock

@@ -61,7 +61,8 @@ def test_tiny_has_about_ten_million_parameters():
 @pytest.mark.parametrize("overlay", options("experiment"))
 def test_overlays_compose(overlay):
     cfg = composed(f"experiment={overlay}")
-    assert check(cfg).baseline.name == "pensieve"
+    own = {"fidelity_vllm": "prefix_cache"}
+    assert check(cfg).baseline.name == own.get(overlay, "pensieve")
 
 
 def test_every_yaml_begins_with_a_comment():

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -38,7 +39,8 @@ def roofline_of(hardware: str, model: str = "llama3_8b") -> Roofline:
     described = ModelConfig.model_validate(read_option("model", model))
     config = HardwareConfig.model_validate(read_option("hardware", hardware))
     spec = ModelSpec.from_architecture(model, described.architecture, "bfloat16")
-    return Roofline(spec, hardware_spec(config, find_device(config)), 32)
+    machine = replace(hardware_spec(config, find_device(config)), terms={})  # also of one that was measured
+    return Roofline(spec, machine, 32)
 
 
 def prefills(roofline: Roofline, lengths: list[int]) -> Profile:

@@ -30,8 +30,8 @@ TABLE = ((0, 0, tuple(range(10))),)
 
 def test_swap_in_is_pipelined_by_layer_with_compute() -> None:
     worker, clock = started(h2d_bw=1e6)
-    compute = worker.roofline.iteration_s([(0, 40)], 1)
-    transfer = worker.roofline.transfer_s(4, to_gpu=True)
+    compute = worker.cost.iteration_s([(0, 40)], 1)
+    transfer = worker.cost.transfer_s(4, to_gpu=True)
     result = perform(worker, StepPlan(0, (ROW,), TABLE, swap_in=(Copy(1, (0, 1, 2, 3), (4, 5, 6, 7)),)))
     expected = max(transfer / MODEL.layers + compute, transfer + compute / MODEL.layers)
     assert clock.now_s() == pytest.approx(expected, rel=1e-6)
@@ -67,13 +67,13 @@ def test_a_row_waits_only_for_the_loads_below_its_positions() -> None:
     """A restore: chunks 0 to 3 are computed again while chunks 4 to 7 load; the plan above them waits."""
     worker, clock = started(h2d_bw=3e5)
     leading, rest = Row(0, ((0, 16),), tuple(range(16))), Row(0, ((32, 40),), tuple(range(8)), Sample(40))
-    transfer = worker.roofline.transfer_s(4, to_gpu=True)
+    transfer = worker.cost.transfer_s(4, to_gpu=True)
     first = perform(worker, StepPlan(0, (leading,), TABLE, swap_in=(Copy(1, (0, 1, 2, 3), (4, 5, 6, 7)),)))
     assert (first.stall_ns, first.done) == (0, ())
     alone = clock.now_s()
-    assert alone == pytest.approx(worker.roofline.iteration_s([(0, 16)], 0), rel=1e-6) and alone < transfer / 4
+    assert alone == pytest.approx(worker.cost.iteration_s([(0, 16)], 0), rel=1e-6) and alone < transfer / 4
     second = perform(worker, StepPlan(1, (rest,)))
-    compute = worker.roofline.iteration_s([(32, 40)], 1)
+    compute = worker.cost.iteration_s([(32, 40)], 1)
     assert second.done == (1,)
     assert clock.now_s() == pytest.approx(transfer + compute / MODEL.layers, rel=1e-5)
     assert perform(worker, StepPlan(2, (rest,))).stall_ns == 0
@@ -81,7 +81,7 @@ def test_a_row_waits_only_for_the_loads_below_its_positions() -> None:
 
 def test_loads_of_successive_plans_share_the_link_one_after_the_other() -> None:
     worker, clock = started(h2d_bw=3e5)
-    transfer = worker.roofline.transfer_s(2, to_gpu=True)
+    transfer = worker.cost.transfer_s(2, to_gpu=True)
     for step, blocks in ((0, (0, 1)), (1, (2, 3))):
         perform(worker, StepPlan(step, swap_in=(Copy(step, blocks, blocks),)))
     ends = []

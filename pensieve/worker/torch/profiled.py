@@ -34,6 +34,7 @@ class ProfiledWorker:
         self.path = path
         self._worker, self._skipped, self._traced = worker, skipped, traced
         self.depth: int = worker.depth
+        self.computes = worker.computes
         self._steps = 0
         self._profiler: profile | None = None
 

@@ -46,6 +46,8 @@ class TorchWorker:
     then holds the float32 logits [vocab] of every row sampled in the step collected last.
     """
 
+    computes = True
+
     def __init__(
         self,
         model: LoadedModel,

@@ -1,0 +1,34 @@
+"""What a simulated worker asks of time, and which model of it a machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from pensieve.cost.base import CostModel
+from pensieve.cost.measured import MeasuredCost
+from pensieve.cost.roofline import Roofline, Run
+from pensieve.specs import HardwareSpec, ModelSpec
+
+
+class SimulatedCost(CostModel, Protocol):
+    """Whole iterations and copies, beside the chunks that a cost model prices."""
+
+    def iteration_s(self, runs: Iterable[Run], sampled: int) -> float:
+        """One iteration over attention rows of queries [start, stop) each; logits of `sampled` positions."""
+        ...
+
+    def transfer_s(self, blocks: int, to_gpu: bool) -> float:
+        """Blocks over the link between CPU and GPU."""
+        ...
+
+    def extrapolated(self) -> dict[str, Any]:
+        """What was asked beyond what was measured, by term; empty: nothing."""
+        ...
+
+
+def simulated_cost(model: ModelSpec, hardware: HardwareSpec, chunk_tokens: int) -> SimulatedCost:
+    """By tables of measured kernels where the machine has such terms, else by its roofline."""
+    if hardware.terms.get("projections", "roofline") == "roofline":
+        return Roofline(model, hardware, chunk_tokens)
+    return MeasuredCost(model, hardware, chunk_tokens)

@@ -1,0 +1,112 @@
+"""How far a simulated trial is from the real run whose requests it replayed: figures, errors and a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from pensieve.metrics import PERCENTILES, Metric
+from pensieve.record import TurnRecord
+from pensieve.request import is_measured
+from pensieve.results.store import ResultsStore
+from pensieve.statistics import nearest_rank
+from pensieve.workload.vllm_runs.reading import RealRequest
+
+SEEN_PCT, UNSEEN_PCT = 2.0, 5.0
+"""What no figure's error may exceed: of a run that was looked at when the machine was made, and of any other."""
+
+_REAL, _SIMULATED, _ERROR, _LIMIT = "real_ms", "simulated_ms", "fidelity_error_pct", "fidelity_limit_pct"
+_TITLES = {"ttft": "TTFT", "tpot": "TPOT", "latency": "latency"}
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One request, in ms. tpot_ms: None for a reply of one token."""
+
+    ttft_ms: float
+    tpot_ms: float | None
+    latency_ms: float
+
+
+def fidelity_metrics(real: Mapping[str, RealRequest], seen: bool, turns: Iterable[TurnRecord]) -> list[Metric]:
+    """Each figure of the real run, of this one, and the error, labelled ttft_mean and so on. Requests that did not complete
+    here are in neither column, and counted."""
+    completed = {turn.session: turn for turn in turns if is_measured(turn.phase) and turn.status == "completed"}
+    there = [Served(one.ttft_ms, one.tpot_ms, one.latency_ms) for name, one in real.items() if name in completed]
+    here = [_served(completed[name]) for name in real if name in completed]
+    metrics = [
+        Metric(_LIMIT, SEEN_PCT if seen else UNSEEN_PCT, "%"),
+        Metric("fidelity_left_out", float(len(real) - len(here)), "requests"),
+    ]
+    theirs, ours = _figures(there), _figures(here)
+    for label, value in theirs.items():
+        metrics += [
+            Metric(_REAL, value, "ms", label, len(there), "requests"),
+            Metric(_SIMULATED, ours[label], "ms", label, len(here), "requests"),
+            Metric(_ERROR, 100 * (ours[label] / value - 1), "%", label, len(here), "requests"),
+        ]
+    return metrics
+
+
+def fidelity(store: ResultsStore, trial_id: int) -> RenderableType | None:
+    """The table and the verdict of a trial; None for one that replayed no real run."""
+    metrics = {(metric.name, metric.label): metric.value for metric in store.metrics_of(trial_id)}
+    limit = metrics.get((_LIMIT, ""))
+    if limit is None:
+        return None
+    trial = store.trial(trial_id)
+    table = Table(
+        title=f"trial {trial_id}: {trial.model} on {trial.hardware} against vLLM on the real one",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for column in ("", "real ms", "simulated ms", "error"):
+        table.add_column(column, justify="left" if not column else "right")
+    errors: dict[str, float] = {}
+    for figure, title in _TITLES.items():
+        for statistic in ("mean", *PERCENTILES):
+            label = f"{figure}_{statistic}"
+            error = metrics[_ERROR, label]
+            assert error is not None
+            errors[label] = error
+            real, simulated = metrics[_REAL, label], metrics[_SIMULATED, label]
+            table.add_row(f"{title} {statistic}", f"{real:,.1f}", f"{simulated:,.1f}", f"{error:+.2f} %")
+    return Group(table, verdict(errors, limit, int(metrics.get(("fidelity_left_out", "")) or 0)))
+
+
+def verdict(errors: Mapping[str, float], limit_pct: float, left_out: int) -> str:
+    worst = max(errors, key=lambda label: abs(errors[label]))
+    figure, _, statistic = worst.partition("_")
+    holds = abs(errors[worst]) <= limit_pct and not left_out
+    run = "looked at when this machine was made" if limit_pct == SEEN_PCT else "not seen before"
+    missing = f" {left_out} requests did not complete and are in no figure." if left_out else ""
+    return (
+        f"Verdict: {'holds' if holds else 'fails'}. The largest error is {errors[worst]:+.2f} % "
+        f"({_TITLES[figure]} {statistic}); the limit for a run {run} is {limit_pct:g} %.{missing}"
+    )
+
+
+def _served(turn: TurnRecord) -> Served:
+    assert turn.first_token_s is not None and turn.finished_s is not None
+    first, last, tokens = turn.first_token_s, turn.finished_s, len(turn.token_ids) or turn.output_tokens
+    tpot = 1e3 * (last - first) / (tokens - 1) if tokens > 1 else None
+    return Served(1e3 * (first - turn.intended_s), tpot, 1e3 * (last - turn.intended_s))
+
+
+def _figures(requests: Sequence[Served]) -> dict[str, float]:
+    columns: dict[str, Callable[[Served], float | None]] = {
+        "ttft": lambda each: each.ttft_ms,
+        "tpot": lambda each: each.tpot_ms,
+        "latency": lambda each: each.latency_ms,
+    }
+    figures: dict[str, float] = {}
+    for name, column in columns.items():
+        values = [value for value in map(column, requests) if value is not None]
+        figures[f"{name}_mean"] = sum(values) / len(values)
+        for percentile, share in PERCENTILES.items():
+            figures[f"{name}_{percentile}"] = nearest_rank(values, share)
+    return figures

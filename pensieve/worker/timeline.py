@@ -1,0 +1,88 @@
+"""What a simulated machine did and when: iterations, copies and requests as a Chrome trace, for ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+_MACHINE, _REQUESTS = 1, 2  # processes of the trace
+_LANES = {"compute": 1, "CPU to GPU": 2, "GPU to CPU": 3}
+
+
+class Drawn(Protocol):
+    """What a trace shows of a request: a TurnRecord has it, of which workers know nothing."""
+
+    @property
+    def request_id(self) -> int: ...
+    @property
+    def session(self) -> str: ...
+    @property
+    def turn(self) -> int: ...
+    @property
+    def status(self) -> str | None: ...
+    @property
+    def intended_s(self) -> float: ...
+    @property
+    def admitted_s(self) -> float | None: ...
+    @property
+    def first_token_s(self) -> float | None: ...
+    @property
+    def finished_s(self) -> float | None: ...
+
+
+class Timeline:
+    """Collects events of Chrome's trace format, times in microseconds of the simulated clock."""
+
+    def __init__(self) -> None:
+        self._events: list[dict[str, Any]] = [
+            {"ph": "M", "name": "process_name", "pid": _MACHINE, "args": {"name": "machine"}},
+            {"ph": "M", "name": "process_name", "pid": _REQUESTS, "args": {"name": "requests"}},
+        ]
+        self._events += [
+            {"ph": "M", "name": "thread_name", "pid": _MACHINE, "tid": lane, "args": {"name": name}}
+            for name, lane in _LANES.items()
+        ]
+
+    def add(self, lane: str, name: str, begins_ns: int, ends_ns: int, **args: int) -> None:
+        """One iteration, or one copy."""
+        self._events.append(
+            {
+                "ph": "X",
+                "name": name,
+                "pid": _MACHINE,
+                "tid": _LANES[lane],
+                "ts": begins_ns / 1e3,
+                "dur": (ends_ns - begins_ns) / 1e3,
+                "args": args,
+            }
+        )
+
+    def write(self, path: Path, turns: Iterable[Drawn], origin_s: float) -> None:
+        """Compressed, as Perfetto opens it. turns: whose times count from `origin_s` of the simulated clock."""
+        requests = [event for turn in turns for event in _phases(turn, origin_s)]
+        with gzip.open(path, "wt", encoding="utf-8") as file:
+            json.dump({"traceEvents": self._events + requests, "displayTimeUnit": "ms"}, file)
+
+
+def _phases(turn: Drawn, origin_s: float) -> list[dict[str, Any]]:
+    """Waiting, prefill and decode of one request, as far as it came."""
+    ends = (turn.admitted_s, turn.first_token_s, turn.finished_s)
+    begins_s, events = turn.intended_s, []
+    for name, ends_s in zip(("waiting", "prefill", "decode"), ends, strict=True):
+        if ends_s is None:
+            continue
+        shared = {
+            "cat": "request",
+            "name": name,
+            "pid": _REQUESTS,
+            "tid": turn.request_id,
+            "id": turn.request_id,
+            "args": {"session": turn.session, "turn": turn.turn, "status": turn.status},
+        }
+        events.append({**shared, "ph": "b", "ts": 1e6 * (origin_s + begins_s)})
+        events.append({**shared, "ph": "e", "ts": 1e6 * (origin_s + ends_s)})
+        begins_s = ends_s
+    return events

@@ -1,0 +1,210 @@
+"""Costs from measured kernels, against the published measurements and against arithmetic of their own."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from dataclasses import replace
+
+import pytest
+
+from pensieve.compose import read_option
+from pensieve.compose.machine import find_device, hardware_spec
+from pensieve.compose.schema import HardwareConfig, ModelConfig
+from pensieve.cost.kernel_tables import nearest, tables_of
+from pensieve.cost.measured import MeasuredCost, attention_fit, graph_size, shape_of
+from pensieve.cost.roofline import Roofline
+from pensieve.cost.simulated import simulated_cost
+from pensieve.cost.tables import derive
+from pensieve.errors import ConfigError
+from pensieve.specs import ModelSpec
+from tests.shared_data import shared
+
+CELL = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
+
+
+def model_of(name: str, dtype: str = "bfloat16") -> ModelSpec:
+    described = ModelConfig.model_validate(read_option("model", name))
+    return ModelSpec.from_architecture(name, described.architecture, dtype)
+
+
+def cost_of(hardware: str, model: str = "llama3_1_8b", **changed: object) -> MeasuredCost:
+    config = HardwareConfig.model_validate({**read_option("hardware", hardware), **changed})
+    return MeasuredCost(model_of(model), hardware_spec(config, find_device(config)), 32)
+
+
+def raw(path: str) -> list[dict[str, str]]:
+    with (shared(f"gpu_profiles/llmservingsim/{path}")).open(encoding="utf-8") as lines:
+        return list(csv.DictReader(lines))
+
+
+def test_the_shipped_tables_are_the_published_measurements(tmp_path):
+    made = derive.derive(shared("gpu_profiles"), tmp_path)
+    assert len(made) > 20
+    for path in made:
+        shipped = derive.HERE / path.relative_to(tmp_path)
+        assert path.read_bytes() == shipped.read_bytes(), shipped
+        assert path.stat().st_size < 40_000
+
+
+def test_a_decode_of_a_measured_size_takes_what_its_kernels_were_measured_to_take():
+    place = "RTX4090/meta-llama/Llama-3.1-8B/tp1"
+    layers: dict[str, float] = {}
+    for row in raw(f"{place}/dense.csv"):
+        if row["tokens"] == "32":
+            layers[row["layer"]] = float(row["time_us"])
+    heads = [float(row["time_us"]) for row in raw(f"{place}/per_sequence.csv") if row["sequences"] == "32"]
+    attention = next(
+        float(row["time_us"])
+        for row in raw(f"{place}/attention.csv")
+        if [row[name] for name in CELL] == ["0", "0", "32", "1024"]
+    )
+    once = layers.pop("embedding") + layers.pop("final_layernorm")
+    each = sum(layers.values()) + layers["layernorm"] + attention  # two norms a layer
+    expected = 1e-6 * (32 * each + once + sum(heads))
+    cost = cost_of("sim_rtx4090")
+    assert cost.iteration_s([(1024, 1025)] * 32, 32) == pytest.approx(expected, rel=1e-3)
+    assert cost.extrapolated() == {}
+
+
+@pytest.mark.parametrize(
+    ("table", "place"),
+    [
+        ("rtxpro6000/llama3_8b_tp1", "RTXPRO6000/meta-llama/Llama-3.1-8B/tp1"),
+        ("rtxpro6000/qwen3_32b_tp2", "RTXPRO6000/Qwen/Qwen3-32B/tp2"),
+    ],
+)
+def test_cells_that_were_left_out_of_the_tables_are_met_by_interpolation(table, place):
+    grid = next(each.attention for each in tables_of("rtxpro6000") if each.name == table)
+    assert grid is not None
+    errors: list[float] = []
+    decodes: list[float] = []
+    for row in raw(f"{place}/attention.csv"):
+        cell = [int(row[name]) for name in CELL]
+        if any(size & (size - 1) for size in cell) and grid.covers(*cell):
+            error = abs(grid.at(*cell) * 1e6 / float(row["time_us"]) - 1)
+            errors.append(error)
+            if not cell[0]:
+                decodes.append(error)
+    assert len(errors) > 10_000 and len(decodes) > 50
+    assert statistics.median(errors) < 0.03 and statistics.median(decodes) < 0.01
+    assert sorted(errors)[int(0.9 * len(errors))] < 0.09
+
+
+def test_a_shape_that_was_measured_is_not_scaled_and_another_one_is():
+    cost = cost_of("sim_rtx4090")
+    assert cost.describe()["terms"]["projections"]["scaled_from"] is None
+    wider = cost_of("sim_rtx4090", "llama2_13b")
+    assert wider.describe()["terms"]["projections"]["scaled_from"]["hidden"] == 4096
+    ratio = wider.weights_s() / cost.weights_s()  # reading the weights is what a single token takes
+    assert ratio == pytest.approx(model_of("llama2_13b").parameters / model_of("llama3_1_8b").parameters, rel=0.1)
+    assert wider.iteration_s([(0, 512)], 1) > cost.iteration_s([(0, 512)], 1)
+    smaller = cost_of("sim_rtx4090", "opt_125m")
+    assert smaller.iteration_s([(0, 512)], 1) < cost.iteration_s([(0, 512)], 1) / 10
+
+
+def test_of_another_degree_of_parallelism_the_table_of_that_degree_is_taken():
+    model = model_of("qwen3_32b")
+    assert [nearest("rtxpro6000", shape_of(model, gpus)).name for gpus in (1, 2)] == [
+        "rtxpro6000/qwen3_32b_tp1",
+        "rtxpro6000/qwen3_32b_tp2",
+    ]
+
+
+def test_what_was_not_measured_is_flagged_with_how_often_and_how_far():
+    cost = cost_of("sim_rtxpro6000")
+    cost.iteration_s([(16_383, 16_384)] * 4 + [(0, 1024)], 5)
+    assert cost.extrapolated() == {}
+    inside = cost.iteration_s([(16_384, 16_385)], 1)
+    beyond = cost.iteration_s([(65_536, 65_537)], 1)
+    cost.iteration_s([(0, 4096)], 1)
+    flagged = cost.extrapolated()
+    assert flagged["attention"] == {"iterations": 2, "of": 4, "furthest": pytest.approx(4, rel=0.1)}
+    assert flagged["projections"] == {"iterations": 1, "of": 4, "furthest": 2.0}
+    kv = 65_536 * model_of("llama3_1_8b").kv_bytes_per_token
+    assert beyond > inside and beyond > kv / 1.597e12, "no kernel reads faster than the memory"
+
+
+def test_several_prompts_take_less_than_one_of_as_many_tokens_and_more_than_the_longest():
+    cost = cost_of("sim_rtx4090")
+    several = cost.iteration_s([(0, 512)] * 4, 4)
+    assert cost.iteration_s([(0, 512)], 4) < several < cost.iteration_s([(0, 2048)], 4)
+
+
+def test_decodes_of_unequal_length_take_longer_only_where_that_was_measured():
+    even, uneven = [(1000, 1001)] * 16, [(100, 101)] * 15 + [(14_500, 14_501)]
+    for hardware, slower in (("sim_rtxpro6000", True), ("sim_rtx4090", False)):
+        cost = cost_of(hardware)
+        ratio = cost.iteration_s(uneven, 16) / cost.iteration_s(even, 16)
+        assert (ratio > 1.01) is slower, hardware
+
+
+def test_an_all_reduce_is_taken_from_its_table_twice_a_layer_and_once_more():
+    one, two = cost_of("sim_a100_80g", "llama2_70b"), cost_of("sim_a100_80g", "llama2_70b", gpus=2)
+    assert one.describe()["terms"]["all_reduce"] == "none: one device"
+    free = cost_of(
+        "sim_a100_80g", "llama2_70b", gpus=2, terms=dict(_terms("sim_a100_80g"), all_reduce="link"), link_bw=1e30
+    )
+    reduced = two.iteration_s([(0, 2048)], 1) - free.iteration_s([(0, 2048)], 1)
+    moved, devices = str(2 * 2048 * 8192), ("2", "2")  # bytes of the hidden states; two devices of one machine
+    with shared("gpu_profiles/vidur/network/a100_dgx/all_reduce.csv").open(encoding="utf-8") as lines:
+        rows = list(csv.DictReader(lines))
+    times = {
+        int(row["size"]): 1e-3 * float(row["time_stats.all_reduce.median"])
+        for row in rows
+        if (row["num_workers"], row["devices_per_node"]) == devices
+    }
+    near = min(times, key=lambda size: abs(size - int(moved)))
+    assert reduced / (2 * 80 + 1) == pytest.approx(times[near], rel=0.1)
+    with pytest.raises(ConfigError, match="not with 3"):
+        cost_of("sim_a100_80g", "llama2_70b", gpus=3)
+
+
+def _terms(hardware: str) -> dict[str, str]:
+    return dict(read_option("hardware", hardware)["terms"])
+
+
+def test_the_fitted_attention_meets_the_cells_that_it_was_fitted_to_as_far_as_it_says():
+    from pensieve.cost.tables.fit_attention import errors
+
+    fit, told = attention_fit()
+    again = errors(fit, "rtx4090")
+    assert again == told["fitted"]["rtx4090"]
+    assert again["decode_median_pct"] < 10 < told["fitted_to_the_other_card"]["rtx4090"]["median_pct"]
+
+
+@pytest.mark.parametrize("hardware", ["sim_rtx4090", "sim_rtxpro6000", "sim_a100_80g", "sim_h100"])
+def test_a_marginal_chunk_costs_no_less_at_a_longer_context(hardware):
+    cost = cost_of(hardware)
+    costs = [cost.recompute_s(context) for context in range(32, 16_384, 320)]
+    assert costs == sorted(costs) and costs[-1] > costs[0] > 0
+
+
+@pytest.mark.parametrize(("hardware", "peak"), [("sim_a100_80g", 312e12), ("sim_h100", 989.4e12)])
+def test_a_prefill_on_a_data_centre_card_is_below_its_peak_and_above_a_third_of_it(hardware, peak):
+    cost = cost_of(hardware, "llama2_7b")
+    seconds = cost.iteration_s([(0, 2048)], 1)
+    assert 1 / 3 < 2048 * model_of("llama2_7b").linear_flops_per_token / seconds / peak < 1
+
+
+def test_thirty_two_bits_were_not_measured():
+    config = HardwareConfig.model_validate(read_option("hardware", "sim_rtx4090"))
+    with pytest.raises(ConfigError, match=r"model\.dtype=bfloat16"):
+        MeasuredCost(model_of("llama3_1_8b", "float32"), hardware_spec(config, find_device(config)), 32)
+
+
+def test_a_machine_without_tables_has_its_roofline():
+    config = HardwareConfig.model_validate(read_option("hardware", "sim_h200"))
+    machine = hardware_spec(config, find_device(config))
+    assert isinstance(simulated_cost(model_of("llama3_8b"), machine, 32), Roofline)
+    measured = replace(
+        machine, terms={"projections": "h100", "attention": "fitted", "all_reduce": "h100"}, multiprocessors=132
+    )
+    assert isinstance(simulated_cost(model_of("llama3_8b"), measured, 32), MeasuredCost)
+
+
+def test_batches_are_padded_to_the_sizes_that_vllm_captures():
+    captured = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+    for tokens in range(1, 513):
+        assert graph_size(tokens) == next(size for size in captured if size >= tokens)
+    assert graph_size(513) == 513

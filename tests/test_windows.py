@@ -1,0 +1,130 @@
+"""Plans that are repeated give, bit by bit, what single iterations give."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from pensieve.cache.prefix import PrefixCache
+from pensieve.cache.slots import SlotCache
+from pensieve.cache.stateless import StatelessCache
+from pensieve.cache.two_tier import TwoTierCache
+from pensieve.clock import VirtualClock
+from pensieve.engine import Engine
+from pensieve.eviction.adaptive_retention import AdaptiveRetention
+from pensieve.eviction.lru import Lru
+from pensieve.eviction.retention_value import RetentionValue
+from pensieve.idle_sessions import MemoryLimits
+from pensieve.record import TurnRecord
+from tests.simulated import make_engine, request
+
+CASES: dict[str, dict[str, Any]] = {
+    "two tiers": {"cache": TwoTierCache, "policy": RetentionValue},
+    "lru": {"cache": TwoTierCache, "policy": Lru},
+    "a policy that learns": {"cache": TwoTierCache, "policy": AdaptiveRetention},
+    "gpu only": {"cache": TwoTierCache, "cpu_blocks": 0},
+    "prefix cache": {"cache": PrefixCache},
+    "slots": {"cache": SlotCache},
+    "stateless": {"cache": StatelessCache},
+    "two tiers, short memory": {"cache": TwoTierCache, "limits": MemoryLimits(0.05, 400)},
+}
+
+
+def drive(seed: int, monkeypatch: pytest.MonkeyPatch, windows: bool, **options: Any) -> tuple[list[Any], int, Engine]:
+    """Arrivals at random times, some close together and some far apart; returns everything that was seen, and the plans."""
+    rng = random.Random(seed)
+    blocks = rng.choice([24, 40, 96])
+    settings = {
+        "gpu_blocks": blocks,
+        "cpu_blocks": rng.choice([8, 48]),
+        "max_batch_tokens": rng.choice([8, 24]),
+        **options,
+    }
+    engine = make_engine(computes=False, **settings)
+    if not windows:
+        monkeypatch.setattr(engine.scheduler, "_repeat", lambda draft, rows: 1)
+    launched: list[int] = []
+    launch = engine.worker.launch
+    monkeypatch.setattr(engine.worker, "launch", lambda plan: (launched.append(plan.repeat), launch(plan))[1])
+    at_ns, seen, ends, turns = 0, [], 0, dict.fromkeys("abcde", 0)
+    clock = engine.clock
+    assert isinstance(clock, VirtualClock)
+    for number in range(24):
+        at_ns += rng.choice([0, 1, 1000]) * rng.randrange(100_000)
+        ends += run_until(engine, clock, at_ns, seen)
+        name = rng.choice("abcde")
+        turns[name] += 1
+        engine.submit(request(number, name, rng.randrange(1, 16), rng.randrange(1, 40), turns[name], continues=True))
+        if number % 7 == 6:
+            engine.cancel(number - 1, "cancelled")
+    run_until(engine, clock, None, seen)
+    return seen, len(launched), engine
+
+
+def run_until(engine: Engine, clock: VirtualClock, until_ns: int | None, seen: list[Any]) -> int:
+    while until_ns is None or clock.now_ns() < until_ns:
+        if until_ns is None and not engine.busy:
+            break
+        before = clock.now_ns()
+        events = engine.step(until_ns)
+        engine.cache.check()
+        for event in events:
+            seen.append((event.kind, event.request_id, event.at_s, event.token))
+            if event.turn is not None:
+                seen.append(told(event.turn))
+        if not events and clock.now_ns() == before and not engine.progressed:
+            assert until_ns is not None
+            expiry = engine.next_expiry_ns
+            clock.advance_to(until_ns if expiry is None else min(until_ns, expiry))
+    return len(seen)
+
+
+def told(turn: TurnRecord) -> tuple[Any, ...]:
+    return tuple(
+        value.tobytes() if hasattr(value, "tobytes") else value
+        for name in turn.__dataclass_fields__
+        for value in [getattr(turn, name)]
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_windows_change_nothing(case: str, monkeypatch: pytest.MonkeyPatch):
+    saved = 0
+    for seed in range(6):
+        with_windows, plans, engine = drive(seed, monkeypatch, True, **CASES[case])
+        single, iterations, plain = drive(seed, monkeypatch, False, **CASES[case])
+        assert with_windows == single, seed
+        assert engine.clock.now_ns() == plain.clock.now_ns()
+        assert engine.counters.steps == plain.counters.steps
+        assert engine.counters.compute_ns == plain.counters.compute_ns
+        assert engine.scheduler.counters == plain.scheduler.counters
+        assert engine.cache.counters == plain.cache.counters
+        saved += iterations - plans
+    assert saved > 100, "windows were opened at all"
+
+
+def test_a_window_ends_at_the_next_arrival():
+    engine = make_engine(gpu_blocks=64, computes=False)
+    engine.submit(request(0, "a", 4, 200))
+    clock = engine.clock
+    assert isinstance(clock, VirtualClock)
+    until = 20_000_000
+    seen: list[Any] = []
+    run_until(engine, clock, until, seen)
+    assert engine.busy and clock.now_ns() >= until
+    last = max(at_s for kind, _, at_s, _ in (each for each in seen if each[0] == "token"))
+    before = sorted({each[2] for each in seen if each[0] == "token"})[-2]
+    assert before * 1e9 < until <= last * 1e9, "no iteration begins after the arrival"
+
+
+def test_a_worker_that_computes_gets_its_tokens_and_no_window():
+    engine = make_engine(computes=True)
+    engine.submit(request(0, "a", 4, 6))
+    plans = []
+    launch = engine.worker.launch
+    engine.worker.launch = lambda plan: (plans.append(plan), launch(plan))[1]  # type: ignore[method-assign]
+    while engine.busy:
+        engine.step(None)
+    assert all(plan.repeat == 1 and plan.rows[0].tokens is not None for plan in plans) and len(plans) == 6

@@ -1,0 +1,151 @@
+"""How far a simulated run is from a real one: the figures, the verdict, and the runs that come with the package."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pensieve.compose import check
+from pensieve.compose.build import build_system, build_tokenizer, build_workload
+from pensieve.compose.plan import plan_trial
+from pensieve.errors import ConfigError, MalformedInput
+from pensieve.record import TurnRecord
+from pensieve.replay import replay
+from pensieve.trial.fidelity import fidelity_metrics, verdict
+from pensieve.workload.base import WorkloadContext
+from pensieve.workload.vllm_run import VllmRun, vllm_run
+from pensieve.workload.vllm_runs.reading import RealRequest, read_run, shipped, shipped_run
+from tests.composed import composed
+from tests.shared_data import shared
+
+REAL = {f"request-{i}": RealRequest(float(i), 100, 11, i + 2.0, i + 3.0 + i / 10) for i in range(20)}
+
+
+def turns_like(real: dict[str, RealRequest], slower: float = 1.0) -> list[TurnRecord]:
+    made = []
+    for number, (name, one) in enumerate(real.items()):
+        turn = TurnRecord(name, 1, phase="chat", intended_s=one.arrival_s, request_id=number)
+        turn.first_token_s = one.arrival_s + slower * (one.first_token_s - one.arrival_s)
+        turn.token_ids.extend(range(one.output_tokens))
+        turn.close("completed", "length", one.arrival_s + slower * (one.last_token_s - one.arrival_s))
+        made.append(turn)
+    return made
+
+
+def errors_of(turns: list[TurnRecord]) -> dict[str, float]:
+    metrics = fidelity_metrics(REAL, True, turns)
+    return {metric.label: metric.value for metric in metrics if metric.name == "fidelity_error_pct"}  # type: ignore[misc]
+
+
+def test_the_same_times_have_no_error_and_slower_ones_that_much():
+    same, slower = errors_of(turns_like(REAL)), errors_of(turns_like(REAL, 1.1))
+    assert len(same) == 12 and all(abs(error) < 1e-6 for error in same.values())
+    assert all(error == pytest.approx(10) for error in slower.values())
+    assert "holds" in verdict(same, 2.0, 0) and "fails" in verdict(slower, 5.0, 0)
+    assert "fails" in verdict(same, 2.0, 1), "a request that is missing is in no figure"
+
+
+def test_figures_are_those_of_the_raw_times():
+    metrics = {(m.name, m.label): m.value for m in fidelity_metrics(REAL, False, turns_like(REAL))}
+    tpots = sorted((1.0 + i / 10) / 10 * 1e3 for i in range(20))
+    assert metrics["real_ms", "ttft_mean"] == pytest.approx(2000)
+    assert metrics["real_ms", "tpot_p90"] == pytest.approx(tpots[17])
+    assert metrics["simulated_ms", "latency_p50"] == pytest.approx(3e3 + 900)
+    assert metrics["fidelity_limit_pct", ""] == 5.0, "a run that nobody looked at"
+
+
+def test_a_request_that_did_not_complete_is_left_out_of_both_columns_and_counted():
+    turns = turns_like(REAL)
+    turns[3].status = "timeout"
+    metrics = {(m.name, m.label): m for m in fidelity_metrics(REAL, True, turns)}
+    assert metrics["fidelity_left_out", ""].value == 1
+    assert metrics["real_ms", "ttft_mean"].n == metrics["simulated_ms", "ttft_mean"].n == 19
+
+
+def context() -> WorkloadContext:
+    return WorkloadContext(0, 40_000, 0, 32_768, 128_256, None, True)
+
+
+def prompts(workload: VllmRun) -> dict[str, list[int]]:
+    return {dialogue.session: list(dialogue.steps[0].build()) for dialogue in workload._measured}
+
+
+def test_prompts_begin_alike_where_they_did():
+    workload = vllm_run(context(), run="rtx4090_llama3_1_8b")
+    real, asked = shipped_run("rtx4090_llama3_1_8b"), prompts(workload)
+    assert len(asked) == 300 and workload.describe().facts["prompts_that_begin_like_another"] == 32
+    alike = 0
+    for index, request in enumerate(real):
+        prompt = asked[f"request-{index}"]
+        assert len(prompt) == request.input_tokens
+        if request.beginning is not None:
+            earlier, shared_tokens = asked[f"request-{request.beginning}"], request.shared_tokens
+            assert prompt[:shared_tokens] == earlier[:shared_tokens]
+            assert prompt[: shared_tokens + 64] != earlier[: shared_tokens + 64]
+            alike += shared_tokens
+    assert alike == 19_520
+    assert asked["request-0"][:16] != asked["request-1"][:16]
+
+
+def test_the_shipped_runs_are_the_published_ones():
+    for name, place in (
+        ("rtx4090_llama3_1_8b", "RTX4090/Llama-3.1-8B"),
+        ("rtxpro6000_qwen3_32b", "RTXPRO6000/Qwen3-32B"),
+    ):
+        path = shared(f"gpu_profiles/llmservingsim/runs/{place}/requests.jsonl")
+        assert shipped_run(name) == read_run(path), "meta.json names its workload, so prompts share what they shared"
+    assert shipped() == ["rtx4090_llama3_1_8b", "rtxpro6000_qwen3_32b"]
+
+
+def test_clocks_are_told_apart_by_the_request_that_was_queued_at_once(tmp_path: Path):
+    path = tmp_path / "requests.jsonl"
+    lines = [
+        {"input_toks": 5, "output_toks": 2, "arrival_time": 1000.0 + i, "queued_ts": 50.0 + i + i / 10}
+        | {"first_token_ts": 51.0 + i, "last_token_ts": 52.0 + i}
+        for i in range(3)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    assert read_run(path)[2] == RealRequest(2.0, 5, 2, 3.0, 4.0)
+    path.write_text("[]\n", encoding="utf-8")
+    with pytest.raises(MalformedInput, match=r"no requests\.jsonl"):
+        read_run(path)
+
+
+def test_a_run_is_one_of_the_package_or_a_file(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"workload\.path=FILE"):
+        vllm_run(context(), run=None)
+    with pytest.raises(ConfigError, match="there are rtx4090"):
+        vllm_run(context(), run="a100")
+    with pytest.raises(MalformedInput):
+        vllm_run(context(), path=str(tmp_path / "missing.jsonl"))
+    assert vllm_run(context()).seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rtx4090_llama3_1_8b", "rtxpro6000_qwen3_32b"])
+def test_simulated_cards_are_within_two_percent_of_the_real_runs(name: str):
+    config = check(composed("experiment=fidelity_vllm", f"replay={name}", f"hardware=sim_{name.partition('_')[0]}"))
+    plan = plan_trial(config)
+    tokenizer = build_tokenizer(config.model, plan.model.vocab, True)
+    workload, described = build_workload(plan, tokenizer)
+    assert isinstance(workload, VllmRun)
+    system = build_system(plan, tokenizer, None, described)
+    system.start()
+    record = replay(system, workload)
+    metrics = fidelity_metrics(workload.real, workload.seen, record.turns)
+    errors = {m.label: m.value for m in metrics if m.name == "fidelity_error_pct"}
+    assert len(errors) == 12 and all(abs(error or 0.0) < 2 for error in errors.values()), errors
+    # The other way round: a card that is faster by a tenth is found out.
+    quick = {
+        name: replace(one, last_token_s=one.arrival_s + 0.9 * (one.last_token_s - one.arrival_s))
+        for name, one in workload.real.items()
+    }
+    found = [
+        m.value or 0.0
+        for m in fidelity_metrics(quick, True, record.turns)
+        if m.label == "latency_mean" and m.unit == "%"
+    ]
+    assert found[0] > 9
