@@ -6,26 +6,27 @@ import threading
 from concurrent.futures import Future
 from typing import Any
 
+from pensieve.baselines.base import Listener
 from pensieve.baselines.engine_system import ENGINE_CLOSED, EngineSystem
 from pensieve.clock import VirtualClock
 from pensieve.cost.base import CostModel
 from pensieve.cost.roofline import Roofline
 from pensieve.errors import WorkerError
 from pensieve.plan import StartReport
-from pensieve.record import Event, TurnRecord
+from pensieve.record import Event
 from pensieve.request import Request
 
 
 class InlineSystem(EngineSystem):
-    """`poll` and `ask` run the engine, in the thread that calls them. Several threads may use it: each call has the engine to
-    itself, so that one made during a poll takes effect when that poll returns. Whoever asks runs the engine until some
-    request has finished, and lets the others have it before going on: so those who ask at once are served together.
+    """`poll`, `ask` and `drive` run the engine, in the thread that calls them. Several threads may use it: each call has the
+    engine to itself, so that one made during a poll takes effect when that poll returns. Whoever asks runs the engine until
+    some request has finished, and lets the others have it before going on: so those who ask at once are served together.
     """
 
     def __init__(self, **parts: Any) -> None:
         """parts: as EngineSystem takes them, with a VirtualClock."""
         super().__init__(**parts)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a listener may begin a request
         self._untold: list[Event] = []  # happened while somebody asked, for the next poll
         self._ended: str | None = None  # why nobody can ask any more
 
@@ -33,19 +34,26 @@ class InlineSystem(EngineSystem):
         with self._lock:
             self.engine.submit(request)
 
-    def ask(self, request: Request) -> TurnRecord:
-        answer: Future[TurnRecord] = Future()
+    def begin(self, request: Request, listener: Listener) -> None:
         with self._lock:
             if self._ended is None:
-                self._answers[request.id] = answer
+                self._listeners[request.id] = listener
                 self.engine.submit(request)
-        while not answer.done():
+                return
+        listener.failed(WorkerError(self._ended))
+
+    def drive(self, awaited: Future[Any]) -> None:
+        while not awaited.done():
             with self._lock:
-                if self._ended is not None:
+                if self._ended is not None and not awaited.done():
                     raise WorkerError(self._ended)
-                if not answer.done():
-                    self._serve_those_who_asked()
-        return answer.result()
+                if not awaited.done():
+                    self._serve_listeners()
+
+    def release(self, session: str) -> None:
+        with self._lock:
+            if self._ended is None:
+                self.engine.forget(session)
 
     def cancel(self, request_id: int, status: str) -> None:
         with self._lock:
@@ -66,7 +74,7 @@ class InlineSystem(EngineSystem):
             if _any_finished(untold):
                 return untold
             events = self._run(None if until_s is None else round(until_s * 1e9))
-            return untold + (self._answer(events) if self._answers else events)
+            return untold + (self._tell(events) if self._listeners else events)
 
     def close(self) -> None:
         with self._lock:
@@ -81,10 +89,10 @@ class InlineSystem(EngineSystem):
     def _begin(self) -> None:
         """Nothing runs before the first poll."""
 
-    def _serve_those_who_asked(self) -> None:
+    def _serve_listeners(self) -> None:
         """Until some request has finished. A crash ends all that were asked."""
         try:
-            self._untold += self._answer(self._run(None))
+            self._untold += self._tell(self._run(None))
         except BaseException as crash:  # the engine may have stopped half way through a step, whatever it was
             sentence = f"The engine stopped: {crash}"
             self._end(sentence)

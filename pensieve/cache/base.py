@@ -222,13 +222,18 @@ class CacheManager(ABC):
         where they can share; told before the first request, if at all."""
         return None
 
-    def open(self, name: str, now_s: float) -> Session:
+    def open(self, name: str, now_s: float, tenant: str = "") -> Session:
         """The conversation of that name, made if new."""
         session = self.sessions.get(name)
         if session is None:
-            session = self.sessions[name] = Session(name, self._sessions_made, now_s, now_s)
+            session = self.sessions[name] = Session(name, self._sessions_made, now_s, now_s, tenant=tenant)
             self._sessions_made += 1
         return session
+
+    def fork(self, parent: Session, child: Session, length: int, takes_kv: bool) -> None:
+        """A new conversation begins with the first `length` tokens of another one. A cache that shares by content finds their
+        KV by itself; one that does not may give the child that of the parent, if it `takes_kv`."""
+        child.begin_as(parent, length)
 
     def expect(self, session: Session, next_use_s: float | None) -> None:
         """When it will be asked again, by the schedule; None: not known to return. For offline policies."""

@@ -41,9 +41,9 @@ class OneTier(CacheManager):
         if self._seen is not None:
             self._seen.cut(session.number, length // self.chunk_tokens)
 
-    def open(self, name: str, now_s: float) -> Session:
-        session = super().open(name, now_s)
-        self._chains.setdefault(session.number, HashChain(self.chunk_tokens))
+    def open(self, name: str, now_s: float, tenant: str = "") -> Session:
+        session = super().open(name, now_s, tenant)
+        self._chains.setdefault(session.number, HashChain(self.chunk_tokens, session.tenant))
         return session
 
     def watch_content(self) -> None:

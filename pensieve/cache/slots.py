@@ -20,13 +20,14 @@ MOST_SLOTS = 4  # that are chosen where nobody says how many
 @dataclass(slots=True)
 class Slot:
     """cells: positions it can hold. tokens: those whose KV it holds, from position 0. used_s: when its last turn ended; minus
-    infinity before its first."""
+    infinity before its first. tenant: who asked for these tokens; nobody else finds them."""
 
     number: int
     blocks: tuple[int, ...]
     tokens: TokenArray[int] = field(default_factory=lambda: tokens_of([]))
     used_s: float = -math.inf
     session: Session | None = None
+    tenant: str = ""
 
 
 class SlotCache(OneTier):
@@ -114,7 +115,7 @@ class SlotCache(OneTier):
     def forget(self, session: Session) -> None:
         for slot in self.slots:
             held = min(len(slot.tokens), len(session.tokens))
-            if slot.session is None and held and slot.tokens[:held] == session.tokens[:held]:
+            if slot.session is None and held and _shared(slot, session) == held:
                 slot.tokens = tokens_of([])
         self.truncate(session, 0)
         del self.sessions[session.name], self._chains[session.number]
@@ -131,26 +132,31 @@ class SlotCache(OneTier):
 
     def _occupy(self, session: Session, now_s: float) -> int:
         """Take a slot and cut its tokens at the first difference; returns how many are left."""
-        slot, size = self._choose(session.tokens), self.chunk_tokens
-        found = min(common_prefix(slot.tokens, session.tokens), len(session.tokens) - 1)
+        slot, size = self._choose(session), self.chunk_tokens
+        found = min(_shared(slot, session), len(session.tokens) - 1)
         overwritten = -(-len(slot.tokens) // size) - -(-found // size)
         self.counters.evicted_chunks += overwritten
         self.counters.dropped_chunks += overwritten
         del slot.tokens[found:]
-        slot.session = session
+        slot.session, slot.tenant = session, session.tenant
         self._slot_of[session.number] = slot
         session.start(now_s)
         return found
 
-    def _choose(self, prompt: TokenArray[int]) -> Slot:
+    def _choose(self, session: Session) -> Slot:
         idle = [slot for slot in self.slots if slot.session is None]
         if self.slot_prompt_similarity:
-            shared = {slot.number: common_prefix(slot.tokens, prompt) for slot in idle}
+            shared = {slot.number: _shared(slot, session) for slot in idle}
             nearest = max(idle, key=lambda slot: (shared[slot.number], -slot.number))
-            if shared[nearest.number] / len(prompt) > self.slot_prompt_similarity:
+            if shared[nearest.number] / len(session.tokens) > self.slot_prompt_similarity:
                 return nearest
         return min(idle, key=lambda slot: (slot.used_s, slot.number))
 
     def _admission(self, session: Session, residency: Residency, found: int) -> Admission:
         again = max(0, session.computed - found)
         return Admission(residency, ((found, len(session.tokens)),), self._slot_of[session.number].blocks, (), 0, again)
+
+
+def _shared(slot: Slot, session: Session) -> int:
+    """Leading tokens of the conversation whose KV the slot holds."""
+    return common_prefix(slot.tokens, session.tokens) if slot.tenant == session.tenant else 0

@@ -188,6 +188,18 @@ class Tiers:
         block, chunk.cpu, chunk.cpu_len = chunk.cpu, None, 0
         self.transfers.retire(False, block, discarded)
 
+    def move(self, source: Session, target: Session, count: int) -> None:
+        """The first `count` chunks of an idle conversation to a new one, but for those that a copy reads or writes."""
+        assert not target.chunks
+        for index, chunk in enumerate(source.chunks[:count]):
+            if chunk.copying:
+                target.chunks.append(Chunk())
+                continue
+            self._leave_index(source, index)
+            source.chunks[index] = Chunk()
+            target.chunks.append(chunk)
+            self.update(target, index)
+
     # -- copies -----------------------------------------------------------------------------------------------------
 
     def outward(self, session: Session, index: int) -> Transfer:

@@ -230,6 +230,13 @@ class TwoTierCache(CacheManager):
         super().unmark_waiting(session, now_s)
         self.tiers.reorder(session)
 
+    def fork(self, parent: Session, child: Session, length: int, takes_kv: bool) -> None:
+        """A block belongs to one conversation. A child that takes KV gets the whole chunks that both have in common; the
+        parent keeps their raw tokens, as of chunks that were dropped."""
+        super().fork(parent, child, length, takes_kv)
+        if takes_kv and not parent.running and not parent.waiting:
+            self.tiers.move(parent, child, child.computed // self.chunk_tokens)
+
     def truncate(self, session: Session, length: int, computed: int | None = None) -> None:
         session.rollback(length, computed)
         self.tiers.cut(session, length)

@@ -13,7 +13,7 @@ from pensieve.cache.base import Admission, Run
 from pensieve.errors import CapacityError, ContextLengthError, RequestRefused
 from pensieve.plan import Row, Sample
 from pensieve.record import TurnRecord
-from pensieve.request import UNNUMBERED, Forced, Free, Request, TokenArray
+from pensieve.request import UNNUMBERED, Forced, Free, Request, Sampling, TokenArray
 from pensieve.session import Session, common_prefix
 from pensieve.stop import StopSearch
 from pensieve.units import ceil_div
@@ -75,7 +75,7 @@ class Sequence:
             TurnRecord.arrived(request, turn, now_s),
             arrival,
             session,
-            noise_key(request.sampling.seed, request.session, turn),
+            noise_key(request.sampling, request.session, turn),
             output.max_new_tokens,
         )
         if isinstance(output, Free):
@@ -251,7 +251,8 @@ class Sequence:
         return self.record.admitted_s is not None and not self.record.stands
 
 
-def noise_key(seed: int, session: str, turn: int) -> int:
+def noise_key(sampling: Sampling, session: str, turn: int) -> int:
     """What the noise of a turn's sampling is drawn with: 63 bits; `hash()` would differ from one process to the next."""
-    digest = hashlib.blake2b(f"{seed}/{session}/{turn}".encode(), digest_size=8).digest()
+    named = str(sampling.seed) if sampling.anonymous else f"{sampling.seed}/{session}/{turn}"
+    digest = hashlib.blake2b(named.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import queue
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
@@ -20,36 +22,76 @@ from pensieve.compose import (
     read_option,
 )
 from pensieve.compose.target import locate
-from pensieve.errors import ConfigError, RequestFailed, WorkerError, refused
+from pensieve.errors import ConfigError, PensieveError, RequestFailed, WorkerError
 from pensieve.eviction.base import needs_future
-from pensieve.record import TurnRecord
-from pensieve.request import UNNUMBERED, Free, Length, Request, Sampling, TokenArray, stops_of, text_of, tokens_of
+from pensieve.record import Event, TurnRecord
+from pensieve.request import Free, Length, Sampling, TokenArray, stops_of, text_of, tokens_of
+from pensieve.server.conversations import Conversation, Conversations, Mark
+from pensieve.server.text import TextStream
+from pensieve.server.turn import Generation, Turn, error_of
 from pensieve.stop import before_stop
 from pensieve.tokenizer import Tokenizer
+
+__all__ = ["Generation", "Server", "Stream", "create_server"]
 
 _ALIASES = {"vllm": "stateless"}
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """One finished turn. text: the reply, without the stop string that ended it. turn: its record (see TurnRecord)."""
+class Stream:
+    """The reply of one turn while it is generated: iterate over its text, piece by piece, once. `result` waits for the end,
+    `cancel` brings it about."""
 
-    token_ids: list[int]
-    text: str
-    turn: TurnRecord
+    def __init__(self, server: Server, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
+        self._server = server
+        self._text = TextStream(decode, stops)
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: the end
+        self.turn: Turn
+
+    def __iter__(self) -> Iterator[str]:
+        self._server.drive(self.turn.future)
+        while (event := self._events.get()) is not None:
+            if event.token is not None and (piece := self._text.push(event.token)):
+                yield piece
+        rest = self._text.finish()
+        if rest:
+            yield rest
+        self.turn.future.result()  # raises what ended it
+
+    def result(self) -> Generation:
+        """The finished turn; raises as Server.generate does."""
+        return self._server.wait(self.turn.future)
+
+    def cancel(self) -> None:
+        """End it now; what was generated so far stands."""
+        self._server.cancel_turn(self.turn)
+
+    def _happened(self, event: Event) -> None:
+        self._events.put(event)
 
 
 class Server:
     """A running engine that keeps conversations by name; thread-safe, a context manager.
 
-    Calls from several threads are batched together; turns of one conversation are served in the order they came.
+    Calls from several threads are batched together; turns of one conversation are served in the order they came. The HTTP
+    server and the chat are clients of this object, so their conversations are its conversations.
     """
 
-    def __init__(self, system: AnsweringSystem, tokenizer: Tokenizer, seed: int = 0) -> None:
-        self._system = system
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        system: AnsweringSystem,
+        tokenizer: Tokenizer,
+        seed: int = 0,
+        conversations: Callable[[Callable[[str], None]], Conversations] = Conversations,
+    ) -> None:
+        """conversations: makes the store, from what releases a conversation in the engine."""
+        self.system = system
+        self.tokenizer = tokenizer
+        self.conversations = conversations(system.release)
+        self.on_turn: Callable[[Turn, TurnRecord], None] | None = None
+        """Called in the engine's thread with every turn that ended."""
         self._seed = seed
         self._ids = itertools.count(1)
+        self._under_way: dict[int, Turn] = {}
         self._totals: dict[str, float] = {
             "turns": 0,
             "output_tokens": 0,
@@ -58,7 +100,7 @@ class Server:
         }
         self._lock = threading.Lock()  # of the totals
         self.report = system.start()
-        self._vocab = int(system.settings()["vocab"])
+        self.vocab = int(system.settings()["vocab"])
 
     def process_request(self, session_id: str, text: str, max_new_tokens: int = 128, **options: Any) -> str:
         """Send one message of a conversation and return the reply. `options` as of `generate`."""
@@ -86,26 +128,69 @@ class Server:
         Raises CapacityError or ContextLengthError, or RequestRefused itself, for a request that can never be served,
         RequestFailed where the engine failed it, ConfigError for arguments that make no sense.
         """
-        if (prompt_ids is None) == (text is None):
-            raise ConfigError("Give either prompt_ids or text.")
-        if prompt_ids is None:
-            prompt_ids = self._tokenizer.encode(text_of(text, "text"))
-        stops = stops_of(stop)
-        turn = self._serve(
+        turn = self._begin(
             session_id,
-            tokens_of(prompt_ids, self._vocab),
-            Length(max_new_tokens) if ignore_eos and not stops else Free(max_new_tokens, stops, ignore_eos),
-            Sampling(temperature, top_p, top_k, self._seed if seed is None else seed),
+            prompt_ids,
+            text,
+            None,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+            stop=stop,
+            ignore_eos=ignore_eos,
         )
-        if turn.status == "refused":
-            raise refused(turn.finish_reason, turn.error or "The request was refused.")
-        if turn.status != "completed":
-            raise RequestFailed(turn.error or f"The request ended as {turn.status}.")
-        return Generation(list(turn.token_ids), self._text(turn, stops), turn)
+        return self.wait(turn.future)
+
+    def submit(
+        self, session_id: str, prompt_ids: Sequence[int] | None = None, *, text: str | None = None, **options: Any
+    ) -> Future[Generation]:
+        """As `generate`, without waiting: a future of what that returns or raises. On a simulated machine time goes on while
+        somebody waits in `wait`, `generate` or a stream."""
+        return self._begin(session_id, prompt_ids, text, None, **options).future
+
+    def stream(
+        self, session_id: str, prompt_ids: Sequence[int] | None = None, *, text: str | None = None, **options: Any
+    ) -> Stream:
+        """As `generate`; the reply comes piece by piece."""
+        stream = Stream(self, self.tokenizer.decode, stops_of(options.get("stop")))
+        stream.turn = self._begin(session_id, prompt_ids, text, stream._happened, **options)
+        stream.turn.future.add_done_callback(lambda _: stream._events.put(None))
+        return stream
+
+    def cancel(self, session_id: str) -> int:
+        """End the turns of a conversation that run or wait; returns how many there were. What a running one has generated
+        stands, and is its result, with status `cancelled`."""
+        known = self.conversations.find("", session_id)
+        turns = [turn for turn in list(self._under_way.values()) if turn.conversation is known]
+        for turn in turns:
+            self.cancel_turn(turn)
+        return len(turns)
+
+    def wait(self, future: Future[Generation]) -> Generation:
+        """The result of a future that `submit` returned."""
+        try:
+            self.drive(future)
+        except WorkerError as error:
+            raise RequestFailed(str(error)) from error
+        return future.result()
+
+    def drive(self, future: Future[Any]) -> None:
+        """On a simulated machine: let time go on until this future is done. On a real one nobody has to."""
+        if self.system.clock.virtual:
+            self.system.drive(future)
 
     def forget(self, session_id: str | None = None) -> None:
-        """Free a conversation, or all of them."""
-        self._system.forget(session_id)
+        """Free a conversation, or all of them, but for those that have a turn under way."""
+        if session_id is None:
+            self.conversations.clear()
+            self.system.forget(None)
+            return
+        known = self.conversations.find("", session_id)
+        if known is not None and known.idle:
+            self.conversations.remove(known)
+            self.system.forget(known.engine_name)  # returns when it is done, so that a cold cache is cold
 
     def get_statistics(self) -> dict[str, Any]:
         """Counts since start: turns, tokens, hits by tier, evictions, bytes moved, and what the engine is."""
@@ -120,7 +205,7 @@ class Server:
                 ("miss_rate", "recomputed_tokens"),
             )
         }
-        return {**totals, **shares, **self._system.counters(), "engine": self._system.settings()}
+        return {**totals, **shares, **self.system.counters(), "engine": self.system.settings()}
 
     def get_statistics_str(self) -> str:
         """The same for people, a few lines."""
@@ -144,7 +229,7 @@ class Server:
 
     def close(self) -> None:
         """Stop the engine; requests under way end with RequestFailed."""
-        self._system.close()
+        self.system.close()
 
     def __enter__(self) -> Server:
         return self
@@ -154,26 +239,146 @@ class Server:
     ) -> None:
         self.close()
 
-    # -- how --------------------------------------------------------------------------------------------------------
+    # -- turns --------------------------------------------------------------------------------------------------------
 
-    def _serve(self, session: str, ids: TokenArray[int], output: Length | Free, sampling: Sampling) -> TurnRecord:
-        request = Request(next(self._ids), session, UNNUMBERED, ids, output, sampling)
-        request.intended_s = self._system.clock.now_s()
-        try:
-            turn = self._system.ask(request)
-        except WorkerError as error:
-            raise RequestFailed(str(error)) from error
-        with self._lock:
-            self._totals["turns"] += 1
-            self._totals["failed_turns"] += turn.status != "completed"
-            self._totals["output_tokens"] += turn.output_tokens
-            for name in _COUNTED:
-                self._totals[name] += getattr(turn, name) or 0
+    def turn(
+        self,
+        conversation: Conversation,
+        prompt_of: Callable[[TokenArray[int]], TokenArray[int]],
+        output: Length | Free,
+        sampling: Sampling,
+        **options: Any,
+    ) -> Turn:
+        """A turn that has not begun. options: further fields of Turn."""
+        stops = output.stop if isinstance(output, Free) else ()
+        now_s = self.system.clock.now_s()
+        return Turn(self, conversation, next(self._ids), prompt_of, output, sampling, now_s, stops, **options)
+
+    def begin(self, turn: Turn) -> None:
+        """Serve it once the turns of its conversation that came before have ended."""
+        conversation = turn.conversation
+        with self.conversations.lock:
+            self._under_way[turn.id] = turn
+            if conversation.running is not None:
+                conversation.waiting.append(turn)
+                return
+            conversation.running = turn
+        self._start(turn)
+
+    def cancel_turn(self, turn: Turn) -> None:
+        with self.conversations.lock:
+            turn.cut = True
+            waits = turn in turn.conversation.waiting
+            if waits:
+                turn.conversation.waiting.remove(turn)
+        if waits:
+            self._never_started(turn)
+        else:
+            self.system.cancel(turn.id, "cancelled")
+
+    @property
+    def under_way(self) -> int:
+        """Turns that run or wait."""
+        return len(self._under_way)
+
+    def _begin(
+        self,
+        session_id: str,
+        prompt_ids: Sequence[int] | None,
+        text: str | None,
+        on_event: Callable[[Event], None] | None,
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int | None = None,
+        stop: str | Sequence[str] | None = (),
+        ignore_eos: bool = False,
+    ) -> Turn:
+        if (prompt_ids is None) == (text is None):
+            raise ConfigError("Give either prompt_ids or text.")
+        if prompt_ids is None:
+            prompt_ids = self.tokenizer.encode(text_of(text, "text"))
+        message = tokens_of(prompt_ids, self.vocab)
+        stops = stops_of(stop)
+        output = Length(max_new_tokens) if ignore_eos and not stops else Free(max_new_tokens, stops, ignore_eos)
+        sampling = Sampling(temperature, top_p, top_k, self._seed if seed is None else seed)
+        with self.conversations.lock:
+            conversation = self.conversations.find("", text_of(session_id, "session_id"))
+            if conversation is None:
+                conversation = self.conversations.open("", session_id)
+            turn = self.turn(conversation, lambda held: held + message, output, sampling, on_event=on_event)
+            self.begin(turn)
         return turn
 
-    def _text(self, turn: TurnRecord, stops: Sequence[str]) -> str:
-        text = self._tokenizer.decode(turn.token_ids)
-        return before_stop(text, stops) if turn.finish_reason == "stop" else text
+    def _start(self, turn: Turn) -> None:
+        """It is the conversation's running turn."""
+        try:
+            request = turn.request()
+        except PensieveError as error:
+            self._over(turn, error)
+            return
+        self.system.begin(request, turn)
+        if turn.cut:  # before the engine knew of it
+            self.system.cancel(turn.id, "cancelled")
+
+    def _ended(self, turn: Turn, record: TurnRecord) -> None:
+        """Called in the engine's thread."""
+        turn.record = record
+        self._count(record)
+        error = error_of(record)
+        generation = None
+        if error is None:
+            text = self.tokenizer.decode(record.token_ids)
+            text = before_stop(text, turn.stops) if record.finish_reason == "stop" else text
+            generation = turn.generation(record, text)
+            if record.stands:
+                self._keep(turn, generation)
+        if self.on_turn is not None:
+            self.on_turn(turn, record)
+        self._over(turn, generation or error)
+
+    def _keep(self, turn: Turn, generation: Generation) -> None:
+        """The conversation is what was asked and answered. A stop string is no part of it."""
+        conversation, record = turn.conversation, generation.turn
+        stopped = record.finish_reason == "stop"
+        reply = array("i", self.tokenizer.encode(generation.text)) if stopped else record.token_ids
+        key = turn.key_of(turn.key_before, generation.text) if turn.key_of is not None else None
+        tokens = turn.prompt + reply
+        turn.mark = Mark(len(tokens), key, record, min(turn.held, len(turn.prompt)))
+        self.conversations.settle(conversation, tokens, turn.mark)
+
+    def _failed(self, turn: Turn, error: PensieveError, cause: BaseException | None) -> None:
+        """Called by whoever learned that the engine has ended."""
+        self._over(turn, error, cause)
+
+    def _never_started(self, turn: Turn) -> None:
+        record = TurnRecord(turn.conversation.engine_name, 0, status="cancelled", intended_s=turn.intended_s)
+        self._under_way.pop(turn.id, None)
+        turn.settle(Generation([], "", record))
+
+    def _over(self, turn: Turn, what: Generation | PensieveError | None, cause: BaseException | None = None) -> None:
+        """The conversation is free for its next turn; one that never came to anything is given up."""
+        assert what is not None
+        conversation = turn.conversation
+        with self.conversations.lock:
+            self._under_way.pop(turn.id, None)
+            following = conversation.waiting.popleft() if conversation.waiting else None
+            conversation.running = following
+            if following is None and not conversation.begun:
+                self.conversations.remove(conversation)
+        turn.settle(what, cause)
+        if following is not None:
+            self._start(following)
+
+    def _count(self, record: TurnRecord) -> None:
+        with self._lock:
+            self._totals["turns"] += 1
+            self._totals["failed_turns"] += record.status not in ("completed", "cancelled")
+            self._totals["output_tokens"] += record.output_tokens
+            for name in _COUNTED:
+                self._totals[name] += getattr(record, name) or 0
 
 
 _COUNTED = ("prompt_tokens", "history_tokens", "gpu_hit_tokens", "cpu_hit_tokens", "recomputed_tokens", "new_tokens")
