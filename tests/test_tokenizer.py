@@ -34,32 +34,32 @@ def test_any_ids_decode():
 
 
 def test_hub_tokenizer_reads_a_folder(folder):
-    tokenizer = HubTokenizer(folder / "tokenizer.json")
+    tokenizer = HubTokenizer(folder)
     assert tokenizer.encode("hello world") == [0, 1]
     assert tokenizer.decode([1, 0, 2]) == "world hello"
     assert tokenizer.vocab_size == 4
-    assert tokenizer.eos_id is None
+    assert tokenizer.eos_ids == frozenset()
 
 
 def test_end_of_sequence_is_read_beside_it(folder):
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}}))
-    assert HubTokenizer(folder / "tokenizer.json").eos_id == 2
-    assert HubTokenizer(folder / "tokenizer.json", eos_id=1).eos_id == 1
+    assert HubTokenizer(folder).eos_ids == {2}
+    assert HubTokenizer(folder, eos_ids=[1]).eos_ids == {1, 2}
 
 
 def test_a_malformed_file_is_a_sentence(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(WeightsMissing, match="not a readable tokenizer"):
-        HubTokenizer(tmp_path / "tokenizer.json")
+        HubTokenizer(tmp_path)
 
 
 def test_random_weights_fall_back_to_bytes(tmp_path, folder):
     assert find_tokenizer_file(str(tmp_path / "nowhere")) is None
-    assert load_tokenizer([str(folder)], None, None, vocab=4, random_weights=True).name == folder.name
+    assert load_tokenizer([str(folder)], None, (), vocab=4, random_weights=True).name == folder.name
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert load_tokenizer([str(empty)], None, None, vocab=320, random_weights=True).name == "bytes"
+    assert load_tokenizer([str(empty)], None, (), vocab=320, random_weights=True).name == "bytes"
     with pytest.raises(WeightsMissing, match=r"model\.weights=random"):
-        load_tokenizer([str(empty)], None, None, vocab=320, random_weights=False)
+        load_tokenizer([str(empty)], None, (), vocab=320, random_weights=False)
     with pytest.raises(WeightsMissing):
-        load_tokenizer([str(empty)], None, None, vocab=258, random_weights=True)
+        load_tokenizer([str(empty)], None, (), vocab=258, random_weights=True)

@@ -108,14 +108,13 @@ class EngineSystem(ABC):
             cpu_blocks=self._cpu_blocks,
         )
         cache.set_cost_model(self._cost, self._model.layers, self._scheduler_settings.max_batch_tokens)
-        own = self._tokenizer.eos_id if self._tokenizer else None
         self.engine = Engine(
             cache=cache,
             settings=self._scheduler_settings,
             worker=self._worker,
             clock=self.clock,
             max_context=self._model.max_context,
-            eos=report.eos if own is None else report.eos | {own},
+            eos=report.eos | self._tokenizer.eos_ids if self._tokenizer else report.eos,
             decode_text=self._tokenizer.decode if self._tokenizer else None,
             limits=self._limits,
             cost=self._cost,

@@ -52,8 +52,8 @@ def build_tokenizer(model: ModelConfig, vocab: int, simulated: bool) -> Tokenize
         sources.append(model.hub_id)
     meaningless = simulated or kind == "random"
     eos = model.architecture.get("eos_token_id")
-    eos_id = int(eos[0] if isinstance(eos, list) else eos) if eos is not None else None
-    return load_tokenizer(sources, model.revision, eos_id, vocab, meaningless, download=not meaningless)
+    eos_ids = () if eos is None else map(int, eos) if isinstance(eos, list) else (int(eos),)
+    return load_tokenizer(sources, model.revision, eos_ids, vocab, meaningless, download=not meaningless)
 
 
 def find_parts(config: TrialConfig, longest_tokens: int | None = None) -> Parts:

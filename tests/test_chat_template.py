@@ -1,0 +1,163 @@
+"""Turn n + 1 extends turn n token for token, with the templates that models publish."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pensieve.chat_template import ChatTemplate
+from pensieve.errors import ConfigError
+from pensieve.tokenizer import ByteTokenizer, HubTokenizer
+from tests.chat import CHATML, GEMMA_2, LLAMA_3, MISTRAL, THINKING, dialogue, save_tokenizer
+
+PUBLISHED = {"chatml": CHATML, "llama3": LLAMA_3, "gemma2": GEMMA_2, "mistral": MISTRAL}
+
+
+@pytest.fixture(params=[*PUBLISHED, "plain"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> HubTokenizer:
+    return HubTokenizer(save_tokenizer(tmp_path, PUBLISHED.get(request.param), begins=request.param == "plain"))
+
+
+def loaded(folder: Path, template: str | None) -> tuple[HubTokenizer, ChatTemplate]:
+    tokenizer = HubTokenizer(save_tokenizer(folder, template))
+    return tokenizer, ChatTemplate(tokenizer)
+
+
+def spelled(tokenizer: HubTokenizer, text: str, ended: bool) -> list[int]:
+    """A reply as a model may sample it: letter by letter, which is not how the tokenizer encodes it."""
+    ids = [token for letter in text for token in tokenizer.encode(letter)]
+    assert ids != tokenizer.encode(text)
+    return [*ids, min(tokenizer.eos_ids)] if ended else ids
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("turns", [("the one",), ("the one", "Rome", "and then?")])
+def test_without_own_tokens_it_is_what_transformers_makes_of_the_messages(
+    tmp_path: Path, name: str, turns: tuple[str, ...]
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    _, chat = loaded(tmp_path, PUBLISHED[name])
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(dialogue(*turns), add_generation_prompt=True, return_dict=False)
+    assert chat.prompt(dialogue(*turns)).ids == expected
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_each_turn_extends_the_one_before(tokenizer: HubTokenizer, ended: bool) -> None:
+    """Whether the model ended its reply or was cut short. Plain lines show no end of sequence: its token, which has no KV
+    yet, is left out."""
+    chat = ChatTemplate(tokenizer)
+    messages, replies, held = dialogue("the first"), {}, []
+    for text in (" the one ", "the other", "stone"):
+        prompt = chat.prompt(messages, replies)
+        assert prompt.reencoded_from is None
+        assert prompt.ids[: len(held)] == held
+        reply = spelled(tokenizer, text, ended)
+        held = prompt.ids + (reply[:-1] if chat.plain and ended else reply)
+        replies[len(messages)] = reply
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "and the one?"}]
+    assert chat.prompt(messages).ids != chat.prompt(messages, replies).ids, (
+        "encoded anew, these replies are other tokens"
+    )
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_message_can_follow_without_the_messages_before_it(tokenizer: HubTokenizer, ended: bool) -> None:
+    chat = ChatTemplate(tokenizer)
+    first = chat.opening("the first")
+    reply = spelled(tokenizer, "the one", ended)
+    told = chat.prompt(dialogue("the first", "the one", "and?"), {1: reply}).ids
+    assert first == chat.prompt(dialogue("the first")).ids
+    assert first + reply + chat.following("and?", reply[-1]) == (
+        told if not (chat.plain and ended) else first + reply + told[len(first) + len(reply) - 1 :]
+    )
+
+
+def test_a_reply_that_ended_otherwise_than_the_template_says_ends_as_it_says(tmp_path: Path) -> None:
+    """Gemma 2 may stop with <eos>, and its template knows <end_of_turn> only."""
+    tokenizer, chat = loaded(tmp_path, GEMMA_2)
+    other = tokenizer.encode("<eos>")[0]
+    tokenizer.eos_ids |= {other}
+    reply = [*tokenizer.encode("one"), other]
+    ids = chat.prompt(dialogue("the first", "one", "two"), {1: reply}).ids
+    assert ids == chat.prompt(dialogue("the first", "one", "two")).ids
+    assert other not in ids
+
+
+def test_a_template_that_moves_the_system_message_says_so_and_keeps_the_common_prefix(tmp_path: Path) -> None:
+    tokenizer, chat = loaded(tmp_path, MISTRAL)
+    assert chat.rewrites is not None and "system message moves" in chat.rewrites
+    first = chat.prompt(dialogue("the first", system="rules")).ids
+    reply = spelled(tokenizer, "the one", True)
+    second = chat.prompt(dialogue("the first", "the one", "and?", system="rules"), {2: reply})
+    common = next(i for i, (a, b) in enumerate(zip(first, second.ids, strict=False)) if a != b)
+    assert tokenizer.decode(first[:common]) == " "  # behind "<s>[INST]"
+    assert second.reencoded_from is None, "the reply's own tokens stand, elsewhere"
+    assert any(second.ids[i : i + len(reply)] == reply for i in range(len(second.ids)))
+
+
+def test_a_template_that_drops_thinking_says_so_and_encodes_anew_from_there(tmp_path: Path) -> None:
+    tokenizer, chat = loaded(tmp_path, THINKING)
+    assert chat.rewrites is not None and "thinking" in chat.rewrites
+    thought, plain = (spelled(tokenizer, text, True) for text in ("<think>the</think>\nstone", "the stone"))
+    messages = dialogue("the first", "?", "and?", "?", "so?")
+    kept = chat.prompt(messages, {1: plain, 3: plain})
+    assert kept.reencoded_from is None
+    told = chat.prompt(messages, {1: plain, 3: thought})
+    assert told.reencoded_from == 3
+    assert "stone" in tokenizer.decode(told.ids) and "<think>" not in tokenizer.decode(told.ids)
+    assert told.ids == chat.prompt(dialogue("the first", "?", "and?", "stone", "so?"), {1: plain}).ids
+    until = kept.ids.index(plain[0], len(chat.prompt(messages[:3], {1: plain}).ids))
+    assert told.ids[:until] == kept.ids[:until]
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "gemma2"])
+def test_other_templates_rewrite_nothing(tmp_path: Path, name: str) -> None:
+    assert loaded(tmp_path, PUBLISHED[name])[1].rewrites is None
+
+
+def test_what_a_reply_says_of_itself_does_not_count_beside_its_tokens(tmp_path: Path) -> None:
+    """A client sends back the text that it was shown, or the calls that a server found in it."""
+    tokenizer, chat = loaded(tmp_path, CHATML)
+    reply = spelled(tokenizer, "the one", True)
+    messages = dialogue("the first", "the one", "and?")
+    called = [messages[0], {"role": "assistant", "content": None, "tool_calls": [{}]}, messages[2]]
+    assert chat.prompt(called, {1: reply}).ids == chat.prompt(messages, {1: reply}).ids
+
+
+def test_without_a_template_messages_are_lines() -> None:
+    tokenizer = ByteTokenizer()
+    chat = ChatTemplate(tokenizer)
+    assert chat.plain and chat.rewrites is None
+    ids = chat.prompt(dialogue("Hello", "Hi", "Well?", system="Be kind.")).ids
+    assert bytes(ids).decode() == "System: Be kind.\nUser: Hello\nAssistant: Hi\nUser: Well?\nAssistant:"
+    assert bytes(chat.opening("Hello")).decode() == "User: Hello\nAssistant:"
+
+
+def test_plain_lines_begin_with_the_token_that_texts_begin_with(tmp_path: Path) -> None:
+    for begins in (True, False):
+        tokenizer = HubTokenizer(save_tokenizer(tmp_path, begins=begins))
+        ids = ChatTemplate(tokenizer).prompt(dialogue("Hello", "Hi", "Well?")).ids
+        assert ids.count(tokenizer.encode("<s>")[0]) == begins
+        assert (ids[0] == tokenizer.encode("<s>")[0]) == begins
+
+
+@pytest.mark.parametrize(
+    ("messages", "replies", "says"),
+    [
+        ([], {}, "empty"),
+        ([{"content": "x"}], {}, "role"),
+        (["x"], {}, "role"),
+        ([{"role": "user", "content": 5}], {}, r"messages\[0\]\.content"),
+        ([{"role": "user"}], {}, "no content"),
+        (dialogue("a"), {0: [1]}, "is none"),
+        (dialogue("a"), {4: [1]}, "is none"),
+        (dialogue("a", system="b"), {}, "System role not supported"),
+        (dialogue("a") * 2, {}, "must alternate"),
+    ],
+)
+def test_messages_that_make_no_sense_are_refused_in_a_sentence(tmp_path: Path, messages, replies, says) -> None:
+    with pytest.raises(ConfigError, match=says):
+        loaded(tmp_path, GEMMA_2)[1].prompt(messages, replies)
