@@ -87,5 +87,16 @@ class AnsweringSystem(System, Protocol):
         the end."""
         ...
 
+    @property
+    def chunk_tokens(self) -> int: ...
+
+    def places(self, session: str) -> str:
+        """Where each chunk of a conversation's KV is at this moment, see CacheManager.places."""
+        ...
+
+    def gauges(self) -> dict[str, tuple[float, str]]:
+        """What is held and who waits at this moment, with units."""
+        ...
+
     def release(self, session: str) -> None:
         """`forget` one conversation without waiting until it is done; a listener may call it."""

@@ -200,6 +200,15 @@ class EngineSystem(ABC):
             "running_requests": (len(scheduler.running), "requests"),
         }
 
+    @property
+    def chunk_tokens(self) -> int:
+        return self._chunk_tokens
+
+    def places(self, session: str) -> str:
+        """See CacheManager.places. A picture of a moment, from any thread; empty for a conversation that is not known."""
+        known = self.engine.cache.find(session)
+        return "" if known is None else self.engine.cache.places(known)
+
     def settings(self) -> dict[str, Any]:
         cache = self.engine.cache
         per_token = self._model.kv_bytes_per_token
@@ -217,6 +226,7 @@ class EngineSystem(ABC):
             "dtype": self._model.dtype,
             "vocab": self._model.vocab,
             "n_ctx": self._model.max_context,
+            "request_tokens": cache.request_blocks * cache.chunk_tokens,
             "max_batch_tokens": self._scheduler_settings.max_batch_tokens,
             "max_batch_requests": self._scheduler_settings.max_batch_requests,
             "simulated": self.clock.virtual,

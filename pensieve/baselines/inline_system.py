@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from concurrent.futures import Future
 from typing import Any
 
@@ -26,7 +27,13 @@ class InlineSystem(EngineSystem):
     def __init__(self, **parts: Any) -> None:
         """parts: as EngineSystem takes them, with a VirtualClock."""
         super().__init__(**parts)
-        self._lock = threading.RLock()  # a listener may begin a request
+        self._lock = threading.Lock()
+        self._inbox: deque[tuple[Request, Listener] | str] = (
+            deque()
+        )  # begun, or to be forgotten, while the engine was busy
+        self._inbox_lock = (
+            threading.Lock()
+        )  # held for a moment only, so whoever begins a request may hold locks of its own
         self._untold: list[Event] = []  # happened while somebody asked, for the next poll
         self._ended: str | None = None  # why nobody can ask any more
 
@@ -35,12 +42,12 @@ class InlineSystem(EngineSystem):
             self.engine.submit(request)
 
     def begin(self, request: Request, listener: Listener) -> None:
-        with self._lock:
-            if self._ended is None:
-                self._listeners[request.id] = listener
-                self.engine.submit(request)
-                return
-        listener.failed(WorkerError(self._ended))
+        with self._inbox_lock:
+            ended = self._ended
+            if ended is None:
+                self._inbox.append((request, listener))
+        if ended is not None:
+            listener.failed(WorkerError(ended))
 
     def drive(self, awaited: Future[Any]) -> None:
         while not awaited.done():
@@ -51,12 +58,12 @@ class InlineSystem(EngineSystem):
                     self._serve_listeners()
 
     def release(self, session: str) -> None:
-        with self._lock:
-            if self._ended is None:
-                self.engine.forget(session)
+        with self._inbox_lock:
+            self._inbox.append(session)
 
     def cancel(self, request_id: int, status: str) -> None:
         with self._lock:
+            self._empty_inbox()
             self.engine.cancel(request_id, status)
 
     def expect(self, session: str, next_use_s: float | None) -> None:
@@ -66,6 +73,7 @@ class InlineSystem(EngineSystem):
 
     def forget(self, session: str | None) -> None:
         with self._lock:
+            self._empty_inbox()
             self.engine.forget(session)
 
     def poll(self, until_s: float | None) -> list[Event]:
@@ -100,11 +108,26 @@ class InlineSystem(EngineSystem):
                 raise WorkerError(sentence) from crash
             raise
 
+    def _empty_inbox(self) -> None:
+        """The engine learns of what was begun and released."""
+        while self._inbox:
+            entry = self._inbox.popleft()
+            if isinstance(entry, str):
+                self.engine.forget(entry)
+            else:
+                request, listener = entry
+                self._listeners[request.id] = listener
+                self.engine.submit(request)
+
     def _end(self, why: str) -> None:
-        self._ended = self._ended or why
+        with self._inbox_lock:
+            self._ended = self._ended or why
+            begun, self._inbox = self._inbox, deque()
+        self._listeners.update((entry[0].id, entry[1]) for entry in begun if not isinstance(entry, str))
         self._disappoint(WorkerError(self._ended))
 
     def _run(self, until_ns: int | None) -> list[Event]:
+        self._empty_inbox()
         engine, clock = self.engine, self.clock
         assert isinstance(clock, VirtualClock)
         events = engine.take_events()

@@ -143,6 +143,10 @@ class CacheManager(ABC):
     def names(self) -> list[str]:
         return list(self.sessions)
 
+    @abstractmethod
+    def places(self, session: Session) -> str:
+        """Where the KV of each of its chunks is, a letter each: G on GPU, B on GPU and CPU, C on CPU, - nowhere."""
+
     # -- admit --------------------------------------------------------------------------------------------------------
 
     @abstractmethod

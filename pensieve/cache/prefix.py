@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from pensieve.cache.base import Admission, Demand, Residency, Run
-from pensieve.cache.block_hash import BlockHash
+from pensieve.cache.block_hash import BlockHash, HashChain
 from pensieve.cache.one_tier import OneTier
 from pensieve.cache.pool import BlockPool
 from pensieve.eviction.base import EvictionPolicy
@@ -48,6 +48,14 @@ class PrefixCache(OneTier):
 
     def free_blocks(self) -> tuple[set[int], set[int]]:
         return self.gpu.free_blocks(), set()
+
+    def places(self, session: Session) -> str:
+        tokens, size = session.tokens[:], self.chunk_tokens
+        full = HashChain(size, session.tenant).upto(
+            tokens, len(tokens)
+        )  # not its own, which the engine may be extending
+        found = "".join("G" if name in self._block_of else "-" for name in full)
+        return found.ljust(ceil_div(len(tokens), size), "-")
 
     def demand(self, session: Session, keep: int, length: int) -> Demand:
         """What other conversations share is not counted: it may only make the admission cheaper."""

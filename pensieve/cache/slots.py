@@ -90,6 +90,11 @@ class SlotCache(OneTier):
     def available(self) -> int:
         return sum(slot.session is None for slot in self.slots) * self.request_blocks
 
+    def places(self, session: Session) -> str:
+        found = max((_shared(slot, session) for slot in self.slots), default=0)
+        chunks = ceil_div(len(session.tokens), self.chunk_tokens)
+        return ("G" * ceil_div(found, self.chunk_tokens)).ljust(chunks, "-")
+
     def demand(self, session: Session, keep: int, length: int) -> Demand:
         return Demand(blocks=self.request_blocks, own_available=0)
 

@@ -73,6 +73,10 @@ class TwoTierCache(CacheManager):
             own_available += chunk.view is View.CLEAN or (not self.cpu_blocks and chunk.view is View.DIRTY)
         return Demand(blocks=total - own, own_available=own_available)
 
+    def places(self, session: Session) -> str:
+        letters = [_letter(chunk) for chunk in list(session.chunks)]
+        return "".join(letters).ljust(ceil_div(len(session.tokens), self.chunk_tokens), "-")
+
     # -- admit --------------------------------------------------------------------------------------------------------
 
     def admit(self, session: Session, keep: int, suffix: TokenArray[int], known: int | None, now_s: float) -> Admission:
@@ -248,3 +252,9 @@ class TwoTierCache(CacheManager):
     def check(self) -> None:
         assert self._running == sum(session.running for session in self.sessions.values())
         check_tiers(self.tiers, self.sessions.values())
+
+
+def _letter(chunk: Chunk) -> str:
+    if chunk.gpu_len:
+        return "B" if chunk.cpu_len else "G"
+    return "C" if chunk.cpu_len else "-"

@@ -6,8 +6,8 @@ import itertools
 import queue
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Any
 
@@ -25,8 +25,8 @@ from pensieve.compose.target import locate
 from pensieve.errors import ConfigError, PensieveError, RequestFailed, WorkerError
 from pensieve.eviction.base import needs_future
 from pensieve.record import Event, TurnRecord
-from pensieve.request import Free, Length, Sampling, TokenArray, stops_of, text_of, tokens_of
-from pensieve.server.conversations import Conversation, Conversations, Mark
+from pensieve.request import Free, Length, Sampling, stops_of, text_of, tokens_of
+from pensieve.server.conversations import Asked, Conversation, Conversations, Mark, message_keys
 from pensieve.server.text import TextStream
 from pensieve.server.turn import Generation, Turn, error_of
 from pensieve.stop import before_stop
@@ -81,14 +81,11 @@ class Server:
         system: AnsweringSystem,
         tokenizer: Tokenizer,
         seed: int = 0,
-        conversations: Callable[[Callable[[str], None]], Conversations] = Conversations,
     ) -> None:
-        """conversations: makes the store, from what releases a conversation in the engine."""
         self.system = system
         self.tokenizer = tokenizer
-        self.conversations = conversations(system.release)
-        self.on_turn: Callable[[Turn, TurnRecord], None] | None = None
-        """Called in the engine's thread with every turn that ended."""
+        self.conversations = Conversations(system.release)
+        self._observers: list[Callable[[Turn, TurnRecord], None]] = []
         self._seed = seed
         self._ids = itertools.count(1)
         self._under_way: dict[int, Turn] = {}
@@ -100,7 +97,10 @@ class Server:
         }
         self._lock = threading.Lock()  # of the totals
         self.report = system.start()
-        self.vocab = int(system.settings()["vocab"])
+        settings = system.settings()
+        self.vocab = int(settings["vocab"])
+        self.most_tokens = min(int(settings["n_ctx"]), int(settings["request_tokens"]))
+        """Of one request, prompt and reply together."""
 
     def process_request(self, session_id: str, text: str, max_new_tokens: int = 128, **options: Any) -> str:
         """Send one message of a conversation and return the reply. `options` as of `generate`."""
@@ -239,12 +239,47 @@ class Server:
     ) -> None:
         self.close()
 
+    # -- for those who serve and show it -------------------------------------------------------------------------------
+
+    def observe(self, observer: Callable[[Turn, TurnRecord], None]) -> None:
+        """Have it called, in the engine's thread, with every turn that ended."""
+        self._observers.append(observer)
+
+    def gauges(self) -> dict[str, tuple[float, str]]:
+        """What is held and who waits at this moment, with units."""
+        return self.system.gauges()
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self.system.chunk_tokens
+
+    def places(self, conversation: Conversation) -> str:
+        """Where each chunk of its KV is, a letter each, see CacheManager.places."""
+        return self.system.places(conversation.engine_name)
+
+    def end_session(self, tenant: str, name: str) -> bool:
+        """Cancel its turns and free it; False where there is none. Waits for turns to end: not for the engine's thread."""
+        known = self.conversations.find(tenant, name)
+        if known is None:
+            return False
+        while True:
+            with self.conversations.lock:
+                turns = [turn for turn in self._under_way.values() if turn.conversation is known]
+                if not turns and known.idle:
+                    self.conversations.remove(known)
+                    return True
+            for turn in turns:
+                self.cancel_turn(turn)
+            for turn in turns:
+                self.drive(turn.future)
+                wait((turn.future,))
+
     # -- turns --------------------------------------------------------------------------------------------------------
 
     def turn(
         self,
         conversation: Conversation,
-        prompt_of: Callable[[TokenArray[int]], TokenArray[int]],
+        ask: Callable[[Conversation], Asked],
         output: Length | Free,
         sampling: Sampling,
         **options: Any,
@@ -252,7 +287,7 @@ class Server:
         """A turn that has not begun. options: further fields of Turn."""
         stops = output.stop if isinstance(output, Free) else ()
         now_s = self.system.clock.now_s()
-        return Turn(self, conversation, next(self._ids), prompt_of, output, sampling, now_s, stops, **options)
+        return Turn(self, conversation, next(self._ids), ask, output, sampling, now_s, stops, **options)
 
     def begin(self, turn: Turn) -> None:
         """Serve it once the turns of its conversation that came before have ended."""
@@ -308,7 +343,9 @@ class Server:
             conversation = self.conversations.find("", text_of(session_id, "session_id"))
             if conversation is None:
                 conversation = self.conversations.open("", session_id)
-            turn = self.turn(conversation, lambda held: held + message, output, sampling, on_event=on_event)
+            turn = self.turn(
+                conversation, lambda held: Asked(held.tokens + message), output, sampling, on_event=on_event
+            )
             self.begin(turn)
         return turn
 
@@ -335,8 +372,8 @@ class Server:
             generation = turn.generation(record, text)
             if record.stands:
                 self._keep(turn, generation)
-        if self.on_turn is not None:
-            self.on_turn(turn, record)
+        for observer in self._observers:
+            observer(turn, record)
         self._over(turn, generation or error)
 
     def _keep(self, turn: Turn, generation: Generation) -> None:
@@ -344,10 +381,18 @@ class Server:
         conversation, record = turn.conversation, generation.turn
         stopped = record.finish_reason == "stop"
         reply = array("i", self.tokenizer.encode(generation.text)) if stopped else record.token_ids
-        key = turn.key_of(turn.key_before, generation.text) if turn.key_of is not None else None
-        tokens = turn.prompt + reply
-        turn.mark = Mark(len(tokens), key, record, min(turn.held, len(turn.prompt)))
-        self.conversations.settle(conversation, tokens, turn.mark)
+        assert turn.asked is not None
+        asked, messages, key = turn.asked, None, None
+        replies = dict(asked.replies)
+        if asked.messages is not None:
+            if not stopped:  # else the template encodes what was told of it
+                replies[len(asked.messages)] = list(reply)
+            messages = [*asked.messages, {"role": "assistant", "content": generation.text}]
+            key = message_keys(messages, turn.tools)[-1]
+        tokens = asked.prompt + reply
+        before = min(turn.held, len(asked.prompt))
+        turn.mark = Mark(len(tokens), record, before, len(messages or ()), key)
+        self.conversations.settle(conversation, tokens, turn.mark, messages, replies)
 
     def _failed(self, turn: Turn, error: PensieveError, cause: BaseException | None) -> None:
         """Called by whoever learned that the engine has ended."""
@@ -362,7 +407,7 @@ class Server:
         """The conversation is free for its next turn; one that never came to anything is given up."""
         assert what is not None
         conversation = turn.conversation
-        with self.conversations.lock:
+        with self.conversations.lock:  # before who waits is told: its next request finds the conversation idle
             self._under_way.pop(turn.id, None)
             following = conversation.waiting.popleft() if conversation.waiting else None
             conversation.running = following
@@ -405,7 +450,7 @@ def create_server(
     """
     hardware = {"auto": "local"}.get(device, device)
     chosen = model_config(model, **({} if weights is None else {"weights": weights}))
-    config = check(
+    return server_of(
         {
             "seed": seed,
             "model": chosen.model_dump(),
@@ -413,16 +458,21 @@ def create_server(
             "eviction": read_option("eviction", eviction),
             "scheduler": read_option("scheduler", scheduler),
             "baseline": read_option("baseline", _ALIASES.get(mode, mode)),
-            "workload": read_option("workload", "chat"),  # unused: requests come from the caller
             "hardware": read_option("hardware", hardware),
             "tracking": read_option("tracking", "off"),
         }
     )
-    if needs_future(locate(str(config.eviction["_target_"]), f"eviction={eviction}")):
+
+
+def server_of(fields: Mapping[str, Any]) -> Server:
+    """A server from the fields of a trial's configuration but `workload`: its requests come from callers."""
+    config = check({**fields, "workload": read_option("workload", "chat")})
+    if needs_future(locate(str(config.eviction["_target_"]), f"eviction={config.eviction.get('name')}")):
         raise ConfigError(
-            f"eviction={eviction} needs a workload whose future is known, and live traffic has none; choose lru."
+            f"eviction={config.eviction.get('name')} needs a workload whose future is known, and live traffic has none; "
+            "choose lru."
         )
     plan = plan_trial(config)
     check_free_memory(plan)
     tokenizer = build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
-    return Server(build_system(plan, tokenizer), tokenizer, seed)
+    return Server(build_system(plan, tokenizer), tokenizer, config.seed)

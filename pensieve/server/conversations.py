@@ -6,6 +6,7 @@ import bisect
 import hashlib
 import itertools
 import json
+import math
 import secrets
 import threading
 import time
@@ -29,13 +30,14 @@ _NEIGHBOURS = 8  # on either side of where a prompt would be sorted in
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A turn that stands. length: tokens of the conversation at its end. key: of the messages up to there, where they are
-    known. asked: tokens before its own message."""
+    """A turn that stands. length: tokens of the conversation at its end; messages: the same, with the reply, and key: their
+    name, where they are known. asked: tokens before its own message."""
 
     length: int
-    key: bytes | None
     turn: TurnRecord
     asked: int
+    messages: int = 0
+    key: bytes | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +57,9 @@ class Conversation:
     tokens: TokenArray[int] = field(default_factory=lambda: array("i"))
     marks: list[Mark] = field(default_factory=list)
     claims: Counter[int] = field(default_factory=Counter)
+    messages: list[Message] | None = None
+    replies: dict[int, list[int]] = field(default_factory=dict)
+    """The model's own tokens of messages that it said, by their place."""
     asked: int = 0
     running: Turn | None = None
     waiting: deque[Turn] = field(default_factory=deque)
@@ -70,44 +75,47 @@ class Conversation:
     def idle(self) -> bool:
         return self.running is None and not self.waiting
 
-    @property
-    def key(self) -> bytes | None:
-        """Of all messages, where they are known."""
-        return self.marks[-1].key if self.marks else FIRST_KEY
-
     def claimed(self) -> int:
         """Tokens that have to stay as they are."""
         return max((length for length, count in self.claims.items() if count), default=0)
 
 
-FIRST_KEY = b""
+Message = Mapping[str, Any]
 
 
-def message_key(before: bytes, message: Mapping[str, Any]) -> bytes:
-    """Names a message together with all before it."""
-    text = json.dumps(message, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a turn asks. prompt: all tokens, from the conversation's first. messages: what they say, where it is known;
+    replies: the model's own tokens of some of them, by place."""
+
+    prompt: TokenArray[int]
+    messages: list[Message] | None = None
+    replies: dict[int, list[int]] = field(default_factory=dict)
+
+
+def message_keys(messages: Sequence[Message], tools: object = None) -> list[bytes]:
+    """Of each message a name for it and all before it. tools: that the template shows with them."""
+    keys: list[bytes] = []
+    before = _digest(b"", tools) if tools else b""
+    for message in messages:
+        before = _digest(before, message)
+        keys.append(before)
+    return keys
+
+
+def _digest(before: bytes, value: object) -> bytes:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
     return hashlib.blake2b(before + text.encode(), digest_size=16).digest()
 
 
 class Conversations:
-    """Thread-safe by `lock`, which callers hold over what must happen at once.
+    """Thread-safe by `lock`, which callers hold over what must happen at once. released: told of each conversation that is
+    given up, by its name in the engine."""
 
-    most: conversations that a tenant may have; most_tokens: their tokens together. When a new one would be too many, the
-    unnamed one idle longest makes room. released: told of each conversation that is given up, by its name in the engine.
-    """
-
-    def __init__(
-        self,
-        released: Callable[[str], None],
-        most: int | None = None,
-        most_tokens: int | None = None,
-        keep_alive_s: float | None = None,
-        now: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, released: Callable[[str], None], now: Callable[[], float] = time.time) -> None:
         self.lock = threading.RLock()
-        self._released = released
-        self._most, self._most_tokens, self._keep_alive_s = most, most_tokens, keep_alive_s
-        self._now = now
+        self._released, self._now = released, now
+        self._most, self._most_tokens, self._keep_alive_s = math.inf, math.inf, math.inf
         self._all: dict[str, dict[str, Conversation]] = {}  # by tenant and id
         self._sorted: dict[str, list[Conversation]] = {}  # of each tenant, by tokens
         self._by_key: dict[tuple[str, bytes], tuple[Conversation, int]] = {}
@@ -115,6 +123,12 @@ class Conversations:
         self._numbers = itertools.count(1)
         self.on_settled: Callable[[Conversation], None] = _nothing
         self.on_removed: Callable[[Conversation], None] = _nothing
+
+    def limit(self, most: int, most_tokens: int, keep_alive_s: float | None) -> None:
+        """most: conversations that a tenant may have; most_tokens: in all of them when a new one begins. Beyond, the unnamed
+        one idle longest makes room. keep_alive_s: of those that say nothing else; None: for ever."""
+        self._most, self._most_tokens = most, most_tokens
+        self._keep_alive_s = math.inf if keep_alive_s is None else keep_alive_s
 
     # -- look up ------------------------------------------------------------------------------------------------------
 
@@ -198,6 +212,10 @@ class Conversations:
     def _begin_as(self, child: Conversation, parent: Conversation, keep: int) -> None:
         self._replace(child, parent.tokens[:keep])
         child.marks = [mark for mark in parent.marks if mark.length <= keep]
+        if parent.messages is not None:
+            said = child.marks[-1].messages if child.marks else 0
+            child.messages = parent.messages[:said]
+            child.replies = {place: ids for place, ids in parent.replies.items() if place < said}
         child.keep_alive_s = parent.keep_alive_s
         last = parent.marks[-1].asked if parent.marks else 0
         child.parent, child.asked = parent.id, len(child.marks)
@@ -205,13 +223,21 @@ class Conversations:
 
     # -- progress -----------------------------------------------------------------------------------------------------
 
-    def settle(self, conversation: Conversation, tokens: TokenArray[int], mark: Mark) -> None:
+    def settle(
+        self,
+        conversation: Conversation,
+        tokens: TokenArray[int],
+        mark: Mark,
+        messages: list[Message] | None = None,
+        replies: dict[int, list[int]] | None = None,
+    ) -> None:
         """A turn stands: this is what the conversation holds now."""
         with self.lock:
             kept = common_prefix(conversation.tokens, tokens)
             self._forget_marks(conversation, kept)
             self._replace(conversation, tokens)
             conversation.marks.append(mark)
+            conversation.messages, conversation.replies = messages, replies or {}
             if mark.key is not None:
                 self._by_key[conversation.tenant, mark.key] = conversation, len(conversation.marks) - 1
             conversation.used_at = self._now()
@@ -276,7 +302,7 @@ class Conversations:
             now, gone = self._now(), 0
             for conversation in self:
                 keep_s = self._keep_alive_s if conversation.keep_alive_s is None else conversation.keep_alive_s
-                if keep_s is not None and conversation.idle and now - conversation.used_at > keep_s:
+                if conversation.idle and now - conversation.used_at > keep_s:
                     self.remove(conversation)
                     gone += 1
             return gone
@@ -289,8 +315,8 @@ class Conversations:
 
     def _make_room(self, tenant: str) -> None:
         mine = self._all.get(tenant, {})
-        held = sum(len(one.tokens) for one in mine.values()) if self._most_tokens is not None else 0
-        while (self._most is not None and len(mine) >= self._most) or held > (self._most_tokens or held):
+        held = sum(len(one.tokens) for one in mine.values()) if self._most_tokens < math.inf else 0
+        while len(mine) >= self._most or held > self._most_tokens:
             spare = [one for one in mine.values() if one.idle and not one.named and not one.claimed()]
             if not spare:
                 raise TooManySessions(

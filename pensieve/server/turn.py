@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-from array import array
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pensieve.errors import PensieveError, RequestFailed, WorkerError, refused
 from pensieve.record import Event, TurnRecord
-from pensieve.request import Fork, Free, Length, Request, Sampling, TokenArray
-from pensieve.server.conversations import Conversation, Mark
+from pensieve.request import Fork, Free, Length, Request, Sampling
+from pensieve.server.conversations import Asked, Conversation, Mark
 
 if TYPE_CHECKING:
     from pensieve.server.api import Server
@@ -34,25 +33,25 @@ class Generation:
 class Turn:
     """The listener of its request.
 
-    prompt_of: makes the whole prompt of what the conversation holds when it is this turn's time. key_of: the name of all
-    messages, from that of those before and the reply. on_event: called in the engine's thread with each token and with the
-    end. cut: somebody has cancelled it. prompt, held (tokens of the conversation), key_before: as of its start.
+    ask: what it asks of the conversation, once it is this turn's time. tools: that the prompt shows. fits: ask for fewer
+    tokens than `output` says where there is no room for as many. on_event: called in the engine's thread with each token
+    and with the end. cut: somebody has cancelled it. asked, held (tokens of the conversation), was_restored: as of its start.
     """
 
     server: Server
     conversation: Conversation
     id: int
-    prompt_of: Callable[[TokenArray[int]], TokenArray[int]]
+    ask: Callable[[Conversation], Asked]
     output: Length | Free
     sampling: Sampling
     intended_s: float
     stops: tuple[str, ...] = ()
-    key_of: Callable[[bytes | None, str], bytes | None] | None = None
+    tools: object = None
+    fits: bool = False
     on_event: Callable[[Event], None] | None = None
     future: Future[Generation] = field(default_factory=Future)
-    prompt: TokenArray[int] = field(default_factory=lambda: array("i"))
+    asked: Asked | None = None
     held: int = 0
-    key_before: bytes | None = None
     was_restored: bool = False
     record: TurnRecord | None = None
     mark: Mark | None = None
@@ -61,9 +60,11 @@ class Turn:
     def request(self) -> Request:
         """To be asked when the turns before it have ended; from then on it is the conversation's running turn."""
         conversation = self.conversation
-        self.held, self.key_before = len(conversation.tokens), conversation.key
-        self.was_restored = conversation.restored
-        self.prompt = self.prompt_of(conversation.tokens)
+        self.held, self.was_restored = len(conversation.tokens), conversation.restored
+        asked = self.asked = self.ask(conversation)
+        if self.fits and isinstance(self.output, Free):
+            room = max(1, self.server.most_tokens - len(asked.prompt))
+            self.output = replace(self.output, max_new_tokens=min(self.output.max_new_tokens, room))
         conversation.asked += 1
         fork: Fork | None
         fork, conversation.fork = conversation.fork, None
@@ -71,7 +72,7 @@ class Turn:
             self.id,
             conversation.engine_name,
             conversation.asked,
-            self.prompt,
+            asked.prompt,
             self.output,
             self.sampling,
             continues=False,
