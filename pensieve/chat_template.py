@@ -246,6 +246,11 @@ def _length_of(reply: str, text: str, place: int, after: str) -> int | None:
     return None
 
 
+def user_line(text: str, first: bool) -> str:
+    """A user's message in plain lines: what `opening` and `following` encode for a model without a template."""
+    return f"{'' if first else chr(10)}User: {text}\nAssistant:"
+
+
 def _lines(messages: Sequence[Message], ask: bool) -> str:
     spoken = [f"{_ROLES.get(m['role'], m['role'])}: {str(m.get('content') or '').lstrip()}" for m in messages]
     return "\n".join([*spoken, "Assistant:"] if ask else spoken)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -61,20 +61,26 @@ class ByteTokenizer:
 class HubTokenizer:
     """The tokenizer of a model folder, run by the `tokenizers` library.
 
-    backend: a tokenizers.Tokenizer; None: read from the folder's tokenizer.json. eos_ids: that the model's configuration
-    names; what the tokenizer itself calls its end of sequence is added. Raises WeightsMissing for a malformed file.
+    eos_ids: that the model's configuration names; those of generation_config.json beside the tokenizer, and what the
+    tokenizer itself calls its end of sequence, are added. backend: a tokenizers.Tokenizer with its special tokens, for a
+    folder without tokenizer.json. Raises WeightsMissing for a malformed file.
     """
 
-    def __init__(self, folder: Path, eos_ids: Iterable[int] = (), backend: Any = None) -> None:
-        self._backend = backend or _read_backend(folder / "tokenizer.json")
-        self.name = folder.name
-        self.vocab_size = int(self._backend.get_vocab_size(with_added_tokens=True))
+    def __init__(
+        self,
+        folder: Path,
+        eos_ids: Iterable[int] = (),
+        name: str | None = None,
+        backend: tuple[Any, Mapping[str, str]] | None = None,
+    ) -> None:
         settings = _read_settings(folder)
-        self.special_tokens: Mapping[str, str] = _special_tokens(settings)
+        self._backend, self.special_tokens = backend or (_read_backend(folder), special_tokens_of(settings))
+        self.name = name or folder.name
+        self.vocab_size = int(self._backend.get_vocab_size(with_added_tokens=True))
         self.chat_template = _chat_template(folder, settings)
-        own = self._backend.token_to_id(self.special_tokens.get("eos_token", ""))
-        self.eos_ids = frozenset(eos_ids) | (frozenset() if own is None else {int(own)})
-        self.begin = self._begin()
+        own = self._id_of("eos_token")
+        self.eos_ids = frozenset((*eos_ids, *_generation_eos(folder), *(() if own is None else (own,))))
+        self.begin = self._begin(settings.get("add_bos_token"))
 
     def encode(self, text: str) -> list[int]:
         return list(self._backend.encode(text, add_special_tokens=False).ids)
@@ -82,16 +88,43 @@ class HubTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._backend.decode(list(ids), skip_special_tokens=True))
 
-    def _begin(self) -> tuple[int, ...]:
-        """What the tokenizer's own post-processor puts before a text."""
+    def _id_of(self, name: str) -> int | None:
+        found = self._backend.token_to_id(self.special_tokens.get(name, ""))
+        return None if found is None else int(found)
+
+    def _begin(self, add_bos: bool | None) -> tuple[int, ...]:
+        """BOS as tokenizer_config.json asks for it (add_bos_token), else what the post-processor puts before a text."""
+        bos = self._id_of("bos_token")
+        if add_bos is not None and bos is not None:
+            return (bos,) if add_bos else ()
         bare, full = (self._backend.encode("a", add_special_tokens=add).ids for add in (False, True))
         start = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
         return tuple(full[:start])
 
 
-def _read_backend(file: Path) -> Any:
+def eos_of(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The end-of-sequence ids of a config.json or generation_config.json: none, one or several."""
+    said = config.get("eos_token_id")
+    return () if said is None else tuple(map(int, said)) if isinstance(said, list | tuple) else (int(said),)
+
+
+def _generation_eos(folder: Path) -> tuple[int, ...]:
+    file = folder / "generation_config.json"
+    return eos_of(_read_json(file)) if file.is_file() else ()
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        return dict(content)
+    except (OSError, ValueError, TypeError) as error:
+        raise WeightsMissing(f"{file} is not readable: {error}.") from error
+
+
+def _read_backend(folder: Path) -> Any:
     from tokenizers import Tokenizer as Backend
 
+    file = folder / "tokenizer.json"
     try:
         return Backend.from_file(str(file))
     except Exception as error:  # the library raises bare Exception for a malformed file
@@ -103,14 +136,12 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / name).is_file():
-            try:
-                settings |= json.loads((folder / name).read_text(encoding="utf-8"))
-            except (OSError, ValueError, TypeError) as error:
-                raise WeightsMissing(f"{folder / name} is not readable: {error}.") from error
+            settings |= _read_json(folder / name)
     return settings
 
 
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+def special_tokens_of(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The texts of special tokens, by names such as bos_token."""
     found = {}
     for name, token in settings.items():
         text = token.get("content") if isinstance(token, Mapping) else token
@@ -129,47 +160,3 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
         named = {str(one.get("name")): one.get("template") for one in said if isinstance(one, Mapping)}
         said = named.get("default")
     return said if isinstance(said, str) else None
-
-
-def find_tokenizer_file(source: str, revision: str | None = None, download: bool = False) -> Path | None:
-    """tokenizer.json of a folder, or of a hub id in the local hub cache; from the hub itself only with `download`."""
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        file = folder / "tokenizer.json"
-        return file if file.is_file() else None
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    for local_only in (True, False) if download else (True,):
-        try:
-            found = hf_hub_download(source, "tokenizer.json", revision=revision, local_files_only=local_only)
-            return Path(found)
-        except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError):
-            continue
-    return None
-
-
-def load_tokenizer(
-    sources: Sequence[str],
-    revision: str | None,
-    eos_ids: Iterable[int],
-    vocab: int,
-    random_weights: bool,
-    download: bool = False,
-) -> Tokenizer:
-    """The first tokenizer.json among `sources` (folders and hub ids).
-
-    With random weights, whose text means nothing anyway, the byte tokenizer stands in where none can be had and the
-    vocabulary has room for it. Raises WeightsMissing otherwise.
-    """
-    for source in sources:
-        file = find_tokenizer_file(source, revision, download)
-        if file is not None:
-            return HubTokenizer(file.parent, eos_ids)
-    if random_weights and vocab >= ByteTokenizer.vocab_size:
-        return ByteTokenizer()
-    where = " or ".join(sources) if sources else "the model's folder"
-    raise WeightsMissing(
-        f"There is no tokenizer.json in {where}, and the hub cannot be reached for it; "
-        "use model.weights=random (same speed, meaningless text) or model.tokenizer=bytes."
-    )

@@ -6,7 +6,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from pensieve.errors import WeightsMissing
-from pensieve.tokenizer import ByteTokenizer, HubTokenizer, find_tokenizer_file, load_tokenizer
+from pensieve.tokenizer import ByteTokenizer, HubTokenizer
 
 
 @pytest.fixture
@@ -51,15 +51,3 @@ def test_a_malformed_file_is_a_sentence(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(WeightsMissing, match="not a readable tokenizer"):
         HubTokenizer(tmp_path)
-
-
-def test_random_weights_fall_back_to_bytes(tmp_path, folder):
-    assert find_tokenizer_file(str(tmp_path / "nowhere")) is None
-    assert load_tokenizer([str(folder)], None, (), vocab=4, random_weights=True).name == folder.name
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    assert load_tokenizer([str(empty)], None, (), vocab=320, random_weights=True).name == "bytes"
-    with pytest.raises(WeightsMissing, match=r"model\.weights=random"):
-        load_tokenizer([str(empty)], None, (), vocab=320, random_weights=False)
-    with pytest.raises(WeightsMissing):
-        load_tokenizer([str(empty)], None, (), vocab=258, random_weights=True)

@@ -8,17 +8,19 @@ from pathlib import Path
 
 from pensieve.baselines.base import AnsweringSystem
 from pensieve.cache.base import CacheManager
+from pensieve.chat_template import ChatTemplate
 from pensieve.clock import Clock, VirtualClock, WallClock
 from pensieve.compose.plan import TrialPlan, memory_share
-from pensieve.compose.schema import ModelConfig, TrialConfig
+from pensieve.compose.schema import TrialConfig
 from pensieve.compose.target import factory
-from pensieve.compose.weights import weights_kind
-from pensieve.errors import CapacityError, ConfigError
+from pensieve.compose.tokenizer import build_tokenizer
+from pensieve.compose.weights import loadable
+from pensieve.errors import CapacityError
 from pensieve.eviction.base import EvictionPolicy, PolicyContext
 from pensieve.idle_sessions import MemoryLimits
 from pensieve.request import tokens_of
 from pensieve.scheduler.composition import Composition
-from pensieve.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from pensieve.tokenizer import Tokenizer
 from pensieve.worker.base import Worker
 from pensieve.workload.base import Workload, WorkloadContext, WorkloadPlan
 
@@ -34,26 +36,6 @@ class Parts:
 
 
 _CACHE_ARGUMENTS = ("policy", "chunk_tokens", "gpu_blocks", "cpu_blocks")
-
-
-def build_tokenizer(model: ModelConfig, vocab: int, simulated: bool) -> Tokenizer:
-    """The byte tokenizer, or the model's own. A simulation, or random weights, download none."""
-    if model.tokenizer == "bytes":
-        if vocab < ByteTokenizer.vocab_size:
-            raise ConfigError(
-                f"model.tokenizer=bytes needs a vocabulary of {ByteTokenizer.vocab_size}, and {model.name} has {vocab}."
-            )
-        return ByteTokenizer()
-    sources = [model.tokenizer] if model.tokenizer != "hub" else []
-    kind = weights_kind(model)
-    if not sources and kind == "path":
-        sources.append(model.weights)
-    if not sources and model.hub_id:
-        sources.append(model.hub_id)
-    meaningless = simulated or kind == "random"
-    eos = model.architecture.get("eos_token_id")
-    eos_ids = () if eos is None else map(int, eos) if isinstance(eos, list) else (int(eos),)
-    return load_tokenizer(sources, model.revision, eos_ids, vocab, meaningless, download=not meaningless)
 
 
 def find_parts(config: TrialConfig, longest_tokens: int | None = None) -> Parts:
@@ -139,7 +121,7 @@ def _clock_and_worker(plan: TrialPlan, trace: Path | None) -> tuple[Clock, Worke
     threads = plan.config.hardware.threads
     attention = plan.config.attention_backend
     model = take_model(
-        plan.model, m.weights, m.hub_id, m.revision, m.seed, plan.device.name, threads, attention, plan.chunk_tokens
+        plan.model, loadable(m), m.hub_id, m.revision, m.seed, plan.device.name, threads, attention, plan.chunk_tokens
     )
     options = TorchOptions(
         depth=hardware.depth,
@@ -168,6 +150,7 @@ def make_workload(plan: TrialPlan, tokenizer: Tokenizer) -> Workload:
         vocab=plan.model.vocab,
         encode=lambda text: tokens_of(tokenizer.encode(text), plan.model.vocab),
         force_lengths=plan.device.simulated or plan.weights == "random",
+        chat=ChatTemplate(tokenizer),
     )
     workload: Workload = find_parts(plan.config).workload(context)
     return workload

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from pensieve.compose.build import build_tokenizer, build_workload, find_parts
+from pensieve.compose.build import build_workload, find_parts
 from pensieve.compose.machine import free_device_bytes
 from pensieve.compose.plan import LEAST_GPU_BLOCKS, TrialPlan
+from pensieve.compose.tokenizer import build_tokenizer
 from pensieve.compose.weights import check_weights
 from pensieve.errors import CapacityError, HardwareMissing
 from pensieve.units import format_bytes

@@ -16,12 +16,14 @@ class _Group(BaseModel):
 
 
 class ModelConfig(_Group):
-    """weights: hub, random, or a folder written by save_pretrained. tokenizer: bytes, hub, or a folder."""
+    """weights: hub, random, gguf, or a folder written by save_pretrained. gguf_file: its path, or package:file for one that
+    an installed package brings. tokenizer: bytes, hub (the model's own), a folder, or another hub id."""
 
     name: str
     hub_id: str | None = None
     weights: str = "hub"
     revision: str | None = None
+    gguf_file: str | None = None
     seed: int = 0
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     tokenizer: str = "hub"

@@ -11,11 +11,13 @@ from pydantic import BaseModel, ValidationError
 
 from pensieve.compose.folder import ended, nearest, options
 from pensieve.compose.schema import TrialConfig
+from pensieve.compose.weights import completed
 from pensieve.errors import ConfigError
 
 
 def resolved(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration as plain values, every interpolation resolved, without Hydra's own node. Raises ConfigError."""
+    """The configuration as plain values, every interpolation resolved, without Hydra's own node, and with what only a model's
+    own files say. Raises ConfigError, and what weights.completed raises."""
     if isinstance(cfg, DictConfig):
         try:
             unset = sorted(key for key in OmegaConf.missing_keys(cfg) if not key.startswith("hydra."))
@@ -31,7 +33,10 @@ def resolved(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
         assert isinstance(plain, dict)
     else:
         plain = dict(cfg)
-    return {str(key): value for key, value in plain.items() if key not in ("hydra", "experiment")}
+    kept = {str(key): value for key, value in plain.items() if key not in ("hydra", "experiment")}
+    if isinstance(kept.get("model"), Mapping):
+        kept["model"] = completed(kept["model"])
+    return kept
 
 
 def check(cfg: DictConfig | Mapping[str, Any]) -> TrialConfig:

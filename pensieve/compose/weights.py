@@ -1,45 +1,115 @@
-"""Find a model's weights, architecture and tokenizer, and check before anything starts that they can be loaded."""
+"""Find a model's weights, architecture and folder, and check before anything starts that they can be loaded."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pensieve.compose.folder import conf_folder, ended, nearest, options, read_option
+from pensieve.compose.gguf import check_gguf, convert, converted, find_gguf
 from pensieve.compose.schema import ModelConfig
-from pensieve.errors import ConfigError, WeightsMissing
-from pensieve.tokenizer import find_tokenizer_file
+from pensieve.errors import ConfigError, UnsupportedModel, WeightsMissing
+from pensieve.hub import cached_snapshot, commit, settings_folder, why_not
+from pensieve.results.content import content_hash
+from pensieve.specs import ModelSpec
+
+GGUF = "gguf"
+_ANY = "hf"  # conf/model/hf.yaml
 
 _WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 
 
 def model_config(source: str, **changes: Any) -> ModelConfig:
-    """A model by its name in conf/model, by the folder that save_pretrained wrote, or by its hub id.
+    """A model by its name in conf/model, by the folder that save_pretrained wrote, by its hub id, or by a GGUF file.
 
     `changes` replace fields of it (weights, seed, dtype). For a folder, weights=hub means the folder's own weights; its
-    tokenizer is used whatever the weights are. Raises ConfigError for an unknown name, WeightsMissing
-    where the hub cannot be asked.
+    tokenizer is used whatever the weights are. Raises ConfigError for an unknown name, WeightsMissing where the hub cannot
+    be asked, UnsupportedModel for an architecture that has not the sizes of a decoder.
     """
     if (conf_folder() / "model" / f"{source}.yaml").is_file():
-        return ModelConfig.model_validate({**read_option("model", source), **changes})
-    if Path(source).expanduser().is_dir():
-        architecture = folder_architecture(source)
-        fields = {"name": Path(source).expanduser().resolve().name, "weights": source, "architecture": architecture}
-        if find_tokenizer_file(source) is not None:
-            fields["tokenizer"] = source
-        if changes.get("weights") == "hub":
-            changes["weights"] = source
-        return ModelConfig.model_validate({**fields, **changes})
-    if source.count("/") != 1:
+        return ModelConfig.model_validate(completed({**read_option("model", source), **changes}))
+    given = {"hub_id": source}
+    if source.endswith(".gguf"):
+        given = {"gguf_file": source}
+    elif not Path(source).expanduser().is_dir() and source.count("/") != 1:
         raise ConfigError(ended(f"There is no model {source!r}{nearest(source, options('model'))}"))
-    fields = {"name": source.replace("/", "--"), "hub_id": source, "architecture": _hub_architecture(source)}
-    return ModelConfig.model_validate({**fields, **changes})
+    return ModelConfig.model_validate(completed({**read_option("model", "hf"), **given, **changes}))
+
+
+def completed(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a model with those that only its own files say: architecture and name, of model=hf.
+
+    hub_id may be a folder there. A GGUF file is dequantised for it, once (compose.gguf). Raises what model_config raises.
+    """
+    fields = dict(model)
+    if fields.get("gguf_file") and fields.get("weights") == "hub":
+        fields["weights"] = GGUF
+    if fields.get("name") != _ANY or fields.get("architecture"):
+        return fields
+    weights, place = fields.get("weights", "hub"), fields.get("hub_id")
+    if place is None and weights not in ("hub", "random", GGUF):
+        place = weights
+    if weights == GGUF:
+        source = find_gguf(str(fields["gguf_file"]))
+        fields |= {"name": source.stem, "architecture": folder_architecture(str(convert(source)))}
+    elif place is None:
+        raise ConfigError(
+            "model=hf needs a model: model.hub_id=org/name, model.hub_id=<a folder>, or model.gguf_file=<a file>."
+        )
+    elif Path(place).expanduser().is_dir():
+        folder = Path(place).expanduser()
+        fields |= {"name": folder.resolve().name, "hub_id": None, "architecture": folder_architecture(place)}
+        if weights == "hub":
+            fields["weights"] = place
+        elif weights == "random" and fields.get("tokenizer", "hub") == "hub":
+            fields["tokenizer"] = place
+    else:
+        fields |= {"name": place.replace("/", "--"), "architecture": _hub_architecture(place, fields.get("revision"))}
+    _check_decoder(fields["name"], fields["architecture"])
+    return fields
+
+
+def _check_decoder(name: str, architecture: Mapping[str, Any]) -> None:
+    try:
+        ModelSpec.from_architecture(name, architecture)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(
+            f"{name} ({architecture.get('model_type', 'no model_type')}) cannot be served: its config.json is not that of "
+            "a decoder-only language model that the paged attention knows; choose a model of another architecture."
+        ) from error
 
 
 def weights_kind(model: ModelConfig) -> str:
-    """hub, random or path."""
-    return model.weights if model.weights in ("hub", "random") else "path"
+    """hub, random, gguf or path."""
+    return model.weights if model.weights in ("hub", "random", GGUF) else "path"
+
+
+def own_folder(model: ModelConfig, make: bool = True) -> Path | None:
+    """The folder with the weights of a path or of a GGUF file; None for other weights.
+
+    make: dequantise the file if that was not done before; otherwise None where it was not.
+    """
+    kind = weights_kind(model)
+    if kind == GGUF:
+        source = find_gguf(str(model.gguf_file))
+        return convert(source) if make else converted(source)
+    return Path(model.weights).expanduser() if kind == "path" else None
+
+
+def loadable(model: ModelConfig) -> str:
+    """What the worker loads: hub, random, or a folder."""
+    return str(own_folder(model)) if weights_kind(model) == GGUF else model.weights
+
+
+def weights_identity(model: ModelConfig) -> str | None:
+    """What else tells these weights apart, beside the configuration with the content of a folder: the commit of a repository
+    where it is known, the content of a GGUF file."""
+    kind = weights_kind(model)
+    if kind == GGUF:
+        return f"sha256:{content_hash(find_gguf(str(model.gguf_file)))}"
+    return commit(model.hub_id, model.revision) if kind == "hub" and model.hub_id else None
 
 
 def folder_architecture(folder: str) -> dict[str, Any]:
@@ -57,25 +127,29 @@ def folder_architecture(folder: str) -> dict[str, Any]:
 
 
 def local_weights(model: ModelConfig) -> Path | None:
-    """The safetensors file (or its index) on this machine: in the folder, or in the local hub cache."""
-    if weights_kind(model) == "path":
-        folder = Path(model.weights).expanduser()
-        return next((folder / name for name in _WEIGHT_FILES if (folder / name).is_file()), None)
-    if not model.hub_id:
-        return None
-    from huggingface_hub import try_to_load_from_cache
-
-    for name in _WEIGHT_FILES:
-        found = try_to_load_from_cache(model.hub_id, name, revision=model.revision)
-        if isinstance(found, str):
-            return Path(found)
-    return None
+    """The weights' file (or its index) on this machine: in the folder, or in the local hub cache."""
+    kind = weights_kind(model)
+    if kind == GGUF:
+        try:
+            return find_gguf(str(model.gguf_file))
+        except WeightsMissing:
+            return None
+    folder = (
+        own_folder(model) if kind == "path" else cached_snapshot(model.hub_id, model.revision) if model.hub_id else None
+    )
+    return (
+        None if folder is None else next((folder / name for name in _WEIGHT_FILES if (folder / name).is_file()), None)
+    )
 
 
 def check_weights(model: ModelConfig) -> None:
-    """Raise WeightsMissing where loading would fail because files, access or network are missing."""
+    """Raise WeightsMissing where loading would fail because files, access or network are missing, EngineMissing where a
+    package is."""
     kind = weights_kind(model)
     if kind == "random":
+        return
+    if kind == GGUF:
+        check_gguf(find_gguf(str(model.gguf_file)))
         return
     if kind == "path":
         folder_architecture(model.weights)
@@ -85,45 +159,15 @@ def check_weights(model: ModelConfig) -> None:
     if not model.hub_id:
         raise WeightsMissing(f"Model {model.name} has no published weights; use model.weights=random.")
     if local_weights(model) is None:
-        _ask_hub(model)
+        reason = why_not(model.hub_id, model.revision)
+        if reason is not None:
+            raise WeightsMissing(
+                f"The weights of {model.hub_id} cannot be had: {reason}; use model.weights=random "
+                "(same speed, meaningless text) or model.weights=<a folder with safetensors>."
+            )
 
 
-def _ask_hub(model: ModelConfig) -> None:
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
-
-    assert model.hub_id is not None
-    try:
-        HfApi().model_info(model.hub_id, revision=model.revision, timeout=10)
-        HfApi().auth_check(model.hub_id)
-        return
-    except GatedRepoError:
-        why = "they need an accepted licence and a token (huggingface-cli login)"
-    except RepositoryNotFoundError:
-        why = "the hub knows no such model, or not for you"
-    except OfflineModeIsEnabled:
-        why = "they are not on this machine and HF_HUB_OFFLINE is set"
-    except Exception as error:  # the hub's client lets several network libraries' errors through
-        why = f"they are not on this machine and the hub cannot be reached ({type(error).__name__})"
-    raise WeightsMissing(
-        f"The weights of {model.hub_id} cannot be had: {why}; use model.weights=random "
-        "(same speed, meaningless text) or model.weights=<a folder with safetensors>."
-    )
-
-
-def _hub_architecture(hub_id: str) -> dict[str, Any]:
-    from huggingface_hub import hf_hub_download
-
-    for local_only in (True, False):
-        try:
-            file = hf_hub_download(hub_id, "config.json", local_files_only=local_only)
-        except Exception as error:  # as in _ask_hub
-            failure = error
-            continue
-        content = json.loads(Path(file).read_text(encoding="utf-8"))
-        assert isinstance(content, dict)
-        return content
-    raise WeightsMissing(
-        f"{hub_id} is not in conf/model, and the hub cannot be asked for it ({type(failure).__name__}); "
-        f"choose one of: {', '.join(options('model'))}."
-    ) from failure
+def _hub_architecture(hub_id: str, revision: str | None) -> dict[str, Any]:
+    instead = f"use a folder that save_pretrained wrote, or a model of conf/model: {', '.join(options('model'))}"
+    folder = settings_folder(hub_id, revision, lambda at: (at / "config.json").is_file(), "The architecture", instead)
+    return folder_architecture(str(folder))

@@ -9,6 +9,8 @@ A trial that completed is reused while all of this is equal, and runs again when
 |          |                                                         | TEXT_FIELDS: hardware.source                          |
 | config   | trial.profile=true and, on a real device,               | every other trial.*: isolate, retries, timeout_s,     |
 |          | trial.exclusive=false; what a reproduction repeats      | fail_fast; trial.exclusive in a simulation            |
+| config   | real: the commit of weights from the hub, where it is   | simulated: the weights, which are not loaded          |
+|          | known; the content of a GGUF file                       |                                                       |
 | config   | a field that names a file or folder here (INPUT_FIELDS, | where that file or folder lies                        |
 |          | *_path: traces, weights, tokenizers, profiles): all its |                                                       |
 |          | bytes (results.content)                                 |                                                       |
@@ -50,10 +52,16 @@ TEXT_FIELDS = ("hardware.source",)
 NOT_SWEEP = ("force", "resume", "hydra", "trial", "tracking")
 """Overrides that leave the sweep the same: they say how its jobs are run and recorded, not which."""
 
-INPUT_FIELDS = ("path", "weights", "profile", "file", "tokenizer")
+INPUT_FIELDS = ("path", "weights", "profile", "file", "gguf_file", "tokenizer")
 """Last parts of the names of fields that hold paths: where the path exists, its content is hashed instead."""
 
-NOT_PATHS = ("", "hub", "random", "bytes")  # a folder that happens to be called random is not what weights=random means
+NOT_PATHS = (
+    "",
+    "hub",
+    "random",
+    "gguf",
+    "bytes",
+)  # a folder that happens to be called random is not what weights=random means
 
 
 @dataclass(frozen=True, slots=True)

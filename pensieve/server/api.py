@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from pensieve.baselines.base import AnsweringSystem
+from pensieve.chat_template import ChatTemplate
 from pensieve.compose import (
     build_system,
     build_tokenizer,
@@ -84,6 +85,7 @@ class Server:
     ) -> None:
         self.system = system
         self.tokenizer = tokenizer
+        self.template = ChatTemplate(tokenizer)
         self.conversations = Conversations(system.release)
         self._observers: list[Callable[[Turn, TurnRecord], None]] = []
         self._seed = seed
@@ -122,6 +124,7 @@ class Server:
     ) -> Generation:
         """Append a message (token ids, or text) to the conversation and generate.
 
+        text: of a chat model one message of its user, in the model's template; of another model, what follows as it is.
         prompt_ids: whole numbers below the model's vocabulary, of Python or numpy; none at all asks to go on without a new
         message. seed: of this reply, else the server's. stop: one string or several; None or () for none.
 
@@ -333,9 +336,7 @@ class Server:
     ) -> Turn:
         if (prompt_ids is None) == (text is None):
             raise ConfigError("Give either prompt_ids or text.")
-        if prompt_ids is None:
-            prompt_ids = self.tokenizer.encode(text_of(text, "text"))
-        message = tokens_of(prompt_ids, self.vocab)
+        ask = self._appending(prompt_ids, text)
         stops = stops_of(stop)
         output = Length(max_new_tokens) if ignore_eos and not stops else Free(max_new_tokens, stops, ignore_eos)
         sampling = Sampling(temperature, top_p, top_k, self._seed if seed is None else seed)
@@ -343,11 +344,29 @@ class Server:
             conversation = self.conversations.find("", text_of(session_id, "session_id"))
             if conversation is None:
                 conversation = self.conversations.open("", session_id)
-            turn = self.turn(
-                conversation, lambda held: Asked(held.tokens + message), output, sampling, on_event=on_event
-            )
+            turn = self.turn(conversation, ask, output, sampling, on_event=on_event)
             self.begin(turn)
         return turn
+
+    def _appending(self, prompt_ids: Sequence[int] | None, text: str | None) -> Callable[[Conversation], Asked]:
+        """What asks for the conversation and this message behind it."""
+        if prompt_ids is not None:
+            ids = tokens_of(prompt_ids, self.vocab)
+        elif self.template.plain:
+            begin = array("i", self.tokenizer.begin)
+            ids = tokens_of(self.tokenizer.encode(text_of(text, "text")), self.vocab)
+            return lambda held: Asked((held.tokens or begin) + ids)
+        else:
+            said, template = text_of(text, "text"), self.template
+
+            def chat(held: Conversation) -> Asked:
+                known = held.tokens
+                return Asked(
+                    known + array("i", template.following(said, known[-1]) if known else template.opening(said))
+                )
+
+            return chat
+        return lambda held: Asked(held.tokens + ids)
 
     def _start(self, turn: Turn) -> None:
         """It is the conversation's running turn."""

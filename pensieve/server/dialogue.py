@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pensieve.chat_template import ChatTemplate
 from pensieve.errors import ConfigError
 from pensieve.request import Free, Sampling, text_of, tokens_of
 from pensieve.server.api import Server
@@ -41,7 +40,7 @@ class Dialogue:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._conversations = server.conversations
-        self.template = ChatTemplate(server.tokenizer)
+        self.template = server.template
 
     # -- chat -----------------------------------------------------------------------------------------------------------
 

@@ -152,6 +152,8 @@ def _models(machine: Machine, cache: CacheConfig) -> tuple[list[str], Table]:
     fitting = []
     for name in options("model"):
         model = ModelConfig.model_validate(read_option("model", name))
+        if not model.architecture:
+            continue  # model=hf is any model
         specs = [ModelSpec.from_architecture(name, model.architecture, dtype) for dtype in ("bfloat16", "float32")]
         own = next(spec for spec in specs if spec.dtype == machine.dtype)
         need = _need(own, cache, machine)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pensieve.compose import TrialPlan
+from pensieve.compose.weights import weights_identity
 from pensieve.errors import EngineMissing
 from pensieve.results.identity import Identity, identify
 
@@ -18,7 +19,9 @@ def identity_of(plan: TrialPlan, resolved: Mapping[str, Any], reproduces: int | 
 
     reproduces: the trial that this one repeats; a repetition is never reused in its place.
     """
-    marks = {**marks_of(plan), **({} if reproduces is None else {"reproduces": reproduces})}
+    weights = None if plan.device.simulated else weights_identity(plan.config.model)
+    told = {"weights_content": weights, "reproduces": reproduces}
+    marks = {**marks_of(plan), **{name: value for name, value in told.items() if value is not None}}
     return identify(resolved, plan.device.simulated, device_facts(plan), marks)
 
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from pensieve.chat_template import ChatTemplate, user_line
 from pensieve.record import TurnRecord
-from pensieve.request import Request, TokenArray
+from pensieve.request import Request, TokenArray, tokens_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,24 @@ class WorkloadContext:
     encode: Any  # Callable[[str], Sequence[int]]
     force_lengths: bool
     """True where the weights are random: outputs then have lengths given by the workload, never an end of sequence."""
+    chat: ChatTemplate | None = None
+    """How the model reads conversations; None: as plain lines."""
+
+    def message(self, text: str, first: bool) -> TokenArray[int]:
+        """A user's message as the model reads it: the first of a conversation, or one that follows a reply and ends it."""
+        if self.chat is None:
+            return tokens_of(list(self.encode(user_line(text, first))))
+        return tokens_of(self.chat.opening(text) if first else self.chat.following(text, None))
+
+
+def said_end(turn: TurnRecord | None) -> int | None:
+    """The end-of-sequence token that the model sampled itself at the end of its reply."""
+    return turn.token_ids[-1] if turn is not None and turn.finish_reason == "eos" and turn.token_ids else None
+
+
+def unless_said(message: TokenArray[int], end: int | None) -> TokenArray[int]:
+    """The message without the token that ends the reply before it, where the reply has it already (`said_end`)."""
+    return message[1:] if message and message[0] == end else message
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,8 @@ class ChatWorkload:
         now = turn.finished_s
         if turn.status == "completed" and turn.turn < len(script.prompts):
             warming = script.phase == "warmup"
-            return [self._arrival(script, turn.turn + 1, now + (0.0 if warming else self._think(script, turn.turn)))]
+            pause_s = 0.0 if warming else self._think(script, turn.turn)
+            return [self._arrival(script, turn.turn + 1, now + pause_s, turn)]
         if script.phase == "warmup":
             self._warming -= 1
             return self._measured_starts(now) if self._warming == 0 else []
@@ -151,8 +152,8 @@ class ChatWorkload:
     def _think(self, script: Script, turn: int) -> float:
         return exponential(self._think_time_s, self._context.seed, "think", script.session, turn)
 
-    def _arrival(self, script: Script, turn: int, at_s: float) -> Arrival:
-        return self._writer.arrival(script, turn, at_s, self._timeout_s)
+    def _arrival(self, script: Script, turn: int, at_s: float, before: TurnRecord | None = None) -> Arrival:
+        return self._writer.arrival(script, turn, at_s, self._timeout_s, before)
 
     def _measured_scripts(self, fewest: int, pressure: float) -> list[Script]:
         goal = pressure * self._context.gpu_tokens

@@ -86,7 +86,10 @@ class Fit:
     def _message(self, session: str, index: int, call: Call) -> tuple[Callable[[], TokenArray[int]], int]:
         c, seed, vocab = call.content, self.context.seed, self.context.vocab
         if isinstance(c, Text):
-            tokens = tokens_of(list(self.context.encode(_said(c.text, index) if call.continues else c.text)))
+            if call.continues:
+                tokens = self.context.message(c.text, first=index == 0)
+            else:
+                tokens = tokens_of(list(self.context.encode(c.text)))
             return partial(array, "i", tokens), len(tokens)
         if isinstance(c, Count):
             return partial(filler, c.tokens, vocab, seed, "session", session, index), c.tokens
@@ -114,11 +117,6 @@ def synthesised(content: Blocks | Parts, vocab: int, seed: int, own: tuple[objec
 @lru_cache(maxsize=BLOCKS_KEPT)
 def _block(tokens: int, vocab: int, seed: int, one: int) -> TokenArray[int]:
     return filler(tokens, vocab, seed, "block", one)
-
-
-def _said(text: str, index: int) -> str:
-    newline = "\n" if index else ""
-    return f"{newline}User: {text}\nAssistant:"
 
 
 def warmups(dialogues: Sequence[Dialogue], turns: int, side_by_side: int, context: WorkloadContext) -> list[Dialogue]:

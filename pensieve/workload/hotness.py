@@ -102,7 +102,8 @@ class HotnessWorkload:
         now = turn.finished_s
         warming = script.phase == "warmup"
         if turn.status == "completed" and turn.turn < len(script.prompts):
-            return [self._arrival(script, turn.turn + 1, now + (0.0 if warming else self._interval(script, turn.turn)))]
+            pause_s = 0.0 if warming else self._interval(script, turn.turn)
+            return [self._arrival(script, turn.turn + 1, now + pause_s, turn)]
         if warming:
             self._warming -= 1
             return self._measured_starts(now) if self._warming == 0 else []
@@ -117,8 +118,8 @@ class HotnessWorkload:
         spread = 0.5 + uniform(self._context.seed, "interval", script.session, turn)
         return self._request_interval * INTERVALS[script.label] * spread
 
-    def _arrival(self, script: Script, turn: int, at_s: float) -> Arrival:
-        return self._writer.arrival(script, turn, at_s, self._timeout_s)
+    def _arrival(self, script: Script, turn: int, at_s: float, before: TurnRecord | None = None) -> Arrival:
+        return self._writer.arrival(script, turn, at_s, self._timeout_s, before)
 
 
 def class_of(user: int, users: int) -> str:

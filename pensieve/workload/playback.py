@@ -11,7 +11,7 @@ from typing import Any
 from pensieve.record import TurnRecord
 from pensieve.request import Free, Length, Output, Request, Sampling
 from pensieve.statistics import nearest_rank
-from pensieve.workload.base import Arrival, WorkloadContext, WorkloadPlan
+from pensieve.workload.base import Arrival, WorkloadContext, WorkloadPlan, said_end, unless_said
 from pensieve.workload.chance import exponential
 from pensieve.workload.fit import Dialogue, Step
 
@@ -106,9 +106,8 @@ class Playback:
         if not warming and isinstance(self._arrivals, Recorded):
             return []
         if turn.status == "completed" and turn.turn < dialogue.turns:
-            return [
-                self._arrival(dialogue, turn.turn + 1, now + (0.0 if warming else self._think(dialogue, turn.turn)))
-            ]
+            pause_s = 0.0 if warming else self._think(dialogue, turn.turn)
+            return [self._arrival(dialogue, turn.turn + 1, now + pause_s, turn)]
         if warming:
             self._warming -= 1
             return self._measured_starts(now) if self._warming == 0 else []
@@ -147,7 +146,7 @@ class Playback:
     def _think(self, dialogue: Dialogue, turn: int) -> float:
         return exponential(self._think_time_s, self._context.seed, "think", dialogue.session, turn)
 
-    def _arrival(self, dialogue: Dialogue, turn: int, at_s: float) -> Arrival:
+    def _arrival(self, dialogue: Dialogue, turn: int, at_s: float, before: TurnRecord | None = None) -> Arrival:
         step = dialogue.steps[turn - 1]
         output: Output = Free(step.reply) if self._free else Length(step.reply)
         request = Request(
@@ -161,7 +160,8 @@ class Playback:
             phase=dialogue.phase,
         )
         deadline = None if self._timeout_s is None else at_s + self._timeout_s
-        return Arrival(at_s, request, deadline, prompt=step.build)
+        end = said_end(before) if step.continues else None
+        return Arrival(at_s, request, deadline, prompt=lambda: unless_said(step.build(), end))
 
 
 def _at(step: Step) -> float:

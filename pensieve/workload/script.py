@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from itertools import count
 
 from pensieve.errors import ConfigError
-from pensieve.request import Free, Length, Request, Sampling, TokenArray, tokens_of
-from pensieve.workload.base import Arrival, WorkloadContext
+from pensieve.record import TurnRecord
+from pensieve.request import Free, Length, Request, Sampling, TokenArray
+from pensieve.workload.base import Arrival, WorkloadContext, said_end, unless_said
 from pensieve.workload.chance import shuffled
 from pensieve.workload.conversations import Conversation, Turn, shipped
 
@@ -52,17 +53,20 @@ class ScriptWriter:
         self._max_new_tokens = max_new_tokens
         self._free = free
         self._ids = count(1)
-        self._encoded: dict[str, TokenArray[int]] = {}
+        self._encoded: dict[tuple[str, bool], TokenArray[int]] = {}
         self._order = shuffled(len(shipped()), context.seed, "corpus")
 
-    def arrival(self, script: Script, turn: int, at_s: float, timeout_s: float | None) -> Arrival:
-        """The request of turn `turn`, from 1; cancelled `timeout_s` after it was due."""
+    def arrival(
+        self, script: Script, turn: int, at_s: float, timeout_s: float | None, before: TurnRecord | None = None
+    ) -> Arrival:
+        """The request of turn `turn`, from 1, after `before`; cancelled `timeout_s` after it was due."""
         limit = script.replies[turn - 1]
+        prompt = script.prompts[turn - 1][:]  # a copy: texts that repeat share one encoding
         request = Request(
             id=next(self._ids),
             session=script.session,
             turn=turn,
-            prompt=script.prompts[turn - 1][:],  # a copy: texts that repeat share one encoding
+            prompt=unless_said(prompt, said_end(before)),
             output=Free(limit) if self._free else Length(limit),
             sampling=Sampling(seed=self._context.seed),
             phase=script.phase,
@@ -100,7 +104,7 @@ class ScriptWriter:
         total = 0
         for turn in self._lines(place, turns):
             text = f"{opening if not prompts else ''}{turn.user}"
-            prompt = self._encode(f"{chr(10) if prompts else ''}User: {text}\nAssistant:")
+            prompt = self._encode(text, first=not prompts)
             reply = self._max_new_tokens if self._free else min(turn.reply_words, self._max_new_tokens)
             if total + len(prompt) + reply > self._context.max_context:
                 break
@@ -126,10 +130,10 @@ class ScriptWriter:
                 sent += 1
             place += 1
 
-    def _encode(self, text: str) -> TokenArray[int]:
-        if text not in self._encoded:
-            self._encoded[text] = tokens_of(list(self._context.encode(text)))
-        return self._encoded[text]
+    def _encode(self, text: str, first: bool) -> TokenArray[int]:
+        if (text, first) not in self._encoded:
+            self._encoded[text, first] = self._context.message(text, first)
+        return self._encoded[text, first]
 
 
 def _opening(copy: int) -> str:

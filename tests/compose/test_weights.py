@@ -40,9 +40,12 @@ def test_an_unknown_name_is_a_sentence():
 
 
 def test_a_hub_id_without_network_is_a_sentence(monkeypatch, tmp_path):
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(WeightsMissing, match="cannot be asked"):
+    monkeypatch.setattr("pensieve.hub._answers", {})
+    with pytest.raises(
+        WeightsMissing, match=r"architecture of nobody/nothing-at-all.*HF_HUB_OFFLINE is set; use a folder"
+    ):
         model_config("nobody/nothing-at-all")
     with pytest.raises(WeightsMissing, match=r"HF_HUB_OFFLINE.*model\.weights=random"):
         check_weights(model_config("gpt2", hub_id="nobody/nothing-at-all"))

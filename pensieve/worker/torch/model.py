@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from pensieve.errors import HardwareMissing, UnsupportedModel, WeightsMissing
+from pensieve.hub import why_not
 from pensieve.specs import ModelSpec
 from pensieve.units import format_bytes
 from pensieve.worker.torch.attention import IMPLEMENTATION, REFERENCE, register
@@ -28,7 +29,6 @@ from pensieve.worker.torch.threads import physical_cores
 _REFUSED_TYPES = {"gpt_oss", "llama4", "llama4_text", "deepseek_v2", "deepseek_v3"}
 # Their angles depend on the longest context in the batch, so a token's K would depend on its company.
 _REFUSED_ROPES = {"dynamic", "longrope"}
-_PROBE_TIMEOUT_S = 5.0
 # Spread of random weights times sqrt(hidden). At transformers' 0.02 the blocks hardly move the residual stream, and greedy
 # decoding of a small random model repeats one token; at 1.5 it writes varied (meaningless) text.
 _RANDOM_GAIN = 1.5
@@ -103,7 +103,7 @@ def load_model(
     torch.set_num_threads(threads)
     register()  # imports transformers: seconds that belong to no model, so the clock starts after it
     started = perf_counter()
-    with _quiet_transformers():
+    with quiet_transformers():
         try:
             if weights == "random":
                 module = _random(spec, dtype, where, seed)
@@ -252,7 +252,7 @@ def _from_folder(spec: ModelSpec, path: str, dtype: torch.dtype) -> Any:
         return _pretrained(spec.name, path, None, dtype, local_files_only=True)
     except (OSError, json.JSONDecodeError) as error:
         raise WeightsMissing(
-            f"{path} holds no safetensors weights that can be read ({_first_line(error)}); save the model again with "
+            f"{path} holds no safetensors weights that can be read ({first_line(error)}); save the model again with "
             "save_pretrained, or set model.weights=random (same speed, meaningless text)."
         ) from error
 
@@ -265,44 +265,16 @@ def _from_hub(spec: ModelSpec, hub_id: str | None, revision: str | None, dtype: 
         return _pretrained(spec.name, hub_id, revision, dtype, local_files_only=True)
     except OSError:
         pass  # not in the cache, or not wholly
-    reason = _why_unreachable(hub_id, revision)
+    reason = why_not(hub_id, revision)
     if reason is None:
         try:
             return _pretrained(spec.name, hub_id, revision, dtype, local_files_only=False)
         except OSError as error:
-            reason = _first_line(error)
+            reason = first_line(error)
     raise WeightsMissing(
-        f"The weights of {hub_id} cannot be had ({reason}); set model.weights=random (same speed, meaningless text), or "
+        f"The weights of {hub_id} cannot be had: {reason}; set model.weights=random (same speed, meaningless text), or "
         "model.weights to a folder written by save_pretrained."
     )
-
-
-def _why_unreachable(hub_id: str, revision: str | None) -> str | None:
-    """One request without retries, so that no network means a sentence in seconds and not minutes of attempts."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    try:
-        HfApi().model_info(hub_id, revision=revision, timeout=_PROBE_TIMEOUT_S)
-    except OfflineModeIsEnabled:
-        return "they are not in the local cache, and HF_HUB_OFFLINE is set"
-    except GatedRepoError:
-        return "access must be granted on its page first, and HF_TOKEN set"
-    except RevisionNotFoundError:
-        return f"there is no revision {revision}"
-    except RepositoryNotFoundError:
-        return "there is no such model, or HF_TOKEN has no access to it"
-    except HfHubHTTPError as error:
-        return f"the hub answered: {_first_line(error)}"
-    except Exception:  # the hub's HTTP client, whichever it is, has an error class of its own for each way to fail
-        return "they are not in the local cache, and the hub cannot be reached"
-    return None
 
 
 def _pretrained(name: str, source: str, revision: str | None, dtype: torch.dtype, local_files_only: bool) -> Any:
@@ -317,7 +289,7 @@ def _pretrained(name: str, source: str, revision: str | None, dtype: torch.dtype
         )
     except (ValueError, KeyError) as error:
         raise UnsupportedModel(
-            f"{source} is not a model that transformers can load here: {_first_line(error)}"
+            f"{source} is not a model that transformers can load here: {first_line(error)}"
         ) from error
     _check_settable(name, module)
     return module
@@ -332,12 +304,12 @@ def _check_settable(name: str, module: Any) -> None:
     module.set_attn_implementation(IMPLEMENTATION)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Advice about configurations and progress bars are for people who load a model by hand."""
     from transformers.utils import logging
 

@@ -117,6 +117,7 @@ def test_no_network_is_one_sentence_at_once(
         raise getattr(errors, failure, ConnectionError)("down")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+    monkeypatch.setattr("pensieve.hub._answers", {})
     capfd.readouterr()
     with pytest.raises(WeightsMissing, match=rf"{words}.*model\.weights=random") as caught:
         _load(tiny_spec("llama"), "hub", "nobody/nothing")

@@ -1,0 +1,119 @@
+"""Files of a model's repository: from the hub's cache on this machine, else from the hub, which is asked once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pensieve.errors import WeightsMissing
+
+SETTINGS = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.jinja", "vocab.json", "merges.txt", "vocab.txt", "*.model",
+)  # fmt: skip
+"""Everything of a model but its weights: a few megabytes."""
+
+_TIMEOUT_S = 10.0
+_REMEMBERED_S = (
+    30.0  # longer than a command takes to start; short for somebody who plugs the network in and tries again
+)
+
+_answers: dict[tuple[str, str | None], tuple[float, str | None, str | None]] = {}
+
+
+def cached_snapshot(hub_id: str, revision: str | None = None) -> Path | None:
+    """The folder that the hub's cache on this machine has for a repository, perhaps with some of its files only."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(hub_id, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
+def commit(hub_id: str, revision: str | None = None) -> str | None:
+    """The commit that a repository stands at: of the cached snapshot, else as the hub answered before. Asks nobody."""
+    folder = cached_snapshot(hub_id, revision)
+    if folder is not None:
+        return folder.name
+    _, _, answered = _answers.get((hub_id, revision), (0.0, None, None))
+    return answered
+
+
+def why_not(hub_id: str, revision: str | None = None) -> str | None:
+    """Why a repository cannot be read from the hub, as the end of a sentence; None where it can.
+
+    One request without retries, so that no network means a sentence in seconds and not minutes of attempts. The answer is
+    remembered: what a command needs of a model that cannot be had is not asked for again.
+    """
+    found = _answers.get((hub_id, revision))
+    if found is None or time.monotonic() - found[0] > _REMEMBERED_S:
+        found = (time.monotonic(), *_ask(hub_id, revision))
+        _answers[hub_id, revision] = found
+    return found[1]
+
+
+def settings_folder(hub_id: str, revision: str | None, enough: Callable[[Path], bool], what: str, instead: str) -> Path:
+    """The folder with a repository's small files, downloaded where the cache lacks what is asked for.
+
+    enough: whether a folder has it. what, instead: for the error ("The architecture", "use model.weights=random").
+    Raises WeightsMissing where it cannot be had.
+    """
+    folder = cached_snapshot(hub_id, revision)
+    if folder is not None and enough(folder):
+        return folder
+    reason = why_not(hub_id, revision)
+    if reason is None:
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(SETTINGS)))
+        except Exception as error:  # as in _ask
+            reason = _first_line(error)
+        else:
+            if enough(folder):
+                return folder
+            reason = "its repository has none"
+    raise WeightsMissing(f"{what} of {hub_id} cannot be had: {reason}; {instead}.")
+
+
+def _ask(hub_id: str, revision: str | None) -> tuple[str | None, str | None]:
+    """Why not, and the commit where it can be read."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    api = HfApi()
+    try:
+        commit = api.model_info(hub_id, revision=revision, timeout=_TIMEOUT_S).sha
+        api.auth_check(hub_id)
+    except OfflineModeIsEnabled:
+        return "it is not in the hub's cache on this machine, and HF_HUB_OFFLINE is set", None
+    except GatedRepoError:
+        return "its licence must be accepted on its page first, and a token given (huggingface-cli login)", None
+    except RevisionNotFoundError:
+        return f"it has no revision {revision}", None
+    except RepositoryNotFoundError:
+        return "the hub knows no such model, or not for you (huggingface-cli login)", None
+    except HFValidationError as error:
+        return f"that is no hub id ({_first_line(error)})", None
+    except HfHubHTTPError as error:
+        return f"the hub answered: {_first_line(error)}", None
+    except (
+        Exception
+    ) as error:  # the hub's HTTP client, whichever it is, has an error class of its own for each way to fail
+        why = type(error).__name__
+        return f"it is not in the hub's cache on this machine, and the hub cannot be reached ({why})", None
+    return None, commit
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
