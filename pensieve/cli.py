@@ -117,6 +117,7 @@ def _live(verb: str, module: str) -> int:
     sys.path.insert(0, os.getcwd())  # your own policies, as in run
     with _imports():
         import hydra
+        from hydra.core.hydra_config import HydraConfig
         from omegaconf import OmegaConf
 
         from pensieve.compose import conf_folder
@@ -128,7 +129,8 @@ def _live(verb: str, module: str) -> int:
     def app(cfg: DictConfig) -> None:
         config = OmegaConf.to_container(cfg, resolve=True)
         assert isinstance(config, dict)
-        status = command({str(name): value for name, value in config.items()})
+        typed = {str(text).lstrip("+~").partition("=")[0] for text in HydraConfig.get().overrides.task}
+        status = command({str(name): value for name, value in config.items()}, typed)
         if status:
             sys.exit(status)
 

@@ -230,6 +230,7 @@ class EngineSystem(ABC):
             "max_batch_tokens": self._scheduler_settings.max_batch_tokens,
             "max_batch_requests": self._scheduler_settings.max_batch_requests,
             "simulated": self.clock.virtual,
+            "shares": cache.shares,
             "cost": self._cost.describe(),
             **cache.chosen,
         }

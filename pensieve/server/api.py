@@ -48,6 +48,11 @@ class Stream:
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: the end
         self.turn: Turn
 
+    def follow(self, turn: Turn) -> None:
+        """It is the reply of this turn, whose `on_event` is `happened`."""
+        self.turn = turn
+        turn.future.add_done_callback(lambda _: self._events.put(None))
+
     def __iter__(self) -> Iterator[str]:
         self._server.drive(self.turn.future)
         while (event := self._events.get()) is not None:
@@ -66,7 +71,7 @@ class Stream:
         """End it now; what was generated so far stands."""
         self._server.cancel_turn(self.turn)
 
-    def _happened(self, event: Event) -> None:
+    def happened(self, event: Event) -> None:
         self._events.put(event)
 
 
@@ -158,8 +163,7 @@ class Server:
     ) -> Stream:
         """As `generate`; the reply comes piece by piece."""
         stream = Stream(self, self.tokenizer.decode, stops_of(options.get("stop")))
-        stream.turn = self._begin(session_id, prompt_ids, text, stream._happened, **options)
-        stream.turn.future.add_done_callback(lambda _: stream._events.put(None))
+        stream.follow(self._begin(session_id, prompt_ids, text, stream.happened, **options))
         return stream
 
     def cancel(self, session_id: str) -> int:

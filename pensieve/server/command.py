@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import uvicorn
@@ -39,7 +39,7 @@ def make_server(config: Mapping[str, Any]) -> Server:
     return server_of({name: value for name, value in config.items() if name not in ("serve", "chat")})
 
 
-def serve(config: Mapping[str, Any]) -> int:
+def serve(config: Mapping[str, Any], _typed: Collection[str] = ()) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit status."""
     settings = settings_of(config)
     state = App(settings, tenants_of(settings), str(config["model"]["name"]))
