@@ -306,6 +306,8 @@ class Engine:
     ) -> None:
         """The request is over for whoever asked."""
         sequence.close(status, reason, now_s, error)
+        if self._cost is not None:
+            sequence.record.account(self._cost, self.cache.chunk_tokens)
         self._events.append(Event("finished", sequence.request.id, now_s, turn=sequence.record))
 
     def _release(self, sequence: Sequence) -> None:

@@ -9,7 +9,7 @@ import numbers
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pensieve.errors import ConfigError
 
@@ -177,6 +177,8 @@ class Request:
     known_tokens: overrides `history` in the accounting, where the workload knows better (prefix invalidation).
     next_use_s: when the conversation will be asked again, by the schedule; only an offline policy reads it.
     fork: what the conversation begins with if this request is its first and that other one is known; else nothing.
+    forgotten: leading tokens of the prompt that this conversation held before the engine lost it, and whether since it was
+        idle for too long or since the server was started again; told where the engine does not know the conversation.
     tenant: conversations of two tenants share no KV, in caches that share by content.
     """
 
@@ -195,6 +197,7 @@ class Request:
     known_tokens: int | None = None
     next_use_s: float | None = None
     fork: Fork | None = None
+    forgotten: tuple[int, Literal["expired", "restarted"]] | None = None
     tenant: str = ""
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from pensieve.ledger import Loss
 from pensieve.request import TokenArray
 
 
@@ -29,7 +30,8 @@ class Chunk:
     filled. cache/tiers.py draws the states and alone changes them.
 
     Offsets [0, gpu_len) have KV in block `gpu`, offsets [0, cpu_len) in block `cpu`. copying: open tickets that read or
-    write it. A GPU block with gpu_len 0 is reserved: taken at admission, its KV not computed yet.
+    write it. A GPU block with gpu_len 0 is reserved: taken at admission, its KV not computed yet. lost: why KV of it was last
+    given up.
     """
 
     gpu: int | None = None
@@ -38,6 +40,7 @@ class Chunk:
     cpu_len: int = 0
     copying: int = 0
     view: View = View.NONE
+    lost: Loss | None = None
 
     @property
     def clean(self) -> bool:

@@ -10,9 +10,12 @@ from pensieve.cache.block_hash import BlockHash, HashChain
 from pensieve.cache.one_tier import OneTier
 from pensieve.cache.pool import BlockPool
 from pensieve.eviction.base import EvictionPolicy
+from pensieve.ledger import Loss, Missed
 from pensieve.request import TokenArray
 from pensieve.session import Session
 from pensieve.units import ceil_div
+
+_REMEMBERED = 16  # pools of evicted blocks
 
 
 class PrefixCache(OneTier):
@@ -37,6 +40,7 @@ class PrefixCache(OneTier):
         self._block_of: dict[BlockHash, int] = {}
         self._hash_of: dict[int, BlockHash] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._lost: OrderedDict[BlockHash, Loss] = OrderedDict()  # of evicted content, as far back as _REMEMBERED
 
     @property
     def available(self) -> int:
@@ -154,6 +158,18 @@ class PrefixCache(OneTier):
         self._computed[session.number] = found
         return found
 
+    def _missed(self, session: Session, found: int, history: int) -> Iterable[Missed]:
+        """A block that is still there is of no use without those before it: it is missed for what took the first of them."""
+        size, first = self.chunk_tokens, None
+        hashes = self._chains[session.number].upto(session.tokens, history)
+        for index in range(found // size, len(hashes)):
+            loss = self._lost.get(hashes[index])
+            if loss is None and hashes[index] in self._block_of:
+                loss = first
+            first = first or loss
+            yield Missed(index * size, (index + 1) * size, "evicted" if loss else "never_stored", loss)
+        yield Missed(max(found, len(hashes) * size), history, "never_stored")
+
     def _admission(self, session: Session, residency: Residency, found: int) -> Admission:
         length = len(session.tokens)
         again = max(0, session.computed - found)
@@ -171,6 +187,9 @@ class PrefixCache(OneTier):
 
     def _evict(self, block: int) -> None:
         del self._idle[block]
+        self._lost[self._hash_of[block]] = self.taker
+        if len(self._lost) > _REMEMBERED * self.gpu_blocks:
+            self._lost.popitem(last=False)
         self._unregister(block)
         self.counters.evicted_chunks += 1
         self.counters.dropped_chunks += 1

@@ -10,6 +10,7 @@ from pensieve.cache.base import Admission, Demand, Residency, Run
 from pensieve.cache.one_tier import OneTier
 from pensieve.errors import CapacityError, ConfigError
 from pensieve.eviction.base import EvictionPolicy
+from pensieve.ledger import Loss, Missed
 from pensieve.request import TokenArray, tokens_of
 from pensieve.session import Session, common_prefix
 from pensieve.units import ceil_div
@@ -20,7 +21,8 @@ MOST_SLOTS = 4  # that are chosen where nobody says how many
 @dataclass(slots=True)
 class Slot:
     """cells: positions it can hold. tokens: those whose KV it holds, from position 0. used_s: when its last turn ended; minus
-    infinity before its first. tenant: who asked for these tokens; nobody else finds them."""
+    infinity before its first. tenant: who asked for these tokens; nobody else finds them.
+    last: whose they are."""
 
     number: int
     blocks: tuple[int, ...]
@@ -28,6 +30,7 @@ class Slot:
     used_s: float = -math.inf
     session: Session | None = None
     tenant: str = ""
+    last: Session | None = None
 
 
 class SlotCache(OneTier):
@@ -76,6 +79,7 @@ class SlotCache(OneTier):
         self.slot_prompt_similarity = slot_prompt_similarity
         self.slots = [Slot(number, tuple(range(number * each, (number + 1) * each))) for number in range(n_slots)]
         self._slot_of: dict[int, Slot] = {}
+        self._lost: dict[int, Loss] = {}  # conversation -> who has overwritten the slot it was in last
 
     @property
     def chosen(self) -> dict[str, float]:
@@ -122,6 +126,7 @@ class SlotCache(OneTier):
             held = min(len(slot.tokens), len(session.tokens))
             if slot.session is None and held and _shared(slot, session) == held:
                 slot.tokens = tokens_of([])
+        self._lost.pop(session.number, None)
         self.truncate(session, 0)
         del self.sessions[session.name], self._chains[session.number]
 
@@ -143,7 +148,10 @@ class SlotCache(OneTier):
         self.counters.evicted_chunks += overwritten
         self.counters.dropped_chunks += overwritten
         del slot.tokens[found:]
-        slot.session, slot.tenant = session, session.tenant
+        if overwritten and slot.last is not None and slot.last is not session:
+            self._lost[slot.last.number] = self.taker
+        slot.session = slot.last = session
+        slot.tenant = session.tenant
         self._slot_of[session.number] = slot
         session.start(now_s)
         return found
@@ -156,6 +164,10 @@ class SlotCache(OneTier):
             if shared[nearest.number] / len(session.tokens) > self.slot_prompt_similarity:
                 return nearest
         return min(idle, key=lambda slot: (slot.used_s, slot.number))
+
+    def _missed(self, session: Session, found: int, history: int) -> Iterable[Missed]:
+        loss = self._lost.pop(session.number, None)
+        yield Missed(found, history, "evicted" if loss else "never_stored", loss)
 
     def _admission(self, session: Session, residency: Residency, found: int) -> Admission:
         again = max(0, session.computed - found)

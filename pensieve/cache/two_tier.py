@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from pensieve.cache.base import Admission, CacheManager, Demand, Residency, Run
+from pensieve.cache.base import Admission, CacheManager, Demand, Residency, Run, edited_run
 from pensieve.cache.invariants import check_tiers
 from pensieve.cache.restore import RestoreMode, Restorer
 from pensieve.cache.tiers import CpuRoom, Tiers, missing_runs, residency_of
@@ -81,6 +82,9 @@ class TwoTierCache(CacheManager):
 
     def admit(self, session: Session, keep: int, suffix: TokenArray[int], known: int | None, now_s: float) -> Admission:
         residency = residency_of(session, keep, keep + len(suffix), known, self.chunk_tokens)
+        edited = edited_run(session, keep, suffix, residency.history)
+        if edited:
+            residency = replace(residency, missed=residency.missed + edited)
         if keep < len(session.tokens):
             self.truncate(session, keep)
         session.extend(suffix)
@@ -167,6 +171,10 @@ class TwoTierCache(CacheManager):
         self._running -= 1
         self.tiers.unpin(session)
 
+    def make_room_for(self, session: Session, now_s: float) -> None:
+        super().make_room_for(session, now_s)
+        self.tiers.taker = self.taker
+
     # -- evict --------------------------------------------------------------------------------------------------------
 
     def swap_out(self, blocks: int, now_s: float, urgent: bool) -> tuple[Copy, ...]:
@@ -238,6 +246,7 @@ class TwoTierCache(CacheManager):
         """A block belongs to one conversation. A child that takes KV gets the whole chunks that both have in common; the
         parent keeps their raw tokens, as of chunks that were dropped."""
         super().fork(parent, child, length, takes_kv)
+        self.make_room_for(child, child.last_active_s)
         if takes_kv and not parent.running and not parent.waiting:
             self.tiers.move(parent, child, child.computed // self.chunk_tokens)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -255,6 +256,10 @@ class Server:
     def gauges(self) -> dict[str, tuple[float, str]]:
         """What is held and who waits at this moment, with units."""
         return self.system.gauges()
+
+    def moment(self, clock_s: float) -> float:
+        """A time of the engine's clock as seconds since 1970."""
+        return time.time() - (self.system.clock.now_s() - clock_s)
 
     @property
     def chunk_tokens(self) -> int:

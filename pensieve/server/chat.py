@@ -16,6 +16,7 @@ from pensieve.compose import read_option
 from pensieve.compose.settings import explain_invalid
 from pensieve.compose.weights import check_weights, model_config
 from pensieve.errors import ConfigError, PensieveError
+from pensieve.ledger import Miss
 from pensieve.record import TurnRecord
 from pensieve.request import Free, Sampling
 from pensieve.server.api import Server, Stream, server_of
@@ -234,9 +235,21 @@ class _Measured:
         r = self.record
         text = f"{r.ttft_ms or 0:.1f} ms to the first of {r.output_tokens} tokens; prompt {r.prompt_tokens} tokens: "
         text += f"{r.gpu_hit_tokens} on GPU, {r.cpu_hit_tokens} on CPU, {r.recomputed_tokens} recomputed, {r.new_tokens} new"
+        text += _missed(r.misses)
         if self.without_ms is None or not r.ttft_ms:
             return f"{text}; without memory not measured (no room beside the conversation)"
         return f"{text}; {self.without_ms / r.ttft_ms:.2f}x as fast as without memory ({self.without_ms:.1f} ms)"
+
+
+def _missed(misses: Sequence[Miss]) -> str:
+    """The ledger, on a line."""
+    if not misses:
+        return ""
+    causes: dict[str, tuple[int, float]] = {}
+    for miss in misses:
+        tokens, ms = causes.get(miss.cause, (0, 0.0))
+        causes[miss.cause] = tokens + miss.tokens, ms + miss.ms
+    return " [missed " + ", ".join(f"{cause} {n} ({ms:.1f} ms)" for cause, (n, ms) in causes.items()) + "]"
 
 
 def play(trial: Mapping[str, Any], settings: ChatSettings, questions: Sequence[str]) -> int:

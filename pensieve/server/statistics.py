@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pensieve.record import TurnRecord
@@ -26,7 +27,9 @@ def session_line(server: Server, conversation: Conversation) -> dict[str, Any]:
 
 
 def session_body(server: Server, conversation: Conversation) -> dict[str, Any]:
-    turns = [turn_body(number, mark.turn) for number, mark in enumerate(list(conversation.marks), start=1)]
+    names = {one.engine_name: one.id for one in server.conversations.of(conversation.tenant)}  # and of nobody else
+    marks = list(conversation.marks)
+    turns = [turn_body(server, names, number, mark.turn) for number, mark in enumerate(marks, start=1)]
     return {
         **session_line(server, conversation),
         "keep_alive": conversation.keep_alive_s,
@@ -35,7 +38,8 @@ def session_body(server: Server, conversation: Conversation) -> dict[str, Any]:
     }
 
 
-def turn_body(number: int, turn: TurnRecord) -> dict[str, Any]:
+def turn_body(server: Server, names: Mapping[str, str], number: int, turn: TurnRecord) -> dict[str, Any]:
+    """names: of conversations that may be told of, by their names in the engine."""
     return {
         "turn": number,
         "status": turn.status,
@@ -46,4 +50,14 @@ def turn_body(number: int, turn: TurnRecord) -> dict[str, Any]:
         "prompt_tokens": turn.prompt_tokens,
         "output_tokens": turn.output_tokens,
         "prompt_tokens_details": prompt_details(turn),
+        "misses": [
+            {
+                "cause": miss.cause,
+                "tokens": miss.tokens,
+                "ms": miss.ms,
+                "evicted_by": names.get(miss.evicted_by or ""),
+                "evicted_at": miss.evicted_s and server.moment(miss.evicted_s),
+            }
+            for miss in turn.misses
+        ],
     }

@@ -6,12 +6,13 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pensieve.errors import PensieveError, RequestFailed, WorkerError, refused
 from pensieve.record import Event, TurnRecord
 from pensieve.request import Fork, Free, Length, Request, Sampling
 from pensieve.server.conversations import Asked, Conversation, Mark
+from pensieve.session import common_prefix
 
 if TYPE_CHECKING:
     from pensieve.server.api import Server
@@ -66,6 +67,10 @@ class Turn:
             room = max(1, self.server.most_tokens - len(asked.prompt))
             self.output = replace(self.output, max_new_tokens=min(self.output.max_new_tokens, room))
         conversation.asked += 1
+        shared = common_prefix(conversation.tokens, asked.prompt)
+        forgotten: tuple[int, Literal["expired", "restarted"]] | None = None
+        if shared and conversation.fork is None:
+            forgotten = shared, "restarted" if conversation.restored else "expired"
         fork: Fork | None
         fork, conversation.fork = conversation.fork, None
         return Request(
@@ -78,6 +83,7 @@ class Turn:
             continues=False,
             intended_s=self.intended_s,
             fork=fork,
+            forgotten=forgotten,
             tenant=conversation.tenant,
         )
 
