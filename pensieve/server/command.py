@@ -15,6 +15,7 @@ from pensieve.compose.settings import explain_invalid
 from pensieve.errors import ConfigError, PensieveError
 from pensieve.server.api import Server, server_of
 from pensieve.server.app import App, create_app
+from pensieve.server.recording import start_recording
 from pensieve.server.settings import ServeSettings, tenants_of
 from pensieve.trial.terminal import say
 
@@ -69,13 +70,20 @@ def uvicorn_config(state: App) -> uvicorn.Config:
 
 def _load(state: App, config: Mapping[str, Any], http: uvicorn.Server) -> None:
     """While /health says that the engine is loading."""
+    server = None
     try:
         server = make_server(config)
+        if state.settings.record:
+            recording = start_recording(server, config)
+            say(f"Turns are recorded as trial {recording.trial_id}.")
+            state.on_close.append(recording.close)
     except PensieveError as error:
+        if server is not None:
+            server.close()
         state.failure = str(error)
         http.should_exit = True
         return
-    state.on_close.append(server.close)
+    state.on_close.insert(0, server.close)
     state.ready(server)
     say(
         f"{state.model} is ready at http://{_address(http, state.settings)}/ (v1 API, /metrics, page). Ctrl-C stops it."
