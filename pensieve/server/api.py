@@ -419,7 +419,8 @@ class Server:
             key = message_keys(messages, turn.tools)[-1]
         tokens = asked.prompt + reply
         before = min(turn.held, len(asked.prompt))
-        turn.mark = Mark(len(tokens), record, before, len(messages or ()), key)
+        ended = record.finish_reason == "eos"  # by a token that a template may write in its own way
+        turn.mark = Mark(len(tokens) - ended, record, before, len(messages or ()), key)
         self.conversations.settle(conversation, tokens, turn.mark, messages, replies)
 
     def _failed(self, turn: Turn, error: PensieveError, cause: BaseException | None) -> None:

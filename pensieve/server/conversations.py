@@ -30,8 +30,8 @@ _NEIGHBOURS = 8  # on either side of where a prompt would be sorted in
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A turn that stands. length: tokens of the conversation at its end; messages: the same, with the reply, and key: their
-    name, where they are known. asked: tokens before its own message."""
+    """A turn that stands. length: tokens of the conversation at its end, without one that only says so; messages: the same,
+    with the reply, and key: their name, where they are known. asked: tokens before its own message."""
 
     length: int
     turn: TurnRecord

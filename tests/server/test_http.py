@@ -91,6 +91,15 @@ def test_a_session_tells_each_turn_and_where_its_kv_is(client: httpx.Client) -> 
     assert "told" in [one["id"] for one in client.get("/v1/sessions").json()["data"]]
 
 
+def test_every_turn_is_told_however_its_reply_ended(client: httpx.Client) -> None:
+    """On a simulated machine tokens are drawn evenly, so some replies end with the token that ends a reply."""
+    reasons = {
+        ask(client, f"{i}", session_id="many", max_tokens=60).json()["choices"][0]["finish_reason"] for i in range(12)
+    }
+    assert reasons == {"stop", "length"}
+    assert len(client.get("/v1/sessions/many").json()["statistics"]) == 12
+
+
 def test_tokens_are_counted_as_they_are_read(client: httpx.Client) -> None:
     messages = [{"role": "user", "content": "Hello"}]
     count = client.post("/tokenize", json={"messages": messages}).json()["count"]
