@@ -99,13 +99,13 @@ class App:
 
 
 class Feed:
-    """The events of one turn in the event loop: text pieces as they come, then the end."""
+    """One turn in the event loop: its text pieces as they come, or its whole text."""
 
     def __init__(self, app: App, stops: tuple[str, ...]) -> None:
         assert app.server is not None
         self._server = app.server
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: asyncio.Queue[Event | None] = asyncio.Queue()  # None: the end
         self._text = TextStream(app.server.tokenizer.decode, stops)
         self.turn: Turn
 
@@ -115,34 +115,36 @@ class Feed:
 
     def started(self, turn: Turn) -> None:
         self.turn = turn
+        turn.future.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._events.put_nowait, None))
         if self._server.system.clock.virtual:
             self._loop.run_in_executor(None, self._server.drive, turn.future)
 
     async def pieces(self) -> AsyncGenerator[str, None]:
-        ended = asyncio.ensure_future(asyncio.wrap_future(self.turn.future))
+        """Of a turn whose `on_event` is this one's. Raises what the turn ended with."""
         try:
-            while True:
-                event = asyncio.ensure_future(self._events.get())
-                await asyncio.wait((event, ended), return_when=asyncio.FIRST_COMPLETED)
-                if not event.done():
-                    event.cancel()
-                    ended.result()  # raises why it ended, if it was not served; else its last event is about to come
-                    if not self._events.empty():
-                        continue
-                    break
-                told = event.result()
-                if told.token is not None and (piece := self._text.push(told.token)):
+            while (event := await self._events.get()) is not None:
+                if event.token is not None and (piece := self._text.push(event.token)):
                     yield piece
-                if told.kind == "finished":
-                    await ended
-                    break
+            self.turn.future.result()
             rest = self._text.finish()
             if rest:
                 yield rest
         finally:
-            if not self.turn.future.done():  # whoever read this has gone
-                self._server.cancel_turn(self.turn)
-            ended.cancel()
+            self._left()
+
+    async def whole(self) -> str:
+        """All of its text. Raises what the turn ended with."""
+        try:
+            while await self._events.get() is not None:
+                pass
+            return self.turn.future.result().text
+        finally:
+            self._left()
+
+    def _left(self) -> None:
+        """Whoever read this has all of it, or has gone."""
+        if not self.turn.future.done():
+            self._server.cancel_turn(self.turn)
 
 
 def create_app(state: App) -> FastAPI:
@@ -209,7 +211,7 @@ def _add_routes(app: FastAPI, state: App) -> None:
             stops=stops,
             seed=body.seed,
             tools=tools_of(body.tools),
-            on_event=feed.on_event,
+            on_event=feed.on_event if body.stream else None,
         )
         name, whole = body.session_id or x_session_id, None if body.history is None else body.history == "whole"
         feed.started(
@@ -228,7 +230,9 @@ def _add_routes(app: FastAPI, state: App) -> None:
         state.admit()
         stops = client_stops(body.stop)
         feed = Feed(state, stops)
-        wish = wished(body, body.max_tokens, stops=stops, seed=body.seed, on_event=feed.on_event)
+        wish = wished(
+            body, body.max_tokens, stops=stops, seed=body.seed, on_event=feed.on_event if body.stream else None
+        )
         name = body.session_id or x_session_id
         begin = partial(state.dialogue.complete, _tenant(request), name, prompt, body.history == "whole", wish)
         feed.started(await _prepare(request, begin))
@@ -257,7 +261,7 @@ def _add_routes(app: FastAPI, state: App) -> None:
             stops=stops,
             seed=body.seed,
             tools=tools,
-            on_event=feed.on_event,
+            on_event=feed.on_event if body.stream else None,
         )
         responder = Responder(body, state.model, tenant, tools)
         feed.started(await _prepare(request, partial(responder.begin, state.dialogue, previous, wish)))
@@ -499,11 +503,7 @@ async def _prepare(request: Request, begin: Callable[[], Turn]) -> Turn:
 
 async def _whole(request: Request, feed: Feed) -> str:
     """The whole text; a client that goes away meanwhile cancels its turn."""
-
-    async def read() -> str:
-        return "".join([piece async for piece in feed.pieces()])
-
-    return await _unless_gone(request, read())
+    return await _unless_gone(request, feed.whole())
 
 
 async def _unless_gone(request: Request, awaited: Coroutine[Any, Any, str]) -> str:
