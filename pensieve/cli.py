@@ -121,6 +121,7 @@ def _live(verb: str, module: str) -> int:
         from omegaconf import OmegaConf
 
         from pensieve.compose import conf_folder
+        from pensieve.errors import PensieveError
         from pensieve.trial import guarded
 
         command = getattr(import_module(module), verb)
@@ -130,7 +131,10 @@ def _live(verb: str, module: str) -> int:
         config = OmegaConf.to_container(cfg, resolve=True)
         assert isinstance(config, dict)
         typed = {str(text).lstrip("+~").partition("=")[0] for text in HydraConfig.get().overrides.task}
-        status = command({str(name): value for name, value in config.items()}, typed)
+        try:
+            status = command({str(name): value for name, value in config.items()}, typed)
+        except PensieveError as error:
+            sys.exit(str(error))
         if status:
             sys.exit(status)
 

@@ -21,6 +21,7 @@ from tests.server.live import SIMULATED, serving, simulated, until
 from tests.server.test_http import ask
 
 CASES = int(os.environ.get("PENSIEVE_SCHEMA_CASES", "8"))  # an operation; 800 are some 10,000 in all
+HANG_UPS = int(os.environ.get("PENSIEVE_HANG_UPS", "150"))
 KNOWN = {200, 400, 401, 403, 404, 405, 413, 415, 429}
 
 
@@ -74,7 +75,7 @@ def test_clients_that_hang_up_in_mid_stream_leave_nothing() -> None:
 
         async def everybody() -> None:
             async with httpx.AsyncClient(timeout=20, limits=httpx.Limits(max_connections=16)) as client:
-                for first in range(0, 500, 10):
+                for first in range(0, HANG_UPS, 10):
                     await asyncio.gather(*(hang_up(client, number) for number in range(first, first + 10)))
 
         asyncio.run(everybody())
@@ -90,7 +91,7 @@ def test_clients_that_hang_up_in_mid_stream_leave_nothing() -> None:
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_turns_of_sessions_that_come_and_go() -> None:
-    """200 sessions, renamed all the time, with room for 50: resident memory of the second half against the first."""
+    """Many more sessions than the 50 there is room for: resident memory of the second half against the first."""
     with simulated(max_sessions=50) as (state, client):
 
         def talk(count: int) -> None:
@@ -100,13 +101,13 @@ def test_memory_does_not_grow_with_the_turns_of_sessions_that_come_and_go() -> N
 
         process, sizes = psutil.Process(), []
         with ThreadPoolExecutor(4) as pool:
-            for _ in range(8):
-                list(pool.map(talk, [50] * 4))
+            for _ in range(6):
+                list(pool.map(talk, [30] * 4))
                 gc.collect()
                 sizes.append(process.memory_info().rss)
         assert len(state.server.conversations) <= 50
         assert len(state.server.system.engine.cache.names()) <= 51
-        assert sizes[-1] - sizes[3] < 8e6, [size // 10**6 for size in sizes]
+        assert sizes[-1] - sizes[2] < 8e6, [size // 10**6 for size in sizes]
 
 
 def test_a_client_that_sends_its_body_and_leaves_is_not_served() -> None:
