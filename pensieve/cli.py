@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,7 @@ def _imports() -> Iterator[None]:
 
 def main() -> None:
     """The console script: pensieve VERB, with the arguments of runners/VERB.py."""
-    verbs = {verb.__name__: verb for verb in (run, compare, results, bench, doctor)}
+    verbs = {verb.__name__: verb for verb in (run, serve, chat, compare, results, bench, doctor)}
     parser = argparse.ArgumentParser(
         prog="pensieve",
         epilog="\n".join(f"{name:<9}{verb.__doc__}" for name, verb in verbs.items()),
@@ -107,6 +108,46 @@ def bench() -> int:
         typed = (str(text).lstrip("+").partition("=") for text in HydraConfig.get().overrides.task)
         try:
             status = run_target({str(name): value for name, value in config.items()}, {key: v for key, _, v in typed})
+        except PensieveError as error:
+            sys.exit(str(error))
+        if status:
+            sys.exit(status)
+
+    guarded(app)
+    return 0
+
+
+def serve() -> int:
+    """A server with the API of OpenAI: [group=option] [serve.port=8000]."""
+    return _live("serve", "pensieve.server.command")
+
+
+def chat() -> int:
+    """Talk to a model in the terminal: [group=option] [chat.script=FILE]."""
+    return _live("chat", "pensieve.server.chat")
+
+
+def _live(verb: str, module: str) -> int:
+    """Run the function of that name in that module with the composed configuration of conf/<verb>.yaml."""
+    sys.path.insert(0, os.getcwd())  # your own policies, as in run
+    with _imports():
+        import hydra
+        from hydra.core.hydra_config import HydraConfig
+        from omegaconf import OmegaConf
+
+        from pensieve.compose import conf_folder
+        from pensieve.errors import PensieveError
+        from pensieve.trial import guarded
+
+        command = getattr(import_module(module), verb)
+
+    @hydra.main(config_path=str(conf_folder()), config_name=verb, version_base="1.3")
+    def app(cfg: DictConfig) -> None:
+        config = OmegaConf.to_container(cfg, resolve=True)
+        assert isinstance(config, dict)
+        typed = {str(text).lstrip("+~").partition("=")[0] for text in HydraConfig.get().overrides.task}
+        try:
+            status = command({str(name): value for name, value in config.items()}, typed)
         except PensieveError as error:
             sys.exit(str(error))
         if status:

@@ -97,7 +97,7 @@ class Engine:
         self._forget_surplus()  # may be this very conversation: whoever returns too late begins anew
         now_s = self.clock.now_s()
         known = self.cache.find(request.session)
-        session = known or self.cache.open(request.session, now_s)
+        session = known or self.cache.open(request.session, now_s, request.tenant)
         session.turns += 1
         sequence = Sequence.arrive(request, session, self._arrived, now_s, self._eos, self._decode_text)
         self._arrived += 1
@@ -108,6 +108,9 @@ class Engine:
             self._close(sequence, "refused", error.reason, now_s, str(error))
             return
         session.next_use_s = request.next_use_s
+        parent = self.cache.find(request.fork.session) if known is None and request.fork is not None else None
+        if parent is not None and request.fork is not None:
+            self.cache.fork(parent, session, request.fork.tokens, request.fork.takes_kv)
         self._sequences[request.id] = sequence
         self._under_way[session.name] = self._under_way.get(session.name, 0) + 1
         self._idle.remove(session)
@@ -331,6 +334,8 @@ class Engine:
     ) -> None:
         """The request is over for whoever asked."""
         sequence.close(status, reason, now_s, error)
+        if self._cost is not None:
+            sequence.record.account(self._cost, self.cache.chunk_tokens)
         self._events.append(Event("finished", sequence.request.id, now_s, turn=sequence.record))
 
     def _release(self, sequence: Sequence) -> None:

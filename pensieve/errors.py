@@ -63,6 +63,10 @@ class RequestFailed(PensieveError):
     """A request was admitted and then failed, was cancelled or timed out."""
 
 
+class TooManySessions(PensieveError):
+    """A server's client has as many conversations, or tokens in them, as it may."""
+
+
 class MeasurementInvalid(PensieveError):
     """A trial ran, and not under the conditions that its workload declares: its numbers would mislead."""
 

@@ -7,10 +7,12 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from pensieve.ledger import Miss, Missed, ledger_of
 from pensieve.request import Request, TokenArray
 
 if TYPE_CHECKING:  # figures read records and load no cache
     from pensieve.cache.base import Admission
+    from pensieve.cost.base import CostModel
 
 
 @dataclass(slots=True)
@@ -65,6 +67,9 @@ class TurnRecord:
     # Not columns: kept for the offline bound (see Residency), for the Parquet of tokens and for the caller.
     elsewhere_tokens: int | None = None
     anywhere_tokens: int | None = None
+    missed: tuple[Missed, ...] = ()
+    misses: tuple[Miss, ...] = ()
+    """The ledger, of a turn that got a first token."""
     request_id: int = 0
     token_ids: TokenArray[int] = field(default_factory=lambda: array("i"))
     margins: TokenArray[float] = field(default_factory=lambda: array("d"))
@@ -113,6 +118,11 @@ class TurnRecord:
         self.shared_hit_tokens = residency.shared_hit
         self.elsewhere_tokens, self.anywhere_tokens = residency.elsewhere, residency.anywhere
         self.cpu_recomputed_tokens = admission.cpu_recomputed_tokens
+        self.missed = residency.missed
+
+    def explained(self, missed: tuple[Missed, ...]) -> None:
+        """Why each prompt position without KV had none."""
+        self.missed = missed
 
     def resumed(self, admission: Admission) -> None:
         """An admission after it was preempted: what that cost."""
@@ -155,6 +165,12 @@ class TurnRecord:
             self.ttft_ms = (self.first_token_s - self.intended_s) * 1e3
         self.output_tokens = len(self.token_ids)
         self.output_sha256 = hashlib.sha256(self.token_ids.tobytes()).hexdigest()
+
+    def account(self, cost: CostModel, chunk_tokens: int) -> None:
+        """Its ledger, once it is over."""
+        if self.ttft_ms is not None and self.missed:
+            self.misses = ledger_of(self.missed, self.ttft_ms, cost, chunk_tokens)
+        self.missed = ()
 
     # -- outside the engine -------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import numbers
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pensieve.errors import ConfigError
 
@@ -87,13 +87,15 @@ class Sampling:
     """How a token is drawn. temperature 0 is greedy; top_k 0 and top_p 1 are off.
 
     The noise is a function of (seed, session, turn, position), so that a token does not depend on the batch it was
-    computed in, nor on the baseline that computed it.
+    computed in, nor on the baseline that computed it. anonymous: of (seed, position) alone, so that equal prompts draw equal
+    tokens in whichever conversation they are asked.
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+    anonymous: bool = False
 
     def __post_init__(self) -> None:
         temperature, top_p = _real(self.temperature, "temperature"), _real(self.top_p, "top_p")
@@ -152,6 +154,18 @@ class Free:
 Output = Length | Forced | Free
 
 
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """A new conversation begins as another one does: with the first `tokens` tokens of `session`.
+
+    takes_kv: the other one is not expected to go on from there, so where blocks cannot be shared the new one gets them.
+    """
+
+    session: str
+    tokens: int
+    takes_kv: bool = False
+
+
 @dataclass(slots=True)
 class Request:
     """One turn of one conversation.
@@ -162,6 +176,10 @@ class Request:
     intended_s: arrival by the schedule, in seconds of the system's clock; TTFT starts here, so that queueing counts.
     known_tokens: overrides `history` in the accounting, where the workload knows better (prefix invalidation).
     next_use_s: when the conversation will be asked again, by the schedule; only an offline policy reads it.
+    fork: what the conversation begins with if this request is its first and that other one is known; else nothing.
+    forgotten: leading tokens of the prompt that this conversation held before the engine lost it, and whether since it was
+        idle for too long or since the server was started again; told where the engine does not know the conversation.
+    tenant: conversations of two tenants share no KV, in caches that share by content.
     """
 
     id: int
@@ -178,6 +196,9 @@ class Request:
     stream: bool = True
     known_tokens: int | None = None
     next_use_s: float | None = None
+    fork: Fork | None = None
+    forgotten: tuple[int, Literal["expired", "restarted"]] | None = None
+    tenant: str = ""
 
     def __post_init__(self) -> None:
         text_of(self.session, "session_id")

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from pensieve.ledger import Loss
 from pensieve.request import TokenArray
 
 
@@ -29,7 +30,8 @@ class Chunk:
     filled. cache/tiers.py draws the states and alone changes them.
 
     Offsets [0, gpu_len) have KV in block `gpu`, offsets [0, cpu_len) in block `cpu`. copying: open tickets that read or
-    write it. A GPU block with gpu_len 0 is reserved: taken at admission, its KV not computed yet.
+    write it. A GPU block with gpu_len 0 is reserved: taken at admission, its KV not computed yet. lost: why KV of it was last
+    given up.
     """
 
     gpu: int | None = None
@@ -38,6 +40,7 @@ class Chunk:
     cpu_len: int = 0
     copying: int = 0
     view: View = View.NONE
+    lost: Loss | None = None
 
     @property
     def clean(self) -> bool:
@@ -58,6 +61,7 @@ class Session:
     last_active_s: when a request of it last started or ended. next_use_s: when it is asked again, where the schedule knows
     (offline policies only). waiting: its requests that wait, preempted ones included. running: a request of it runs; at most
     one does. turns: that were asked of it, whatever became of them. chunks: where a cache with chunk records has its KV.
+    tenant: it shares no KV with conversations of others.
     """
 
     name: str
@@ -71,6 +75,7 @@ class Session:
     waiting: int = 0
     running: bool = False
     turns: int = 0
+    tenant: str = ""
 
     def append(self, token: int) -> None:
         """A token was generated."""
@@ -79,6 +84,12 @@ class Session:
     def extend(self, tokens: Iterable[int]) -> None:
         """A message was asked."""
         self.tokens.extend(tokens)
+
+    def begin_as(self, other: Session, length: int) -> None:
+        """It is new, and begins with the first `length` tokens of another one, as far as those were computed."""
+        assert not self.tokens
+        self.tokens.extend(other.tokens[:length])
+        self.computed = min(other.computed, len(self.tokens), max(len(self.tokens) - 1, 0))
 
     def advance(self, stop: int) -> None:
         """The plan being made computes positions up to `stop`."""

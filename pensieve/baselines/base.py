@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pensieve.clock import Clock
+from pensieve.errors import WorkerError
 from pensieve.plan import StartReport
 from pensieve.record import Event, TurnRecord
 from pensieve.request import Request
 
-__all__ = ["AnsweringSystem", "Capabilities", "Event", "System"]
+__all__ = ["AnsweringSystem", "Capabilities", "Event", "Listener", "System"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +61,42 @@ class System(Protocol):
     def close(self) -> None: ...
 
 
+class Listener(Protocol):
+    """Who is told what becomes of one request. It is called by whatever drives the engine, between two iterations: it must
+    not wait, and may begin further requests."""
+
+    def happened(self, event: Event) -> None:
+        """The request got a token, or ended; nothing comes after the event `finished`."""
+
+    def failed(self, error: WorkerError) -> None:
+        """The system crashed or was closed before the request ended; nothing comes after it."""
+
+
 class AnsweringSystem(System, Protocol):
-    """A system that also serves callers who each wait for an answer of their own."""
+    """A system that also serves callers who each wait for an answer of their own, from any number of threads. `poll` tells
+    nothing of their requests."""
+
+    def begin(self, request: Request, listener: Listener) -> None:
+        """Submit a request without waiting for it. On a virtual clock it goes on as long as somebody drives."""
+
+    def drive(self, awaited: Future[Any]) -> None:
+        """Return when `awaited`, which some listener completes, is done; on a virtual clock by running the engine."""
 
     def ask(self, request: Request) -> TurnRecord:
-        """Submit a request and wait for its end, from any number of threads. `poll` tells nothing of it. Raises WorkerError
-        where the system has crashed or was closed, now or before the end."""
+        """Submit a request and wait for its end. Raises WorkerError where the system has crashed or was closed, now or before
+        the end."""
         ...
+
+    @property
+    def chunk_tokens(self) -> int: ...
+
+    def places(self, session: str) -> str:
+        """Where each chunk of a conversation's KV is at this moment, see CacheManager.places."""
+        ...
+
+    def gauges(self) -> dict[str, tuple[float, str]]:
+        """What is held and who waits at this moment, with units."""
+        ...
+
+    def release(self, session: str) -> None:
+        """`forget` one conversation without waiting until it is done; a listener may call it."""

@@ -7,15 +7,17 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from pensieve.baselines.base import Capabilities
+from pensieve.baselines.base import Capabilities, Listener
 from pensieve.cache.base import CacheManager
 from pensieve.clock import Clock
 from pensieve.cost.base import CostModel
 from pensieve.engine import Engine
+from pensieve.errors import WorkerError
 from pensieve.eviction.base import EvictionPolicy, PolicyContext
 from pensieve.idle_sessions import MemoryLimits
 from pensieve.plan import StartReport
 from pensieve.record import Event, TurnRecord
+from pensieve.request import Request
 from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.tokenizer import Tokenizer
@@ -60,7 +62,7 @@ class EngineSystem(ABC):
         self._cpu_blocks, self._chunk_tokens = cpu_blocks, chunk_tokens
         self._tokenizer, self._seed, self._labels = tokenizer, seed, dict(labels or {})
         self._limits = limits or MemoryLimits()
-        self._answers: dict[int, Future[TurnRecord]] = {}  # by request, of those who asked
+        self._listeners: dict[int, Listener] = {}  # by request, of those who are told about theirs
         self._cost: CostModel | None = None
         self._report: StartReport | None = None
 
@@ -124,22 +126,40 @@ class EngineSystem(ABC):
         to be called before the first request."""
         self.engine.cache.watch_content()
 
-    def _answer(self, events: list[Event]) -> list[Event]:
-        """Tell those who asked; returns the events of all other requests, for `poll`."""
+    @abstractmethod
+    def begin(self, request: Request, listener: Listener) -> None:
+        """See AnsweringSystem."""
+
+    @abstractmethod
+    def drive(self, awaited: Future[Any]) -> None:
+        """See AnsweringSystem."""
+
+    def ask(self, request: Request) -> TurnRecord:
+        """See AnsweringSystem."""
+        answer = _Answer()
+        self.begin(request, answer)
+        self.drive(answer.future)
+        return answer.future.result()
+
+    def _tell(self, events: list[Event]) -> list[Event]:
+        """Tell the listeners; returns the events of all other requests, for `poll`."""
         others = []
         for event in events:
-            if event.request_id not in self._answers:
+            listener = self._listeners.get(event.request_id)
+            if listener is None:
                 others.append(event)
-            elif event.turn is not None:
-                self._answers.pop(event.request_id).set_result(event.turn)
+                continue
+            if event.kind == "finished":
+                del self._listeners[event.request_id]
+            listener.happened(event)
         return others
 
-    def _disappoint(self, error: BaseException) -> None:
-        """Those who asked and have no answer yet get this error."""
-        for request_id in list(self._answers):
-            answer = self._answers.pop(request_id, None)
-            if answer is not None:
-                answer.set_exception(error)
+    def _disappoint(self, error: WorkerError) -> None:
+        """All whose request has not ended get this error."""
+        for request_id in list(self._listeners):
+            listener = self._listeners.pop(request_id, None)
+            if listener is not None:
+                listener.failed(error)
 
     def counters(self) -> dict[str, float]:
         engine = self.engine
@@ -180,6 +200,15 @@ class EngineSystem(ABC):
             "running_requests": (len(scheduler.running), "requests"),
         }
 
+    @property
+    def chunk_tokens(self) -> int:
+        return self._chunk_tokens
+
+    def places(self, session: str) -> str:
+        """See CacheManager.places. A picture of a moment, from any thread; empty for a conversation that is not known."""
+        known = self.engine.cache.find(session)
+        return "" if known is None else self.engine.cache.places(known)
+
     def settings(self) -> dict[str, Any]:
         cache = self.engine.cache
         per_token = self._model.kv_bytes_per_token
@@ -197,9 +226,25 @@ class EngineSystem(ABC):
             "dtype": self._model.dtype,
             "vocab": self._model.vocab,
             "n_ctx": self._model.max_context,
+            "request_tokens": cache.request_blocks * cache.chunk_tokens,
             "max_batch_tokens": self._scheduler_settings.max_batch_tokens,
             "max_batch_requests": self._scheduler_settings.max_batch_requests,
             "simulated": self.clock.virtual,
+            "shares": cache.shares,
             "cost": self._cost.describe(),
             **cache.chosen,
         }
+
+
+class _Answer:
+    """A listener that waits for the end."""
+
+    def __init__(self) -> None:
+        self.future: Future[TurnRecord] = Future()
+
+    def happened(self, event: Event) -> None:
+        if event.turn is not None:
+            self.future.set_result(event.turn)
+
+    def failed(self, error: WorkerError) -> None:
+        self.future.set_exception(error)

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from concurrent.futures import Future
 from typing import Any
 
+from pensieve.baselines.base import Listener
 from pensieve.baselines.engine_system import ENGINE_CLOSED, EngineSystem
 from pensieve.clock import VirtualClock
 from pensieve.cost.base import CostModel
 from pensieve.cost.simulated import simulated_cost
 from pensieve.errors import WorkerError
 from pensieve.plan import StartReport
-from pensieve.record import Event, TurnRecord
+from pensieve.record import Event
 from pensieve.request import Request
 from pensieve.worker.simulated import SimulatedWorker
 from pensieve.worker.timeline import Timeline
 
 
 class InlineSystem(EngineSystem):
-    """`poll` and `ask` run the engine, in the thread that calls them. Several threads may use it: each call has the engine to
-    itself, so that one made during a poll takes effect when that poll returns. Whoever asks runs the engine until some
-    request has finished, and lets the others have it before going on: so those who ask at once are served together.
+    """`poll`, `ask` and `drive` run the engine, in the thread that calls them. Several threads may use it: each call has the
+    engine to itself, so that one made during a poll takes effect when that poll returns. Whoever asks runs the engine until
+    some request has finished, and lets the others have it before going on: so those who ask at once are served together.
     """
 
     def __init__(self, **parts: Any) -> None:
         """parts: as EngineSystem takes them, with a VirtualClock."""
         super().__init__(**parts)
         self._lock = threading.Lock()
+        self._inbox: deque[tuple[Request, Listener] | str] = (
+            deque()
+        )  # begun, or to be forgotten, while the engine was busy
+        self._inbox_lock = (
+            threading.Lock()
+        )  # held for a moment only, so whoever begins a request may hold locks of its own
         self._untold: list[Event] = []  # happened while somebody asked, for the next poll
         self._ended: str | None = None  # why nobody can ask any more
 
@@ -35,22 +43,29 @@ class InlineSystem(EngineSystem):
         with self._lock:
             self.engine.submit(request)
 
-    def ask(self, request: Request) -> TurnRecord:
-        answer: Future[TurnRecord] = Future()
-        with self._lock:
-            if self._ended is None:
-                self._answers[request.id] = answer
-                self.engine.submit(request)
-        while not answer.done():
+    def begin(self, request: Request, listener: Listener) -> None:
+        with self._inbox_lock:
+            ended = self._ended
+            if ended is None:
+                self._inbox.append((request, listener))
+        if ended is not None:
+            listener.failed(WorkerError(ended))
+
+    def drive(self, awaited: Future[Any]) -> None:
+        while not awaited.done():
             with self._lock:
-                if self._ended is not None:
+                if self._ended is not None and not awaited.done():
                     raise WorkerError(self._ended)
-                if not answer.done():
-                    self._serve_those_who_asked()
-        return answer.result()
+                if not awaited.done():
+                    self._serve_listeners()
+
+    def release(self, session: str) -> None:
+        with self._inbox_lock:
+            self._inbox.append(session)
 
     def cancel(self, request_id: int, status: str) -> None:
         with self._lock:
+            self._empty_inbox()
             self.engine.cancel(request_id, status)
 
     def expect(self, session: str, next_use_s: float | None) -> None:
@@ -60,6 +75,7 @@ class InlineSystem(EngineSystem):
 
     def forget(self, session: str | None) -> None:
         with self._lock:
+            self._empty_inbox()
             self.engine.forget(session)
 
     def poll(self, until_s: float | None) -> list[Event]:
@@ -68,7 +84,7 @@ class InlineSystem(EngineSystem):
             if _any_finished(untold):
                 return untold
             events = self._run(None if until_s is None else round(until_s * 1e9))
-            return untold + (self._answer(events) if self._answers else events)
+            return untold + (self._tell(events) if self._listeners else events)
 
     def draw_timeline(self) -> Timeline | None:
         """Collect what the machine does from now on; None for a worker that is not simulated."""
@@ -94,10 +110,10 @@ class InlineSystem(EngineSystem):
     def _begin(self) -> None:
         """Nothing runs before the first poll."""
 
-    def _serve_those_who_asked(self) -> None:
+    def _serve_listeners(self) -> None:
         """Until some request has finished. A crash ends all that were asked."""
         try:
-            self._untold += self._answer(self._run(None))
+            self._untold += self._tell(self._run(None))
         except BaseException as crash:  # the engine may have stopped half way through a step, whatever it was
             sentence = f"The engine stopped: {crash}"
             self._end(sentence)
@@ -105,11 +121,26 @@ class InlineSystem(EngineSystem):
                 raise WorkerError(sentence) from crash
             raise
 
+    def _empty_inbox(self) -> None:
+        """The engine learns of what was begun and released."""
+        while self._inbox:
+            entry = self._inbox.popleft()
+            if isinstance(entry, str):
+                self.engine.forget(entry)
+            else:
+                request, listener = entry
+                self._listeners[request.id] = listener
+                self.engine.submit(request)
+
     def _end(self, why: str) -> None:
-        self._ended = self._ended or why
+        with self._inbox_lock:
+            self._ended = self._ended or why
+            begun, self._inbox = self._inbox, deque()
+        self._listeners.update((entry[0].id, entry[1]) for entry in begun if not isinstance(entry, str))
         self._disappoint(WorkerError(self._ended))
 
     def _run(self, until_ns: int | None) -> list[Event]:
+        self._empty_inbox()
         engine, clock = self.engine, self.clock
         assert isinstance(clock, VirtualClock)
         events = engine.take_events()

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
+from pensieve.baselines.base import Listener
 from pensieve.baselines.engine_system import ENGINE_CLOSED, EngineSystem
 from pensieve.baselines.profiling import profile_of
 from pensieve.cost.base import CostModel
 from pensieve.errors import WorkerError
 from pensieve.plan import StartReport
-from pensieve.record import Event, TurnRecord
+from pensieve.record import Event
 from pensieve.request import Request
 
 _Command = Callable[[], None]
@@ -21,8 +22,9 @@ _Command = Callable[[], None]
 
 class ThreadedSystem(EngineSystem):
     """`start` starts the thread that owns the engine, `close` ends it; submit, cancel, expect and forget reach it through
-    an inbox, and what happened comes back through an outbox that `poll` reads, or through the future of who asked. A crash
-    of the thread surfaces in ask, poll and forget, as WorkerError. Any thread may call anything; one at a time polls.
+    an inbox, and what happened comes back through an outbox that `poll` reads, or through the listener of who began it. A
+    crash of the thread surfaces there and in ask, poll and forget, as WorkerError. Any thread may call anything; one at a
+    time polls.
     """
 
     def __init__(self, **parts: Any) -> None:
@@ -38,14 +40,18 @@ class ThreadedSystem(EngineSystem):
         self._unfinished.add(request.id)
         self._inbox.put(lambda: self.engine.submit(request))
 
-    def ask(self, request: Request) -> TurnRecord:
+    def begin(self, request: Request, listener: Listener) -> None:
         assert self._thread is not None, "start() comes first"
-        answer: Future[TurnRecord] = Future()
-        self._answers[request.id] = answer
+        self._listeners[request.id] = listener
         self._inbox.put(lambda: self.engine.submit(request))
-        if self._ended.done():  # after it told those who had asked, or before: nobody else will tell this one
+        if self._ended.done():  # after it told the other listeners, or before: nobody else will tell this one
             self._disappoint(self._closed_or_crashed())
-        return answer.result()
+
+    def drive(self, awaited: Future[Any]) -> None:
+        wait((awaited,))
+
+    def release(self, session: str) -> None:
+        self._inbox.put(lambda: self.engine.forget(session))
 
     def cancel(self, request_id: int, status: str) -> None:
         self._inbox.put(lambda: self.engine.cancel(request_id, status))
@@ -148,8 +154,8 @@ class ThreadedSystem(EngineSystem):
                 command()
                 idle = False
             events = engine.step(None)
-            if self._answers:
-                events = self._answer(events)
+            if self._listeners:
+                events = self._tell(events)
             assert engine.progressed or not engine.busy, "requests wait, and nothing runs that could let them in"
             if events:
                 self._outbox.put(events)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pensieve.cost.base import CostModel
+from pensieve.ledger import Loss, Missed, joined
 from pensieve.plan import Copy
 from pensieve.request import TokenArray
 from pensieve.session import Session
@@ -22,6 +23,7 @@ class Residency:
     gpu_hit + cpu_hit + recomputed = history; history + new = prompt; shared_hit <= new.
     elsewhere: at most so many leading tokens were in another conversation before, whose blocks may serve this one; anywhere:
     the same of any conversation, this one included. None: not known. They say what could have hit, not what did.
+    missed: why those positions without KV that were computed before, or would have been but for an edit, have none.
     """
 
     prompt: int
@@ -31,6 +33,7 @@ class Residency:
     shared_hit: int = 0
     elsewhere: int | None = None
     anywhere: int | None = None
+    missed: tuple[Missed, ...] = ()
 
     @property
     def recomputed(self) -> int:
@@ -100,6 +103,8 @@ class CacheManager(ABC):
         self.gpu_blocks = self.request_blocks = gpu_blocks
         self.cpu_blocks = cpu_blocks
         self.counters = CacheCounters()
+        self.taker = Loss("", 0.0)
+        """For whose request room is being made: what is given up meanwhile is its doing. The scheduler says it."""
         self.sessions: dict[str, Session] = {}
         self._sessions_made = 0
 
@@ -152,6 +157,10 @@ class CacheManager(ABC):
 
     def names(self) -> list[str]:
         return list(self.sessions)
+
+    @abstractmethod
+    def places(self, session: Session) -> str:
+        """Where the KV of each of its chunks is, a letter each: G on GPU, B on GPU and CPU, C on CPU, - nowhere."""
 
     # -- admit --------------------------------------------------------------------------------------------------------
 
@@ -211,6 +220,10 @@ class CacheManager(ABC):
     def release(self, session: Session, now_s: float) -> None:
         """Its request ended: its chunks may be evicted, and reserved blocks that were not used come back."""
 
+    def make_room_for(self, session: Session, now_s: float) -> None:
+        """What is given up from now on is given up for a request of this conversation."""
+        self.taker = Loss(session.name, now_s)
+
     # -- evict --------------------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -232,13 +245,18 @@ class CacheManager(ABC):
         where they can share; told before the first request, if at all."""
         return None
 
-    def open(self, name: str, now_s: float) -> Session:
+    def open(self, name: str, now_s: float, tenant: str = "") -> Session:
         """The conversation of that name, made if new."""
         session = self.sessions.get(name)
         if session is None:
-            session = self.sessions[name] = Session(name, self._sessions_made, now_s, now_s)
+            session = self.sessions[name] = Session(name, self._sessions_made, now_s, now_s, tenant=tenant)
             self._sessions_made += 1
         return session
+
+    def fork(self, parent: Session, child: Session, length: int, takes_kv: bool) -> None:
+        """A new conversation begins with the first `length` tokens of another one. A cache that shares by content finds their
+        KV by itself; one that does not may give the child that of the parent, if it `takes_kv`."""
+        child.begin_as(parent, length)
 
     def expect(self, session: Session, next_use_s: float | None) -> None:
         """When it will be asked again, by the schedule; None: not known to return. For offline policies."""
@@ -262,3 +280,11 @@ class CacheManager(ABC):
     @abstractmethod
     def check(self) -> None:
         """Assert every invariant; for tests, its cost grows with everything there is."""
+
+
+def edited_run(session: Session, keep: int, suffix: TokenArray[int], history: int) -> tuple[Missed, ...]:
+    """The positions behind `history` where the conversation had computed other tokens than the prompt now has; told before it
+    is truncated to `keep`."""
+    if keep >= len(session.tokens) or not suffix or suffix[0] == session.tokens[keep]:
+        return ()
+    return joined([Missed(max(history, keep), min(session.computed, keep + len(suffix)), "edited")])

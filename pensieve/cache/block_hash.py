@@ -11,17 +11,21 @@ BlockHash = bytes
 
 
 class HashChain:
-    """Hashes of a conversation's full blocks, extended as tokens come and cut as they go; each token is hashed once."""
+    """Hashes of a conversation's full blocks, extended as tokens come and cut as they go; each token is hashed once.
 
-    def __init__(self, chunk_tokens: int) -> None:
+    tenant: hashes of two tenants never agree, so that none can tell by a hit what another one has asked.
+    """
+
+    def __init__(self, chunk_tokens: int, tenant: str = "") -> None:
         self._size = chunk_tokens
+        self._before = hashlib.blake2b(tenant.encode(), digest_size=16).digest() if tenant else b""
         self._hashes: list[BlockHash] = []
 
     def upto(self, tokens: TokenArray[int], length: int) -> list[BlockHash]:
         """Of the full blocks in [0, length)."""
         while (len(self._hashes) + 1) * self._size <= length:
             start = len(self._hashes) * self._size
-            before = self._hashes[-1] if self._hashes else b""
+            before = self._hashes[-1] if self._hashes else self._before
             block = tokens[start : start + self._size].tobytes()
             self._hashes.append(hashlib.blake2b(before + block, digest_size=16).digest())
         return self._hashes[: length // self._size]

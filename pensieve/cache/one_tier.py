@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from pensieve.cache.base import Admission, CacheManager, Residency
+from pensieve.cache.base import Admission, CacheManager, Residency, edited_run
 from pensieve.cache.block_hash import HashChain
 from pensieve.cache.content import SeenContent
+from pensieve.ledger import Missed, joined
 from pensieve.plan import Copy
 from pensieve.request import TokenArray
 from pensieve.session import Session
@@ -33,6 +34,10 @@ class OneTier(CacheManager):
     @abstractmethod
     def _admission(self, session: Session, residency: Residency, found: int) -> Admission: ...
 
+    @abstractmethod
+    def _missed(self, session: Session, found: int, history: int) -> Iterable[Missed]:
+        """Why positions [found, history) of the session that starts have no KV."""
+
     def truncate(self, session: Session, length: int, computed: int | None = None) -> None:
         self._note(session)
         self._unnoted.pop(session.number, None)
@@ -41,9 +46,9 @@ class OneTier(CacheManager):
         if self._seen is not None:
             self._seen.cut(session.number, length // self.chunk_tokens)
 
-    def open(self, name: str, now_s: float) -> Session:
-        session = super().open(name, now_s)
-        self._chains.setdefault(session.number, HashChain(self.chunk_tokens))
+    def open(self, name: str, now_s: float, tenant: str = "") -> Session:
+        session = super().open(name, now_s, tenant)
+        self._chains.setdefault(session.number, HashChain(self.chunk_tokens, session.tenant))
         return session
 
     def watch_content(self) -> None:
@@ -56,13 +61,19 @@ class OneTier(CacheManager):
     def admit(self, session: Session, keep: int, suffix: TokenArray[int], known: int | None, now_s: float) -> Admission:
         prompt = keep + len(suffix)
         history = min(keep, session.computed, prompt - 1) if known is None else min(known, prompt - 1)
+        edited = edited_run(session, keep, suffix, history)
         if keep < len(session.tokens):
             self.truncate(session, keep)
         session.extend(suffix)
         elsewhere, anywhere = self._findable(session)
         found = self._occupy(session, now_s)
         hit = min(found, history)
-        return self._admission(session, Residency(prompt, history, hit, 0, found - hit, elsewhere, anywhere), found)
+        own = self._missed(session, hit, min(history, keep))
+        moved = Missed(max(hit, keep), history, "edited")  # known to the workload, at another place
+        missed = (*joined((*own, moved)), *edited)
+        return self._admission(
+            session, Residency(prompt, history, hit, 0, found - hit, elsewhere, anywhere, missed), found
+        )
 
     def resume(self, session: Session, now_s: float) -> Admission:
         length = len(session.tokens)

@@ -6,12 +6,15 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from pensieve.cache.base import Admission, Demand, Residency, Run
-from pensieve.cache.block_hash import BlockHash
+from pensieve.cache.block_hash import BlockHash, HashChain
 from pensieve.cache.one_tier import OneTier
 from pensieve.cache.pool import BlockPool
 from pensieve.eviction.base import EvictionPolicy
+from pensieve.ledger import Loss, Missed
 from pensieve.request import TokenArray
 from pensieve.session import Session, chunks_of
+
+_REMEMBERED = 16  # pools of evicted blocks
 
 
 class PrefixCache(OneTier):
@@ -36,6 +39,7 @@ class PrefixCache(OneTier):
         self._block_of: dict[BlockHash, int] = {}
         self._hash_of: dict[int, BlockHash] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._lost: OrderedDict[BlockHash, Loss] = OrderedDict()  # of evicted content, as far back as _REMEMBERED
 
     @property
     def available(self) -> int:
@@ -47,6 +51,14 @@ class PrefixCache(OneTier):
 
     def free_blocks(self) -> tuple[set[int], set[int]]:
         return self.gpu.free_blocks(), set()
+
+    def places(self, session: Session) -> str:
+        tokens, size = session.tokens[:], self.chunk_tokens
+        full = HashChain(size, session.tenant).upto(
+            tokens, len(tokens)
+        )  # not its own, which the engine may be extending
+        found = "".join("G" if name in self._block_of else "-" for name in full)
+        return found.ljust(chunks_of(len(tokens), size), "-")
 
     def demand(self, session: Session, keep: int, length: int) -> Demand:
         """What other conversations share is not counted: it may only make the admission cheaper."""
@@ -145,6 +157,18 @@ class PrefixCache(OneTier):
         self._computed[session.number] = found
         return found
 
+    def _missed(self, session: Session, found: int, history: int) -> Iterable[Missed]:
+        """A block that is still there is of no use without those before it: it is missed for what took the first of them."""
+        size, first = self.chunk_tokens, None
+        hashes = self._chains[session.number].upto(session.tokens, history)
+        for index in range(found // size, len(hashes)):
+            loss = self._lost.get(hashes[index])
+            if loss is None and hashes[index] in self._block_of:
+                loss = first
+            first = first or loss
+            yield Missed(index * size, (index + 1) * size, "evicted" if loss else "never_stored", loss)
+        yield Missed(max(found, len(hashes) * size), history, "never_stored")
+
     def _admission(self, session: Session, residency: Residency, found: int) -> Admission:
         length = len(session.tokens)
         again = max(0, session.computed - found)
@@ -162,6 +186,9 @@ class PrefixCache(OneTier):
 
     def _evict(self, block: int) -> None:
         del self._idle[block]
+        self._lost[self._hash_of[block]] = self.taker
+        if len(self._lost) > _REMEMBERED * self.gpu_blocks:
+            self._lost.popitem(last=False)
         self._unregister(block)
         self.counters.evicted_chunks += 1
         self.counters.dropped_chunks += 1

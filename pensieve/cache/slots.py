@@ -10,6 +10,7 @@ from pensieve.cache.base import Admission, Demand, Residency, Run
 from pensieve.cache.one_tier import OneTier
 from pensieve.errors import CapacityError, ConfigError
 from pensieve.eviction.base import EvictionPolicy
+from pensieve.ledger import Loss, Missed
 from pensieve.request import TokenArray, tokens_of
 from pensieve.session import Session, chunks_of, common_prefix
 
@@ -19,13 +20,16 @@ MOST_SLOTS = 4  # that are chosen where nobody says how many
 @dataclass(slots=True)
 class Slot:
     """cells: positions it can hold. tokens: those whose KV it holds, from position 0. used_s: when its last turn ended; minus
-    infinity before its first."""
+    infinity before its first. tenant: who asked for these tokens; nobody else finds them.
+    last: whose they are."""
 
     number: int
     blocks: tuple[int, ...]
     tokens: TokenArray[int] = field(default_factory=lambda: tokens_of([]))
     used_s: float = -math.inf
     session: Session | None = None
+    tenant: str = ""
+    last: Session | None = None
 
 
 class SlotCache(OneTier):
@@ -74,6 +78,7 @@ class SlotCache(OneTier):
         self.slot_prompt_similarity = slot_prompt_similarity
         self.slots = [Slot(number, tuple(range(number * each, (number + 1) * each))) for number in range(n_slots)]
         self._slot_of: dict[int, Slot] = {}
+        self._lost: dict[int, Loss] = {}  # conversation -> who has overwritten the slot it was in last
 
     @property
     def chosen(self) -> dict[str, float]:
@@ -87,6 +92,11 @@ class SlotCache(OneTier):
     @property
     def available(self) -> int:
         return sum(slot.session is None for slot in self.slots) * self.request_blocks
+
+    def places(self, session: Session) -> str:
+        found = max((_shared(slot, session) for slot in self.slots), default=0)
+        chunks = chunks_of(len(session.tokens), self.chunk_tokens)
+        return ("G" * chunks_of(found, self.chunk_tokens)).ljust(chunks, "-")
 
     def demand(self, session: Session, keep: int, length: int) -> Demand:
         return Demand(blocks=self.request_blocks, own_available=0)
@@ -113,8 +123,9 @@ class SlotCache(OneTier):
     def forget(self, session: Session) -> None:
         for slot in self.slots:
             held = min(len(slot.tokens), len(session.tokens))
-            if slot.session is None and held and slot.tokens[:held] == session.tokens[:held]:
+            if slot.session is None and held and _shared(slot, session) == held:
                 slot.tokens = tokens_of([])
+        self._lost.pop(session.number, None)
         self.truncate(session, 0)
         del self.sessions[session.name], self._chains[session.number]
 
@@ -130,26 +141,38 @@ class SlotCache(OneTier):
 
     def _occupy(self, session: Session, now_s: float) -> int:
         """Take a slot and cut its tokens at the first difference; returns how many are left."""
-        slot, size = self._choose(session.tokens), self.chunk_tokens
-        found = min(common_prefix(slot.tokens, session.tokens), len(session.tokens) - 1)
+        slot, size = self._choose(session), self.chunk_tokens
+        found = min(_shared(slot, session), len(session.tokens) - 1)
         overwritten = chunks_of(len(slot.tokens), size) - chunks_of(found, size)
         self.counters.evicted_chunks += overwritten
         self.counters.dropped_chunks += overwritten
         del slot.tokens[found:]
-        slot.session = session
+        if overwritten and slot.last is not None and slot.last is not session:
+            self._lost[slot.last.number] = self.taker
+        slot.session = slot.last = session
+        slot.tenant = session.tenant
         self._slot_of[session.number] = slot
         session.start(now_s)
         return found
 
-    def _choose(self, prompt: TokenArray[int]) -> Slot:
+    def _choose(self, session: Session) -> Slot:
         idle = [slot for slot in self.slots if slot.session is None]
         if self.slot_prompt_similarity:
-            shared = {slot.number: common_prefix(slot.tokens, prompt) for slot in idle}
+            shared = {slot.number: _shared(slot, session) for slot in idle}
             nearest = max(idle, key=lambda slot: (shared[slot.number], -slot.number))
-            if shared[nearest.number] / len(prompt) > self.slot_prompt_similarity:
+            if shared[nearest.number] / len(session.tokens) > self.slot_prompt_similarity:
                 return nearest
         return min(idle, key=lambda slot: (slot.used_s, slot.number))
+
+    def _missed(self, session: Session, found: int, history: int) -> Iterable[Missed]:
+        loss = self._lost.pop(session.number, None)
+        yield Missed(found, history, "evicted" if loss else "never_stored", loss)
 
     def _admission(self, session: Session, residency: Residency, found: int) -> Admission:
         again = max(0, session.computed - found)
         return Admission(residency, ((found, len(session.tokens)),), self._slot_of[session.number].blocks, (), 0, again)
+
+
+def _shared(slot: Slot, session: Session) -> int:
+    """Leading tokens of the conversation whose KV the slot holds."""
+    return common_prefix(slot.tokens, session.tokens) if slot.tenant == session.tenant else 0

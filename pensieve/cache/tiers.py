@@ -40,6 +40,7 @@ from pensieve.cache.base import CacheCounters, Residency, Run
 from pensieve.cache.pool import BlockPool
 from pensieve.cache.victims import VictimIndex
 from pensieve.eviction.base import EvictionPolicy
+from pensieve.ledger import Loss, Missed, joined
 from pensieve.plan import Copy
 from pensieve.session import Chunk, Session, View, chunks_of
 
@@ -58,6 +59,7 @@ class Tiers:
     ) -> None:
         self.chunk_tokens = chunk_tokens
         self.counters = counters
+        self.taker = Loss("", 0.0)  # as CacheManager's
         self.gpu = BlockPool(gpu_blocks)
         self.cpu = BlockPool(cpu_blocks)
         self.transfers = Transfers(self.gpu, self.cpu)
@@ -142,6 +144,7 @@ class Tiers:
     def drop_gpu(self, session: Session, index: int) -> None:
         """Take the GPU block of a chunk that is not on CPU: its KV is lost."""
         self.free_gpu(session.chunks[index])
+        session.chunks[index].lost = self.taker
         self.counters.evicted_chunks += 1
         self.counters.dropped_chunks += 1
         self.update(session, index)
@@ -149,12 +152,14 @@ class Tiers:
     def drop_cpu(self, session: Session, index: int) -> None:
         """Take the CPU block of a chunk that is not on GPU: its KV is lost."""
         self.free_cpu(session.chunks[index])
+        session.chunks[index].lost = self.taker
         self.counters.dropped_chunks += 1
         self.update(session, index)
 
     def invalidate(self, session: Session, index: int) -> None:
         """Of a running session: what the chunk's GPU block holds is not valid."""
         session.chunks[index].gpu_len = 0
+        session.chunks[index].lost = None  # nobody took it: its step failed
         self.duplicates.pop((session.number, index), None)
 
     def cut(self, session: Session, length: int) -> None:
@@ -190,6 +195,18 @@ class Tiers:
         assert chunk.cpu is not None
         block, chunk.cpu, chunk.cpu_len = chunk.cpu, None, 0
         self.transfers.retire(False, block, discarded)
+
+    def move(self, source: Session, target: Session, count: int) -> None:
+        """The first `count` chunks of an idle conversation to a new one, but for those that a copy reads or writes."""
+        assert not target.chunks
+        for index, chunk in enumerate(source.chunks[:count]):
+            if chunk.copying:
+                target.chunks.append(Chunk())
+                continue
+            self._leave_index(source, index)
+            source.chunks[index] = Chunk(lost=self.taker)
+            target.chunks.append(chunk)
+            self.update(target, index)
 
     # -- copies -----------------------------------------------------------------------------------------------------
 
@@ -445,12 +462,18 @@ def residency_of(session: Session, keep: int, prompt: int, known: int | None, ch
     history = min(keep, session.computed, prompt - 1) if known is None else min(known, prompt - 1)
     gpu_hit = cpu_hit = 0
     found = min(history, keep)
+    missed = []
     for index in range(min(len(session.chunks), chunks_of(found, chunk_tokens))):
         chunk, left = session.chunks[index], found - index * chunk_tokens
         on_gpu = min(chunk.gpu_len, left)
         gpu_hit += on_gpu
         cpu_hit += max(0, min(chunk.cpu_len, left) - on_gpu)
-    return Residency(prompt, history, gpu_hit, cpu_hit, elsewhere=0, anywhere=history)
+        if chunk.resident_len < min(left, chunk_tokens):
+            start, stop = index * chunk_tokens + chunk.resident_len, index * chunk_tokens + min(left, chunk_tokens)
+            missed.append(Missed(start, stop, "evicted" if chunk.lost else "never_stored", chunk.lost))
+    missed.append(Missed(min(len(session.chunks) * chunk_tokens, found), found, "never_stored"))
+    missed.append(Missed(found, history, "edited"))  # known to the workload, at another place
+    return Residency(prompt, history, gpu_hit, cpu_hit, elsewhere=0, anywhere=history, missed=joined(missed))
 
 
 def missing_runs(session: Session, length: int, chunk_tokens: int, cpu_too: bool = False) -> tuple[Run, ...]:

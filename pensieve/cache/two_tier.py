@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from pensieve.cache.base import Admission, CacheManager, Demand, Residency, Run
+from pensieve.cache.base import Admission, CacheManager, Demand, Residency, Run, edited_run
 from pensieve.cache.invariants import check_tiers
 from pensieve.cache.restore import RestoreMode, Restorer
 from pensieve.cache.tiers import CpuRoom, Tiers, missing_runs, residency_of
@@ -82,10 +83,17 @@ class TwoTierCache(CacheManager):
             own_available += chunk.view is View.CLEAN or (not self.cpu_blocks and chunk.view is View.DIRTY)
         return Demand(blocks=total - own, own_available=own_available)
 
+    def places(self, session: Session) -> str:
+        letters = [_letter(chunk) for chunk in list(session.chunks)]
+        return "".join(letters).ljust(chunks_of(len(session.tokens), self.chunk_tokens), "-")
+
     # -- admit --------------------------------------------------------------------------------------------------------
 
     def admit(self, session: Session, keep: int, suffix: TokenArray[int], known: int | None, now_s: float) -> Admission:
         residency = residency_of(session, keep, keep + len(suffix), known, self.chunk_tokens)
+        edited = edited_run(session, keep, suffix, residency.history)
+        if edited:
+            residency = replace(residency, missed=residency.missed + edited)
         if keep < len(session.tokens):
             self.truncate(session, keep)
         session.extend(suffix)
@@ -173,6 +181,10 @@ class TwoTierCache(CacheManager):
         self._running -= 1
         self.tiers.unpin(session)
 
+    def make_room_for(self, session: Session, now_s: float) -> None:
+        super().make_room_for(session, now_s)
+        self.tiers.taker = self.taker
+
     # -- evict --------------------------------------------------------------------------------------------------------
 
     def swap_out(self, blocks: int, now_s: float, urgent: bool) -> tuple[Copy, ...]:
@@ -240,6 +252,14 @@ class TwoTierCache(CacheManager):
         super().unmark_waiting(session, now_s)
         self.tiers.reorder(session)
 
+    def fork(self, parent: Session, child: Session, length: int, takes_kv: bool) -> None:
+        """A block belongs to one conversation. A child that takes KV gets the whole chunks that both have in common; the
+        parent keeps their raw tokens, as of chunks that were dropped."""
+        super().fork(parent, child, length, takes_kv)
+        self.make_room_for(child, child.last_active_s)
+        if takes_kv and not parent.running and not parent.waiting:
+            self.tiers.move(parent, child, child.computed // self.chunk_tokens)
+
     def truncate(self, session: Session, length: int, computed: int | None = None) -> None:
         session.rollback(length, computed)
         self.tiers.cut(session, length)
@@ -251,3 +271,9 @@ class TwoTierCache(CacheManager):
     def check(self) -> None:
         assert self._running == sum(session.running for session in self.sessions.values())
         check_tiers(self.tiers, self.sessions.values())
+
+
+def _letter(chunk: Chunk) -> str:
+    if chunk.gpu_len:
+        return "B" if chunk.cpu_len else "G"
+    return "C" if chunk.cpu_len else "-"

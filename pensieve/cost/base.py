@@ -31,15 +31,22 @@ class CostModel(Protocol):
         ...
 
 
+def marginal_s(cost: CostModel, start: int, stop: int, chunk_tokens: int) -> float:
+    """Positions [start, stop) of a conversation, computed as part of a longer prefill."""
+    seconds = 0.0
+    while start < stop:
+        end = min(stop, (start // chunk_tokens + 1) * chunk_tokens)
+        seconds += cost.recompute_s(end) * (end - start) / chunk_tokens
+        start = end
+    return seconds
+
+
 def predicted_s(cost: CostModel, runs: Iterable[tuple[int, int]], chunk_tokens: int) -> float:
     """An iteration that computes these positions of one conversation, chunk by chunk as the eviction policy counts them, and
     what the weights of a short one take beyond their arithmetic."""
     marginal, tokens = 0.0, 0
     for start, stop in runs:
         tokens += stop - start
-        while start < stop:
-            end = min(stop, (start // chunk_tokens + 1) * chunk_tokens)
-            marginal += cost.recompute_s(end) * (end - start) / chunk_tokens
-            start = end
+        marginal += marginal_s(cost, start, stop, chunk_tokens)
     linear = cost.recompute_s(chunk_tokens) * tokens / chunk_tokens  # a first chunk attends to next to nothing
     return cost.step_s() + marginal + max(0.0, cost.weights_s() - linear)

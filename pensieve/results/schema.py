@@ -31,7 +31,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-SCHEMA_VERSION = "0002"
+SCHEMA_VERSION = "0003"
 VERSION_TABLE = "pensieve_schema_version"
 """Shaped like Alembic's own (one row, `version_num`), under a name that an MLflow store in the same database does not
 use."""
@@ -251,6 +251,19 @@ sample_table = Table(  # without a primary key: two readings may share a moment 
     Column("value", Float),
     Column("unit", Text, nullable=False),
 )
+
+
+miss_table = Table(  # the ledger: lines of one turn may share a cause
+    "miss",
+    Base.metadata,
+    Column("trial_id", ForeignKey("trial.id", ondelete=CASCADE), index=True, nullable=False),
+    Column("turn_id", BigId, ForeignKey("turn.id", ondelete=CASCADE), index=True, nullable=False),
+    Column("cause", Text, nullable=False),
+    Column("evicted_by", Text),
+    Column("tokens", Integer, nullable=False),
+    Column("ms", Float, nullable=False),
+)
+"""Why prompt tokens of a turn had no KV, see ledger.py: its tokens are prompt - hits, its ms the turn's ttft_ms."""
 
 
 class ArtifactRow(Base):

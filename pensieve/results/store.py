@@ -31,6 +31,7 @@ from pensieve.results.schema import (
     Trial,
     TurnRow,
     current_trial,
+    miss_table,
     sample_table,
     sweep_result,
 )
@@ -262,11 +263,46 @@ class ResultsStore:
     def add_turns(self, trial_id: int, turns: Iterable[TurnRecord]) -> None:
         values_of, rest = attrgetter(*TURN_COLUMNS), iter(turns)
         with self.database.writing() as connection:
-            while rows := [(trial_id, *values_of(turn)) for turn in islice(rest, TURN_BATCH)]:
+            while batch := list(islice(rest, TURN_BATCH)):
+                rows = [(trial_id, *values_of(turn)) for turn in batch]
                 if self.database.sqlite:  # by the driver itself: SQLAlchemy costs more than the insert
                     connection.exec_driver_sql(_INSERT_TURN, rows)
                 else:
                     connection.execute(insert(TurnRow), [dict(zip(_TURN_FIELDS, row, strict=True)) for row in rows])
+                self._add_misses(connection, trial_id, batch)
+
+    def misses_of(self, trial_id: int) -> Sequence[Row[Any]]:
+        """The ledger: ordinal of the turn, cause, evicted_by, tokens, ms."""
+        c = miss_table.c
+        query = (
+            select(TurnRow.ordinal, c.cause, c.evicted_by, c.tokens, c.ms)
+            .join(TurnRow, TurnRow.id == c.turn_id)
+            .where(c.trial_id == trial_id)
+            .order_by(TurnRow.ordinal, c.cause, c.evicted_by)
+        )
+        with self.database.reading() as connection:
+            return connection.execute(query).all()
+
+    def _add_misses(self, connection: Connection, trial_id: int, turns: Sequence[TurnRecord]) -> None:
+        """Of turns that were inserted just now: the newest of the trial, found by their ordinals."""
+        if not any(turn.misses for turn in turns):
+            return
+        newest = select(TurnRow.id, TurnRow.ordinal).where(TurnRow.trial_id == trial_id)
+        found = connection.execute(newest.order_by(TurnRow.id.desc()).limit(len(turns))).all()
+        ids = {row.ordinal: row.id for row in found}
+        lines = [
+            {
+                "trial_id": trial_id,
+                "turn_id": ids[turn.ordinal],
+                "cause": miss.cause,
+                "evicted_by": miss.evicted_by,
+                "tokens": miss.tokens,
+                "ms": miss.ms,
+            }
+            for turn in turns
+            for miss in turn.misses
+        ]
+        connection.execute(insert(miss_table), lines)
 
     def add_metrics(self, trial_id: int, metrics: Iterable[Metric]) -> None:
         """A value that is not finite is stored as null, since databases do not agree on how to store it."""

@@ -214,6 +214,7 @@ class Scheduler:
             demand = cache.demand(session, keep, head.prompt_length())
             reserve = self._reserve if self.running and cache.grows else 0
             lacking = demand.blocks + demand.own_available + reserve - cache.available
+            cache.make_room_for(session, now_s)
             if lacking > 0:
                 if head.arrival not in self._deferred:
                     self._deferred.add(head.arrival)
@@ -269,6 +270,7 @@ class Scheduler:
         """A block for the next decoded position. False: the request skips this iteration, or was preempted."""
         cache, session = self.cache, sequence.session
         length = sequence.work[0][1]
+        cache.make_room_for(session, now_s)
         while True:
             added = cache.extend(session, length, now_s)
             if added is not None:

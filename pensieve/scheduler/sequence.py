@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 from pensieve.cache.base import Admission, Run
 from pensieve.errors import CapacityError, ContextLengthError, RequestRefused
+from pensieve.ledger import Missed, joined
 from pensieve.plan import Row, Sample
 from pensieve.record import TurnRecord
-from pensieve.request import UNNUMBERED, Forced, Free, Request, TokenArray
+from pensieve.request import UNNUMBERED, Forced, Free, Request, Sampling, TokenArray
 from pensieve.session import Session, chunks_of, common_prefix
 from pensieve.stop import StopSearch
 
@@ -74,7 +75,7 @@ class Sequence:
             TurnRecord.arrived(request, turn, now_s),
             arrival,
             session,
-            noise_key(request.sampling.seed, request.session, turn),
+            noise_key(request.sampling, request.session, turn),
             output.max_new_tokens,
         )
         if isinstance(output, Free):
@@ -143,9 +144,25 @@ class Sequence:
             self.preempted = False
         else:
             self.record.admitted(admission, now_s)
+            self.record.explained(self._missed(admission))
         self.slot = slot
         self.work = deque(admission.work)
         self.work_tokens = sum(stop - start for start, stop in admission.work)
+
+    def _missed(self, admission: Admission) -> tuple[Missed, ...]:
+        """All prompt positions without KV. Where the conversation is new to the engine and not to its server, the server says
+        why; what is left was never said before."""
+        residency, forgotten = admission.residency, self.request.forgotten
+        runs = [one for one in residency.missed if one.stop <= residency.history]
+        place = residency.history + residency.shared_hit
+        later = [one for one in residency.missed if one.stop > max(place, residency.history)]
+        if forgotten is not None and not self.length_before and not residency.history:
+            later.append(Missed(place, min(forgotten[0], residency.prompt), forgotten[1]))
+        for one in later:
+            start = max(one.start, place)
+            runs += (Missed(place, start, "new"), Missed(start, one.stop, one.cause, one.loss))
+            place = max(place, one.stop)
+        return joined((*runs, Missed(place, residency.prompt, "new")))
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -269,7 +286,8 @@ class Sequence:
         return self.record.admitted_s is not None and not self.record.stands
 
 
-def noise_key(seed: int, session: str, turn: int) -> int:
+def noise_key(sampling: Sampling, session: str, turn: int) -> int:
     """What the noise of a turn's sampling is drawn with: 63 bits; `hash()` would differ from one process to the next."""
-    digest = hashlib.blake2b(f"{seed}/{session}/{turn}".encode(), digest_size=8).digest()
+    named = str(sampling.seed) if sampling.anonymous else f"{sampling.seed}/{session}/{turn}"
+    digest = hashlib.blake2b(named.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -1,0 +1,20 @@
+"""The engine as a library, and over HTTP. Names are resolved on first use: a client of one needs nothing of the other."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_PUBLIC = {
+    "create_server": "pensieve.server.api",
+    "Server": "pensieve.server.api",
+    "Stream": "pensieve.server.api",
+    "Generation": "pensieve.server.api",
+}
+__all__ = ["Generation", "Server", "Stream", "create_server"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'pensieve.server' has no attribute {name!r}")

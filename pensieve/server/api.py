@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import queue
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Any
 
@@ -21,47 +24,91 @@ from pensieve.compose import (
     read_option,
 )
 from pensieve.compose.target import locate
-from pensieve.errors import ConfigError, RequestFailed, WorkerError, refused
+from pensieve.errors import ConfigError, PensieveError, RequestFailed, WorkerError
 from pensieve.eviction.base import needs_future
-from pensieve.record import TurnRecord
-from pensieve.request import UNNUMBERED, Free, Length, Request, Sampling, TokenArray, stops_of, text_of, tokens_of
+from pensieve.record import Event, TurnRecord
+from pensieve.request import Free, Length, Sampling, stops_of, text_of, tokens_of
+from pensieve.server.conversations import Asked, Conversation, Conversations, Mark, message_keys
+from pensieve.server.text import TextStream
+from pensieve.server.turn import Generation, Turn, error_of
 from pensieve.stop import before_stop
 from pensieve.tokenizer import Tokenizer
+
+__all__ = ["Generation", "Server", "Stream", "create_server"]
 
 _ALIASES = {"vllm": "stateless"}
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """One finished turn. text: the reply, without the stop string that ended it. turn: its record (see TurnRecord)."""
+class Stream:
+    """The reply of one turn while it is generated: iterate over its text, piece by piece, once. `result` waits for the end,
+    `cancel` brings it about."""
 
-    token_ids: list[int]
-    text: str
-    turn: TurnRecord
+    def __init__(self, server: Server, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
+        self._server = server
+        self._text = TextStream(decode, stops)
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: the end
+        self.turn: Turn
+
+    def follow(self, turn: Turn) -> None:
+        """It is the reply of this turn, whose `on_event` is `happened`."""
+        self.turn = turn
+        turn.future.add_done_callback(lambda _: self._events.put(None))
+
+    def __iter__(self) -> Iterator[str]:
+        self._server.drive(self.turn.future)
+        while (event := self._events.get()) is not None:
+            if event.token is not None and (piece := self._text.push(event.token)):
+                yield piece
+        rest = self._text.finish()
+        if rest:
+            yield rest
+        self.turn.future.result()  # raises what ended it
+
+    def result(self) -> Generation:
+        """The finished turn; raises as Server.generate does."""
+        return self._server.wait(self.turn.future)
+
+    def cancel(self) -> None:
+        """End it now; what was generated so far stands."""
+        self._server.cancel_turn(self.turn)
+
+    def happened(self, event: Event) -> None:
+        self._events.put(event)
 
 
 class Server:
     """A running engine that keeps conversations by name; thread-safe, a context manager.
 
-    Calls from several threads are batched together; turns of one conversation are served in the order they came.
+    Calls from several threads are batched together; turns of one conversation are served in the order they came. The HTTP
+    server and the chat are clients of this object, so their conversations are its conversations.
     """
 
-    def __init__(self, system: AnsweringSystem, tokenizer: Tokenizer, seed: int = 0) -> None:
-        self._system = system
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        system: AnsweringSystem,
+        tokenizer: Tokenizer,
+        seed: int = 0,
+    ) -> None:
+        self.system = system
+        self.tokenizer = tokenizer
+        self.template = ChatTemplate(tokenizer)
+        self.conversations = Conversations(system.release)
+        self._observers: list[Callable[[Turn, TurnRecord], None]] = []
         self._seed = seed
         self._ids = itertools.count(1)
+        self._under_way: dict[int, Turn] = {}
         self._totals: dict[str, float] = {
             "turns": 0,
             "output_tokens": 0,
             "failed_turns": 0,
             **dict.fromkeys(_COUNTED, 0),
         }
-        self._chat = ChatTemplate(tokenizer)
-        self._last: dict[str, int] = {}  # the last token of each conversation, which says how the next message goes on
-        self._lock = threading.Lock()  # of the totals and of those
+        self._lock = threading.Lock()  # of the totals
         self.report = system.start()
-        self._vocab = int(system.settings()["vocab"])
+        settings = system.settings()
+        self.vocab = int(settings["vocab"])
+        self.most_tokens = min(int(settings["n_ctx"]), int(settings["request_tokens"]))
+        """Of one request, prompt and reply together."""
 
     def process_request(self, session_id: str, text: str, max_new_tokens: int = 128, **options: Any) -> str:
         """Send one message of a conversation and return the reply. `options` as of `generate`."""
@@ -90,31 +137,68 @@ class Server:
         Raises CapacityError or ContextLengthError, or RequestRefused itself, for a request that can never be served,
         RequestFailed where the engine failed it, ConfigError for arguments that make no sense.
         """
-        if (prompt_ids is None) == (text is None):
-            raise ConfigError("Give either prompt_ids or text.")
-        if prompt_ids is None:
-            prompt_ids = self._message(session_id, text_of(text, "text"))
-        stops = stops_of(stop)
-        turn = self._serve(
+        turn = self._begin(
             session_id,
-            tokens_of(prompt_ids, self._vocab),
-            Length(max_new_tokens) if ignore_eos and not stops else Free(max_new_tokens, stops, ignore_eos),
-            Sampling(temperature, top_p, top_k, self._seed if seed is None else seed),
+            prompt_ids,
+            text,
+            None,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+            stop=stop,
+            ignore_eos=ignore_eos,
         )
-        if turn.status == "refused":
-            raise refused(turn.finish_reason, turn.error or "The request was refused.")
-        if turn.status != "completed":
-            raise RequestFailed(turn.error or f"The request ended as {turn.status}.")
-        return Generation(list(turn.token_ids), self._text(turn, stops), turn)
+        return self.wait(turn.future)
+
+    def submit(
+        self, session_id: str, prompt_ids: Sequence[int] | None = None, *, text: str | None = None, **options: Any
+    ) -> Future[Generation]:
+        """As `generate`, without waiting: a future of what that returns or raises. On a simulated machine time goes on while
+        somebody waits in `wait`, `generate` or a stream."""
+        return self._begin(session_id, prompt_ids, text, None, **options).future
+
+    def stream(
+        self, session_id: str, prompt_ids: Sequence[int] | None = None, *, text: str | None = None, **options: Any
+    ) -> Stream:
+        """As `generate`; the reply comes piece by piece."""
+        stream = Stream(self, self.tokenizer.decode, stops_of(options.get("stop")))
+        stream.follow(self._begin(session_id, prompt_ids, text, stream.happened, **options))
+        return stream
+
+    def cancel(self, session_id: str) -> int:
+        """End the turns of a conversation that run or wait; returns how many there were. What a running one has generated
+        stands, and is its result, with status `cancelled`."""
+        known = self.conversations.find("", session_id)
+        turns = [turn for turn in list(self._under_way.values()) if turn.conversation is known]
+        for turn in turns:
+            self.cancel_turn(turn)
+        return len(turns)
+
+    def wait(self, future: Future[Generation]) -> Generation:
+        """The result of a future that `submit` returned."""
+        try:
+            self.drive(future)
+        except WorkerError as error:
+            raise RequestFailed(str(error)) from error
+        return future.result()
+
+    def drive(self, future: Future[Any]) -> None:
+        """On a simulated machine: let time go on until this future is done. On a real one nobody has to."""
+        if self.system.clock.virtual:
+            self.system.drive(future)
 
     def forget(self, session_id: str | None = None) -> None:
-        """Free a conversation, or all of them."""
-        self._system.forget(session_id)
-        with self._lock:
-            if session_id is None:
-                self._last.clear()
-            else:
-                self._last.pop(session_id, None)
+        """Free a conversation, or all of them, but for those that have a turn under way."""
+        if session_id is None:
+            self.conversations.clear()
+            self.system.forget(None)
+            return
+        known = self.conversations.find("", session_id)
+        if known is not None and known.idle:
+            self.conversations.remove(known)
+            self.system.forget(known.engine_name)  # returns when it is done, so that a cold cache is cold
 
     def get_statistics(self) -> dict[str, Any]:
         """Counts since start: turns, tokens, hits by tier, evictions, bytes moved, and what the engine is."""
@@ -129,7 +213,7 @@ class Server:
                 ("miss_rate", "recomputed_tokens"),
             )
         }
-        return {**totals, **shares, **self._system.counters(), "engine": self._system.settings()}
+        return {**totals, **shares, **self.system.counters(), "engine": self.system.settings()}
 
     def get_statistics_str(self) -> str:
         """The same for people, a few lines."""
@@ -153,7 +237,7 @@ class Server:
 
     def close(self) -> None:
         """Stop the engine; requests under way end with RequestFailed."""
-        self._system.close()
+        self.system.close()
 
     def __enter__(self) -> Server:
         return self
@@ -163,35 +247,212 @@ class Server:
     ) -> None:
         self.close()
 
-    # -- how --------------------------------------------------------------------------------------------------------
+    # -- for those who serve and show it -------------------------------------------------------------------------------
 
-    def _message(self, session: str, text: str) -> list[int]:
-        """A chat model reads a text as one message of the user, in its own template; another model as it is."""
-        last = self._last.get(session)
-        if not self._chat.plain:
-            return self._chat.opening(text) if last is None else self._chat.following(text, last)
-        return [*(self._tokenizer.begin if last is None else ()), *self._tokenizer.encode(text)]
+    def observe(self, observer: Callable[[Turn, TurnRecord], None]) -> None:
+        """Have it called, in the engine's thread, with every turn that ended."""
+        self._observers.append(observer)
 
-    def _serve(self, session: str, ids: TokenArray[int], output: Length | Free, sampling: Sampling) -> TurnRecord:
-        request = Request(next(self._ids), session, UNNUMBERED, ids, output, sampling)
-        request.intended_s = self._system.clock.now_s()
-        try:
-            turn = self._system.ask(request)
-        except WorkerError as error:
-            raise RequestFailed(str(error)) from error
-        with self._lock:
-            self._totals["turns"] += 1
-            self._totals["failed_turns"] += turn.status != "completed"
-            self._totals["output_tokens"] += turn.output_tokens
-            for name in _COUNTED:
-                self._totals[name] += getattr(turn, name) or 0
-            if turn.token_ids and (self._tokenizer.begin or not self._chat.plain):
-                self._last[session] = turn.token_ids[-1]
+    def gauges(self) -> dict[str, tuple[float, str]]:
+        """What is held and who waits at this moment, with units."""
+        return self.system.gauges()
+
+    def moment(self, clock_s: float) -> float:
+        """A time of the engine's clock as seconds since 1970."""
+        return time.time() - (self.system.clock.now_s() - clock_s)
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self.system.chunk_tokens
+
+    def places(self, conversation: Conversation) -> str:
+        """Where each chunk of its KV is, a letter each, see CacheManager.places."""
+        return self.system.places(conversation.engine_name)
+
+    def end_session(self, tenant: str, name: str) -> bool:
+        """Cancel its turns and free it; False where there is none. Waits for turns to end: not for the engine's thread."""
+        known = self.conversations.find(tenant, name)
+        if known is None:
+            return False
+        while True:
+            with self.conversations.lock:
+                turns = [turn for turn in self._under_way.values() if turn.conversation is known]
+                if not turns and known.idle:
+                    self.conversations.remove(known)
+                    return True
+            for turn in turns:
+                self.cancel_turn(turn)
+            for turn in turns:
+                self.drive(turn.future)
+                wait((turn.future,))
+
+    # -- turns --------------------------------------------------------------------------------------------------------
+
+    def turn(
+        self,
+        conversation: Conversation,
+        ask: Callable[[Conversation], Asked],
+        output: Length | Free,
+        sampling: Sampling,
+        **options: Any,
+    ) -> Turn:
+        """A turn that has not begun. options: further fields of Turn."""
+        stops = output.stop if isinstance(output, Free) else ()
+        now_s = self.system.clock.now_s()
+        return Turn(self, conversation, next(self._ids), ask, output, sampling, now_s, stops, **options)
+
+    def begin(self, turn: Turn) -> None:
+        """Serve it once the turns of its conversation that came before have ended."""
+        conversation = turn.conversation
+        with self.conversations.lock:
+            self._under_way[turn.id] = turn
+            if conversation.running is not None:
+                conversation.waiting.append(turn)
+                return
+            conversation.running = turn
+        self._start(turn)
+
+    def cancel_turn(self, turn: Turn) -> None:
+        with self.conversations.lock:
+            turn.cut = True
+            waits = turn in turn.conversation.waiting
+            if waits:
+                turn.conversation.waiting.remove(turn)
+        if waits:
+            self._never_started(turn)
+        else:
+            self.system.cancel(turn.id, "cancelled")
+
+    @property
+    def under_way(self) -> int:
+        """Turns that run or wait."""
+        return len(self._under_way)
+
+    def _begin(
+        self,
+        session_id: str,
+        prompt_ids: Sequence[int] | None,
+        text: str | None,
+        on_event: Callable[[Event], None] | None,
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int | None = None,
+        stop: str | Sequence[str] | None = (),
+        ignore_eos: bool = False,
+    ) -> Turn:
+        if (prompt_ids is None) == (text is None):
+            raise ConfigError("Give either prompt_ids or text.")
+        ask = self._appending(prompt_ids, text)
+        stops = stops_of(stop)
+        output = Length(max_new_tokens) if ignore_eos and not stops else Free(max_new_tokens, stops, ignore_eos)
+        sampling = Sampling(temperature, top_p, top_k, self._seed if seed is None else seed)
+        with self.conversations.lock:
+            conversation = self.conversations.find("", text_of(session_id, "session_id"))
+            if conversation is None:
+                conversation = self.conversations.open("", session_id)
+            turn = self.turn(conversation, ask, output, sampling, on_event=on_event)
+            self.begin(turn)
         return turn
 
-    def _text(self, turn: TurnRecord, stops: Sequence[str]) -> str:
-        text = self._tokenizer.decode(turn.token_ids)
-        return before_stop(text, stops) if turn.finish_reason == "stop" else text
+    def _appending(self, prompt_ids: Sequence[int] | None, text: str | None) -> Callable[[Conversation], Asked]:
+        """What asks for the conversation and this message behind it."""
+        if prompt_ids is not None:
+            ids = tokens_of(prompt_ids, self.vocab)
+        elif self.template.plain:
+            begin = array("i", self.tokenizer.begin)
+            ids = tokens_of(self.tokenizer.encode(text_of(text, "text")), self.vocab)
+            return lambda held: Asked((held.tokens or begin) + ids)
+        else:
+            said, template = text_of(text, "text"), self.template
+
+            def chat(held: Conversation) -> Asked:
+                known = held.tokens
+                return Asked(
+                    known + array("i", template.following(said, known[-1]) if known else template.opening(said))
+                )
+
+            return chat
+        return lambda held: Asked(held.tokens + ids)
+
+    def _start(self, turn: Turn) -> None:
+        """It is the conversation's running turn."""
+        try:
+            request = turn.request()
+        except PensieveError as error:
+            self._over(turn, error)
+            return
+        self.system.begin(request, turn)
+        if turn.cut:  # before the engine knew of it
+            self.system.cancel(turn.id, "cancelled")
+
+    def _ended(self, turn: Turn, record: TurnRecord) -> None:
+        """Called in the engine's thread."""
+        turn.record = record
+        self._count(record)
+        error = error_of(record)
+        generation = None
+        if error is None:
+            text = self.tokenizer.decode(record.token_ids)
+            text = before_stop(text, turn.stops) if record.finish_reason == "stop" else text
+            generation = turn.generation(record, text)
+            if record.stands:
+                self._keep(turn, generation)
+        for observer in self._observers:
+            observer(turn, record)
+        self._over(turn, generation or error)
+
+    def _keep(self, turn: Turn, generation: Generation) -> None:
+        """The conversation is what was asked and answered. A stop string is no part of it."""
+        conversation, record = turn.conversation, generation.turn
+        stopped = record.finish_reason == "stop"
+        reply = array("i", self.tokenizer.encode(generation.text)) if stopped else record.token_ids
+        assert turn.asked is not None
+        asked, messages, key = turn.asked, None, None
+        replies = dict(asked.replies)
+        if asked.messages is not None:
+            if not stopped:  # else the template encodes what was told of it
+                replies[len(asked.messages)] = list(reply)
+            messages = [*asked.messages, {"role": "assistant", "content": generation.text}]
+            key = message_keys(messages, turn.tools)[-1]
+        tokens = asked.prompt + reply
+        before = min(turn.held, len(asked.prompt))
+        ended = record.finish_reason == "eos"  # by a token that a template may write in its own way
+        turn.mark = Mark(len(tokens) - ended, record, before, len(messages or ()), key)
+        self.conversations.settle(conversation, tokens, turn.mark, messages, replies)
+
+    def _failed(self, turn: Turn, error: PensieveError, cause: BaseException | None) -> None:
+        """Called by whoever learned that the engine has ended."""
+        self._over(turn, error, cause)
+
+    def _never_started(self, turn: Turn) -> None:
+        record = TurnRecord(turn.conversation.engine_name, 0, status="cancelled", intended_s=turn.intended_s)
+        self._under_way.pop(turn.id, None)
+        turn.settle(Generation([], "", record))
+
+    def _over(self, turn: Turn, what: Generation | PensieveError | None, cause: BaseException | None = None) -> None:
+        """The conversation is free for its next turn; one that never came to anything is given up."""
+        assert what is not None
+        conversation = turn.conversation
+        with self.conversations.lock:  # before who waits is told: its next request finds the conversation idle
+            self._under_way.pop(turn.id, None)
+            following = conversation.waiting.popleft() if conversation.waiting else None
+            conversation.running = following
+            if following is None and not conversation.begun:
+                self.conversations.remove(conversation)
+        turn.settle(what, cause)
+        if following is not None:
+            self._start(following)
+
+    def _count(self, record: TurnRecord) -> None:
+        with self._lock:
+            self._totals["turns"] += 1
+            self._totals["failed_turns"] += record.status not in ("completed", "cancelled")
+            self._totals["output_tokens"] += record.output_tokens
+            for name in _COUNTED:
+                self._totals[name] += getattr(record, name) or 0
 
 
 _COUNTED = ("prompt_tokens", "history_tokens", "gpu_hit_tokens", "cpu_hit_tokens", "recomputed_tokens", "new_tokens")
@@ -218,7 +479,7 @@ def create_server(
     """
     hardware = {"auto": "local"}.get(device, device)
     chosen = model_config(model, **({} if weights is None else {"weights": weights}))
-    config = check(
+    return server_of(
         {
             "seed": seed,
             "model": chosen.model_dump(),
@@ -226,16 +487,21 @@ def create_server(
             "eviction": read_option("eviction", eviction),
             "scheduler": read_option("scheduler", scheduler),
             "baseline": read_option("baseline", _ALIASES.get(mode, mode)),
-            "workload": read_option("workload", "chat"),  # unused: requests come from the caller
             "hardware": read_option("hardware", hardware),
             "tracking": read_option("tracking", "off"),
         }
     )
-    if needs_future(locate(str(config.eviction["_target_"]), f"eviction={eviction}")):
+
+
+def server_of(fields: Mapping[str, Any]) -> Server:
+    """A server from the fields of a trial's configuration but `workload`: its requests come from callers."""
+    config = check({**fields, "workload": read_option("workload", "chat")})
+    if needs_future(locate(str(config.eviction["_target_"]), f"eviction={config.eviction.get('name')}")):
         raise ConfigError(
-            f"eviction={eviction} needs a workload whose future is known, and live traffic has none; choose lru."
+            f"eviction={config.eviction.get('name')} needs a workload whose future is known, and live traffic has none; "
+            "choose lru."
         )
     plan = plan_trial(config)
     check_free_memory(plan)
     tokenizer = build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
-    return Server(build_system(plan, tokenizer), tokenizer, seed)
+    return Server(build_system(plan, tokenizer), tokenizer, config.seed)

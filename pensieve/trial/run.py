@@ -130,7 +130,7 @@ def attempt_trial(
     """One attempt in this process; the trial is reused only where another process completes it meanwhile."""
     config = plan.config
     deadline = Deadline(config.trial.timeout_s)
-    begun = _begin(_columns(plan, identity, resolved), tracking, config.force)
+    begun = _begin(trial_columns(plan, identity, resolved), tracking, config.force)
     if isinstance(begun, Trial):
         return _reuse(begun, config, tracking, job, say)
     trial_id = begun
@@ -325,7 +325,7 @@ def _refuse_empty(turns: Sequence[TurnRecord]) -> None:
     raise RequestFailed(f"No measured turn completed: {reason or 'the workload has none'}")
 
 
-def _columns(plan: TrialPlan, identity: Identity, resolved: Mapping[str, Any]) -> dict[str, Any]:
+def trial_columns(plan: TrialPlan, identity: Identity, resolved: Mapping[str, Any]) -> dict[str, Any]:
     c = plan.config
     return {
         "fingerprint": identity.fingerprint,

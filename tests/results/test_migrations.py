@@ -9,6 +9,8 @@ from alembic.migration import MigrationContext
 from sqlalchemy import inspect, text
 
 from pensieve.errors import ResultsError
+from pensieve.ledger import Miss
+from pensieve.record import TurnRecord
 from pensieve.results import database, migrations
 from pensieve.results.database import Database
 from pensieve.results.schema import SCHEMA_VERSION, VERSION_TABLE, Base
@@ -67,7 +69,8 @@ def second(tmp_path, monkeypatch):
 
 def contents(path):
     with sqlite3.connect(path) as connection:
-        tables = [t for t in CONTRACT if t != VERSION_TABLE]
+        found = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        tables = [t for t in CONTRACT if t != VERSION_TABLE and t in found]
         return {t: connection.execute(f"SELECT * FROM {t} ORDER BY 1, 2, 3").fetchall() for t in tables}
 
 
@@ -104,7 +107,7 @@ def test_a_database_of_version_1_opens_and_reads(old):
 def test_version_2_adds_what_each_job_shows_and_finds_metrics_by_name(old):
     before = contents(old)
     open_store(old.parent)
-    assert {**contents(old), "turn": []} == {**before, "turn": []}
+    assert {**contents(old), "turn": [], "miss": []} == {**before, "turn": [], "miss": []}
     with sqlite3.connect(old) as connection:
         assert connection.execute("SELECT * FROM sweep_result ORDER BY job").fetchall() == [(1, 0, 1), (1, 1, 2)]
         plan = connection.execute(
@@ -188,3 +191,15 @@ def test_the_revisions_lead_to_the_schema_that_a_new_database_gets(old, tmp_path
         views = [x.execute(ask).all() for x in (stepped, made)]
         assert [view.name for view in views[0]] == ["current_trial", "sweep_result"]
         assert views[0] == views[1]
+
+
+def test_version_3_adds_a_ledger_that_goes_with_its_turns(old):
+    store = open_store(old.parent)
+    assert store.misses_of(1) == []
+    turn = TurnRecord("c", 1, ordinal=7)
+    turn.misses = (Miss("evicted", 5, 1.5, "b", 3.0), Miss("new", 2, 0.5))
+    store.add_turns(1, [TurnRecord("c", 0, ordinal=6), turn])
+    assert [tuple(row) for row in store.misses_of(1)] == [(7, "evicted", "b", 5, 1.5), (7, "new", None, 2, 0.5)]
+    with store.database.writing() as connection:
+        connection.execute(text("DELETE FROM turn WHERE trial_id = 1"))
+        assert connection.execute(text("SELECT count(*) FROM miss")).scalar() == 0

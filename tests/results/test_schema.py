@@ -30,6 +30,7 @@ CONTRACT = {
     "resumed_swapped_tokens resumed_recomputed_tokens cpu_recomputed_tokens h2d_bytes d2h_bytes sent_bytes "
     "received_bytes output_sha256",
     "sample": "trial_id at_s device name value unit",
+    "miss": "trial_id turn_id cause evicted_by tokens ms",
     "artifact": "trial_id kind path sha256",
     "claim": "sweep_id name claimed measured ci_low ci_high n verdict trial_ids",
     VERSION_TABLE: "version_num",
@@ -51,7 +52,16 @@ def test_tables_and_columns_are_the_contract(store: ResultsStore) -> None:
 
 
 def test_a_turn_record_is_a_turn_row() -> None:
-    elsewhere = ("request_id", "token_ids", "margins", "emitted_s", "elsewhere_tokens", "anywhere_tokens")
+    elsewhere = (
+        "request_id",
+        "token_ids",
+        "margins",
+        "emitted_s",
+        "elsewhere_tokens",
+        "anywhere_tokens",
+        "missed",
+        "misses",
+    )
     names = [f.name for f in fields(TurnRecord) if f.name not in elsewhere]
     assert sorted(names) == sorted(CONTRACT["turn"].split()[2:])
 

@@ -81,7 +81,7 @@ def test_sampling_is_reproducible_and_seeded() -> None:
 def test_stop_string_ends_the_reply_and_is_not_part_of_it() -> None:
     with server() as s:
         ids = s.generate("a", text="Tell me", max_new_tokens=12, ignore_eos=True).token_ids
-        text = s._tokenizer.decode(ids)
+        text = s.tokenizer.decode(ids)
         stop = next(c for c in text[2:] if c.isprintable() and c != "\ufffd")
         out = s.generate("b", text="Tell me", max_new_tokens=12, stop=stop)
         assert stop not in out.text
@@ -196,10 +196,11 @@ def test_turns_are_counted_by_the_engine_and_forgotten_with_their_conversation(s
     assert not any("counted" in repr(value) for value in vars(simulated).values()), "nothing is kept beside the engine"
 
 
-def test_a_conversation_that_the_engine_forgot_by_itself_begins_anew(simulated: Any) -> None:
-    simulated.generate("idle", prompt_ids=[5], max_new_tokens=1)
-    simulated._system.forget("idle")  # as a limit on what is remembered does
-    assert simulated.generate("idle", prompt_ids=[5], max_new_tokens=1).turn.turn == 1
+def test_a_conversation_that_the_engine_forgot_by_itself_goes_on_from_its_tokens(simulated: Any) -> None:
+    simulated.generate("idle", prompt_ids=[5, 6, 7], max_new_tokens=2)
+    simulated.system.forget("idle")  # as a limit on what is remembered does
+    turn = simulated.generate("idle", prompt_ids=[5], max_new_tokens=1).turn
+    assert (turn.turn, turn.prompt_tokens, turn.gpu_hit_tokens) == (2, 6, 0)
 
 
 @pytest.mark.parametrize("weights", [None, "hub", "random"])

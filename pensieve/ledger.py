@@ -1,0 +1,93 @@
+"""The ledger of misses: for each turn why each prompt token had no KV, and what of its time to first token that took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pensieve.cost.base import CostModel, marginal_s
+
+Cause = Literal["new", "edited", "evicted", "expired", "restarted", "never_stored"]
+"""new: never said before in this conversation. edited: other tokens stood in its place. evicted: its KV was given up for a
+request of `evicted_by`. expired, restarted: the conversation was forgotten for its age, or the server was started again.
+never_stored: its KV was computed and not kept, by design (stateless; the part of a block at the end of a turn in
+prefix_cache) or since its step failed."""
+
+MOST_EVICTORS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """For whose request KV was given up, and when, in seconds of the engine's clock."""
+
+    by: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """Positions [start, stop) of a prompt that had no KV."""
+
+    start: int
+    stop: int
+    cause: Cause
+    loss: Loss | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """A line of a turn's ledger. ms: of the turn's time to first token. evicted_by, evicted_s: the conversation for whose
+    request, and when the last of these tokens was given up; evicted_by None beside them: several others."""
+
+    cause: Cause
+    tokens: int
+    ms: float
+    evicted_by: str | None = None
+    evicted_s: float | None = None
+
+
+def ledger_of(missed: Sequence[Missed], ttft_ms: float, cost: CostModel, chunk_tokens: int) -> tuple[Miss, ...]:
+    """Lines whose tokens are the positions missed, and whose ms add up to ttft_ms: what the whole turn waited for its first
+    token is divided in proportion to what the cost model says each position takes to compute."""
+    seconds: dict[tuple[Cause, str | None], float] = {}
+    tokens: dict[tuple[Cause, str | None], int] = {}
+    when: dict[tuple[Cause, str | None], float] = {}
+    for one in missed:
+        key = (one.cause, one.loss.by if one.loss else None)
+        seconds[key] = seconds.get(key, 0.0) + marginal_s(cost, one.start, one.stop, chunk_tokens)
+        tokens[key] = tokens.get(key, 0) + one.stop - one.start
+        if one.loss is not None:
+            when[key] = max(when.get(key, one.loss.at_s), one.loss.at_s)
+    named = sorted((key for key in tokens if key[1] is not None), key=lambda key: (-tokens[key], key))
+    for key in named[MOST_EVICTORS:]:
+        rest = (key[0], None)
+        tokens[rest] = tokens.get(rest, 0) + tokens.pop(key)
+        seconds[rest] = seconds.get(rest, 0.0) + seconds.pop(key)
+        when[rest] = max(when.get(rest, when[key]), when.pop(key))
+    total = sum(seconds.values())
+    count = sum(tokens.values())
+    return tuple(
+        Miss(
+            cause,
+            tokens[cause, by],
+            ttft_ms * (seconds[cause, by] / total if total else tokens[cause, by] / count),
+            by,
+            when.get((cause, by)),
+        )
+        for cause, by in tokens
+    )
+
+
+def joined(missed: Iterable[Missed]) -> tuple[Missed, ...]:
+    """Neighbours of one cause as one."""
+    runs: list[Missed] = []
+    for one in missed:
+        if one.start >= one.stop:
+            continue
+        last = runs[-1] if runs else None
+        if last is not None and (last.stop, last.cause, last.loss) == (one.start, one.cause, one.loss):
+            runs[-1] = Missed(last.start, one.stop, one.cause, one.loss)
+        else:
+            runs.append(one)
+    return tuple(runs)

@@ -1,0 +1,686 @@
+"""The server over HTTP: the API of OpenAI, responses that own their KV, sessions, and a page."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from importlib.resources import files
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Header, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pensieve.errors import (
+    CapacityError,
+    ConfigError,
+    ContextLengthError,
+    PensieveError,
+    RequestRefused,
+    TooManySessions,
+)
+from pensieve.record import Event
+from pensieve.server.api import Server
+from pensieve.server.dialogue import Dialogue, Wish
+from pensieve.server.prometheus import Meters
+from pensieve.server.responses import Responder, ResponseStore
+from pensieve.server.schemas import (
+    ChatBody,
+    CompletionBody,
+    ResponseBody,
+    TokenizeBody,
+    client_stops,
+    finish_reason,
+    tools_of,
+    usage,
+    wish_of,
+)
+from pensieve.server.settings import OPERATOR, ServeSettings, Tenants
+from pensieve.server.statistics import session_body, session_line
+from pensieve.server.text import TextStream
+from pensieve.server.turn import Turn
+
+log = logging.getLogger(__name__)
+
+SWEEP_S = 5.0  # how often conversations that nobody came back to are looked for
+_PREPARED_INLINE = 16_384  # bytes of a body: a longer one is encoded in another thread, so that others do not wait
+_OPEN = ("/health", "/")  # without a key
+_CLOSED = 499  # the status of a request whose client has gone, as nginx logs it; nobody receives it
+
+
+class NotFound(PensieveError):
+    """There is no such thing, or it is another tenant's."""
+
+
+class Overloaded(PensieveError):
+    """As many turns are under way as there may be."""
+
+
+class App:
+    """The state of one HTTP server. `server` is None until the engine is warm."""
+
+    def __init__(self, settings: ServeSettings, tenants: Tenants, model: str) -> None:
+        self.settings, self.tenants, self.model = settings, tenants, model
+        self.server: Server | None = None
+        self.failure: str | None = None
+        self.dialogue: Dialogue
+        self.responses: ResponseStore
+        self.meters: Meters
+        self.created = int(time.time())
+        self.on_close: list[Callable[[], None]] = []
+
+    def ready(self, server: Server) -> None:
+        """From now on requests are served."""
+        s = self.settings
+        server.conversations.limit(s.max_sessions, s.max_stored_tokens, s.keep_alive_s)
+        self.dialogue = Dialogue(server)
+        self.responses = ResponseStore(server.conversations, self.settings.max_sessions)
+        self.meters = Meters(server)
+        server.observe(lambda turn, record: self.meters.turn_ended(record))
+        self.server = server
+
+    # -- a turn ---------------------------------------------------------------------------------------------------------
+
+    def admit(self) -> Server:
+        """Raises Overloaded: who is turned away costs nothing, and those who are served are served in time."""
+        assert self.server is not None
+        if self.server.under_way >= self.settings.max_queue:
+            self.meters.shed()
+            raise Overloaded(f"{self.settings.max_queue} turns are under way, which is all there may be; try again.")
+        return self.server
+
+
+class Feed:
+    """One turn in the event loop: its text pieces as they come, or its whole text."""
+
+    def __init__(self, app: App, stops: tuple[str, ...]) -> None:
+        assert app.server is not None
+        self._server = app.server
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Event | None] = asyncio.Queue()  # None: the end
+        self._text = TextStream(app.server.tokenizer.decode, stops)
+        self.turn: Turn
+
+    def on_event(self, event: Event) -> None:
+        """In the engine's thread."""
+        self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+    def started(self, turn: Turn) -> None:
+        self.turn = turn
+        turn.future.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._events.put_nowait, None))
+        if self._server.system.clock.virtual:
+            self._loop.run_in_executor(None, self._server.drive, turn.future)
+
+    async def pieces(self) -> AsyncGenerator[str, None]:
+        """Of a turn whose `on_event` is this one's. Raises what the turn ended with."""
+        try:
+            while (event := await self._events.get()) is not None:
+                if event.token is not None and (piece := self._text.push(event.token)):
+                    yield piece
+            self.turn.future.result()
+            rest = self._text.finish()
+            if rest:
+                yield rest
+        finally:
+            self._left()
+
+    async def whole(self) -> str:
+        """All of its text. Raises what the turn ended with."""
+        try:
+            while await self._events.get() is not None:
+                pass
+            return self.turn.future.result().text
+        finally:
+            self._left()
+
+    def _left(self) -> None:
+        """Whoever read this has all of it, or has gone."""
+        if not self.turn.future.done():
+            self._server.cancel_turn(self.turn)
+
+
+def create_app(state: App) -> FastAPI:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        sweeping = asyncio.ensure_future(_sweep(state))
+        yield
+        sweeping.cancel()
+        for close in state.on_close:
+            close()
+
+    app = FastAPI(title="Pensieve", version="0.1.0", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_middleware(Gate, state=state)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(PensieveError, _refused)
+    app.add_exception_handler(HTTPException, _http)
+    _add_routes(app, state)
+    return app
+
+
+async def _sweep(state: App) -> None:
+    while True:
+        await asyncio.sleep(SWEEP_S)
+        if state.server is not None:
+            await asyncio.to_thread(state.server.conversations.expire)
+
+
+Session = Annotated[str | None, Header(alias="X-Session-Id", max_length=256)]
+
+
+def _errors(*codes: int) -> dict[int | str, dict[str, Any]]:
+    """The error statuses that an operation documents."""
+    meanings = {
+        400: "It makes no sense",
+        401: "No key",
+        404: "There is no such thing",
+        413: "Too large",
+        429: "Try later",
+    }
+    meanings |= {503: "Not ready, or the engine failed", 403: "Not this way", 422: "It makes no sense", 409: "Busy"}
+    return {code: {"description": meanings[code]} for code in (400, 401, 403, 413, 429, 503, *codes)}
+
+
+def _add_routes(app: FastAPI, state: App) -> None:
+    settings = state.settings
+
+    def seed() -> int:
+        return random.getrandbits(31)
+
+    def wished(body: Any, max_tokens: int | None, **fields: Any) -> Wish:
+        return wish_of(body, settings, max_tokens, default_seed=seed(), **fields)
+
+    @app.post("/v1/chat/completions", responses=_errors(404))
+    async def chat(request: Request, body: ChatBody, x_session_id: Session = None) -> Response:
+        body.checked()
+        _check_model(state, body.model)
+        state.admit()
+        stops = state.dialogue.stops(client_stops(body.stop))
+        feed = Feed(state, stops)
+        messages = [message.plain() for message in body.messages]
+        wish = wished(
+            body,
+            body.max_completion_tokens or body.max_tokens,
+            stops=stops,
+            seed=body.seed,
+            tools=tools_of(body.tools),
+            on_event=feed.on_event if body.stream else None,
+        )
+        name, whole = body.session_id or x_session_id, None if body.history is None else body.history == "whole"
+        feed.started(
+            await _prepare(request, partial(state.dialogue.chat, _tenant(request), name, messages, whole, wish))
+        )
+        shape = _ChatShape("chatcmpl", state.model)
+        if body.stream:
+            return await _sse(request, feed, _chat_events(feed, shape, body.include_usage))
+        text = await _whole(request, feed)
+        return _reply(feed, shape.whole(text, feed))
+
+    @app.post("/v1/completions", responses=_errors(404))
+    async def completions(request: Request, body: CompletionBody, x_session_id: Session = None) -> Response:
+        prompt = body.checked()
+        _check_model(state, body.model)
+        state.admit()
+        stops = client_stops(body.stop)
+        feed = Feed(state, stops)
+        wish = wished(
+            body, body.max_tokens, stops=stops, seed=body.seed, on_event=feed.on_event if body.stream else None
+        )
+        name = body.session_id or x_session_id
+        begin = partial(state.dialogue.complete, _tenant(request), name, prompt, body.history == "whole", wish)
+        feed.started(await _prepare(request, begin))
+        shape = _CompletionShape("cmpl", state.model)
+        if body.stream:
+            return await _sse(request, feed, _chat_events(feed, shape, body.include_usage))
+        text = await _whole(request, feed)
+        return _reply(feed, shape.whole(text, feed))
+
+    @app.post("/v1/responses", responses=_errors(404))
+    async def respond(request: Request, body: ResponseBody) -> Response:
+        body.checked()
+        _check_model(state, body.model)
+        tenant, previous = _tenant(request), None
+        if body.previous_response_id is not None:
+            previous = state.responses.find(tenant, body.previous_response_id)
+            if previous is None:
+                raise NotFound(f"There is no response {body.previous_response_id!r}.")
+        state.admit()
+        tools = tools_of(body.tools)
+        stops = state.dialogue.stops(())
+        feed = Feed(state, stops)
+        wish = wished(
+            body,
+            body.max_output_tokens,
+            stops=stops,
+            seed=body.seed,
+            tools=tools,
+            on_event=feed.on_event if body.stream else None,
+        )
+        responder = Responder(body, state.model, tenant, tools)
+        feed.started(await _prepare(request, partial(responder.begin, state.dialogue, previous, wish)))
+        if body.stream:
+            return await _sse(request, feed, _response_events(state, feed, responder, body))
+        text = await _whole(request, feed)
+        return _reply(feed, _finish(state, feed, responder, body, text))
+
+    @app.get("/v1/responses/{response_id}", responses=_errors(404))
+    async def get_response(request: Request, response_id: str) -> Response:
+        stored = state.responses.find(_tenant(request), response_id)
+        if stored is None:
+            raise NotFound(f"There is no response {response_id!r}.")
+        return JSONResponse(stored.body)
+
+    @app.delete("/v1/responses/{response_id}", responses=_errors(404))
+    async def delete_response(request: Request, response_id: str) -> Response:
+        if not state.responses.delete(_tenant(request), response_id):
+            raise NotFound(f"There is no response {response_id!r}.")
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    @app.get("/v1/models", responses=_errors())
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [_card(state)]})
+
+    @app.get("/v1/models/{model}", responses=_errors(404))
+    async def model(model: str) -> Response:
+        _check_model(state, model)
+        return JSONResponse(_card(state))
+
+    @app.post("/tokenize", responses=_errors(404))
+    async def tokenize(request: Request, body: TokenizeBody) -> Response:
+        _check_model(state, body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise ConfigError("Give either prompt or messages.")
+
+        def ids() -> list[int]:
+            if body.messages is not None:
+                return state.dialogue.template.prompt([message.plain() for message in body.messages]).ids
+            assert state.server is not None and body.prompt is not None
+            return [*state.server.tokenizer.begin, *state.server.tokenizer.encode(body.prompt)]
+
+        tokens = await asyncio.to_thread(ids)
+        assert state.server is not None
+        return JSONResponse({"count": len(tokens), "max_model_len": state.server.most_tokens, "tokens": tokens})
+
+    @app.get("/v1/sessions", responses=_errors())
+    async def sessions(request: Request) -> Response:
+        assert state.server is not None
+        known = sorted(state.server.conversations.of(_tenant(request)), key=lambda one: -one.used_at)
+        return JSONResponse({"object": "list", "data": [session_line(state.server, one) for one in known]})
+
+    @app.get("/v1/sessions/{session_id:path}", responses=_errors(404))
+    async def session(request: Request, session_id: str) -> Response:
+        assert state.server is not None
+        known = state.server.conversations.find(_tenant(request), session_id)
+        if known is None:
+            raise NotFound(f"There is no session {session_id!r}.")
+        return JSONResponse(session_body(state.server, known))
+
+    @app.delete("/v1/sessions/{session_id:path}", responses=_errors(404))
+    async def delete_session(request: Request, session_id: str) -> Response:
+        assert state.server is not None
+        if not await asyncio.to_thread(state.server.end_session, _tenant(request), session_id):
+            raise NotFound(f"There is no session {session_id!r}.")
+        return JSONResponse({"id": session_id, "object": "session", "deleted": True})
+
+    @app.get("/health", responses={503: {"description": "Not ready, or the engine failed"}})
+    async def health() -> Response:
+        if state.server is None:
+            return JSONResponse({"status": state.failure or "loading"}, status_code=503)
+        return JSONResponse({"status": "ok", "model": state.model})
+
+    @app.get("/metrics", responses=_errors(404))
+    async def metrics(request: Request) -> Response:
+        if state.tenants.required and _tenant(request) != OPERATOR:
+            raise NotFound(f"Only the key of the tenant {OPERATOR!r} may read the metrics of all.")
+        return PlainTextResponse(state.meters.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    if settings.page:
+        html = files("pensieve.server").joinpath("page.html").read_text(encoding="utf-8")
+
+        @app.get("/", include_in_schema=False)
+        async def page() -> Response:
+            return HTMLResponse(html, headers={"Content-Security-Policy": _POLICY, "X-Frame-Options": "DENY"})
+
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+
+
+# -- shapes of replies --------------------------------------------------------------------------------------------------
+
+
+class _CompletionShape:
+    """JSON of a completion, whole and in chunks."""
+
+    kind, chunk_kind = "text_completion", "text_completion"
+
+    def __init__(self, prefix: str, model: str) -> None:
+        self._id = f"{prefix}-{random.getrandbits(96):024x}"
+        self._model, self._created = model, int(time.time())
+
+    def _frame(self, kind: str, feed: Feed, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "system_fingerprint": None,
+            "session_id": feed.turn.conversation.id,
+            "choices": choices,
+        }
+
+    def whole(self, text: str, feed: Feed) -> dict[str, Any]:
+        record = feed.turn.record
+        assert record is not None
+        choice = {"index": 0, **self._said(text), "logprobs": None, "finish_reason": finish_reason(record)}
+        return {**self._frame(self.kind, feed, [choice]), "usage": usage(record)}
+
+    def opening(self, feed: Feed) -> list[dict[str, Any]]:
+        """Chunks before the text."""
+        return []
+
+    def piece(self, piece: str, feed: Feed, finish: str | None = None) -> dict[str, Any]:
+        choice = {"index": 0, **self._delta(piece, finish), "logprobs": None, "finish_reason": finish}
+        return self._frame(self.chunk_kind, feed, [choice])
+
+    def used(self, feed: Feed) -> dict[str, Any]:
+        assert feed.turn.record is not None
+        return {**self._frame(self.chunk_kind, feed, []), "usage": usage(feed.turn.record)}
+
+    def _said(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _delta(self, piece: str, finish: str | None) -> dict[str, Any]:
+        return {"text": piece}
+
+
+class _ChatShape(_CompletionShape):
+    """The same of a chat completion."""
+
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+
+    def opening(self, feed: Feed) -> list[dict[str, Any]]:
+        choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return [self._frame(self.chunk_kind, feed, [choice])]
+
+    def _said(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _delta(self, piece: str, finish: str | None) -> dict[str, Any]:
+        return {"delta": {} if finish is not None else {"content": piece}}
+
+
+async def _chat_events(feed: Feed, shape: _CompletionShape, include_usage: bool) -> AsyncGenerator[str, None]:
+    async with aclosing(feed.pieces()) as pieces:
+        first = await anext(pieces, "")  # before anything is sent: what is refused gets a status that says so
+        for chunk in shape.opening(feed):
+            yield _data(chunk)
+        if first:
+            yield _data(shape.piece(first, feed))
+        async for piece in pieces:
+            yield _data(shape.piece(piece, feed))
+    record = feed.turn.record
+    assert record is not None
+    yield _data(shape.piece("", feed, finish_reason(record)))
+    if include_usage:
+        yield _data(shape.used(feed))
+    yield "data: [DONE]\n\n"
+
+
+async def _response_events(
+    state: App, feed: Feed, responder: Responder, body: ResponseBody
+) -> AsyncGenerator[str, None]:
+    async with aclosing(feed.pieces()) as pieces:
+        text = await anext(pieces, "")  # as for chunks
+        for event in responder.opening():
+            yield _named(event)
+        if text:
+            yield _named(responder.delta(text))
+        try:
+            async for piece in pieces:
+                text += piece
+                yield _named(responder.delta(piece))
+        except PensieveError as error:
+            yield _named(responder.event("response.failed", response=responder.failed(str(error))))
+            return
+    final = _finish(state, feed, responder, body, text)
+    for event in responder.closing(text, final):
+        yield _named(event)
+
+
+def _finish(state: App, feed: Feed, responder: Responder, body: ResponseBody, text: str) -> dict[str, Any]:
+    """The finished response, which is stored if it is to be; if not, its conversation is given up."""
+    record = feed.turn.record
+    assert record is not None and state.server is not None
+    final = responder.final(text, record)
+    stored = responder.stored(final)
+    if body.store is not False and stored is not None:
+        state.responses.add(responder.id, stored)
+        return final
+    conversations, conversation = state.server.conversations, feed.turn.conversation
+    with conversations.lock:
+        if conversation.idle and not conversation.named and not conversation.claimed():
+            conversations.remove(conversation)
+    return final
+
+
+# -- plumbing -----------------------------------------------------------------------------------------------------------
+
+
+def _tenant(request: Request) -> str:
+    tenant: str = request.scope["pensieve.tenant"]
+    return tenant
+
+
+def _check_model(state: App, name: str | None) -> None:
+    if name not in (None, state.model):
+        raise NotFound(f"There is no model {name!r} here; this server has {state.model!r}.")
+
+
+def _card(state: App) -> dict[str, Any]:
+    assert state.server is not None
+    return {
+        "id": state.model,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "pensieve",
+        "max_model_len": state.server.most_tokens,
+    }
+
+
+async def _prepare(request: Request, begin: Callable[[], Turn]) -> Turn:
+    """Encoding a long prompt takes longer than others should wait."""
+    if int(request.scope["pensieve.body_bytes"]) < _PREPARED_INLINE:
+        return begin()
+    return await asyncio.to_thread(begin)
+
+
+async def _whole(request: Request, feed: Feed) -> str:
+    """The whole text; a client that goes away meanwhile cancels its turn."""
+    return await _unless_gone(request, feed.whole())
+
+
+async def _unless_gone(request: Request, awaited: Coroutine[Any, Any, str]) -> str:
+    """What is awaited; if the client goes away before, it is cancelled."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    reading, leaving = asyncio.ensure_future(awaited), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait((reading, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not reading.done():
+            raise HTTPException(_CLOSED)
+        return await reading
+    finally:
+        leaving.cancel()
+        reading.cancel()
+        await asyncio.gather(reading, leaving, return_exceptions=True)
+
+
+def _headers(feed: Feed) -> dict[str, str]:
+    name = feed.turn.conversation.id
+    return {"X-Session-Id": name} if name.isascii() and name.isprintable() else {}
+
+
+def _reply(feed: Feed, body: dict[str, Any]) -> Response:
+    return JSONResponse(body, headers=_headers(feed))
+
+
+async def _sse(request: Request, feed: Feed, events: AsyncGenerator[str, None]) -> Response:
+    """Server-sent events; the response begins with the first one."""
+
+    async def first_event() -> str:
+        return await anext(events)
+
+    first = await _unless_gone(request, first_event())
+
+    async def all_events() -> AsyncIterator[str]:
+        try:
+            yield first
+            async for text in events:
+                yield text
+        except PensieveError as error:  # after the first byte: the status has been sent
+            yield _data(_error(str(error), "server_error"))
+        finally:
+            await events.aclose()
+
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **_headers(feed)}
+    return StreamingResponse(all_events(), media_type="text/event-stream", headers=headers)
+
+
+def _data(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body, separators=(',', ':'))}\n\n"
+
+
+def _named(event: dict[str, Any]) -> str:
+    return f"event: {event['type']}\n{_data(event)}"
+
+
+def _error(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+_CODES: dict[type[Exception], str] = {
+    ContextLengthError: "context_length_exceeded",
+    CapacityError: "capacity_exceeded",
+}
+
+
+def _refused(_: Request, error: Exception) -> Response:
+    status, kind, code = 503, "server_error", None
+    headers = {}
+    if isinstance(error, ConfigError | RequestRefused):
+        status, kind = 400, "invalid_request_error"
+        code = _CODES.get(type(error))
+    elif isinstance(error, NotFound):
+        status, kind, code = 404, "not_found_error", "not_found"
+    elif isinstance(error, Overloaded | TooManySessions):
+        status, kind, code, headers = 429, "rate_limit_error", "overloaded", {"Retry-After": "1"}
+    return JSONResponse(_error(str(error), kind, code), status_code=status, headers=headers)
+
+
+def _invalid(_: Request, error: Exception) -> Response:
+    """The first thing that is wrong, without what was sent: it may be anything."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first.get("loc", ())[1:])
+    message = f"{where}: {first['msg']}" if where else str(first["msg"])
+    clean = message.encode("utf-8", "replace").decode()
+    return JSONResponse(_error(clean, "invalid_request_error", "invalid", where or None), status_code=400)
+
+
+def _http(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    return JSONResponse(_error(str(error.detail), kind), status_code=error.status_code, headers=error.headers)
+
+
+class Gate:
+    """Before any route: whose key it is, from where, how large, and whether the engine is warm.
+
+    Without keys only this machine is served, and a page from elsewhere that gives its own name to this address is not.
+    """
+
+    def __init__(self, app: ASGIApp, state: App) -> None:
+        self._app, self._state = app, state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        refusal = self._refusal(scope["path"], headers, scope)
+        if refusal is not None:
+            await refusal(scope, receive, send)
+            return
+        limit = self._state.settings.max_body_bytes
+        length = headers.get("content-length", "")
+        too_large = length.isdigit() and int(length) > limit
+        body = None if too_large else await _read(receive, limit)
+        if body is None:
+            said = _error(f"The body is larger than {limit} bytes.", "invalid_request_error", "too_large")
+            await JSONResponse(said, status_code=413, headers={"Connection": "close"})(scope, receive, send)
+            return
+        scope["pensieve.body_bytes"] = len(body)
+        await self._app(scope, _replay(body, receive), send)
+
+    def _refusal(self, path: str, headers: dict[str, str], scope: Scope) -> Response | None:
+        state = self._state
+        key = headers.get("authorization", "").removeprefix("Bearer ").strip() or headers.get("x-api-key", "")
+        tenant = state.tenants.of(key)
+        scope["pensieve.tenant"] = tenant
+        if tenant is None and path not in _OPEN:
+            said = _error(
+                "The API key is missing or wrong; send it as Authorization: Bearer KEY.", "authentication_error"
+            )
+            return JSONResponse(said, status_code=401, headers={"WWW-Authenticate": "Bearer"})
+        if not state.tenants.required and not _local(headers.get("host", "")):
+            said = _error("Without API keys this server answers to 127.0.0.1 and localhost only.", "permission_error")
+            return JSONResponse(said, status_code=403)
+        if state.server is None and path not in _OPEN:
+            said = _error(state.failure or "The engine is still loading.", "server_error", "loading")
+            return JSONResponse(said, status_code=503, headers={"Retry-After": "2"})
+        return None
+
+
+def _local(host: str) -> bool:
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+    return name in ("127.0.0.1", "localhost", "[::1]", "")
+
+
+async def _read(receive: Receive, limit: int) -> bytes | None:
+    """The body; None where it is larger than `limit`."""
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return b"".join(parts)
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > limit:
+            return None
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """The body in one piece, then whatever comes."""
+    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    def again() -> Awaitable[Message]:
+        if first:
+            done: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+            done.set_result(first.pop())
+            return done
+        return receive()
+
+    return again

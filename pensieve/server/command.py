@@ -1,0 +1,96 @@
+"""What the commands serve and chat share, and how serve runs: from a configuration to a warm server on a socket."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import uvicorn
+from pydantic import ValidationError
+
+from pensieve.compose.settings import explain_invalid
+from pensieve.errors import ConfigError, PensieveError
+from pensieve.server.api import Server, server_of
+from pensieve.server.app import App, create_app
+from pensieve.server.recording import start_recording
+from pensieve.server.settings import ServeSettings, tenants_of
+from pensieve.trial.terminal import say
+
+_SWITCH_S = (
+    0.0005  # how long a thread may hold the interpreter while another waits: the engine's and the clients' share it
+)
+
+log = logging.getLogger(__name__)
+
+
+def settings_of(config: Mapping[str, Any]) -> ServeSettings:
+    """The node `serve`, checked. Raises ConfigError."""
+    given = config["serve"]
+    try:
+        return ServeSettings.model_validate(given)
+    except ValidationError as error:
+        raise ConfigError(explain_invalid(error, given, lambda _: ServeSettings.model_fields, "serve")) from None
+
+
+def make_server(config: Mapping[str, Any]) -> Server:
+    """The engine that the configuration names, warm."""
+    return server_of({name: value for name, value in config.items() if name not in ("serve", "chat")})
+
+
+def serve(config: Mapping[str, Any], _typed: Collection[str] = ()) -> int:
+    """Serve until SIGINT or SIGTERM; returns the exit status."""
+    settings = settings_of(config)
+    state = App(settings, tenants_of(settings), str(config["model"]["name"]))
+    sys.setswitchinterval(_SWITCH_S)
+    http = uvicorn.Server(uvicorn_config(state))
+    loading = threading.Thread(target=_load, args=(state, config, http), daemon=True)
+    loading.start()
+    http.run()
+    loading.join()
+    if state.failure is not None:
+        raise ConfigError(state.failure)
+    return 0
+
+
+def uvicorn_config(state: App) -> uvicorn.Config:
+    settings = state.settings
+    return uvicorn.Config(
+        create_app(state),
+        host=settings.host,
+        port=settings.port,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=max(1, round(settings.drain_s)),
+        server_header=False,
+    )
+
+
+def _load(state: App, config: Mapping[str, Any], http: uvicorn.Server) -> None:
+    """While /health says that the engine is loading."""
+    server = None
+    try:
+        server = make_server(config)
+        if state.settings.record:
+            recording = start_recording(server, config)
+            say(f"Turns are recorded as trial {recording.trial_id}.")
+            state.on_close.append(recording.close)
+    except PensieveError as error:
+        if server is not None:
+            server.close()
+        state.failure = str(error)
+        http.should_exit = True
+        return
+    state.on_close.insert(0, server.close)
+    state.ready(server)
+    say(
+        f"{state.model} is ready at http://{_address(http, state.settings)}/ (v1 API, /metrics, page). Ctrl-C stops it."
+    )
+
+
+def _address(http: uvicorn.Server, settings: ServeSettings) -> str:
+    sockets = [s for one in getattr(http, "servers", ()) for s in one.sockets]
+    port = sockets[0].getsockname()[1] if sockets else settings.port
+    return f"{settings.host}:{port}"

@@ -1,0 +1,126 @@
+"""One turn on its way through a server: what it asks, what it got so far, and what became of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+from pensieve.errors import PensieveError, RequestFailed, WorkerError, refused
+from pensieve.record import Event, TurnRecord
+from pensieve.request import Fork, Free, Length, Request, Sampling
+from pensieve.server.conversations import Asked, Conversation, Mark
+from pensieve.session import common_prefix
+
+if TYPE_CHECKING:
+    from pensieve.server.api import Server
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One finished turn. text: the reply, without the stop string that ended it. turn: its record (see TurnRecord), whose
+    status is `completed`, or `cancelled` where it was cut short: the reply is then what there was until then."""
+
+    token_ids: list[int]
+    text: str
+    turn: TurnRecord
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """The listener of its request.
+
+    ask: what it asks of the conversation, once it is this turn's time. tools: that the prompt shows. fits: ask for fewer
+    tokens than `output` says where there is no room for as many. on_event: called in the engine's thread with each token
+    and with the end. cut: somebody has cancelled it. asked, held (tokens of the conversation), was_restored: as of its start.
+    """
+
+    server: Server
+    conversation: Conversation
+    id: int
+    ask: Callable[[Conversation], Asked]
+    output: Length | Free
+    sampling: Sampling
+    intended_s: float
+    stops: tuple[str, ...] = ()
+    tools: object = None
+    fits: bool = False
+    on_event: Callable[[Event], None] | None = None
+    future: Future[Generation] = field(default_factory=Future)
+    asked: Asked | None = None
+    held: int = 0
+    was_restored: bool = False
+    record: TurnRecord | None = None
+    mark: Mark | None = None
+    cut: bool = False
+
+    def request(self) -> Request:
+        """To be asked when the turns before it have ended; from then on it is the conversation's running turn."""
+        conversation = self.conversation
+        self.held, self.was_restored = len(conversation.tokens), conversation.restored
+        asked = self.asked = self.ask(conversation)
+        if self.fits and isinstance(self.output, Free):
+            room = max(1, self.server.most_tokens - len(asked.prompt))
+            self.output = replace(self.output, max_new_tokens=min(self.output.max_new_tokens, room))
+        conversation.asked += 1
+        shared = common_prefix(conversation.tokens, asked.prompt)
+        forgotten: tuple[int, Literal["expired", "restarted"]] | None = None
+        if shared and conversation.fork is None:
+            forgotten = shared, "restarted" if conversation.restored else "expired"
+        fork: Fork | None
+        fork, conversation.fork = conversation.fork, None
+        return Request(
+            self.id,
+            conversation.engine_name,
+            conversation.asked,
+            asked.prompt,
+            self.output,
+            self.sampling,
+            continues=False,
+            intended_s=self.intended_s,
+            fork=fork,
+            forgotten=forgotten,
+            tenant=conversation.tenant,
+        )
+
+    def happened(self, event: Event) -> None:
+        if event.turn is not None:
+            self.server._ended(self, event.turn)
+        self._notify(event)
+
+    def failed(self, error: WorkerError) -> None:
+        self.server._failed(self, RequestFailed(str(error)), error)
+
+    def generation(self, record: TurnRecord, text: str) -> Generation:
+        return Generation(list(record.token_ids), text, record)
+
+    def _notify(self, event: Event) -> None:
+        if self.on_event is None:
+            return
+        try:
+            self.on_event(event)
+        except Exception:  # whoever listened has gone: no reason to stop the engine, which serves others
+            log.exception("the listener of request %s failed", self.id)
+
+    def settle(self, generation: Generation | PensieveError, cause: BaseException | None = None) -> None:
+        """Tell whoever waits; whoever gave up is not told."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        if isinstance(generation, Generation):
+            self.future.set_result(generation)
+        else:
+            generation.__cause__ = cause
+            self.future.set_exception(generation)
+
+
+def error_of(record: TurnRecord) -> PensieveError | None:
+    """Why the turn has no reply; None: it has one, if cut short by who asked."""
+    if record.status == "refused":
+        return refused(record.finish_reason, record.error or "The request was refused.")
+    if record.status in ("completed", "cancelled"):
+        return None
+    return RequestFailed(record.error or f"The request ended as {record.status}.")

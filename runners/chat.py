@@ -1,0 +1,13 @@
+"""Talk to a model in the terminal: python runners/chat.py [group=option] [chat.script=FILE]. --help lists all fields."""
+
+import sys
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+if (CHECKOUT / "pensieve").is_dir():
+    sys.path.insert(0, str(CHECKOUT))  # runs from any folder, installed or not
+
+from pensieve.cli import chat  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(chat())

@@ -1,0 +1,59 @@
+"""A server over a real socket, in a thread of this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import uvicorn
+
+from pensieve.server import create_server
+from pensieve.server.api import Server
+from pensieve.server.app import App
+from pensieve.server.command import uvicorn_config
+from pensieve.server.settings import ServeSettings, Tenants
+
+PATIENCE_S = 20.0
+REAL = {"device": "cpu", "weights": "random", "gpu_cache": "4096 tokens", "cpu_cache": "4096 tokens"}
+SIMULATED = {"device": "sim_h100", "gpu_cache": "4096 tokens", "cpu_cache": "4096 tokens"}
+
+
+@contextmanager
+def serving(server: Server, keys: dict[str, str] | None = None, **fields: Any) -> Iterator[tuple[App, str]]:
+    """The state of the HTTP server, and its address."""
+    state = App(ServeSettings(port=0, **fields), Tenants(keys), "tiny")
+    state.ready(server)
+    http = uvicorn.Server(uvicorn_config(state))
+    thread = threading.Thread(target=http.run, daemon=True)
+    thread.start()
+    try:
+        ends = time.monotonic() + PATIENCE_S
+        while not http.started:
+            assert time.monotonic() < ends and thread.is_alive()
+            time.sleep(0.01)
+        port = http.servers[0].sockets[0].getsockname()[1]
+        yield state, f"http://127.0.0.1:{port}"
+    finally:
+        http.should_exit = True
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+
+@contextmanager
+def simulated(keys: dict[str, str] | None = None, **fields: Any) -> Iterator[tuple[App, httpx.Client]]:
+    with create_server(**SIMULATED) as server, serving(server, keys, **fields) as (state, url):  # noqa: SIM117
+        with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+            yield state, client
+
+
+def until(condition: Any, seconds: float = PATIENCE_S) -> bool:
+    ends = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > ends:
+            return False
+        time.sleep(0.01)
+    return True

@@ -1,0 +1,135 @@
+"""The chat at a terminal: its commands, Ctrl-C, Ctrl-D, and a script played with and without memory."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from pensieve.compose import conf_folder
+from pensieve.errors import ConfigError
+from pensieve.server import chat as chat_module
+from pensieve.server import create_server
+from pensieve.server.chat import ChatSettings, Conversation, chat, questions_of
+from tests.server.live import SIMULATED
+
+SETTINGS = ChatSettings(max_new_tokens=6, temperature=0.0)
+
+
+def lines(*said: Any) -> Callable[[], str]:
+    """What is typed, line by line; an exception is raised; then Ctrl-D."""
+    rest = iter(said)
+
+    def read() -> str:
+        line = next(rest, EOFError())
+        if isinstance(line, BaseException):
+            raise line
+        return str(line)
+
+    return read
+
+
+@pytest.fixture
+def talk() -> Iterator[Callable[..., str]]:
+    with create_server(**SIMULATED) as server:
+
+        def run(*said: Any, settings: ChatSettings = SETTINGS) -> str:
+            out = io.StringIO()
+            Conversation(server, settings, out).run(lines(*said))
+            return out.getvalue()
+
+        run.server = server  # type: ignore[attr-defined]
+        yield run
+
+
+def test_turns_stats_and_reset(talk: Any) -> None:
+    said = talk("Hello", "And you?", "stats", "reset", "stats", "exit", "never read")
+    assert "turn 1:" in said and "turn 2:" in said and "turn 3" not in said
+    second = next(line for line in said.splitlines() if line.startswith("turn 2"))
+    assert "x as fast as without memory" in second
+    assert " 0 on GPU" not in second
+    assert said.rstrip().endswith("No turn yet.")
+    assert talk.server.conversations.find("", "chat") is None
+
+
+def test_the_system_message_is_said_once(talk: Any) -> None:
+    settings = ChatSettings(system="Be brief.", max_new_tokens=4, temperature=0.0)
+    talk("Hello", "Again", settings=settings)
+    known = talk.server.conversations.find("", "chat")
+    text = talk.server.tokenizer.decode(known.tokens)
+    assert text.startswith("System: Be brief.\nUser: Hello\nAssistant:")
+    assert text.count("System:") == 1
+    assert [message["role"] for message in known.messages] == ["system", *["user", "assistant"] * 2]
+
+
+def test_ctrl_c_stops_the_reply_and_not_the_program(talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = []
+
+    class Interrupted:
+        def __init__(self, stream: Any) -> None:
+            self._stream = stream
+
+        def __iter__(self) -> Iterator[str]:
+            yield "some"
+            raise KeyboardInterrupt
+
+        def __getattr__(self, name: str) -> Any:
+            ended.append(name)
+            return getattr(self._stream, name)
+
+    ask = Conversation.ask
+    monkeypatch.setattr(Conversation, "ask", lambda self, text: Interrupted(ask(self, text)))
+    said = talk("Hello", KeyboardInterrupt(), "stats")
+    assert "some (stopped)" in said
+    assert ended[0] == "cancel"
+    assert said.count("\n") >= 2, "it went on to the next line"
+
+
+def test_what_is_too_long_is_a_sentence_and_the_chat_goes_on(talk: Any) -> None:
+    said = talk("x" * 5000, "Hello", "stats")
+    assert "cache.gpu" in said
+    assert "turn 1:" in said and "turn 2" not in said
+
+
+def composed(*overrides: str) -> dict[str, Any]:
+    with initialize_config_dir(str(conf_folder()), version_base="1.3"):
+        config = OmegaConf.to_container(compose("chat", overrides=list(overrides)), resolve=True)
+    assert isinstance(config, dict)
+    return {str(key): value for key, value in config.items()}
+
+
+def test_five_questions_are_played_with_and_without_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    config = composed("hardware=sim_h100", "chat.script=five", "chat.max_new_tokens=8", "chat.temperature=0")
+    assert chat(config, {"model"}) == 0
+    shown = capsys.readouterr().out
+    assert "pensieve" in shown and "stateless" in shown
+    assert shown.count("the same") == 5
+    ratios = [float(word[:-1]) for word in shown.split() if word.endswith("x") and word[:-1].replace(".", "").isdigit()]
+    assert len(ratios) == 5
+    assert ratios[0] == pytest.approx(1.0, abs=0.01), "the first turn has nothing to remember"
+
+
+def test_a_script_that_cannot_be_read_is_a_sentence(tmp_path: Any) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        questions_of(str(tmp_path / "none"))
+    (tmp_path / "empty").write_text("\n \n")
+    with pytest.raises(ConfigError, match="no question"):
+        questions_of(str(tmp_path / "empty"))
+    (tmp_path / "two").write_text("One?\n\nTwo?\n")
+    assert questions_of(str(tmp_path / "two")) == ["One?", "Two?"]
+
+
+def test_without_the_weights_the_tiny_model_answers_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_module, "SMALL_MODEL", "no_such_model")
+    model, sentence = chat_module.small_model()
+    assert model["name"] == "tiny"
+    assert sentence is not None and "no_such_model" in sentence
+
+
+def test_a_field_that_is_unknown_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"chat\.max_tokens"):
+        chat({**composed(), "chat": {"max_tokens": 5}})

@@ -1,0 +1,261 @@
+"""The server over HTTP on a simulated machine: who may see what, how much is too much, and what is no request at all."""
+
+from __future__ import annotations
+
+import json
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+
+pytest.importorskip("fastapi")
+
+from pensieve.errors import ConfigError
+from pensieve.server.settings import ServeSettings, tenants_of
+from tests.server.live import simulated, until
+
+KEYS = {"key-of-alice": "alice", "key-of-bob": "bob", "key-of-operator": "operator"}
+ALICE, BOB, OPERATOR = ({"Authorization": f"Bearer {key}"} for key in KEYS)
+
+
+def ask(client: httpx.Client, text: str = "Hello", headers: Any = None, **fields: Any) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4, **fields}
+    return client.post("/v1/chat/completions", json=body, headers=headers)
+
+
+@pytest.fixture(scope="module")
+def client() -> Any:
+    with simulated() as (_, client):
+        yield client
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"{",
+        b'{"messages": "x"}',
+        b'{"messages": []}',
+        b'{"messages": [{"role": "king", "content": "x"}]}',
+        b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
+        b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
+        b'{"messages": [{"role": "user", "content": "x"}], "temperature": Infinity}',
+        b'{"messages": [{"role": "user", "content": "x"}], "temperature": -1}',
+        b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}',
+        b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": -5}',
+        b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 100000000000000000000}',
+        b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 2000000}',
+        b'{"messages": [{"role": "user", "content": "x"}], "stop": [1]}',
+        b'{"messages": [{"role": "user", "content": "x"}], "session_id": ""}',
+        b'{"messages": [{"role": "user", "content": "x"}], "seed": "x"}',
+        b"[" * 100_000,
+        b'{"a":' * 50_000,
+        b"9" * 10_000,
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_makes_no_sense_is_a_400_that_says_so(client: httpx.Client, body: bytes, stream: bool) -> None:
+    if stream:
+        body = body.replace(b'{"messages"', b'{"stream": true, "messages"', 1)
+    reply = client.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["message"]
+
+
+def test_unicode_ids_and_odd_texts_are_served(client: httpx.Client) -> None:
+    for name in ("ж", "a/b c?d", "👩\u200d🚀" * 10, "~"):
+        assert ask(client, session_id=name).json()["session_id"] == name
+        path = f"/v1/sessions/{quote(name, safe='')}"
+        known = client.get(path)
+        assert known.json()["id"] == name, known.text
+        assert client.delete(path).json()["deleted"]
+        assert client.get(path).status_code == 404
+    assert ask(client, text="\u0000\u202e" * 20).status_code == 200
+
+
+def test_a_session_tells_each_turn_and_where_its_kv_is(client: httpx.Client) -> None:
+    first = ask(client, "x" * 70, session_id="told").json()["usage"]
+    second = ask(client, "y", session_id="told").json()["usage"]
+    told = client.get("/v1/sessions/told").json()
+    assert [turn["prompt_tokens"] for turn in told["statistics"]] == [first["prompt_tokens"], second["prompt_tokens"]]
+    assert told["statistics"][1]["prompt_tokens_details"] == second["prompt_tokens_details"]
+    assert told["tokens"] == second["total_tokens"]
+    assert told["kv"].startswith("GG") and len(told["kv"]) == -(-told["tokens"] // told["chunk_tokens"])
+    assert "told" in [one["id"] for one in client.get("/v1/sessions").json()["data"]]
+
+
+def test_every_turn_is_told_however_its_reply_ended(client: httpx.Client) -> None:
+    """On a simulated machine tokens are drawn evenly, so some replies end with the token that ends a reply."""
+    replies = [ask(client, f"{i}", session_id="many", max_tokens=120, seed=i).json() for i in range(12)]
+    reasons = {reply["choices"][0]["finish_reason"] for reply in replies}
+    assert reasons == {"stop", "length"}
+    assert len(client.get("/v1/sessions/many").json()["statistics"]) == 12
+
+
+def test_tokens_are_counted_as_they_are_read(client: httpx.Client) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    count = client.post("/tokenize", json={"messages": messages}).json()["count"]
+    assert count == ask(client).json()["usage"]["prompt_tokens"]
+    assert client.post("/tokenize", json={"prompt": "Hello"}).json()["tokens"] == list(b"Hello")
+    assert client.post("/tokenize", json={}).status_code == 400
+
+
+def test_metrics_count_turns_and_where_prompts_were_found() -> None:
+    with simulated() as (_, client):
+        usages = [ask(client, session_id="m").json()["usage"] for _ in range(3)]
+        lines = client.get("/metrics").text.splitlines()
+        told = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        assert float(told['pensieve_requests_total{status="completed"}']) == 3
+        assert float(told["pensieve_ttft_seconds_count"]) == 3
+        assert float(told["pensieve_itl_seconds_count"]) == sum(usage["completion_tokens"] - 1 for usage in usages)
+        for place in ("gpu", "cpu", "recomputed", "new"):
+            counted = float(told[f'pensieve_prompt_tokens_total{{found="{place}"}}'])
+            assert counted == sum(usage["prompt_tokens_details"][place] for usage in usages)
+        assert float(told["pensieve_sessions"]) == 1
+        assert float(told["pensieve_gpu_blocks_used"]) > 0
+
+
+def test_tenants_see_nothing_of_each_other() -> None:
+    with simulated(KEYS) as (_, client):
+        assert ask(client).status_code == 401
+        assert ask(client, headers={"Authorization": "Bearer key-of-mallory"}).status_code == 401
+        assert client.get("/v1/sessions").status_code == 401
+        text = "a prompt that both of them send, long enough for two chunks of thirty-two tokens"
+        alice = ask(client, text, ALICE, session_id="same")
+        bob = ask(client, text, BOB, session_id="same")
+        for reply in (alice, bob):
+            details = reply.json()["usage"]["prompt_tokens_details"]
+            assert details["new"] == reply.json()["usage"]["prompt_tokens"]
+        unnamed = ask(client, text, BOB).json()
+        assert unnamed["usage"]["prompt_tokens_details"]["gpu"] > 0, "found in his own"
+        asked = {"input": "x", "max_output_tokens": 4}
+        response = client.post("/v1/responses", json=asked, headers=ALICE).json()["id"]
+        ask(client, "y", ALICE, session_id="hers")
+        for path in ("/v1/sessions/hers", f"/v1/responses/{response}"):
+            assert client.get(path, headers=BOB).status_code == 404
+            assert client.delete(path, headers=BOB).status_code == 404
+            assert client.get(path, headers=ALICE).status_code == 200
+        stolen = client.post("/v1/responses", json={**asked, "previous_response_id": response}, headers=BOB)
+        unknown = client.post("/v1/responses", json={**asked, "previous_response_id": "resp_none"}, headers=BOB)
+        assert stolen.status_code == unknown.status_code == 404
+        assert stolen.text.replace(response, "") == unknown.text.replace("resp_none", "")
+        assert [one["id"] for one in client.get("/v1/sessions", headers=ALICE).json()["data"]][:1] == ["hers"]
+        assert client.get("/metrics", headers=ALICE).status_code == 404
+        told = client.get("/metrics", headers=OPERATOR).text
+        assert "alice" not in told and "hers" not in told
+
+
+def test_prefixes_are_not_shared_between_tenants_where_blocks_are() -> None:
+    from pensieve.server import create_server
+    from tests.server.live import SIMULATED, serving
+
+    text = "a prompt that both of them send, long enough for two chunks of thirty-two tokens"
+    with create_server("prefix_cache", **SIMULATED) as server, serving(server, KEYS) as (_, url):
+        with httpx.Client(base_url=url) as client:
+            found = [
+                ask(client, text, headers, session_id=name).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+                for headers, name in ((ALICE, "a"), (BOB, "b"), (BOB, "c"))
+            ]
+        server.system.engine.cache.check()
+    assert found[:2] == [0, 0]
+    assert found[2] >= 64, "and within one they are"
+
+
+def test_too_much_is_refused_before_it_costs_anything() -> None:
+    with simulated(max_body_bytes=2000, max_sessions=3, max_queue=4) as (state, client):
+        assert ask(client, "x" * 3000).status_code == 413
+        chunked = client.post("/v1/chat/completions", content=(b"x" * 100 for _ in range(50)))
+        assert chunked.status_code == 413
+        for name in "abc":
+            assert ask(client, session_id=name).status_code == 200
+        full = ask(client, session_id="d")
+        assert (full.status_code, full.headers["Retry-After"]) == (429, "1")
+        assert client.delete("/v1/sessions/a").status_code == 200
+        assert ask(client).status_code == 200, "one without a name"
+        assert ask(client, "something else").status_code == 200, "which makes room for the next"
+        assert len(state.server.conversations) == 3
+
+
+def test_a_full_queue_sheds_and_recovers() -> None:
+    from pensieve.baselines.threaded_system import ThreadedSystem
+    from pensieve.server.api import Server
+    from pensieve.tokenizer import ByteTokenizer
+    from tests.baselines.systems import threaded
+    from tests.server.live import serving
+
+    system, worker = threaded()
+    assert isinstance(system, ThreadedSystem)
+    worker.gate.clear()
+    with Server(system, ByteTokenizer()) as server, serving(server, max_queue=4) as (_, url):
+        with ThreadPoolExecutor(20) as pool, httpx.Client(base_url=url, timeout=20) as client:
+            asked = [pool.submit(ask, client, f"number {i}") for i in range(20)]
+            assert until(lambda: sum(one.done() for one in asked) == 16)
+            worker.gate.set()
+            statuses = sorted(one.result().status_code for one in asked)
+            assert statuses == [200] * 4 + [429] * 16
+            assert ask(client).status_code == 200
+        system.engine.cache.check()
+    assert server.under_way == 0
+
+
+def test_one_bad_request_harms_nobody_beside_it() -> None:
+    with simulated() as (state, client), ThreadPoolExecutor(8) as pool:
+        bad = [pool.submit(ask, client, "x", max_tokens=100_000) for _ in range(8)]
+        good = [pool.submit(ask, client, f"good {i}") for i in range(8)]
+        assert {one.result().status_code for one in bad} == {400}
+        assert {one.result().status_code for one in good} == {200}
+        state.server.system.engine.cache.check()
+
+
+def test_only_this_machine_is_served_without_keys(client: httpx.Client) -> None:
+    assert client.get("/v1/models", headers={"Host": "evil.example:8000"}).status_code == 403
+    assert client.get("/v1/models", headers={"Host": "localhost:8000"}).status_code == 200
+
+
+def test_an_address_beyond_this_machine_asks_for_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PENSIEVE_API_KEYS", raising=False)
+    with pytest.raises(ConfigError, match="PENSIEVE_API_KEYS"):
+        tenants_of(ServeSettings(host="0.0.0.0"))
+    assert not tenants_of(ServeSettings(host="localhost")).required
+    monkeypatch.setenv("PENSIEVE_API_KEYS", "alice:secret-of-alice,bob:secret-of-bob")
+    tenants = tenants_of(ServeSettings(host="0.0.0.0"))
+    assert (tenants.of("secret-of-bob"), tenants.of("secret"), tenants.of("")) == ("bob", None, None)
+    for wrong in ("a:short", "x y:long-enough-key", "a:same-key-1,b:same-key-1"):
+        monkeypatch.setenv("PENSIEVE_API_KEYS", wrong)
+        with pytest.raises(ConfigError):
+            tenants_of(ServeSettings())
+
+
+def test_nothing_is_served_before_the_engine_is_warm() -> None:
+    with simulated() as (state, client):
+        server, state.server = state.server, None
+        health = client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "loading")
+        assert ask(client).status_code == 503
+        state.server = server
+        assert client.get("/health").status_code == 200
+
+
+def test_what_is_said_is_not_logged(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    secret = "a-secret-nobody-may-log"
+    with caplog.at_level(logging.DEBUG):
+        ask(client, secret, session_id=secret)
+        client.post("/v1/chat/completions", content=json.dumps({"messages": secret}))
+    ours = [record.getMessage() for record in caplog.records if not record.name.startswith(("httpx", "httpcore"))]
+    assert not any(secret in message for message in ours)
+
+
+def test_conversations_that_nobody_comes_back_to_are_given_up() -> None:
+    with simulated() as (state, client):
+        ask(client, session_id="short", keep_alive=0.001)
+        ask(client, session_id="long", keep_alive=1000)
+        assert until(lambda: state.server.conversations.expire() == 1)
+        assert [one["id"] for one in client.get("/v1/sessions").json()["data"]] == ["long"]
+        assert until(lambda: state.server.system.engine.cache.names() == ["long"] or not state.server.forget("none"))

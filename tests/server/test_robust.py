@@ -1,0 +1,144 @@
+"""The server under clients that mean it badly, or many at once."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+pytest.importorskip("fastapi")
+
+from pensieve.server import create_server
+from tests.server.live import SIMULATED, serving, simulated, until
+from tests.server.test_http import ask
+
+CASES = int(os.environ.get("PENSIEVE_SCHEMA_CASES", "8"))  # an operation; 800 are some 10,000 in all
+HANG_UPS = int(os.environ.get("PENSIEVE_HANG_UPS", "150"))
+KNOWN = {200, 400, 401, 403, 404, 405, 413, 415, 429}
+
+
+@pytest.mark.slow
+def test_no_request_that_the_document_allows_or_not_makes_the_server_fail() -> None:
+    schemathesis = pytest.importorskip("schemathesis")
+    import hypothesis
+
+    with simulated(max_new_tokens=8) as (state, client):
+        schema = schemathesis.openapi.from_url(f"{client.base_url}/openapi.json")
+        sent: list[int] = []
+
+        for result in schema.get_all_operations():
+            operation = result.ok()
+
+            @hypothesis.settings(
+                max_examples=CASES,
+                deadline=None,
+                database=None,
+                derandomize=CASES < 100,
+                suppress_health_check=list(hypothesis.HealthCheck),
+            )
+            @hypothesis.given(case=operation.as_strategy())
+            def call(case: Any) -> None:
+                reply = case.call(base_url=str(client.base_url), timeout=20)
+                sent.append(reply.status_code)
+                assert reply.status_code in KNOWN, (reply.status_code, reply.text, case.as_curl_command())
+
+            call()
+        assert len(sent) >= 5 * CASES
+        assert sum(status == 200 for status in sent) > CASES, "some of it was served"
+        assert until(lambda: state.server.under_way == 0)
+        state.server.system.engine.cache.check()
+        assert client.get("/health").status_code == 200
+
+
+@pytest.mark.slow
+def test_clients_that_hang_up_in_mid_stream_leave_nothing() -> None:
+    from pensieve.server.api import Server
+    from pensieve.tokenizer import ByteTokenizer
+    from tests.baselines.systems import threaded
+
+    system, _ = threaded()
+    with Server(system, ByteTokenizer()) as server, serving(server) as (_, url):
+
+        async def hang_up(client: httpx.AsyncClient, number: int) -> None:
+            body = {"messages": [{"role": "user", "content": f"number {number}"}], "stream": True, "max_tokens": 1500}
+            async with client.stream("POST", f"{url}/v1/chat/completions", json=body) as reply:
+                async for _ in reply.aiter_bytes():
+                    return
+
+        async def everybody() -> None:
+            async with httpx.AsyncClient(timeout=20, limits=httpx.Limits(max_connections=16)) as client:
+                for first in range(0, HANG_UPS, 10):
+                    await asyncio.gather(*(hang_up(client, number) for number in range(first, first + 10)))
+
+        asyncio.run(everybody())
+        assert until(lambda: server.under_way == 0)
+        assert all(one.idle for one in server.conversations)
+        server.forget()
+        assert len(server.conversations) == 0
+        assert until(lambda: system.engine.cache.names() == [])
+        system.engine.cache.check()
+        assert system.engine.cache.gpu_blocks_used == 0
+        assert not system._listeners
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_turns_of_sessions_that_come_and_go() -> None:
+    """Many more sessions than the 50 there is room for: resident memory of the second half against the first."""
+    with simulated(max_sessions=50) as (state, client):
+
+        def talk(count: int) -> None:
+            for number in range(count):
+                body = {"prompt": f"{number} of {threading.get_ident()} " * 8, "max_tokens": 4}
+                client.post("/v1/completions", json=body)
+
+        process, sizes = psutil.Process(), []
+        with ThreadPoolExecutor(4) as pool:
+            for _ in range(6):
+                list(pool.map(talk, [30] * 4))
+                gc.collect()
+                sizes.append(process.memory_info().rss)
+        assert len(state.server.conversations) <= 50
+        assert len(state.server.system.engine.cache.names()) <= 51
+        assert sizes[-1] - sizes[2] < 8e6, [size // 10**6 for size in sizes]
+
+
+def test_a_client_that_sends_its_body_and_leaves_is_not_served() -> None:
+    with create_server(**SIMULATED) as server, serving(server) as (_, url):
+        port = int(url.rpartition(":")[2])
+        import socket
+
+        body = b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}'
+        for _ in range(20):
+            with socket.create_connection(("127.0.0.1", port)) as connection:
+                connection.sendall(
+                    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                    b"Content-Length: %d\r\n\r\n" % len(body) + body
+                )
+        assert until(lambda: server.under_way == 0)
+        with httpx.Client(base_url=url, timeout=20) as client:
+            assert ask(client).status_code == 200
+
+
+def test_a_server_that_is_told_to_stop_lets_replies_end() -> None:
+    from pensieve.server.api import Server
+    from pensieve.tokenizer import ByteTokenizer
+    from tests.baselines.systems import threaded
+
+    system, worker = threaded()
+    worker.gate.clear()
+    with Server(system, ByteTokenizer()) as server, ThreadPoolExecutor(1) as pool:
+        with serving(server, drain_s=20) as (_, url):
+            asked = pool.submit(httpx.post, f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 4}, timeout=20)
+            assert worker.entered.wait(20)
+            threading.Timer(0.3, worker.gate.set).start()
+            began = time.monotonic()
+        assert time.monotonic() - began >= 0.2, "it waited"
+        assert asked.result().status_code == 200

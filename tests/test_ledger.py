@@ -1,0 +1,171 @@
+"""Why prompt tokens had no KV: every miss has a cause, and the lines of a turn add up to its misses and its time."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import pytest
+
+from pensieve.cache.prefix import PrefixCache
+from pensieve.cache.slots import SlotCache
+from pensieve.cache.stateless import StatelessCache
+from pensieve.cache.two_tier import TwoTierCache
+from pensieve.ledger import MOST_EVICTORS, Loss, Missed, joined, ledger_of
+from pensieve.request import Fork, Length, Request, Sampling
+from tests.baselines.systems import inline
+
+KINDS = {"pensieve": TwoTierCache, "prefix_cache": PrefixCache, "llama_slots": SlotCache, "stateless": StatelessCache}
+
+
+class Talk:
+    """Conversations with one system; each turn's ledger is held against its record."""
+
+    def __init__(self, kind="pensieve", **parts):
+        self.system = inline(cache=KINDS[kind], **parts)
+        self.system.start()
+        self.number = 0
+
+    def ask(self, session, prompt, output=3, **fields):
+        self.number += 1
+        asked = Request(
+            self.number, session, 0, array("i", prompt), Length(output), Sampling(), continues=False, **fields
+        )
+        turn = self.system.ask(asked)
+        self.system.engine.cache.check()
+        hits = turn.gpu_hit_tokens + turn.cpu_hit_tokens + turn.shared_hit_tokens
+        assert sum(miss.tokens for miss in turn.misses) == turn.prompt_tokens - hits
+        assert sum(miss.ms for miss in turn.misses) == pytest.approx(turn.ttft_ms)
+        assert all(miss.tokens > 0 and miss.ms >= 0 for miss in turn.misses)
+        assert not turn.missed
+        return turn
+
+
+def causes(turn):
+    found = {}
+    for miss in turn.misses:
+        found[miss.cause] = found.get(miss.cause, 0) + miss.tokens
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_lines_of_every_turn_add_up_under_pressure(kind):
+    """Random conversations in little room, some edited, some told to be long."""
+    rng = random.Random(4)
+    talk = Talk(kind, gpu_blocks=80 if kind == "llama_slots" else 40, cpu_blocks=20)
+    held = {}
+    for _ in range(150):
+        name = rng.choice("abcdefg")
+        prompt = held.get(name, [])
+        if len(prompt) > 25:
+            prompt = prompt[: rng.choice([0, 10, len(prompt)])]
+        prompt = [*prompt, *(rng.randrange(200) for _ in range(rng.randrange(1, 9)))]
+        turn = talk.ask(name, prompt)
+        held[name] = [*prompt, *turn.token_ids]
+        evicted = [miss for miss in turn.misses if miss.cause == "evicted"]
+        assert sum(miss.tokens for miss in turn.misses if miss.cause in ("evicted", "never_stored")) == (
+            turn.recomputed_tokens
+        )
+        assert all(miss.evicted_by for miss in evicted)
+        assert all(0 <= miss.evicted_s <= turn.admitted_s for miss in evicted)
+
+
+def test_without_pressure_everything_missed_is_new():
+    talk, held = Talk(), list(range(20))
+    for _ in range(4):
+        turn = talk.ask("a", held)
+        assert set(causes(turn)) == {"new"}
+        held = [*held, *turn.token_ids, 5, 6]
+
+
+def test_stateless_stores_nothing_and_nobody_evicts():
+    talk = Talk("stateless")
+    first = talk.ask("a", range(20))
+    second = talk.ask("a", [*range(20), *first.token_ids, 9])
+    assert causes(second) == {"never_stored": 22, "new": 2}
+
+
+def test_who_was_evicted_knows_by_whom_and_when():
+    talk = Talk(gpu_blocks=16, cpu_blocks=0)
+    first = talk.ask("victim", range(30))
+    before_s = talk.system.clock.now_s()
+    talk.ask("culprit", range(100, 145))
+    turn = talk.ask("victim", [*range(30), *first.token_ids, 9])
+    [line] = [miss for miss in turn.misses if miss.cause == "evicted"]
+    assert line.evicted_by == "culprit"
+    assert line.tokens == turn.recomputed_tokens > 0
+    assert before_s <= line.evicted_s < turn.arrived_s
+
+
+@pytest.mark.parametrize(
+    ("kind", "blocks", "others", "culprit"), [("prefix_cache", 16, 1, 0), ("llama_slots", 48, 4, 3)]
+)
+def test_in_one_tier_too(kind, blocks, others, culprit):
+    """Of four slots the fourth newcomer takes the one that was used first."""
+    talk = Talk(kind, gpu_blocks=blocks)
+    first = talk.ask("victim", range(30))
+    for number in range(others):
+        talk.ask(f"culprit{number}", range(100 + 50 * number, 140 + 50 * number))
+    turn = talk.ask("victim", [*range(30), *first.token_ids, 9])
+    lines = [miss for miss in turn.misses if miss.cause == "evicted"]
+    assert {miss.evicted_by for miss in lines} == {f"culprit{culprit}"}
+
+
+def test_an_edited_prompt_says_how_much_was_replaced():
+    talk = Talk()
+    talk.ask("a", range(40))
+    turn = talk.ask("a", [*range(20), *range(100, 110)])
+    assert causes(turn) == {"edited": 10}
+    longer = talk.ask("a", [*range(20), *range(200, 250)])
+    assert causes(longer) == {"edited": 12, "new": 38}, "30 + 2 tokens had been computed, of which 20 stand"
+    again = talk.ask("a", [*range(20), *range(200, 250)])
+    assert causes(again) == {"new": 1}, "asked again: its last token, and nothing is edited"
+
+
+@pytest.mark.parametrize("cause", ["expired", "restarted"])
+def test_what_the_server_remembers_and_the_engine_does_not(cause):
+    talk = Talk()
+    turn = talk.ask("a", range(40), forgotten=(30, cause))
+    assert causes(turn) == {cause: 30, "new": 10}
+    known = talk.ask("a", [*range(40), *turn.token_ids, 9], forgotten=(42, cause))
+    assert cause not in causes(known), "the engine knows better"
+
+
+def test_a_parent_whose_kv_went_with_its_fork_knows_where():
+    talk = Talk()
+    first = talk.ask("parent", range(40))
+    talk.ask("child", [*range(40), 7], fork=Fork("parent", 40, takes_kv=True))
+    back = talk.ask("parent", [*range(40), *first.token_ids, 9])
+    assert {miss.evicted_by for miss in back.misses if miss.cause == "evicted"} == {"child"}
+
+
+class Dear:
+    """Position n costs n."""
+
+    def recompute_s(self, context_tokens):
+        return float(context_tokens)
+
+
+def test_milliseconds_follow_the_price_of_each_position():
+    missed = (Missed(0, 4, "evicted", Loss("x", 1.0)), Missed(4, 8, "new"))
+    early, late = ledger_of(missed, 30.0, Dear(), 4)
+    assert (early.ms, late.ms) == (pytest.approx(10.0), pytest.approx(20.0))
+    assert (early.evicted_by, early.evicted_s, late.evicted_by) == ("x", 1.0, None)
+
+
+def test_many_evictors_are_named_as_far_as_there_is_room():
+    missed = [Missed(i, i + 1, "evicted", Loss(f"s{i}", float(i))) for i in range(20)]
+    lines = ledger_of(missed, 20.0, Dear(), 4)
+    assert len(lines) == MOST_EVICTORS + 1
+    assert sum(line.tokens for line in lines) == 20
+    assert sum(line.ms for line in lines) == pytest.approx(20.0)
+
+
+def test_neighbours_join():
+    loss = Loss("x", 1.0)
+    assert joined(
+        [Missed(0, 2, "new"), Missed(2, 2, "edited"), Missed(2, 4, "new"), Missed(4, 5, "evicted", loss)]
+    ) == (
+        Missed(0, 4, "new"),
+        Missed(4, 5, "evicted", loss),
+    )
