@@ -1,6 +1,13 @@
 """Read the configuration in conf/, check it, plan a trial by it, and build the objects that it names."""
 
-from pensieve.compose.build import build_system, build_tokenizer, build_workload, make_workload
+from pensieve.compose.build import (
+    build_outside,
+    build_system,
+    build_tokenizer,
+    build_workload,
+    make_workload,
+    outside_engine,
+)
 from pensieve.compose.folder import conf_folder, options, outputs_folder, read_option
 from pensieve.compose.plan import TrialPlan, plan_trial
 from pensieve.compose.preflight import check_free_memory, preflight
@@ -12,6 +19,7 @@ __all__ = [
     "ModelConfig",
     "TrialConfig",
     "TrialPlan",
+    "build_outside",
     "build_system",
     "build_tokenizer",
     "build_workload",
@@ -22,6 +30,7 @@ __all__ = [
     "model_config",
     "options",
     "outputs_folder",
+    "outside_engine",
     "plan_trial",
     "preflight",
     "read_option",

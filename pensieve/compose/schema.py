@@ -53,11 +53,12 @@ class SchedulerConfig(_Group):
 
 
 class BaselineConfig(_Group):
-    """cache: the cache manager of an in-engine baseline; an outside engine has none. missing: the engine that is not
-    supported yet."""
+    """cache: the cache manager of a baseline in the engine. engine: an outside engine, in its place. missing: one that is
+    not supported yet."""
 
     name: str
     cache: dict[str, Any] | None = None
+    engine: dict[str, Any] | None = None
     cpu_tier: bool = False
     kv_budget: Literal["device", "total"] = "device"
     missing: str | None = None

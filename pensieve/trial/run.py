@@ -15,6 +15,7 @@ from pensieve.bound import bound_metrics
 from pensieve.compose import (
     TrialConfig,
     TrialPlan,
+    build_outside,
     build_system,
     build_tokenizer,
     build_workload,
@@ -198,7 +199,8 @@ def _run(
         check_free_memory(plan)
         trace = job.folder / TRACE_FILE if config.trial.profile else None
         forget_allocator_peak()
-        system = build_system(plan, tokenizer, trace, described)
+        outside = config.baseline.engine is not None
+        system: System = build_outside(plan, described) if outside else build_system(plan, tokenizer, trace, described)
         try:
             raise_if_interrupted()
             started = system.start()
@@ -347,7 +349,7 @@ def _effective(system: System, plan: TrialPlan, described: WorkloadPlan, started
     effective: dict[str, Any] = {
         name: settings[name]
         for name in ("gpu_tokens", "cpu_tokens", "gpu_bytes", "cpu_bytes", "kv_bytes_per_token", "dtype")
-        if settings.get(name) is not None
+        if name in settings  # None: the engine has no such limit, or does not say
     }
     if settings.get("revision"):
         effective["model_revision"] = settings["revision"]
