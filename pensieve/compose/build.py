@@ -128,7 +128,9 @@ def build_system(
     )
 
 
-def outside_engine(plan: TrialPlan, longest_tokens: int | None = None) -> OutsideEngine:
+def outside_engine(
+    plan: TrialPlan, longest_tokens: int | None = None, tokenizer: Tokenizer | None = None
+) -> OutsideEngine:
     """The engine of an outside baseline, not started and nothing of it imported yet. Raises EngineMissing, ConfigError."""
     config = plan.config
     make = find_parts(config, longest_tokens).engine
@@ -152,13 +154,14 @@ def outside_engine(plan: TrialPlan, longest_tokens: int | None = None) -> Outsid
             batch_requests=config.scheduler.max_batch_requests,
             longest_tokens=longest_tokens,
             eos=frozenset(int(token) for token in listed),
+            tokenizer=tokenizer,
         )
     )
 
 
-def build_outside(plan: TrialPlan, described: WorkloadPlan | None = None) -> OutsideSystem:
+def build_outside(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan | None = None) -> OutsideSystem:
     """The system of an outside engine, not started yet."""
-    return OutsideSystem(outside_engine(plan, longest_conversation(described) if described else None))
+    return OutsideSystem(outside_engine(plan, longest_conversation(described) if described else None, tokenizer))
 
 
 def _clock_and_worker(plan: TrialPlan, trace: Path | None) -> tuple[Clock, Worker, int | Callable[[], int]]:

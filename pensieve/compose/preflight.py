@@ -20,7 +20,8 @@ def preflight(plan: TrialPlan) -> None:
     """
     find_parts(plan.config)
     if plan.config.baseline.engine is not None:
-        outside_engine(plan).check()
+        tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=False)
+        outside_engine(plan, tokenizer=tokenizer).check()
     check_capacity(plan)
     check_memory(plan)
     if not plan.device.simulated:

@@ -9,6 +9,7 @@ from pensieve.baselines.base import Capabilities
 from pensieve.plan import StartReport
 from pensieve.request import Request, TokenArray
 from pensieve.specs import ModelSpec
+from pensieve.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,7 @@ class EngineSetup:
     weights: random (drawn under `seed`), hub (`hub_id`, `revision`), or a folder: those that our engine would run. device:
     cpu or cuda:N. kv_tokens, host_tokens: of KV on the device, and behind it in host memory. longest_tokens: of the
     longest conversation, where the workload knows it. batch_tokens, batch_requests: of one iteration. eos: ids that end a
-    Free output.
+    Free output. tokenizer: the model's, for engines that are asked in text.
     """
 
     baseline: str
@@ -36,6 +37,7 @@ class EngineSetup:
     batch_requests: int
     longest_tokens: int | None = None
     eos: frozenset[int] = frozenset()
+    tokenizer: Tokenizer | None = None
 
 
 @dataclass(frozen=True, slots=True)

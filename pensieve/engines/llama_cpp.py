@@ -47,12 +47,12 @@ class _LlamaCpp(ABC):
     """Fields of both baselines.
 
     n_ctx: cells of KV, divided among the slots; null: the KV budget. n_batch: prompt tokens an iteration; null:
-    scheduler.max_batch_tokens. n_ubatch: of one forward; null: n_batch. n_parallel: slots; null: at most 4, and few enough
-    to hold the longest conversation. kv_type, flash_attention: f32 without it gives the tokens that our engine gives.
-    ram_cache: host memory for the KV of idle slots, "1GiB" or "8192 tokens"; null: cache.cpu. weights_type: of the exported
-    file. gguf_path: a file that is run in place of the model's own weights. kv_unified: slots share all cells instead.
-    server_path: of llama_cpp_http, a llama-server binary; null: the one in xllamacpp. start_timeout_s: until that must be
-    healthy.
+    scheduler.max_batch_tokens. n_ubatch: of one forward; null: n_batch. n_parallel: slots; null: at most 4, no more than
+    scheduler.max_batch_requests, and few enough to hold the longest conversation. kv_type, flash_attention: f32 without it
+    gives the tokens that our engine gives. ram_cache: host memory for the KV of idle slots, "1GiB" or "8192 tokens"; null:
+    cache.cpu. weights_type: of the exported file. gguf_path: a file that is run in place of the model's own weights.
+    kv_unified: slots share all cells instead. server_path: of llama_cpp_http, a llama-server binary; null: the one in
+    xllamacpp. start_timeout_s: until that must be healthy.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class _LlamaCpp(ABC):
         host = setup.host_tokens
         if ram_cache is not None:
             host = parse_capacity(ram_cache, "baseline.engine.ram_cache").in_tokens(int(self._per_token))
-        slots = n_parallel or max(1, min(MOST_SLOTS, setup.kv_tokens // each))
+        slots = n_parallel or max(1, min(MOST_SLOTS, setup.batch_requests, setup.kv_tokens // each))
         share = CELLS if kv_unified else CELLS * slots
         cells = n_ctx or max(share, setup.kv_tokens // share * share)  # a slot has a multiple of CELLS, rounded up
         batch = n_batch or setup.batch_tokens
@@ -125,6 +125,9 @@ class _LlamaCpp(ABC):
             "engine": "llama.cpp",
             **{f"configured_{name}": value for name, value in self._fields.items()},
             **reported,
+            "max_batch_tokens": reported.get("reported_n_ubatch", self._fields["n_ubatch"]),
+            "max_batch_requests": len(slots) if slots else None,
+            "threads": reported.get("reported_threads", self._fields["threads"]),
             "n_parallel": len(slots) if slots else None,
             "n_ctx_slot": slots[0]["n_ctx"] if slots else None,
             "n_ctx": sum(slot["n_ctx"] for slot in slots) if slots else None,
@@ -271,7 +274,7 @@ class LlamaCppHttp(_LlamaCpp):
     def _command(self, file: Path, port: int) -> list[str]:
         if self._server_path is None:
             asked = json.dumps({"file": str(file), "port": port, "fields": self._fields})
-            return [sys.executable, str(Path(__file__).with_name("llama_server.py")), asked]
+            return [sys.executable, "-P", str(Path(__file__).with_name("llama_server.py")), asked]
         f = self._fields
         flags = {
             "--model": file, "--host": "127.0.0.1", "--port": port, "--ctx-size": f["n_ctx"],

@@ -200,7 +200,9 @@ def _run(
         trace = job.folder / TRACE_FILE if config.trial.profile else None
         forget_allocator_peak()
         outside = config.baseline.engine is not None
-        system: System = build_outside(plan, described) if outside else build_system(plan, tokenizer, trace, described)
+        system: System = (
+            build_outside(plan, tokenizer, described) if outside else build_system(plan, tokenizer, trace, described)
+        )
         try:
             raise_if_interrupted()
             started = system.start()

@@ -23,6 +23,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1, "intermediate_size": 96, "vocab_size": 300, "max_position_embeddings": 1024,
         "rms_norm_eps": 1e-6, "rope_theta": 50000.0, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
     },
+    "wide_llama": {
+        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96, "vocab_size": 320,
+        "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
+        "bos_token_id": 256, "eos_token_id": 257,
+    },
     "gpt2": {
         "model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 1024, "vocab_size": 300,
         "layer_norm_epsilon": 1e-5, "bos_token_id": 299, "eos_token_id": 299,
