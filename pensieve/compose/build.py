@@ -24,6 +24,7 @@ from pensieve.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from pensieve.worker.base import Worker
 from pensieve.worker.torch.threads import physical_cores
 from pensieve.workload.base import Workload, WorkloadContext, WorkloadPlan
+from pensieve.workload.cache_state import in_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +212,7 @@ def make_workload(plan: TrialPlan, tokenizer: Tokenizer) -> Workload:
         encode=lambda text: tokens_of(tokenizer.encode(text), plan.model.vocab),
         force_lengths=plan.device.simulated or plan.weights == "random",
     )
-    workload: Workload = find_parts(plan.config).workload(context)
-    return workload
+    return in_state(plan.config.cache_state, find_parts(plan.config).workload, context)
 
 
 def build_workload(plan: TrialPlan, tokenizer: Tokenizer) -> tuple[Workload, WorkloadPlan]:

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from pensieve.workload.cache_state import CacheState
+
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(ge=0.0)]
@@ -118,7 +120,7 @@ class SloConfig(_Group):
 
 
 class TrialConfig(_Group):
-    """One trial. eviction and workload carry a `_target_` of their own."""
+    """One trial. eviction and workload carry a `_target_` of their own. cache_state: see workload.cache_state."""
 
     experiment_name: str = "pensieve"
     seed: int = 0
@@ -126,6 +128,7 @@ class TrialConfig(_Group):
     force: bool = False
     resume: Literal["fingerprint", "config"] = "fingerprint"
     attention_backend: Literal["auto", "reference", "native", "triton", "varlen", "flashinfer"] = "auto"
+    cache_state: CacheState = "cold"
     trial: TrialOptions = TrialOptions()
     slo: SloConfig = SloConfig()
     model: ModelConfig

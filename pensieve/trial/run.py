@@ -54,7 +54,7 @@ from pensieve.trial.slo import judge_again
 from pensieve.trial.terminal import raise_if_interrupted
 from pensieve.trial.tracking import Tracking
 from pensieve.workload.base import Workload, WorkloadPlan
-from pensieve.workload.start_state import check_start
+from pensieve.workload.start_state import check_start, contamination
 
 log = logging.getLogger(__name__)
 
@@ -229,6 +229,8 @@ def _run(
     metrics += bound_metrics(record.turns, _capacity(system))
     tracking.store.add_metrics(trial_id, metrics)
     flags: dict[str, Any] = {**record.flags, "load": record.load, "drain_share": record.drain_share}
+    if (found := contamination(described, record.turns)) is not None:
+        flags["contaminated"] = found
     if config.trial.profile:
         flags["profiled"] = True
     if started.settings.get("fell_back"):
