@@ -13,7 +13,7 @@ import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter, sleep
@@ -36,6 +36,7 @@ KV_BYTES = {"f32": 4.0, "f16": 2.0, "q8_0": 34 / 32}  # a value; q8_0: 32 of the
 MOST_SLOTS = 4
 CELLS = 256
 WAITING = 64  # requests that may wait in the server's own queue
+SILENT, ERRORS, EVERYTHING = 0, 1, 4  # its levels of log
 LOG_S = 0.3  # its log is written by a thread of its own
 PATH = "/v1/completions"
 _REPORTED = re.compile(r"llama_context: (n_seq_max|n_ctx|n_ctx_seq|n_batch|n_ubatch|flash_attn|kv_unified)\s*= (\S+)")
@@ -209,15 +210,18 @@ class LlamaCpp(_LlamaCpp):
     def _open(self, file: Path) -> dict[str, Any]:
         import xllamacpp
 
-        said: list[str] = []
+        def serve(verbosity: int) -> Any:
+            return xllamacpp.Server(params_of(file, self._fields, port=0, verbosity=verbosity))
+
         try:
-            with _stderr_into(said):
-                try:
-                    self._server = xllamacpp.Server(params_of(file, self._fields, port=0, verbosity=1))
-                except RuntimeError:
-                    sleep(LOG_S)
-                    raise
+            self._server = serve(SILENT)
         except RuntimeError as error:
+            said: list[str] = []
+            with suppress(RuntimeError), _stderr_into(said):  # once more, to hear why
+                try:
+                    serve(ERRORS)
+                finally:
+                    sleep(LOG_S)
             raise EngineFailed(f"llama.cpp did not start ({error})" + "".join(f"\n{line}" for line in said)) from error
         return {"version": xllamacpp.__version__, "build": str(xllamacpp.get_system_info()).strip()}
 
@@ -282,7 +286,7 @@ class LlamaCppHttp(_LlamaCpp):
             "--threads": f["threads"], "--threads-batch": f["threads"], "--cache-type-k": f["kv_type"],
             "--cache-type-v": f["kv_type"], "--flash-attn": "on" if f["flash_attention"] else "off",
             "--cache-ram": f["ram_cache_mib"], "--slot-prompt-similarity": f["slot_prompt_similarity"],
-            "--log-verbosity": 4,
+            "--log-verbosity": EVERYTHING,
         }  # fmt: skip
         switches = ["--slots", "--no-webui", *(["--kv-unified"] if f["kv_unified"] else [])]
         options = [str(part) for pair in flags.items() for part in pair]

@@ -13,12 +13,12 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
     import xllamacpp
 
-    from pensieve.engines.llama_cpp import params_of
+    from pensieve.engines.llama_cpp import EVERYTHING, params_of
 
     asked = json.loads(sys.argv[1])
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    server = xllamacpp.Server(params_of(Path(asked["file"]), asked["fields"], asked["port"], verbosity=4))
+    server = xllamacpp.Server(params_of(Path(asked["file"]), asked["fields"], asked["port"], EVERYTHING))
     while not ended.wait(1.0):
         pass
     del server

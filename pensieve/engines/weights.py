@@ -54,7 +54,15 @@ def model_folder(setup: EngineSetup) -> Path:
 def _save(module: Any, folder: Path) -> None:
     partial = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
-    module.save_pretrained(partial, safe_serialization=True)
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        module.save_pretrained(partial, safe_serialization=True)
+    finally:
+        if shown:
+            logging.enable_progress_bar()
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
 
