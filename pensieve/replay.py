@@ -167,6 +167,12 @@ class MeasuredStretches:
             self._before = None
 
 
+def _held_whole(turn: TurnRecord) -> bool:
+    """The prompt had been asked before, word for word, and nothing of it was left to compute but what every request must."""
+    known = (turn.gpu_hit_tokens or 0) + (turn.cpu_hit_tokens or 0) + (turn.shared_hit_tokens or 0)
+    return turn.status == "completed" and turn.prompt_tokens is not None and 0 < known >= turn.prompt_tokens - 1
+
+
 class _Run:
     """The state of one replay."""
 
@@ -277,6 +283,12 @@ class _Run:
                     f"One request in a hundred was sent {late_ms:.1f} ms or more after it was due; up to {limit_ms:.1f} ms "
                     "would not matter."
                 )
+        held = [turn for turn in self.turns if is_measured(turn.phase) and _held_whole(turn)]
+        if held:
+            flags["held_whole"] = (
+                f"{len(held)} measured prompts were cached but for their last token: their times to first token are those of "
+                "decoding one token."
+            )
         exhausted = [turn for turn in self.turns if out_of_memory(turn)]
         if exhausted:
             flags["oom"] = f"{len(exhausted)} turns did not fit into the GPU tier; the first: {exhausted[0].error}"

@@ -12,23 +12,12 @@ from pensieve.worker.torch.model import LoadedModel, load_model
 from pensieve.worker.torch.shelf import take_model
 
 CHUNK = 32  # tokens of a KV block
-ON_GPU, ON_CPU = "llama3_8b", "llama_25m"
-# The shape that the goals of target=cpu_path are for: 24.7M parameters.
-LLAMA_25M = {
-    "model_type": "llama",
-    "hidden_size": 512,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "intermediate_size": 1408,
-    "vocab_size": 1024,
-    "max_position_embeddings": 8192,
-}
+ON_GPU, ON_CPU = "llama3_8b", "llama_25m"  # the shape that the goals of target=cpu_path are for: 24.7M parameters
 
 
 def spec_of(name: str, dtype: str = "float32") -> ModelSpec:
-    """name: llama_25m, or an option of conf/model. Raises PensieveError."""
-    architecture = LLAMA_25M if name == ON_CPU else read_option("model", name)["architecture"]
+    """name: an option of conf/model. Raises PensieveError."""
+    architecture = read_option("model", name)["architecture"]
     return ModelSpec.from_architecture(name, architecture, dtype)
 
 

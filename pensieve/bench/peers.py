@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
@@ -16,14 +14,13 @@ import transformers
 
 from pensieve.baselines.base import Capabilities
 from pensieve.clock import Clock, WallClock
-from pensieve.errors import EngineMissing, RequestFailed, WorkerError
+from pensieve.engines import transformers_peers as engines
+from pensieve.errors import RequestFailed, WorkerError
 from pensieve.plan import StartReport
 from pensieve.record import Event, TurnRecord
 from pensieve.request import Request
 from pensieve.statistics import median
-from pensieve.units import ceil_div
 
-_PAGE = 32
 _WAKE_S = 0.25
 _TIMEOUT_S = 120.0
 _PREFILL_TOKENS = 16384  # of one forward, so that its activations fit beside the pools
@@ -90,36 +87,12 @@ class _TokenClock:
 
 @contextmanager
 def continuous_batching(module: Any, tokens: int, batch_tokens: int, requests: int) -> Iterator[Any]:
-    """A running manager whose pages hold `tokens` tokens of KV. Sized by hand, since its own choice serves far worse.
+    """A running manager whose pages hold `tokens` tokens of KV.
 
     Raises EngineMissing where this version of transformers has none.
     """
-    try:
-        from transformers import ContinuousBatchingConfig, GenerationConfig
-    except ImportError:
-        raise EngineMissing("this version of transformers has no continuous batching (5.10 and later do)") from None
-    sizes = {
-        "page_size": _PAGE,
-        "block_size": _PAGE,  # its name before 5.17
-        "num_blocks": ceil_div(tokens, _PAGE) + requests + 1,
-        "max_batch_tokens": batch_tokens,
-        "max_requests_per_batch": requests,
-    }
-    known = {field.name for field in fields(ContinuousBatchingConfig)}
-    if "page_size" in known:
-        del sizes["block_size"]
-    config = ContinuousBatchingConfig(**{name: value for name, value in sizes.items() if name in known})
-    generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1)
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with module.continuous_batching_context_manager(
-            generation_config=generation, continuous_batching_config=config, timeout=10
-        ) as manager:
-            yield manager
-    finally:
-        logger.setLevel(level)
+    with engines.continuous_batching(module, engines.sized(tokens, batch_tokens, requests)) as manager:
+        yield manager
 
 
 def batched_gaps_ms(manager: Any, inputs: Sequence[list[int]], new_tokens: int) -> list[float]:

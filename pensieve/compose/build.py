@@ -17,6 +17,8 @@ from pensieve.compose.schema import HardwareConfig, TrialConfig
 from pensieve.compose.target import factory
 from pensieve.compose.tokenizer import build_tokenizer
 from pensieve.compose.weights import loadable
+from pensieve.engines.base import EngineSetup, OutsideEngine
+from pensieve.engines.system import OutsideSystem
 from pensieve.errors import CapacityError
 from pensieve.eviction.base import EvictionPolicy, PolicyContext
 from pensieve.idle_sessions import MemoryLimits
@@ -24,7 +26,9 @@ from pensieve.request import tokens_of
 from pensieve.scheduler.composition import Composition
 from pensieve.tokenizer import Tokenizer
 from pensieve.worker.base import Worker
+from pensieve.worker.torch.threads import physical_cores
 from pensieve.workload.base import Workload, WorkloadContext, WorkloadPlan
+from pensieve.workload.cache_state import in_state
 
 if TYPE_CHECKING:
     from pensieve.worker.torch.options import TorchOptions
@@ -32,9 +36,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The factories that the configuration names by dotted paths, with their checked fields bound."""
+    """The factories that the configuration names by dotted paths, with their checked fields bound. A baseline has a cache
+    manager or an engine of its own."""
 
-    cache: Callable[..., CacheManager]
+    cache: Callable[..., CacheManager] | None
+    engine: Callable[[EngineSetup], OutsideEngine] | None
     policy: Callable[[PolicyContext], EvictionPolicy]
     composition: Composition
     workload: Callable[[WorkloadContext], Workload]
@@ -48,12 +54,12 @@ def find_parts(config: TrialConfig, longest_tokens: int | None = None) -> Parts:
 
     Raises EngineMissing where a target is not there, ConfigError for a field that it does not take.
     """
-    assert config.baseline.cache is not None
-    cache = dict(config.baseline.cache)
-    if "longest_tokens" in cache and cache["longest_tokens"] is None:
-        cache["longest_tokens"] = longest_tokens
+    name, cache, engine = config.baseline.name, config.baseline.cache, config.baseline.engine
+    if cache is not None and "longest_tokens" in cache and cache["longest_tokens"] is None:
+        cache = {**cache, "longest_tokens": longest_tokens}
     return Parts(
-        cache=factory("baseline", {**cache, "name": config.baseline.name}, given=_CACHE_ARGUMENTS),
+        cache=None if cache is None else factory("baseline", {**cache, "name": name}, given=_CACHE_ARGUMENTS),
+        engine=None if engine is None else factory("baseline", {**engine, "name": name}),
         policy=factory("eviction", config.eviction),
         composition=factory("scheduler", {**config.scheduler.composition, "name": config.scheduler.name}),
         workload=factory("workload", config.workload),
@@ -79,6 +85,7 @@ def build_system(
 
     config = plan.config
     parts = find_parts(config, longest_conversation(described) if described else None)
+    assert parts.cache is not None, f"baseline={config.baseline.name} is an outside engine: build_outside"
     s = config.scheduler
     scheduler = SchedulerSettings(
         composition=parts.composition,
@@ -109,6 +116,42 @@ def build_system(
         limits=MemoryLimits(config.cache.session_ttl_s, config.cache.max_remembered_tokens),
         labels={"weights": plan.weights, "baseline": config.baseline.name, "tokenizer": tokenizer.name},
     )
+
+
+def outside_engine(
+    plan: TrialPlan, longest_tokens: int | None = None, tokenizer: Tokenizer | None = None
+) -> OutsideEngine:
+    """The engine of an outside baseline, not started and nothing of it imported yet. Raises EngineMissing, ConfigError."""
+    config = plan.config
+    make = find_parts(config, longest_tokens).engine
+    assert make is not None, f"baseline={config.baseline.name} is in the engine: build_system"
+    eos = config.model.architecture.get("eos_token_id")
+    listed = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    return make(
+        EngineSetup(
+            baseline=config.baseline.name,
+            model=plan.model,
+            weights=config.model.weights,
+            hub_id=config.model.hub_id,
+            revision=config.model.revision,
+            seed=config.model.seed,
+            device=plan.device.name,
+            threads=config.hardware.threads or physical_cores(),
+            kv_tokens=plan.gpu_blocks * plan.chunk_tokens,
+            host_tokens=plan.cpu_blocks * plan.chunk_tokens,
+            block_tokens=plan.chunk_tokens,
+            batch_tokens=config.scheduler.max_batch_tokens,
+            batch_requests=config.scheduler.max_batch_requests,
+            longest_tokens=longest_tokens,
+            eos=frozenset(int(token) for token in listed),
+            tokenizer=tokenizer,
+        )
+    )
+
+
+def build_outside(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan | None = None) -> OutsideSystem:
+    """The system of an outside engine, not started yet."""
+    return OutsideSystem(outside_engine(plan, longest_conversation(described) if described else None, tokenizer))
 
 
 def _clock_and_worker(plan: TrialPlan, trace: Path | None) -> tuple[Clock, Worker, int | Callable[[], int]]:
@@ -168,8 +211,7 @@ def make_workload(plan: TrialPlan, tokenizer: Tokenizer) -> Workload:
         force_lengths=plan.device.simulated or plan.weights == "random",
         chat=ChatTemplate(tokenizer),
     )
-    workload: Workload = find_parts(plan.config).workload(context)
-    return workload
+    return in_state(plan.config.cache_state, find_parts(plan.config).workload, context)
 
 
 def build_workload(plan: TrialPlan, tokenizer: Tokenizer) -> tuple[Workload, WorkloadPlan]:
@@ -182,7 +224,8 @@ def build_workload(plan: TrialPlan, tokenizer: Tokenizer) -> tuple[Workload, Wor
     longest = longest_conversation(described)
     slots = int((plan.config.baseline.cache or {}).get("n_slots") or 1)
     room = (plan.gpu_blocks // slots - 1) * plan.chunk_tokens
-    if longest is not None and longest > room:
+    # What an outside engine has room for it says itself: it refuses a request, and the turn counts as refused.
+    if longest is not None and longest > room and plan.config.baseline.engine is None:
         raise CapacityError(
             f"The longest conversation of workload={plan.config.workload.get('name')} needs {longest:,} tokens of KV and "
             f"baseline={plan.config.baseline.name} has room for {room:,} on its device; "

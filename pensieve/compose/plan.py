@@ -9,7 +9,7 @@ from pensieve.compose.machine import Device, find_device, free_host_memory_bytes
 from pensieve.compose.schema import ModelConfig, TrialConfig
 from pensieve.compose.target import refuse_missing
 from pensieve.compose.weights import folder_architecture, weights_kind
-from pensieve.errors import ConfigError, HardwareMissing
+from pensieve.errors import ConfigError, EngineMissing, HardwareMissing
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.units import format_bytes, parse_capacity
 
@@ -106,9 +106,14 @@ def plan_trial(config: TrialConfig) -> TrialPlan:
     baseline = config.baseline
     refuse_missing("baseline", {"name": baseline.name, "missing": baseline.missing})
     refuse_missing("workload", config.workload)
-    if baseline.cache is None:
+    if baseline.cache is None and baseline.engine is None:
         raise ConfigError(
             f"baseline={baseline.name} names no cache manager and no engine; give baseline.cache a _target_."
+        )
+    if baseline.engine is not None and config.hardware.simulated:
+        raise EngineMissing(
+            f"baseline={baseline.name} runs for real, and hardware={config.hardware.name} is simulated; use "
+            "hardware=local, or a baseline in the engine."
         )
     sizes = [  # before the device, whose library takes seconds to import
         None if size == AUTO and tier == "gpu" else parse_capacity(size, f"cache.{tier}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pensieve.compose.build import build_workload, find_parts
+from pensieve.compose.build import build_workload, find_parts, outside_engine
 from pensieve.compose.machine import free_device_bytes
 from pensieve.compose.plan import LEAST_GPU_BLOCKS, TrialPlan
 from pensieve.compose.tokenizer import build_tokenizer
@@ -20,6 +20,9 @@ def preflight(plan: TrialPlan) -> None:
     Raises EngineMissing, ConfigError, HardwareMissing, WeightsMissing, CapacityError.
     """
     find_parts(plan.config)
+    if plan.config.baseline.engine is not None:
+        tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=False)
+        outside_engine(plan, tokenizer=tokenizer).check()
     check_capacity(plan)
     check_memory(plan)
     if not plan.device.simulated:

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from pensieve.workload.cache_state import CacheState
+
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(ge=0.0)]
@@ -57,11 +59,12 @@ class SchedulerConfig(_Group):
 
 
 class BaselineConfig(_Group):
-    """cache: the cache manager of an in-engine baseline; an outside engine has none. missing: the engine that is not
-    supported yet."""
+    """cache: the cache manager of a baseline in the engine. engine: an outside engine, in its place. missing: one that is
+    not supported yet."""
 
     name: str
     cache: dict[str, Any] | None = None
+    engine: dict[str, Any] | None = None
     cpu_tier: bool = False
     kv_budget: Literal["device", "total"] = "device"
     missing: str | None = None
@@ -141,7 +144,7 @@ class SloConfig(_Group):
 
 
 class TrialConfig(_Group):
-    """One trial. eviction and workload carry a `_target_` of their own."""
+    """One trial. eviction and workload carry a `_target_` of their own. cache_state: see workload.cache_state."""
 
     experiment_name: str = "pensieve"
     seed: int = 0
@@ -149,6 +152,7 @@ class TrialConfig(_Group):
     force: bool = False
     resume: Literal["fingerprint", "config"] = "fingerprint"
     attention_backend: Literal["auto", "reference", "native", "triton", "varlen", "flashinfer"] = "auto"
+    cache_state: CacheState = "cold"
     trial: TrialOptions = TrialOptions()
     slo: SloConfig = SloConfig()
     model: ModelConfig

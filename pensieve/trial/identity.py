@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pensieve.compose import TrialPlan
+from pensieve.compose import TrialPlan, outside_engine
 from pensieve.compose.weights import weights_identity
 from pensieve.errors import EngineMissing
 from pensieve.results.identity import Identity, identify
@@ -46,6 +46,8 @@ def device_facts(plan: TrialPlan) -> dict[str, Any]:
     device: dict[str, Any] = {"name": plan.device.label, "count": plan.device.count}
     if plan.device.simulated:
         return device
+    if plan.config.baseline.engine is not None:
+        return {**device, **_outside_facts(plan)}
     from pensieve.compose.plan import plans_in_flight
     from pensieve.worker.torch.kernels.availability import CAPTURING, expected
     from pensieve.worker.torch.threads import physical_cores
@@ -62,6 +64,19 @@ def device_facts(plan: TrialPlan) -> dict[str, Any]:
         "graphs": "on" if recorded else "off",
         "copies": hardware.copies if kind == "cuda" and plan.cpu_blocks else "none",
         "depth": plans_in_flight(plan.device, hardware.depth),
+    }
+
+
+def _outside_facts(plan: TrialPlan) -> dict[str, Any]:
+    from pensieve.worker.torch.threads import physical_cores
+
+    said = dict(outside_engine(plan).identity())
+    packages = said.pop("packages", "").split()
+    return {
+        "threads": plan.config.hardware.threads or physical_cores(),
+        "dtype": plan.model.dtype,
+        "packages": packages,
+        **said,
     }
 
 

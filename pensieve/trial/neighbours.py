@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 import psutil
 
@@ -19,14 +20,19 @@ class Neighbours:
         self._busy_s, self._own_s = _busy_s(), self._own_cpu_s()
 
     def share(self) -> float:
-        """CPU time of all other processes over that of all cores, 0 to 1. This process's ended children are its own."""
+        """CPU time of all other processes over that of all cores, 0 to 1. Children of this process, such as an engine
+        beside it, are its own."""
         available_s = (time.monotonic() - self._began_s) * (psutil.cpu_count() or 1)
         others_s = (_busy_s() - self._busy_s) - (self._own_cpu_s() - self._own_s)
         return min(1.0, max(0.0, others_s / available_s)) if available_s > 0 else 0.0
 
     def _own_cpu_s(self) -> float:
-        times = self._process.cpu_times()
-        return float(times.user + times.system + times.children_user + times.children_system)
+        total = 0.0
+        for process in (self._process, *self._process.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):  # it ended meanwhile: its parent's times have it
+                times = process.cpu_times()
+                total += times.user + times.system + times.children_user + times.children_system
+        return total
 
 
 def _busy_s() -> float:

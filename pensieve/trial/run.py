@@ -16,6 +16,7 @@ from pensieve.bound import bound_metrics
 from pensieve.compose import (
     TrialConfig,
     TrialPlan,
+    build_outside,
     build_system,
     build_tokenizer,
     build_workload,
@@ -56,7 +57,7 @@ from pensieve.trial.slo import judge_again
 from pensieve.trial.terminal import raise_if_interrupted
 from pensieve.trial.tracking import Tracking
 from pensieve.workload.base import Workload, WorkloadPlan
-from pensieve.workload.start_state import check_start
+from pensieve.workload.start_state import check_start, contamination
 from pensieve.workload.vllm_run import VllmRun
 
 log = logging.getLogger(__name__)
@@ -202,7 +203,10 @@ def _run(
         check_free_memory(plan)
         trace = job.folder / TRACE_FILE if config.trial.profile else None
         forget_allocator_peak()
-        system = build_system(plan, tokenizer, trace, described)
+        outside = config.baseline.engine is not None
+        system: System = (
+            build_outside(plan, tokenizer, described) if outside else build_system(plan, tokenizer, trace, described)
+        )
         neighbours = Neighbours()
         try:
             raise_if_interrupted()
@@ -241,6 +245,8 @@ def _run(
     flags: dict[str, Any] = {**record.flags, "load": record.load, "drain_share": record.drain_share}
     if not plan.device.simulated:
         flags["others_cpu_share"] = round(others, 3)
+    if (found := contamination(described, record.turns)) is not None:
+        flags["contaminated"] = found
     if config.trial.profile:
         flags["profiled"] = True
     extrapolated = system.extrapolated() if isinstance(system, InlineSystem) else {}
@@ -366,7 +372,7 @@ def _effective(system: System, plan: TrialPlan, described: WorkloadPlan, started
     effective: dict[str, Any] = {
         name: settings[name]
         for name in ("gpu_tokens", "cpu_tokens", "gpu_bytes", "cpu_bytes", "kv_bytes_per_token", "dtype")
-        if settings.get(name) is not None
+        if name in settings  # None: the engine has no such limit, or does not say
     }
     if settings.get("revision"):
         effective["model_revision"] = settings["revision"]

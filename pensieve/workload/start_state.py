@@ -9,19 +9,20 @@ from pensieve.record import TurnRecord
 from pensieve.request import is_measured
 from pensieve.workload.base import WorkloadPlan
 
-STATES = ("cold", "primed", "carried")
+STATES = ("cold", "salted", "warm", "primed", "carried")
 
 
 def check_start(plan: WorkloadPlan, turns: Sequence[TurnRecord]) -> None:
     """Hold `plan.cache_state` against the turns of the trial, which tell what was found.
 
-    cold: no measured conversation has history when its first measured turn is admitted. primed: every one has. Both: the
-    very first turn of the trial finds nothing at all. carried: some measured conversation has history that no turn of this
-    trial made. Turns that were never admitted, or whose history nobody knows, say nothing. Raises MeasurementInvalid.
+    cold, salted, warm: no measured conversation has history when its first measured turn is admitted (warm: others have said
+    the same before). primed: every one has. All four: the very first turn of the trial finds nothing at all. carried: some
+    measured conversation has history that no turn of this trial made. Turns that were never admitted, or whose history nobody
+    knows, say nothing. Raises MeasurementInvalid.
     """
     assert plan.cache_state in STATES, plan.cache_state
-    known = [turn for turn in turns if turn.admitted_s is not None and turn.history_tokens is not None]
-    admitted = sorted(known, key=_admitted)
+    known = [turn for turn in turns if _begun_s(turn) is not None and turn.history_tokens is not None]
+    admitted = sorted(known, key=lambda turn: _begun_s(turn) or 0.0)
     first: dict[str, TurnRecord] = {}
     opened: dict[str, TurnRecord] = {}
     for turn in admitted:
@@ -50,9 +51,26 @@ def check_start(plan: WorkloadPlan, turns: Sequence[TurnRecord]) -> None:
             )
 
 
-def _admitted(turn: TurnRecord) -> float:
-    assert turn.admitted_s is not None
-    return turn.admitted_s
+def contamination(plan: WorkloadPlan, turns: Sequence[TurnRecord]) -> str | None:
+    """A sentence where the engine found what nothing in this trial can have put there: text of a salted conversation, whose
+    salt nobody else has, at its very first turn."""
+    if plan.cache_state != "salted":
+        return None
+    salt = int(plan.facts["salt_tokens"])
+    first = [turn for turn in turns if turn.turn == 1 and _found(turn) >= salt]
+    if not first:
+        return None
+    return (
+        f"{len(first)} salted conversations were found in the cache at their first turn ({_found(first[0])} tokens of "
+        f"{first[0].session}): the engine still held an earlier run of them."
+    )
+
+
+def _begun_s(turn: TurnRecord) -> float | None:
+    """When it was admitted; of an engine that does not tell, when it arrived there, if it was served."""
+    if turn.admitted_s is not None or turn.prompt_tokens is None:
+        return turn.admitted_s
+    return turn.arrived_s
 
 
 def _held(turn: TurnRecord) -> int:

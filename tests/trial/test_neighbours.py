@@ -1,5 +1,6 @@
 """Others' share of the CPUs, from counters that are written down."""
 
+import os
 from collections import namedtuple
 from types import SimpleNamespace
 
@@ -16,10 +17,11 @@ Own = namedtuple("Own", "user system children_user children_system")
 @pytest.fixture
 def machine(monkeypatch):
     """Two cores; what a test writes into it is what psutil and the clock say."""
-    now = SimpleNamespace(s=0.0, times=Times(*[0.0] * 10), own=Own(0.0, 0.0, 0.0, 0.0))
+    now = SimpleNamespace(s=0.0, times=Times(*[0.0] * 10), own=Own(0.0, 0.0, 0.0, 0.0), engine=None)
     monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
     monkeypatch.setattr(psutil, "cpu_times", lambda: now.times)
-    monkeypatch.setattr(psutil.Process, "cpu_times", lambda self: now.own)
+    monkeypatch.setattr(psutil.Process, "cpu_times", lambda self: now.own if self.pid == os.getpid() else now.engine)
+    monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: [psutil.Process(1)] if now.engine else [])
     monkeypatch.setattr(neighbours.time, "monotonic", lambda: now.s)
     return now
 
@@ -40,6 +42,14 @@ def test_the_share_is_what_others_worked_of_all_that_could_be(machine, times, ow
     watch = Neighbours()
     machine.s, machine.times, machine.own = 10.0, times, own
     assert watch.share() == pytest.approx(share)
+
+
+def test_an_engine_in_a_process_of_its_own_is_no_other(machine):
+    machine.engine = Own(1.0, 0.0, 0.0, 0.0)
+    watch = Neighbours()
+    machine.s, machine.times = 10.0, Times(10, 0, 0, 10, 0, 0, 0, 0, 0, 0)
+    machine.own, machine.engine = Own(1.0, 0.0, 0.0, 0.0), Own(8.0, 1.0, 0.0, 0.0)
+    assert watch.share() == pytest.approx((10 - 1 - 8) / 20)
 
 
 def test_no_time_has_no_share(machine):

@@ -108,14 +108,7 @@ def load_model(
     started = perf_counter()
     with quiet_transformers():
         try:
-            if weights == "random":
-                module = _random(spec, dtype, where, seed)
-            elif weights == "hub":
-                module = _from_hub(spec, hub_id, revision, dtype)
-            else:
-                module = _from_folder(spec, weights, dtype)
-            module = module.to(where).eval().requires_grad_(False)
-            check_sizes(spec, module.config)
+            module = _module(spec, weights, hub_id, revision, seed, where)
             chosen = choose(module, spec, where, dtype, fused, names, chunk_tokens)
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise HardwareMissing(
@@ -140,6 +133,31 @@ def load_model(
         attention_note=chosen.attention_note,
         fell_back=chosen.fell_back,
     )
+
+
+def load_module(
+    spec: ModelSpec, weights: str, hub_id: str | None, revision: str | None, seed: int, device: torch.device
+) -> Any:
+    """The transformers module that load_model runs, eager and unchecked: for an engine of others that shall have the very
+    same weights. Raises WeightsMissing, UnsupportedModel."""
+    register()
+    with quiet_transformers():
+        return _module(runtime_spec(spec, device), weights, hub_id, revision, seed, device)
+
+
+def _module(
+    spec: ModelSpec, weights: str, hub_id: str | None, revision: str | None, seed: int, where: torch.device
+) -> Any:
+    dtype = getattr(torch, spec.dtype)
+    if weights == "random":
+        module = _random(spec, dtype, where, seed)
+    elif weights == "hub":
+        module = _from_hub(spec, hub_id, revision, dtype)
+    else:
+        module = _from_folder(spec, weights, dtype)
+    module = module.to(where).eval().requires_grad_(False)
+    check_sizes(spec, module.config)
+    return module
 
 
 def resolve_device(device: str) -> torch.device:

@@ -1,0 +1,110 @@
+"""What it takes to adapt an engine of others: OutsideEngine, what it is set up with, and what it says of a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from pensieve.baselines.base import Capabilities
+from pensieve.plan import StartReport
+from pensieve.request import Request, TokenArray
+from pensieve.specs import ModelSpec
+from pensieve.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSetup:
+    """What every engine of a sweep gets alike; its own fields say how it uses that.
+
+    weights: random (drawn under `seed`), hub (`hub_id`, `revision`), or a folder: those that our engine would run. device:
+    cpu or cuda:N. kv_tokens, host_tokens: of KV on the device, and behind it in host memory. longest_tokens: of the
+    longest conversation, where the workload knows it. batch_tokens, batch_requests: of one iteration. eos: ids that end a
+    Free output. tokenizer: the model's, for engines that are asked in text.
+    """
+
+    baseline: str
+    model: ModelSpec
+    weights: str
+    hub_id: str | None
+    revision: str | None
+    seed: int
+    device: str
+    threads: int
+    kv_tokens: int
+    host_tokens: int
+    block_tokens: int
+    batch_tokens: int
+    batch_requests: int
+    longest_tokens: int | None = None
+    eos: frozenset[int] = frozenset()
+    tokenizer: Tokenizer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What an engine says of a request that it has served.
+
+    tokens: those that the channel has not been told; they have no times of their own, unless emitted_s says them. None:
+    the engine does not report it: cached_tokens: prompt tokens whose KV it had; admitted_s, emitted_s: readings of
+    time.perf_counter; compute_ms: prompt and tokens, without its queue; *_bytes: of the bodies, over a network.
+    """
+
+    finish_reason: str | None = None
+    tokens: TokenArray[int] | None = None
+    emitted_s: TokenArray[float] | None = None
+    cached_tokens: int | None = None
+    admitted_s: float | None = None
+    compute_ms: float | None = None
+    sent_bytes: int | None = None
+    received_bytes: int | None = None
+
+
+class Channel(Protocol):
+    """What an engine tells while it serves one request."""
+
+    def tell(self, *tokens: int, at_s: float | None = None) -> bool:
+        """These tokens have come, now or at that reading of time.perf_counter. False: nobody wants more of them, so the
+        engine should stop."""
+        ...
+
+    @property
+    def cancelled(self) -> bool: ...
+
+
+class OutsideEngine(Protocol):
+    """An engine that blocks: whoever asks waits. OutsideSystem makes a System of it.
+
+    can: as of a System. at_once: threads that may wait in `answer` at a time. Constructing one is cheap and imports no
+    engine; `check` and `start` do.
+    """
+
+    can: Capabilities
+    at_once: int
+
+    def check(self) -> None:
+        """Raise EngineMissing, UnsupportedModel or ConfigError where `start` would. Loads nothing."""
+
+    def identity(self) -> dict[str, str]:
+        """What a trial's platform says of it: which build of it would run, as far as that is known before it starts."""
+        ...
+
+    def start(self) -> StartReport:
+        """Load the weights and be ready. settings: as the engine itself reports them. Raises EngineFailed."""
+        ...
+
+    def answer(self, request: Request, channel: Channel) -> Reply:
+        """Serve a request, whose prompt is whole; returns when it has ended. Any number of threads ask at a time.
+
+        Raises RequestRefused for one that it can never serve, RequestFailed for one that failed, EngineFailed where the
+        engine is gone.
+        """
+        ...
+
+    def forget(self, session: str | None) -> None:
+        """Free a conversation; None: the whole cache. Raises ConfigError where the engine has no way to do that."""
+        ...
+
+    def counters(self) -> dict[str, float]: ...
+
+    def close(self) -> None:
+        """Ends what `start` began. Safe after a start that failed, and twice."""

@@ -1,0 +1,154 @@
+"""The completions protocol over HTTP: what is sent, and what comes back, streamed or whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pensieve.errors import ContextLengthError, EngineFailed, RequestFailed
+
+CONNECT_S = 5.0
+DONE = "[DONE]"
+DATA = "data:"
+
+
+class CompletionsClient:
+    """One server. Any number of threads ask. Nothing is ever asked twice: a retry would hide a failure and count its time.
+
+    read_timeout_s: between two pieces of an answer; None: no limit, as where a trial has its own.
+    """
+
+    def __init__(
+        self, base_url: str, headers: Mapping[str, str] | None = None, read_timeout_s: float | None = None
+    ) -> None:
+        import httpx
+
+        self._http = httpx.Client(
+            base_url=base_url,
+            headers=dict(headers or {}),
+            timeout=httpx.Timeout(read_timeout_s, connect=CONNECT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=32),
+            transport=httpx.HTTPTransport(retries=0),
+            trust_env=False,  # loopback, or the address that was given: no proxy between
+        )
+
+    def get(self, path: str, timeout_s: float = CONNECT_S) -> Any:
+        """The answer's JSON; None where there is none, or no such page, or no server yet."""
+        import httpx
+
+        try:
+            response = self._http.get(path, timeout=timeout_s)
+            return response.json() if response.status_code == 200 else None
+        except (httpx.HTTPError, ValueError):
+            return None
+
+    def healthy(self, path: str = "/health") -> bool:
+        import httpx
+
+        try:
+            return self._http.get(path, timeout=CONNECT_S).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None) -> int:
+        """The status."""
+        return self._http.post(path, json=dict(body or {})).status_code
+
+    def ask(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Answer:
+        """To be used as a context manager. Raises, there or while it is read, what `OutsideEngine.answer` may."""
+        return Answer(self._http, path, dict(body), dict(headers or {}))
+
+    def close(self) -> None:
+        self._http.close()
+
+
+class Answer:
+    """The answer to one request: its pieces as they come, one if it is not streamed. Leaving the block before the last one
+    closes the connection, by which servers know that nobody waits any more.
+
+    sent_bytes, received_bytes: of the bodies.
+    """
+
+    def __init__(self, http: Any, path: str, body: dict[str, Any], headers: dict[str, str]) -> None:
+        self._content = json.dumps(body).encode()
+        self._streamed = bool(body.get("stream"))
+        self._stream = http.stream(
+            "POST", path, content=self._content, headers={"content-type": "application/json", **headers}
+        )
+        self._response: Any = None
+        self.sent_bytes = len(self._content)
+
+    def __enter__(self) -> Answer:
+        import httpx
+
+        try:
+            self._response = self._stream.__enter__()
+        except httpx.HTTPError as error:
+            raise _gone(error) from error
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._response is not None:
+            self._stream.__exit__(*error)
+
+    @property
+    def received_bytes(self) -> int:
+        return int(self._response.num_bytes_downloaded)
+
+    def pieces(self) -> Iterator[dict[str, Any]]:
+        """The JSON objects of the answer. Raises ContextLengthError, RequestFailed, EngineFailed."""
+        import httpx
+
+        response = self._response
+        try:
+            if response.status_code != 200:
+                raise _refusal(response.status_code, response.read())
+            if not self._streamed:
+                yield _object(response.read())
+                return
+            for line in response.iter_lines():
+                text = line.removeprefix(DATA).strip() if line.startswith(DATA) else ""
+                if text == DONE:
+                    continue
+                if text:
+                    piece = _object(text)
+                    if piece.get("error"):
+                        raise _refusal(int(piece["error"].get("code") or 500), text.encode())
+                    yield piece
+        except httpx.HTTPError as error:
+            raise _gone(error) from error
+
+
+def error_of(said: Mapping[str, Any], status: int) -> ContextLengthError | RequestFailed:
+    """The error of an answer that holds one. Servers name a prompt that is too long in their own ways."""
+    message = str(said.get("message") or said)
+    kind = str(said.get("type") or "")
+    too_long = kind == "exceed_context_size_error" or "maximum context length" in message or "max_model_len" in message
+    if status in (400, 413, 422) and too_long:
+        return ContextLengthError(f"The engine refused the request: {message.rstrip('.')}.")
+    return RequestFailed(f"The engine answered {status}: {message.rstrip('.')}.")
+
+
+def _refusal(status: int, body: bytes) -> ContextLengthError | RequestFailed:
+    text = body.decode("utf-8", errors="replace")
+    try:
+        said = json.loads(text)
+    except ValueError:
+        return RequestFailed(f"The engine answered {status}: {text[:300]}")
+    said = said.get("error", said) if isinstance(said, dict) else {"message": text}
+    return error_of(said if isinstance(said, dict) else {"message": str(said)}, status)
+
+
+def _object(text: str | bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise RequestFailed(f"The engine's answer is no JSON: {text[:200]!r}") from error
+    if not isinstance(found, dict):
+        raise RequestFailed(f"The engine's answer is no JSON object: {text[:200]!r}")
+    return found
+
+
+def _gone(error: Exception) -> EngineFailed:
+    return EngineFailed(f"The engine's server does not answer ({type(error).__name__}: {error}).")

@@ -1,0 +1,218 @@
+"""Any endpoint that speaks the OpenAI protocol: completions, or responses that continue one another."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from time import monotonic, sleep
+from typing import Any, Literal
+
+from pensieve.baselines.base import Capabilities
+from pensieve.engines.base import Channel, EngineSetup, Reply
+from pensieve.engines.completions import Answer, CompletionsClient
+from pensieve.engines.process import POLL_S
+from pensieve.errors import ConfigError, EngineFailed, RequestFailed
+from pensieve.plan import StartReport
+from pensieve.request import Free, Request, tokens_of
+from pensieve.tokenizer import Tokenizer
+
+KEY_ENV = "OPENAI_API_KEY"
+AT_ONCE = 256
+
+
+class OpenAIHttp:
+    """A server that somebody else started. Its cache is what it is: the trial's own counts tell whether it was cold.
+
+    base_url: with its version, "http://127.0.0.1:8000/v1". model: as the server calls it; null: the first that it lists.
+    key_env: the environment variable that holds the key, where one is needed. api: completions sends the whole prompt every
+    turn; responses only the new message, with previous_response_id. prompts: ids sends token ids (completions only), text
+    sends what the tokenizer makes of them. session_header: a header that carries the conversation's name; null: none.
+    start_timeout_s: for how long it may not answer yet.
+
+    A server's token ids are taken where it gives them (token_ids), else its text is encoded. Cached tokens are those of its
+    `usage`; a server that reports none leaves them null. Nothing is asked twice.
+    """
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        *,
+        base_url: str,
+        model: str | None = None,
+        key_env: str = KEY_ENV,
+        api: Literal["completions", "responses"] = "completions",
+        prompts: Literal["ids", "text"] = "ids",
+        session_header: str | None = None,
+        start_timeout_s: float = 10.0,
+    ) -> None:
+        self.can = Capabilities(keeps_sessions=api == "responses")
+        self.at_once = AT_ONCE
+        self._setup = setup
+        self._base_url, self._model, self._key_env = base_url.rstrip("/"), model, key_env
+        self._api, self._prompts, self._session_header = api, prompts, session_header
+        self._timeout_s = start_timeout_s
+        self._client: CompletionsClient | None = None
+        self._last: dict[str, str] = {}  # the id of each conversation's last response
+
+    def check(self) -> None:
+        if not self._base_url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"baseline.engine.base_url={self._base_url!r} is no address of a server; write http://127.0.0.1:8000/v1."
+            )
+        if self._setup.tokenizer is None and (self._prompts == "text" or self._api == "responses"):
+            raise ConfigError("baseline=openai_http sends text only with a tokenizer; give the model one.")
+
+    def identity(self) -> dict[str, str]:
+        return {"server": self._base_url}
+
+    def start(self) -> StartReport:
+        """Raises EngineFailed where no server answers in time, or it does not list the model."""
+        self.check()
+        key = os.environ.get(self._key_env)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._client = CompletionsClient(self._base_url, headers)
+        ends = monotonic() + self._timeout_s
+        while (listed := self._client.get("/models")) is None:
+            if monotonic() > ends:
+                raise EngineFailed(
+                    f"No server lists its models at {self._base_url}/models; start one, or correct baseline.engine.base_url "
+                    f"(or the key in {self._key_env})."
+                )
+            sleep(POLL_S)
+        names = [str(one.get("id")) for one in listed.get("data", ())]
+        if self._model is None and not names:
+            raise EngineFailed(f"The server at {self._base_url} lists no model; name one with baseline.engine.model.")
+        self._model = self._model or names[0]
+        settings = {
+            "engine": "openai",
+            "base_url": self._base_url,
+            "served_model": self._model,
+            "api": self._api,
+            "prompts": "text" if self._api == "responses" else self._prompts,
+            "weights": "the server's",
+            # What it has, only its owner knows.
+            **dict.fromkeys(("gpu_tokens", "cpu_tokens", "gpu_bytes", "cpu_bytes", "kv_bytes_per_token", "dtype")),
+        }
+        return StartReport(0.0, 0.0, settings)
+
+    def answer(self, request: Request, channel: Channel) -> Reply:
+        assert self._client is not None
+        headers = {self._session_header: request.session} if self._session_header else {}
+        if self._api == "responses":
+            with self._client.ask("/responses", self._response_body(request), headers) as answer:
+                return self._read_response(request, channel, answer)
+        with self._client.ask("/completions", self.body(request), headers) as answer:
+            return read_completion(answer, request, channel, self._setup)
+
+    def body(self, request: Request) -> dict[str, Any]:
+        ids = list(request.prompt)
+        prompt = ids if self._prompts == "ids" else self._tokenizer.decode(ids)
+        return completion_body(request, self._model, prompt)
+
+    def _response_body(self, request: Request) -> dict[str, Any]:
+        body = {
+            "model": self._model,
+            "input": self._tokenizer.decode(request.prompt),
+            "max_output_tokens": request.output.max_new_tokens,
+            "temperature": 0.0,
+            "stream": request.stream,
+            "store": True,
+        }
+        if request.session in self._last and request.continues:
+            body["previous_response_id"] = self._last[request.session]
+        return body
+
+    def _read_response(self, request: Request, channel: Channel, answer: Answer) -> Reply:
+        """Events of the Responses API, or the one response. Text comes in pieces, whose tokens ours are."""
+        final: Mapping[str, Any] = {}
+        whole = ""
+        for piece in answer.pieces():
+            kind = piece.get("type", "")
+            if kind == "response.output_text.delta":
+                whole += piece["delta"]
+                if not channel.tell(*self._tokenizer.encode(piece["delta"])):
+                    break
+            elif kind in ("response.completed", "response.incomplete"):
+                final = piece["response"]
+            elif kind in ("response.failed", "error"):
+                raise RequestFailed(f"The engine failed the response: {piece.get('response', piece).get('error')}.")
+            elif piece.get("object") == "response":
+                final = piece
+                whole = "".join(
+                    part.get("text", "") for item in piece.get("output", ()) for part in item.get("content", ())
+                )
+        if "id" in final:
+            self._last[request.session] = str(final["id"])
+        usage = final.get("usage") or {}
+        return Reply(
+            "length" if final.get("status") == "incomplete" else final.get("status"),
+            tokens=None if request.stream else tokens_of(self._tokenizer.encode(whole)),
+            cached_tokens=(usage.get("input_tokens_details") or {}).get("cached_tokens"),
+            sent_bytes=answer.sent_bytes,
+            received_bytes=answer.received_bytes,
+        )
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        assert self._setup.tokenizer is not None, "check() comes first"
+        return self._setup.tokenizer
+
+    def forget(self, session: str | None) -> None:
+        if session is None:
+            raise ConfigError("A server cannot be told to empty its cache; restart it, or use cache_state=salted.")
+        self._last.pop(session, None)
+
+    def counters(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+
+
+def completion_body(request: Request, model: str | None, prompt: list[int] | str) -> dict[str, Any]:
+    """What OpenAI's protocol has, and what vLLM and llama.cpp add to it: exactly so many tokens, and their ids."""
+    output = request.output
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": output.max_new_tokens,
+        "temperature": 0.0,
+        "stream": request.stream,
+        "return_token_ids": True,
+        "ignore_eos": not isinstance(output, Free) or output.ignore_eos,
+    }
+    if request.stream:
+        body["stream_options"] = {"include_usage": True}
+    return body
+
+
+def read_completion(answer: Answer, request: Request, channel: Channel, setup: EngineSetup) -> Reply:
+    """The answer of a completions endpoint, streamed or whole."""
+    tokens: list[int] = []
+    finish: str | None = None
+    cached: int | None = None
+    for piece in answer.pieces():
+        for choice in piece.get("choices", ()):
+            ids = choice.get("token_ids")
+            if ids is None and choice.get("text"):
+                ids = _encoded(choice["text"], setup)
+            finish = choice.get("finish_reason") or finish
+            if request.stream and not channel.tell(*(ids or ())):
+                return Reply(finish, sent_bytes=answer.sent_bytes, received_bytes=answer.received_bytes)
+            tokens += ids or ()
+        details = (piece.get("usage") or {}).get("prompt_tokens_details") or {}
+        cached = details.get("cached_tokens", cached)
+    return Reply(
+        finish,
+        tokens=None if request.stream else tokens_of(tokens),
+        cached_tokens=cached,
+        sent_bytes=answer.sent_bytes,
+        received_bytes=answer.received_bytes,
+    )
+
+
+def _encoded(text: str, setup: EngineSetup) -> list[int]:
+    if setup.tokenizer is None:
+        raise RequestFailed("The server gives text and no token ids, and the model has no tokenizer to encode it.")
+    return setup.tokenizer.encode(text)

@@ -1,0 +1,92 @@
+"""Small models for tests of engines: real architectures, a few thousand weights, and what plain generate says of them."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from typing import Any
+
+from pensieve.engines.base import EngineSetup
+from pensieve.record import TurnRecord
+from pensieve.request import Length, Request
+from pensieve.specs import ModelSpec
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 320, "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False, "bos_token_id": 256,
+        "eos_token_id": 257,
+    },
+    "tied_llama": {
+        "model_type": "llama", "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 3,
+        "num_key_value_heads": 1, "intermediate_size": 96, "vocab_size": 300, "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-6, "rope_theta": 50000.0, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "wide_llama": {
+        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96, "vocab_size": 320,
+        "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
+        "bos_token_id": 256, "eos_token_id": 257,
+    },
+    "gpt2": {
+        "model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 1024, "vocab_size": 300,
+        "layer_norm_epsilon": 1e-5, "bos_token_id": 299, "eos_token_id": 299,
+    },
+    "opt": {
+        "model_type": "opt", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "ffn_dim": 64,
+        "vocab_size": 300, "max_position_embeddings": 512, "word_embed_proj_dim": 32,
+    },
+}  # fmt: skip
+
+
+def setup_of(family: str = "llama", **changes: Any) -> EngineSetup:
+    architecture = ARCHITECTURES[family]
+    model = replace(ModelSpec.from_architecture(family, architecture, "float32"), architecture=architecture)
+    given: dict[str, Any] = {
+        "baseline": "tested", "model": model, "weights": "random", "hub_id": None, "revision": None, "seed": 3,
+        "device": "cpu", "threads": 1, "kv_tokens": 1024, "host_tokens": 0, "block_tokens": 32, "batch_tokens": 128,
+        "batch_requests": 8, "longest_tokens": 200,
+    }  # fmt: skip
+    return EngineSetup(**{**given, **changes})
+
+
+def prompt(length: int, vocab: int = 290, start: int = 5) -> array[int]:
+    return array("i", ((start + 37 * i + i * i) % vocab for i in range(length)))
+
+
+def ask(
+    number: int, session: str, tokens: array[int], output: int = 6, stream: bool = True, turn: int = 1, **fields: Any
+) -> Request:
+    return Request(
+        id=number,
+        session=session,
+        turn=turn,
+        prompt=tokens,
+        output=Length(output),
+        continues=False,
+        stream=stream,
+        **fields,
+    )
+
+
+def served(system: Any, *requests: Request) -> list[TurnRecord]:
+    """Their records, in order of the requests."""
+    for request in requests:
+        system.submit(request)
+    turns: dict[int, TurnRecord] = {}
+    while len(turns) < len(requests):
+        turns |= {event.request_id: event.turn for event in system.poll(None) if event.turn is not None}
+    return [turns[request.id] for request in requests]
+
+
+def greedy(module: Any, tokens: array[int], count: int) -> list[int]:
+    """Plain transformers, token by token, whole context each time: no cache that could be wrong."""
+    import torch
+
+    ids = list(tokens)
+    with torch.inference_mode():
+        for _ in range(count):
+            logits = module(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+            ids.append(int(logits.argmax()))
+    return ids[len(tokens) :]

@@ -1,0 +1,121 @@
+"""The exported file holds the very weights, under llama.cpp's names and in its order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pensieve.engines.gguf_export import refuse_family, tokens_in, with_words, word, write_gguf
+from pensieve.engines.weights import gguf_file, model_folder, plain_module
+from pensieve.errors import UnsupportedModel
+from tests.engines.small import ARCHITECTURES, setup_of
+
+gguf = pytest.importorskip("gguf")
+
+
+def written(family: str, folder: Path, file_type: str = "f32") -> tuple[object, dict[str, np.ndarray], object]:
+    module = plain_module(setup_of(family))
+    file = folder / "model.gguf"
+    write_gguf(module, family, file, file_type)
+    reader = gguf.GGUFReader(file)
+    return module, {tensor.name: tensor.data for tensor in reader.tensors}, reader
+
+
+def test_words_are_read_back_token_by_token() -> None:
+    assert tokens_in("".join(word(token) for token in (0, 12, 120, 7))) == [0, 12, 120, 7]
+    assert not any(word(a).startswith(word(b)) for a in range(200) for b in range(200) if a != b)
+
+
+@pytest.mark.parametrize("family", ["llama", "tied_llama", "gpt2"])
+def test_every_weight_is_there_once(family: str, tmp_path: Path) -> None:
+    module, tensors, reader = written(family, tmp_path)
+    tied = ARCHITECTURES[family].get("tie_word_embeddings", True)
+    assert sum(values.size for values in tensors.values()) == sum(p.numel() for p in module.parameters())
+    assert ("output.weight" in tensors) is not tied
+    total = sum(float(np.abs(values.astype("float64")).sum()) for values in tensors.values())
+    assert total == pytest.approx(sum(float(p.double().abs().sum()) for p in module.parameters()))
+    assert len(reader.fields["tokenizer.ggml.tokens"].data) == ARCHITECTURES[family]["vocab_size"]
+
+
+def test_queries_and_keys_are_in_the_order_in_which_llama_cpp_rotates_them(tmp_path: Path) -> None:
+    """Rotating neighbours (2i, 2i + 1) of the exported rows gives the scores that rotating halves of ours gives."""
+    module, tensors, _ = written("llama", tmp_path)
+    attention = module.model.layers[0].self_attn
+    heads, dim = 4, 8
+    x = torch.randn(32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    angles = 5 * 10000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+
+    def halves(v: torch.Tensor) -> torch.Tensor:
+        a, b = v[..., : dim // 2], v[..., dim // 2 :]
+        return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+
+    def neighbours(v: torch.Tensor) -> torch.Tensor:
+        a, b = v[..., 0::2], v[..., 1::2]
+        return torch.stack([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1).flatten(-2)
+
+    scores = []
+    for rotate, q, k in (
+        (halves, attention.q_proj.weight.double(), attention.k_proj.weight.double()),
+        (
+            neighbours,
+            torch.from_numpy(tensors["blk.0.attn_q.weight"].copy()).double(),
+            torch.from_numpy(tensors["blk.0.attn_k.weight"].copy()).double(),
+        ),
+    ):
+        queries, keys = rotate((q @ x).view(heads, dim)), (k @ x).view(2, dim)
+        scores.append((queries.view(2, 2, dim) * keys[:, None]).sum(-1))
+    assert torch.allclose(scores[0], scores[1], atol=1e-9)
+
+
+def test_f16_narrows_matrices_only(tmp_path: Path) -> None:
+    _, tensors, _ = written("gpt2", tmp_path, "f16")
+    kinds = {name: values.dtype.name for name, values in tensors.items()}
+    assert kinds["blk.0.attn_qkv.weight"] == kinds["token_embd.weight"] == "float16"
+    assert kinds["blk.0.attn_qkv.bias"] == kinds["output_norm.weight"] == kinds["position_embd.weight"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "part"),
+    [
+        (ARCHITECTURES["opt"], "this is opt"),
+        ({**ARCHITECTURES["llama"], "rope_scaling": {"rope_type": "llama3"}}, "llama3"),
+        ({**ARCHITECTURES["llama"], "attention_bias": True}, "attention_bias"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_in_a_sentence(architecture: dict[str, object], part: str) -> None:
+    with pytest.raises(UnsupportedModel) as caught:
+        refuse_family("some", architecture)
+    assert part in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_given_file_keeps_its_tensors_and_numbers(tmp_path: Path) -> None:
+    _, tensors, _ = written("llama", tmp_path)
+    with_words(tmp_path / "model.gguf", tmp_path / "copy.gguf")
+    copy = gguf.GGUFReader(tmp_path / "copy.gguf")
+    assert {t.name: t.data.tobytes() for t in copy.tensors} == {name: data.tobytes() for name, data in tensors.items()}
+    assert copy.fields["llama.attention.head_count_kv"].contents() == 2
+    assert copy.fields["llama.rope.freq_base"].contents() == pytest.approx(10000.0)
+    (tmp_path / "no.gguf").write_bytes(b"nothing")
+    with pytest.raises(UnsupportedModel, match="not a GGUF file"):
+        with_words(tmp_path / "no.gguf", tmp_path / "other.gguf")
+
+
+def test_a_file_is_written_once_and_again_for_other_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = gguf_file(setup_of("llama"), "f32", None)
+    written_at = first.stat().st_mtime_ns
+    assert gguf_file(setup_of("llama"), "f32", None) == first and first.stat().st_mtime_ns == written_at
+    others = {gguf_file(setup_of("llama", seed=4), "f32", None), gguf_file(setup_of("llama"), "f16", None)}
+    assert len(others | {first}) == 3
+
+
+def test_a_folder_holds_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = model_folder(setup_of("llama"))
+    again = plain_module(setup_of("llama", weights=str(folder)))
+    assert model_folder(setup_of("llama", weights=str(folder))) == folder
+    for (name, one), two in zip(plain_module(setup_of("llama")).named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, two), name

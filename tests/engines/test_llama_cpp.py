@@ -1,0 +1,244 @@
+"""llama.cpp itself, in this process and over HTTP, on models of a few thousand weights."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pensieve.engines.llama_cpp import LlamaCpp, LlamaCppHttp, reported
+from pensieve.engines.system import OutsideSystem
+from pensieve.engines.weights import plain_module
+from pensieve.errors import ConfigError, EngineFailed, EngineMissing, UnsupportedModel, WorkerError
+from pensieve.request import Free, Request
+from tests.engines.small import ask, greedy, prompt, served, setup_of
+
+pytest.importorskip("xllamacpp")
+pytest.importorskip("gguf")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    if before is None:
+        del os.environ["XDG_CACHE_HOME"]
+    else:
+        os.environ["XDG_CACHE_HOME"] = before
+
+
+def opened(
+    kind: type[Any] = LlamaCpp, family: str = "llama", setup: dict[str, Any] | None = None, **fields: Any
+) -> Any:
+    system = OutsideSystem(kind(setup_of(family, **(setup or {})), **fields))
+    system.start()
+    return system
+
+
+@pytest.mark.parametrize("family", ["llama", "tied_llama", "gpt2"])
+def test_greedy_tokens_are_those_of_plain_transformers_over_three_turns(family: str) -> None:
+    """float32 file, float32 KV, no flash attention."""
+    module, system = plain_module(setup_of(family)), opened(family=family)
+    said = prompt(70)
+    for turn in (1, 2, 3):
+        [record] = served(system, ask(turn, "a", said, output=8, turn=turn))
+        assert list(record.token_ids) == greedy(module, said, 8)
+        assert record.gpu_hit_tokens == record.history_tokens == (0 if turn == 1 else len(said) - 12 - 1)
+        assert record.shared_hit_tokens == 0 and record.recomputed_tokens == 0
+        assert record.cpu_hit_tokens is None
+        said = said + record.token_ids + prompt(12, start=turn)
+    system.close()
+
+
+def test_over_http_the_tokens_are_the_same_streamed_and_whole() -> None:
+    system = opened(LlamaCppHttp)
+    expected = greedy(plain_module(setup_of("llama")), prompt(60), 8)
+    streamed, whole = served(
+        system, ask(1, "a", prompt(60), output=8), ask(2, "b", prompt(60, start=5), output=8, stream=False)
+    )
+    assert list(streamed.token_ids) == list(whole.token_ids) == expected
+    assert len(streamed.emitted_s) == 8 and len(whole.emitted_s) == 0
+    assert streamed.ttft_ms is not None and whole.ttft_ms is None
+    for turn in (streamed, whole):
+        assert turn.sent_bytes is not None and turn.sent_bytes > 60
+        assert turn.received_bytes is not None and turn.received_bytes > 100
+        assert turn.compute_ms is not None and 0 < turn.compute_ms <= turn.latency_ms  # type: ignore[operator]
+    assert streamed.received_bytes > whole.received_bytes  # type: ignore[operator]
+    settings = system.settings()
+    for name, value in {
+        "n_batch": 128,
+        "n_ubatch": 128,
+        "kv_type": "f32",
+        "flash_attn": "disabled",
+        "threads": 1,
+    }.items():
+        assert settings[f"reported_{name}"] == value
+    assert settings["n_ctx"] == settings["reported_n_ctx"] == settings["n_parallel"] * settings["n_ctx_slot"] == 1024
+    system.close()
+
+
+def test_an_identical_prompt_computes_one_token() -> None:
+    system = opened()
+    served(system, ask(1, "a", prompt(50), output=1))
+    [again] = served(system, ask(2, "a", prompt(50), output=1, known_tokens=50))
+    assert again.gpu_hit_tokens == again.history_tokens == 49
+    assert again.new_tokens == 1
+    system.close()
+
+
+def test_what_others_said_before_is_shared() -> None:
+    system = opened(n_parallel=1)
+    served(system, ask(1, "a", prompt(50), output=1))
+    [other] = served(system, ask(2, "b", prompt(40) + prompt(20, start=9), output=1))
+    assert (other.gpu_hit_tokens, other.history_tokens) == (0, 0)
+    assert other.shared_hit_tokens == 40
+    system.close()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_prompt_beyond_its_slot_is_refused_and_an_output_beyond_it_fails(stream: bool) -> None:
+    """n_ctx is divided among the slots: 1,024 cells in four of them."""
+    system = opened(n_ctx=1024, n_parallel=4)
+    assert system.settings()["n_ctx_slot"] == 256
+    long, longer, fits = served(
+        system,
+        ask(1, "a", prompt(300), stream=stream),
+        ask(2, "b", prompt(250), output=20, stream=stream),
+        ask(3, "c", prompt(60), stream=stream),
+    )
+    assert (long.status, long.finish_reason) == ("refused", "context")
+    assert "256 tokens" in str(long.error)
+    assert (longer.status, longer.finish_reason) == ("failed", "context")
+    assert fits.status == "completed"
+    system.close()
+
+
+def test_slots_are_few_enough_for_the_longest_conversation() -> None:
+    def slots(**fields: Any) -> tuple[int, int]:
+        engine = LlamaCpp(setup_of(**fields))
+        return engine._fields["n_parallel"], engine._fields["n_ctx"]
+
+    assert slots(kv_tokens=4096, longest_tokens=200) == (4, 4096)
+    assert slots(kv_tokens=4096, longest_tokens=1500) == (2, 4096)
+    assert slots(kv_tokens=1024, longest_tokens=2000) == (1, 1024)
+    assert slots(kv_tokens=2304, longest_tokens=800) == (2, 2048), "rounded down, never above the budget"
+
+
+def test_host_memory_for_idle_slots_is_the_cpu_tier() -> None:
+    per_token = setup_of().model.kv_bytes_per_token
+    tokens = 3 * 2**20 // per_token
+    engine = LlamaCpp(setup_of(host_tokens=tokens))
+    assert engine._fields["ram_cache_mib"] == 3
+    half = LlamaCpp(setup_of(host_tokens=tokens), kv_type="f16")
+    assert half._fields["ram_cache_mib"] == 1, "the same tokens in half the bytes"
+    assert LlamaCpp(setup_of(), ram_cache="2MiB")._fields["ram_cache_mib"] == 2
+
+
+def test_a_conversation_pushed_out_of_its_slot_comes_back_from_host_memory() -> None:
+    found = {}
+    for host in (0, 50_000):
+        system = opened(setup={"host_tokens": host}, n_parallel=1)
+        first = prompt(100)
+        [one] = served(system, ask(1, "a", first, output=4))
+        served(system, ask(2, "b", prompt(100, start=77), output=4))
+        [back] = served(system, ask(3, "a", first + one.token_ids + prompt(5), output=4, turn=2))
+        found[host] = back.gpu_hit_tokens
+        system.close()
+    assert found[0] == 0
+    assert found[50_000] == 103
+
+
+def test_requests_wait_their_turn_and_a_cancelled_one_ends() -> None:
+    system = opened(n_parallel=1)
+    system.submit(ask(1, "a", prompt(60), output=900))
+    system.submit(ask(2, "b", prompt(60, start=9), output=2))
+    turns: dict[int, Any] = {}
+    while len(turns) < 2:
+        for event in system.poll(system.clock.now_s() + 0.01):
+            if event.kind == "first_token" and event.request_id == 1:
+                system.cancel(1, "timeout")
+            if event.turn is not None:
+                turns[event.request_id] = event.turn
+    assert turns[1].status == "timeout" and 0 < turns[1].output_tokens < 900
+    assert turns[2].status == "completed"
+    system.close()
+
+
+@pytest.mark.parametrize("kind", [LlamaCpp, LlamaCppHttp])
+def test_a_free_output_ends_with_its_end_of_sequence(kind: type[Any]) -> None:
+    tokens = greedy(plain_module(setup_of("llama")), prompt(60), 8)
+    system = opened(kind, setup={"eos": frozenset({tokens[3]})})
+    eos_at = tokens.index(tokens[3])
+    free = Request(1, "a", 1, prompt(60), Free(8), continues=False)
+    ignoring = Request(2, "b", 1, prompt(60), Free(8, ignore_eos=True), continues=False, stream=False)
+    ended, whole = served(system, free, ignoring)
+    assert list(ended.token_ids) == tokens[: eos_at + 1] and ended.finish_reason == "eos"
+    assert list(whole.token_ids) == tokens
+    system.close()
+
+
+def test_a_server_that_is_killed_fails_the_trial_with_its_log() -> None:
+    system = opened(LlamaCppHttp)
+    [before] = served(system, ask(1, "a", prompt(60)))
+    assert before.status == "completed"
+    for child in psutil.Process(system._engine._process.pid).children(recursive=True):
+        os.kill(child.pid, signal.SIGKILL)
+    system.submit(ask(2, "b", prompt(60, start=9)))
+    with pytest.raises(WorkerError, match=r"(?s)ended while it served requests.*listening|does not answer"):
+        system.poll(None)
+    system.close()
+
+
+@pytest.mark.parametrize("kind", [LlamaCpp, LlamaCppHttp])
+def test_a_start_that_fails_says_what_llama_cpp_said(
+    kind: type[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF but not really")
+    monkeypatch.setattr("pensieve.engines.llama_cpp.gguf_file", lambda *_: broken)
+    with pytest.raises(EngineFailed, match=r"broken\.gguf"):
+        opened(kind)
+
+
+def test_opt_is_refused_in_one_sentence_before_anything_is_loaded() -> None:
+    with pytest.raises(UnsupportedModel) as caught:
+        LlamaCpp(setup_of("opt")).check()
+    assert "opt" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(EngineMissing, match="server_path"):
+        LlamaCppHttp(setup_of(), server_path=str(tmp_path / "llama-server")).check()
+    with pytest.raises(ConfigError, match="gguf_path"):
+        LlamaCpp(setup_of(), gguf_path=str(tmp_path / "no.gguf")).check()
+    with pytest.raises(ConfigError, match="llama_cpp_http"):
+        LlamaCpp(setup_of(), server_path="x").check()
+
+
+def test_a_binary_is_given_every_field(tmp_path: Path) -> None:
+    engine = LlamaCppHttp(
+        setup_of(), server_path="/opt/llama-server", kv_type="q8_0", n_parallel=2, flash_attention=True
+    )
+    command = engine._command(tmp_path / "m.gguf", 1234)
+    options = dict(zip(command[1::2], command[2::2], strict=False))
+    assert command[0] == "/opt/llama-server"
+    assert options["--ctx-size"] == "1024" and options["--parallel"] == "2" and options["--threads"] == "1"
+    assert options["--cache-type-k"] == options["--cache-type-v"] == "q8_0" and options["--flash-attn"] == "on"
+    assert options["--port"] == "1234" and options["--host"] == "127.0.0.1" and options["--cache-ram"] == "0"
+
+
+def test_a_log_without_these_lines_reports_nothing() -> None:
+    assert reported("llama_model_loader: loaded") == {}
+
+
+def test_nothing_is_forgotten_silently() -> None:
+    system = opened()
+    with pytest.raises(ConfigError, match="start it anew"):
+        system.forget(None)
+    system.close()

@@ -1,0 +1,202 @@
+"""An endpoint of the OpenAI protocol: one that is written down here, and llama.cpp's."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve.engines.gguf_export import write_gguf
+from pensieve.engines.openai_http import OpenAIHttp
+from pensieve.engines.system import OutsideSystem
+from pensieve.engines.weights import plain_module
+from pensieve.errors import ConfigError, EngineFailed, WorkerError
+from pensieve.request import Length, Request
+from pensieve.tokenizer import ByteTokenizer
+from tests.engines.small import ask, greedy, prompt, served, setup_of
+
+
+class Endpoint(ThreadingHTTPServer):
+    """Answers what `script` says for each path; remembers what it was asked."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[tuple[str, dict[str, Any], dict[str, str]]] = []
+        self.pieces: list[dict[str, Any]] = []
+        self.status = 200
+        self.drops = False  # the connection, in the middle of a stream
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Endpoint
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None: ...
+
+    def do_GET(self) -> None:
+        self._json({"data": [{"id": "served"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        server = self.server
+        server.asked.append((self.path, body, {name.lower(): value for name, value in self.headers.items()}))
+        if server.status != 200:
+            self._json(server.pieces[0], server.status)
+        elif not body["stream"]:
+            self._json(server.pieces[-1])
+        else:
+            self.send_response(200)
+            self.send_header("content-type", "text/event-stream")
+            self.send_header("connection", "close")
+            if server.drops:
+                self.send_header("content-length", "100000")
+            self.end_headers()
+            for piece in server.pieces:
+                self.wfile.write(f"data: {json.dumps(piece)}\n\n".encode())
+            if not server.drops:
+                self.wfile.write(b"data: [DONE]\n\n")
+            self.close_connection = True
+
+    def _json(self, content: dict[str, Any], status: int = 200) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    server = Endpoint()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def opened(url: str, **fields: Any) -> OutsideSystem:
+    system = OutsideSystem(OpenAIHttp(setup_of(tokenizer=ByteTokenizer()), base_url=url, **fields))
+    system.start()
+    return system
+
+
+def completion(*ids: int, **rest: Any) -> dict[str, Any]:
+    return {"choices": [{"text": bytes(ids).decode(), "token_ids": list(ids), "finish_reason": None}], **rest}
+
+
+USAGE = {"prompt_tokens": 40, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 16}}
+
+
+def test_a_streamed_completion_is_read_piece_by_piece(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_KEY", "secret")
+    endpoint.pieces = [completion(65), completion(66), {"choices": [], "usage": USAGE}]
+    system = opened(endpoint.url, key_env="SOME_KEY", session_header="X-Session")
+    [turn] = served(system, ask(1, "anna", prompt(40), output=2))
+    assert list(turn.token_ids) == [65, 66] and len(turn.emitted_s) == 2
+    assert turn.shared_hit_tokens == 16, "cached, and nobody said it before in this conversation"
+    [(path, body, headers)] = endpoint.asked
+    assert path == "/v1/completions"
+    assert body["prompt"] == list(prompt(40)) and body["model"] == "served" and body["max_tokens"] == 2
+    assert headers["authorization"] == "Bearer secret" and headers["x-session"] == "anna"
+    assert turn.sent_bytes == int(headers["content-length"])
+    assert "secret" not in json.dumps(system.settings())
+    system.close()
+
+
+def test_a_server_without_usage_and_ids_leaves_them_open(endpoint: Endpoint) -> None:
+    endpoint.pieces = [{"choices": [{"text": "Hi", "finish_reason": "length"}]}]
+    system = opened(endpoint.url, prompts="text")
+    [turn] = served(system, ask(1, "a", prompt(40, vocab=100), output=2, stream=False))
+    assert list(turn.token_ids) == [72, 105]
+    assert turn.gpu_hit_tokens is turn.shared_hit_tokens is turn.recomputed_tokens is None
+    assert endpoint.asked[0][1]["prompt"] == ByteTokenizer().decode(prompt(40, vocab=100))
+    assert {system.settings()[name] for name in ("gpu_tokens", "cpu_tokens", "dtype")} == {None}
+    system.close()
+
+
+def test_responses_send_the_new_message_and_the_previous_id(endpoint: Endpoint) -> None:
+    system = opened(endpoint.url, api="responses")
+    assert system.can.keeps_sessions
+    for turn in (1, 2):
+        final = {"object": "response", "id": f"resp_{turn}", "status": "incomplete",
+                 "usage": {"input_tokens_details": {"cached_tokens": 6}}}  # fmt: skip
+        endpoint.pieces = [
+            {"type": "response.output_text.delta", "delta": "ab"},
+            {"type": "response.incomplete", "response": final},
+        ]
+        [record] = served(system, Request(turn, "a", turn, prompt(5), Length(2)))
+        assert bytes(list(record.token_ids)) == b"ab"
+        assert record.prompt_tokens == (5 if turn == 1 else 5 + 2 + 5)
+        assert record.gpu_hit_tokens == (0 if turn == 1 else 6)
+    bodies = [body for _, body, _ in endpoint.asked]
+    assert "previous_response_id" not in bodies[0]
+    assert bodies[1]["previous_response_id"] == "resp_1"
+    assert bodies[0]["input"] == bodies[1]["input"], "the new message alone"
+    system.close()
+
+
+def test_a_refusal_and_a_failure_end_their_request_and_nothing_is_asked_twice(endpoint: Endpoint) -> None:
+    system = opened(endpoint.url)
+    endpoint.status, endpoint.pieces = 400, [{"error": {"message": "maximum context length is 8", "code": 400}}]
+    [refused] = served(system, ask(1, "a", prompt(40)))
+    endpoint.status, endpoint.pieces = 503, [{"error": {"message": "overloaded"}}]
+    [failed] = served(system, ask(2, "b", prompt(40)))
+    assert (refused.status, refused.finish_reason) == ("refused", "context")
+    assert failed.status == "failed" and "503: overloaded" in str(failed.error)
+    assert len(endpoint.asked) == 2
+    system.close()
+
+
+def test_a_stream_that_breaks_off_ends_the_trial(endpoint: Endpoint) -> None:
+    system = opened(endpoint.url)
+    endpoint.pieces, endpoint.drops = [completion(65)], True
+    system.submit(ask(1, "a", prompt(40), output=2))
+    with pytest.raises(WorkerError, match="does not answer"):
+        list(map(system.poll, [None, None]))  # its first token, then the end
+    assert len(endpoint.asked) == 1
+    system.close()
+
+
+def test_no_server_is_said_in_a_sentence() -> None:
+    with pytest.raises(EngineFailed, match=r"/models; start one"):
+        opened("http://127.0.0.1:9/v1", start_timeout_s=0.1)
+    with pytest.raises(ConfigError, match="base_url"):
+        opened("127.0.0.1:9")
+
+
+def test_llama_cpp_s_own_endpoint_gives_the_tokens_of_plain_decoding(tmp_path: Path) -> None:
+    """Asked in token ids; it gives text, whose words are ids in our exported files."""
+    xllamacpp = pytest.importorskip("xllamacpp")
+    pytest.importorskip("gguf")
+    from pensieve.engines.gguf_export import tokens_in
+    from pensieve.engines.llama_cpp import LlamaCpp, params_of
+
+    class Words(ByteTokenizer):
+        def encode(self, text: str) -> list[int]:
+            return tokens_in(text)
+
+    setup = setup_of(tokenizer=Words())
+    module = plain_module(setup)
+    write_gguf(module, "small", tmp_path / "m.gguf", "f32")
+    server = xllamacpp.Server(params_of(tmp_path / "m.gguf", LlamaCpp(setup)._fields, port=0, verbosity=0))
+    system = OutsideSystem(OpenAIHttp(setup, base_url=server.listening_address + "/v1"))
+    system.start()
+    said = prompt(50)
+    [one] = served(system, ask(1, "a", said, output=6))
+    said = said + one.token_ids + prompt(8)
+    [two] = served(system, ask(2, "a", said, output=6, turn=2, stream=False))
+    assert list(one.token_ids) + list(two.token_ids) == greedy(module, prompt(50), 6) + greedy(module, said, 6)
+    assert (one.gpu_hit_tokens, two.gpu_hit_tokens) == (0, 55)
+    system.close()
+    del server

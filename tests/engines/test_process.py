@@ -1,0 +1,138 @@
+"""An engine's process: what is said when it does not start, and that it never outlives its trial."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pensieve.engines import process
+from pensieve.engines.process import EngineProcess, free_port
+from pensieve.errors import EngineFailed
+
+PATIENCE_S = 20.0
+
+
+def until(holds: Callable[[], bool]) -> bool:
+    ends = time.monotonic() + PATIENCE_S
+    while not holds():
+        if time.monotonic() > ends:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def shell(script: str) -> list[str]:
+    return ["/bin/sh", "-c", script]
+
+
+def pid_in(file: Path) -> int:
+    assert until(lambda: file.is_file() and file.read_text().strip() != "")
+    return int(file.read_text())
+
+
+def test_a_start_that_fails_shows_the_last_lines_of_the_log() -> None:
+    engine = EngineProcess("engine", shell("for i in $(seq 40); do echo line $i; done; echo no such model >&2; exit 3"))
+    with pytest.raises(EngineFailed) as caught:
+        engine.wait_until(lambda: False, 30)
+    said = str(caught.value)
+    assert "engine ended with status 3 before it was ready" in said
+    assert "no such model" in said and "line 40" in said
+    assert "line 20\n" not in said, "the last lines, not all of them"
+
+
+def test_a_start_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    engine = EngineProcess("engine", shell(f"echo $$ > {file}; echo still loading; exec sleep 100"))
+    pid = pid_in(file)
+    with pytest.raises(EngineFailed, match=r"not ready after 0\.1 s") as caught:
+        engine.wait_until(lambda: False, 0.1)
+    assert "still loading" in str(caught.value)
+    assert until(lambda: gone(pid))
+
+
+def test_a_command_that_is_not_there_is_named() -> None:
+    engine = EngineProcess("engine", ["/no/such/llama-server"])
+    with pytest.raises(EngineFailed, match="/no/such/llama-server cannot be run"):
+        engine.wait_until(lambda: False, 30)
+
+
+def test_close_ends_grandchildren_also_those_that_left_the_session(tmp_path: Path) -> None:
+    child, stray = tmp_path / "child", tmp_path / "stray"
+    script = f"echo $$ > {child}; setsid sh -c 'echo $$ > {stray}; exec sleep 100' & wait"
+    engine = EngineProcess("engine", shell(script))
+    pids = [pid_in(child), pid_in(stray)]
+    assert engine.alive and not any(map(gone, pids))
+    engine.close()
+    engine.close()
+    assert all(until(lambda pid=pid: gone(pid)) for pid in pids)
+
+
+def test_a_command_that_ignores_the_request_to_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    impatient = tmp_path / "guard.py"
+    impatient.write_text(
+        Path(process.__file__).with_name("guard.py").read_text().replace("GRACE_S = 5.0", "GRACE_S = 0.2")
+    )
+    monkeypatch.setattr(process, "__file__", str(impatient))
+    file = tmp_path / "pid"
+    engine = EngineProcess("engine", shell(f"trap '' TERM; echo $$ > {file}; while true; do sleep 0.1; done"))
+    pid = pid_in(file)
+    engine.close()
+    assert until(lambda: gone(pid))
+
+
+def test_the_engine_dies_with_its_trial_also_after_kill_9(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    parent = textwrap.dedent(
+        f"""
+        import time
+        from pensieve.engines.process import EngineProcess
+        engine = EngineProcess("engine", ["/bin/sh", "-c", "echo $$ > {file}; exec sleep 100"])
+        time.sleep(100)
+        """
+    )
+    trial = subprocess.Popen([sys.executable, "-c", parent])
+    pid = pid_in(file)
+    os.kill(trial.pid, signal.SIGKILL)
+    trial.wait()
+    assert until(lambda: gone(pid))
+
+
+def test_the_engine_dies_with_its_guard(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    engine = EngineProcess("engine", shell(f"echo $$ > {file}; exec sleep 100"))
+    pid = pid_in(file)
+    os.kill(engine.pid, signal.SIGKILL)
+    assert until(lambda: gone(pid))
+    engine.close()
+
+
+def test_telemetry_is_off_and_the_log_is_deleted() -> None:
+    engine = EngineProcess("engine", shell("env; exec sleep 100"))
+    assert until(lambda: "VLLM_NO_USAGE_STATS=1" in engine.log())
+    said = engine.log()
+    assert all(f"{name}={value}" in said for name, value in process.QUIET.items())
+    engine.close()
+    assert engine.log() == "" and not engine._log.exists()
+
+
+def test_free_ports_are_of_the_loopback_and_free() -> None:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", free_port()))

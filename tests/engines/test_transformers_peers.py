@@ -1,0 +1,84 @@
+"""transformers as an engine: the tokens of plain decoding, and only with keep_cache a history that costs nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pensieve.engines.system import OutsideSystem
+from pensieve.engines.transformers_peers import ContinuousBatching, NativePytorch, sized
+from pensieve.engines.weights import plain_module
+from pensieve.request import Free, Request
+from tests.engines.small import ask, greedy, prompt, served, setup_of
+
+
+def opened(engine: Any) -> OutsideSystem:
+    system = OutsideSystem(engine)
+    system.start()
+    return system
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+def test_generate_gives_the_tokens_of_plain_decoding_over_three_turns(family: str, keep: bool) -> None:
+    module, system = plain_module(setup_of(family)), opened(NativePytorch(setup_of(family), keep_cache=keep))
+    said = prompt(40)
+    for turn in (1, 2, 3):
+        [record] = served(system, ask(turn, "a", said, output=6, turn=turn))
+        assert list(record.token_ids) == greedy(module, said, 6)
+        history = 0 if turn == 1 else len(said) - 9 - 1
+        assert record.history_tokens == history
+        assert record.gpu_hit_tokens == (history if keep else 0)
+        assert record.recomputed_tokens == (0 if keep else history)
+        assert len(record.emitted_s) == 6 and record.queue_ms is not None
+        said = said + record.token_ids + prompt(9, start=turn)
+    system.close()
+
+
+def test_an_edited_history_is_cut_where_it_differs() -> None:
+    module, system = plain_module(setup_of()), opened(NativePytorch(setup_of(), keep_cache=True))
+    served(system, ask(1, "a", prompt(40), output=4))
+    edited = prompt(25) + prompt(20, start=99)
+    [record] = served(system, ask(2, "a", edited, output=6, turn=2))
+    assert record.gpu_hit_tokens == 25
+    assert list(record.token_ids) == greedy(module, edited, 6)
+    system.close()
+
+
+def test_kept_caches_stay_within_the_budget() -> None:
+    system = opened(NativePytorch(setup_of(kv_tokens=100), keep_cache=True))
+    for number, name in enumerate(("a", "b", "c")):
+        served(system, ask(number, name, prompt(40, start=number), output=2))
+    found = [
+        served(system, ask(9 + number, name, prompt(40, start=number), output=1, turn=2))[0].gpu_hit_tokens
+        for number, name in ((2, "c"), (0, "a"))
+    ]
+    assert found == [39, 0], "two of 41 tokens fit, and the one used longest ago went"
+    system.close()
+
+
+def test_continuous_batching_gives_the_same_tokens_side_by_side() -> None:
+    module, system = plain_module(setup_of()), opened(ContinuousBatching(setup_of()))
+    prompts = [prompt(40, start=start) for start in (1, 2, 3)]
+    turns = served(system, *(ask(number, f"s{number}", one, output=6) for number, one in enumerate(prompts)))
+    for turn, one in zip(turns, prompts, strict=True):
+        assert list(turn.token_ids) == greedy(module, one, 6)
+        assert turn.gpu_hit_tokens is None, "it does not say"
+        assert turn.ttft_ms is not None and 0 < turn.ttft_ms <= turn.latency_ms  # type: ignore[operator]
+        assert len(turn.emitted_s) == 6
+    system.close()
+
+
+@pytest.mark.parametrize("kind", [NativePytorch, ContinuousBatching])
+def test_a_free_output_ends_with_its_end_of_sequence(kind: type[Any]) -> None:
+    tokens = greedy(plain_module(setup_of()), prompt(60), 8)
+    system = opened(kind(setup_of(eos=frozenset({tokens[3]}))))
+    [turn] = served(system, Request(1, "a", 1, prompt(60), Free(8), continues=False))
+    assert list(turn.token_ids) == tokens[: tokens.index(tokens[3]) + 1] and turn.finish_reason == "eos"
+    system.close()
+
+
+def test_pages_hold_the_budget() -> None:
+    sizes = sized(1000, 512, 4)
+    assert (sizes["num_blocks"] - 4 - 1) * 32 >= 1000 > (sizes["num_blocks"] - 4 - 2) * 32

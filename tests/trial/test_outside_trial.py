@@ -1,0 +1,78 @@
+"""A whole trial of an engine of others, from its configuration to its rows."""
+
+import pytest
+
+from pensieve.compose import plan_trial, resolved
+from pensieve.compose.preflight import preflight
+from pensieve.errors import EngineMissing, UnsupportedModel
+from pensieve.results.tokens import compare_tokens
+from pensieve.trial import Job, run_trial
+from pensieve.trial.identity import identity_of
+from pensieve.trial.tracking import Tracking, open_tracking
+from tests.composed import SHORT, checked, composed
+
+SMALLEST = (
+    "model.architecture.hidden_size=32", "model.architecture.num_hidden_layers=2", "model.architecture.head_dim=8",
+    "model.architecture.num_attention_heads=4", "model.architecture.num_key_value_heads=2",
+    "model.architecture.intermediate_size=64", "hardware=cpu", "hardware.threads=1", "trial.exclusive=false",
+)  # fmt: skip
+
+
+@pytest.fixture
+def tracking(tmp_path, monkeypatch):
+    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    opened = open_tracking(checked("tracking=local"))
+    return Tracking(opened.outputs, opened.store, mlflow=False, kept=True)
+
+
+def run(tracking, *overrides):
+    words = ("tracking=local", *SHORT, "workload.request_interval=0", "workload.think_time_s=0", *SMALLEST, *overrides)
+    job = Job("test", tracking.outputs / "runs" / overrides[0].replace("=", "-"))
+    outcome = run_trial(checked(*words), resolved(composed(*words)), tracking, job, lambda _: None)
+    assert outcome.completed, outcome.error
+    return tracking.store.trial(outcome.trial_id)
+
+
+def test_llama_cpp_answers_a_workload_with_our_tokens_and_fills_its_rows(tracking):
+    pytest.importorskip("xllamacpp")
+    store = tracking.store
+    trials = {name: run(tracking, f"baseline={name}") for name in ("llama_cpp", "gpu_only")}
+    theirs, ours = trials["llama_cpp"], trials["gpu_only"]
+    paths = [store.artifacts_of(trial.id, "tokens")[0].path for trial in (ours, theirs)]
+    compared = compare_tokens(*paths)
+    assert compared.turns_compared > 8 and compared.turns_differing == 0, compared
+    assert theirs.engine["n_ctx"] == theirs.gpu_tokens == theirs.engine["n_parallel"] * theirs.engine["n_ctx_slot"]
+    assert "xllamacpp=" in theirs.platform and "xllamacpp" not in ours.platform
+    rows = {(t.session, t.turn): t for t in store.turns_of(theirs.id)}
+    for turn in store.turns_of(ours.id):
+        other = rows[turn.session, turn.turn]
+        assert (other.prompt_tokens, other.history_tokens, other.new_tokens) == (
+            turn.prompt_tokens, turn.history_tokens, turn.new_tokens,
+        )  # fmt: skip
+        assert other.gpu_hit_tokens + other.recomputed_tokens == other.history_tokens
+        assert other.cpu_hit_tokens is None and other.admitted_s is None
+    metrics = {(m.name, m.label): m.value for m in store.metrics_of(theirs.id)}
+    assert metrics["ttft_ms_mean", ""] > 0
+    assert metrics["cpu_hit_rate", ""] is None and metrics["swapped_in_bytes", ""] is None
+    found = sum(t.gpu_hit_tokens for t in rows.values() if t.phase == "chat")
+    history = sum(t.history_tokens for t in rows.values() if t.phase == "chat")
+    assert metrics["gpu_hit_rate", ""] == pytest.approx(found / history)
+
+
+def test_an_outside_engine_is_refused_before_it_starts():
+    with pytest.raises(EngineMissing, match="hardware=sim_h100 is simulated"):
+        plan_trial(checked("baseline=llama_cpp"))
+    with pytest.raises(UnsupportedModel, match="this is opt"):
+        preflight(plan_trial(checked("baseline=llama_cpp", "model=opt_125m", "model.weights=random", "hardware=cpu")))
+
+
+def test_its_version_and_its_fields_make_another_trial():
+    pytest.importorskip("xllamacpp")
+
+    def fingerprint(*overrides):
+        words = ("baseline=llama_cpp", *SMALLEST, *overrides)
+        return identity_of(plan_trial(checked(*words)), resolved(composed(*words))).fingerprint
+
+    assert fingerprint() == fingerprint()
+    assert fingerprint() != fingerprint("baseline.engine.n_parallel=2")

@@ -1,0 +1,118 @@
+from dataclasses import replace
+
+import pytest
+
+from pensieve.errors import MeasurementInvalid
+from pensieve.record import TurnRecord
+from pensieve.replay import replay
+from pensieve.request import is_measured
+from pensieve.workload.agents import AgentsWorkload
+from pensieve.workload.cache_state import BEFORE, SALT_TOKENS, in_state
+from pensieve.workload.chat import ChatWorkload
+from pensieve.workload.prefix_invalidation import PrefixInvalidationWorkload
+from pensieve.workload.rounds import RoundsWorkload
+from pensieve.workload.start_state import check_start, contamination
+from tests.composed import SHORT, replayed
+from tests.scripted import ScriptedSystem, context
+from tests.workload.dry import drive
+
+MAKERS = {
+    "rounds": lambda at: RoundsWorkload(at, conversations=3, rounds=2),
+    "agents": lambda at: AgentsWorkload(at, agents=2, steps=2),
+    "chat": lambda at: ChatWorkload(at, conversations=8, pressure=0, max_turns=2, min_turns=2),
+    "prefix": lambda at: PrefixInvalidationWorkload(at, blocks="64/32", rounds=2),
+}
+
+
+def asked(arrivals):
+    return [(a.request.session, a.request.turn, list(a.due().prompt), a.request.output) for a in arrivals]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_cold_is_the_workload_itself(name):
+    assert asked(drive(in_state("cold", MAKERS[name], context()))) == asked(drive(MAKERS[name](context())))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_salted_prompts_differ_from_the_first_tokens_on_and_end_as_before(name):
+    plain = drive(MAKERS[name](context()))
+    salted = drive(in_state("salted", MAKERS[name], context()))
+    salts = {}
+    for one, other in zip(plain, salted, strict=True):
+        before, now = one.request, other.request
+        assert (before.session, before.turn, other.at_s) == (now.session, now.turn, one.at_s)
+        if before.continues and before.turn > 1:
+            assert now.prompt == before.prompt
+            continue
+        assert now.prompt[SALT_TOKENS:] == before.prompt
+        salts.setdefault(now.session, set()).add(tuple(now.prompt[:SALT_TOKENS]))
+        if before.known_tokens is not None:
+            assert now.known_tokens == before.known_tokens + SALT_TOKENS
+    assert all(len(found) == 1 for found in salts.values()), "a conversation keeps its salt"
+    assert len(set.union(*salts.values())) == len(salts)
+    plan, was = in_state("salted", MAKERS[name], context()).describe(), MAKERS[name](context()).describe()
+    assert plan.working_set_tokens == was.working_set_tokens + SALT_TOKENS * was.sessions
+    assert plan.turns == was.turns == len(salted)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_warm_holds_everything_once_before_and_then_measures_the_same(name):
+    plain = drive(MAKERS[name](context()))
+    warm = drive(in_state("warm", MAKERS[name], context()))
+    half = len(plain)
+    before, measured = warm[:half], warm[half:]
+    assert asked(measured) == asked(plain)
+    assert [a.request.phase for a in measured] == [a.request.phase for a in plain]
+    assert {a.request.phase for a in before} == {"warmup"}
+    assert [(s.removeprefix(BEFORE), t, p, o) for s, t, p, o in asked(before)] == asked(plain)
+    assert all(a.request.session.startswith(BEFORE) for a in before)
+    assert len({a.request.id for a in warm}) == len(warm)
+    assert min(a.at_s for a in measured) >= max(a.at_s for a in before) + 1.0, "after the last of them was answered"
+    plan, was = in_state("warm", MAKERS[name], context()).describe(), MAKERS[name](context()).describe()
+    assert plan.turns == 2 * was.turns == len(warm)
+    assert plan.warmup_turns == sum(not is_measured(a.request.phase) for a in warm)
+
+
+def test_a_warm_replay_measures_what_a_cold_one_does():
+    cold, warm = (replay(ScriptedSystem(), in_state(state, MAKERS["rounds"], context())) for state in ("cold", "warm"))
+    both = [{(t.session, t.turn): t.ttft_ms for t in one.turns if is_measured(t.phase)} for one in (cold, warm)]
+    assert both[0] == pytest.approx(both[1])
+
+
+def test_only_a_cache_by_content_is_warm_and_none_is_where_texts_are_salted():
+    """Our engine, simulated: prefix_cache finds what others said, a cache of conversations does not."""
+    shared = {}
+    for baseline in ("prefix_cache", "pensieve"):
+        for state in ("cold", "warm", "salted"):
+            words = (*SHORT, f"baseline={baseline}", f"cache_state={state}", "cache.gpu='60000 tokens'")
+            record, _ = replayed(*words)
+            check_start(record.plan, record.turns)
+            assert contamination(record.plan, record.turns) is None
+            chat = [t for t in record.turns if is_measured(t.phase)]
+            first = [t for t in chat if t.turn == 1]
+            shared[baseline, state] = sum(t.shared_hit_tokens for t in first) / sum(t.prompt_tokens for t in first)
+    assert {value for (name, _), value in shared.items() if name == "pensieve"} == {0.0}
+    assert shared["prefix_cache", "warm"] > 0.7
+    assert shared["prefix_cache", "cold"] < 0.3
+    assert shared["prefix_cache", "salted"] == 0.0
+
+
+def turn(session, number, **fields):
+    record = TurnRecord(session, number, arrived_s=float(number), prompt_tokens=100, history_tokens=0, gpu_hit_tokens=0)
+    return replace(record, **fields)
+
+
+def test_an_engine_that_still_holds_a_salted_conversation_is_told():
+    plan = in_state("salted", MAKERS["rounds"], context()).describe()
+    clean = [turn("warmup", 1, phase="warmup", shared_hit_tokens=0), turn("a", 1, shared_hit_tokens=SALT_TOKENS - 1)]
+    assert contamination(plan, clean) is None
+    held = [*clean, turn("b", 1, shared_hit_tokens=64), turn("b", 2, shared_hit_tokens=90)]
+    assert "1 salted conversations were found" in str(contamination(plan, held))
+    assert contamination(MAKERS["rounds"](context()).describe(), held) is None, "nobody declared it salted"
+
+
+def test_an_engine_that_does_not_say_when_it_admits_is_held_to_a_cold_start_too():
+    plan = MAKERS["rounds"](context()).describe()
+    check_start(plan, [turn("a", 1, shared_hit_tokens=0), turn("b", 2, shared_hit_tokens=40)])
+    with pytest.raises(MeasurementInvalid, match="found 40 tokens"):
+        check_start(plan, [turn("a", 1, shared_hit_tokens=40), turn("b", 2, shared_hit_tokens=0)])
