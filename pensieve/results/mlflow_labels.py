@@ -5,7 +5,7 @@ from __future__ import annotations
 import getpass
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import PurePath
 
 from pensieve.results.fields import axis_value, field_of, swept_axes
