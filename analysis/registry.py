@@ -113,7 +113,7 @@ def _publish(of: Figure, plot: Plot, folder: Path) -> Drawing:
     panel, origin = plot.panel, plot.panel.provenance
     warning = f"MIXED: {'; '.join(origin.mixed)}" if origin.mixed else ""
     drawn = _interval_drawn(plot)
-    lead = plot.lead if drawn else f"{plot.lead} (none is due below {FEWEST_GROUPS} seeds)"
+    lead = plot.lead if drawn else f"{plot.lead}; no interval is due below {FEWEST_GROUPS} seeds"
     caption = ". ".join(filter(None, [of.title, panel.text, warning, footnote(origin, lead)]))
     style.compose(plot.picture, of.title, panel.text, warning, brief(origin, drawn))
     stem = folder / (of.name + "".join(f"-{_slug(axis)}-{_slug(value)}" for axis, value in panel.group.items()))

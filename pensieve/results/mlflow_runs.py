@@ -209,6 +209,14 @@ def headline_metrics(table: SweepTable) -> dict[str, float | None]:
     """
     several = len({row.baseline for row in table.rows}) > 1
     found: dict[str, float | None] = {}
+    for group, ratios in table.advantages:
+        for baseline, ratio in ratios.items():
+            place = " ".join([*group.values(), baseline])
+            found |= {
+                f"ttft_speedup_over/{place}": ratio.ratio,
+                f"ttft_speedup_over_ci_low/{place}": ratio.ci_low,
+                f"ttft_speedup_over_ci_high/{place}": ratio.ci_high,
+            }
     for row in table.rows:
         place = " ".join([*row.group.values(), *([row.baseline] if several or not row.group else [])])
         found |= {
@@ -220,14 +228,6 @@ def headline_metrics(table: SweepTable) -> dict[str, float | None]:
             f"miss_rate/{place}": row.miss_rate,
             f"bound_hit_rate/{place}": row.bound_hit_rate,
         }
-    for group, ratios in table.advantages:
-        for baseline, ratio in ratios.items():
-            place = " ".join([*group.values(), baseline])
-            found |= {
-                f"ttft_speedup_over/{place}": ratio.ratio,
-                f"ttft_speedup_over_ci_low/{place}": ratio.ci_low,
-                f"ttft_speedup_over_ci_high/{place}": ratio.ci_high,
-            }
     return found
 
 

@@ -59,12 +59,13 @@ class Writer:
         assert self._process.stdout is not None
         answers, ends = self._process.stdout.fileno(), time.monotonic() + within_s
         while word not in self._heard:
-            if not select.select([answers], [], [], max(0.0, ends - time.monotonic()))[0]:
+            left_s = ends - time.monotonic()
+            if left_s <= 0 or not select.select([answers], [], [], left_s)[0]:
                 return False
             told = os.read(answers, 4096)
             if not told:
                 return False
-            self._heard += told.decode()
+            self._heard = (self._heard + told.decode(errors="replace"))[-100:]
         self._heard = ""
         return True
 
