@@ -231,3 +231,15 @@ def test_every_sidecar_says_what_the_figure_stands_on(module, drawn, store, tmp_
     said = json.loads(drawing.sidecar.read_text())
     assert said["trials"] == sorted(trial.id for trial in source.trials)
     assert (said["seeds"], said["conversations"], said["cache_state"]) == ([0, 1], 24, ["cold"])
+
+
+def test_an_engine_that_keeps_nothing_has_no_degradation(store, drawn, tmp_path):
+    """A miss is the shorter prompt: without a cache it took less than a hit, and that read as "-68 %"."""
+    cached = {"pensieve": CACHED, "stateless": NOTHING}
+    source = prefix_sweep(store, {"pensieve": FAST, "stateless": SLOW}, blocks=("512/256",), cached=cached)
+    invalidation_cost.draw(source, tmp_path)
+    texts = " ".join(text for one in drawn.values() for text in one.texts)
+    assert "(no hits)" in texts and "+183 %" in texts and "−" not in texts
+    [drawing] = invalidation_table.draw(source, tmp_path)
+    cells = {line["engine"]: line["degra-\ndation (%)"] for line in drawing.table}
+    assert cells["stateless"] == "–" and cells["pensieve"].startswith("183")
