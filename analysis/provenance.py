@@ -102,9 +102,8 @@ def footnote(of: Provenance, lead: str) -> str:
 
 def brief(of: Provenance, intervals: bool) -> str:
     """The one line of small print inside a figure: what a reader must not miss. intervals: whether any is drawn, or due."""
-    kind = {("simulated",): f"SIMULATED on {', '.join(of.devices)}", ("real",): "measured"}.get(
-        of.kind, "PARTLY SIMULATED"
-    )
+    simulated = f"SIMULATED on {', '.join(of.devices)}"
+    kind = simulated if of.kind == ("simulated",) else "measured" if of.kind == ("real",) else "PARTLY SIMULATED"
     parts = [f"{kind}, random weights" if "random" in of.weights else kind]
     if of.conversations > 0:
         seeds = f"{len(of.seeds)} seed{'' if len(of.seeds) == 1 else 's'}"
