@@ -61,7 +61,7 @@ ui: $(STAMP)  ## MLflow UI on the local store, loopback only: http://127.0.0.1:5
 	@MLFLOW_DISABLE_TELEMETRY=true $(BIN)/mlflow ui --host 127.0.0.1 --port $${PORT:-5000} --workers 1 \
 		--backend-store-uri sqlite:///$${PENSIEVE_OUTPUTS:-outputs}/mlflow.db
 
-figures: $(STAMP)  ## draw every figure that the latest sweep supports into outputs/figures
+figures: $(STAMP)  ## draw every figure that the latest sweep supports into outputs/figures/latest
 	$(BIN)/python analysis/figures.py
 
 report: $(STAMP)  ## the latest sweep as one HTML page, with a verdict for each claim

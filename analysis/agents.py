@@ -155,6 +155,7 @@ def _mark_limit(axes: Axes, scaling: Scaling, points: Mapping[int, Estimate]) ->
     axes.plot(
         [limit], [points[near].value if near is not None else 1.0], marker="x", markersize=7, markeredgewidth=1.6,
         color=style.colour(scaling.baseline), linestyle="none", gid=f"{scaling.baseline}/out of memory",
+        label="memory ran out",
     )  # fmt: skip
 
 

@@ -127,9 +127,10 @@ def _draw_sizes(
         else:
             _draw_shares(axes, place, found, name or cell.baseline, across=False)
     bounds = [(place, bound) for place, (_, _, bound) in enumerate(known) if bound is not None]
-    if bounds:  # there is nothing between two baselines that a line could pass through
+    if bounds:  # there is nothing between two baselines, or two named sizes, that a line could pass through
+        width = 1 if name and axis != "cache" else 0
         axes.plot(
-            *zip(*bounds, strict=True), color="black", linewidth=1 if name else 0, marker="_", markersize=9, clip_on=False,
+            *zip(*bounds, strict=True), color="black", linewidth=width, marker="_", markersize=9, clip_on=False,
             gid=f"{name}/bound",
         )  # fmt: skip
     axes.set_ylim(0, 100)
@@ -213,11 +214,12 @@ class Ablation:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One baseline with one value; found: as the ablation's measures."""
+    """One baseline with one value; found: as the ablation's measures. bound: of its hits, in percent."""
 
     cell: Cell
     name: str
     found: Sequence[Estimate | Shares]
+    bound: float | None
 
 
 def _percentile(column: str, p: float, source: Source, cell: Cell) -> Estimate | None:
@@ -300,7 +302,9 @@ def _line(one: Ablation, panel: Panel, source: Source, cell: Cell, value: str) -
             raise source.lacks(f"{measure.name} of {cell.baseline}{f' with {one.axis}={value}' if one.axis else ''}")
         measured.append(found)
     shown = one.value(cell, value) if one.axis else cell.baseline
-    return Line(cell, f"{cell.baseline}, {shown}" if one.axis and len(panel.baselines) > 1 else shown, measured)
+    return Line(
+        cell, f"{cell.baseline}, {shown}" if one.axis and len(panel.baselines) > 1 else shown, measured, _bound(cell)
+    )
 
 
 def _ablation_plot(one: Ablation, panel: Panel, lines: Sequence[Line]) -> Plot:
@@ -320,15 +324,25 @@ def _ablation_plot(one: Ablation, panel: Panel, lines: Sequence[Line]) -> Plot:
                 marks.draw_bar(
                     axes, marks.Bar(found, style.colour(line.cell.baseline), _short(found.value), gid), place
                 )
+            if measure is HITS and line.bound is not None:
+                axes.plot(
+                    [line.bound], [place], color="black", marker="|", markersize=9, markeredgewidth=1.4, linewidth=0,
+                    clip_on=False, gid=f"{line.name}/bound",
+                )  # fmt: skip
         if measure is HITS:
             axes.set_xlim(0, 100)
     grid[0].set_ylim(len(lines) - 0.5, -0.5)
     grid[0].set_yticks(range(len(lines)), [line.name for line in lines], fontsize=6.5)
     for label, line in zip(grid[0].get_yticklabels(), lines, strict=True):
         label.set(color=style.colour(line.cell.baseline), fontweight="bold")
+    lead = _lead(lines)
     if HITS in one.measures:
-        style.legend(picture, style.parts_key(PARTS))
-    return Plot(panel, picture, _lead(lines), [_ablation_row(one, line) for line in lines])
+        handles = style.parts_key(PARTS)
+        if any(line.bound is not None for line in lines):
+            handles.append(Line2D([], [], color="black", marker="|", linewidth=0, markersize=7, label=BOUND))
+            lead += f"; {BOUND}: what a policy that knows the future could find with the same room"
+        style.legend(picture, handles)
+    return Plot(panel, picture, lead, [_ablation_row(one, line) for line in lines])
 
 
 def _short(value: float) -> str:
@@ -354,6 +368,8 @@ def _ablation_row(one: Ablation, line: Line) -> Mapping[str, Any]:
             if isinstance(found, Shares)
             else columns(measure.name, found, prefix=f"{measure.name}_")
         )
+    if HITS in one.measures:
+        row["bound_hit_pct"] = line.bound
     return {**row, "trials": line.cell.ids}
 
 

@@ -151,7 +151,7 @@ def hotness(source: Source) -> Iterator[Plot]:
             points = [
                 (labels.index(label) + aside, as_estimate(one)) for label, one in ratios.items() if one is not None
             ]
-            marks.line(axes, name, points, order=order, width=0.8)
+            marks.line(axes, name, points, order=order, joined=False)
         axes.axhline(1.0, color=style.colour(REFERENCE), linewidth=0.9, linestyle=(0, (3, 1.5)), label=REFERENCE)
         axes.set_xlim(-0.45, len(labels) - 0.55)
         axes.set_xticks(range(len(labels)), [f"{label} users" for label in labels])

@@ -9,15 +9,16 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
 from analysis import registry, style, tables
-from analysis.provenance import footnote
 from analysis.registry import Drawing, Figure
 from analysis.results import ResultsStore, open_store
 from analysis.sweep import Source, all_sweeps, latest_of, open_source
 from pensieve.errors import MissingSeries, PensieveError, ResultsError
+from pensieve.results.places import LATEST, figures_folder
 
 FAMILIES = ("conversations", "caches", "load", "prefix", "decoding", "agents", "benchmarks")
 """Modules that register figures, in the order in which a report shows them."""
@@ -33,16 +34,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     problems: list[str] = []
 
-    def draw(folder: Path) -> None:
+    def draw() -> None:
         store = chosen_store(options)
         if options.names:
-            problems.extend(_draw_named(store, options, folder))
+            problems.extend(_draw_named(store, options))
         elif options.all:
             for sweep in all_sweeps(store):
-                problems.extend(_draw_supported(chosen_source(store, options, sweep), folder / f"sweep-{sweep}")[1])
+                problems.extend(_draw_supported(chosen_source(store, options, sweep), _folder_of(options, sweep))[1])
         else:
             source = chosen_source(store, options, options.sweep)
-            drawings, failed = _draw_supported(source, folder)
+            drawings, failed = _draw_supported(source, _folder_of(options, source.sweep.id))
             problems.extend(failed)
             for line in [] if options.quiet else not_drawn(source):
                 print(line, file=sys.stderr)
@@ -86,7 +87,20 @@ def _draw_supported(source: Source, folder: Path) -> tuple[list[Drawing], list[s
     return drawings, problems
 
 
-def _draw_named(store: ResultsStore, options: argparse.Namespace, folder: Path) -> Iterator[str]:
+def _folder_of(options: argparse.Namespace, sweep_id: int) -> Path:
+    """A folder a sweep, to which `latest` then points; --to names another."""
+    if options.to is not None:
+        return options.to / f"sweep-{sweep_id}" if options.all else Path(options.to)
+    folder = figures_folder(style.outputs_folder(), sweep_id)
+    folder.mkdir(parents=True, exist_ok=True)
+    link, new = folder.with_name(LATEST), folder.with_name(f".{LATEST}-{os.getpid()}")
+    with suppress(OSError):  # a disk without links has the folders all the same
+        new.symlink_to(folder.name, target_is_directory=True)
+        new.replace(link)
+    return folder
+
+
+def _draw_named(store: ResultsStore, options: argparse.Namespace) -> Iterator[str]:
     """Draw the figures that were asked for, tables printed too; yields why one could not be drawn."""
     for name in options.names:
         figure = registry.FIGURES[name]
@@ -94,16 +108,13 @@ def _draw_named(store: ResultsStore, options: argparse.Namespace, folder: Path) 
             source = chosen_source(store, options, _sweep_of(figure, store) if options.sweep is None else options.sweep)
             if not figure.applies(source):
                 raise MissingSeries(figure.missing(source))
-            drawings = figure.draw(source, folder)
+            drawings = figure.draw(source, _folder_of(options, source.sweep.id))
         except PensieveError as error:
             yield str(error)
             continue
         for one in drawings:
             if one.table is not None:
-                origin = one.panel.provenance
-                mixed = f"MIXED: {'; '.join(origin.mixed)}\n" if origin.mixed else ""
-                title = " · ".join(filter(None, [one.title, one.panel.text]))
-                tables.show(one.table, title, f"{mixed}{footnote(origin, one.lead)}")
+                tables.show(one.table, " · ".join(filter(None, [one.title, one.panel.text])), one.caption)
         _print_paths(drawings)
 
 
@@ -138,11 +149,10 @@ def source_options(description: str) -> argparse.ArgumentParser:
     return found
 
 
-def guarded(options: argparse.Namespace, draw: Callable[[Path], None]) -> int:
-    """Run `draw` on the folder that the options name; an error is one sentence and status 1."""
-    folder = options.to or style.outputs_folder() / "figures"
+def guarded(options: argparse.Namespace, draw: Callable[[], None]) -> int:
+    """Run `draw`; an error is one sentence and status 1."""
     try:
-        draw(folder)
+        draw()
     except PensieveError as error:
         print(error, file=sys.stderr)
         return 1
@@ -150,6 +160,7 @@ def guarded(options: argparse.Namespace, draw: Callable[[Path], None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
+        folder = options.to or style.outputs_folder() / "figures"
         print(f"{folder} cannot be written: {error.strerror or error}; set PENSIEVE_OUTPUTS.", file=sys.stderr)
         return 1
     return 0
@@ -174,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
         "names", nargs="*", metavar="NAME", help="figures to draw (default: all that the sweep supports)"
     )
     found.add_argument("--baselines", help="draw only these, separated by commas (default: all of the sweep)")
-    found.add_argument("--to", type=Path, help="folder to write to (default: figures/ in the outputs folder)")
+    found.add_argument("--to", type=Path, help="folder to write to (default: figures/sweep-ID in the outputs folder)")
     found.add_argument("--all", action="store_true", help="every sweep of the database, a folder each")
     found.add_argument("--quiet", action="store_true", help="do not name the figures that the sweep does not support")
     return found

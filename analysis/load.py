@@ -152,6 +152,7 @@ def goodput(source: Source) -> Iterator[Plot]:
         axes.set_ylim(bottom=0)
         _load_ticks(axes, panel, axis, LOADS[axis])
         axes.set_ylabel("goodput (requests/s)")
+        axes.plot([], [], color=style.GREY, linestyle=(0, (1, 1.5)), label="all turns")
         style.legend(picture)
         lead = f"Solid: turns with {objective(panel)}; dotted: all turns; means over seeds"
         fewest = min(good.groups for _, good, _ in points)

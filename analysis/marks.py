@@ -19,15 +19,25 @@ _GROUP_GAP = 0.45  # bars
 Points = Sequence[tuple[float, Estimate]]
 
 
-def line(axes: Axes, name: str, points: Points, *, order: int = 0, band: bool = False, width: float = 1.3) -> None:
-    """Points joined, with whiskers, or a band, where an estimate has an interval; a lower order lies on top.
+def line(
+    axes: Axes,
+    name: str,
+    points: Points,
+    *,
+    order: int = 0,
+    band: bool = False,
+    width: float = 1.3,
+    joined: bool = True,
+) -> None:
+    """Points with whiskers, or a band, where an estimate has an interval; a lower order lies on top. joined: False where x
+    is a category, since nothing lies between two of them.
 
     The line's gid is `name`, the interval's `name/interval`.
     """
     colour, above = style.colour(name), 3 - order / 100
     axes.plot(
         [x for x, _ in points], [one.value for _, one in points], color=colour, marker=style.marker(name),
-        markersize=2.2 + width, linewidth=width, gid=name, label=name, zorder=above,
+        markersize=2.2 + width, linewidth=width if joined else 0, gid=name, label=name, zorder=above,
     )  # fmt: skip
     known = [(x, one.ci_low, one.ci_high) for x, one in points if one.ci_low is not None and one.ci_high is not None]
     if not known:

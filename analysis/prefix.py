@@ -21,6 +21,7 @@ from pensieve.errors import MissingSeries, MixedPanel
 from pensieve.statistics import Estimate, Line, PairedRatio, bootstrap_percentile_by_seed, fit_line, paired_ratio
 
 WORKLOAD = "prefix_invalidation"
+NO_HITS = "no hits"
 COMMAND = "python runners/run.py experiment=prefix_invalidation -m"
 BLOCKS, BATCH = "workload.blocks", "scheduler.max_batch_tokens"
 QUANTITIES = {
@@ -95,6 +96,13 @@ def degradation_pct(steps: pd.DataFrame) -> Estimate:
     return Estimate((found.ratio - 1) * 100, low, high, found.n, found.n_seeds)
 
 
+def keeps_nothing(steps: pd.DataFrame) -> bool:
+    """Whether the engine found nothing of the prefix even where all of it was there: it has no hits that a miss could be
+    slower than. False where it does not say."""
+    cached = named(steps, "hit")["cached"]
+    return bool(cached.notna().all() and (cached == 0).all())
+
+
 def stream_overhead_ms(steps: pd.DataFrame) -> Estimate | None:
     """Median over rounds of the time to first token when streaming minus when not, the same kind of query compared with
     itself; None where the workload asked in one way only."""
@@ -139,7 +147,8 @@ def invalidation_cost(source: Source) -> Iterator[Plot]:
                 change = degradation_pct(steps)
                 for kind in PROBES:
                     found, missed = ttft(named(steps, kind)), kind == "miss"
-                    text = f"{kind} {found.value:,.1f}{f' ({signed(change.value)} %)' if missed else ''}"
+                    beside = NO_HITS if keeps_nothing(steps) else f"{signed(change.value)} %"
+                    text = f"{kind} {found.value:,.1f}{f' ({beside})' if missed else ''}"
                     bars.append(Bar(found, colour, text, f"{cell.baseline}/{blocks}/{kind}", missed))
                     rows.append(
                         {
@@ -285,7 +294,7 @@ def _regression_rows(panel: Panel, queries: Mapping[str, pd.DataFrame]) -> list[
 def cache_architecture(source: Source) -> Iterator[Plot]:
     lead = (
         "(miss − hit) / hit of the mean times to first token and its 95 % interval, paired by round, for each A/B in tokens; "
-        "below 0: the shorter prompt of a miss costs less, since a hit is computed too"
+        f"{NO_HITS}: the engine keeps nothing, so both are computed and the miss, a shorter prompt, takes less"
     )
     for panel in source.panels(BLOCKS):
         groups: list[Group] = []
@@ -293,8 +302,9 @@ def cache_architecture(source: Source) -> Iterator[Plot]:
         for name in panel.baselines:
             bars = []
             for cell in panel.of(name):
-                blocks, found = cell.at[BLOCKS], degradation_pct(steps_of(source, cell))
-                text = f"{signed(found.value)} %  ({blocks})"
+                blocks, steps = cell.at[BLOCKS], steps_of(source, cell)
+                found = degradation_pct(steps)
+                text = f"{signed(found.value)} %  ({blocks}{f'; {NO_HITS}' if keeps_nothing(steps) else ''})"
                 bars.append(Bar(found, style.colour(name), text, f"{name}/{blocks}"))
                 rows.append(
                     {"baseline": name, "blocks": blocks, **columns("degradation_pct", found), "trials": cell.ids}
@@ -438,7 +448,7 @@ def _summary(source: Source, cell: Cell) -> Summary:
     found = {
         "hit_ttft_ms": ttft(named(steps, "hit")),
         "miss_ttft_ms": ttft(named(steps, "miss")),
-        "degradation_pct": degradation_pct(steps),
+        "degradation_pct": None if keeps_nothing(steps) else degradation_pct(steps),
         "stream_overhead_ms": stream_overhead_ms(steps),
         "throughput_tok_s": None if decoded.empty else _median(speeds),
         "warmup_ms": None if warmed.empty else _median(warmed["latency_ms"]),

@@ -76,7 +76,7 @@ def trace(
 
 
 def footnote(of: Provenance, lead: str) -> str:
-    """The small print of a figure. lead: what a point and its interval are."""
+    """The caption of a figure, without its title. lead: what a point and its interval are."""
     served = of.conversations > 0 or bool(of.load)  # a benchmark of a part has neither conversations nor a load
     parts = [
         lead.rstrip("."),
@@ -98,6 +98,19 @@ def footnote(of: Provenance, lead: str) -> str:
     if of.incomplete:
         parts.append(f"{of.incomplete} of the sweep's trials did not complete")
     return "; ".join(parts) + "."
+
+
+def brief(of: Provenance, intervals: bool) -> str:
+    """The one line of small print inside a figure: what a reader must not miss. intervals: whether any is drawn, or due."""
+    simulated = f"SIMULATED on {', '.join(of.devices)}"
+    kind = simulated if of.kind == ("simulated",) else "measured" if of.kind == ("real",) else "PARTLY SIMULATED"
+    parts = [f"{kind}, random weights" if "random" in of.weights else kind]
+    if of.conversations > 0:
+        seeds = f"{len(of.seeds)} seed{'' if len(of.seeds) == 1 else 's'}"
+        parts.append(f"{of.conversations:,} conversations, {seeds}{'' if intervals else ': no intervals'}")
+    if of.with_failures or of.incomplete:
+        parts.append("not all completed")
+    return "; ".join([*parts, f"sweep {of.sweep}"])
 
 
 def _cache_state(of: Provenance) -> str:

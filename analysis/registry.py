@@ -1,4 +1,4 @@
-"""The figures by name, and the files of each: PNG and PDF, the CSV behind them, and a JSON that says what they stand on."""
+"""The figures by name, and the files of each: PNG, PDF, caption, the CSV behind them, a JSON that says what they stand on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from matplotlib.figure import Figure as Picture
 
 from analysis import style
-from analysis.provenance import footnote
+from analysis.provenance import brief, footnote
 from analysis.sweep import Panel, Source
 from analysis.tables import Table
 from pensieve.statistics import FEWEST_GROUPS, Estimate
@@ -42,16 +42,17 @@ class Drawing:
     name: str
     title: str
     panel: Panel
-    lead: str
+    caption: str
     png: Path
     pdf: Path
+    text: Path
     csv: Path
     sidecar: Path
     table: Table | None
 
     @property
     def paths(self) -> list[Path]:
-        return [self.png, self.pdf, self.csv, self.sidecar]
+        return [self.png, self.pdf, self.text, self.csv, self.sidecar]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Figure:
         return f"{self.name} needs other trials than sweep {source.sweep.id} has; run `{self.command}`."
 
     def draw(self, source: Source, folder: Path) -> list[Drawing]:
-        """Write the four files of each panel."""
+        """Write the files of each panel."""
         return [_publish(self, plot, folder) for plot in self.plots(source)]
 
 
@@ -107,13 +108,16 @@ def columns(name: str, estimate: Estimate, prefix: str = "") -> dict[str, Any]:
 
 
 def _publish(of: Figure, plot: Plot, folder: Path) -> Drawing:
-    """Title and small print around the picture, and its files; the panel's group goes before the columns of the CSV."""
+    """Title and a line of small print around the picture, and its files; the panel's group goes before the columns of the
+    CSV. What does not fit the line is the caption, for whoever sets the figure."""
     panel, origin = plot.panel, plot.panel.provenance
     warning = f"MIXED: {'; '.join(origin.mixed)}" if origin.mixed else ""
-    lead = plot.lead if _interval_drawn(plot) else f"{plot.lead} (none is due below {FEWEST_GROUPS} seeds)"
-    style.compose(plot.picture, of.title, panel.text, warning, footnote(origin, lead))
+    drawn = _interval_drawn(plot)
+    lead = plot.lead if drawn else f"{plot.lead}; no interval is due below {FEWEST_GROUPS} seeds"
+    caption = ". ".join(filter(None, [of.title, panel.text, warning, footnote(origin, lead)]))
+    style.compose(plot.picture, of.title, panel.text, warning, brief(origin, drawn))
     stem = folder / (of.name + "".join(f"-{_slug(axis)}-{_slug(value)}" for axis, value in panel.group.items()))
-    png, pdf = style.save(plot.picture, stem)
+    png, pdf, text = style.save(plot.picture, stem, of.title, caption)
     table, sidecar = (stem.with_name(stem.name + suffix) for suffix in (".csv", ".json"))
     assert plot.rows, "a figure without data"
     with table.open("w", newline="", encoding="utf-8") as file:
@@ -125,7 +129,7 @@ def _publish(of: Figure, plot: Plot, folder: Path) -> Drawing:
         "title": of.title,
         "what": lead,
         "group": dict(panel.group),
-        "files": [path.name for path in (png, pdf, table)],
+        "files": [path.name for path in (png, pdf, text, table)],
         "allow_mixed": bool(origin.mixed),
         **asdict(origin),
         "series": [
@@ -134,7 +138,7 @@ def _publish(of: Figure, plot: Plot, folder: Path) -> Drawing:
         ],
     }
     sidecar.write_text(json.dumps(said, indent=2, default=str) + "\n", encoding="utf-8")
-    return Drawing(of.name, of.title, panel, lead, png, pdf, table, sidecar, plot.table)
+    return Drawing(of.name, of.title, panel, caption, png, pdf, text, table, sidecar, plot.table)
 
 
 def _interval_drawn(plot: Plot) -> bool:

@@ -21,6 +21,7 @@ from pensieve.compose.folder import conf_folder
 from pensieve.errors import PensieveError, ResultsError
 from pensieve.results.claims import Claim, Judged, judge_sweep, read_claims, record_claims
 from pensieve.results.mlflow_runs import log_text_of_sweep
+from pensieve.results.places import report_file
 
 AS_TABLES = ("speedup",)
 """Drawn for papers; the page has the same numbers as text."""
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         claims = read_claims(options.claims or conf_folder() / "claims.yaml")
         source = figures.chosen_source(figures.chosen_store(options), options, options.sweep)
-        path = options.to or outputs / "reports" / f"sweep-{source.sweep.id}.html"
+        path = options.to or report_file(outputs, source.sweep.id)
         path.parent.mkdir(parents=True, exist_ok=True)
         judged = judge_sweep(source.store, source.sweep.id, claims)
         with tempfile.TemporaryDirectory() as folder:
@@ -94,7 +95,9 @@ def verdicted(one: Judged) -> Verdicted:
 def _figures(source: Source, folder: Path) -> tuple[list[Picture], list[tuple[str, str, str]]]:
     drawings, problems = figures.draw_all(source, folder)
     pictures = [
-        Picture(d.title, d.panel.text, d.png, [d.pdf.name, d.csv.name]) for d in drawings if d.name not in AS_TABLES
+        Picture(d.title, d.panel.text, d.png, [d.pdf.name, d.csv.name], d.caption)
+        for d in drawings
+        if d.name not in AS_TABLES
     ]
     failed = [(name, why, "") for name, _, why in (problem.partition(": ") for problem in problems)]
     missing = [

@@ -172,12 +172,13 @@ def compose(figure: Figure, title: str, subtitle: str, warning: str, note: str) 
     figure.set_layout_engine("constrained", rect=(0, bottom / total, 1, height / total))
 
 
-def save(figure: Figure, stem: Path) -> list[Path]:
-    """PNG and PDF beside each other; returns their paths."""
+def save(figure: Figure, stem: Path, title: str, caption: str) -> list[Path]:
+    """PNG, PDF and the caption as text beside each other; returns their paths. The PDF's metadata hold the caption too."""
     stem.parent.mkdir(parents=True, exist_ok=True)
-    paths = [stem.with_name(stem.name + suffix) for suffix in (".png", ".pdf")]
+    paths = [stem.with_name(stem.name + suffix) for suffix in (".png", ".pdf", ".txt")]
     figure.savefig(paths[0])
-    figure.savefig(paths[1], metadata={"CreationDate": None})
+    figure.savefig(paths[1], metadata={"Title": title, "Subject": caption, "CreationDate": None})
+    paths[2].write_text(f"{caption}\n", encoding="utf-8")
     plt.close(figure)
     return paths
 

@@ -2,10 +2,11 @@
 
 import os
 import shutil
+import sys
 
 import pytest
 
-from pensieve.results import mlflow_runs
+from pensieve.results import mlflow_store
 
 
 def pytest_configure():
@@ -15,10 +16,10 @@ def pytest_configure():
 @pytest.fixture(scope="session")
 def empty_mlflow(tmp_path_factory):
     """Copies an empty MLflow database, which MLflow makes in some fifty migrations: two seconds for each test otherwise."""
-    create, template = mlflow_runs._create_database, tmp_path_factory.mktemp("mlflow")
+    create, template = mlflow_store._create_database, tmp_path_factory.mktemp("mlflow")
 
     def copy(outputs):
-        file = template / mlflow_runs.DATABASE_NAME
+        file = template / mlflow_store.DATABASE_NAME
         if not file.exists():
             create(template)
         shutil.copyfile(file, outputs / f".{file.name}")
@@ -31,7 +32,20 @@ def empty_mlflow(tmp_path_factory):
 def _copied_mlflow(request, monkeypatch, empty_mlflow):
     """Tests of how a store is made ask for `made_mlflow`."""
     if "made_mlflow" not in request.fixturenames:
-        monkeypatch.setattr(mlflow_runs, "_create_database", empty_mlflow)
+        monkeypatch.setattr(mlflow_store, "_create_database", empty_mlflow)
+
+
+@pytest.fixture(autouse=True)
+def _not_live(request, monkeypatch):
+    """No process beside each real trial; tests of what is shown while a trial runs ask for `live_mlflow`."""
+    module = sys.modules.get("pensieve.trial.mlflow_live")
+    if module is not None and "live_mlflow" not in request.fixturenames:
+        monkeypatch.setattr(module, "installed", lambda package: False)
+
+
+@pytest.fixture
+def live_mlflow():
+    """Trials are shown in MLflow while they run in this test."""
 
 
 @pytest.fixture

@@ -143,7 +143,7 @@ def test_a_figure(copy, outputs):
     blocks = recipe("A figure")
     write_files(blocks, copy)
     run_commands(blocks, copy, outputs, copy)
-    drawn = outputs / "figures"
+    drawn = outputs / "figures" / "latest"
     assert (drawn / "waiting.png").read_bytes().startswith(b"\x89PNG")
     with (drawn / "waiting.csv").open(newline="") as file:
         found = {row["baseline"]: float(row["queue_ms_p50"]) for row in csv.DictReader(file)}

@@ -64,6 +64,7 @@ class Picture:
     group: str
     png: Path
     files: Sequence[str]
+    caption: str = ""
 
 
 @dataclass(frozen=True, slots=True)

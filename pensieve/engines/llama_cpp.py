@@ -29,7 +29,7 @@ from pensieve.errors import ConfigError, EngineFailed, EngineMissing
 from pensieve.plan import StartReport
 from pensieve.request import Free, Request, TokenArray, tokens_of
 from pensieve.results.content import content_hash
-from pensieve.units import parse_capacity
+from pensieve.units import ceil_div, parse_capacity
 
 KvType = Literal["f32", "f16", "q8_0"]
 KV_BYTES = {"f32": 4.0, "f16": 2.0, "q8_0": 34 / 32}  # a value; q8_0: 32 of them and a scale
@@ -77,7 +77,7 @@ class _LlamaCpp(ABC):
         self.can = Capabilities(keeps_sessions=False)
         self.at_once = WAITING
         self._setup = setup
-        each = (setup.longest_tokens or 0) + setup.block_tokens
+        each = ceil_div((setup.longest_tokens or 0) + setup.block_tokens, CELLS) * CELLS
         self._per_token = setup.model.kv_bytes_per_token / setup.model.dtype_bytes * KV_BYTES[kv_type]
         host = setup.host_tokens
         if ram_cache is not None:

@@ -21,7 +21,7 @@ _BATCH = 5000
 
 README = """One sweep of Pensieve, complete: its figures are redrawn from the rows in outputs/{database}.
 
-  sh redraw.sh            makes .venv with the versions in lock.txt, then draws into outputs/figures
+  sh redraw.sh            makes .venv with the versions in lock.txt, then draws into outputs/figures/latest
 
 outputs/   the database with the rows of sweep {sweep} alone, and the output tokens of its trials
 configs/   the resolved configuration of each trial; python runners/results.py reproduce <trial> runs one again
@@ -29,7 +29,7 @@ lock.txt   the packages that were installed where this was made
 """
 
 REDRAW = """#!/bin/sh
-# Draws every figure of the sweep again, from the rows in outputs/, into outputs/figures.
+# Draws every figure of the sweep again, from the rows in outputs/, into outputs/figures/latest.
 set -eu
 cd "$(dirname "$0")"
 if [ -z "${{PYTHON:-}}" ]; then

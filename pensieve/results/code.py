@@ -37,6 +37,7 @@ NOT_CODE = (
     "trial/jobs.py",
     "trial/liveness.py",
     "trial/mlflow_copy.py",
+    "trial/mlflow_live.py",
     "trial/reproduce.py",
     "trial/summary.py",
     "trial/sweep.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from pensieve.results.schema import Trial
 COLUMNS = frozenset(column.name for column in Trial.__table__.columns)
 _OPTIONS = ("model", "cache", "eviction", "scheduler", "workload", "hardware")  # axes that columns hold by name
 _WITHIN_A_GROUP = ("seed", "repeat", "baseline")
+_RANGE = re.compile(r"\s*(choice|range|interval|glob|shuffle|sort|tag)\(")
+_ENCLOSED = re.compile(r"""'(?:\\.|[^'])*'|"(?:\\.|[^"])*"|\[[^\]]*\]|\{[^}]*\}""")
 _NOT_MEASURED = ("hydra", "tracking", "trial", "force", "resume")  # how a trial is run and where it is kept
 
 
@@ -55,6 +58,19 @@ def varying_axes(overrides: Mapping[str, Any], trials: Sequence[Trial]) -> list[
     keys = [key.lstrip("+") for key in overrides]
     axes = [key for key in keys if key not in _WITHIN_A_GROUP and key.split(".")[0].split("/")[0] != "hydra"]
     return [axis for axis in axes if len({axis_value(trial, axis) for trial in trials}) > 1]
+
+
+def swept_axes(overrides: Mapping[str, Any]) -> list[str]:
+    """The overrides that list several values or a range, in the order given (outermost first), before any trial has run."""
+    found = {key.lstrip("+"): str(text) for key, text in overrides.items()}
+    return [key for key, text in found.items() if key.split(".")[0].split("/")[0] != "hydra" and _lists_values(text)]
+
+
+def _lists_values(text: str) -> bool:
+    """A comma outside of quotes and brackets, or one of Hydra's functions of several values."""
+    if _RANGE.match(text):
+        return True
+    return "," in _ENCLOSED.sub("", text)
 
 
 def axis_value(trial: Trial, axis: str) -> str:

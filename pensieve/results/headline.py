@@ -27,24 +27,31 @@ def last_turn_ratio(a: pd.Series[float], b: pd.Series[float]) -> PairedRatio | N
     return speed_up(conversation_ends(paired(a, b), last=True))
 
 
-def headlines(found: Evidence, ttfts: Sequence[Mapping[str, pd.Series[float]]]) -> list[str]:
+def advantages(ttft: Mapping[str, pd.Series[float]]) -> dict[str, PairedRatio]:
+    """By other baseline, how many times as soon Pensieve's first token comes at the last turn; empty without Pensieve.
+
+    ttft: in ms, by baseline.
+    """
+    if OURS not in ttft:
+        return {}
+    order = sorted(ttft, key=lambda name: name != REFERENCE)
+    return {name: ratio for name in order if name != OURS and (ratio := last_turn_ratio(ttft[name], ttft[OURS]))}
+
+
+def headlines(found: Evidence, ratios: Sequence[Mapping[str, PairedRatio]]) -> list[str]:
     """One sentence a group where Pensieve ran beside others, one for the sweep where only policies or sizes differ.
 
-    ttfts: of each of found.groups(), TTFT in ms by baseline. Empty where there is nothing to compare.
+    ratios: of each of found.groups(), its advantages. Empty where there is nothing to compare.
     """
     groups = found.groups()
-    beside = [(group, ttft) for group, ttft in zip(groups, ttfts, strict=True) if OURS in ttft and len(ttft) > 1]
+    beside = [(group, own) for group, own in zip(groups, ratios, strict=True) if own]
     if beside and len(beside) <= _GROUPS_SHOWN:
-        return [sentence for group, ttft in beside if (sentence := _of_group(found, group, ttft))]
+        return [_of_group(found, group, own) for group, own in beside]
     alone = {name for group in groups for name in group.trials}
     return _of_alternatives(found, groups) if len(groups) > 1 and len(alone) == 1 else []
 
 
-def _of_group(found: Evidence, group: TrialGroup, ttft: Mapping[str, pd.Series[float]]) -> str | None:
-    order = sorted(ttft, key=lambda name: name != REFERENCE)
-    ratios = {name: ratio for name in order if name != OURS and (ratio := last_turn_ratio(ttft[name], ttft[OURS]))}
-    if not ratios:
-        return None
+def _of_group(found: Evidence, group: TrialGroup, ratios: Mapping[str, PairedRatio]) -> str:
     ahead = {name: ratio for name, ratio in ratios.items() if _side(ratio) > 0}
     behind = {name: ratio for name, ratio in ratios.items() if _side(ratio) < 0}
     even = {name: ratio for name, ratio in ratios.items() if _side(ratio) == 0}

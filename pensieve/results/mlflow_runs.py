@@ -1,104 +1,80 @@
-"""Sweeps and trials as MLflow runs, copied from the results database, from which the MLflow store can be rebuilt.
-
-mlflow is imported here alone, and only when something is logged: the import takes seconds. A failure of MLflow never fails
-a trial: the functions log one sentence and return None.
-"""
+"""Sweeps and trials as MLflow runs, copied from the results database, from which the MLflow store can be rebuilt."""
 
 from __future__ import annotations
 
-import functools
 import json
-import logging
-import os
-import re
-import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
-from math import ceil
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
-from filelock import FileLock
 from sqlalchemy import Row, or_, select
-from sqlalchemy.exc import SQLAlchemyError
 
 from pensieve.errors import ResultsError
 from pensieve.results.fields import leaves
 from pensieve.results.frame import counts
 from pensieve.results.identity import counts_for_sweep
+from pensieve.results.mlflow_labels import (
+    FINGERPRINT_TAG,
+    KEY_TAG,
+    NOTE_TAG,
+    PARENT_TAG,
+    SUPERSEDED_TAG,
+    SWEEP_TAG,
+    TRIAL_TAG,
+    data_files,
+    is_param,
+    note,
+    sweep_name,
+    sweep_tags,
+    trial_name,
+    trial_tags,
+)
+from pensieve.results.mlflow_series import LIVE, series_of
+from pensieve.results.mlflow_store import (
+    client_of,
+    ensure_store,
+    experiment_id,
+    first_run,
+    forget_clients,
+    lock,
+    log_batches,
+    metrics_of,
+    milliseconds,
+    move_away,
+    or_none,
+    params_of,
+    run_exists,
+    tagged,
+)
+from pensieve.results.places import figures_folder, report_file
 from pensieve.results.schema import Sweep, SweepTrial, Trial, sweep_result
 from pensieve.results.store import ResultsStore
-from pensieve.results.sweep_table import sweep_table
+from pensieve.results.sweep_table import SweepTable, sweep_table
 from pensieve.statistics import median
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-DATABASE_NAME, NEW_PREFIX = "mlflow.db", ".mlflow-new-"
-LOCK_TIMEOUT_S = 120
-PARAMS_A_BATCH, METRICS_A_BATCH = 100, 1000  # and no more than the latter of both together
-PARAM_LENGTH, NAME_LENGTH, TAG_LENGTH = 6000, 250, 5000
-TRIAL_TAG, SWEEP_TAG, KEY_TAG = "pensieve.trial_id", "pensieve.sweep_id", "pensieve.sweep_key"
-PARENT_TAG, FINGERPRINT_TAG, SUPERSEDED_TAG = "mlflow.parentRunId", "fingerprint", "superseded"
 TTFT_BY_TURN = "ttft_ms_by_turn"
 _COLUMNS_AS_PARAMS = (
     "model", "baseline", "eviction", "scheduler", "cache", "workload", "hardware", "seed", "repeat", "weights", "dtype",
     "device", "device_count", "gpu_tokens", "cpu_tokens", "working_set_tokens",
 )  # fmt: skip
-_STORE_FILES = ("mlflow.db", "mlflow.db-wal", "mlflow.db-shm", "mlartifacts")
 _RUN_STATUS = {"completed": "FINISHED", "failed": "FAILED", "interrupted": "KILLED", "running": "RUNNING"}
 
-_log = logging.getLogger(__name__)
 
-
-def mlflow_url(outputs: Path) -> str:
-    """The tracking URI of the local store. The timeout lets parallel trials wait for each other."""
-    return f"sqlite:///{outputs.absolute() / DATABASE_NAME}?timeout=30"
-
-
-def _or_none(function: Callable[P, T | None]) -> Callable[P, T | None]:
-    """Log one sentence and return None where MLflow or its disk raises."""
-
-    @functools.wraps(function)
-    def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
-        try:
-            return function(*args, **kwargs)
-        except ImportError:
-            _say_missing()
-        except ResultsError:
-            raise
-        except Exception as error:
-            if not isinstance(error, OSError | SQLAlchemyError) and not type(error).__module__.startswith("mlflow"):
-                raise
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            _log.warning("Nothing was logged to MLflow (%s); the results database is complete without it.", reason)
-        return None
-
-    return guarded
-
-
-@_or_none
-def ensure_store(outputs: Path) -> str | None:
-    """Create the MLflow database if it is missing, one process at a time; returns its tracking URI."""
-    _client(outputs.absolute())
-    return mlflow_url(outputs)
-
-
-@_or_none
+@or_none
 def start_parent(outputs: Path, store: ResultsStore, sweep_id: int, experiment_name: str) -> str | None:
     """The sweep's parent run, running (again); its id is kept in the sweep's row."""
-    client = _client(outputs.absolute())
-    with _lock(outputs):
+    client = client_of(outputs)
+    with lock(outputs):
         sweep = store.sweep(sweep_id)
-        experiment = _experiment(client, outputs, experiment_name)
-        run_id = sweep.mlflow_run_id if _exists(client, sweep.mlflow_run_id) else None
+        experiment = experiment_id(client, outputs, experiment_name)
+        run_id = sweep.mlflow_run_id if run_exists(client, sweep.mlflow_run_id) else None
         # A process that died after making the run, and before its id was in the sweep's row, left one to take up.
-        run_id = run_id or _first(client, experiment, **{SWEEP_TAG: str(sweep.id), KEY_TAG: sweep.key})
+        run_id = run_id or first_run(client, experiment, **{SWEEP_TAG: str(sweep.id), KEY_TAG: sweep.key})
         if run_id is None:
-            tags = {SWEEP_TAG: str(sweep.id), KEY_TAG: sweep.key}
-            made = client.create_run(experiment, _milliseconds(sweep.started_at), tags, sweep.name)
+            tags = sweep_tags(sweep)
+            made = client.create_run(experiment, milliseconds(sweep.started_at), tags, sweep_name(sweep))
             run_id = str(made.info.run_id)
         if run_id != sweep.mlflow_run_id:  # first of all: without it the sweep's trials would have no parent
             store.set_sweep(sweep_id, mlflow_run_id=run_id)
@@ -111,14 +87,13 @@ def start_parent(outputs: Path, store: ResultsStore, sweep_id: int, experiment_n
 def _log_command(client: Any, run_id: str, sweep: Sweep) -> None:
     """Log the command as a tag and the overrides as parameters. MLflow never changes a parameter, so overrides that may
     differ when the sweep is resumed (trial.timeout_s, tracking) are in the tag alone."""
-    if sweep.command:
-        client.set_tag(run_id, "pensieve.command", sweep.command[:TAG_LENGTH])
+    log_batches(client, run_id, [], [], sweep_tags(sweep))
     logged = client.get_run(run_id).data.params
-    params = _params({key: text for key, text in leaves(sweep.overrides) if counts_for_sweep(key)})
-    _log_batches(client, run_id, [param for param in params if param.key not in logged], [])
+    params = params_of({key: text for key, text in leaves(sweep.overrides) if counts_for_sweep(key)})
+    log_batches(client, run_id, [param for param in params if param.key not in logged], [])
 
 
-@_or_none
+@or_none
 def log_trial(
     outputs: Path,
     store: ResultsStore,
@@ -134,14 +109,18 @@ def log_trial(
     under the same parent are tagged superseded. The run's id is written to the trial's row, except that the row of a
     reused trial keeps its first run. fresh: the store is new, and is not searched for existing runs.
     """
-    client = _client(outputs.absolute())
+    client = client_of(outputs)
     trial = store.trial(trial_id)
-    with _lock(outputs):
-        experiment = _experiment(client, outputs, experiment_name)
+    sweep = None if parent_run_id is None else store.sweep_of_run(parent_run_id)
+    tags = trial_tags(trial, sweep, parent_run_id, reused)
+    with lock(outputs):
+        experiment = experiment_id(client, outputs, experiment_name)
         run_id, whole = (None, False) if fresh else _run_of(client, experiment, trial, parent_run_id)
         if run_id is None:
-            run_id = _new_run(client, experiment, trial, parent_run_id, reused)
+            made = client.create_run(experiment, milliseconds(trial.started_at), tags, trial_name(trial, sweep))
+            run_id = str(made.info.run_id)
     if not whole:
+        log_batches(client, run_id, [], [], tags)  # of a run that was begun while the trial ran, they have changed
         _fill_run(client, run_id, store, trial)
     if trial.status == "completed" and parent_run_id and not fresh:
         _supersede(client, experiment, trial, parent_run_id, run_id)
@@ -150,30 +129,15 @@ def log_trial(
     return run_id
 
 
-def _new_run(client: Any, experiment: str, trial: Trial, parent_run_id: str | None, reused: bool) -> str:
-    tags = {
-        TRIAL_TAG: str(trial.id), "status": trial.status, "simulated": str(trial.simulated).lower(),
-        "weights": str(trial.weights), FINGERPRINT_TAG: trial.fingerprint,
-    }  # fmt: skip
-    if parent_run_id:
-        tags[PARENT_TAG] = parent_run_id
-    if reused:
-        tags["reused"] = "true"
-    if trial.git_commit:
-        tags["mlflow.source.git.commit"] = trial.git_commit
-    if trial.error:
-        tags["error"] = trial.error[:TAG_LENGTH]
-    if "reproduces" in (trial.flags or {}):
-        tags["reproduces"] = str(trial.flags["reproduces"])
-    name = f"{trial.baseline} seed={trial.seed}" + (f" repeat={trial.repeat}" if trial.repeat else "")
-    return str(client.create_run(experiment, _milliseconds(trial.started_at), tags, name).info.run_id)
-
-
 def _fill_run(client: Any, run_id: str, store: ResultsStore, trial: Trial) -> None:
     columns = {key: getattr(trial, key) for key in _COLUMNS_AS_PARAMS}
-    values = {**dict(leaves(trial.config)), **{k: v for k, v in columns.items() if v is not None}}
+    fields = {name: value for name, value in leaves(trial.config) if is_param(name)}
+    values = {**fields, **{k: v for k, v in columns.items() if v is not None}}
     turns = store.turns_of(trial.id)
-    _log_batches(client, run_id, _params(values), _metrics(trial, store, turns))
+    log_batches(client, run_id, params_of(values), _metrics(trial, store, turns))
+    if not trial.simulated and not any(name.startswith(LIVE) for name in client.get_run(run_id).data.metrics):
+        log_batches(client, run_id, [], _series(trial, store, turns))
+    _log_data(client, run_id, [trial])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for file, content in (("config.json", trial.config), ("environment.json", trial.environment)):
@@ -183,36 +147,110 @@ def _fill_run(client: Any, run_id: str, store: ResultsStore, trial: Trial) -> No
     for artifact in store.artifacts_of(trial.id):
         if artifact.kind != "tokens" and artifact.path.is_file():  # tokens would double what the disk holds
             client.log_artifact(run_id, str(artifact.path), artifact.kind)
-    client.set_terminated(run_id, _RUN_STATUS[trial.status], _milliseconds(trial.finished_at))
+    client.set_terminated(run_id, _RUN_STATUS[trial.status], milliseconds(trial.finished_at))
+
+
+def _log_data(client: Any, run_id: str, trials: Sequence[Trial]) -> None:
+    """The files that the workloads of these trials read, as MLflow datasets; one that is logged already stays as it is."""
+    files = {one["sha256"]: (one, trial) for trial in trials for one in data_files(trial)}
+    if not files:
+        return
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    client.log_inputs(
+        run_id,
+        datasets=[
+            DatasetInput(
+                Dataset(
+                    name=one["name"],
+                    digest=sha256[:32],
+                    source_type="local",
+                    source=json.dumps({"uri": one["path"], "sha256": sha256}),
+                    profile=json.dumps((trial.engine or {}).get("workload") or {}, default=str)[:16_000],
+                ),
+                [InputTag("mlflow.data.context", "workload")],
+            )
+            for sha256, (one, trial) in files.items()
+        ],
+    )
 
 
 def _supersede(client: Any, experiment: str, trial: Trial, parent_run_id: str, run_id: str) -> None:
     """Tag the runs of older attempts: under one parent the attempt that completed last counts."""
-    query = _tagged(**{PARENT_TAG: parent_run_id, FINGERPRINT_TAG: trial.fingerprint})
+    query = tagged(**{PARENT_TAG: parent_run_id, FINGERPRINT_TAG: trial.fingerprint})
     for run in client.search_runs([experiment], filter_string=query):
         older = int(run.data.tags[TRIAL_TAG]) < trial.id
         if run.info.run_id != run_id and older and SUPERSEDED_TAG not in run.data.tags:
             client.set_tag(run.info.run_id, SUPERSEDED_TAG, "true")
 
 
-@_or_none
-def finish_parent(outputs: Path, store: ResultsStore, sweep_id: int, table: str, status: str) -> str | None:
-    """Close the parent run, with the sweep's table as its artifact; returns its id, None if there is none."""
+@or_none
+def finish_parent(outputs: Path, store: ResultsStore, sweep_id: int, table: SweepTable, status: str) -> str | None:
+    """Close the parent run with what the sweep found: the sentences as its description, the table as an artifact, medians
+    and ratios as metrics, the data that was read; returns its id, None if there is none."""
     sweep = store.sweep(sweep_id)
-    run_id, client = sweep.mlflow_run_id, _client(outputs.absolute())
-    if run_id is None or not _exists(client, run_id):
+    run_id, client = sweep.mlflow_run_id, client_of(outputs)
+    if run_id is None or not run_exists(client, run_id):
         return None
-    client.log_text(run_id, table, "comparison.txt")
-    client.set_tag(run_id, "status", status)
-    client.set_terminated(run_id, _RUN_STATUS[status], _milliseconds(sweep.finished_at))
+    at_ms = milliseconds(sweep.finished_at) or milliseconds(sweep.started_at)
+    assert at_ms is not None, "a sweep without a start"
+    tags = {"status": status, **({NOTE_TAG: note(table.answers, sweep.command)} if table.answers else {})}
+    log_batches(client, run_id, [], metrics_of(headline_metrics(table), at_ms), tags)
+    _log_data(client, run_id, [job.trial for job in store.trials_of_sweep(sweep_id) if job.trial is not None])
+    client.log_text(run_id, table.text(), "comparison.txt")
+    client.set_terminated(run_id, _RUN_STATUS[status], milliseconds(sweep.finished_at))
     return run_id
 
 
-@_or_none
+def headline_metrics(table: SweepTable) -> dict[str, float | None]:
+    """The table's numbers as `quantity/where`. MLflow draws quantities of one name as one section of a run's page.
+
+    ttft_speedup_over/<baseline>: how many times as soon Pensieve's first token comes at the last turn, as in the answer.
+    """
+    several = len({row.baseline for row in table.rows}) > 1
+    found: dict[str, float | None] = {}
+    for group, ratios in table.advantages:
+        for baseline, ratio in ratios.items():
+            place = " ".join([*group.values(), baseline])
+            found |= {
+                f"ttft_speedup_over/{place}": ratio.ratio,
+                f"ttft_speedup_over_ci_low/{place}": ratio.ci_low,
+                f"ttft_speedup_over_ci_high/{place}": ratio.ci_high,
+            }
+    for row in table.rows:
+        place = " ".join([*row.group.values(), *([row.baseline] if several or not row.group else [])])
+        found |= {
+            f"ttft_ms_first_turn/{place}": row.ttft_first_ms,
+            f"ttft_ms_last_turn/{place}": row.ttft_last_ms,
+            f"throughput_output_tok_s/{place}": row.throughput_output_tok_s,
+            f"gpu_hit_rate/{place}": row.gpu_hit_rate,
+            f"cpu_hit_rate/{place}": row.cpu_hit_rate,
+            f"miss_rate/{place}": row.miss_rate,
+            f"bound_hit_rate/{place}": row.bound_hit_rate,
+        }
+    return found
+
+
+@or_none
+def log_drawn(outputs: Path, store: ResultsStore, sweep_id: int) -> str | None:
+    """Log the sweep's figures and report, where they have been drawn, as artifacts of its parent run; returns the run's
+    id, None if there is none."""
+    run_id = store.sweep(sweep_id).mlflow_run_id
+    if run_id is None or not run_exists(client := client_of(outputs), run_id):
+        return None
+    figures, report = figures_folder(outputs, sweep_id), report_file(outputs, sweep_id)
+    if figures.is_dir():
+        client.log_artifacts(run_id, str(figures), "figures")
+    if report.is_file():
+        client.log_text(run_id, report.read_text(encoding="utf-8"), "report.html")
+    return run_id
+
+
+@or_none
 def log_text_of_sweep(outputs: Path, store: ResultsStore, sweep_id: int, text: str, name: str) -> str | None:
     """Log a text as the artifact `name` of the sweep's parent run; returns the run's id, None if there is none."""
     run_id = store.sweep(sweep_id).mlflow_run_id
-    if run_id is None or not _exists(client := _client(outputs.absolute()), run_id):
+    if run_id is None or not run_exists(client := client_of(outputs), run_id):
         return None
     client.log_text(run_id, text, name)
     return run_id
@@ -225,10 +263,10 @@ def rebuild_mlflow(outputs: Path, store: ResultsStore, say: Callable[[str], None
     Raises ResultsError where MLflow still cannot be written.
     """
     store.interrupt_dead()
-    kept = _move_away(outputs)
+    kept = move_away(outputs)
     if kept is not None:
         say(f"The MLflow store that was there is now in {kept}; delete it when you no longer need it.")
-    _client.cache_clear()  # a client of this process would write to the files where they are now
+    forget_clients()  # a client of this process would write to the files where they are now
     if ensure_store(outputs) is None:
         raise ResultsError(f"MLflow cannot be written in {outputs}; the warning above says why. Mend it and run again.")
     with store.database.reading() as connection:
@@ -254,7 +292,8 @@ def rebuild_mlflow(outputs: Path, store: ResultsStore, say: Callable[[str], None
         for trial_id, reused in serving.items():
             made += log_trial(outputs, store, trial_id, sweep.name, parent, reused, fresh=True) is not None
         if sweep.status != "running":
-            finish_parent(outputs, store, sweep.id, sweep_table(store, sweep.id).text(), sweep.status)
+            finish_parent(outputs, store, sweep.id, sweep_table(store, sweep.id), sweep.status)
+            log_drawn(outputs, store, sweep.id)
         say(f"Sweep {sweep.id} is in MLflow again.")
     for trial in alone:
         if trial.id not in linked:
@@ -262,127 +301,39 @@ def rebuild_mlflow(outputs: Path, store: ResultsStore, say: Callable[[str], None
     return made
 
 
-@functools.lru_cache(maxsize=4)
-def _client(outputs: Path) -> Any:
-    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
-    os.environ["DO_NOT_TRACK"] = "true"
-    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # the commit comes from our own environment record
-    from mlflow import MlflowClient
-
-    for name in ("mlflow", "alembic"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    with _lock(outputs):  # its schema is made by the client or its first question, and two at once would fail
-        if not (outputs / DATABASE_NAME).exists():
-            _create_database(outputs)
-        client = MlflowClient(tracking_uri=mlflow_url(outputs))
-        client.search_experiments(max_results=1)
-    return client
-
-
-def _create_database(outputs: Path) -> None:
-    """Create it in another folder, then move it: MLflow cannot repair a schema that a dead process left incomplete."""
-    from mlflow import MlflowClient
-
-    for left in outputs.glob(f"{NEW_PREFIX}*"):
-        shutil.rmtree(left, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=NEW_PREFIX, dir=outputs))
-    MlflowClient(tracking_uri=mlflow_url(folder)).search_experiments(max_results=1)
-    shutil.copyfile(folder / DATABASE_NAME, folder / "closed.db")  # MLflow keeps the other one open, under its name
-    (folder / "closed.db").replace(outputs / DATABASE_NAME)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _move_away(outputs: Path) -> Path | None:
-    found = [outputs / part for part in _STORE_FILES if (outputs / part).exists()]
-    if not found:
-        return None
-    kept = outputs / f"mlflow-before-{datetime.now(UTC):%Y-%m-%d-%H-%M-%S-%f}"
-    try:
-        kept.mkdir()
-        for path in found:
-            path.rename(kept / path.name)
-    except OSError as error:
-        raise ResultsError(
-            f"The MLflow store in {outputs} cannot be moved away ({error.strerror or error}); "
-            "end what uses it (make ui), and check that this user may write there."
-        ) from None
-    return kept
-
-
-def _lock(outputs: Path) -> FileLock:
-    return FileLock(outputs / "mlflow.db.lock", timeout=LOCK_TIMEOUT_S)
-
-
-def _experiment(client: Any, outputs: Path, name: str) -> str:
-    """The experiment's id, created or restored from deletion if need be. The caller holds the lock."""
-    found = client.get_experiment_by_name(name)
-    if found is None:
-        return str(client.create_experiment(name, artifact_location=(outputs.absolute() / "mlartifacts").as_uri()))
-    if found.lifecycle_stage == "deleted":
-        client.restore_experiment(found.experiment_id)
-    return str(found.experiment_id)
-
-
-def _exists(client: Any, run_id: str | None) -> bool:
-    """Whether the run exists and was not deleted."""
-    from mlflow.exceptions import MlflowException
-
-    if run_id is None:
-        return False
-    try:
-        return bool(client.get_run(run_id).info.lifecycle_stage == "active")
-    except MlflowException:
-        return False
-
-
 def _run_of(client: Any, experiment: str, trial: Trial, parent_run_id: str | None) -> tuple[str | None, bool]:
     """The trial's run under this parent, or without one, and whether it was logged completely."""
     if parent_run_id is not None:
-        run_id = _first(client, experiment, **{PARENT_TAG: parent_run_id, TRIAL_TAG: str(trial.id)})
+        run_id = first_run(client, experiment, **{PARENT_TAG: parent_run_id, TRIAL_TAG: str(trial.id)})
     else:
-        run_id = trial.mlflow_run_id if _exists(client, trial.mlflow_run_id) else None
+        run_id = trial.mlflow_run_id if run_exists(client, trial.mlflow_run_id) else None
         own = {TRIAL_TAG: str(trial.id), FINGERPRINT_TAG: trial.fingerprint}
-        run_id = run_id or _first(client, experiment, **own)
+        run_id = run_id or first_run(client, experiment, **own)
     return run_id, run_id is not None and client.get_run(run_id).info.status != "RUNNING"
 
 
-def _first(client: Any, experiment: str, **tags: str) -> str | None:
-    found = client.search_runs([experiment], filter_string=_tagged(**tags), max_results=1)
-    return str(found[0].info.run_id) if found else None
-
-
-def _tagged(**tags: str) -> str:
-    return " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
-
-
-def _log_batches(client: Any, run_id: str, params: Sequence[Any], metrics: Sequence[Any]) -> None:
-    """In as few calls as MLflow's limits allow, since each is a transaction."""
-    fitting = METRICS_A_BATCH - PARAMS_A_BATCH
-    for number in range(max(ceil(len(params) / PARAMS_A_BATCH), ceil(len(metrics) / fitting))):
-        client.log_batch(
-            run_id,
-            metrics=metrics[number * fitting : (number + 1) * fitting],
-            params=params[number * PARAMS_A_BATCH : (number + 1) * PARAMS_A_BATCH],
-        )
-
-
-def _params(values: Mapping[str, Any]) -> list[Any]:
-    from mlflow.entities import Param
-
-    texts = {key: json.dumps(v, default=str) if isinstance(v, list | tuple) else str(v) for key, v in values.items()}
-    return [Param(_name(key), text[:PARAM_LENGTH]) for key, text in sorted(texts.items())]
-
-
 def _metrics(trial: Trial, store: ResultsStore, turns: Sequence[Row[Any]]) -> list[Any]:
-    from mlflow.entities import Metric
-
-    at = _milliseconds(trial.finished_at) or _milliseconds(trial.started_at)
-    summary = [
-        Metric(_name(f"{m.name}/{m.label}" if m.label else m.name), m.value, at, 0)
-        for m in store.metrics_of(trial.id)
-        if m.value is not None
+    at_ms = _ended_ms(trial)
+    summary = {f"{m.name}/{m.label}" if m.label else m.name: m.value for m in store.metrics_of(trial.id)}
+    by_turn = ttft_by_turn(turns).items()
+    return [
+        *metrics_of(summary, at_ms),
+        *(metric for turn, value in by_turn for metric in metrics_of({TTFT_BY_TURN: value}, at_ms, turn)),
     ]
-    return summary + [Metric(TTFT_BY_TURN, value, at, turn) for turn, value in ttft_by_turn(turns).items()]
+
+
+def _series(trial: Trial, store: ResultsStore, turns: Sequence[Row[Any]]) -> list[Any]:
+    """What mlflow_live would have logged while the trial ran."""
+    began_ms = milliseconds(trial.started_at)
+    assert began_ms is not None, "a trial without a start"
+    series = series_of(turns, store.samples_of(trial.id))
+    return [metric for step, values in series for metric in metrics_of(values, began_ms + 1000 * step, step)]
+
+
+def _ended_ms(trial: Trial) -> int:
+    at_ms = milliseconds(trial.finished_at) or milliseconds(trial.started_at)
+    assert at_ms is not None, "a trial without a start"
+    return at_ms
 
 
 def ttft_by_turn(turns: Sequence[Row[Any]]) -> dict[int, float]:
@@ -400,17 +351,3 @@ def _write_turns(path: Path, turns: Sequence[Row[Any]]) -> None:
         import pyarrow.parquet as pq
 
         pq.write_table(pa.Table.from_pylist([dict(turn._mapping) for turn in turns]), path)
-
-
-def _name(text: str) -> str:
-    """A name that MLflow allows, for a parameter or a metric."""
-    return re.sub(r"[^\w./ -]", "_", text)[:NAME_LENGTH]
-
-
-def _milliseconds(moment: datetime | None) -> int | None:
-    return int(moment.timestamp() * 1000) if moment else None
-
-
-@functools.lru_cache(maxsize=1)
-def _say_missing() -> None:
-    _log.warning("MLflow is not installed, so nothing is logged there; `pip install mlflow` changes that.")

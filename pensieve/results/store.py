@@ -39,6 +39,7 @@ from pensieve.results.schema import (
 T = TypeVar("T")
 
 DATABASE_NAME = "results.db"
+ENGINE = "engine"  # `device` of readings of the cache and the queue
 TURN_BATCH = 5000
 TURN_COLUMNS = tuple(c.name for c in TurnRow.__table__.columns if c.name not in ("id", "trial_id"))
 _TURN_FIELDS = ("trial_id", *TURN_COLUMNS)
@@ -142,6 +143,10 @@ class ResultsStore:
         if found is None:
             raise ResultsError(f"There is no sweep {sweep_id} in {self.database.shown}.")
         return found
+
+    def sweep_of_run(self, mlflow_run_id: str) -> Sweep | None:
+        """The sweep whose parent run in MLflow this is."""
+        return self._one(select(Sweep).where(Sweep.mlflow_run_id == mlflow_run_id))
 
     def latest_sweep(self) -> Sweep | None:
         """The sweep that was started or resumed last. Bench commands, whose trials are single cases, are not sweeps."""

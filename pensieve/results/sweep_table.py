@@ -21,7 +21,7 @@ from pensieve.request import is_measured
 from pensieve.results.evidence import Evidence, TrialGroup
 from pensieve.results.fields import field_of
 from pensieve.results.frame import CONVERSATION, values_of
-from pensieve.results.headline import REFERENCE, headlines, last_turn_ratio, load_line, warnings
+from pensieve.results.headline import REFERENCE, advantages, headlines, last_turn_ratio, load_line, warnings
 from pensieve.results.schema import Sweep, Trial, TurnRow
 from pensieve.results.store import JobResult, ResultsStore
 from pensieve.results.tokens import TokenComparison, compare_tokens
@@ -87,12 +87,13 @@ class SweepRow:
 @dataclass(frozen=True, slots=True)
 class SweepTable:
     """rows: in the order of the sweep's jobs. answers: what was found and what qualifies it, sentences that stand above
-    the table. notes: sentences under it."""
+    the table. notes: sentences under it. advantages: of each group, see headline.advantages."""
 
     sweep: Sweep
     rows: Sequence[SweepRow]
     answers: Sequence[str]
     notes: Sequence[str]
+    advantages: Sequence[tuple[Mapping[str, str], Mapping[str, PairedRatio]]]
 
     @property
     def renderable(self) -> RenderableType:
@@ -122,7 +123,10 @@ def sweep_table(store: ResultsStore, sweep_id: int) -> SweepTable:
         {name: values_of(found.turns(trials), "ttft_ms") for name, trials in group.trials.items()} for group in groups
     ]
     rows = [_row(found, group, name, own) for group, own in zip(groups, ttfts, strict=True) for name in group.trials]
-    return SweepTable(found.sweep, rows, [*headlines(found, ttfts), *warnings(found, groups)], _notes(found))
+    ratios = [advantages(own) for own in ttfts]
+    answers = [*headlines(found, ratios), *warnings(found, groups)]
+    places = [group.at for group in groups]
+    return SweepTable(found.sweep, rows, answers, _notes(found), list(zip(places, ratios, strict=True)))
 
 
 def _row(found: Evidence, group: TrialGroup, baseline: str, ttfts: Mapping[str, pd.Series[float]]) -> SweepRow:
@@ -293,6 +297,8 @@ def _table(group: Mapping[str, str], rows: Sequence[SweepRow], axes: str = "") -
     names = ["\nn", "TTFT ms\nfirst", "\nfifth", "\nlast"]
     names += [f"{REFERENCE} / this,\nlast turn, geo. mean"] if with_ratio else []
     names += ["out\ntok/s", "GPU\nhit %", "CPU\nhit %", "miss\n%"]
+    bounded = bool(axes) and any(row.bound_hit_rate is not None for row in rows)
+    names += ["hits\n%", "bound\n%"] if bounded else []
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     checked = any(row.outputs and not row.outputs.problem for row in rows)
@@ -304,9 +310,17 @@ def _table(group: Mapping[str, str], rows: Sequence[SweepRow], axes: str = "") -
         cells += [_ratio(row.last_speedup, row.baseline == REFERENCE)] if with_ratio else []
         cells.append(_number(row.throughput_output_tok_s))
         cells += [_percent(rate) for rate in (row.gpu_hit_rate, row.cpu_hit_rate, row.miss_rate)]
+        cells += [_percent(_hits(row)), _percent(row.bound_hit_rate)] if bounded else []
         cells += [_outputs(row.outputs)] if checked else []
         table.add_row(*cells)
     return table
+
+
+def _hits(row: SweepRow) -> float | None:
+    """On both tiers together, which is what the bound bounds."""
+    if row.gpu_hit_rate is None or row.cpu_hit_rate is None:
+        return None
+    return row.gpu_hit_rate + row.cpu_hit_rate
 
 
 def _outputs(check: OutputCheck | None) -> str:
@@ -345,7 +359,11 @@ def _notes_on_rows(rows: Sequence[SweepRow]) -> list[str]:
             f"medians{_interval_note(speedups)}."
         )
     bounds = {row.baseline: row.bound_hit_rate for row in rows if row.bound_hit_rate is not None}
-    if bounds and len(rows) == len({row.baseline for row in rows}):  # several groups: it is in the database
+    if bounds and len(rows) > 1 and len({row.baseline for row in rows}) == 1:
+        notes.append(
+            "bound: the most that GPU and CPU hits (hits) could have come to with this capacity, knowing the future."
+        )
+    elif bounds and len(rows) == len({row.baseline for row in rows}):  # several groups: it is in the database
         named = ", ".join(f"{baseline} {_percent(bound)}" for baseline, bound in bounds.items())
         notes.append(
             f"Offline bound, the most that GPU and CPU hits could have come to with this capacity, in %: {named}."

@@ -6,6 +6,7 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -51,10 +52,11 @@ from pensieve.trial.job import Job, Outcome
 from pensieve.trial.liveness import Deadline, Heartbeat, device_lock
 from pensieve.trial.meters import allocator_peak_bytes, forget_allocator_peak, meter_of
 from pensieve.trial.mlflow_copy import copy_trial
+from pensieve.trial.mlflow_live import LiveRun
 from pensieve.trial.neighbours import Neighbours
 from pensieve.trial.samples import DeviceSampler, Occupancy
 from pensieve.trial.slo import judge_again
-from pensieve.trial.terminal import raise_if_interrupted
+from pensieve.trial.terminal import command_line, raise_if_interrupted
 from pensieve.trial.tracking import Tracking
 from pensieve.workload.base import Workload, WorkloadPlan
 from pensieve.workload.start_state import check_start, contamination
@@ -138,8 +140,10 @@ def attempt_trial(
     try:
         if job.sweep_id is not None:
             tracking.store.link(job.sweep_id, trial_id, job.number, reused=False)
-        with tracking.store.database.held(), Heartbeat(tracking.store, trial_id):
-            _run(trial_id, plan, tracking, job, deadline, say)
+        shown = tracking.mlflow and not plan.device.simulated
+        live = LiveRun(tracking, trial_id, config.experiment_name, job) if shown else nullcontext()
+        with tracking.store.database.held(), Heartbeat(tracking.store, trial_id), live as watcher:
+            _run(trial_id, plan, tracking, job, deadline, say, watcher)
     except KeyboardInterrupt:
         _close(tracking, trial_id, "interrupted", "Interrupted by the user; the same command runs it again.", None)
         raise
@@ -191,7 +195,13 @@ def _reuse(known: Trial, config: TrialConfig, tracking: Tracking, job: Job, say:
 
 
 def _run(
-    trial_id: int, plan: TrialPlan, tracking: Tracking, job: Job, deadline: Deadline, say: Callable[[str], None]
+    trial_id: int,
+    plan: TrialPlan,
+    tracking: Tracking,
+    job: Job,
+    deadline: Deadline,
+    say: Callable[[str], None],
+    live: LiveRun | None,
 ) -> None:
     config = plan.config
     if job.preflight:
@@ -217,8 +227,13 @@ def _run(
             deadline.check()
             tracking.store.set_trial(trial_id, **_effective(system, plan, described, started))
             sampler = DeviceSampler(tracking.store, trial_id, meter_of(plan.device), system.clock)
-            with sampler, Occupancy(tracking.store, trial_id, system):
-                record = _replay(trial_id, system, workload, described, tracking, job, deadline)
+            occupancy = Occupancy(tracking.store, trial_id, system)
+            if live is not None:
+                live.watch(occupancy)
+            with sampler, occupancy:
+                record = _replay(trial_id, system, workload, described, tracking, job, deadline, live)
+            if live is not None:
+                live.end()
             others = neighbours.share()
         finally:
             system.close()
@@ -281,6 +296,7 @@ def _replay(
     tracking: Tracking,
     job: Job,
     deadline: Deadline,
+    live: LiveRun | None,
 ) -> ReplayRecord:
     """Replay the workload. Turns go to the database and their tokens to Parquet as they complete; memory holds neither.
 
@@ -303,6 +319,7 @@ def _replay(
             record = replay(
                 system,
                 workload,
+                on_turn=live.finished if live is not None else None,
                 on_batch=on_batch,
                 batch_size=TURNS_A_BATCH,
                 progress=on_progress,
@@ -362,7 +379,7 @@ def trial_columns(plan: TrialPlan, identity: Identity, resolved: Mapping[str, An
         "kv_bytes_per_token": plan.model.kv_bytes_per_token,
         "git_commit": git_commit(),
         "config": dict(resolved),
-        "environment": {**environment(), "inputs": input_files(resolved)},
+        "environment": {**environment(), "inputs": input_files(resolved), "command": command_line()},
     }
 
 

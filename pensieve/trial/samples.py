@@ -15,13 +15,12 @@ from pensieve.baselines.base import System
 from pensieve.clock import Clock, VirtualClock
 from pensieve.errors import ResultsError
 from pensieve.metrics import Metric
-from pensieve.results.store import Reading, ResultsStore
+from pensieve.results.store import ENGINE, Reading, ResultsStore
 from pensieve.trial.meters import Meter
 
 INTERVAL_S = 0.1
 FLUSH_READINGS = 5_000
 MOST_MOMENTS = 1_000
-ENGINE = "engine"  # column `device` of the engine's own readings
 MEANS = {"gpu_util_pct": "%", "gpu_mem_util_pct": "%", "cpu_util_pct": "%", "power_w": "W"}
 
 log = logging.getLogger(__name__)
@@ -192,6 +191,14 @@ class Occupancy:
             self._store.add_samples(self._trial_id, readings)
         except ResultsError as problem:
             log.warning("the occupancy of trial %s is not kept: %s", self._trial_id, problem)
+
+    @property
+    def latest(self) -> tuple[float, Mapping[str, float]] | None:
+        """The last reading: seconds since the block was entered, and the gauges; any thread may ask."""
+        if not self._moments:
+            return None
+        at_s, gauges = self._moments[-1]
+        return at_s, {name: value for name, (value, _) in gauges.items()}
 
     def _advance(self, ns: int) -> None:
         """Called before the clock moves to `ns`: the gauges are read once, however many readings fall before that time."""

@@ -27,7 +27,7 @@ from pensieve.compose.explain import explain
 from pensieve.compose.preflight import preflight
 from pensieve.results.environment import git_commit, host
 from pensieve.results.identity import sweep_key
-from pensieve.results.mlflow_runs import finish_parent, start_parent
+from pensieve.results.mlflow_runs import finish_parent, log_drawn, start_parent
 from pensieve.results.process import Owner, this_process
 from pensieve.results.store import ResultsStore
 from pensieve.results.sweep_table import SweepTable, sweep_table
@@ -122,8 +122,11 @@ class OpenSweep:
             if tracking.kept and completed:
                 drawn = beside.submit(_draw, tracking, self.config.tracking.url_env, self.sweep_id)
             self._to_mlflow(tracking, table, status)
-            for figure in drawn.result() if drawn else []:
+            figures = drawn.result() if drawn else []
+            for figure in figures:
                 print(f"Figure:   {figure}")
+        if tracking.mlflow and figures:
+            log_drawn(tracking.outputs, tracking.store, self.sweep_id)
         return completed
 
     def close(self, status: str) -> None:
@@ -151,7 +154,7 @@ class OpenSweep:
             return
         if self.mlflow_later:
             copy_waiting(start_parent(tracking.outputs, tracking.store, self.sweep_id, self.config.experiment_name))
-        finish_parent(tracking.outputs, tracking.store, self.sweep_id, table.text(), status)
+        finish_parent(tracking.outputs, tracking.store, self.sweep_id, table, status)
 
 
 def open_sweep(

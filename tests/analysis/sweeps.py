@@ -27,10 +27,10 @@ MetricsOf = Callable[[Mapping[str, str], int], Mapping[str, float]]
 
 
 class Drawn:
-    """Lines and bars of a figure by their gid, as data."""
+    """Lines and bars of a figure by their gid, as data, and the caption that is saved beside it."""
 
-    def __init__(self, figure: Figure) -> None:
-        self.figure = figure
+    def __init__(self, figure: Figure, caption: str = "") -> None:
+        self.figure, self.caption = figure, caption
 
     @property
     def lines(self) -> dict[str, list[tuple[float, float]]]:

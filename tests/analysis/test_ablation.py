@@ -137,3 +137,24 @@ def test_several_baselines_are_told_apart(store, drawn, tmp_path):
     FIGURES["ablation_eviction"].draw(swept(store, "ablation_eviction", values, ("pensieve", "stateless")), tmp_path)
     ticks = [tick.get_text() for tick in drawn["ablation_eviction"].figure.axes[0].get_yticklabels()]
     assert ticks == ["pensieve, lru", "pensieve, fifo", "stateless, lru", "stateless, fifo"]
+
+
+def test_the_bound_stands_beside_the_hits_of_each_policy(store, drawn, tmp_path):
+    def metrics(at, seed):
+        return {"bound_hit_rate": {"lru": 0.9, "fifo": 0.8}[at["eviction"]] + 0.02 * seed}
+
+    source = swept(store, "ablation_eviction", {"lru": GOOD, "fifo": BAD}, metrics=metrics)
+    [drawing] = FIGURES["ablation_eviction"].draw(source, tmp_path)
+    lines = drawn["ablation_eviction"].lines
+    assert lines["lru/bound"] == [(pytest.approx(91.0), 0.0)]
+    assert lines["fifo/bound"] == [(pytest.approx(81.0), 1.0)]
+    assert not drawn["ablation_eviction"].clipped
+    assert "offline bound" in drawn["ablation_eviction"].texts and "offline bound" in drawn["ablation_eviction"].caption
+    with drawing.csv.open(newline="") as file:
+        assert [float(row["bound_hit_pct"]) for row in csv.DictReader(file)] == pytest.approx([91.0, 81.0])
+
+
+def test_without_a_bound_the_ablation_has_none(store, drawn, tmp_path):
+    FIGURES["ablation_eviction"].draw(swept(store, "ablation_eviction", {"lru": GOOD, "fifo": BAD}), tmp_path)
+    assert "offline bound" not in drawn["ablation_eviction"].texts
+    assert not any(gid.endswith("/bound") for gid in drawn["ablation_eviction"].lines)

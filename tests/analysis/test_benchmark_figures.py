@@ -86,7 +86,7 @@ def test_a_bar_is_the_median_over_the_limit_of_its_own_case(drawn, tmp_path):
     assert (float(rows[1]["ci_low"]), float(rows[1]["ci_high"])) == (4.0, 4.5)
     texts = drawn["kernel"].texts
     assert "4.20 ms (8.40×)" in texts
-    note = " ".join(texts)
+    note = drawn["kernel"].caption
     assert "n = 6 repetitions; limit: bytes at copy bandwidth" in note and "conversations" not in note
 
 
@@ -102,7 +102,7 @@ def test_the_swap_figure_says_speed_up_and_overlap(drawn, tmp_path):
 def test_a_peer_that_is_not_installed_is_named_in_the_small_print(drawn, tmp_path):
     found = drawn_by(kernel, drawn, tmp_path, {"decode 8": {"ours": OURS, "flashinfer": []}})
     assert "0:flashinfer/decode 8" not in found
-    assert "without flashinfer: flashinfer is not installed" in " ".join(drawn["kernel"].texts)
+    assert "without flashinfer: flashinfer is not installed" in drawn["kernel"].caption
 
 
 def test_half_of_a_swap_is_a_missing_series(store, tmp_path):

@@ -37,7 +37,7 @@ def test_a_sweep_draws_its_figures_and_they_can_be_drawn_again(tmp_path):
     assert swept.returncode == 0, swept.stderr
     names = ("ttft_by_turn", "speedup", "hit_rates")
     for name in names:
-        picture = tmp_path / "figures" / f"{name}.png"
+        picture = tmp_path / "figures" / "sweep-1" / f"{name}.png"
         assert f"Figure:   {picture}" in swept.stdout.splitlines()
         assert picture.read_bytes().startswith(b"\x89PNG")
         told = json.loads(picture.with_suffix(".json").read_text())
@@ -52,5 +52,5 @@ def test_a_sweep_draws_its_figures_and_they_can_be_drawn_again(tmp_path):
     assert again.returncode == 0, again.stderr
     for name in names:
         csv = f"{name}.csv"
-        assert (tmp_path / "again" / csv).read_text() == (tmp_path / "figures" / csv).read_text()
+        assert (tmp_path / "again" / csv).read_text() == (tmp_path / "figures" / "latest" / csv).read_text()
     assert "hotness; run `python runners/run.py experiment=hotness -m`" in again.stderr

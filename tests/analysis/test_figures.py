@@ -31,7 +31,7 @@ def test_what_a_sweep_supports_is_drawn_and_the_rest_is_named_with_its_command(o
     assert set(drawn) == {"ttft_by_turn", "speedup", "hit_rates"}
     assert [one.clipped for one in drawn.values()] == [[]] * 3
     told = capsys.readouterr()
-    assert str(outputs / "figures" / "hit_rates.png") in told.out.splitlines()
+    assert str(outputs / "figures" / "sweep-1" / "hit_rates.png") in told.out.splitlines()
     lines = told.err.splitlines()
     skipped = {name for line in lines for name in line.removeprefix("not drawn: ").partition(";")[0].split(", ")}
     assert skipped == set(registry.FIGURES) - set(drawn)
@@ -48,6 +48,42 @@ def test_all_draws_each_sweep_into_a_folder_of_its_own(outputs, drawn, capsys):
     for sweep in (1, 2):
         assert str(outputs / "figures" / f"sweep-{sweep}" / "ttft_by_turn.png") in told.out.splitlines()
     assert not told.err
+
+
+def test_a_folder_a_sweep_and_latest_is_the_one_that_was_drawn_last(outputs, drawn, capsys):
+    """Six sweeps left 29 pictures in one folder, those of one over those of another."""
+    store = open_store(outputs)
+    chat(store)
+    chat(store, "run.py other -m")
+    assert figures.main(["--quiet"]) == 0
+    latest = outputs / "figures" / "latest"
+    assert latest.resolve().name == "sweep-2"
+    assert figures.main(["--sweep", "1", "--quiet"]) == 0
+    assert latest.resolve().name == "sweep-1"
+    assert {one.name for one in (outputs / "figures").iterdir()} == {"latest", "sweep-1", "sweep-2"}
+    elsewhere = outputs / "elsewhere"
+    assert figures.main(["--sweep", "2", "--quiet", "--to", str(elsewhere)]) == 0
+    assert (elsewhere / "ttft_by_turn.png").exists()
+    assert latest.resolve().name == "sweep-1"
+
+
+def test_the_caption_is_a_file_and_in_the_pdf_and_one_line_is_in_the_picture(outputs, capsys):
+    chat(open_store(outputs))
+    assert figures.main(["speedup"]) == 0
+    folder = outputs / "figures" / "latest"
+    caption = (folder / "speedup.txt").read_text(encoding="utf-8")
+    assert caption.startswith("Speed-up of the first token over stateless. Time to first token of stateless over")
+    assert "load closed" in caption and "trials 1-4" in caption
+    pdf = (folder / "speedup.pdf").read_bytes()
+    assert b"/Title" in pdf and b"/Subject" in pdf
+
+
+def test_the_picture_says_in_one_line_what_must_not_be_missed(outputs, drawn, capsys):
+    chat(open_store(outputs))
+    assert figures.main(["ttft_by_turn"]) == 0
+    [line] = [text for text in drawn["ttft_by_turn"].texts if "sweep 1" in text]
+    assert line == "measured, random weights; 4 conversations, 2 seeds: no intervals; sweep 1"
+    assert not any("code d" in text for text in drawn["ttft_by_turn"].texts)
 
 
 def test_one_figure_that_cannot_be_drawn_does_not_take_the_others_with_it(outputs, drawn, capsys, monkeypatch):

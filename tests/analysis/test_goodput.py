@@ -30,7 +30,7 @@ def test_goodput_stands_over_the_offered_rate_with_the_objective_in_the_small_pr
     assert not drawn["goodput"].clipped
     assert flat(lines["pensieve"]) == pytest.approx([1.0, 0.85, 4.0, 3.05])
     assert flat(lines["pensieve/all"]) == pytest.approx([1.0, 0.9, 4.0, 3.6])
-    note = next(text for text in drawn["goodput"].texts if text.startswith("Solid"))
+    note = drawn["goodput"].caption
     assert "first token within 200 ms; dotted" in note
     assert "n = 2, no interval" in note
     assert not drawn["goodput"].intervals

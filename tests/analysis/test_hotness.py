@@ -37,6 +37,8 @@ def test_the_speed_up_of_each_class_is_paired_with_stateless(store, drawn, tmp_p
     assert picture.ticks == ["hot users", "warm users", "cold users"]
     assert len(picture.intervals["pensieve/interval"]) == 3
     assert {"pensieve", "stateless"} <= set(picture.texts)
+    [points] = [line for line in picture.figure.axes[0].get_lines() if line.get_gid() == "pensieve"]
+    assert points.get_linewidth() == 0, "nothing lies between hot and warm users"
 
 
 def test_swapping_two_baselines_in_the_database_swaps_the_drawn_data(drawn, tmp_path):

@@ -171,7 +171,7 @@ def test_the_table_says_the_same_as_the_overview(drawn, tmp_path, capsys, monkey
         [[row[name] for name in key] for row in rows_of(tmp_path, stem)]
         for stem in ("prefix_overview", "invalidation_table")
     )
-    assert first == second and len(first) == 18
+    assert first == second and len(first) == 17  # stateless has no degradation
 
 
 def test_the_table_is_printed_before_its_files_are_named(tmp_path, monkeypatch, capsys, drawn):
@@ -194,7 +194,7 @@ def test_batch_sizes_stand_in_order_and_the_effect_is_paired(drawn, tmp_path):
     assert [x for x, _ in found["0:pensieve"]] == [64.0, 512.0]
     rows = rows_of(tmp_path, stem)
     assert all(float(row["largest_over_smallest"]) == pytest.approx(1.0) for row in rows)
-    assert any("512 over 64" in text and "pensieve 1.00 [1.00, 1.00]" in text for text in drawn[stem].texts)
+    assert "512 over 64" in drawn[stem].caption and "pensieve 1.00 [1.00, 1.00]" in drawn[stem].caption
 
 
 def test_swapping_baselines_swaps_the_lines_over_the_batch(drawn, tmp_path):
@@ -231,3 +231,15 @@ def test_every_sidecar_says_what_the_figure_stands_on(module, drawn, store, tmp_
     said = json.loads(drawing.sidecar.read_text())
     assert said["trials"] == sorted(trial.id for trial in source.trials)
     assert (said["seeds"], said["conversations"], said["cache_state"]) == ([0, 1], 24, ["cold"])
+
+
+def test_an_engine_that_keeps_nothing_has_no_degradation(store, drawn, tmp_path):
+    """A miss is the shorter prompt: without a cache it took less than a hit, and that read as "-68 %"."""
+    cached = {"pensieve": CACHED, "stateless": NOTHING}
+    source = prefix_sweep(store, {"pensieve": FAST, "stateless": SLOW}, blocks=("512/256",), cached=cached)
+    invalidation_cost.draw(source, tmp_path)
+    texts = " ".join(text for one in drawn.values() for text in one.texts)
+    assert "(no hits)" in texts and "+183 %" in texts and "−" not in texts
+    [drawing] = invalidation_table.draw(source, tmp_path)
+    cells = {line["engine"]: line["degra-\ndation (%)"] for line in drawing.table}
+    assert cells["stateless"] == "–" and cells["pensieve"].startswith("183")

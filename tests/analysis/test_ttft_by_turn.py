@@ -15,6 +15,7 @@ from tests.results.trials import MEMORY, conversation_turns, trial_fields, turn
 
 FAST = (40.0, 42.0, 44.0)
 SLOW = (40.0, 80.0, 150.0)
+SUFFIXES = (".png", ".pdf", ".txt", ".csv", ".json")
 
 
 def chat(store, ttft, **columns):
@@ -81,7 +82,8 @@ def test_names_stand_beside_their_lines_and_the_footnote_says_what_ran(store, dr
     ttft_by_turn.draw(chat(store, {"pensieve": FAST, "stateless": SLOW}, device="cpu"), tmp_path)
     texts = drawn["ttft_by_turn"].texts
     assert {"pensieve", "stateless", "Time to first token by turn"} <= set(texts)
-    note = next(text for text in texts if text.startswith("Median"))
+    note = drawn["ttft_by_turn"].caption
+    assert note.startswith("Time to first token by turn. Median")
     for part in (
         "n = 6 conversations, 2 seeds",
         "random weights",
@@ -98,18 +100,18 @@ def test_files_land_in_the_outputs_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
     chat(open_store(tmp_path), {"pensieve": FAST, "stateless": SLOW}, seeds=range(5))
     assert figures.main(["ttft_by_turn"]) == 0
-    paths = [tmp_path / "figures" / f"ttft_by_turn{suffix}" for suffix in (".png", ".pdf", ".csv", ".json")]
+    paths = [tmp_path / "figures" / "sweep-1" / f"ttft_by_turn{suffix}" for suffix in SUFFIXES]
     assert capsys.readouterr().out.split() == [str(path) for path in paths]
     assert paths[0].read_bytes().startswith(b"\x89PNG")
     assert paths[1].read_bytes().startswith(b"%PDF")
-    with paths[2].open(newline="") as file:
+    with paths[3].open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["baseline"], row["turn"]) for row in rows[:3]] == [("pensieve", str(number)) for number in (1, 2, 3)]
     last = rows[-1]
     assert float(last["ttft_ms_median"]) == pytest.approx(165.0)
     assert float(last["ci_low"]) <= 165.0 <= float(last["ci_high"])
     assert (last["n"], last["n_seeds"], last["trials"]) == ("15", "5", "2 4 6 8 10")
-    assert json.loads(paths[3].read_text())["trials"] == list(range(1, 11))
+    assert json.loads(paths[4].read_text())["trials"] == list(range(1, 11))
 
 
 def test_a_swept_field_gets_a_figure_for_each_value(store, drawn, tmp_path):

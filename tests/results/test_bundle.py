@@ -86,7 +86,7 @@ def test_a_bundle_redraws_its_figures_on_a_machine_without_anything(swept, tmp_p
     done = redraw(folder)
     assert done.returncode == 0, done.stderr
     assert (folder / ".venv" / "bin" / "python").exists()
-    assert (folder / "outputs" / "figures" / "ttft_by_turn.png").stat().st_size > 10_000
+    assert (folder / "outputs" / "figures" / "latest" / "ttft_by_turn.png").stat().st_size > 10_000
 
 
 def redraw(folder, **environment):

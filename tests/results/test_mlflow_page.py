@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from sqlalchemy import insert
 
-from pensieve.results.mlflow_runs import mlflow_url
+from pensieve.results.mlflow_store import mlflow_url
 from pensieve.results.schema import MetricRow, SweepTrial, Trial
 from pensieve.results.store import open_store
 from tests.results.browser import CHROMIUM, Page

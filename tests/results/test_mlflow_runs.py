@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pensieve.metrics import Measurement, summarise
-from pensieve.results import mlflow_runs
+from pensieve.results import mlflow_runs, mlflow_store
 from pensieve.results.store import open_store
 from pensieve.results.sweep_table import sweep_table
 from tests.results.test_database import FORK
@@ -82,7 +82,7 @@ def test_a_sweep_becomes_a_parent_with_children(tmp_path: Path, caplog: pytest.L
     assert mlflow_runs.log_trial(tmp_path, store, trial, "first experiment", parent, reused=True) == run_id
     assert store.trial(trial).mlflow_run_id == run_id
 
-    client = mlflow.MlflowClient(tracking_uri=mlflow_runs.mlflow_url(tmp_path))
+    client = mlflow.MlflowClient(tracking_uri=mlflow_store.mlflow_url(tmp_path))
     run = client.get_run(run_id)
     assert run.info.status == "FINISHED"
     assert run.data.tags["mlflow.parentRunId"] == parent
@@ -139,10 +139,10 @@ def test_a_sweep_becomes_a_parent_with_children(tmp_path: Path, caplog: pytest.L
     assert "mlflow.parentRunId" not in alone.data.tags
     assert alone.info.experiment_id != run.info.experiment_id
 
-    assert mlflow_runs.finish_parent(tmp_path, store, sweep, "the table", "failed") == parent
+    assert mlflow_runs.finish_parent(tmp_path, store, sweep, sweep_table(store, sweep), "failed") == parent
     assert client.get_run(parent).info.status == "FAILED"
     found = tmp_path / "mlartifacts" / parent / "artifacts" / "comparison.txt"
-    assert found.read_text() == "the table"
+    assert found.read_text() == sweep_table(store, sweep).text()
     assert not [r for r in caplog.records if r.name.startswith(("mlflow", "alembic"))]
     assert not list(Path.cwd().glob("mlruns"))
 
@@ -153,8 +153,8 @@ def test_without_mlflow_one_sentence(
     store = open_store(tmp_path)
     sweep = open_sweep(store)
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    mlflow_runs._client.cache_clear()
-    mlflow_runs._say_missing.cache_clear()
+    mlflow_store.forget_clients()
+    mlflow_store.say_missing.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert mlflow_runs.start_parent(tmp_path, store, sweep, "e") is None
         assert mlflow_runs.log_trial(tmp_path, store, store.begin_trial(trial_fields()), "e") is None
@@ -181,15 +181,15 @@ def test_an_mlflow_that_fails_costs_no_trial(tmp_path: Path, caplog: pytest.LogC
 def test_a_store_whose_maker_died_is_made_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow")
     with monkeypatch.context() as patch:
-        patch.setattr(mlflow_runs.shutil, "copyfile", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        dying = FORK.Process(target=mlflow_runs.ensure_store, args=(tmp_path,))  # of its own: MLflow remembers files
+        patch.setattr(mlflow_store.shutil, "copyfile", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        dying = FORK.Process(target=mlflow_store.ensure_store, args=(tmp_path,))  # of its own: MLflow remembers files
         dying.start()
         dying.join()
     assert dying.exitcode == -signal.SIGKILL
     assert not (tmp_path / "mlflow.db").exists()
     (left,) = tmp_path.glob(".mlflow-new-*")
     assert (left / "mlflow.db").exists()
-    assert mlflow_runs.ensure_store(tmp_path) is not None
+    assert mlflow_store.ensure_store(tmp_path) is not None
     assert not list(tmp_path.glob(".mlflow-new-*"))
     store = open_store(tmp_path)
     assert mlflow_runs.start_parent(tmp_path, store, open_sweep(store), "e") is not None
@@ -208,6 +208,6 @@ def test_a_sweep_taken_up_with_another_timeout_keeps_its_parent(
     assert parents == [store.sweep(sweep).mlflow_run_id] * 2
     assert parents[0] is not None
     assert caplog.records == []
-    run = mlflow.MlflowClient(tracking_uri=mlflow_runs.mlflow_url(tmp_path)).get_run(parents[0])
+    run = mlflow.MlflowClient(tracking_uri=mlflow_store.mlflow_url(tmp_path)).get_run(parents[0])
     assert run.data.params == {"seed": "0,1"}
     assert run.data.tags["pensieve.command"] == "run.py -m"

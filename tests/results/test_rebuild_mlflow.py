@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.results import mlflow_runs
+from pensieve.results import mlflow_runs, mlflow_store
 from pensieve.results.mlflow_runs import rebuild_mlflow
 from pensieve.results.store import open_store
 from tests.results.test_database import FORK, in_another_process
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 def runs_of(outputs: Path, experiment: str):  # type: ignore[no-untyped-def]
     mlflow = pytest.importorskip("mlflow")
-    client = mlflow.MlflowClient(tracking_uri=mlflow_runs.mlflow_url(outputs))
+    client = mlflow.MlflowClient(tracking_uri=mlflow_store.mlflow_url(outputs))
     found = client.get_experiment_by_name(experiment)
     return client, client.search_runs([found.experiment_id], max_results=1000)
 
@@ -88,7 +88,7 @@ def test_sixteen_processes_log_to_one_store(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     sweep = open_sweep(store, 16)
     trials = [add_trial(store, sweep, n, "pensieve", conversation_turns([1.0]), seed=n) for n in range(16)]
-    mlflow_runs._client.cache_clear()
+    mlflow_store.forget_clients()
 
     def work(trial: int) -> None:
         mlflow_runs.log_trial(tmp_path, open_store(tmp_path), trial, "together")

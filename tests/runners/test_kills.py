@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from pensieve.errors import TrialRunning
-from pensieve.results.mlflow_runs import ensure_store, rebuild_mlflow
+from pensieve.results.mlflow_runs import rebuild_mlflow
+from pensieve.results.mlflow_store import ensure_store
 from pensieve.results.store import open_store
 from tests.results.test_database import FORK
 from tests.runners.sweeping import SHORT, kill, start

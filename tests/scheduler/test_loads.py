@@ -53,6 +53,7 @@ def serve(
     model, hardware = machine(name)
     clock = VirtualClock()
     worker = SimulatedWorker(model, hardware, clock, CHUNK, depth)
+    worker.computes = True  # one iteration at a time, since gaps between tokens are read off the clock
     cost = Roofline(model, hardware, CHUNK)
     one = history // CHUNK + 4
     gpu = 2 * one + decoders * 24
@@ -110,10 +111,10 @@ def serve(
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_long_load_holds_up_nobody_who_decodes(depth: int) -> None:
-    """7,900 tokens are 1 GiB, 41 ms of the link; an iteration of the decodes is 9 to 11 ms."""
+    """7,900 tokens are 1 GiB, 41 ms of the link; an iteration of the decodes is about 12 ms, and 17 with who joins."""
     together, apart = (serve(how, 7900, depth=depth, returning=4) for how in (False, True))
     assert together.p(99) > 2.5 * together.p(50)
-    assert apart.p(99) < 1.25 * apart.p(50)
+    assert apart.p(99) < 0.5 * together.p(99)
     assert np.mean(apart.first_ms) < 1.25 * np.mean(together.first_ms), "who returns pays with one iteration at most"
     assert apart.tokens == together.tokens
 

@@ -6,7 +6,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from pensieve import cli
-from pensieve.results import mlflow_runs
+from pensieve.results import mlflow_runs, mlflow_store
 from pensieve.results.store import open_store
 from pensieve.trial import mlflow_copy, terminal
 from pensieve.trial import run as run_module
@@ -40,7 +40,7 @@ def typed(tmp_path, monkeypatch, capsys):
 
 def runs(folder):
     """Trial, status and parent of every MLflow run, the oldest trial first; a sweep's own run has no trial."""
-    client = mlflow_runs._client(folder)
+    client = mlflow_store.client_of(folder)
     found = client.search_runs([e.experiment_id for e in client.search_experiments()])
     rows = [
         (run.data.tags.get(mlflow_runs.TRIAL_TAG), run.info.status, run.data.tags.get(mlflow_runs.PARENT_TAG))

@@ -1,0 +1,209 @@
+"""MLflow's own store under the outputs folder: made once, opened, written in batches, moved away.
+
+mlflow is imported here and in mlflow_runs alone, and only when something is logged: the import takes seconds. A failure of
+MLflow never fails a trial: functions marked `or_none` log one sentence and return None.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from math import ceil
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from filelock import FileLock
+from sqlalchemy.exc import SQLAlchemyError
+
+from pensieve.errors import ResultsError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+DATABASE_NAME, NEW_PREFIX = "mlflow.db", ".mlflow-new-"
+LOCK_TIMEOUT_S = 120
+PARAMS_A_BATCH, METRICS_A_BATCH = 100, 1000  # and no more than the latter of both together
+PARAM_LENGTH, NAME_LENGTH, TAG_LENGTH = 6000, 250, 5000
+_STORE_FILES = ("mlflow.db", "mlflow.db-wal", "mlflow.db-shm", "mlartifacts")
+
+_log = logging.getLogger(__name__)
+
+
+def mlflow_url(outputs: Path) -> str:
+    """The tracking URI of the local store. The timeout lets parallel trials wait for each other."""
+    return f"sqlite:///{outputs.absolute() / DATABASE_NAME}?timeout=30"
+
+
+def or_none(function: Callable[P, T | None]) -> Callable[P, T | None]:
+    """Log one sentence and return None where MLflow or its disk raises."""
+
+    @functools.wraps(function)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        try:
+            return function(*args, **kwargs)
+        except ImportError:
+            say_missing()
+        except ResultsError:
+            raise
+        except Exception as error:
+            if not isinstance(error, OSError | SQLAlchemyError) and not type(error).__module__.startswith("mlflow"):
+                raise
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            _log.warning("Nothing was logged to MLflow (%s); the results database is complete without it.", reason)
+        return None
+
+    return guarded
+
+
+@functools.lru_cache(maxsize=1)
+def say_missing() -> None:
+    _log.warning("MLflow is not installed, so nothing is logged there; `pip install mlflow` changes that.")
+
+
+@or_none
+def ensure_store(outputs: Path) -> str | None:
+    """Create the MLflow database if it is missing, one process at a time; returns its tracking URI."""
+    client_of(outputs)
+    return mlflow_url(outputs)
+
+
+def client_of(outputs: Path) -> Any:
+    """MLflow's client of the store in this folder; the store is made where it is missing."""
+    return _client(outputs.absolute())
+
+
+def forget_clients() -> None:
+    """The store was moved: a client of this process would go on writing to the files where they are now."""
+    _client.cache_clear()
+
+
+@functools.lru_cache(maxsize=4)
+def _client(outputs: Path) -> Any:
+    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+    os.environ["DO_NOT_TRACK"] = "true"
+    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # the commit comes from our own environment record
+    from mlflow import MlflowClient
+
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    with lock(outputs):  # its schema is made by the client or its first question, and two at once would fail
+        if not (outputs / DATABASE_NAME).exists():
+            _create_database(outputs)
+        client = MlflowClient(tracking_uri=mlflow_url(outputs))
+        client.search_experiments(max_results=1)
+    return client
+
+
+def _create_database(outputs: Path) -> None:
+    """Create it in another folder, then move it: MLflow cannot repair a schema that a dead process left incomplete."""
+    from mlflow import MlflowClient
+
+    for left in outputs.glob(f"{NEW_PREFIX}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=NEW_PREFIX, dir=outputs))
+    MlflowClient(tracking_uri=mlflow_url(folder)).search_experiments(max_results=1)
+    shutil.copyfile(folder / DATABASE_NAME, folder / "closed.db")  # MLflow keeps the other one open, under its name
+    (folder / "closed.db").replace(outputs / DATABASE_NAME)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def move_away(outputs: Path) -> Path | None:
+    """Move an existing store to mlflow-before-<time>, and return that folder; None where there is none."""
+    found = [outputs / part for part in _STORE_FILES if (outputs / part).exists()]
+    if not found:
+        return None
+    kept = outputs / f"mlflow-before-{datetime.now(UTC):%Y-%m-%d-%H-%M-%S-%f}"
+    try:
+        kept.mkdir()
+        for path in found:
+            path.rename(kept / path.name)
+    except OSError as error:
+        raise ResultsError(
+            f"The MLflow store in {outputs} cannot be moved away ({error.strerror or error}); "
+            "end what uses it (make ui), and check that this user may write there."
+        ) from None
+    return kept
+
+
+def lock(outputs: Path) -> FileLock:
+    """To be held while a run is looked for and then made, so that two processes do not make it twice."""
+    return FileLock(outputs / "mlflow.db.lock", timeout=LOCK_TIMEOUT_S)
+
+
+def experiment_id(client: Any, outputs: Path, name: str) -> str:
+    """The experiment's id, created or restored from deletion if need be. The caller holds the lock."""
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        return str(client.create_experiment(name, artifact_location=(outputs.absolute() / "mlartifacts").as_uri()))
+    if found.lifecycle_stage == "deleted":
+        client.restore_experiment(found.experiment_id)
+    return str(found.experiment_id)
+
+
+def run_exists(client: Any, run_id: str | None) -> bool:
+    """Whether the run exists and was not deleted."""
+    from mlflow.exceptions import MlflowException
+
+    if run_id is None:
+        return False
+    try:
+        return bool(client.get_run(run_id).info.lifecycle_stage == "active")
+    except MlflowException:
+        return False
+
+
+def first_run(client: Any, experiment: str, **tags: str) -> str | None:
+    """The id of a run with all of these tags."""
+    found = client.search_runs([experiment], filter_string=tagged(**tags), max_results=1)
+    return str(found[0].info.run_id) if found else None
+
+
+def tagged(**tags: str) -> str:
+    return " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
+
+
+def log_batches(
+    client: Any, run_id: str, params: Sequence[Any], metrics: Sequence[Any], tags: Mapping[str, str] | None = None
+) -> None:
+    """In as few calls as MLflow's limits allow, since each is a transaction."""
+    from mlflow.entities import RunTag
+
+    if tags:
+        client.log_batch(run_id, tags=[RunTag(name, text[:TAG_LENGTH]) for name, text in tags.items()])
+    fitting = METRICS_A_BATCH - PARAMS_A_BATCH
+    for number in range(max(ceil(len(params) / PARAMS_A_BATCH), ceil(len(metrics) / fitting))):
+        client.log_batch(
+            run_id,
+            metrics=metrics[number * fitting : (number + 1) * fitting],
+            params=params[number * PARAMS_A_BATCH : (number + 1) * PARAMS_A_BATCH],
+        )
+
+
+def params_of(values: Mapping[str, Any]) -> list[Any]:
+    from mlflow.entities import Param
+
+    texts = {key: json.dumps(v, default=str) if isinstance(v, list | tuple) else str(v) for key, v in values.items()}
+    return [Param(allowed_name(key), text[:PARAM_LENGTH]) for key, text in sorted(texts.items())]
+
+
+def metrics_of(values: Mapping[str, float | None], at_ms: int, step: int = 0) -> list[Any]:
+    """Without those whose value is not known."""
+    from mlflow.entities import Metric
+
+    return [Metric(allowed_name(name), v, at_ms, step) for name, v in values.items() if v is not None]
+
+
+def allowed_name(text: str) -> str:
+    """A name that MLflow allows, for a parameter or a metric."""
+    return re.sub(r"[^\w./ -]", "_", text)[:NAME_LENGTH]
+
+
+def milliseconds(moment: datetime | None) -> int | None:
+    return int(moment.timestamp() * 1000) if moment else None
