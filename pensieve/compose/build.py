@@ -9,6 +9,7 @@ from pathlib import Path
 from pensieve.baselines.base import AnsweringSystem
 from pensieve.cache.base import CacheManager
 from pensieve.clock import Clock, VirtualClock, WallClock
+from pensieve.compose.machine import free_host_memory_bytes
 from pensieve.compose.plan import TrialPlan, memory_share
 from pensieve.compose.schema import ModelConfig, TrialConfig
 from pensieve.compose.target import factory
@@ -168,6 +169,7 @@ def make_workload(plan: TrialPlan, tokenizer: Tokenizer) -> Workload:
         vocab=plan.model.vocab,
         encode=lambda text: tokens_of(tokenizer.encode(text), plan.model.vocab),
         force_lengths=plan.device.simulated or plan.weights == "random",
+        memory_bytes=free_host_memory_bytes(),
     )
     workload: Workload = find_parts(plan.config).workload(context)
     return workload

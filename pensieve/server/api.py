@@ -16,18 +16,27 @@ from pensieve.compose import (
     check,
     check_free_memory,
     model_config,
+    options,
     plan_trial,
     read_option,
 )
+from pensieve.compose.explain import explain_crash
+from pensieve.compose.folder import ended, nearest
 from pensieve.compose.target import locate
-from pensieve.errors import ConfigError, RequestFailed, WorkerError, refused
+from pensieve.errors import ConfigError, EngineMissing, PensieveError, RequestFailed, WorkerError, refused
 from pensieve.eviction.base import needs_future
 from pensieve.record import TurnRecord
 from pensieve.request import UNNUMBERED, Free, Length, Request, Sampling, TokenArray, stops_of, text_of, tokens_of
 from pensieve.stop import before_stop
 from pensieve.tokenizer import Tokenizer
 
-_ALIASES = {"vllm": "stateless"}
+_ARGUMENTS = {
+    "cache.gpu": "gpu_cache",
+    "cache.cpu": "cpu_cache",
+    "hardware.device": "device",
+    "model.weights": "weights",
+}
+"""What a field of the configuration is called by the callers of create_server, whom a sentence about it must tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,7 @@ class Server:
         self._totals: dict[str, float] = {
             "turns": 0,
             "output_tokens": 0,
+            "refused_turns": 0,
             "failed_turns": 0,
             **dict.fromkeys(_COUNTED, 0),
         }
@@ -98,7 +108,7 @@ class Server:
             Sampling(temperature, top_p, top_k, self._seed if seed is None else seed),
         )
         if turn.status == "refused":
-            raise refused(turn.finish_reason, turn.error or "The request was refused.")
+            raise refused(turn.finish_reason, _as_arguments(turn.error or "The request was refused."))
         if turn.status != "completed":
             raise RequestFailed(turn.error or f"The request ended as {turn.status}.")
         return Generation(list(turn.token_ids), self._text(turn, stops), turn)
@@ -108,7 +118,10 @@ class Server:
         self._system.forget(session_id)
 
     def get_statistics(self) -> dict[str, Any]:
-        """Counts since start: turns, tokens, hits by tier, evictions, bytes moved, and what the engine is."""
+        """Counts since start: turns, tokens, hits by tier, evictions, bytes moved, and what the engine is.
+
+        turns counts all; refused_turns could never be served, failed_turns could have been.
+        """
         with self._lock:
             totals = dict(self._totals)
         history = totals["history_tokens"]
@@ -134,7 +147,8 @@ class Server:
             (
                 f"{engine['baseline']} on {engine['device']}, {engine['dtype']}, weights {engine['weights']}: "
                 f"GPU tier {engine['gpu_tokens']:,} tokens, CPU tier {engine['cpu_tokens']:,} tokens",
-                f"{s['turns']:.0f} turns, {s['output_tokens']:.0f} tokens generated, {s['failed_turns']:.0f} turns failed",
+                f"{s['turns']:.0f} turns, {s['output_tokens']:.0f} tokens generated, {s['failed_turns']:.0f} turns failed, "
+                f"{s['refused_turns']:.0f} refused",
                 f"history tokens {s['history_tokens']:.0f}: GPU hit {share('gpu_hit_rate')}, "
                 f"CPU hit {share('cpu_hit_rate')}, recomputed {share('miss_rate')}",
                 f"chunks evicted {s['evicted_chunks']:.0f}, dropped {s['dropped_chunks']:.0f}; "
@@ -162,10 +176,11 @@ class Server:
         try:
             turn = self._system.ask(request)
         except WorkerError as error:
-            raise RequestFailed(str(error)) from error
+            raise RequestFailed(explain_crash(error)) from error
         with self._lock:
             self._totals["turns"] += 1
-            self._totals["failed_turns"] += turn.status != "completed"
+            self._totals["refused_turns"] += turn.status == "refused"
+            self._totals["failed_turns"] += turn.status not in ("completed", "refused")
             self._totals["output_tokens"] += turn.output_tokens
             for name in _COUNTED:
                 self._totals[name] += getattr(turn, name) or 0
@@ -192,13 +207,51 @@ def create_server(
 ) -> Server:
     """A server that is ready to answer.
 
-    mode: pensieve, gpu_only, stateless (or vllm, its alias), or another baseline in the engine. model: a name in conf/model,
-    a hub id, or a folder written by save_pretrained; weights: hub (what was published: of a folder, its own), random or a
-    folder, by default what the model says.
+    mode: pensieve, gpu_only, stateless, or another baseline in the engine; an outside engine such as vllm runs in trials.
+    model: a name in conf/model, a hub id, or a folder written by save_pretrained; weights: hub (what was published: of a
+    folder, its own), random or a folder, by default what the model says.
     gpu_cache, cpu_cache: "4GiB" or "8192 tokens". device: auto, cpu, cuda, or a simulated machine such as sim_h100.
     Raises the errors of pensieve.errors, each a sentence that says what to do.
     """
+    try:
+        return _server(mode, model, weights, gpu_cache, cpu_cache, eviction, device, seed, scheduler)
+    except PensieveError as error:
+        raise type(error)(_as_arguments(str(error))) from error
+
+
+def _as_arguments(sentence: str) -> str:
+    for field, argument in _ARGUMENTS.items():
+        sentence = sentence.replace(field, argument)
+    return sentence
+
+
+def _baseline(mode: str) -> dict[str, Any]:
+    """The option of conf/baseline. Raises EngineMissing for an outside engine, ConfigError for an unknown mode."""
+    known = [name for name in options("baseline") if read_option("baseline", name)["cache"]]
+    if mode in options("baseline") and mode not in known:
+        raise EngineMissing(
+            f"mode={mode!r} is an outside engine, and create_server starts ours only; compare with it in trials "
+            f"(python runners/run.py baseline=pensieve,{mode} -m). Of ours, mode='prefix_cache' shares full blocks as vLLM "
+            "does, and mode='stateless' keeps nothing between turns."
+        )
+    if mode not in known:
+        raise ConfigError(ended(f"There is no mode {mode!r}{nearest(mode, known)}"))
+    return read_option("baseline", mode)
+
+
+def _server(
+    mode: str,
+    model: str,
+    weights: str | None,
+    gpu_cache: str,
+    cpu_cache: str,
+    eviction: str,
+    device: str,
+    seed: int,
+    scheduler: str,
+) -> Server:
     hardware = {"auto": "local"}.get(device, device)
+    baseline = _baseline(mode)
     chosen = model_config(model, **({} if weights is None else {"weights": weights}))
     config = check(
         {
@@ -207,7 +260,7 @@ def create_server(
             "cache": {"name": "api", "gpu": gpu_cache, "cpu": cpu_cache},
             "eviction": read_option("eviction", eviction),
             "scheduler": read_option("scheduler", scheduler),
-            "baseline": read_option("baseline", _ALIASES.get(mode, mode)),
+            "baseline": baseline,
             "workload": read_option("workload", "chat"),  # unused: requests come from the caller
             "hardware": read_option("hardware", hardware),
             "tracking": read_option("tracking", "off"),

@@ -42,6 +42,8 @@ class WorkloadContext:
     encode: Any  # Callable[[str], Sequence[int]]
     force_lengths: bool
     """True where the weights are random: outputs then have lengths given by the workload, never an end of sequence."""
+    memory_bytes: int | None = None
+    """Free memory of this machine, beyond which no conversations are written; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,8 @@ def test_bytes_need_a_vocabulary_for_them():
 def test_composing_a_simulation_imports_no_torch():
     code = (
         "import sys; from tests.composed import checked, SHORT; from pensieve.compose import *; "
-        "p = plan_trial(checked(*SHORT)); preflight(p); build_system(p).start(); "
+        "from pensieve.compose.preflight import preflight; p = plan_trial(checked(*SHORT)); "
+        "preflight(p); build_system(p).start(); "
         "assert not {'torch', 'transformers'} & set(sys.modules), 'torch was imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
