@@ -47,7 +47,7 @@ def conversations(store: ResultsStore, job: JobResult) -> dict[str, Turns]:
     broken = set()
     for row in store.turns_of(job.trial.id, *_COLUMNS):
         if is_measured(row.phase):
-            found.setdefault(row.session, []).append(row._mapping)
+            found.setdefault(row.session, []).append(dict(row._mapping))
             if row.status != "completed":
                 broken.add(row.session)
     return {name: sorted(turns, key=lambda t: t["turn"]) for name, turns in found.items() if name not in broken}

@@ -118,13 +118,6 @@ def test_a_failure_is_recorded_and_runs_again(tracking, monkeypatch):
     assert tracking.store.trial(again.trial_id).attempt == 2
 
 
-def test_a_capacity_below_one_request_fails_the_trial_in_a_sentence(tracking):
-    outcome = run(tracking, "cache.gpu='256 tokens'")
-    assert "longest conversation" in outcome.error
-    assert tracking.store.trial(outcome.trial_id).status == "failed"
-    assert tracking.store.completed_trial(tracking.store.trial(outcome.trial_id).fingerprint) is None
-
-
 def test_ctrl_c_marks_the_trial_and_keeps_no_half_file(tracking, monkeypatch):
     def interrupt(*_args, **_kwargs):
         raise KeyboardInterrupt
