@@ -89,41 +89,46 @@ def check_weights(model: ModelConfig) -> None:
 
 
 def _ask_hub(model: ModelConfig) -> None:
+    assert model.hub_id is not None
+    why = _refusal(model.hub_id, model.revision)
+    if why:
+        raise WeightsMissing(
+            f"The weights of {model.hub_id} cannot be had: {why}; use model.weights=random "
+            "(same speed, meaningless text) or model.weights=<a folder with safetensors>."
+        )
+
+
+def _refusal(hub_id: str, revision: str | None = None) -> str | None:
+    """Why the hub does not give a model, a clause; None where it does. It is asked once: a download tries six times."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
 
-    assert model.hub_id is not None
     try:
-        HfApi().model_info(model.hub_id, revision=model.revision, timeout=10)
-        HfApi().auth_check(model.hub_id)
-        return
+        HfApi().model_info(hub_id, revision=revision, timeout=10)
+        HfApi().auth_check(hub_id)
     except GatedRepoError:
-        why = "they need an accepted licence and a token (huggingface-cli login)"
+        return "they need an accepted licence and a token (huggingface-cli login)"
     except RepositoryNotFoundError:
-        why = "the hub knows no such model, or not for you"
+        return "the hub knows no such model, or not for you"
     except OfflineModeIsEnabled:
-        why = "they are not on this machine and HF_HUB_OFFLINE is set"
+        return "they are not on this machine and HF_HUB_OFFLINE is set"
     except Exception as error:  # the hub's client lets several network libraries' errors through
-        why = f"they are not on this machine and the hub cannot be reached ({type(error).__name__})"
-    raise WeightsMissing(
-        f"The weights of {model.hub_id} cannot be had: {why}; use model.weights=random "
-        "(same speed, meaningless text) or model.weights=<a folder with safetensors>."
-    )
+        return f"they are not on this machine and the hub cannot be reached ({type(error).__name__})"
+    return None
 
 
 def _hub_architecture(hub_id: str) -> dict[str, Any]:
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-    for local_only in (True, False):
-        try:
-            file = hf_hub_download(hub_id, "config.json", local_files_only=local_only)
-        except Exception as error:  # as in _ask_hub
-            failure = error
-            continue
-        content = json.loads(Path(file).read_text(encoding="utf-8"))
-        assert isinstance(content, dict)
-        return content
-    raise WeightsMissing(
-        f"{hub_id} is not in conf/model, and the hub cannot be asked for it ({type(failure).__name__}); "
-        f"choose one of: {', '.join(options('model'))}."
-    ) from failure
+    found = try_to_load_from_cache(hub_id, "config.json")
+    if not isinstance(found, str):
+        why = _refusal(hub_id)
+        if why:
+            raise WeightsMissing(
+                f"{hub_id} is not in conf/model, and its files cannot be had: {why}; choose one of: "
+                f"{', '.join(options('model'))}."
+            )
+        found = hf_hub_download(hub_id, "config.json")
+    content = json.loads(Path(found).read_text(encoding="utf-8"))
+    assert isinstance(content, dict)
+    return content
