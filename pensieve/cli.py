@@ -315,6 +315,7 @@ def _export(store: ResultsStore, options: argparse.Namespace) -> int:
         if latest is None:
             raise ResultsError("There is no sweep to export yet; run `python runners/run.py -m` first.")
         sweep_id = latest.id
+    store.sweep(sweep_id)  # says where there is none
     folder = options.to or outputs_folder() / "export" / f"sweep-{sweep_id}"
     _print(map(str, export_sweep(store, sweep_id, folder)))
     return 0
