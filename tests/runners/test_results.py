@@ -67,7 +67,7 @@ def test_reproduce_then_prune(swept):
 
     done = results(swept, "reproduce", "1")
     assert "Trial 3 repeats trial 1." in done.stdout
-    assert "Outputs are identical, token for token, in 12 turns." in done.stdout
+    assert "Outputs are identical, token for token, in 18 turns." in done.stdout
     assert "differs" not in done.stderr
     (first, repeated) = asked("select config, fingerprint, flags from trial where id in (1, 3) order by id")
     assert first[0] == repeated[0]
