@@ -32,8 +32,8 @@ MAIN_METRICS = (
 COMPARE_EPILOG = """A and B: a sweep's id, "latest", or conditions such as sweep=latest,baseline=pensieve or
 model=tiny,workload.users=6 (columns of table trial, or dotted fields of the configuration).
 Example: python runners/compare.py sweep=latest,baseline=pensieve sweep=latest,baseline=stateless
-The ratio is A / B. Latencies are paired by seed and conversation; everything else has one value a trial,
-and an interval from five seeds on."""
+Latencies are paired by seed and conversation, everything else by seed (one value a trial, and an interval from
+five seeds on). "A / B" divides the two columns; "paired" is the geometric mean of the pairs' ratios."""
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("verb", choices=verbs, help="pensieve VERB --help lists the verb's arguments")
     if sys.argv[1:2] == ["-sc"]:  # Hydra's shell completion calls the command without its verb
         _, *words = os.environ.get("COMP_LINE", "pensieve").split(" ")
-        if words[:1] not in (["run"], ["bench"]):
+        if words[:1] not in (["run"], ["bench"], ["results"]):
             print(" ".join(verbs))
             return
         os.environ["COMP_LINE"] = " ".join(["pensieve", *words[1:]])
@@ -113,7 +113,7 @@ def bench() -> int:
         if status:
             sys.exit(status)
 
-    guarded(app)
+    guarded(app, "bench")
     return 0
 
 
@@ -223,6 +223,8 @@ def compare() -> int:
 
 def results(argv: Sequence[str] | None = None) -> int:
     """What was recorded: list, show, export, reproduce, prune, bundle it, or rebuild MLflow from it."""
+    if sys.argv[1:2] == ["-sc"]:
+        return _complete(_results_parser())
     sys.path.insert(0, os.getcwd())  # reproduce: a policy of one's own in the current folder
     with _imports():
         from pensieve.compose import outputs_folder
@@ -264,7 +266,9 @@ def _results_parser() -> argparse.ArgumentParser:
     read.add_argument("trial", help="its number, or latest")
     read.add_argument("--session", help="its name (default: the first measured one)")
     exported = command("export", _export, "a JSON for each baseline of a sweep, and its turns as CSV and Parquet")
-    exported.add_argument("--sweep", type=int, help="default: the latest")
+    which = exported.add_mutually_exclusive_group()
+    which.add_argument("sweep", type=int, nargs="?", help="default: the latest")
+    which.add_argument("--sweep", type=int, dest="named", metavar="SWEEP", help="the same")
     exported.add_argument("--to", type=Path, help="folder (default: outputs/export/sweep-<id>)")
     repeated = command("reproduce", _reproduce, "run a trial again from its stored configuration and compare")
     repeated.add_argument("trial", type=int)
@@ -276,6 +280,60 @@ def _results_parser() -> argparse.ArgumentParser:
     bundled.add_argument("sweep", type=int)
     bundled.add_argument("--to", type=Path, help="file (default: outputs/bundle/sweep-<id>.zip)")
     return parser
+
+
+def _complete(parser: argparse.ArgumentParser) -> int:
+    """Answer the shell's TAB as Hydra does for run.py: `-sc install=bash` prints the rule, which calls `-sc query=bash`.
+
+    Both commands are completed by one rule, whichever of them installed it. Candidates: commands, the options of the one that
+    was chosen, and the ids of sweeps or trials where it wants one.
+    """
+    if sys.argv[2:3] != ["query=bash"]:
+        from hydra._internal.core_plugins.bash_completion import BashCompletion
+
+        BashCompletion(None).install()  # type: ignore[arg-type]  # only a query reads the configuration
+        return 0
+    words = os.environ.get("COMP_LINE", "").split(" ")
+    begun = next((i for i, word in enumerate(words) if word.endswith(("results.py", "results"))), 0) + 1
+    print(" ".join(_candidates(parser, words[begun:-1])))
+    return 0
+
+
+def _candidates(parser: argparse.ArgumentParser, before: Sequence[str]) -> list[str]:
+    """What may follow these words. The database is opened only where an id is wanted, and is not made."""
+    [commands] = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    chosen = next((word for word in before if word in commands), None)
+    if chosen is None:
+        return [*commands, "--url-env"]
+    actions = commands[chosen]._actions
+    last = next((a for a in actions if before[-1] in a.option_strings), None)
+    if last is not None and last.choices:
+        return [str(choice) for choice in last.choices]
+    ids = _ids("sweep" if last is not None else _first_positional(actions)) if before[-1] in (chosen, "--sweep") else []
+    return [*ids, *(name for a in actions for name in a.option_strings if name not in before)]
+
+
+def _first_positional(actions: Iterable[argparse.Action]) -> str:
+    return next((action.dest for action in actions if not action.option_strings), "")
+
+
+def _ids(of: str) -> list[str]:
+    from pensieve.compose import outputs_folder
+    from pensieve.errors import PensieveError
+
+    if of not in ("sweep", "trial"):
+        return []
+    from sqlalchemy import select
+
+    from pensieve.results.schema import Sweep, Trial
+    from pensieve.results.store import open_store
+
+    try:
+        with open_store(outputs_folder(), create=False).database.reading() as connection:
+            column = Sweep.id if of == "sweep" else Trial.id
+            return [str(found) for found in connection.scalars(select(column).order_by(column.desc()).limit(50))]
+    except PensieveError:
+        return []  # nothing is there yet
 
 
 def _database_url(url_env: str | None) -> str | None:
@@ -335,12 +393,13 @@ def _export(store: ResultsStore, options: argparse.Namespace) -> int:
     from pensieve.errors import ResultsError
     from pensieve.results.export import export_sweep
 
-    sweep_id = options.sweep
+    sweep_id = options.named if options.sweep is None else options.sweep
     if sweep_id is None:
         latest = store.latest_sweep()
         if latest is None:
             raise ResultsError("There is no sweep to export yet; run `python runners/run.py -m` first.")
         sweep_id = latest.id
+    store.sweep(sweep_id)  # says where there is none
     folder = options.to or outputs_folder() / "export" / f"sweep-{sweep_id}"
     _print(map(str, export_sweep(store, sweep_id, folder)))
     return 0

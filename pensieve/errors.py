@@ -36,6 +36,10 @@ class UnsupportedModel(PensieveError):
     """The architecture cannot run through the paged attention plug, or fails its load-time self-check."""
 
 
+class PolicyError(PensieveError):
+    """An eviction policy gives a chunk a key that has no place in an order, such as NaN."""
+
+
 class RequestRefused(PensieveError):
     """A request can never be served; it was refused when it was submitted.
 

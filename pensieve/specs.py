@@ -41,28 +41,53 @@ class ModelSpec:
     def from_architecture(name: str, architecture: Mapping[str, Any], dtype: str = "float32") -> ModelSpec:
         """Read a transformers configuration (the content of config.json, or conf/model/*.yaml's architecture).
 
-        Raises UnsupportedModel where a field that the sizes need is missing.
+        Raises UnsupportedModel, naming the field, where one that the sizes need is missing or no size, or two disagree.
         """
         a = dict(architecture)
 
+        def size(*names: str) -> int | None:
+            key = next((key for key in names if a.get(key) is not None), None)
+            if key is None:
+                return None
+            try:
+                value = int(a[key])
+            except (TypeError, ValueError):
+                value = 0
+            if value < 1:
+                raise UnsupportedModel(
+                    f"model.architecture.{key}={a[key]!r} of model {name} is no size; give a whole number from 1 on."
+                )
+            return value
+
         def need(*names: str) -> int:
-            for key in names:
-                if a.get(key) is not None:
-                    return int(a[key])
-            raise UnsupportedModel(f"The architecture of model {name} lacks {names[0]}; add it to its configuration.")
+            value = size(*names)
+            if value is None:
+                raise UnsupportedModel(
+                    f"The architecture of model {name} lacks {names[0]}; add it to its configuration."
+                )
+            return value
 
         model_type = str(a.get("model_type", ""))
         hidden, heads = need("hidden_size", "n_embd"), need("num_attention_heads", "n_head")
-        inner = a.get("intermediate_size") or a.get("ffn_dim") or a.get("n_inner") or 4 * hidden
+        kv_heads = size("num_key_value_heads") or heads
+        for value, field_name, parts, of in (
+            (heads, "num_attention_heads", kv_heads, "num_key_value_heads"),
+            (hidden, "hidden_size", heads, "num_attention_heads"),
+        ):
+            if value % parts and not (field_name == "hidden_size" and a.get("head_dim")):
+                raise UnsupportedModel(
+                    f"model.architecture.{field_name}={value} of model {name} is no multiple of {of}={parts}; change one of "
+                    "the two."
+                )
         return ModelSpec(
             name=name,
             model_type=model_type,
             layers=need("num_hidden_layers", "n_layer"),
             hidden=hidden,
             heads=heads,
-            kv_heads=int(a.get("num_key_value_heads") or heads),
-            head_dim=int(a.get("head_dim") or hidden // heads),
-            intermediate=int(inner),
+            kv_heads=kv_heads,
+            head_dim=size("head_dim") or hidden // heads,
+            intermediate=size("intermediate_size", "ffn_dim", "n_inner") or 4 * hidden,
             vocab=need("vocab_size"),
             max_context=need("max_position_embeddings", "n_positions"),
             dtype=dtype,

@@ -65,12 +65,24 @@ def test_the_route_names_the_files_that_a_turn_crosses():
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "CONTRIBUTING.md", *sorted(p.name for p in (CHECKOUT / "docs").glob("*.md"))]
+    "page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *sorted(p.name for p in (CHECKOUT / "docs").glob("*.md"))]
 )
 def test_links_of_a_page_lead_somewhere(page):
     file = next(path for path in (CHECKOUT / page, CHECKOUT / "docs" / page) if path.exists())
     links = re.findall(r"\]\((?!https?:)([^)#]+)\)", file.read_text())
     assert [link for link in links if not (file.parent / link).exists()] == []
+
+
+def test_the_changelog_has_the_version_that_is_packaged():
+    version = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["version"]
+    headings = re.findall(r"^## (.+)$", (CHECKOUT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert next(heading for heading in headings if heading != "Unreleased") == version
+
+
+@pytest.mark.parametrize("term", ["working set", "retention value", "partly open"])
+def test_a_term_of_the_tables_is_explained_in_the_glossary(term):
+    glossary = (CHECKOUT / "docs" / "numbers.md").read_text().split("\n## Terms\n")[1].split("\n## ")[0]
+    assert any(term in row.split("|")[1] for row in glossary.splitlines() if row.startswith("|"))
 
 
 def test_the_version_that_is_cited_is_the_one_that_is_packaged():

@@ -29,9 +29,10 @@ def run_target(config: Mapping[str, Any], overrides: Mapping[str, str]) -> int:
     """
     target = str(config["target"])
     if target == "soak":
+        whole(config["bench"], "turns", 1)  # before torch is imported
         from pensieve.bench.soak import soak
 
-        return soak(int(config["bench"]["turns"]), int(config["bench"]["seed"]))
+        return soak(whole(config["bench"], "turns", 1), whole(config["bench"], "seed", 0))
     if target == "scan":
         from pensieve.bench.scan import main
 
@@ -41,3 +42,11 @@ def run_target(config: Mapping[str, Any], overrides: Mapping[str, str]) -> int:
     from pensieve.bench.command import run_command
 
     return run_command(target, ALL if target == "all" else (target,), config, overrides)
+
+
+def whole(options: Mapping[str, Any], name: str, least: int) -> int:
+    """The field bench.`name`. Raises ConfigError unless it is a whole number from `least` on."""
+    value = options[name]
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"bench.{name}={value!r} cannot be used; give a whole number from {least} on.")
+    return value

@@ -13,10 +13,11 @@ import torch
 from pydantic import BaseModel, ValidationError
 from rich.console import Console
 
-from pensieve.bench import RECORDED, table
+from pensieve.bench import RECORDED, table, whole
 from pensieve.bench.record import Record, command
 from pensieve.bench.session import Bench, Options
 from pensieve.bench.timer import explain
+from pensieve.compose.folder import read_option
 from pensieve.compose.machine import Device, cores, find_device
 from pensieve.compose.schema import HardwareConfig, TrackingConfig
 from pensieve.errors import ConfigError, HardwareMissing, PensieveError
@@ -26,7 +27,6 @@ from pensieve.trial.tracking import Tracking, open_named
 from pensieve.worker.torch.shelf import open_shelf
 
 TRIALS = ("serve",)  # targets made of trials: each takes the device for itself, and may be on a simulated machine
-_WIDTH = 160
 
 
 def run_command(name: str, targets: Sequence[str], config: Mapping[str, Any], overrides: Mapping[str, str]) -> int:
@@ -74,14 +74,13 @@ def decided(options: Mapping[str, Any]) -> Options:
     """The fields of `bench` in conf/bench.yaml, checked. Raises ConfigError."""
     if options["size"] not in ("auto", "small", "full"):
         raise ConfigError(f"bench.size={options['size']!r} is unknown; it is auto, small or full.")
-    repeats = options["repeats"]
-    if repeats is not None and (not isinstance(repeats, int) or repeats < 1):
-        raise ConfigError(f"bench.repeats={repeats!r} cannot be used; give a whole number from 1 on, or null.")
+    if options["model"] != "auto":
+        read_option("model", str(options["model"]))  # refuses an unknown one, also where the target runs none
     return Options(
         size="full" if options["size"] == "full" else "small",
-        repeats=repeats,
+        repeats=None if options["repeats"] is None else whole(options, "repeats", 1),
         model=None if options["model"] == "auto" else str(options["model"]),
-        seed=int(options["seed"]),
+        seed=whole(options, "seed", 0),
         exclusive=bool(options["exclusive"]),
         markdown=Path(str(options["markdown"])).expanduser() if options["markdown"] else None,
         only=str(options["only"]) if options["only"] else None,
@@ -130,7 +129,8 @@ def _run(bench: Bench) -> str | None:
 def _show(bench: Bench) -> None:
     if bench.results:
         console = Console()
-        (console if console.is_terminal else Console(width=_WIDTH)).print(table.table(bench.target, bench.results))
+        width = min(console.width, table.WIDTH) if console.is_terminal else table.WIDTH
+        Console(width=width).print(table.table(bench.target, bench.results))
     for sentence in bench.sentences:
         print(sentence, flush=True)
 

@@ -237,8 +237,11 @@ def soak(turns: int, seed: int, say: Callable[[str], None] = print) -> int:
     say(
         f"{total.turns} turns, {total.tokens} tokens, all as the plain model; largest logit difference {total.worst:.1e}"
     )
-    names = [name for name in Paths.__slots__ if name not in ("turns", "tokens", "worst")]
-    say("turns by path: " + ", ".join(f"{name} {getattr(total, name)}" for name in names))
+    by_path = {name: getattr(total, name) for name in Paths.__slots__ if name not in ("turns", "tokens", "worst")}
+    say("turns by path: " + ", ".join(f"{name} {count}" for name, count in by_path.items()))
+    missed = [name for name, count in by_path.items() if count == 0]
+    if missed:
+        say(f"Not hit, and so not checked: {', '.join(missed)}; give bench.turns more, or another bench.seed.")
     return 0
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
+from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from pensieve.bench.case import Measured, Result
 from pensieve.errors import ConfigError
@@ -16,17 +18,41 @@ from pensieve.units import format_bytes
 
 NONE = "–"
 COLUMNS = ("case", "backend", "value", "spread", "unit", "limit", "value / limit", "against best peer", "beside")
+WIDTH = 100
+_NARROW = ("case", "backend", "value", "spread", "unit", "limit", "of limit", "of peer")
 
 
-def table(target: str, results: Sequence[Result]) -> Table:
-    """A row a backend of a case; see cells."""
-    shown = Table(title=f"bench {target}", title_justify="left", box=box.SIMPLE_HEAD)
-    for name in COLUMNS:
-        shown.add_column(name, justify="left" if name in ("case", "backend", "unit", "beside") else "right")
+def table(target: str, results: Sequence[Result]) -> RenderableType:
+    """A row a backend of a case (see cells), at most WIDTH columns wide; what stands beside the numbers is below them."""
+    shown = Table(title=f"bench {target}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in _NARROW:
+        left = name in ("case", "backend", "unit")
+        shown.add_column(name, justify="left" if left else "right", no_wrap=name not in ("case", "backend"))
+    beside = []
     for result in results:
         for number, measured in enumerate(result.measured):
-            shown.add_row(*cells(result, measured, first=number == 0), end_section=measured is result.measured[-1])
-    return shown
+            *row, note = cells(result, measured, first=number == 0)
+            shown.add_row(*row, end_section=measured is result.measured[-1])
+            if note:
+                beside.append(f"{result.case.label}, {measured.backend}: {note}")
+    lines = [*beside, *(sentence for result in results for sentence in beyond_the_limit(result))]
+    return Group(shown, *(Text(line) for line in lines))
+
+
+def beyond_the_limit(result: Result) -> list[str]:
+    """A sentence for each backend whose value is better than the limit, which then is none."""
+    case, found = result.case, []
+    for measured in result.measured:
+        if not (case.floor and measured.values):
+            continue
+        ratio = measured.value / case.floor
+        if ratio > 1.0 if case.higher_is_better else ratio < 1.0:
+            made_of = f" ({case.floor_is})" if case.floor_is else ""
+            found.append(
+                f"{case.label}: {measured.backend} is at {ratio:.2f} of the limit{made_of}, which is no limit then: the "
+                "rates that it is made of were measured too low in this run, or this backend does less work."
+            )
+    return found
 
 
 def cells(result: Result, measured: Measured, first: bool = True) -> tuple[str, ...]:
@@ -81,8 +107,9 @@ def markdown(
         lines += ["", f"**{target}**", "", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
         for result in some:
             lines += [f"| {' | '.join(cells(result, m))} |" for m in result.measured]
-    if sentences:
-        lines += ["", *(f"- {sentence}" for sentence in sentences)]
+    beyond = [sentence for some in results.values() for result in some for sentence in beyond_the_limit(result)]
+    if sentences or beyond:
+        lines += ["", *(f"- {sentence}" for sentence in [*beyond, *sentences])]
     return "\n".join(lines) + "\n"
 
 

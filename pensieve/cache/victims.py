@@ -5,13 +5,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Hashable, Iterator
 
-from pensieve.eviction.base import EvictionPolicy
+from pensieve.eviction.base import EvictionPolicy, refuse_key
 from pensieve.session import Session, View
 
 _Key = tuple[int, Hashable]  # level, policy bucket
 _Entry = tuple[float, float, int, int, int]  # policy order, last active, session number, chunk, stamp
 _Head = tuple[int, float, float, int, int, int, _Key]  # level, score, last active, session number, chunk, stamp, key
 _COMPACT_BELOW = 64
+_INFINITE = float("inf")
 _NOT_ENTERED = -1  # the stamp of a lead that no heap has an entry of
 
 
@@ -142,7 +143,10 @@ class VictimIndex:
                 self._touch(lead.key)
         self._stamp += 1
         lead.chunk, lead.stamp, lead.key = chunk, self._stamp, key
-        entry = (self._policy.order(session, chunk), session.last_active_s, session.number, chunk, self._stamp)
+        order = self._policy.order(session, chunk)
+        if not _is_key(order):
+            refuse_key(self._policy, "order", order, session.name)
+        entry = (order, session.last_active_s, session.number, chunk, self._stamp)
         heap = self._heaps.get(key)
         if heap is None:
             self._heaps[key] = [entry]
@@ -177,8 +181,19 @@ class VictimIndex:
             entry = heap[0]
             if self._is_valid(entry):
                 order, last_active, conversation, chunk, stamp = entry
-                return (key[0], self._policy.score(key[1], order, now_s), last_active, conversation, chunk, stamp, key)
+                score = self._policy.score(key[1], order, now_s)
+                if not _is_key(score):
+                    refuse_key(self._policy, "score", score, self._leads[conversation].session.name)
+                return (key[0], score, last_active, conversation, chunk, stamp, key)
             heapq.heappop(heap)
         if heap is not None:
             del self._heaps[key], self._valid[key]
         return None
+
+
+def _is_key(value: object) -> bool:
+    """Whether it is a number that has a place among the others: NaN has none, and would leave a heap in any order."""
+    try:
+        return value <= _INFINITE  # type: ignore[operator]
+    except TypeError:
+        return False

@@ -11,7 +11,7 @@ from pensieve.baselines.base import AnsweringSystem
 from pensieve.cache.base import CacheManager
 from pensieve.chat_template import ChatTemplate
 from pensieve.clock import Clock, VirtualClock, WallClock
-from pensieve.compose.machine import Device
+from pensieve.compose.machine import Device, free_host_memory_bytes
 from pensieve.compose.plan import TrialPlan, memory_share, plans_in_flight
 from pensieve.compose.schema import HardwareConfig, TrialConfig
 from pensieve.compose.target import factory
@@ -210,6 +210,7 @@ def make_workload(plan: TrialPlan, tokenizer: Tokenizer) -> Workload:
         encode=lambda text: tokens_of(tokenizer.encode(text), plan.model.vocab),
         force_lengths=plan.device.simulated or plan.weights == "random",
         chat=ChatTemplate(tokenizer),
+        memory_bytes=free_host_memory_bytes(),
     )
     return in_state(plan.config.cache_state, find_parts(plan.config).workload, context)
 

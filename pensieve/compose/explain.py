@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import sysconfig
+import traceback
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -17,9 +20,20 @@ from pensieve.errors import PensieveError
 
 _KEY = re.compile(r"[Cc]ould not (?:override|append to config|delete from config)[^']*'\+?~?([^'=@]+)")
 
+_NOT_THE_USERS = tuple(
+    dict.fromkeys(
+        [
+            Path(__file__).resolve().parents[1],
+            *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")),
+        ]
+    )
+)
+_SEVERAL = re.compile(r"Ambiguous value for argument '([^']*)'")
 
-def explain(error: BaseException, arguments: Sequence[str] = ()) -> str:
-    """One sentence for the terminal. arguments: the command line's overrides, to find the field that was probably meant."""
+
+def explain(error: BaseException, arguments: Sequence[str] = (), config_name: str = "config") -> str:
+    """One sentence for the terminal. arguments: the command line's overrides, to find the field of `config_name` that was
+    probably meant."""
     if isinstance(error, PensieveError):
         return str(error)
     if isinstance(error, OverrideParseException):
@@ -31,16 +45,60 @@ def explain(error: BaseException, arguments: Sequence[str] = ()) -> str:
     if isinstance(error, ModuleNotFoundError):
         return f"The Python package {error.name} is not installed; install it and run again."
     if isinstance(error, HydraException | OmegaConfBaseException):
-        return _composition(error, arguments)
+        return _composition(error, arguments, config_name)
     return f"{type(error).__name__}: {_first_line(error)}"
+
+
+def explain_number(error: BaseException, arguments: Sequence[str]) -> str | None:
+    """The sentence for a number in the place of an option's name, at which Hydra raises a plain ValueError; else None."""
+    if not (isinstance(error, ValueError) and str(error).startswith("Config group override must be a string")):
+        return None
+    wrong = next(
+        (text for text in arguments if re.fullmatch(r"[a-z_/]*=[-\d.]+|[a-z_/]+=(true|false)", text, re.I)), "It"
+    )
+    return f"{wrong} names no option of a group; write group=option or group.field=value (--help lists them)."
+
+
+def explain_crash(error: BaseException) -> str:
+    """As `explain`, for what a trial died of: names the file and line where code of the user's own raised it."""
+    for cause in _causes(error):
+        place = _line_of_the_user(cause)
+        if place:
+            return f"{place} raised {type(cause).__name__}: {_first_line(cause).rstrip('.')}; mend it and run again."
+    return explain(error)
+
+
+def is_the_users(error: BaseException) -> bool:
+    """Whether code of the user's own raised it: a policy, workload or baseline that is not of this package."""
+    return any(_line_of_the_user(cause) for cause in _causes(error))
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _line_of_the_user(error: BaseException) -> str | None:
+    """`file, line N` of the innermost frame that belongs neither to this package nor to an installed one."""
+    if isinstance(error, PensieveError):
+        return None  # says itself what to do; its cause may still be the user's
+    found = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = Path(frame.f_code.co_filename)
+        if file.is_absolute() and not any(file.is_relative_to(folder) for folder in _NOT_THE_USERS):
+            found = f"{file}, line {line} ({frame.f_code.co_name}),"
+    return found
 
 
 def _unreadable(override: str) -> str:
     key, equals, value = override.partition("=")
     if not equals:
         return f"{override!r} is no override; write group=option or group.field=value (--help lists them)."
-    if re.search(r"[=,{}\[\]()\s:'\"\\]", value):
-        inner = value.strip("'\"")
+    if not re.fullmatch(r"[+~]*[\w/.@:-]+", key, flags=re.ASCII):
+        return f"{key!r} is the name of no field or group; write group=option or group.field=value (--help lists them)."
+    if re.search(r"[^\w./+-]", value, flags=re.ASCII):
+        inner = value.strip("'\"").replace('"', '\\"')
         return f"The value of {key} must be quoted twice, once for the shell: '{key}=\"{inner}\"'."
     return f"The override {override!r} cannot be read; write group=option or group.field=value."
 
@@ -53,31 +111,34 @@ def _no_such_option(error: MissingConfigException) -> str:
     return f"There is no configuration {missing!r}; --help lists the groups and their options."
 
 
-def _composition(error: BaseException, arguments: Sequence[str]) -> str:
+def _composition(error: BaseException, arguments: Sequence[str], config_name: str) -> str:
+    several = _SEVERAL.search(str(error))
+    if several:
+        return f"{several[1]} names several values, which are a sweep; add -m to run one trial for each of them."
     text = "\n".join(str(e) for e in (error, error.__cause__) if e is not None)
     found = _KEY.search(text)
     if isinstance(error, ConfigCompositionException) and found:
         key = found[1]
-        return ended(f"There is no field or group {key!r}{nearest(key, _known_keys(key, arguments))}")
+        return ended(f"There is no field or group {key!r}{nearest(key, _known_keys(key, arguments, config_name))}")
     return _first_line(error).rstrip(".") + "."
 
 
-def _known_keys(key: str, arguments: Sequence[str]) -> list[str]:
+def _known_keys(key: str, arguments: Sequence[str], config_name: str) -> list[str]:
     """The fields next to `key` that exist with the options that the command line chose."""
     chosen = [a for a in arguments if re.fullmatch(r"[a-z_]+=[\w-]+", a) and not a.startswith(key + "=")]
     for overrides in (chosen, []):
         try:
-            return list(_field_names(_compose(overrides), key))
+            return list(_field_names(_compose(config_name, overrides), key))
         except (HydraException, OmegaConfBaseException):
             continue
     return []
 
 
-def _compose(overrides: list[str]) -> DictConfig:
+def _compose(config_name: str, overrides: list[str]) -> DictConfig:
     if GlobalHydra().is_initialized():
-        return _plain(compose(config_name="config", overrides=overrides))
+        return _plain(compose(config_name=config_name, overrides=overrides))
     with initialize_config_dir(config_dir=str(conf_folder()), version_base="1.3"):
-        return _plain(compose(config_name="config", overrides=overrides))
+        return _plain(compose(config_name=config_name, overrides=overrides))
 
 
 def _plain(cfg: object) -> DictConfig:

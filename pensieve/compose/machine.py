@@ -83,17 +83,20 @@ def find_device(hardware: HardwareConfig) -> Device:
     if asked != "auto" and asked != "cpu" and asked.partition(":")[0] != "cuda":
         raise ConfigError(f"hardware.device={asked!r} is unknown; it is auto, cpu, cuda or cuda:<index>.")
     if asked == "cpu":
-        return _cpu()
+        return _cpu(hardware)
     import torch
 
     if not torch.cuda.is_available():
         if asked == "auto":
-            return _cpu()
+            return _cpu(hardware)
         raise HardwareMissing(
             f"hardware.device={asked} needs a GPU that torch {torch.__version__} can use, and there is none; "
             "use hardware=cpu, or a simulated one such as hardware=sim_h100."
         )
-    index = int(asked.partition(":")[2] or 0)
+    number = asked.partition(":")[2] or "0"
+    if not number.isdecimal():
+        raise ConfigError(f"hardware.device={asked!r} is unknown; it is auto, cpu, cuda or cuda:<index>.")
+    index = int(number)
     if index >= torch.cuda.device_count():
         raise HardwareMissing(
             f"hardware.device={asked} does not exist; this machine has {torch.cuda.device_count()} GPU(s)."
@@ -126,7 +129,12 @@ def free_device_bytes(device: Device) -> int:
     return free_host_memory_bytes() if device.kind == "cpu" else device.gpu_bytes
 
 
-def _cpu() -> Device:
+def _cpu(hardware: HardwareConfig) -> Device:
+    if hardware.gpus > 1:
+        raise HardwareMissing(
+            f"hardware.gpus={hardware.gpus}: this trial would run on the CPU, which is one device; use hardware.gpus=1, or "
+            f"simulate several with hardware=sim_a100_80g hardware.gpus={hardware.gpus}."
+        )
     memory = host_memory_bytes()
     return Device("cpu", "cpu", "cpu", cpu_label(), 1, memory, memory)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
-from pensieve.errors import ConfigError
+from pensieve.errors import ConfigError, PolicyError
 from pensieve.session import Session
 
 
@@ -68,7 +68,7 @@ class _PlainPolicy(EvictionPolicy):
     """Somebody's own class that has methods of a policy but does not inherit the defaults."""
 
     def __init__(self, plain: Any) -> None:
-        self._plain = plain
+        self.plain = plain
         self.whole_conversations = bool(getattr(plain, "whole_conversations", False))
         self._bucket: Callable[..., Any] = getattr(plain, "bucket", super().bucket)
         self._score: Callable[..., Any] = getattr(plain, "score", super().score)
@@ -76,11 +76,11 @@ class _PlainPolicy(EvictionPolicy):
 
     @property
     def version(self) -> int:  # type: ignore[override]
-        version: int = getattr(self._plain, "version", 0)
+        version: int = getattr(self.plain, "version", 0)
         return version
 
     def order(self, session: Session, chunk: int) -> Any:
-        return self._plain.order(session, chunk)
+        return self.plain.order(session, chunk)
 
     def bucket(self, session: Session, chunk: int) -> Any:
         return self._bucket(session, chunk)
@@ -99,6 +99,17 @@ def as_policy(policy: Any) -> EvictionPolicy:
             "pensieve.eviction.base.EvictionPolicy."
         )
     return _PlainPolicy(policy)
+
+
+def refuse_key(policy: EvictionPolicy, method: str, key: object, session: str) -> NoReturn:
+    """Raise PolicyError for what `order` or `score` returned: it can be compared with no number."""
+    own = policy.plain if isinstance(policy, _PlainPolicy) else policy
+    code = getattr(getattr(own, method, None), "__code__", None)
+    where = f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
+    raise PolicyError(
+        f"{type(own).__name__}.{method}{where} returned {key!r} for a chunk of conversation {session!r}, which stands "
+        "neither before nor after another; return a number."
+    )
 
 
 def needs_future(policy: Any) -> bool:

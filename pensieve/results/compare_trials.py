@@ -29,14 +29,21 @@ _LESS_IS_BETTER = (
     "degradation", "energy",
 )  # fmt: skip
 
+PAIRED = (
+    "paired: the geometric mean of A / B over the pairs (same seed, and same conversation where n counts conversations). The "
+    "interval and the verdict are of it; where it is –, since some value is 0, they are of A / B."
+)
+
 Values = dict[tuple[int, str], float]
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedMetric:
-    """One metric. a, b: means over the pairs. ratio: a / b, with its 95 % interval where there is one.
+    """One metric. a, b: means over the pairs. ratio: with its 95 % interval where there is one.
 
-    n counts n_unit (conversations, or trials) that both sides have. verdict: which side is better, or why none is shown.
+    of_pairs: the ratio is the geometric mean of the pairs' ratios, which differs from a / b; False: it is a / b, since some
+    value is 0. n counts n_unit (conversations, or trials) that both sides have. verdict: which side is better, or why none
+    is shown.
     """
 
     group: str
@@ -51,6 +58,12 @@ class ComparedMetric:
     n: int
     n_unit: str
     verdict: str
+    of_pairs: bool = False
+
+    @property
+    def quotient(self) -> float | None:
+        """a / b, as a reader of the two columns would divide them."""
+        return self.a / self.b if self.b else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +78,7 @@ class ComparedTrials:
         for group in dict.fromkeys(row.group for row in rows):
             table = Table(title=group or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
             table.add_column("metric", no_wrap=True)
-            for name in ("A", "B", "A / B", "95 % interval", "n"):
+            for name in ("A", "B", "A / B", "paired", "95 % interval", "n"):
                 table.add_column(name, justify="right", no_wrap=True)
             table.add_column("verdict", no_wrap=True)
             for row in rows:
@@ -74,6 +87,8 @@ class ComparedTrials:
             parts.append(table)
         if not rows:
             parts.append(Text("No metric of that name is in both."))
+        if any(row.of_pairs for row in rows):
+            parts.append(Text(PAIRED))
         return Group(*parts, *(Text(note) for note in self.notes))
 
 
@@ -244,7 +259,8 @@ def _row(group: str, name: str, label: str, unit: str, a: Values, b: Values, n_u
         if n_unit == "conversations" or has_interval(seeds):
             low, high = found.ci_low, found.ci_high
     verdict = _verdict(name, mean_a, mean_b, low, high, seeds if seeds > 1 else len(a))
-    return ComparedMetric(group, name, label, unit, mean_a, mean_b, ratio, low, high, len(a), n_unit, verdict)
+    of_pairs = positive and ratio is not None
+    return ComparedMetric(group, name, label, unit, mean_a, mean_b, ratio, low, high, len(a), n_unit, verdict, of_pairs)
 
 
 def _verdict(name: str, a: float, b: float, low: float | None, high: float | None, n: int) -> str:
@@ -286,13 +302,15 @@ def _unequal_rate(pairs: Iterable[tuple[Trial, Trial]], rows: Sequence[ComparedM
 def _cells(row: ComparedMetric) -> tuple[str, ...]:
     name = f"{row.metric} [{row.label}]" if row.label else row.metric
     interval = "–" if row.ci_low is None or row.ci_high is None else f"{row.ci_low:.3g} to {row.ci_high:.3g}"
-    ratio = "–" if row.ratio is None else f"{row.ratio:.3g}"
+    quotient = "–" if row.quotient is None else f"{row.quotient:.3g}"
+    pairs = f"{row.ratio:.3g}" if row.of_pairs else "–"
     # Text, since square brackets would be markup.
     return (
         name.replace("[", "\\["),
         f"{row.a:,.4g}",
         f"{row.b:,.4g}",
-        ratio,
+        quotient,
+        pairs,
         interval,
         f"{row.n} {row.n_unit if row.n != 1 else row.n_unit.removesuffix('s')}",
         row.verdict,

@@ -103,8 +103,8 @@ class Sequence:
         if blocks > request_blocks:
             return CapacityError(
                 f"The request needs {blocks * chunk_tokens} tokens of KV, and one request can have "
-                f"{request_blocks * chunk_tokens} on the GPU tier; raise cache.gpu (gpu_cache of "
-                "create_server) or shorten the conversation."
+                f"{request_blocks * chunk_tokens} on the GPU tier; raise cache.gpu or "
+                "shorten the conversation."
             )
         return None
 

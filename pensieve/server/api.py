@@ -20,11 +20,14 @@ from pensieve.compose import (
     check,
     check_free_memory,
     model_config,
+    options,
     plan_trial,
     read_option,
 )
+from pensieve.compose.explain import explain_crash
+from pensieve.compose.folder import ended, nearest
 from pensieve.compose.target import locate
-from pensieve.errors import ConfigError, PensieveError, RequestFailed, WorkerError
+from pensieve.errors import ConfigError, EngineMissing, PensieveError, RequestFailed, WorkerError
 from pensieve.eviction.base import needs_future
 from pensieve.record import Event, TurnRecord
 from pensieve.request import Free, Length, Sampling, stops_of, text_of, tokens_of
@@ -36,7 +39,13 @@ from pensieve.tokenizer import Tokenizer
 
 __all__ = ["Generation", "Server", "Stream", "create_server"]
 
-_ALIASES = {"vllm": "stateless"}
+_ARGUMENTS = {
+    "cache.gpu": "gpu_cache",
+    "cache.cpu": "cpu_cache",
+    "hardware.device": "device",
+    "model.weights": "weights",
+}
+"""What a field of the configuration is called by the callers of create_server, whom a sentence about it must tell."""
 
 
 class Stream:
@@ -100,6 +109,7 @@ class Server:
         self._totals: dict[str, float] = {
             "turns": 0,
             "output_tokens": 0,
+            "refused_turns": 0,
             "failed_turns": 0,
             **dict.fromkeys(_COUNTED, 0),
         }
@@ -180,9 +190,12 @@ class Server:
         """The result of a future that `submit` returned."""
         try:
             self.drive(future)
+            return future.result()
         except WorkerError as error:
-            raise RequestFailed(str(error)) from error
-        return future.result()
+            raise RequestFailed(explain_crash(error)) from error
+        except PensieveError as error:
+            error.args = (_as_arguments(str(error)),)
+            raise
 
     def drive(self, future: Future[Any]) -> None:
         """On a simulated machine: let time go on until this future is done. On a real one nobody has to."""
@@ -201,7 +214,10 @@ class Server:
             self.system.forget(known.engine_name)  # returns when it is done, so that a cold cache is cold
 
     def get_statistics(self) -> dict[str, Any]:
-        """Counts since start: turns, tokens, hits by tier, evictions, bytes moved, and what the engine is."""
+        """Counts since start: turns, tokens, hits by tier, evictions, bytes moved, and what the engine is.
+
+        turns counts all; refused_turns could never be served, failed_turns could have been.
+        """
         with self._lock:
             totals = dict(self._totals)
         history = totals["history_tokens"]
@@ -227,7 +243,8 @@ class Server:
             (
                 f"{engine['baseline']} on {engine['device']}, {engine['dtype']}, weights {engine['weights']}: "
                 f"GPU tier {engine['gpu_tokens']:,} tokens, CPU tier {engine['cpu_tokens']:,} tokens",
-                f"{s['turns']:.0f} turns, {s['output_tokens']:.0f} tokens generated, {s['failed_turns']:.0f} turns failed",
+                f"{s['turns']:.0f} turns, {s['output_tokens']:.0f} tokens generated, {s['failed_turns']:.0f} turns failed, "
+                f"{s['refused_turns']:.0f} refused",
                 f"history tokens {s['history_tokens']:.0f}: GPU hit {share('gpu_hit_rate')}, "
                 f"CPU hit {share('cpu_hit_rate')}, recomputed {share('miss_rate')}",
                 f"chunks evicted {s['evicted_chunks']:.0f}, dropped {s['dropped_chunks']:.0f}; "
@@ -449,7 +466,8 @@ class Server:
     def _count(self, record: TurnRecord) -> None:
         with self._lock:
             self._totals["turns"] += 1
-            self._totals["failed_turns"] += record.status not in ("completed", "cancelled")
+            self._totals["refused_turns"] += record.status == "refused"
+            self._totals["failed_turns"] += record.status not in ("completed", "cancelled", "refused")
             self._totals["output_tokens"] += record.output_tokens
             for name in _COUNTED:
                 self._totals[name] += getattr(record, name) or 0
@@ -477,7 +495,45 @@ def create_server(
     gpu_cache, cpu_cache: "4GiB" or "8192 tokens". device: auto, cpu, cuda, or a simulated machine such as sim_h100.
     Raises the errors of pensieve.errors, each a sentence that says what to do.
     """
+    try:
+        return _server(mode, model, weights, gpu_cache, cpu_cache, eviction, device, seed, scheduler)
+    except PensieveError as error:
+        raise type(error)(_as_arguments(str(error))) from error
+
+
+def _as_arguments(sentence: str) -> str:
+    for field, argument in _ARGUMENTS.items():
+        sentence = sentence.replace(field, argument)
+    return sentence
+
+
+def _baseline(mode: str) -> dict[str, Any]:
+    """The option of conf/baseline. Raises EngineMissing for an outside engine, ConfigError for an unknown mode."""
+    known = [name for name in options("baseline") if read_option("baseline", name)["cache"]]
+    if mode in options("baseline") and mode not in known:
+        raise EngineMissing(
+            f"mode={mode!r} is an outside engine, and create_server starts ours only; compare with it in trials "
+            f"(python runners/run.py baseline=pensieve,{mode} -m). Of ours, mode='prefix_cache' shares full blocks as vLLM "
+            "does, and mode='stateless' keeps nothing between turns."
+        )
+    if mode not in known:
+        raise ConfigError(ended(f"There is no mode {mode!r}{nearest(mode, known)}"))
+    return read_option("baseline", mode)
+
+
+def _server(
+    mode: str,
+    model: str,
+    weights: str | None,
+    gpu_cache: str,
+    cpu_cache: str,
+    eviction: str,
+    device: str,
+    seed: int,
+    scheduler: str,
+) -> Server:
     hardware = {"auto": "local"}.get(device, device)
+    baseline = _baseline(mode)
     chosen = model_config(model, **({} if weights is None else {"weights": weights}))
     return server_of(
         {
@@ -486,7 +542,7 @@ def create_server(
             "cache": {"name": "api", "gpu": gpu_cache, "cpu": cpu_cache},
             "eviction": read_option("eviction", eviction),
             "scheduler": read_option("scheduler", scheduler),
-            "baseline": read_option("baseline", _ALIASES.get(mode, mode)),
+            "baseline": baseline,
             "hardware": read_option("hardware", hardware),
             "tracking": read_option("tracking", "off"),
         }

@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from pensieve.compose import TrialConfig, check, plan_trial
-from pensieve.compose.explain import explain
+from pensieve.compose.explain import explain, explain_crash, is_the_users
 from pensieve.errors import PensieveError
 from pensieve.trial.jobs import compose_jobs, plan_jobs
 from pensieve.trial.terminal import FULL_TRACE, leave_quietly
@@ -47,8 +47,10 @@ class SweepCallback(Callback):
             if FULL_TRACE:
                 traceback.print_exc()
             sys.exit(explain(error, sys.argv[1:]))
-        except Exception:  # a bug of ours: Hydra would run the jobs without their sweep
-            traceback.print_exc()
+        except Exception as error:  # Hydra would run the jobs without their sweep
+            if is_the_users(error) and not FULL_TRACE:
+                sys.exit(explain_crash(error))
+            traceback.print_exc()  # a bug of ours
             sys.exit(1)
 
     def on_multirun_end(self, config: DictConfig, config_name: str | None = None, **_: Any) -> None:
@@ -66,12 +68,15 @@ class SweepCallback(Callback):
 
     def _start(self, config: DictConfig, config_name: str) -> None:
         jobs = plan_jobs(config)
-        configs = compose_jobs(config_name, config, jobs)
-        checked = [check(cfg) for cfg in configs]
-        if any(is_inspection(one) for one in checked):
+        configs, checked, plans = [], [], []
+        for cfg in compose_jobs(config_name, config, jobs):  # a mistake is told before the other jobs are composed
+            configs.append(cfg)
+            checked.append(check(cfg))
+            if not is_inspection(checked[-1]):
+                plans.append(plan_trial(checked[-1]))
+        if len(plans) < len(checked):
             _inspect(checked)
             sys.exit(0)
-        plans = [plan_trial(one) for one in checked]
 
         from pensieve.trial.sweep import open_sweep
 
@@ -93,6 +98,10 @@ def run_job(cfg: DictConfig) -> None:
         if FULL_TRACE:
             raise
         sys.exit(explain(error))  # raised through Hydra, it would come with lines of Hydra's own
+    except Exception as error:
+        if FULL_TRACE or not is_the_users(error):
+            raise
+        sys.exit(explain_crash(error))
 
 
 def _single(cfg: DictConfig) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hydra import compose
@@ -39,6 +39,9 @@ def plan_jobs(config: DictConfig) -> Jobs | None:
     loader = GlobalHydra.instance().config_loader()
     parser = OverridesParser.create(config_loader=loader)
     params = {str(k): str(v) for k, v in (config.hydra.sweeper.params or {}).items()}
+    given = [_without_repeats(o) for o in parser.parse_overrides(given)]
+    with read_write(config.hydra.overrides), open_dict(config.hydra.overrides):
+        config.hydra.overrides.task = given
     typed = {o.get_key_element(): o for o in parser.parse_overrides(given)}
     swept = {key: o for key, o in typed.items() if o.is_sweep_override()}
     if "experiment" in swept or "," in params.get("experiment", ""):
@@ -62,6 +65,16 @@ def plan_jobs(config: DictConfig) -> Jobs | None:
     return Jobs(fixed, axes, tuple(tuple(job) for job in jobs))
 
 
+def _without_repeats(override: Override) -> str:
+    """As typed, but with each value of a sweep once: `seed=0,0` is one trial, and not two that are counted as two."""
+    if not override.is_discrete_sweep():
+        return str(override.input_line)
+    values = list(override.sweep_string_iterator())
+    if len(set(values)) == len(values):
+        return str(override.input_line)
+    return f"{override.get_key_element()}={','.join(dict.fromkeys(values))}"
+
+
 def _innermost_last(params: Mapping[str, str], swept: Mapping[str, Override]) -> dict[str, str]:
     """The sweeper's parameters in the order in which they vary, baseline last (fastest), so that baselines interleave."""
     keys = [*params, *(key for key in swept if key not in params)]
@@ -76,10 +89,11 @@ def compose_job(config_name: str, overrides: Sequence[str]) -> DictConfig:
     return cfg
 
 
-def compose_jobs(config_name: str, config: DictConfig, jobs: Jobs | None) -> list[DictConfig]:
-    """The configuration of each job; of the first alone where a sweeper chooses them as it goes."""
+def compose_jobs(config_name: str, config: DictConfig, jobs: Jobs | None) -> Iterator[DictConfig]:
+    """The configuration of each job, composed when it is asked for; of the first alone where a sweeper chooses them as it
+    goes."""
     overrides = [fixed_overrides(config)] if jobs is None else jobs.jobs
-    return [compose_job(config_name, one) for one in overrides]
+    return (compose_job(config_name, one) for one in overrides)
 
 
 def fixed_overrides(config: DictConfig) -> list[str]:

@@ -24,12 +24,13 @@ from pensieve.compose import (
     check_free_memory,
     plan_trial,
 )
-from pensieve.compose.explain import explain
+from pensieve.compose.explain import explain, explain_crash
 from pensieve.compose.preflight import preflight
 from pensieve.errors import (
     ConfigError,
     EngineMissing,
     PensieveError,
+    PolicyError,
     RequestFailed,
     RequestRefused,
     TrialRunning,
@@ -71,7 +72,7 @@ TRACE_FILE = "trace.json.gz"
 
 ORPHAN_S = 3.0  # how long a process without its sweep may take to notice, on a busy machine
 
-PERMANENT = (ConfigError, EngineMissing, UnsupportedModel, RequestRefused)
+PERMANENT = (ConfigError, EngineMissing, PolicyError, UnsupportedModel, RequestRefused)
 """Errors that every attempt of the same configuration meets."""
 
 
@@ -81,7 +82,7 @@ def run_trial(
     """Run a checked configuration unless the database holds it; whatever happens is recorded.
 
     resolved: the same configuration as plain values, which is what identifies it. Errors of the trial end up in the
-    outcome; those that leave nothing to record (an unknown device, an unreadable size) are raised.
+    outcome; those that leave nothing to record (an unknown device, an unreadable size, what preflight refuses) are raised.
     KeyboardInterrupt passes through, after the trial is marked. trial.retries further attempts follow a failure, and
     trial.isolate puts each in a process of its own.
     """
@@ -98,6 +99,9 @@ def run_trial(
             return _reuse(known, config, tracking, job, say)
     if note and job.number == 0:  # the other jobs of the sweep have the same reason
         say(note)
+    if job.preflight:  # a mistake in the configuration is no trial: it leaves nothing in the database
+        preflight(plan)
+        say(plan.budget())
     for attempts_left in range(config.trial.retries, -1, -1):
         if _isolated(plan):
             outcome = run_isolated(resolved, tracking, job, config.trial.timeout_s)
@@ -180,7 +184,7 @@ def _sentence(error: Exception) -> str:
     """The error in one sentence. torch's error for a full device is known by its name, since this module imports no torch."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return f"Memory ran out ({explain(error).rstrip('.')}); use a smaller cache or model."
-    return explain(error)
+    return explain_crash(error)
 
 
 def _reuse(known: Trial, config: TrialConfig, tracking: Tracking, job: Job, say: Callable[[str], None]) -> Outcome:
@@ -204,9 +208,6 @@ def _run(
     live: LiveRun | None,
 ) -> None:
     config = plan.config
-    if job.preflight:
-        preflight(plan)
-        say(plan.budget())
     tokenizer = build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
     workload, described = build_workload(plan, tokenizer)
     with device_lock(plan.device, config.trial.exclusive, say):

@@ -23,7 +23,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from pensieve.compose.explain import explain
+from pensieve.compose.explain import explain, explain_number
 from pensieve.errors import PensieveError
 
 INTERRUPTED = 130
@@ -59,8 +59,9 @@ class _Console(Console):
         discard_output()
 
 
-def guarded(app: Callable[[], object]) -> None:
-    """Run a Hydra application and end the process as described above; HYDRA_FULL_ERROR=1 lets the whole trace through.
+def guarded(app: Callable[[], object], config_name: str = "config") -> None:
+    """Run a Hydra application of conf/`config_name`.yaml and end the process as described above; HYDRA_FULL_ERROR=1 lets the
+    whole trace through.
 
     Hydra prints several lines and a hint of its own for its errors, unless it is asked to raise them.
     """
@@ -71,13 +72,13 @@ def guarded(app: Callable[[], object]) -> None:
         return
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
-        _run(app)
+        _run(app, config_name)
     except SystemExit as left:
         close_sweep("interrupted" if left.code == INTERRUPTED else "failed")
         raise
 
 
-def _run(app: Callable[[], object]) -> None:
+def _run(app: Callable[[], object], config_name: str) -> None:
     """Run it and turn every error into SystemExit, except a bug's."""
     try:
         app()
@@ -93,11 +94,15 @@ def _run(app: Callable[[], object]) -> None:
         )
         sys.exit(1)
     except (PensieveError, HydraException, OmegaConfBaseException, OSError) as error:
-        say(explain(error, sys.argv[1:]))
+        say(explain(error, sys.argv[1:], config_name))
         sys.exit(1)
-    except Exception:
+    except Exception as error:
         close_sweep("failed")
-        raise
+        sentence = explain_number(error, sys.argv[1:])
+        if sentence is None:
+            raise
+        say(sentence)
+        sys.exit(1)
 
 
 def discard_output() -> None:

@@ -9,7 +9,7 @@ from pensieve.record import TurnRecord
 from pensieve.request import Length, Request, Sampling
 from pensieve.workload.base import Arrival, WorkloadContext, WorkloadPlan
 from pensieve.workload.chance import uniform
-from pensieve.workload.fields import at_least, positive_seconds
+from pensieve.workload.fields import at_least, positive_seconds, within_memory
 from pensieve.workload.prose import prose
 
 STAGES = ("reason", "reflect")
@@ -57,6 +57,8 @@ class AgentsWorkload:
             at_least(output, self._outputs[stage], 1, whole=True)
         positive_seconds("timeout_s", timeout_s)
         self._context = context
+        tokens = steps * (sum(self._prompts.values()) + sum(self._outputs.values()))
+        within_memory("agents", agents, 2 * steps, tokens, context.memory_bytes)
         self._agents, self._act_s, self._steps, self._timeout_s = agents, act_s, steps, timeout_s
         self._warming = agents
         self._ids = count(1)

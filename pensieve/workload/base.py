@@ -45,6 +45,8 @@ class WorkloadContext:
     """True where the weights are random: outputs then have lengths given by the workload, never an end of sequence."""
     chat: ChatTemplate | None = None
     """How the model reads conversations; None: as plain lines."""
+    memory_bytes: int | None = None
+    """Free memory of this machine, beyond which no conversations are written; None: not known."""
 
     def message(self, text: str, first: bool) -> TokenArray[int]:
         """A user's message as the model reads it: the first of a conversation, or one that follows a reply and ends it."""

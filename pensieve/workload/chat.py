@@ -8,7 +8,7 @@ from pensieve.errors import ConfigError
 from pensieve.record import TurnRecord
 from pensieve.workload.base import Arrival, WorkloadContext, WorkloadPlan
 from pensieve.workload.chance import between, exponential
-from pensieve.workload.fields import at_least, positive_seconds
+from pensieve.workload.fields import at_least, positive_seconds, within_memory
 from pensieve.workload.script import Script, ScriptWriter
 from pensieve.workload.talk import Talks, shares_of
 
@@ -90,10 +90,17 @@ class ChatWorkload(Talks[Script]):
         self._timeout_s = timeout_s
         self._free = free
         self._writer = ScriptWriter(context, max_new_tokens, free)
-        warmup = self._writer.warmup(max(warmup_turns, users or 1), users or WARMUP_SESSIONS)
         both_tiers = context.gpu_tokens + context.cpu_tokens
         goal = FILL * both_tiers if pressure == "auto" else pressure * context.gpu_tokens
-        measured = self._measured_scripts(max(conversations or FEWEST_CONVERSATIONS, users or 1), goal)
+        fewest = max(conversations or FEWEST_CONVERSATIONS, users or 1)
+        first = self._measured_scripts(1, 0)[0]
+        for field, count in (
+            ("users" if fewest == users else "conversations", fewest),
+            ("pressure", goal / first.longest),
+        ):
+            within_memory(field, count, first.turns, first.longest, context.memory_bytes)
+        measured = self._measured_scripts(fewest, goal)
+        warmup = self._writer.warmup(max(warmup_turns, users or 1), users or WARMUP_SESSIONS)
         at_once = users or len(measured)
         self._think_time_s = at_once / turns_per_s if think_time_s == "auto" else think_time_s
         self._request_interval = 1 / turns_per_s if request_interval == "auto" else request_interval

@@ -8,7 +8,7 @@ from pensieve.errors import ConfigError
 from pensieve.record import TurnRecord
 from pensieve.workload.base import Arrival, WorkloadContext, WorkloadPlan
 from pensieve.workload.chance import uniform
-from pensieve.workload.fields import at_least, positive_seconds
+from pensieve.workload.fields import at_least, positive_seconds, within_memory
 from pensieve.workload.script import Script, ScriptWriter
 from pensieve.workload.talk import Talks
 
@@ -55,6 +55,7 @@ class HotnessWorkload(Talks[Script]):
         positive_seconds("timeout_s", timeout_s)
         if free and context.force_lengths:
             raise ConfigError("workload.free=true needs a trained model; with random weights leave it false.")
+        within_memory("users", users * conversations, turns, 0, context.memory_bytes)
         self._context = context
         self._request_interval = request_interval
         self._timeout_s = timeout_s

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pensieve.errors import ConfigError
 from pensieve.workload.base import WorkloadContext
 from pensieve.workload.chance import shuffled
-from pensieve.workload.fields import at_least, positive_seconds
+from pensieve.workload.fields import at_least, positive_seconds, within_memory
 from pensieve.workload.fit import Dialogue, Fit, fitted, warmups
 from pensieve.workload.formats import load
 from pensieve.workload.formats.reading import OnMalformed
@@ -72,6 +72,9 @@ def sharegpt_workload(
     _refuse_untrained(free, context)
     _positive_rate(request_rate)
     conversations = max(conversations, users or 1)
+    if path is None:  # of a file no more are taken than it has
+        field = "users" if conversations == users else "conversations"
+        within_memory(field, conversations, min_turns, 0, context.memory_bytes)
     recording, source = _source(dataset, path, split, on_malformed, conversations, min_turns, context.seed)
     order = [recording.conversations[index] for index in _order(recording, path, context.seed)]
     fit = Fit(context, max_turns, max_new_tokens, free)

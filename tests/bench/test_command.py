@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pensieve.bench import RECORDED, run_target
-from pensieve.bench.case import Case, Measured
+from pensieve.bench.case import Case, Figure, Measured
 from pensieve.bench.session import Bench
 from pensieve.compose import read_option
 from pensieve.errors import ConfigError, HardwareMissing
@@ -100,3 +100,39 @@ def test_unknown_targets_and_options_are_one_sentence(config: dict[str, Any]) ->
 def test_every_recorded_target_is_there() -> None:
     for module, function in RECORDED.values():
         assert callable(getattr(import_module(f"pensieve.bench.{module}"), function))
+
+
+FIELDS = [
+    ("soak", {"turns": "abc"}),
+    ("soak", {"turns": -1}),
+    ("soak", {"turns": 0}),
+    ("soak", {"seed": "abc"}),
+    ("kernel", {"seed": "abc"}),
+    ("kernel", {"repeats": 0}),
+    ("kernel", {"model": "x"}),
+]
+
+
+@pytest.mark.parametrize(("target", "field"), FIELDS)
+def test_a_field_that_makes_no_sense_is_refused_by_its_name(
+    target: str, field: dict[str, Any], config: dict[str, Any]
+) -> None:
+    [name] = field
+    with pytest.raises(ConfigError, match=r"no model 'x'" if name == "model" else rf"bench\.{name}="):
+        run_target({**config, "target": target, "bench": {**config["bench"], **field}}, {})
+
+
+def test_the_table_fits_and_a_limit_that_is_beaten_gets_a_word(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer = Measured("a peer with a long name", [0.5], version="2.13.0+cpu")
+    ours = Measured("ours", [1.5], figures=[Figure("share_of_peak", 0.25, "of what a copy reaches in the same run")])
+    case = Case("decode 8 over 512, all layers of the model", 1.0, "bytes over bandwidth")
+    target_that(monkeypatch, "kernel", lambda bench: bench.record(case, [ours, peer]))
+    run_target(config, {"target": "kernel"})
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[:-1])) <= 100  # the last one names the database
+    text = " ".join(" ".join(lines).split())
+    assert "a peer with a long name is at 0.50 of the limit (bytes over bandwidth)" in text
+    assert "ours is at" not in text
+    assert "ours: share of peak 0.25" in text

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from pensieve.cache.victims import VictimIndex
+from pensieve.errors import PolicyError
 from pensieve.eviction.adaptive_retention import AdaptiveRetention
 from pensieve.eviction.base import EvictionPolicy
 from pensieve.eviction.belady import Belady
@@ -153,3 +154,38 @@ def test_adaptive_retention_reorders_when_keeping_hits_more() -> None:
         for session in (Session("x", fresh, 0.0, now, tokens=tokens_of(range(20))), *sessions[5:7]):
             policy.observe(session, now)
     assert not policy.keeps
+
+
+@pytest.mark.parametrize("method", ["order", "score"])
+@pytest.mark.parametrize("key", [float("nan"), None, "first"])
+def test_a_key_that_stands_nowhere_is_refused_with_its_method(method: str, key: object) -> None:
+    """NaN compares false with everything: a heap that holds one gives up its victims in any order."""
+
+    class Odd(Lru):
+        def order(self, session: Session, chunk: int) -> float:
+            return key if method == "order" else 0.0  # type: ignore[return-value]
+
+        def score(self, bucket: object, order: float, now_s: float) -> float:
+            return key if method == "score" else 0.0  # type: ignore[return-value]
+
+    line = getattr(Odd, method).__code__.co_firstlineno
+    index = VictimIndex(Odd(policy_context()), View.DIRTY)
+
+    def choose() -> None:
+        put(index, Session("talk", 0, 0.0, 1.0, chunks=[Chunk()]), 0)
+        next(index.victims(2.0))
+
+    with pytest.raises(PolicyError, match=rf"Odd\.{method} \(.*test_victims\.py, line {line}\) returned .* 'talk'"):
+        choose()
+
+
+def test_what_is_never_or_always_first_may_be_infinite() -> None:
+    class Ends(Lru):
+        def order(self, session: Session, chunk: int) -> float:
+            return float("inf") if session.number == 0 else -float("inf")
+
+    index = VictimIndex(Ends(policy_context()), View.DIRTY)
+    for number in range(2):
+        put(index, Session(str(number), number, 0.0, 1.0, chunks=[Chunk()]), 0)
+    session, _ = next(index.victims(2.0))
+    assert session.number == 1

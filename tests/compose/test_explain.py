@@ -1,10 +1,14 @@
+import importlib
+
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import ConfigCompositionException
 
 from pensieve.compose import conf_folder
-from pensieve.compose.explain import explain
-from pensieve.errors import ConfigError
+from pensieve.compose.explain import explain, explain_crash, explain_number, is_the_users
+from pensieve.errors import ConfigError, WorkerError
+from pensieve.units import parse_capacity
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +28,9 @@ def session():
         (["seed=1", "cache.gpx=1"], ["'cache.gpx'", "did you mean cache.gpu?"]),
         (["workload.timeout_s=a=b"], ["workload.timeout_s", "quoted", "'workload.timeout_s=\"a=b\"'"]),
         (["seed"], ["'seed' is no override", "group.field=value"]),
+        (["experiment_name=größe"], ["quoted", "'experiment_name=\"größe\"'"]),
+        (["experiment_name='a/b\"c'x"], ["quoted", 'a/b\\"c']),
+        (["workload.pfäd=3"], ["'workload.pfäd' is the name of no field"]),
     ],
 )
 def test_hydras_errors_become_one_sentence(overrides, parts):
@@ -51,3 +58,51 @@ def test_other_errors():
     assert "No space left" in full
     assert "PENSIEVE_OUTPUTS" in full
     assert explain(ValueError("odd\nmore")) == "ValueError: odd"
+
+
+def test_several_values_without_m_and_a_number_in_the_place_of_a_name():
+    ambiguous = ConfigCompositionException("Ambiguous value for argument 'seed=0,1'\n1. To use it as a list, ...")
+    assert explain(ambiguous).startswith("seed=0,1 names several values")
+    assert "add -m" in explain(ambiguous)
+    with initialize_config_dir(config_dir=str(conf_folder()), version_base="1.3"), pytest.raises(ValueError) as caught:
+        compose(config_name="config", overrides=["model=3"])
+    assert explain_number(caught.value, ["seed=1x", "model=3"]).startswith("model=3 names no option")
+    assert explain_number(ValueError("another"), ["model=3"]) is None
+
+
+def test_a_field_is_looked_for_in_the_commands_own_configuration():
+    with (
+        initialize_config_dir(config_dir=str(conf_folder()), version_base="1.3"),
+        pytest.raises(ConfigCompositionException) as caught,
+    ):
+        compose(config_name="bench", overrides=["bench.trns=3"])
+    assert "did you mean bench.turns?" in explain(caught.value, ["bench.trns=3"], "bench")
+
+
+def test_a_crash_in_code_of_the_users_own_names_its_line(tmp_path, monkeypatch):
+    file = tmp_path / "mine_that_crashes.py"
+    file.write_text("def order(session):\n    return 1 / session\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    crash = importlib.import_module("mine_that_crashes").order
+
+    def engine():
+        try:
+            crash(0)
+        except ZeroDivisionError as error:
+            raise WorkerError("The engine stopped: division by zero") from error
+
+    with pytest.raises(WorkerError) as caught:
+        engine()
+    said = explain_crash(caught.value)
+    assert said.startswith(f"{file}, line 2 (order), raised ZeroDivisionError: division by zero")
+    assert is_the_users(caught.value)
+
+
+def test_a_crash_of_our_own_blames_no_user():
+    with pytest.raises(ConfigError) as refused:
+        parse_capacity("3Gx")
+    assert explain_crash(refused.value) == str(refused.value)
+    bug = AttributeError("ours")
+    bug.__traceback__ = refused.tb.tb_next  # frames of the package alone
+    assert not is_the_users(bug)
+    assert explain_crash(bug) == "AttributeError: ours"

@@ -7,7 +7,7 @@ from pensieve.compose.machine import Device, find_device
 from pensieve.compose.plan import model_spec
 from pensieve.compose.preflight import check_memory, preflight
 from pensieve.compose.schema import HardwareConfig
-from pensieve.errors import CapacityError, ConfigError, EngineMissing, HardwareMissing, WeightsMissing
+from pensieve.errors import CapacityError, ConfigError, EngineMissing, HardwareMissing, UnsupportedModel, WeightsMissing
 from tests.composed import checked
 
 KV_8B = 2 * 32 * 8 * 128 * 2
@@ -69,6 +69,13 @@ def test_auto_is_float32_on_a_cpu_and_bfloat16_elsewhere():
         (("+workload.missing=later",), EngineMissing, ["workload=chat", "later"]),
         (("hardware.gpu_memory=80",), ConfigError, ["hardware.gpu_memory"]),
         (("hardware.flops=0",), ConfigError, ["hardware.flops"]),
+        (
+            ("model.architecture.num_attention_heads=7",),
+            UnsupportedModel,
+            ["num_attention_heads=7", "num_key_value_heads=4"],
+        ),
+        (("model.architecture.hidden_size=-3",), UnsupportedModel, ["model.architecture.hidden_size=-3 of model tiny"]),
+        (("model.architecture.vocab_size=abc",), UnsupportedModel, ["model.architecture.vocab_size='abc'"]),
     ],
 )
 def test_what_cannot_be_planned(overrides, error, parts):
@@ -126,3 +133,8 @@ def test_weights_that_cannot_be_had(monkeypatch, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
     check_weights(checked(f"model.weights={tmp_path}").model)
     check_weights(checked().model)
+
+
+def test_a_cpu_is_one_device():
+    with pytest.raises(HardwareMissing, match=r"hardware\.gpus=8: .* the CPU.*hardware=sim_a100_80g hardware\.gpus=8"):
+        find_device(HardwareConfig(name="cpu", simulated=False, device="cpu", gpus=8))

@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from pensieve.errors import MissingSeries, MixedPanel
-from pensieve.results.compare_trials import better, compare_trials, select_trials
+from pensieve.results.compare_trials import ComparedTrials, _row, better, compare_trials, select_trials
 from pensieve.results.store import ResultsStore
 from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep
 
@@ -189,3 +189,23 @@ def test_the_table_shows_labels_and_what_is_wanted():
     assert "throughput" not in text
     console.print(found.table(lambda name: name == "nothing"))
     assert "No metric of that name" in console.export_text()
+
+
+def test_a_over_b_divides_the_columns_and_the_paired_ratio_stands_beside_it():
+    """Two conversations whose ratios are 0.1 and 10: the pairs say 1, the means do not."""
+    a, b = {(0, "x"): 1.0, (0, "y"): 100.0}, {(0, "x"): 10.0, (0, "y"): 10.0}
+    row = _row("", "ttft_ms_mean", "", "ms", a, b, "conversations")
+    assert (row.of_pairs, row.ratio) == (True, pytest.approx(1.0))
+    assert row.quotient == pytest.approx(50.5 / 10.0)
+    console = Console(width=120, record=True)
+    console.print(ComparedTrials([row], []).table(lambda name: True))
+    text = console.export_text()
+    assert text.split("ttft_ms_mean")[1].split()[:4] == ["50.5", "10", "5.05", "1"]
+    assert "geometric mean" in text
+
+
+def test_where_a_value_is_0_there_is_no_paired_ratio():
+    a, b = {(seed, "0"): float(seed) for seed in range(5)}, {(seed, "0"): 4.0 for seed in range(5)}
+    row = _row("", "gpu_hit_rate", "", "", a, b, "trials")
+    assert not row.of_pairs
+    assert row.ratio == row.quotient == pytest.approx(0.5)

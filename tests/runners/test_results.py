@@ -67,7 +67,7 @@ def test_reproduce_then_prune(swept):
 
     done = results(swept, "reproduce", "1")
     assert "Trial 3 repeats trial 1." in done.stdout
-    assert "Outputs are identical, token for token, in 12 turns." in done.stdout
+    assert "Outputs are identical, token for token, in 18 turns." in done.stdout
     assert "differs" not in done.stderr
     (first, repeated) = asked("select config, fingerprint, flags from trial where id in (1, 3) order by id")
     assert first[0] == repeated[0]
@@ -94,3 +94,28 @@ def test_without_results_it_says_what_to_run(tmp_path):
     assert done.returncode == 1
     assert done.stdout == ""
     assert "run `python runners/run.py -m` first" in done.stderr
+
+
+def test_export_takes_a_sweep_as_bundle_does(swept, tmp_path):
+    named = results(swept, "export", "1", "--to", str(tmp_path / "a")).stdout.split()
+    assert len(named) == len(results(swept, "export", "--sweep", "1", "--to", str(tmp_path / "b")).stdout.split()) == 4
+    assert results(swept, "export", "7", status=1).stderr.startswith("There is no sweep 7")
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted", "unwanted"),
+    [
+        ("python runners/results.py ", {"list", "export", "bundle"}, {"1"}),
+        ("pensieve results show ", {"1", "2"}, {"list"}),
+        ("python runners/results.py export ", {"1", "--to"}, {"2", "list"}),
+        ("python runners/results.py list --status ", {"completed", "failed"}, {"--limit"}),
+    ],
+)
+def test_tab_offers_what_may_follow(swept, monkeypatch, capsys, line, wanted, unwanted):
+    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(swept))
+    monkeypatch.setenv("COMP_LINE", line)
+    monkeypatch.setattr("sys.argv", ["runners/results.py", "-sc", "query=bash"])
+    assert results_verb() == 0
+    offered = set(capsys.readouterr().out.split())
+    assert wanted <= offered
+    assert not unwanted & offered

@@ -110,6 +110,8 @@ def test_no_traceback_for_what_a_user_mistypes(outputs):
         (["workload.userz=3"], "did you mean workload.users?"),
         (["workload.timeout_s=a=b"], "quoted"),
         (["baseline=pensieve,vllm", "-m"], "baseline=vllm"),
+        (["seed=0,1"], "add -m"),
+        (["model=3"], "model=3 names no option"),
     ):
         done = run(outputs, *SHORT, *arguments)
         assert done.returncode == 1
@@ -126,9 +128,9 @@ def test_the_whole_trace_on_request(outputs):
 
 
 def test_a_failed_trial_is_recorded_and_the_exit_status_says_so(outputs):
-    done = run(outputs, *SHORT, "cache.gpu='256 tokens'", "tracking.mlflow=false")
+    done = run(outputs, *SHORT, "trial.timeout_s=0", "tracking.mlflow=false")
     assert done.returncode == 1
-    assert "longest conversation" in done.stderr
+    assert "trial.timeout_s" in done.stderr
     assert "Traceback" not in done.stderr
     assert rows(outputs, "select status from trial") == [("failed",)]
 

@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from pensieve import create_server
 from pensieve.compose import read_option
-from pensieve.errors import CapacityError, ConfigError, ContextLengthError, PensieveError, RequestRefused
+from pensieve.errors import CapacityError, ConfigError, ContextLengthError, EngineMissing, PensieveError, RequestRefused
 
 
 def server(mode: str = "pensieve", **fields: Any) -> Any:
@@ -51,7 +51,7 @@ def test_only_the_new_message_is_sent_and_the_history_hits() -> None:
 
 def test_modes_and_threads_give_the_same_tokens() -> None:
     outputs: dict[str, list[list[int]]] = {}
-    for mode in ("pensieve", "gpu_only", "stateless", "vllm", "prefix_cache", "llama_slots"):
+    for mode in ("pensieve", "gpu_only", "stateless", "prefix_cache", "llama_slots"):
         with server(mode) as s, ThreadPoolExecutor(4) as pool:
 
             def talk(name: str, s: Any = s) -> list[int]:
@@ -105,7 +105,7 @@ def test_a_reply_ends_with_any_token_that_the_model_says_ends_one(monkeypatch: p
 
 def test_bad_input_is_one_sentence() -> None:
     with server() as s:
-        with pytest.raises(RequestRefused, match=r"cache\.gpu|context"):
+        with pytest.raises(RequestRefused, match="raise gpu_cache"):
             s.generate("a", prompt_ids=[1] * 1500, max_new_tokens=4)
         with pytest.raises(RequestRefused, match="empty"):
             s.generate("b", prompt_ids=[], max_new_tokens=4)
@@ -221,3 +221,28 @@ def test_a_simulated_server_answers_without_torch_time() -> None:
         first = s.generate("a", prompt_ids=list(range(1000)), max_new_tokens=3).turn
         second = s.generate("a", prompt_ids=[1, 2], max_new_tokens=3).turn
     assert second.ttft_ms < first.ttft_ms
+
+
+@pytest.mark.parametrize("mode", ["vllm", "llama_cpp"])
+def test_an_outside_engine_is_no_mode_and_is_not_answered_by_ours(mode: str) -> None:
+    with pytest.raises(EngineMissing, match=f"baseline=pensieve,{mode} -m.*mode='stateless'"):
+        create_server(mode=mode, **SIMULATED)
+    with pytest.raises(ConfigError, match="There is no mode 'penseive'; did you mean pensieve"):
+        create_server(mode="penseive", **SIMULATED)
+
+
+def test_errors_name_the_arguments_of_the_caller() -> None:
+    with pytest.raises(ConfigError, match=r"^gpu_cache='4Gx' has no known unit"):
+        create_server(**{**SIMULATED, "gpu_cache": "4Gx"})
+    with create_server(**SIMULATED) as s, pytest.raises(CapacityError, match="raise gpu_cache or"):
+        s.generate("a", prompt_ids=[1] * 1500, max_new_tokens=4)
+
+
+def test_refused_is_not_failed() -> None:
+    with create_server(**SIMULATED) as s:
+        with pytest.raises(CapacityError):
+            s.generate("a", prompt_ids=[1] * 1500, max_new_tokens=4)
+        s.generate("b", prompt_ids=[1], max_new_tokens=2)
+        counts = s.get_statistics()
+        assert (counts["turns"], counts["refused_turns"], counts["failed_turns"]) == (2, 1, 0)
+        assert "0 turns failed, 1 refused" in s.get_statistics_str()

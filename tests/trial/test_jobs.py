@@ -4,7 +4,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from pensieve.errors import ConfigError
-from pensieve.trial.jobs import plan_jobs
+from pensieve.trial.jobs import compose_jobs, plan_jobs
 from tests.composed import hydra_session
 
 
@@ -61,3 +61,20 @@ def test_an_overlay_states_its_own_axes():
 def test_sweeping_experiment_is_refused():
     with pytest.raises(ConfigError, match="experiment cannot be swept"):
         plan_jobs(sweep_config("experiment=sim_eviction,sim_llama3_8b"))
+
+
+def test_a_value_typed_twice_is_one_job_for_us_and_for_the_sweeper():
+    config = sweep_config("seed=0,0,1", "baseline=pensieve")
+    assert plan_jobs(config).axes == {"seed": ("0", "1")}
+    assert list(config.hydra.overrides.task) == ["seed=0,1", "baseline=pensieve"]
+    one = sweep_config("seed=0,0", "baseline=pensieve,pensieve")
+    assert len(plan_jobs(one).jobs) == 1
+
+
+def test_a_job_is_composed_when_it_is_asked_for(monkeypatch):
+    composed = []
+    monkeypatch.setattr("pensieve.trial.jobs.compose_job", lambda name, overrides: composed.append(overrides))
+    config = sweep_config()
+    configs = compose_jobs("config", config, plan_jobs(config))
+    next(configs)
+    assert len(composed) == 1

@@ -1,10 +1,13 @@
 import os
+import re
+import sys
 from dataclasses import replace
 
 import pytest
 
 from pensieve.compose import resolved
-from pensieve.errors import CapacityError, ResultsError
+from pensieve.errors import CapacityError, ConfigError, ResultsError
+from pensieve.results.listing import list_trials
 from pensieve.results.tokens import read_tokens
 from pensieve.trial import Job, run_trial
 from pensieve.trial import run as run_module
@@ -115,13 +118,6 @@ def test_a_failure_is_recorded_and_runs_again(tracking, monkeypatch):
     assert tracking.store.trial(again.trial_id).attempt == 2
 
 
-def test_a_capacity_below_one_request_fails_the_trial_in_a_sentence(tracking):
-    outcome = run(tracking, "cache.gpu='256 tokens'")
-    assert "longest conversation" in outcome.error
-    assert tracking.store.trial(outcome.trial_id).status == "failed"
-    assert tracking.store.completed_trial(tracking.store.trial(outcome.trial_id).fingerprint) is None
-
-
 def test_ctrl_c_marks_the_trial_and_keeps_no_half_file(tracking, monkeypatch):
     def interrupt(*_args, **_kwargs):
         raise KeyboardInterrupt
@@ -219,3 +215,52 @@ def test_a_sweep_keeps_its_own_trial_when_its_command_is_repeated(tracking):
     forced = run(tracking, "force=true")
     assert run(tracking, sweep_id=sweep).trial_id == first.trial_id
     assert run(tracking).trial_id == forced.trial_id
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error"),
+    [
+        (("workload.conversations=-1",), ConfigError),
+        (("workload.conversations=1e12",), ConfigError),
+        (("cache.gpu='256 tokens'",), CapacityError),
+    ],
+)
+def test_a_mistake_in_the_configuration_leaves_no_trial(tracking, overrides, error):
+    with pytest.raises(error):
+        run(tracking, *overrides)
+    assert list(list_trials(tracking.store))[1:] == []
+
+
+@pytest.mark.parametrize(
+    ("body", "says"), [("1 / 0", r"my_bad_policy\.py, line 4 \(order\), raised Zero"), ("float('nan')", "returned nan")]
+)
+def test_a_policy_that_fails_is_named_with_its_file(tracking, tmp_path, monkeypatch, body, says):
+    (tmp_path / "my_bad_policy.py").write_text(
+        "from pensieve.eviction.lru import Lru\nclass Mine(Lru):\n    def order(self, session, chunk):\n"
+        f"        return {body}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_bad_policy", raising=False)
+    outcome = run(tracking, "eviction=lru", "eviction._target_=my_bad_policy.Mine")
+    assert outcome.status == "failed"
+    assert re.search(says, outcome.error), outcome.error
+
+
+def test_a_forced_trial_and_a_failed_one_leave_an_older_sweep_as_it_was(tracking):
+    store = tracking.store
+
+    def opened(key):
+        return store.open_sweep(key, key, None, None, {}, 1, "here", None)
+
+    first = opened("first")
+    shown = run(tracking, sweep_id=first).trial_id
+    before = [(m.name, m.label, m.value) for m in store.metrics_of(shown)]
+    second = opened("second")
+    forced = run(tracking, "force=true", sweep_id=second).trial_id
+    reproduced = run(tracking, "force=true", reproduces=shown).trial_id
+    assert len({shown, forced, reproduced}) == 3
+    assert [job.trial.id for job in store.trials_of_sweep(first)] == [shown]
+    assert [job.trial.id for job in store.trials_of_sweep(second)] == [forced]
+    assert [(m.name, m.label, m.value) for m in store.metrics_of(shown)] == before
+    again = run(tracking, sweep_id=first)  # the same command, without force: what it shows stays
+    assert (again.reused, again.trial_id) == (True, shown)

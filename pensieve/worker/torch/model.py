@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -235,18 +236,25 @@ def _rope_types(config: Any) -> set[str]:
 
 def _random(spec: ModelSpec, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
     """Drawn on the device, in the dtype: a large model never exists twice. The same seed and device give the same weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
     architecture = dict(spec.architecture)
     if not architecture.pop("model_type", None):
         raise UnsupportedModel(
             f"Model {spec.name} has no architecture to draw random weights for; add model_type to it."
         )
+    if spec.model_type not in CONFIG_MAPPING:
+        close = difflib.get_close_matches(spec.model_type, list(CONFIG_MAPPING), n=1)
+        raise UnsupportedModel(
+            f"model.architecture.model_type={spec.model_type!r} of model {spec.name} is not one that transformers knows"
+            f"{f'; did you mean {close[0]}?' if close else ', such as llama, gpt2 or qwen2.'}"
+        )
     try:
         config = AutoConfig.for_model(spec.model_type, **architecture)
-    except (ValueError, TypeError, KeyError) as error:
+    except Exception as error:  # its validators raise classes of their own
         raise UnsupportedModel(
-            f"The architecture of model {spec.name} is not one transformers knows: {error}"
+            f"model.architecture of model {spec.name} is refused by transformers' {spec.model_type}: "
+            f"{' '.join(str(error).split())}"
         ) from error
     spread = _RANDOM_GAIN / spec.hidden**0.5
     setattr(config, "init_std" if hasattr(config, "init_std") else "initializer_range", spread)

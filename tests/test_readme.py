@@ -1,0 +1,101 @@
+"""README.md as a newcomer types it: each block runs or, where it takes minutes or a GPU, is checked up to its first trial."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
+
+from pensieve.compose import check, options, plan_trial
+from pensieve.trial.jobs import compose_jobs, plan_jobs
+from tests.composed import hydra_session
+from tests.test_recipes import NAMED, blocks_of
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+README = (CHECKOUT / "README.md").read_text()
+BLOCKS = blocks_of(README)
+COMMANDS = [
+    words
+    for language, content in BLOCKS
+    if not language
+    for line in content.splitlines()
+    if (words := shlex.split(line, comments=True) if re.match(r"(python|make|pensieve) ", line) else [])
+]
+SWEEPS = [words[2:] for words in COMMANDS if words[1] == "runners/run.py"]
+SIMULATED = [arguments for arguments in SWEEPS if any(text.startswith("hardware=sim_") for text in arguments)]
+
+
+def typed(words, outputs, **environment):
+    """A command of the README, in a process of its own as the shell starts it."""
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    given = {"PENSIEVE_OUTPUTS": str(outputs), "PYTHONPATH": str(CHECKOUT), "HF_HUB_OFFLINE": "1", **environment}
+    words = [sys.executable, *words[1:]] if words[0] == "python" else words
+    done = subprocess.run(words, cwd=CHECKOUT, env={**inherited, **given}, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def test_no_block_is_left_out():
+    """A new kind of block, or a command that none of these tests knows, shows here."""
+    known = {"runners/run.py", "runners/compare.py"}
+    assert [words for words in COMMANDS if words[0] == "python" and words[1] not in known] == []
+    assert {words[0] for words in COMMANDS} == {"python", "make"}
+    assert {language for language, _ in BLOCKS} == {"", "python", "yaml", "bibtex"}
+    assert len(SIMULATED) == 1
+
+
+def test_what_make_is_asked_for_is_there():
+    targets = set(re.findall(r"^([a-z-]+):", (CHECKOUT / "Makefile").read_text(), flags=re.MULTILINE))
+    asked = {target for words in COMMANDS if words[0] == "make" for target in words[1:]}
+    asked |= set(re.findall(r"`make ([a-z]+)`", README))
+    assert {"demo", "test", "figures", "doctor"} <= asked
+    assert asked - targets == set()
+
+
+@pytest.mark.parametrize("arguments", SWEEPS, ids=" ".join)
+def test_every_sweep_is_understood_up_to_its_first_trial(arguments):
+    with hydra_session():
+        overrides = [text for text in arguments if text != "-m"]
+        hydra = GlobalHydra.instance().hydra
+        config = hydra.compose_config("config", overrides, RunMode.MULTIRUN, with_log_configuration=False)
+        jobs = plan_jobs(config)
+        assert len(jobs.jobs) > 1
+        plan_trial(check(next(compose_jobs("config", config, jobs))))
+
+
+def test_the_groups_are_those_of_conf():
+    [listed] = re.findall(r"Hydra group in `conf/`: `([^`]+)`", README)
+    folders = {path.name for path in (CHECKOUT / "conf").iterdir() if path.is_dir()} - {"hydra"}
+    assert set(listed.split()) == folders
+    table = set(re.findall(r"^\| `(\w+)` \|", README, flags=re.MULTILINE))
+    assert table <= set(options("baseline"))
+    policies = README.split("\nEviction: ")[1].split("\n\n")[0]
+    assert set(options("eviction")) <= set(re.findall(r"`(\w+)`", policies))
+
+
+@pytest.mark.slow
+def test_the_simulated_sweep_runs_and_is_compared_as_typed(tmp_path):
+    outputs = tmp_path / "outputs"
+    said = typed(
+        ["python", "runners/run.py", *SIMULATED[0], "tracking.mlflow=false"], outputs
+    )  # MLflow copies the rest
+    assert "stateless" in said
+    [compared] = [words for words in COMMANDS if words[1] == "runners/compare.py"]
+    table = typed(compared, outputs)
+    assert "ttft_ms_mean" in table
+    assert "is better" in table
+
+
+@pytest.mark.slow
+def test_the_python_block_runs_as_typed(capsys):
+    """In this process: a new one would import torch again."""
+    [code] = [content for language, content in BLOCKS if language == "python" and not NAMED.match(content)]
+    exec(compile(code, "README.md", "exec"), {})
+    history, hits, ttft = capsys.readouterr().out.splitlines()[-5].split()
+    assert int(history) == int(hits) > 0
+    assert float(ttft) > 0
