@@ -149,7 +149,7 @@ def test_an_older_schema_is_upgraded(url, tmp_path, monkeypatch):
     trial = store.begin_trial(trial_fields())
     store.add_turns(trial, conversation_turns([1.0]))
     with store.database.writing() as connection:  # as version 0001 left it
-        for statement in ("DROP VIEW sweep_result", "DROP INDEX ix_metric_name_label"):
+        for statement in ("DROP VIEW sweep_result", "DROP INDEX ix_metric_name_label", "DROP TABLE miss"):
             connection.execute(text(statement))
         connection.execute(text(f"UPDATE {VERSION_TABLE} SET version_num = '0001'"))
     revision = (
@@ -164,6 +164,7 @@ def test_an_older_schema_is_upgraded(url, tmp_path, monkeypatch):
         assert connection.scalar(text("SELECT remark FROM trial")) == "old"
         assert connection.scalar(text(f"SELECT version_num FROM {VERSION_TABLE}")) == "9999"
         assert connection.execute(text("SELECT * FROM sweep_result")).all() == []
+        assert connection.execute(text("SELECT * FROM miss")).all() == []
         assert "ix_metric_name_label" in {index["name"] for index in inspect(connection).get_indexes("metric")}
     assert len(upgraded.turns_of(trial)) == 4
 
