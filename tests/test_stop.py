@@ -40,7 +40,7 @@ def hub(kind: str) -> HubTokenizer:
         backend.add_special_tokens(["<end>"])
     with TemporaryDirectory() as folder:
         backend.save(f"{folder}/tokenizer.json")
-        return HubTokenizer(Path(folder) / "tokenizer.json")
+        return HubTokenizer(Path(folder))
 
 
 def first_hit(tokenizer, ids, stops):

@@ -333,11 +333,13 @@ class Scheduler:
             (further, row) for row, start in enumerate(starts) for further in range(-start % size, times, size)
         ):
             sequence, _ = step.rows[row]
+            self.cache.make_room_for(sequence.session, planned_s[further])
             added = self.cache.extend(sequence.session, starts[row] + further + 1, planned_s[further])
             assert added is not None, "a plan is repeated for as long as there are blocks"
             if added[1]:
                 assert sequence.slot is not None
                 self._unsent.tables.append((sequence.slot, *added))
+        self.cache.make_room_for(step.rows[-1][0].session, planned_s[-1])  # who asked last, if only for what it had
         for (sequence, _), start in zip(step.rows, starts, strict=True):
             self.cache.advance(sequence.session, ((start, start + times),))
 

@@ -84,7 +84,7 @@ def gpu_run(checkout: Path, steps: Sequence[Step] | None = None) -> int:
     steps = steps_for(int(facts["gpu_bytes"])) if steps is None else steps
     total = sum(step.limit_s for step in steps) / 60
     say(f"{facts['gpu']}: {len(steps)} steps, at most {total:.0f} minutes; the first ones compile kernels.")
-    folder = outputs_folder() / "gpu" / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    folder = outputs_folder() / "gpu" / datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
     folder.mkdir(parents=True)
     outcomes = perform(steps, checkout, folder)
     bundle = pack(facts, outcomes, folder)

@@ -126,4 +126,4 @@ def test_an_installed_command_sweeps_lists_and_shows_its_help(installed):
     ]
     assert "bundle from a checkout" in installed("results", "bundle", "1").stderr
     assert "sim_a100_80g" in installed("run", "--help").stdout
-    assert "bench is powered by Hydra" in installed("bench", "--help").stdout
+    assert "Benchmarks beside their limits" in installed("bench", "--help").stdout

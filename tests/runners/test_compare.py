@@ -38,7 +38,7 @@ def test_an_inspection_runs_nothing_and_records_nothing(tmp_path):
         done = run(outputs, "run.py", *SHORT, "workload.inspect=true", "seed=0", *sweep)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("working set") == 1
-        assert "x cache.gpu (2,304)" in done.stdout
+        assert "x cache.gpu (1,408)" in done.stdout
     assert not (outputs / "results.db").exists()
 
 
@@ -59,7 +59,7 @@ def test_two_baselines_are_compared(tmp_path, monkeypatch):
     for text in (
         "ttft_ms_mean",
         "95 % interval",
-        "5 conversations",
+        "8 conversations",
         "n = 1, no interval",
         "stateless in B",
         "One seed",

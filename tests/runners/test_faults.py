@@ -140,7 +140,7 @@ def test_a_failed_trial_does_not_stop_the_others(tmp_path, monkeypatch):
         assert "it broke" in error
         assert trace.startswith("Traceback")
     assert query(outputs, "select status from sweep") == [("failed",)]
-    assert said(outputs).count("failed. RuntimeError: it broke") == 2
+    assert said(outputs).count("tests/trial/crashing.py, line 28 (__init__), raised RuntimeError: it broke") == 2
     assert "Traceback" not in said(outputs)
     monkeypatch.setenv("CRASHES", "1000")
     process = start(outputs, *crashing, "trial.fail_fast=true")

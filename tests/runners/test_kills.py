@@ -135,7 +135,7 @@ def kill_and_resume(outputs, kills, arguments, kill_one):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_one_process_killed_at_random_moments(tmp_path, warm):
-    kill_and_resume(tmp_path / "outputs", 30, SWEEP, lambda process, _: kill(process))
+    kill_and_resume(tmp_path / "outputs", 20, SWEEP, lambda process, _: kill(process))
 
 
 @pytest.mark.slow
@@ -168,7 +168,7 @@ def test_joblib_killed_at_random_moments(tmp_path, forked_workers):
         else:
             kill(process)
 
-    kill_and_resume(outputs, 20, (*SWEEP, "hydra/launcher=joblib_2"), kill_one)
+    kill_and_resume(outputs, 12, (*SWEEP, "hydra/launcher=joblib_2"), kill_one)
     assert told
     psutil.wait_procs(left, timeout=30)
     at_work = [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

@@ -115,7 +115,7 @@ def _plan(name: str, case: Case, wrappers: dict[Any, Any]) -> Any:
         return ReferencePlan(case.batch, case.pool, case.chunk)
     if name == "varlen":
         return VarlenPlan(_varlen_attn, case.batch, case.pool, case.chunk)
-    return FlashInferPlan(_Library(), wrappers, case.batch, case.pool, case.chunk)
+    return FlashInferPlan(_Library(), wrappers, {}, case.batch, case.pool, case.chunk)
 
 
 @pytest.mark.parametrize("window", [None, 20])
