@@ -10,6 +10,7 @@ from pensieve.results.schema import Trial
 
 COLUMNS = frozenset(column.name for column in Trial.__table__.columns)
 _OPTIONS = ("model", "cache", "eviction", "scheduler", "workload", "hardware")  # axes that columns hold by name
+_OVERLAYS = ("experiment", "replay")  # axes whose options are laid over the whole configuration
 _WITHIN_A_GROUP = ("seed", "repeat", "baseline")
 _RANGE = re.compile(r"\s*(choice|range|interval|glob|shuffle|sort|tag)\(")
 _ENCLOSED = re.compile(r"""'(?:\\.|[^'])*'|"(?:\\.|[^"])*"|\[[^\]]*\]|\{[^}]*\}""")
@@ -54,9 +55,12 @@ def differences(trials: Iterable[Trial]) -> set[str]:
 
 def varying_axes(overrides: Mapping[str, Any], trials: Sequence[Trial]) -> list[str]:
     """Of the sweep's overrides, those that took more than one value, in the order given (outermost first); seed, repeat
-    and baseline, which never tell groups apart, aside."""
+    and baseline, which never tell groups apart, aside. A swept overlay (experiment, replay) is no field of a trial: the
+    options that it chose stand for it."""
     keys = [key.lstrip("+") for key in overrides]
     axes = [key for key in keys if key not in _WITHIN_A_GROUP and key.split(".")[0].split("/")[0] != "hydra"]
+    if any("." not in axis and axis in _OVERLAYS for axis in swept_axes(overrides)):
+        axes += [option for option in _OPTIONS if option not in axes]
     return [axis for axis in axes if len({axis_value(trial, axis) for trial in trials}) > 1]
 
 

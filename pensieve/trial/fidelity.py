@@ -13,13 +13,15 @@ from pensieve.metrics import PERCENTILES, Metric
 from pensieve.record import TurnRecord
 from pensieve.request import is_measured
 from pensieve.results.store import ResultsStore
-from pensieve.statistics import nearest_rank
+from pensieve.statistics import median, nearest_rank
 from pensieve.workload.vllm_runs.reading import RealRequest
 
 SEEN_PCT, UNSEEN_PCT = 2.0, 5.0
 """What no figure's error may exceed: of a run that was looked at when the machine was made, and of any other."""
 
 _REAL, _SIMULATED, _ERROR, _LIMIT = "real_ms", "simulated_ms", "fidelity_error_pct", "fidelity_limit_pct"
+_WAITING, _AT_ONCE = "fidelity_waiting_pct", "fidelity_at_once_error_pct"
+_HARDLY = 0.1  # of its time to first token: who waits less is served as on a machine that is not full
 _TITLES = {"ttft": "TTFT", "tpot": "TPOT", "latency": "latency"}
 
 
@@ -49,18 +51,32 @@ def fidelity_metrics(real: Mapping[str, RealRequest], seen: bool, turns: Iterabl
             Metric(_SIMULATED, ours[label], "ms", label, len(here), "requests"),
             Metric(_ERROR, 100 * (ours[label] / value - 1), "%", label, len(here), "requests"),
         ]
-    return metrics
+    return metrics + _waiting({name: (one.ttft_ms, completed[name]) for name, one in real.items() if name in completed})
+
+
+def _waiting(served: Mapping[str, tuple[float, TurnRecord]]) -> list[Metric]:
+    """How much of the simulated time to first token is waiting, and how far those are off that hardly waited: where all
+    wait, figures of TTFT say how fast the queue moves, and nothing of a first token on a machine that is not full."""
+    shares, errors = [], []
+    for real_ms, turn in served.values():
+        if turn.queue_ms is not None and turn.ttft_ms:
+            shares.append(turn.queue_ms / turn.ttft_ms)
+            if shares[-1] < _HARDLY:
+                errors.append(100 * (_served(turn).ttft_ms / real_ms - 1))
+    found = [Metric(_WAITING, 100 * median(shares), "%", "", len(shares), "requests")] if shares else []
+    return found + ([Metric(_AT_ONCE, median(errors), "%", "", len(errors), "requests")] if errors else [])
 
 
 def fidelity(store: ResultsStore, trial_id: int) -> RenderableType | None:
     """The table and the verdict of a trial; None for one that replayed no real run."""
-    metrics = {(metric.name, metric.label): metric.value for metric in store.metrics_of(trial_id)}
+    found = store.metrics_of(trial_id)
+    metrics = {(metric.name, metric.label): metric.value for metric in found}
     limit = metrics.get((_LIMIT, ""))
     if limit is None:
         return None
     trial = store.trial(trial_id)
     table = Table(
-        title=f"trial {trial_id}: {trial.model} on {trial.hardware} against vLLM on the real one",
+        title=f"Trial {trial_id}: {trial.model}, {trial.hardware},\nagainst vLLM on the real card",
         title_justify="left",
         box=box.SIMPLE_HEAD,
     )
@@ -75,7 +91,20 @@ def fidelity(store: ResultsStore, trial_id: int) -> RenderableType | None:
             errors[label] = error
             real, simulated = metrics[_REAL, label], metrics[_SIMULATED, label]
             table.add_row(f"{title} {statistic}", f"{real:,.1f}", f"{simulated:,.1f}", f"{error:+.2f} %")
-    return Group(table, verdict(errors, limit, int(metrics.get(("fidelity_left_out", "")) or 0)))
+    sentences = [verdict(errors, limit, int(metrics.get(("fidelity_left_out", "")) or 0))]
+    sentences += what_waiting_hides({metric.name: metric for metric in found})
+    return Group(table, *sentences)
+
+
+def what_waiting_hides(metrics: Mapping[str, Metric]) -> list[str]:
+    """A sentence where most of the time to first token is waiting: the verdict is then of the queue."""
+    waiting, at_once = metrics.get(_WAITING), metrics.get(_AT_ONCE)
+    if waiting is None or waiting.value is None or waiting.value < 50:
+        return []
+    off = "none hardly waited"
+    if at_once is not None and at_once.value is not None:
+        off = f"the first token of the {at_once.n} that hardly waited is {at_once.value:+.0f} % off (median)"
+    return [f"{waiting.value:.0f} % of the median request's time to first token is waiting; {off}."]
 
 
 def verdict(errors: Mapping[str, float], limit_pct: float, left_out: int) -> str:

@@ -94,6 +94,27 @@ def test_every_swept_axis_but_seed_repeat_and_baseline_makes_groups(store: Resul
     assert "small, 2.0" in text and text.count("TTFT ms") == 1, "settings of one baseline are rows of one table"
 
 
+def test_what_a_swept_overlay_chose_makes_groups(store: ResultsStore) -> None:
+    """Two replays of one sweep are two machines: their times must not be pooled."""
+    sweep = open_sweep(store, experiment="fidelity_vllm", replay="one,other")
+    for job, (model, hardware, scale) in enumerate((("llama", "sim_h100", 1.0), ("qwen", "sim_h200", 9.0))):
+        turns = conversation_turns([scale * ms for ms in FAST])
+        add_trial(store, sweep, job, "prefix_cache", turns, model=model, hardware=hardware)
+    rows = sweep_table(store, sweep).rows
+    assert [dict(row.group) for row in rows] == [
+        {"model": "llama", "hardware": "sim_h100"},
+        {"model": "qwen", "hardware": "sim_h200"},
+    ]
+    assert rows[1].ttft_last_ms == pytest.approx(9 * (rows[0].ttft_last_ms or 0))
+
+
+def test_an_overlay_that_is_not_swept_makes_none(store: ResultsStore) -> None:
+    sweep = open_sweep(store, experiment="hotness", seed="0,1")
+    for seed in (0, 1):
+        add_trial(store, sweep, seed, "pensieve", conversation_turns(FAST), seed=seed)
+    assert [dict(row.group) for row in sweep_table(store, sweep).rows] == [{}]
+
+
 def test_outputs_are_compared_token_for_token(tmp_path: Path) -> None:
     store = ResultsStore(MEMORY)
     sweep = open_sweep(store)
