@@ -10,6 +10,7 @@ from typing import Any
 
 from pensieve.baselines.base import Listener
 from pensieve.baselines.engine_system import ENGINE_CLOSED, EngineSystem
+from pensieve.baselines.outbox import Outbox
 from pensieve.baselines.profiling import profile_of
 from pensieve.cost.base import CostModel
 from pensieve.errors import WorkerError
@@ -31,13 +32,12 @@ class ThreadedSystem(EngineSystem):
         """parts: as EngineSystem takes them, with a WallClock."""
         super().__init__(**parts)
         self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()  # None: the end
-        self._outbox: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
-        self._unfinished: set[int] = set()  # requests whose end poll has not told yet
+        self._outbox = Outbox(self.clock, lambda: self._closed_or_crashed() if self._ended.done() else None)
         self._thread: threading.Thread | None = None
         self._ended: Future[None] = Future()  # of the thread, with what made it crash
 
     def submit(self, request: Request) -> None:
-        self._unfinished.add(request.id)
+        self._outbox.expect(request.id)
         self._inbox.put(lambda: self.engine.submit(request))
 
     def begin(self, request: Request, listener: Listener) -> None:
@@ -76,22 +76,7 @@ class ThreadedSystem(EngineSystem):
 
     def poll(self, until_s: float | None) -> list[Event]:
         """Raises WorkerError once there is nothing more to tell and the engine has crashed or was closed."""
-        events: list[Event] = []
-        finished = False
-        while True:
-            if self._ended.done() and self._outbox.empty():
-                if events:
-                    return events
-                raise self._closed_or_crashed()
-            try:
-                news = self._outbox.get(timeout=0.0 if finished else self._patience_s(until_s))
-            except queue.Empty:
-                return events
-            events += news
-            for event in news:
-                if event.kind == "finished":
-                    self._unfinished.discard(event.request_id)
-                    finished = True
+        return self._outbox.poll(until_s)
 
     def close(self) -> None:
         """Requests under way never finish; commands that came before are carried out."""
@@ -113,12 +98,6 @@ class ThreadedSystem(EngineSystem):
         thread = threading.Thread(target=self._drive, name="pensieve-engine", daemon=True)
         thread.start()
         self._thread = thread
-
-    def _patience_s(self, until_s: float | None) -> float | None:
-        """For how long poll may wait now; None: until something happens."""
-        if until_s is None:
-            return None if self._unfinished else 0.0
-        return max(0.0, until_s - self.clock.now_s())
 
     def _closed_or_crashed(self) -> WorkerError:
         """Why the thread that has ended serves nobody."""

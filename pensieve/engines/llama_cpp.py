@@ -23,7 +23,7 @@ from pensieve.baselines.base import Capabilities
 from pensieve.engines.base import Channel, EngineSetup, Reply
 from pensieve.engines.completions import CompletionsClient, error_of
 from pensieve.engines.gguf_export import refuse_family, tokens_in
-from pensieve.engines.process import EngineProcess, free_port
+from pensieve.engines.process import EngineProcess, free_port, while_it_serves
 from pensieve.engines.weights import gguf_file
 from pensieve.errors import ConfigError, EngineFailed, EngineMissing
 from pensieve.plan import StartReport
@@ -298,16 +298,11 @@ class LlamaCppHttp(_LlamaCpp):
 
     def _ask(self, body: dict[str, Any], reading: _Reading) -> tuple[int | None, int | None]:
         assert self._client is not None and self._process is not None
-        try:
-            with self._client.ask(PATH, body) as answer:
-                for piece in answer.pieces():
-                    if not reading.take(piece):
-                        break
-                return answer.sent_bytes, answer.received_bytes
-        except EngineFailed as error:
-            if self._process.alive:
-                raise
-            raise self._process.failed("ended while it served requests") from error
+        with while_it_serves(self._process), self._client.ask(PATH, body) as answer:
+            for piece in answer.pieces():
+                if not reading.take(piece):
+                    break
+            return answer.sent_bytes, answer.received_bytes
 
     def close(self) -> None:
         if self._client is not None:

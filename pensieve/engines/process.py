@@ -8,8 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -130,3 +130,14 @@ class EngineProcess:
                 with suppress(OSError):
                     stream.close()
         self._log.unlink(missing_ok=True)
+
+
+@contextmanager
+def while_it_serves(process: EngineProcess) -> Iterator[None]:
+    """An engine's answer that breaks off because the engine ended is told as that, with the last lines of its log."""
+    try:
+        yield
+    except EngineFailed as error:
+        if process.alive:
+            raise
+        raise process.failed("ended while it served requests") from error

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from array import array
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from pensieve.baselines.outbox import Outbox
 from pensieve.clock import Clock, WallClock
 from pensieve.engines.base import OutsideEngine, Reply
 from pensieve.errors import EngineFailed, RequestFailed, RequestRefused, WorkerError
@@ -34,8 +34,7 @@ class OutsideSystem:
         self._engine = engine
         self._said: dict[str, TokenArray[int]] = {}
         self._live: dict[int, _Exchange] = {}
-        self._outbox: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
-        self._unfinished: set[int] = set()  # requests whose end poll has not told yet
+        self._outbox = Outbox(self.clock, lambda: self._ended)
         self._threads: ThreadPoolExecutor | None = None
         self._ended: WorkerError | None = None
         self._settings: dict[str, Any] = {}
@@ -58,7 +57,7 @@ class OutsideSystem:
         assert not request.continues or self.can.keeps_sessions, "a system without sessions gets the whole prompt"
         exchange = _Exchange(self, request)
         with self._lock:
-            self._unfinished.add(request.id)
+            self._outbox.expect(request.id)
             self._live[request.id] = exchange
         self._threads.submit(self._serve, exchange)
 
@@ -69,22 +68,7 @@ class OutsideSystem:
 
     def poll(self, until_s: float | None) -> list[Event]:
         """Raises WorkerError once there is nothing more to tell and the engine has crashed or was closed."""
-        events: list[Event] = []
-        finished = False
-        while True:
-            if self._ended is not None and self._outbox.empty():
-                if events:
-                    return events
-                raise self._ended
-            try:
-                news = self._outbox.get(timeout=0.0 if finished else self._patience_s(until_s))
-            except queue.Empty:
-                return events
-            events += news
-            for event in news:
-                if event.kind == "finished":
-                    self._unfinished.discard(event.request_id)
-                    finished = True
+        return self._outbox.poll(until_s)
 
     def forget(self, session: str | None) -> None:
         """Raises ConfigError where the engine cannot."""
@@ -113,11 +97,6 @@ class OutsideSystem:
 
     def tell(self, events: list[Event]) -> None:
         self._outbox.put(events)
-
-    def _patience_s(self, until_s: float | None) -> float | None:
-        if until_s is None:
-            return None if self._unfinished else 0.0
-        return max(0.0, until_s - self.clock.now_s())
 
     def _end(self, error: WorkerError) -> None:
         self._ended = self._ended or error

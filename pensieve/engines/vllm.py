@@ -17,12 +17,11 @@ from pensieve.baselines.base import Capabilities
 from pensieve.engines.base import Channel, EngineSetup, Reply
 from pensieve.engines.completions import CompletionsClient
 from pensieve.engines.openai_http import completion_body, read_completion
-from pensieve.engines.process import EngineProcess, free_port
+from pensieve.engines.process import EngineProcess, free_port, while_it_serves
 from pensieve.engines.weights import model_folder
 from pensieve.errors import (
     ConfigError,
     ContextLengthError,
-    EngineFailed,
     EngineMissing,
     RequestFailed,
     UnsupportedModel,
@@ -273,13 +272,8 @@ class VllmHttp(_Vllm):
         assert self._client is not None and self._process is not None
         body = completion_body(request, "served", list(request.prompt))
         body |= {"detokenize": False, "stop_token_ids": self._eos(request)}
-        try:
-            with self._client.ask("/v1/completions", body) as answer:
-                return read_completion(answer, request, channel, self._setup)
-        except EngineFailed as error:
-            if self._process.alive:
-                raise
-            raise self._process.failed("ended while it served requests") from error
+        with while_it_serves(self._process), self._client.ask("/v1/completions", body) as answer:
+            return read_completion(answer, request, channel, self._setup)
 
     def close(self) -> None:
         if self._client is not None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from importlib.resources import files
@@ -17,7 +16,6 @@ from fastapi import FastAPI, Header, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pensieve.errors import (
     CapacityError,
@@ -29,7 +27,9 @@ from pensieve.errors import (
 )
 from pensieve.record import Event
 from pensieve.server.api import Server
+from pensieve.server.completions import ChatShape, CompletionShape, completion_events, sse_data
 from pensieve.server.dialogue import Dialogue, Wish
+from pensieve.server.gate import Gate
 from pensieve.server.prometheus import Meters
 from pensieve.server.responses import Responder, ResponseStore
 from pensieve.server.schemas import (
@@ -38,9 +38,8 @@ from pensieve.server.schemas import (
     ResponseBody,
     TokenizeBody,
     client_stops,
-    finish_reason,
+    error_body,
     tools_of,
-    usage,
     wish_of,
 )
 from pensieve.server.settings import OPERATOR, ServeSettings, Tenants
@@ -52,7 +51,6 @@ log = logging.getLogger(__name__)
 
 SWEEP_S = 5.0  # how often conversations that nobody came back to are looked for
 _PREPARED_INLINE = 16_384  # bytes of a body: a longer one is encoded in another thread, so that others do not wait
-_OPEN = ("/health", "/")  # without a key
 _CLOSED = 499  # the status of a request whose client has gone, as nginx logs it; nobody receives it
 
 
@@ -217,9 +215,9 @@ def _add_routes(app: FastAPI, state: App) -> None:
         feed.started(
             await _prepare(request, partial(state.dialogue.chat, _tenant(request), name, messages, whole, wish))
         )
-        shape = _ChatShape("chatcmpl", state.model)
+        shape = ChatShape("chatcmpl", state.model)
         if body.stream:
-            return await _sse(request, feed, _chat_events(feed, shape, body.include_usage))
+            return await _sse(request, feed, completion_events(feed, shape, body.include_usage))
         text = await _whole(request, feed)
         return _reply(feed, shape.whole(text, feed))
 
@@ -236,9 +234,9 @@ def _add_routes(app: FastAPI, state: App) -> None:
         name = body.session_id or x_session_id
         begin = partial(state.dialogue.complete, _tenant(request), name, prompt, body.history == "whole", wish)
         feed.started(await _prepare(request, begin))
-        shape = _CompletionShape("cmpl", state.model)
+        shape = CompletionShape("cmpl", state.model)
         if body.stream:
-            return await _sse(request, feed, _chat_events(feed, shape, body.include_usage))
+            return await _sse(request, feed, completion_events(feed, shape, body.include_usage))
         text = await _whole(request, feed)
         return _reply(feed, shape.whole(text, feed))
 
@@ -350,87 +348,6 @@ def _add_routes(app: FastAPI, state: App) -> None:
 
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
-
-
-# -- shapes of replies --------------------------------------------------------------------------------------------------
-
-
-class _CompletionShape:
-    """JSON of a completion, whole and in chunks."""
-
-    kind, chunk_kind = "text_completion", "text_completion"
-
-    def __init__(self, prefix: str, model: str) -> None:
-        self._id = f"{prefix}-{random.getrandbits(96):024x}"
-        self._model, self._created = model, int(time.time())
-
-    def _frame(self, kind: str, feed: Feed, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created,
-            "model": self._model,
-            "system_fingerprint": None,
-            "session_id": feed.turn.conversation.id,
-            "choices": choices,
-        }
-
-    def whole(self, text: str, feed: Feed) -> dict[str, Any]:
-        record = feed.turn.record
-        assert record is not None
-        choice = {"index": 0, **self._said(text), "logprobs": None, "finish_reason": finish_reason(record)}
-        return {**self._frame(self.kind, feed, [choice]), "usage": usage(record)}
-
-    def opening(self, feed: Feed) -> list[dict[str, Any]]:
-        """Chunks before the text."""
-        return []
-
-    def piece(self, piece: str, feed: Feed, finish: str | None = None) -> dict[str, Any]:
-        choice = {"index": 0, **self._delta(piece, finish), "logprobs": None, "finish_reason": finish}
-        return self._frame(self.chunk_kind, feed, [choice])
-
-    def used(self, feed: Feed) -> dict[str, Any]:
-        assert feed.turn.record is not None
-        return {**self._frame(self.chunk_kind, feed, []), "usage": usage(feed.turn.record)}
-
-    def _said(self, text: str) -> dict[str, Any]:
-        return {"text": text}
-
-    def _delta(self, piece: str, finish: str | None) -> dict[str, Any]:
-        return {"text": piece}
-
-
-class _ChatShape(_CompletionShape):
-    """The same of a chat completion."""
-
-    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
-
-    def opening(self, feed: Feed) -> list[dict[str, Any]]:
-        choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return [self._frame(self.chunk_kind, feed, [choice])]
-
-    def _said(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
-
-    def _delta(self, piece: str, finish: str | None) -> dict[str, Any]:
-        return {"delta": {} if finish is not None else {"content": piece}}
-
-
-async def _chat_events(feed: Feed, shape: _CompletionShape, include_usage: bool) -> AsyncGenerator[str, None]:
-    async with aclosing(feed.pieces()) as pieces:
-        first = await anext(pieces, "")  # before anything is sent: what is refused gets a status that says so
-        for chunk in shape.opening(feed):
-            yield _data(chunk)
-        if first:
-            yield _data(shape.piece(first, feed))
-        async for piece in pieces:
-            yield _data(shape.piece(piece, feed))
-    record = feed.turn.record
-    assert record is not None
-    yield _data(shape.piece("", feed, finish_reason(record)))
-    if include_usage:
-        yield _data(shape.used(feed))
-    yield "data: [DONE]\n\n"
 
 
 async def _response_events(
@@ -548,7 +465,7 @@ async def _sse(request: Request, feed: Feed, events: AsyncGenerator[str, None]) 
             async for text in events:
                 yield text
         except PensieveError as error:  # after the first byte: the status has been sent
-            yield _data(_error(str(error), "server_error"))
+            yield sse_data(error_body(str(error), "server_error"))
         finally:
             await events.aclose()
 
@@ -556,16 +473,8 @@ async def _sse(request: Request, feed: Feed, events: AsyncGenerator[str, None]) 
     return StreamingResponse(all_events(), media_type="text/event-stream", headers=headers)
 
 
-def _data(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, separators=(',', ':'))}\n\n"
-
-
 def _named(event: dict[str, Any]) -> str:
-    return f"event: {event['type']}\n{_data(event)}"
-
-
-def _error(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return f"event: {event['type']}\n{sse_data(event)}"
 
 
 _CODES: dict[type[Exception], str] = {
@@ -584,7 +493,7 @@ def _refused(_: Request, error: Exception) -> Response:
         status, kind, code = 404, "not_found_error", "not_found"
     elif isinstance(error, Overloaded | TooManySessions):
         status, kind, code, headers = 429, "rate_limit_error", "overloaded", {"Retry-After": "1"}
-    return JSONResponse(_error(str(error), kind, code), status_code=status, headers=headers)
+    return JSONResponse(error_body(str(error), kind, code), status_code=status, headers=headers)
 
 
 def _invalid(_: Request, error: Exception) -> Response:
@@ -594,93 +503,10 @@ def _invalid(_: Request, error: Exception) -> Response:
     where = ".".join(str(part) for part in first.get("loc", ())[1:])
     message = f"{where}: {first['msg']}" if where else str(first["msg"])
     clean = message.encode("utf-8", "replace").decode()
-    return JSONResponse(_error(clean, "invalid_request_error", "invalid", where or None), status_code=400)
+    return JSONResponse(error_body(clean, "invalid_request_error", "invalid", where or None), status_code=400)
 
 
 def _http(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    return JSONResponse(_error(str(error.detail), kind), status_code=error.status_code, headers=error.headers)
-
-
-class Gate:
-    """Before any route: whose key it is, from where, how large, and whether the engine is warm.
-
-    Without keys only this machine is served, and a page from elsewhere that gives its own name to this address is not.
-    """
-
-    def __init__(self, app: ASGIApp, state: App) -> None:
-        self._app, self._state = app, state
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        refusal = self._refusal(scope["path"], headers, scope)
-        if refusal is not None:
-            await refusal(scope, receive, send)
-            return
-        limit = self._state.settings.max_body_bytes
-        length = headers.get("content-length", "")
-        too_large = length.isdigit() and int(length) > limit
-        body = None if too_large else await _read(receive, limit)
-        if body is None:
-            said = _error(f"The body is larger than {limit} bytes.", "invalid_request_error", "too_large")
-            await JSONResponse(said, status_code=413, headers={"Connection": "close"})(scope, receive, send)
-            return
-        scope["pensieve.body_bytes"] = len(body)
-        await self._app(scope, _replay(body, receive), send)
-
-    def _refusal(self, path: str, headers: dict[str, str], scope: Scope) -> Response | None:
-        state = self._state
-        key = headers.get("authorization", "").removeprefix("Bearer ").strip() or headers.get("x-api-key", "")
-        tenant = state.tenants.of(key)
-        scope["pensieve.tenant"] = tenant
-        if tenant is None and path not in _OPEN:
-            said = _error(
-                "The API key is missing or wrong; send it as Authorization: Bearer KEY.", "authentication_error"
-            )
-            return JSONResponse(said, status_code=401, headers={"WWW-Authenticate": "Bearer"})
-        if not state.tenants.required and not _local(headers.get("host", "")):
-            said = _error("Without API keys this server answers to 127.0.0.1 and localhost only.", "permission_error")
-            return JSONResponse(said, status_code=403)
-        if state.server is None and path not in _OPEN:
-            said = _error(state.failure or "The engine is still loading.", "server_error", "loading")
-            return JSONResponse(said, status_code=503, headers={"Retry-After": "2"})
-        return None
-
-
-def _local(host: str) -> bool:
-    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-    return name in ("127.0.0.1", "localhost", "[::1]", "")
-
-
-async def _read(receive: Receive, limit: int) -> bytes | None:
-    """The body; None where it is larger than `limit`."""
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return b"".join(parts)
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > limit:
-            return None
-        if not message.get("more_body"):
-            return b"".join(parts)
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """The body in one piece, then whatever comes."""
-    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    def again() -> Awaitable[Message]:
-        if first:
-            done: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-            done.set_result(first.pop())
-            return done
-        return receive()
-
-    return again
+    return JSONResponse(error_body(str(error.detail), kind), status_code=error.status_code, headers=error.headers)

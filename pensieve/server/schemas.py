@@ -245,3 +245,8 @@ def prompt_details(record: TurnRecord) -> dict[str, int]:
 
 def finish_reason(record: TurnRecord) -> str:
     return "length" if record.finish_reason == "length" else "stop"
+
+
+def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    """An error as OpenAI's clients read it."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -3,7 +3,7 @@ import statistics
 
 import pytest
 
-from analysis.prefix import engine_interfaces
+from analysis.interfaces import engine_interfaces
 from analysis.sweep import open_source
 from pensieve.errors import MixedPanel
 from pensieve.results.store import ResultsStore

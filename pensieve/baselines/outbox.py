@@ -1,0 +1,54 @@
+"""Events on their way from the threads of a system to whoever polls it."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+
+from pensieve.clock import Clock
+from pensieve.errors import WorkerError
+from pensieve.record import Event
+
+
+class Outbox:
+    """Any thread may put; one at a time polls. ended: why nothing more will come, None while something may."""
+
+    def __init__(self, clock: Clock, ended: Callable[[], WorkerError | None]) -> None:
+        self._clock, self._ended = clock, ended
+        self._events: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+        self._unfinished: set[int] = set()  # requests whose end poll has not told yet
+
+    def expect(self, request_id: int) -> None:
+        """This request will end; a poll without a limit waits for it."""
+        self._unfinished.add(request_id)
+
+    def put(self, events: list[Event]) -> None:
+        """An empty list wakes a poll that waits."""
+        self._events.put(events)
+
+    def poll(self, until_s: float | None) -> list[Event]:
+        """What happened, until a request ended or `until_s` has come; as System.poll. Raises WorkerError once there is
+        nothing more to tell and the system has ended."""
+        events: list[Event] = []
+        finished = False
+        while True:
+            error = self._ended()
+            if error is not None and self._events.empty():
+                if events:
+                    return events
+                raise error
+            try:
+                news = self._events.get(timeout=0.0 if finished else self._patience_s(until_s))
+            except queue.Empty:
+                return events
+            events += news
+            for event in news:
+                if event.kind == "finished":
+                    self._unfinished.discard(event.request_id)
+                    finished = True
+
+    def _patience_s(self, until_s: float | None) -> float | None:
+        """For how long poll may wait now; None: until something happens."""
+        if until_s is None:
+            return None if self._unfinished else 0.0
+        return max(0.0, until_s - self._clock.now_s())
