@@ -48,14 +48,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             for line in [] if options.quiet else not_drawn(source):
                 print(line, file=sys.stderr)
             if not drawings and not failed:
-                raise MissingSeries(
-                    f"Sweep {source.sweep.id} supports no figure; run `{source.command}` to complete it."
-                )
+                raise MissingSeries(_no_figure(source))
 
     status = guarded(options, draw)
     for problem in problems:
         print(problem, file=sys.stderr)
     return 1 if problems else status
+
+
+def _no_figure(source: Source) -> str:
+    if (
+        source.jobs
+        and all(job.trial is not None for job in source.jobs)
+        and len(source.jobs) >= source.sweep.n_expected
+    ):
+        return f"Sweep {source.sweep.id} is complete, and no figure is of what it ran."
+    return f"Sweep {source.sweep.id} supports no figure; run `{source.command}` to complete it."
 
 
 def draw_all(source: Source, folder: Path) -> tuple[list[Drawing], list[str]]:

@@ -6,6 +6,7 @@ from analysis import figures, registry
 from analysis.sweep import open_source
 from pensieve.results.store import open_store
 from tests.analysis.sweeps import answered, fill
+from tests.results.trials import add_trial, conversation_turns
 
 
 def chat(store, command="run.py -m", baselines=("pensieve", "stateless")):
@@ -112,6 +113,15 @@ def test_a_sweep_that_supports_nothing_says_how_it_is_completed(outputs, capsys)
     store.open_sweep("key", "chat", None, "run.py -m", {}, 3, "host", None)
     assert figures.main(["--quiet"]) == 1
     assert capsys.readouterr().err.strip() == "Sweep 1 supports no figure; run `run.py -m` to complete it."
+
+
+def test_a_complete_sweep_without_a_figure_is_not_sent_to_run_again(outputs, capsys):
+    store = open_store(outputs)
+    sweep = store.open_sweep("key", "chat", None, "run.py -m", {}, 1, "host", None)
+    none = dict.fromkeys(("gpu_hit_rate", "cpu_hit_rate", "miss_rate"))
+    add_trial(store, sweep, 0, "prefix_cache", conversation_turns([10.0]), none, workload="vllm_run")
+    assert figures.main(["--quiet"]) == 1
+    assert capsys.readouterr().err.strip() == "Sweep 1 is complete, and no figure is of what it ran."
 
 
 def test_every_figure_has_a_name_of_its_own():
