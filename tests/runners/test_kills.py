@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import itertools
 import os
 import random
 import shutil
@@ -115,10 +116,13 @@ def kill_and_resume(outputs, kills, arguments, kill_one):
     seconds = time.monotonic() - began
     begin_with_nothing(outputs)
     draw, finished, landed = random.Random(kills), [], 0
-    for _ in range(kills):
+    while landed < kills:
         process = start(outputs, *arguments)
         process.join(draw.uniform(0, seconds))
-        landed += process.exitcode is None
+        if process.exitcode is None:
+            landed += 1
+        else:
+            seconds *= 0.9  # too late: the machine is less busy than it was, or little was left to do
         kill_one(process, draw)
         now = completed(outputs)
         assert set(finished) <= set(now)
@@ -127,7 +131,6 @@ def kill_and_resume(outputs, kills, arguments, kill_one):
             finish(outputs, arguments)
             begin_with_nothing(outputs)
             finished = []
-    assert landed > kills / 2
     finish(outputs, arguments)
     assert said(outputs).count("is this one and is completed") == len(finished)
 
@@ -135,7 +138,7 @@ def kill_and_resume(outputs, kills, arguments, kill_one):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_one_process_killed_at_random_moments(tmp_path, warm):
-    kill_and_resume(tmp_path / "outputs", 20, SWEEP, lambda process, _: kill(process))
+    kill_and_resume(tmp_path / "outputs", 12, SWEEP, lambda process, _: kill(process))
 
 
 @pytest.mark.slow
@@ -143,8 +146,19 @@ def test_one_process_killed_at_random_moments(tmp_path, warm):
 def test_joblib_killed_at_random_moments(tmp_path, forked_workers):
     """Parent, worker or both, in turn. A parent that lives tells of its worker; workers that live end by themselves."""
     outputs = tmp_path / "outputs"
-    turns = iter(["parent", "worker", "both"] * 7)
+    turns = itertools.cycle(["parent", "worker", "both"])
     left, told = [], []
+
+    def at_work(process):
+        """The worker whose trial runs, waited for: a kill between two trials may be one that nobody has to hear of."""
+        while process.exitcode is None:
+            with contextlib.suppress(psutil.NoSuchProcess, sqlite3.OperationalError):  # before there is a table
+                running = {pid for (pid,) in query(outputs, "select pid from trial where status = 'running'")}
+                for worker in psutil.Process(process.pid).children():
+                    if worker.pid in running:
+                        return worker
+            process.join(0.02)
+        raise psutil.NoSuchProcess(process.pid)
 
     def kill_one(process, draw):
         who = next(turns)
@@ -155,9 +169,9 @@ def test_joblib_killed_at_random_moments(tmp_path, forked_workers):
             left.extend(workers)
             process.kill()  # the next sweep begins at once, while its workers may still be at work
             process.join()
-        elif who == "worker" and workers:
+        elif who == "worker" and process.exitcode is None:
             with contextlib.suppress(psutil.NoSuchProcess):
-                draw.choice(workers).send_signal(signal.SIGKILL)
+                at_work(process).send_signal(signal.SIGKILL)
             process.join(60)
             assert process.exitcode in (0, 1), said(outputs)
             assert "Traceback" not in said(outputs)
@@ -168,15 +182,15 @@ def test_joblib_killed_at_random_moments(tmp_path, forked_workers):
         else:
             kill(process)
 
-    kill_and_resume(outputs, 12, (*SWEEP, "hydra/launcher=joblib_2"), kill_one)
+    kill_and_resume(outputs, 9, (*SWEEP, "hydra/launcher=joblib_2"), kill_one)
     assert told
     psutil.wait_procs(left, timeout=30)
-    at_work = [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    alive = [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     for process in left:  # those that never got a job wait for one
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     pids = {pid for (pid,) in query(outputs, "select pid from trial")}
-    assert not pids & {p.pid for p in at_work}
+    assert not pids & {p.pid for p in alive}
     assert os.getpid() not in pids
 
 
