@@ -6,7 +6,7 @@ import difflib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -40,7 +40,7 @@ _TIED_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in memory, checked. spec: as it runs (dtype is float32 on a CPU), so size caches by this one.
+    """A model in memory, checked. spec: as it runs, so size caches by this one.
 
     weights: "random", "hub" or the folder. revision: the commit that was loaded, where the hub gave one. module: the
     transformers model, the reference in tests; forward: what serves, over the same weights; forward_note: why it is not
@@ -97,7 +97,6 @@ def load_model(
     Raises WeightsMissing, HardwareMissing, UnsupportedModel, EngineMissing for a backend that cannot run here.
     """
     where = resolve_device(device)
-    spec = runtime_spec(spec, where)
     _check_memory(spec, where)
     dtype = getattr(torch, spec.dtype)
     names = order(attention, where)
@@ -143,7 +142,7 @@ def load_module(
     same weights. Raises WeightsMissing, UnsupportedModel."""
     register()
     with quiet_transformers():
-        return _module(runtime_spec(spec, device), weights, hub_id, revision, seed, device)
+        return _module(spec, weights, hub_id, revision, seed, device)
 
 
 def _module(
@@ -178,11 +177,6 @@ def resolve_device(device: str) -> torch.device:
     if device != "cpu":
         raise HardwareMissing(f"hardware.device={device} is not supported; use auto, cpu, cuda or cuda:N.")
     return torch.device("cpu")
-
-
-def runtime_spec(spec: ModelSpec, device: torch.device) -> ModelSpec:
-    """On a CPU everything is float32: 16-bit arithmetic is emulated there, six times slower."""
-    return replace(spec, dtype="float32") if device.type == "cpu" else spec
 
 
 def _check_memory(spec: ModelSpec, device: torch.device) -> None:

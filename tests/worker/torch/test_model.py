@@ -13,7 +13,7 @@ from pensieve.compose.weights import folder_architecture
 from pensieve.errors import HardwareMissing, UnsupportedModel, WeightsMissing
 from pensieve.specs import ModelSpec
 from pensieve.worker.torch.attention import IMPLEMENTATION, paged_attention
-from pensieve.worker.torch.model import LoadedModel, load_model, resolve_device, runtime_spec
+from pensieve.worker.torch.model import LoadedModel, load_model, resolve_device
 
 from .driver import ARCHITECTURES, Driver, plain_logits, random_tokens, tiny_model, tiny_spec
 
@@ -62,11 +62,12 @@ def test_a_turn_ends_with_every_token_that_the_generation_settings_name(
     assert llama.eos_token_ids == {2, 9}
 
 
-def test_on_a_cpu_everything_is_float32() -> None:
-    spec = ModelSpec.from_architecture("llama", ARCHITECTURES["llama"], "bfloat16")
-    assert runtime_spec(spec, torch.device("cpu")).dtype == "float32"
-    assert runtime_spec(spec, torch.device("cuda")).dtype == "bfloat16"
-    assert _load(spec).spec.kv_bytes_per_token == 2 * spec.kv_bytes_per_token
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_cpu_runs_16_bits_where_it_is_asked_to(dtype: str) -> None:
+    model = _load(ModelSpec.from_architecture("llama", ARCHITECTURES["llama"], dtype))
+    assert (model.spec.dtype, model.dtype, model.module.dtype) == (dtype, getattr(torch, dtype), getattr(torch, dtype))
+    assert model.self_check.against == "float32"
+    assert 0 < model.self_check.difference <= model.self_check.limit
 
 
 def test_a_folder_is_read_back(llama: LoadedModel, tmp_path: Path) -> None:

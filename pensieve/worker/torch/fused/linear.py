@@ -16,16 +16,25 @@ _SPARE_SHARE = 4  # weights are packed where their second copy takes at most thi
 
 
 def packable(module: Any) -> bool:
-    """May this model's weights be packed: float32 on a CPU with oneDNN, and room for a second copy beside the first?
+    """May this model's weights be packed: a type that oneDNN multiplies on this CPU, and room for a second copy?
 
     The first stays with the transformers module, the reference that self-check and tests compare with.
     """
     weights = list(module.parameters())
-    if any(w.device.type != "cpu" or w.dtype != torch.float32 for w in weights):
+    if any(w.device.type != "cpu" for w in weights):
         return False
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return False
+    if not all(_multiplies(dtype) for dtype in {w.dtype for w in weights}):
+        return False
     return sum(w.nbytes for w in weights) * _SPARE_SHARE <= psutil.virtual_memory().available
+
+
+def _multiplies(dtype: torch.dtype) -> bool:
+    if dtype == torch.float32:
+        return True
+    asked = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
+    return asked is not None and hasattr(torch.ops.mkldnn, asked) and bool(getattr(torch.ops.mkldnn, asked)())
 
 
 class Linear:

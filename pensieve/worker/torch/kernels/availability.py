@@ -46,7 +46,7 @@ def expected(choice: str, kind: str, dtype: str, chunk_tokens: int) -> str:
 def require(name: str, kind: str, dtype: str, chunk_tokens: int) -> None:
     """Raises EngineMissing, in one sentence, for a backend that cannot run here."""
     if name == "native":
-        _require_native(kind, dtype)
+        _require_native(kind)
     elif name == "triton":
         _require_triton(kind, chunk_tokens)
     elif name == "varlen":
@@ -55,11 +55,9 @@ def require(name: str, kind: str, dtype: str, chunk_tokens: int) -> None:
         _require_flashinfer(kind, dtype)
 
 
-def _require_native(kind: str, dtype: str) -> None:
+def _require_native(kind: str) -> None:
     if kind != "cpu":
         raise EngineMissing("attention_backend=native runs on a CPU only; use auto or triton on a GPU.")
-    if dtype != "float32":
-        raise EngineMissing("attention_backend=native computes in float32 only; use reference.")
     find_compiler()
 
 

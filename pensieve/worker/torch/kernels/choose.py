@@ -26,7 +26,7 @@ def load_backend(
     if name == "native":
         from pensieve.worker.torch.kernels.native import NativeBackend
 
-        return NativeBackend(head_dim)
+        return NativeBackend(head_dim, dtype)
     if name == "triton":
         from pensieve.worker.torch.kernels.triton_backend import TritonBackend
 

@@ -94,7 +94,7 @@ def cache_folder() -> Path:
 
 def _compiled(command: Sequence[str], source: Path, version: str) -> ctypes.CDLL:
     """Raises OSError and SubprocessError. Processes that compile at the same time each put a whole file in place."""
-    parts = (source.read_text(), shlex.join(command), version, platform.machine(), _processor())
+    parts = (source.read_text(), shlex.join(command), version, platform.machine(), processor())
     name = f"{source.stem}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:20]}.so"
     try:
         folder = cache_folder()
@@ -120,7 +120,7 @@ def _complaint(error: Exception) -> str:
     return lines[0].strip() if lines else type(error).__name__
 
 
-def _processor() -> str:
+def processor() -> str:
     """What code for `native` depends on: a home folder may be shared by machines of several kinds."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -1,6 +1,7 @@
-/* Attention of single queries straight over the blocks of a float32 pool on a CPU: decode rows (section 4.4).
+/* Attention of single queries straight over the blocks of a pool on a CPU: decode rows (section 4.4).
 
-   Compiled when it is first needed, for this machine and one head size (-DHEAD_DIM=...). A row's keys and values are
+   Compiled when it is first needed, for this machine, one head size (-DHEAD_DIM=...) and one type of the pool (-DKV_FLOAT32,
+   -DKV_BFLOAT16 or -DKV_FLOAT16). Queries, results and all sums are float32: a tile of a 16-bit pool is widened first. A row's keys and values are
    read once, in the order in which they lie, for all heads: softmax is kept up as in FlashAttention (a running maximum,
    a running sum, and results that are rescaled when the maximum grows). What comes next is asked for ahead of time,
    since no prefetcher follows from block to block. Neither other rows nor the number of threads change a row's result. */
@@ -8,7 +9,24 @@
 #include <math.h>
 #include <stdint.h>
 
-enum { TILE = 16, GROUP = 8, LINE = 16 }; /* tokens at once; queries of a KV head at once; floats a cache line */
+#if defined(KV_BFLOAT16)
+typedef uint16_t kv_type;
+static inline float widened(kv_type value) {
+    union {
+        uint32_t bits;
+        float value;
+    } wide = {(uint32_t)value << 16}; /* bfloat16 is the upper half of a float32 */
+    return wide.value;
+}
+#elif defined(KV_FLOAT16)
+typedef _Float16 kv_type;
+static inline float widened(kv_type value) { return (float)value; }
+#else
+typedef float kv_type;
+#endif
+
+/* tokens at once; queries of a KV head at once; numbers of the pool a cache line */
+enum { TILE = 16, GROUP = 8, LINE = 64 / sizeof(kv_type) };
 
 /* Relative error below 2e-7; arguments below -87 give what that gives. NaN stays NaN. */
 static inline float exp_of(float x) {
@@ -29,19 +47,32 @@ static inline float exp_of(float x) {
     return p * power.value;
 }
 
-static inline void fetch(const float *next) {
+static inline void fetch(const kv_type *next) {
     for (int d = 0; d < HEAD_DIM; d += LINE) __builtin_prefetch(next + d, 0, 2); /* to the second level */
 }
 
-/* One KV head and its queries over `count` tokens: keys and values `stride` floats apart, the next tile's likewise. */
+/* One KV head and its queries over `count` tokens: keys and values `step` numbers apart, the next tile's likewise. */
 static inline __attribute__((always_inline)) void attend_tile(
-    const float *keys, const float *values, const float *next_keys, const float *next_values, int64_t count,
-    int64_t stride, int group, const float *queries, float *out, float *highest, float *sums, float scale,
+    const kv_type *pool_keys, const kv_type *pool_values, const kv_type *next_keys, const kv_type *next_values,
+    int64_t count, int64_t step, int group, const float *queries, float *out, float *highest, float *sums, float scale,
     float softcap) {
     float scores[GROUP][TILE];
+#if defined(KV_BFLOAT16) || defined(KV_FLOAT16)
+    float keys[TILE * HEAD_DIM], values[TILE * HEAD_DIM];
+    const int64_t stride = HEAD_DIM;
+    for (int64_t t = 0; t < count; t++) {
+#pragma omp simd
+        for (int d = 0; d < HEAD_DIM; d++) keys[t * HEAD_DIM + d] = widened(pool_keys[t * step + d]);
+#pragma omp simd
+        for (int d = 0; d < HEAD_DIM; d++) values[t * HEAD_DIM + d] = widened(pool_values[t * step + d]);
+    }
+#else
+    const float *keys = pool_keys, *values = pool_values;
+    const int64_t stride = step;
+#endif
     for (int64_t t = 0; t < count; t++) {
         const float *key = keys + t * stride;
-        if (next_keys) fetch(next_keys + t * stride);
+        if (next_keys) fetch(next_keys + t * step);
         for (int g = 0; g < group; g++) {
             const float *query = queries + g * HEAD_DIM;
             float score = 0;
@@ -65,7 +96,7 @@ static inline __attribute__((always_inline)) void attend_tile(
         for (int d = 0; d < HEAD_DIM; d++) kept[d] = result[d] * keep;
         for (int64_t t = 0; t < count; t++) {
             const float *value = values + t * stride, weight = row[t];
-            if (next_values && g == 0) fetch(next_values + t * stride);
+            if (next_values && g == 0) fetch(next_values + t * step);
 #pragma omp simd
             for (int d = 0; d < HEAD_DIM; d++) kept[d] += weight * value[d];
         }
@@ -76,7 +107,7 @@ static inline __attribute__((always_inline)) void attend_tile(
 
 /* Positions [low, stop) of a row for KV heads [first, last). table: blocks of the row's chunks. */
 static void attend_row(
-    const float *queries, const float *pool, float *out, int64_t low, int64_t stop, const int64_t *table, int first,
+    const float *queries, const kv_type *pool, float *out, int64_t low, int64_t stop, const int64_t *table, int first,
     int last, int kv_heads, int group, int64_t chunk, float scale, float softcap) {
     const int64_t stride = 2 * (int64_t)kv_heads * HEAD_DIM, to_values = (int64_t)kv_heads * HEAD_DIM;
     float highest[(last - first) * group], sums[(last - first) * group];
@@ -86,11 +117,11 @@ static void attend_row(
         count = chunk - at % chunk;
         count = count > TILE ? TILE : count;
         count = count > stop - at ? stop - at : count;
-        const float *here = pool + (table[at / chunk] * chunk + at % chunk) * stride, *next = 0;
+        const kv_type *here = pool + (table[at / chunk] * chunk + at % chunk) * stride, *next = 0;
         const int64_t then = at + count;
         if (then < stop) next = pool + (table[then / chunk] * chunk + then % chunk) * stride;
         for (int head = first; head < last; head++) {
-            const float *keys = here + head * HEAD_DIM, *next_keys = next ? next + head * HEAD_DIM : 0;
+            const kv_type *keys = here + head * HEAD_DIM, *next_keys = next ? next + head * HEAD_DIM : 0;
             for (int done = 0; done < group; done += GROUP) {
                 const int query = head * group + done, own = query - first * group, left = group - done;
                 if (done > 0) next_keys = 0; /* asked for already */
@@ -115,7 +146,7 @@ static void attend_row(
 /* queries, out [rows, kv_heads * group, HEAD_DIM]; pool [tokens, 2, kv_heads, HEAD_DIM]; row r attends to positions
    [lows[r], stops[r]), whose blocks of `chunk` tokens are table[starts[r] ...]. softcap 0: none. */
 void attend_decode(
-    const float *queries, const float *pool, float *out, const int64_t *lows, const int64_t *stops,
+    const float *queries, const kv_type *pool, float *out, const int64_t *lows, const int64_t *stops,
     const int64_t *starts, const int64_t *table, int64_t rows, int kv_heads, int group, int64_t chunk, float scale,
     float softcap, int threads) {
     /* Heads of a row lie side by side in memory: they are parted only where rows are fewer than threads. */

@@ -61,7 +61,7 @@ class NativePlan:
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        queries = queries.contiguous()
+        asked, queries = queries.dtype, queries.float().contiguous()
         assert pool.is_contiguous()
         result = torch.empty_like(queries)
         _, heads, head_dim = queries.shape
@@ -72,7 +72,7 @@ class NativePlan:
             heads // kv_heads, self._chunk_tokens, head_dim**-0.5 if scaling is None else scaling, softcap or 0.0,
             self._threads,
         )  # fmt: skip
-        return result
+        return result.to(asked)
 
 
 class _Rows:
@@ -94,13 +94,15 @@ class _Rows:
 
 
 class NativeBackend:
-    """For float32 on a CPU (see availability). Raises EngineMissing where no compiler is, or it cannot compile this."""
+    """For a CPU; a pool in 16 bits is read as it is, and all sums are float32. Raises EngineMissing where no compiler is,
+    or it cannot compile this."""
 
     name = "native"
     captures = False
 
-    def __init__(self, head_dim: int) -> None:
-        self._library = load_library(_SOURCE, (f"HEAD_DIM={head_dim}",))
+    def __init__(self, head_dim: int, dtype: torch.dtype = torch.float32) -> None:
+        kind = str(dtype).removeprefix("torch.").upper()
+        self._library = load_library(_SOURCE, (f"HEAD_DIM={head_dim}", f"KV_{kind}"))
         function = self._library.functions.attend_decode
         function.restype = None
         function.argtypes = [*_POINTERS, *_SIZES, ctypes.c_float, ctypes.c_float, ctypes.c_int]

@@ -84,11 +84,15 @@ def _storage_bytes(module: torch.nn.Module) -> int:
     return sum(storages.values())
 
 
-def test_only_float32_weights_on_a_cpu_that_fit_twice_are_packed(
+def test_weights_that_onednn_multiplies_here_and_that_fit_twice_are_packed(
     llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert packable(llama.module)
-    assert not packable(copy.deepcopy(llama.module).to(torch.bfloat16))
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        for here in (True, False):
+            monkeypatch.setattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", lambda here=here: here)
+            assert packable(copy.deepcopy(llama.module).to(dtype)) is here
+    assert not packable(copy.deepcopy(llama.module).to(torch.float64))
     little = type("Memory", (), {"available": llama.spec.weight_bytes, "total": 2**40})
     monkeypatch.setattr("pensieve.worker.torch.fused.linear.psutil.virtual_memory", lambda: little)
     assert not packable(llama.module)

@@ -66,7 +66,7 @@ def test_another_definition_source_or_processor_is_another_file(
     source.write_text(_SOURCE + "/* changed */")
     load_library.cache_clear()
     assert _answer(source, 1) == 1
-    monkeypatch.setattr(compiler, "_processor", lambda: "a machine with the same home")
+    monkeypatch.setattr(compiler, "processor", lambda: "a machine with the same home")
     load_library.cache_clear()
     assert _answer(source, 1) == 1
     assert len(list(cache_folder.iterdir())) == 4

@@ -21,7 +21,7 @@ except EngineMissing as missing:
 
 
 def _plan(case: Case) -> NativePlan:
-    backend = NativeBackend(case.queries.shape[2])
+    backend = NativeBackend(case.queries.shape[2], case.pool.dtype)
     return backend.plan(case.batch, case.pool, case.chunk)
 
 
@@ -47,6 +47,21 @@ def test_head_sizes_groups_and_blocks(heads: Heads, chunk: int) -> None:
     """Groups of 1, 8, 3, 2 and 20; blocks that are no power of two, smaller and larger than what is taken at once."""
     case = make_case([[(140, 141)], [(7, 8)], [(0, 1)]], heads, chunk=chunk)
     case.check(case.attend(_plan(case), None, None, None), case.expected(None, None, None))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (33, None), (None, 2.0)])
+@pytest.mark.parametrize("heads", [Heads(4, 2, 64), Heads(6, 2, 40), Heads(20, 1, 8)], ids=str)
+def test_a_pool_in_16_bits_is_summed_in_float32(
+    dtype: torch.dtype, window: int | None, softcap: float | None, heads: Heads
+) -> None:
+    """As exact as the rounding of the result to 16 bits, over a context in which sums in 16 bits lose two digits."""
+    case = make_case([[(n - 1, n)] for n in (700, 140, 33, 1)], heads, dtype=dtype, chunk=16)
+    got, expected = case.attend(_plan(case), None, window, softcap), case.expected(None, window, softcap)
+    assert got.dtype == dtype
+    rounded = expected.to(dtype).double()
+    step = float((rounded - expected).abs().max())  # what rounding alone does
+    assert float((got.double() - expected).abs().max()) <= 2 * step
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -114,6 +129,6 @@ def _one(case: Case, row: int) -> torch.Tensor:
     span = case.batch.spans[row]
     case.attend(_plan(case), None, None, None)  # everybody's keys are in the pool
     batch = replace(case.batch, spans=(replace(span, first=0),))
-    backend = NativeBackend(case.queries.shape[2])
+    backend = NativeBackend(case.queries.shape[2], case.pool.dtype)
     plan = backend.plan(batch, case.pool, case.chunk)
     return plan.attend(case.pool[1], case.queries[row : row + 1], case.keys, case.values, None, None, None)
