@@ -20,6 +20,7 @@ class ModelSpec:
 
     architecture: the fields of the transformers configuration, so that weights=random needs no download.
     sliding_window: tokens that a windowed layer attends to, None for full attention everywhere.
+    quantization: None, or int8 for weights that are rounded to it and multiplied in it where rows are few.
     """
 
     name: str
@@ -35,6 +36,7 @@ class ModelSpec:
     dtype: str = "float32"
     tied_embeddings: bool = False
     sliding_window: int | None = None
+    quantization: str | None = None
     architecture: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod

@@ -208,6 +208,13 @@ def model_spec(model: ModelConfig, device: Device) -> ModelSpec:
     architecture = folder_architecture(model.weights) if weights_kind(model) == "path" else model.architecture
     dtype = "bfloat16" if model.dtype == "auto" else model.dtype
     spec = replace(ModelSpec.from_architecture(model.name, architecture, dtype), architecture=dict(architecture))
+    if model.quantization is not None:
+        if device.kind != "cpu" or model.dtype not in ("auto", "float32"):
+            raise ConfigError(
+                f"model.quantization={model.quantization} computes in float32 on a CPU, and this is {device.label} with "
+                f"model.dtype={model.dtype}; use hardware=cpu and leave model.dtype at auto, or leave model.quantization out."
+            )
+        return replace(spec, dtype="float32", quantization=model.quantization)
     if model.dtype == "auto" and device.kind == "cpu":
         from pensieve.worker.torch.cpu_dtype import cpu_dtype
 

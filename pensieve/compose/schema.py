@@ -19,7 +19,8 @@ class _Group(BaseModel):
 
 class ModelConfig(_Group):
     """weights: hub, random, gguf, or a folder written by save_pretrained. gguf_file: its path, or package:file for one that
-    an installed package brings. tokenizer: bytes, hub (the model's own), a folder, or another hub id."""
+    an installed package brings. quantization: of weights, on a CPU; sums stay float32. tokenizer: bytes, hub (the model's
+    own), a folder, or another hub id."""
 
     name: str
     hub_id: str | None = None
@@ -28,6 +29,7 @@ class ModelConfig(_Group):
     gguf_file: str | None = None
     seed: int = 0
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quantization: Literal["int8"] | None = None
     tokenizer: str = "hub"
     architecture: dict[str, Any] = Field(default_factory=dict)
 

@@ -68,6 +68,9 @@ def test_auto_is_what_is_faster_on_a_cpu_and_bfloat16_elsewhere(monkeypatch):
     [
         (("cache.gpu=4096",), ConfigError, ["cache.gpu=4096", "8192 tokens"]),
         (("hardware.device=tpu", "hardware=cpu"), ConfigError, ["hardware.device='tpu'", "cuda:<index>"]),
+        (("model.quantization=int8",), ConfigError, ["model.quantization=int8", "hardware=cpu"]),
+        (("model.quantization=int8", "hardware=cpu", "model.dtype=bfloat16"), ConfigError, ["model.dtype=bfloat16"]),
+        (("model.quantization=int4",), ConfigError, ["model.quantization='int4'", "int8"]),
         (("baseline=vllm",), EngineMissing, ["baseline=vllm"]),
         (("+workload.missing=later",), EngineMissing, ["workload=chat", "later"]),
         (("hardware.gpu_memory=80",), ConfigError, ["hardware.gpu_memory"]),

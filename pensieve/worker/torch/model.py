@@ -21,6 +21,7 @@ from pensieve.units import format_bytes
 from pensieve.worker.torch.attention import IMPLEMENTATION, REFERENCE, register
 from pensieve.worker.torch.choice import choose
 from pensieve.worker.torch.forward import Forward
+from pensieve.worker.torch.fused.int8 import quantise
 from pensieve.worker.torch.kernels.base import AttentionBackend
 from pensieve.worker.torch.kernels.choose import load_backend, order
 from pensieve.worker.torch.self_check import SelfCheck
@@ -157,6 +158,8 @@ def _module(
         module = _from_folder(spec, weights, dtype)
     module = module.to(where).eval().requires_grad_(False)
     check_sizes(spec, module.config)
+    if spec.quantization == "int8":
+        quantise(module)
     return module
 
 

@@ -8,9 +8,11 @@ weights are the transformers module's, which stays usable and is what the self-c
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from pensieve.worker.torch.fused.decoder import FusedModel
+from pensieve.worker.torch.fused.int8 import int8_of
 from pensieve.worker.torch.fused.learned import build_gpt2, build_opt
 from pensieve.worker.torch.fused.linear import packable
 from pensieve.worker.torch.fused.rotary import build_rotary
@@ -38,6 +40,7 @@ def build_fused(module: Any, pack: bool | None = None) -> FusedModel | str:
     if getattr(module, "is_quantized", False):
         return "quantized weights"
     try:
-        return builder(module, packable(module) if pack is None else pack)
+        built = builder(module, packable(module) if pack is None else pack)
+        return built if isinstance(built, str) else replace(built, int8=int8_of(module.lm_head) is not None)
     except AttributeError as error:  # another version of transformers, in which the modules have other parts
         return f"modules of another make: {error}"

@@ -76,15 +76,16 @@ class FusedModel:
     layers: Sequence[Layer]
     finish: Callable[[torch.Tensor], torch.Tensor]
     packed: bool
+    int8: bool = False
 
     @property
     def name(self) -> str:
-        return "fused, packed weights" if self.packed else "fused"
+        return "fused" + ", packed weights" * self.packed + ", int8 weights for few rows" * self.int8
 
     def __call__(self, iteration: Iteration, wanted: torch.Tensor) -> torch.Tensor:
         batch = iteration.batch
         ids, positions, tokens, outputs = batch.token_ids, batch.positions, len(batch.token_ids), len(wanted)
-        if self.packed:
+        if self.packed and not self.int8:
             ids, positions, wanted = (_padded(x) for x in (ids, positions, wanted))
         hidden, cos, sin = self.begin(ids, positions)
         step = Step(iteration, tokens, cos, sin)

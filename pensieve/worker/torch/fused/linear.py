@@ -9,6 +9,8 @@ import psutil
 import torch
 import torch.nn.functional as F
 
+from pensieve.worker.torch.fused.int8 import FEW_ROWS, Int8Product, int8_of
+
 # Packed products take 4 to 6 rows in less time than 1 or 2, so that batches are padded to this many rows.
 LEAST_ROWS = 4
 _PACKING_HINT = 64  # rows; every hint above 1 gives the same layout, which serves all batches
@@ -41,7 +43,8 @@ class Linear:
     """x [rows, in] to [rows, out], with the weights of several modules that read the same x stacked along out.
 
     Packed: a copy in oneDNN's blocked layout, at half the time of a plain product for 4 to 16 rows. Otherwise one joined
-    tensor, which the modules' own parameters become views of, so that no weight exists twice.
+    tensor, which the modules' own parameters become views of, so that no weight exists twice. Few rows are multiplied with
+    the int8 weights where there are any.
     """
 
     def __init__(self, modules: Sequence[Any], pack: bool) -> None:
@@ -50,6 +53,8 @@ class Linear:
             biases = [module.bias for module in modules if module.bias is not None]
             assert len(biases) in (0, len(modules)), "some of the joined projections have a bias, and some have none"
             self._bias = torch.cat([bias.detach() for bias in biases]) if biases else None
+            rounded = [found for module in modules if (found := int8_of(module)) is not None]
+            self._int8 = Int8Product(rounded, self._bias) if len(rounded) == len(modules) else None
             if pack:
                 self._packed = True
                 self._weight = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights).contiguous(), _PACKING_HINT)
@@ -62,6 +67,8 @@ class Linear:
                     module.weight = torch.nn.Parameter(rows, requires_grad=False)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._int8 is not None and len(x) <= FEW_ROWS:
+            return self._int8(x)
         if self._packed:
             y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
             return y

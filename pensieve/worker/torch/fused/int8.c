@@ -1,0 +1,106 @@
+/* Products of few rows with int8 weights on a CPU, which take as long as the weights take to read.
+
+   Compiled when it is first needed, for this machine. Weights are widened in registers, inputs and sums are float32: a
+   result differs from the product with the same weights in float32 by the order of its sums alone. Neither other rows nor
+   the number of threads change a row's result. */
+
+#include <stdint.h>
+#include <string.h>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+enum { LANES = 16, OUTPUTS = 4, ROWS = 4 }; /* numbers a vector; outputs and rows that are summed at once */
+
+typedef float floats __attribute__((vector_size(LANES * 4)));
+
+/* What compilers make of a plain conversion takes a register for each number. */
+static inline floats widened(const int8_t *from) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+#else
+    union {
+        floats all;
+        float each[LANES];
+#ifdef __AVX2__
+        __m256 halves[2];
+#endif
+    } wide;
+#ifdef __AVX2__
+    for (int half = 0; half < 2; half++)
+        wide.halves[half] =
+            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(from + 8 * half))));
+#else
+    for (int i = 0; i < LANES; i++) wide.each[i] = from[i];
+#endif
+    return wide.all;
+#endif
+}
+
+static inline float sum_of(floats lanes) {
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += lanes[i];
+    return sum;
+}
+
+/* y for `outputs` weights and `rows` inputs, both constant where this is inlined. */
+static inline __attribute__((always_inline)) void tile(
+    int rows, int outputs, const float *x, const int8_t *weights, const float *scales, const float *bias, float *y,
+    int64_t in, int64_t out) {
+    floats sums[ROWS * OUTPUTS];
+#pragma GCC unroll 16
+    for (int i = 0; i < rows * outputs; i++) sums[i] = (floats){0};
+    int64_t at = 0;
+    for (; at + LANES <= in; at += LANES) {
+        floats inputs[ROWS];
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) memcpy(&inputs[r], x + r * in + at, sizeof inputs[r]);
+#pragma GCC unroll 4
+        for (int o = 0; o < outputs; o++) {
+            const floats weight = widened(weights + o * in + at);
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++) sums[r * outputs + o] += inputs[r] * weight;
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int o = 0; o < outputs; o++) {
+            float sum = sum_of(sums[r * outputs + o]);
+            for (int64_t i = at; i < in; i++) sum += x[r * in + i] * weights[o * in + i];
+            y[r * out + o] = sum * scales[o] + (bias ? bias[o] : 0);
+        }
+}
+
+#define TILES_OF(count)                                                                                           \
+    for (int64_t o = first; o < last; o += OUTPUTS)                                                               \
+        if (o + OUTPUTS <= last)                                                                                  \
+            tile(count, OUTPUTS, x, weights + o * in, scales + o, bias ? bias + o : 0, y + o, in, out);           \
+        else                                                                                                      \
+            for (int64_t one = o; one < last; one++)                                                              \
+                tile(count, 1, x, weights + one * in, scales + one, bias ? bias + one : 0, y + one, in, out);
+
+static void some_rows(
+    int rows, int64_t first, int64_t last, const float *x, const int8_t *weights, const float *scales,
+    const float *bias, float *y, int64_t in, int64_t out) {
+    switch (rows) { /* constants, so that the sums stay in registers */
+    case 1: TILES_OF(1) break;
+    case 2: TILES_OF(2) break;
+    case 3: TILES_OF(3) break;
+    default: TILES_OF(4)
+    }
+}
+
+/* y [rows, out] = x [rows, in] times weights [out, in], whose rows have one scale each; bias [out] or NULL. */
+void linear_int8(
+    const float *x, const int8_t *weights, const float *scales, const float *bias, float *y, int64_t rows, int64_t in,
+    int64_t out, int threads) {
+    const int64_t block = 64; /* outputs at once, whose weights are read once for all rows: they fit the second level */
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t first = 0; first < out; first += block) {
+        const int64_t last = first + block < out ? first + block : out;
+        for (int64_t row = 0; row < rows; row += ROWS)
+            some_rows(rows - row < ROWS ? rows - row : ROWS, first, last, x + row * in, weights, scales, bias,
+                      y + row * out, in, out);
+    }
+}

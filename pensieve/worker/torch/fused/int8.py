@@ -1,0 +1,86 @@
+"""Weights in int8, one scale an output: kept beside the float32 weights that they stand for, and multiplied in C.
+
+The module's own weights become what the int8 ones stand for. So a quantised model is a float32 model of rounded weights:
+every path through it is compared, token for token, with transformers' generate on those.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pensieve.worker.torch.kernels.compiler import load_library
+
+FEW_ROWS = 8
+"""Up to so many rows are multiplied in C; more are a product with the packed float32 weights."""
+
+_SOURCE = Path(__file__).with_name("int8.c")
+_LARGEST = 127
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Weights:
+    """numbers [out, in] int8; scales [out] float32. A weight is its number times the scale of its output."""
+
+    numbers: torch.Tensor
+    scales: torch.Tensor
+
+    @property
+    def restored(self) -> torch.Tensor:
+        return self.numbers.float() * self.scales[:, None]
+
+
+def rounded(weight: torch.Tensor) -> Int8Weights:
+    """[out, in] to the nearest numbers of which the largest of each output is 127; an output of zeros has the scale 0."""
+    scales = weight.abs().amax(dim=1) / _LARGEST
+    numbers = (weight / scales.where(scales > 0, 1)[:, None]).round().to(torch.int8)
+    return Int8Weights(numbers, scales)
+
+
+def quantise(module: Any) -> None:
+    """Round the weights of every projection and of the head, in place; an embedding tied to the head is rounded with it."""
+    with torch.no_grad():
+        for part in module.modules():
+            turned = type(part).__name__ == "Conv1D"  # GPT-2's keeps its weight the other way round
+            if not (turned or isinstance(part, torch.nn.Linear)) or int8_of(part) is not None:
+                continue
+            weights = rounded(part.weight.t() if turned else part.weight)
+            part.weight.copy_(weights.restored.t() if turned else weights.restored)
+            part.weight.int8 = weights
+
+
+def int8_of(part: Any) -> Int8Weights | None:
+    """What `quantise` left with a module's weight."""
+    found: Int8Weights | None = getattr(part.weight, "int8", None)
+    return found
+
+
+class Int8Product:
+    """x [rows, in] float32 times the weights of several modules, stacked along out."""
+
+    def __init__(self, parts: Sequence[Int8Weights], bias: torch.Tensor | None) -> None:
+        """Raises EngineMissing without a C compiler."""
+        self._numbers = torch.cat([part.numbers for part in parts]).contiguous()
+        self._scales = torch.cat([part.scales for part in parts]).contiguous()
+        self._bias = None if bias is None else bias.contiguous()
+        library = load_library(_SOURCE, ())
+        self._function = library.functions.linear_int8
+        self._function.restype = None
+        self._function.argtypes = [*[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 3, ctypes.c_int]
+        self._parallel = library.threads
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        out, inside = self._numbers.shape
+        y = torch.empty(len(x), out)
+        self._function(
+            x.data_ptr(), self._numbers.data_ptr(), self._scales.data_ptr(),
+            None if self._bias is None else self._bias.data_ptr(), y.data_ptr(), len(x), inside, out,
+            torch.get_num_threads() if self._parallel else 1,
+        )  # fmt: skip
+        return y
