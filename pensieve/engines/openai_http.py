@@ -26,11 +26,12 @@ class OpenAIHttp:
     base_url: with its version, "http://127.0.0.1:8000/v1". model: as the server calls it; null: the first that it lists.
     key_env: the environment variable that holds the key, where one is needed. api: completions sends the whole prompt every
     turn; responses only the new message, with previous_response_id. prompts: ids sends token ids (completions only), text
-    sends what the tokenizer makes of them. session_header: a header that carries the conversation's name; null: none.
-    start_timeout_s: for how long it may not answer yet.
+    sends what the tokenizer makes of them. session_header: a header that carries the conversation's name (our own server's
+    is X-Session-Id); null: none. start_timeout_s: for how long it may not answer yet.
 
     A server's token ids are taken where it gives them (token_ids), else its text is encoded. Cached tokens are those of its
-    `usage`; a server that reports none leaves them null. Nothing is asked twice.
+    `usage`, and on which tier where it says so, as ours does; a server that reports none leaves them null. Nothing is asked
+    twice.
     """
 
     def __init__(
@@ -107,7 +108,10 @@ class OpenAIHttp:
     def body(self, request: Request) -> dict[str, Any]:
         ids = list(request.prompt)
         prompt = ids if self._prompts == "ids" else self._tokenizer.decode(ids)
-        return completion_body(request, self._model, prompt)
+        body = completion_body(request, self._model, prompt)
+        if self._session_header:
+            body["history"] = "whole"  # to our own server: not a message to be appended to what the session holds
+        return body
 
     def _response_body(self, request: Request) -> dict[str, Any]:
         body = {
@@ -143,11 +147,12 @@ class OpenAIHttp:
                 )
         if "id" in final:
             self._last[request.session] = str(final["id"])
-        usage = final.get("usage") or {}
+        details = (final.get("usage") or {}).get("input_tokens_details") or {}
         return Reply(
             "length" if final.get("status") == "incomplete" else final.get("status"),
             tokens=None if request.stream else tokens_of(self._tokenizer.encode(whole)),
-            cached_tokens=(usage.get("input_tokens_details") or {}).get("cached_tokens"),
+            cached_tokens=details.get("cached_tokens"),
+            cached_on_host=details.get("cpu"),
             sent_bytes=answer.sent_bytes,
             received_bytes=answer.received_bytes,
         )
@@ -191,7 +196,7 @@ def read_completion(answer: Answer, request: Request, channel: Channel, setup: E
     """The answer of a completions endpoint, streamed or whole."""
     tokens: list[int] = []
     finish: str | None = None
-    cached: int | None = None
+    details: Mapping[str, Any] = {}
     for piece in answer.pieces():
         for choice in piece.get("choices", ()):
             ids = choice.get("token_ids")
@@ -201,12 +206,12 @@ def read_completion(answer: Answer, request: Request, channel: Channel, setup: E
             if request.stream and not channel.tell(*(ids or ())):
                 return Reply(finish, sent_bytes=answer.sent_bytes, received_bytes=answer.received_bytes)
             tokens += ids or ()
-        details = (piece.get("usage") or {}).get("prompt_tokens_details") or {}
-        cached = details.get("cached_tokens", cached)
+        details = (piece.get("usage") or {}).get("prompt_tokens_details") or details
     return Reply(
         finish,
         tokens=None if request.stream else tokens_of(tokens),
-        cached_tokens=cached,
+        cached_tokens=details.get("cached_tokens"),
+        cached_on_host=details.get("cpu"),
         sent_bytes=answer.sent_bytes,
         received_bytes=answer.received_bytes,
     )

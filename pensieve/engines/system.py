@@ -22,10 +22,11 @@ class OutsideSystem:
     """The System around an OutsideEngine. It keeps what each conversation said for the record alone: how much of a prompt
     was said before (history_tokens) is known here, how much of that the engine had cached only if the engine tells.
 
-    | engine               | gpu_hit              | cpu_hit | recomputed        | shared_hit       |
-    |----------------------|----------------------|---------|-------------------|------------------|
-    | reports cached tokens| min(cached, history) | None    | history − gpu_hit | cached − gpu_hit |
-    | does not             | None                 | None    | None              | None             |
+    | engine               | gpu_hit                     | cpu_hit            | recomputed     | shared_hit    |
+    |----------------------|-----------------------------|--------------------|----------------|---------------|
+    | reports cached tokens| min(cached, history) or less | None              | history − hits | cached − hits |
+    | and where they were  | min(cached, history) − cpu_hit | min(host, history) | history − hits | cached − hits |
+    | does not             | None                        | None               | None           | None          |
     """
 
     def __init__(self, engine: OutsideEngine, clock: Clock | None = None) -> None:
@@ -193,9 +194,12 @@ class _Exchange:
         turn.prompt_tokens, turn.history_tokens = self._prompt, self._history
         turn.new_tokens = self._prompt - self._history
         if reply.cached_tokens is not None:
-            turn.gpu_hit_tokens = min(reply.cached_tokens, self._history)
-            turn.shared_hit_tokens = reply.cached_tokens - turn.gpu_hit_tokens
-            turn.recomputed_tokens = self._history - turn.gpu_hit_tokens
+            hits = min(reply.cached_tokens, self._history)
+            if reply.cached_on_host is not None:
+                turn.cpu_hit_tokens = min(reply.cached_on_host, hits)
+            turn.gpu_hit_tokens = hits - (turn.cpu_hit_tokens or 0)
+            turn.shared_hit_tokens = reply.cached_tokens - hits
+            turn.recomputed_tokens = self._history - hits
         asked = self.request.output
         short = isinstance(asked, Length) and len(turn.token_ids) < asked.tokens
         if short and not self.cancelled:

@@ -97,14 +97,19 @@ class App:
 
 
 class Feed:
-    """One turn in the event loop: its text pieces as they come, or its whole text."""
+    """One turn in the event loop: its text pieces as they come, or its whole text.
 
-    def __init__(self, app: App, stops: tuple[str, ...]) -> None:
+    tells_ids: a piece for each token, with its text if that is decided; take_ids gives its ids.
+    """
+
+    def __init__(self, app: App, stops: tuple[str, ...], tells_ids: bool = False) -> None:
         assert app.server is not None
         self._server = app.server
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()  # None: the end
         self._text = TextStream(app.server.tokenizer.decode, stops)
+        self.tells_ids = tells_ids
+        self._ids: list[int] = []
         self.turn: Turn
 
     def on_event(self, event: Event) -> None:
@@ -121,7 +126,11 @@ class Feed:
         """Of a turn whose `on_event` is this one's. Raises what the turn ended with."""
         try:
             while (event := await self._events.get()) is not None:
-                if event.token is not None and (piece := self._text.push(event.token)):
+                if event.token is None:
+                    continue
+                self._ids.append(event.token)
+                piece = self._text.push(event.token)
+                if piece or self.tells_ids:
                     yield piece
             self.turn.future.result()
             rest = self._text.finish()
@@ -129,6 +138,11 @@ class Feed:
                 yield rest
         finally:
             self._left()
+
+    def take_ids(self) -> list[int]:
+        """Of the tokens that came since it was asked last."""
+        ids, self._ids = self._ids, []
+        return ids
 
     async def whole(self) -> str:
         """All of its text. Raises what the turn ended with."""
@@ -227,9 +241,14 @@ def _add_routes(app: FastAPI, state: App) -> None:
         _check_model(state, body.model)
         state.admit()
         stops = client_stops(body.stop)
-        feed = Feed(state, stops)
+        feed = Feed(state, stops, tells_ids=bool(body.return_token_ids))
         wish = wished(
-            body, body.max_tokens, stops=stops, seed=body.seed, on_event=feed.on_event if body.stream else None
+            body,
+            body.max_tokens,
+            stops=stops,
+            seed=body.seed,
+            ignore_eos=bool(body.ignore_eos),
+            on_event=feed.on_event if body.stream else None,
         )
         name = body.session_id or x_session_id
         begin = partial(state.dialogue.complete, _tenant(request), name, prompt, body.history == "whole", wish)

@@ -39,6 +39,8 @@ class CompletionShape:
         record = feed.turn.record
         assert record is not None
         choice = {"index": 0, **self._said(text), "logprobs": None, "finish_reason": finish_reason(record)}
+        if feed.tells_ids:
+            choice["token_ids"] = list(record.token_ids)
         return {**self._frame(self.kind, feed, [choice]), "usage": usage(record)}
 
     def opening(self, feed: Feed) -> list[dict[str, Any]]:
@@ -47,6 +49,8 @@ class CompletionShape:
 
     def piece(self, piece: str, feed: Feed, finish: str | None = None) -> dict[str, Any]:
         choice = {"index": 0, **self._delta(piece, finish), "logprobs": None, "finish_reason": finish}
+        if feed.tells_ids:
+            choice["token_ids"] = feed.take_ids()
         return self._frame(self.chunk_kind, feed, [choice])
 
     def used(self, feed: Feed) -> dict[str, Any]:
@@ -81,7 +85,7 @@ async def completion_events(feed: Feed, shape: CompletionShape, include_usage: b
         first = await anext(pieces, "")  # before anything is sent: what is refused gets a status that says so
         for chunk in shape.opening(feed):
             yield sse_data(chunk)
-        if first:
+        if first or feed.tells_ids:
             yield sse_data(shape.piece(first, feed))
         async for piece in pieces:
             yield sse_data(shape.piece(piece, feed))

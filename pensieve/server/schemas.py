@@ -109,6 +109,10 @@ class CompletionBody(_Sampled):
     echo: bool | None = False
     suffix: str | None = None
     best_of: int | None = 1
+    ignore_eos: bool | None = Field(
+        False, description="Go on to max_tokens, whatever tokens end a reply. As vLLM has it."
+    )
+    return_token_ids: bool | None = Field(False, description="The reply's token ids beside its text. As vLLM has it.")
 
     def checked(self) -> str | list[int]:
         """The prompt."""
@@ -197,6 +201,7 @@ def wish_of(
     seed: int | None = None,
     tools: Tools | None = None,
     default_seed: int = 0,
+    ignore_eos: bool = False,
     **options: Any,
 ) -> Wish:
     """How the reply is wanted. Equal seeds and prompts draw equal tokens; without a seed each request draws its own."""
@@ -207,7 +212,7 @@ def wish_of(
         seed=default_seed if seed is None else seed,
         anonymous=seed is not None,
     )
-    output = Free(settings.max_new_tokens if max_tokens is None else max_tokens, stops)
+    output = Free(settings.max_new_tokens if max_tokens is None else max_tokens, stops, ignore_eos=ignore_eos)
     return Wish(output, sampling, max_tokens is None, body.keep_alive, tools, options)
 
 

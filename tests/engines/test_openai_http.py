@@ -200,3 +200,38 @@ def test_llama_cpp_s_own_endpoint_gives_the_tokens_of_plain_decoding(tmp_path: P
     assert (one.gpu_hit_tokens, two.gpu_hit_tokens) == (0, 55)
     system.close()
     del server
+
+
+@pytest.mark.slow
+def test_our_own_server_over_the_wire(tmp_path: Path) -> None:
+    """Whole prompts in token ids, whose replies go on past the end of sequence; what returns from CPU is told as that."""
+    pytest.importorskip("fastapi")
+    from pensieve.server import create_server
+    from tests.server.live import REAL, serving
+
+    def turns(system: Any, stream: bool) -> list[Any]:
+        said = {name: prompt(150, start=at) for at, name in enumerate(("anna", "ben", "cora"), 5)}
+        found = []
+        for turn in (1, 2):
+            for name in said:
+                request = ask(len(found), name, said[name], output=7, stream=stream, turn=turn)
+                [record] = served(system, request)
+                assert record.status == "completed", record.error
+                said[name] = said[name] + record.token_ids + prompt(20)
+                found.append(record)
+        return found
+
+    small = {**REAL, "gpu_cache": "320 tokens", "cpu_cache": "2048 tokens"}
+    with create_server(**small) as plain:
+        expected = turns(plain.system, stream=True)
+    for stream, header in ((True, None), (False, "X-Session-Id")):
+        with create_server(**small) as server, serving(server) as (_, url):
+            system = opened(url + "/v1", session_header=header)
+            got = turns(system, stream)
+            system.close()
+        assert [list(one.token_ids) for one in got] == [list(one.token_ids) for one in expected]
+        for name in ("history_tokens", "gpu_hit_tokens", "cpu_hit_tokens", "recomputed_tokens"):
+            assert [getattr(one, name) for one in got] == [getattr(one, name) for one in expected], name
+        assert sum(one.cpu_hit_tokens for one in got) > 0
+        if stream:
+            assert all(len(one.emitted_s) == 7 for one in got), "each token came by itself"
