@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -24,23 +24,117 @@ class View(IntEnum):
     CPU_ONLY = 3
 
 
-@dataclass(slots=True)
-class Chunk:
-    """The KV of `chunk_tokens` positions of one conversation, all layers (paper section 4.3.1); the last one may be partly
-    filled. cache/tiers.py draws the states and alone changes them.
+NO_BLOCK = -1
+"""In a column of block numbers: the chunk has none in that tier."""
 
-    Offsets [0, gpu_len) have KV in block `gpu`, offsets [0, cpu_len) in block `cpu`. copying: open tickets that read or
-    write it. A GPU block with gpu_len 0 is reserved: taken at admission, its KV not computed yet. lost: why KV of it was last
-    given up.
+
+class Chunks:
+    """The records of a conversation's chunks: a column for each field, a row for each chunk.
+
+    A long conversation has thousands of chunks, and hundreds of them change their state together. In columns a run of them
+    is a slice, which is copied, counted and searched at memory speed; `chunks[i]` is one of them alone (Chunk).
+
+    Offsets [0, gpu_len) of a chunk have KV in block `gpu`, offsets [0, cpu_len) in block `cpu`. copying: open tickets that
+    read or write it. A GPU block with gpu_len 0 is reserved: taken at admission, its KV not computed yet. lost: why KV of it
+    was last given up. cache/tiers.py draws the states and alone changes them.
     """
 
-    gpu: int | None = None
-    gpu_len: int = 0
-    cpu: int | None = None
-    cpu_len: int = 0
-    copying: int = 0
-    view: View = View.NONE
-    lost: Loss | None = None
+    __slots__ = ("copying", "cpu", "cpu_len", "gpu", "gpu_len", "lost", "view")
+
+    def __init__(self, count: int = 0) -> None:
+        self.gpu: TokenArray[int] = array("i")
+        self.gpu_len: TokenArray[int] = array("i")
+        self.cpu: TokenArray[int] = array("i")
+        self.cpu_len: TokenArray[int] = array("i")
+        self.copying = bytearray()
+        self.view = bytearray()
+        self.lost: list[Loss | None] = []
+        self.add(count)
+
+    def __len__(self) -> int:
+        return len(self.view)
+
+    def __getitem__(self, index: int) -> Chunk:
+        return Chunk(self, range(len(self.view))[index])
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return (Chunk(self, index) for index in range(len(self.view)))
+
+    def add(self, count: int) -> None:
+        """So many more, without blocks."""
+        for blocks, lengths in ((self.gpu, self.gpu_len), (self.cpu, self.cpu_len)):
+            blocks.extend(repeated(NO_BLOCK, count))
+            lengths.extend(repeated(0, count))
+        self.copying.extend(bytes(count))
+        self.view.extend(bytes(count))
+        self.lost.extend([None] * count)
+
+    def cut(self, first: int) -> None:
+        """Those from `first` on cease to exist."""
+        del self.gpu[first:], self.gpu_len[first:], self.cpu[first:], self.cpu_len[first:]
+        del self.copying[first:], self.view[first:], self.lost[first:]
+
+    def runs(self, view: View, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Maximal runs of chunks in [start, stop) that have this view."""
+        column = self.view
+        while (start := column.find(view, start, stop)) >= 0:
+            end = stop - len(column[start:stop].lstrip(_ONE[view]))
+            yield start, end
+            start = end
+
+    def take(self, index: int, other: Chunks, lost: Loss) -> None:
+        """This chunk gets what another conversation's of the same index has, which that one loses."""
+        for name in ("gpu", "gpu_len", "cpu", "cpu_len", "lost"):
+            getattr(self, name)[index] = getattr(other, name)[index]
+        other.gpu[index] = other.cpu[index] = NO_BLOCK
+        other.gpu_len[index] = other.cpu_len[index] = 0
+        other.lost[index] = lost
+
+
+_ONE = [bytes((view,)) for view in View]
+
+
+def repeated(value: int, count: int) -> TokenArray[int]:
+    """A column of one value."""
+    return array("i", (value,)) * count
+
+
+class Chunk:
+    """One row of Chunks: the KV of `chunk_tokens` positions of one conversation, all layers (paper section 4.3.1); the last
+    chunk of a conversation may be partly filled."""
+
+    __slots__ = ("_chunks", "_index")
+
+    def __init__(self, chunks: Chunks, index: int) -> None:
+        self._chunks, self._index = chunks, index
+
+    @property
+    def gpu(self) -> int | None:
+        return _block(self._chunks.gpu[self._index])
+
+    @property
+    def gpu_len(self) -> int:
+        return self._chunks.gpu_len[self._index]
+
+    @property
+    def cpu(self) -> int | None:
+        return _block(self._chunks.cpu[self._index])
+
+    @property
+    def cpu_len(self) -> int:
+        return self._chunks.cpu_len[self._index]
+
+    @property
+    def copying(self) -> int:
+        return self._chunks.copying[self._index]
+
+    @property
+    def view(self) -> View:
+        return View(self._chunks.view[self._index])
+
+    @property
+    def lost(self) -> Loss | None:
+        return self._chunks.lost[self._index]
 
     @property
     def clean(self) -> bool:
@@ -50,6 +144,10 @@ class Chunk:
     def resident_len(self) -> int:
         """Leading offsets that have KV in either tier."""
         return max(self.gpu_len, self.cpu_len)
+
+
+def _block(number: int) -> int | None:
+    return None if number == NO_BLOCK else number
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +168,7 @@ class Session:
     last_active_s: float
     tokens: TokenArray[int] = field(default_factory=lambda: array("i"))
     computed: int = 0
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: Chunks = field(default_factory=Chunks)
     next_use_s: float | None = None
     waiting: int = 0
     running: bool = False

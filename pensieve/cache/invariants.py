@@ -13,15 +13,20 @@ def check_tiers(tiers: Tiers, sessions: Collection[Session]) -> None:
     """sessions: all that the cache knows."""
     _check_pools(tiers, sessions)
     tiers.transfers.check()
-    copying: Counter[int] = Counter()
+    copying: Counter[tuple[int, int]] = Counter()
+    under_way: set[tuple[int, int]] = set()
     for moved in tiers.transfers.under_way():
-        copying[id(moved.chunk)] += 1
-        if moved.alive and not moved.outward:
-            assert moved.chunk.gpu_len >= moved.length, "KV on its way counts as there; plans wait for it"
-        assert moved.length <= tiers.chunk_tokens
-        if moved.alive:
-            assert moved.session.chunks[moved.index] is moved.chunk
-            assert (moved.chunk.gpu, moved.chunk.cpu) == (moved.gpu, moved.cpu), "a chunk under way kept its blocks"
+        number, chunks = moved.session.number, moved.session.chunks
+        assert max(moved.lengths) <= tiers.chunk_tokens
+        copying.update((number, index) for start, stop in moved.existing() for index in range(start, stop))
+        for index in (index for start, stop in moved.alive() for index in range(start, stop)):
+            assert (number, index) not in under_way, "two copies of one chunk are alive"
+            under_way.add((number, index))
+            place = index - moved.first
+            blocks = moved.gpu[place], moved.cpu[place]
+            assert (chunks.gpu[index], chunks.cpu[index]) == blocks, "a chunk under way kept its blocks"
+            if not moved.outward:
+                assert chunks.gpu_len[index] >= moved.lengths[place], "KV on its way counts as there; plans wait for it"
     members: dict[View, set[tuple[int, int]]] = {view: set() for view in View if view is not View.NONE}
     for session in sessions:
         assert session.computed <= len(session.tokens)
@@ -29,7 +34,7 @@ def check_tiers(tiers: Tiers, sessions: Collection[Session]) -> None:
         assert len(session.chunks) <= chunks_of(len(session.tokens) + 1, tiers.chunk_tokens)
         for index, chunk in enumerate(session.chunks):
             _check_chunk(tiers.chunk_tokens, chunk, session.running)
-            assert chunk.copying == copying[id(chunk)]
+            assert chunk.copying == copying[session.number, index]
             assert index * tiers.chunk_tokens + chunk.resident_len <= max(session.computed, len(session.tokens))
             if chunk.view is not View.NONE:
                 members[chunk.view].add((session.number, index))
@@ -38,10 +43,10 @@ def check_tiers(tiers: Tiers, sessions: Collection[Session]) -> None:
                 session.running and chunk.cpu is not None and not chunk.copying and chunk.gpu_len >= chunk.cpu_len
             )
     for view, index_of_view in ((View.DIRTY, tiers.dirty), (View.CLEAN, tiers.clean), (View.CPU_ONLY, tiers.cpu_only)):
-        chunks = members[view]
-        assert index_of_view.chunks == len(chunks)
+        of_view = members[view]
+        assert index_of_view.chunks == len(of_view)
         leads: dict[int, tuple[int, int]] = {}
-        for number, index in sorted(chunks):
+        for number, index in sorted(of_view):
             first, count = leads.get(number, (index, 0))
             leads[number] = (first, count + 1)
         assert index_of_view.leads() == leads

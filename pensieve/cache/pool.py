@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class BlockPool:
@@ -37,27 +37,29 @@ class BlockPool:
             count -= used
         return tuple(taken)
 
-    def allocate_after(self, block: int | None) -> int:
-        """The block behind this one where it is free, so that chunks that come one by one still lie in runs. Otherwise one
-        in the middle of the longest free extent, where there is room to go on. The caller has checked that one is free."""
-        if block is not None and block + 1 in self._length_at:
-            return self._take(block + 1, 0)
-        start = self._longest()
-        return self._take(start, self._length_at[start] // 2)
+    def allocate_after(self, block: int | None, count: int) -> list[int]:
+        """The blocks behind this one as far as they are free, so that chunks that come one after another lie in runs. The
+        others in the middle of the longest free extents, where there is room to go on. The caller has checked that there are
+        so many."""
+        taken: list[int] = []
+        while len(taken) < count:
+            lacking = count - len(taken)
+            if block is not None and block + 1 in self._length_at:
+                start, offset = block + 1, 0
+                length = self._length_at[start]
+            else:
+                start = self._longest()
+                length = self._length_at[start]
+                offset = max(0, min(length // 2, length - lacking))
+            used = min(length - offset, lacking)
+            self._take(start, offset, used)
+            taken.extend(range(start + offset, start + offset + used))
+            block = taken[-1]
+        return taken
 
     def release(self, blocks: Iterable[int]) -> None:
-        for block in blocks:
-            start, length = block, 1
-            left = self._start_of.get(block - 1)
-            if left is not None:
-                length += self._length_at[left]
-                self._cut(left)
-                start = left
-            right = self._length_at.get(block + 1)
-            if right is not None:
-                self._cut(block + 1)
-                length += right
-            self._put(start, length)
+        for first, length in _extents(blocks):
+            self._release(first, length)
 
     def free_blocks(self) -> set[int]:
         return {start + i for start, length in self._length_at.items() for i in range(length)}
@@ -66,15 +68,26 @@ class BlockPool:
         """The first block of a free extent of the longest class."""
         return next(iter(next(sizes for sizes in reversed(self._classes) if sizes)))
 
-    def _take(self, start: int, offset: int) -> int:
-        """One block out of the free extent that begins at `start`."""
+    def _take(self, start: int, offset: int, count: int) -> None:
+        """Blocks out of the free extent that begins at `start`."""
         length = self._length_at[start]
         self._cut(start)
         if offset:
             self._put(start, offset)
-        if offset + 1 < length:
-            self._put(start + offset + 1, length - offset - 1)
-        return start + offset
+        if offset + count < length:
+            self._put(start + offset + count, length - offset - count)
+
+    def _release(self, start: int, length: int) -> None:
+        left = self._start_of.get(start - 1)
+        if left is not None:
+            length += self._length_at[left]
+            self._cut(left)
+            start = left
+        right = self._length_at.get(start + length)
+        if right is not None:
+            self._cut(start + length)
+            length += right
+        self._put(start, length)
 
     def _find(self, count: int) -> int:
         # The next class up is surely long enough; then the own class may be; then the longest there is.
@@ -98,3 +111,17 @@ class BlockPool:
         del self._start_of[start + length - 1]
         del self._classes[length.bit_length()][start]
         self.free -= length
+
+
+def _extents(blocks: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Runs of consecutive numbers: the first of each, and how many."""
+    first = length = 0
+    for block in blocks:
+        if length and block == first + length:
+            length += 1
+            continue
+        if length:
+            yield first, length
+        first, length = block, 1
+    if length:
+        yield first, length

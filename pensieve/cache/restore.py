@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import gt
 from typing import Literal, get_args
 
 from pensieve.cache.base import CacheCounters, Run
@@ -134,13 +135,13 @@ class Restorer:
     def choose(self, session: Session, backlog: int, alone: bool) -> Restore:
         """For a conversation that starts to run. backlog: chunks that are being copied to the GPU for others."""
         chunks, size = session.chunks, self._chunk_tokens
-        on_cpu = [index for index, chunk in enumerate(chunks) if chunk.cpu_len > chunk.gpu_len]
+        on_cpu = [index for index, more in enumerate(map(gt, chunks.cpu_len, chunks.gpu_len)) if more]
         recomputed = len(on_cpu) if self.mode == "recompute" else 0
         if self.mode == "hybrid" and on_cpu and alone and self.times is not None:
             missing = missing_runs(session, len(session.tokens), size, cpu_too=True)
-            positions = [(index * size, index * size + chunks[index].cpu_len) for index in on_cpu]
+            positions = [(index * size, index * size + chunks.cpu_len[index]) for index in on_cpu]
             recomputed = self._count(self.times.choose(missing, positions, backlog))
-        tokens = [chunks[index].cpu_len for index in on_cpu]
+        tokens = [chunks.cpu_len[index] for index in on_cpu]
         return Restore(on_cpu[recomputed:], sum(tokens[recomputed:]), sum(tokens[:recomputed]))
 
     def _count(self, split: Split) -> int:

@@ -1,7 +1,7 @@
 """Where the KV of every chunk is, and the ways from one place to another.
 
-The record of one chunk (Chunk in session.py) has a block and a length in each tier. Both lengths count from the chunk's
-first position, so what is missing is always a suffix:
+The record of one chunk (a row of Chunks in session.py) has a block and a length in each tier. Both lengths count from the
+chunk's first position, so what is missing is always a suffix:
 
     offset      0             cpu_len        gpu_len       chunk_tokens
     block gpu   |################################|..............|
@@ -32,17 +32,20 @@ the CPU block is the first that is given up when others need one.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 
 from pensieve.cache.base import CacheCounters, Residency, Run
 from pensieve.cache.pool import BlockPool
-from pensieve.cache.victims import VictimIndex
+from pensieve.cache.victims import Victim, VictimIndex
 from pensieve.eviction.base import EvictionPolicy
-from pensieve.ledger import Loss, Missed, joined
+from pensieve.ledger import Cause, Loss, Missed, joined
 from pensieve.plan import Copy
-from pensieve.session import Chunk, Session, View, chunks_of
+from pensieve.request import TokenArray
+from pensieve.session import NO_BLOCK, Session, View, chunks_of, repeated
 
 _Place = tuple[bool, int]  # on GPU?, block
 _BEFORE_THE_FIRST = -1  # the number of no plan
@@ -66,7 +69,7 @@ class Tiers:
         self.dirty = VictimIndex(policy, View.DIRTY)
         self.clean = VictimIndex(policy, View.CLEAN)
         self.cpu_only = VictimIndex(policy, View.CPU_ONLY)
-        self.duplicates: dict[tuple[int, int], tuple[Session, Chunk]] = {}  # by session number and chunk index
+        self.duplicates: dict[tuple[int, int], Session] = {}  # by session number and chunk index
         self._index = {View.DIRTY: self.dirty, View.CLEAN: self.clean, View.CPU_ONLY: self.cpu_only}
 
     # -- a session runs, or stops ---------------------------------------------------------------------------------------
@@ -75,213 +78,309 @@ class Tiers:
         """It starts to run: its chunks leave the indices."""
         for victims in self._index.values():
             victims.remove_session(session)
-        for chunk in session.chunks:
-            self.transfers.pin(chunk)
-            chunk.view = View.NONE
+        self.transfers.pin(session)
+        session.chunks.view = bytearray(len(session.chunks))
 
     def unpin(self, session: Session) -> None:
         """It runs no longer: blocks without KV come back, and the other chunks may be evicted."""
-        for index, chunk in enumerate(session.chunks):
-            self.transfers.unpin(chunk)
-            if chunk.gpu is not None and (chunk.gpu_len == 0 or chunk.gpu_len < chunk.cpu_len):
+        chunks = session.chunks
+        self.transfers.unpin(session)
+        for index, (block, there, copied) in enumerate(zip(chunks.gpu, chunks.gpu_len, chunks.cpu_len, strict=True)):
+            if (not there or there < copied) and block != NO_BLOCK:
                 # Reserved, lost by a failed copy, or computed again but not as far as the copy on CPU.
-                self.transfers.abandon(chunk)
-                self.free_gpu(chunk, discarded=True)
-            self.duplicates.pop((session.number, index), None)
-        while session.chunks and session.chunks[-1].gpu is None and session.chunks[-1].cpu is None:
-            if (len(session.chunks) - 1) * self.chunk_tokens < session.computed:
+                self.transfers.abandon(session, index, index + 1)
+                self.free_gpu(session, index, index + 1, discarded=True)
+        for index, block in enumerate(chunks.cpu):
+            if block != NO_BLOCK:
+                self.duplicates.pop((session.number, index), None)
+        unused = len(chunks)
+        while unused and chunks.gpu[unused - 1] == NO_BLOCK and chunks.cpu[unused - 1] == NO_BLOCK:
+            if (unused - 1) * self.chunk_tokens < session.computed:
                 break  # dropped, not unused: the record of a missing chunk stays
-            session.chunks.pop()
-        for index in range(len(session.chunks)):
-            self.update(session, index)
+            unused -= 1
+        self.transfers.gone(session, unused)
+        chunks.cut(unused)
+        self.update(session, 0, unused)
 
     def reorder(self, session: Session) -> None:
         """What its place in the order of eviction depends on has changed."""
         for victims in self._index.values():
             victims.refresh(session)
 
-    # -- a chunk changes its state --------------------------------------------------------------------------------------
+    # -- chunks change their state ------------------------------------------------------------------------------------
 
-    def update(self, session: Session, index: int) -> None:
-        """Bring the chunk into the index that its record says."""
-        chunk = session.chunks[index]
-        if chunk.cpu is not None and not chunk.cpu_len and not chunk.copying:
-            self.free_cpu(chunk)  # its copy failed
+    def update(self, session: Session, start: int, stop: int) -> None:
+        """Bring the chunks into the indices that their records say."""
         if session.running:
-            self.update_duplicate(session, index)
+            for index in range(start, stop):
+                self.update_duplicate(session, index)
             return
-        if chunk.copying:
-            view = View.NONE
-        elif chunk.gpu_len:
-            view = View.CLEAN if chunk.cpu_len == chunk.gpu_len else View.DIRTY
-        else:
-            view = View.CPU_ONLY if chunk.cpu_len else View.NONE
-        if view is not chunk.view:
-            self._leave_index(session, index)
-            chunk.view = view
-            if view is not View.NONE:
-                self._index[view].add(session, index)
+        chunks = session.chunks
+        columns = chunks.gpu_len[start:stop], chunks.cpu_len[start:stop], chunks.copying[start:stop]
+        self._set_views(session, start, bytes(_view(*each) for each in zip(*columns, strict=True)))
 
     def update_duplicate(self, session: Session, index: int) -> None:
         """Of a running session: whether the chunk's copy on CPU is one that the GPU has as much of."""
-        chunk = session.chunks[index]
-        if chunk.cpu is not None and not chunk.copying and chunk.gpu_len >= chunk.cpu_len:
-            self.duplicates[session.number, index] = (session, chunk)
+        chunks = session.chunks
+        if (
+            chunks.cpu[index] != NO_BLOCK
+            and not chunks.copying[index]
+            and chunks.gpu_len[index] >= chunks.cpu_len[index]
+        ):
+            self.duplicates[session.number, index] = session
         else:
             self.duplicates.pop((session.number, index), None)
 
     def free_duplicate(self) -> None:
         """Give up the CPU block of one of them; no KV is lost by it."""
-        _, chunk = self.duplicates.pop(next(iter(self.duplicates)))
-        self.free_cpu(chunk)
+        key = next(iter(self.duplicates))
+        session, index = self.duplicates.pop(key), key[1]
+        self.free_cpu(session, index, index + 1)
 
-    def reclaim(self, session: Session, index: int) -> None:
-        """Take the GPU block of a clean chunk, whose KV stays on CPU."""
-        self.free_gpu(session.chunks[index])
-        self.counters.evicted_chunks += 1
-        self.update(session, index)
+    def reclaim(self, session: Session, start: int, stop: int) -> None:
+        """Take the GPU blocks of clean chunks, whose KV stays on CPU."""
+        self.free_gpu(session, start, stop)
+        self.counters.evicted_chunks += stop - start
+        self.update(session, start, stop)
 
-    def drop_gpu(self, session: Session, index: int) -> None:
-        """Take the GPU block of a chunk that is not on CPU: its KV is lost."""
-        self.free_gpu(session.chunks[index])
-        session.chunks[index].lost = self.taker
-        self.counters.evicted_chunks += 1
-        self.counters.dropped_chunks += 1
-        self.update(session, index)
+    def drop_gpu(self, session: Session, start: int, stop: int) -> None:
+        """Take the GPU blocks of chunks that are not on CPU: their KV is lost."""
+        self.free_gpu(session, start, stop)
+        self.counters.evicted_chunks += stop - start
+        self._lose(session, start, stop)
 
-    def drop_cpu(self, session: Session, index: int) -> None:
-        """Take the CPU block of a chunk that is not on GPU: its KV is lost."""
-        self.free_cpu(session.chunks[index])
-        session.chunks[index].lost = self.taker
-        self.counters.dropped_chunks += 1
-        self.update(session, index)
+    def drop_cpu(self, session: Session, start: int, stop: int) -> None:
+        """Take the CPU blocks of chunks that are not on GPU: their KV is lost."""
+        self.free_cpu(session, start, stop)
+        self._lose(session, start, stop)
 
-    def invalidate(self, session: Session, index: int) -> None:
-        """Of a running session: what the chunk's GPU block holds is not valid."""
-        session.chunks[index].gpu_len = 0
-        session.chunks[index].lost = None  # nobody took it: its step failed
-        self.duplicates.pop((session.number, index), None)
+    def invalidate(self, session: Session, start: int, stop: int) -> None:
+        """Of a running session: what the chunks' GPU blocks hold is not valid."""
+        for index in range(start, stop):
+            session.chunks.gpu_len[index] = 0
+            session.chunks.lost[index] = None  # nobody took it: its step failed
+            self.duplicates.pop((session.number, index), None)
 
     def cut(self, session: Session, length: int) -> None:
         """The conversation has only the first `length` tokens now: KV of the others is given up."""
-        size = self.chunk_tokens
+        size, chunks = self.chunk_tokens, session.chunks
         self.discard(session, chunks_of(length, size))
-        if session.chunks and length % size:
-            index = len(session.chunks) - 1
-            chunk, left = session.chunks[index], length - index * size
-            chunk.gpu_len, chunk.cpu_len = min(chunk.gpu_len, left), min(chunk.cpu_len, left)
-            self.transfers.shorten(chunk, left)
-            self.update(session, index)
+        if chunks and length % size:
+            index = len(chunks) - 1
+            left = length - index * size
+            chunks.gpu_len[index] = min(chunks.gpu_len[index], left)
+            chunks.cpu_len[index] = min(chunks.cpu_len[index], left)
+            self.transfers.shorten(session, index, left)
+            self.update(session, index, index + 1)
 
     def discard(self, session: Session, first: int) -> None:
         """Chunks from `first` on cease to exist; a block that a copy or a launched plan still uses waits in quarantine."""
-        while len(session.chunks) > first:
-            chunk = session.chunks[-1]
-            self.transfers.abandon(chunk)
-            if chunk.gpu is not None:
-                self.free_gpu(chunk, discarded=True)
-            if chunk.cpu is not None:
-                self.free_cpu(chunk, discarded=True)
-            self.update(session, len(session.chunks) - 1)
-            session.chunks.pop()
+        stop = len(session.chunks)
+        if stop <= first:
+            return
+        self.transfers.abandon(session, first, stop)
+        self.free_gpu(session, first, stop, discarded=True)
+        self.free_cpu(session, first, stop, discarded=True)
+        self._set_views(session, first, bytes(stop - first))
+        for index in range(first, stop) if session.running else ():
+            self.duplicates.pop((session.number, index), None)
+        self.transfers.gone(session, first)
+        session.chunks.cut(first)
 
-    def free_gpu(self, chunk: Chunk, discarded: bool = False) -> None:
-        """discarded: a launched plan may still write to the block."""
-        assert chunk.gpu is not None
-        block, chunk.gpu, chunk.gpu_len = chunk.gpu, None, 0
-        self.transfers.retire(True, block, discarded)
+    def free_gpu(self, session: Session, start: int, stop: int, discarded: bool = False) -> None:
+        """discarded: a launched plan may still write to the blocks."""
+        chunks = session.chunks
+        blocks = chunks.gpu[start:stop]
+        self.transfers.retire(True, session, start, blocks, discarded)
+        chunks.gpu[start:stop] = repeated(NO_BLOCK, len(blocks))
+        chunks.gpu_len[start:stop] = repeated(0, len(blocks))
 
-    def free_cpu(self, chunk: Chunk, discarded: bool = False) -> None:
-        assert chunk.cpu is not None
-        block, chunk.cpu, chunk.cpu_len = chunk.cpu, None, 0
-        self.transfers.retire(False, block, discarded)
+    def free_cpu(self, session: Session, start: int, stop: int, discarded: bool = False) -> None:
+        chunks = session.chunks
+        blocks = chunks.cpu[start:stop]
+        self.transfers.retire(False, session, start, blocks, discarded)
+        chunks.cpu[start:stop] = repeated(NO_BLOCK, len(blocks))
+        chunks.cpu_len[start:stop] = repeated(0, len(blocks))
 
     def move(self, source: Session, target: Session, count: int) -> None:
         """The first `count` chunks of an idle conversation to a new one, but for those that a copy reads or writes."""
-        assert not target.chunks
-        for index, chunk in enumerate(source.chunks[:count]):
-            if chunk.copying:
-                target.chunks.append(Chunk())
+        old, new = source.chunks, target.chunks
+        assert not new
+        count = min(count, len(old))
+        new.add(count)
+        for index in range(count):
+            if old.copying[index]:
                 continue
-            self._leave_index(source, index)
-            source.chunks[index] = Chunk(lost=self.taker)
-            target.chunks.append(chunk)
-            self.update(target, index)
+            new.take(index, old, lost=self.taker)
+            self._set_views(source, index, bytes(1))
+        self.update(target, 0, count)
 
     # -- copies -----------------------------------------------------------------------------------------------------
 
-    def outward(self, session: Session, index: int) -> Transfer:
-        """The copy of a dirty chunk to its CPU block, not started; the chunk leaves its index."""
-        chunk = session.chunks[index]
-        assert chunk.gpu is not None and chunk.cpu is not None
-        self._leave_index(session, index)
+    def outward(self, session: Session, start: int, stop: int) -> Transfer:
+        """The copy of dirty chunks to their CPU blocks, not started; the chunks leave their index."""
+        chunks = session.chunks
+        self._set_views(session, start, bytes(stop - start))
         # A block that held an older, shorter copy is overwritten with the same values, so that copy stays valid.
-        return Transfer(session, chunk, index, True, chunk.gpu, chunk.cpu, chunk.gpu_len)
+        return Transfer(
+            session, start, True, chunks.gpu[start:stop], chunks.cpu[start:stop], chunks.gpu_len[start:stop]
+        )
 
-    def copy_out(self, moves: list[Transfer], urgent: bool) -> tuple[Copy, ...]:
+    def copy_out(self, moves: list[Transfer], order: Sequence[Victim], urgent: bool) -> tuple[Copy, ...]:
+        """order: in which the chunks were chosen."""
         if not moves:
             return ()
-        self.counters.swapped_out_blocks += len(moves)
-        ticket = self.transfers.open(moves)
-        return (Copy(ticket, tuple(m.gpu for m in moves), tuple(m.cpu for m in moves), urgent=urgent),)
+        gpu, cpu = chain.from_iterable(m.gpu for m in moves), chain.from_iterable(m.cpu for m in moves)
+        copy = Copy(self.transfers.open(moves, order), tuple(gpu), tuple(cpu), urgent=urgent)
+        self.counters.swapped_out_blocks += len(copy.src)
+        return (copy,)
 
-    def copy_in(self, session: Session, indices: Iterable[int]) -> tuple[Copy, ...]:
+    def copy_in(self, session: Session, runs: Iterable[Run]) -> tuple[Copy, ...]:
         """Of a running session, to GPU blocks that it has; their KV counts as there at once, and plans wait for it."""
-        moves = []
-        for index in indices:
-            chunk = session.chunks[index]
-            assert chunk.gpu is not None and chunk.cpu is not None
-            moves.append(Transfer(session, chunk, index, False, chunk.gpu, chunk.cpu, chunk.cpu_len))
-            chunk.gpu_len = chunk.cpu_len
+        chunks, moves = session.chunks, []
+        for start, stop in runs:
+            lengths = chunks.cpu_len[start:stop]
+            moves.append(Transfer(session, start, False, chunks.gpu[start:stop], chunks.cpu[start:stop], lengths))
+            chunks.gpu_len[start:stop] = lengths
         if not moves:
             return ()
-        self.counters.swapped_in_blocks += len(moves)
-        ticket = self.transfers.open(moves)
-        return (Copy(ticket, tuple(m.cpu for m in moves), tuple(m.gpu for m in moves), urgent=True),)
+        gpu, cpu = chain.from_iterable(m.gpu for m in moves), chain.from_iterable(m.cpu for m in moves)
+        copy = Copy(self.transfers.open(moves), tuple(cpu), tuple(gpu), urgent=True)
+        self.counters.swapped_in_blocks += len(copy.src)
+        return (copy,)
 
     def finish(self, tickets: Sequence[int], valid: bool) -> list[Session]:
         """These copies are over; not valid: what they wrote is nothing. Returns the running sessions that lost KV by it."""
         lost: dict[str, Session] = {}
-        for moved in self.transfers.close(tickets):
-            session, chunk = moved.session, moved.chunk
-            if moved.alive and moved.outward and valid:
-                chunk.cpu_len = moved.length
-            elif moved.alive and not moved.outward and not valid:
-                chunk.gpu_len = 0
-                if session.running:
-                    lost[session.name] = session
+        for ticket in tickets:
+            moves, order = self.transfers.close(ticket)
+            running: dict[int, Session] = {}
+            for moved in moves:
+                if self._landed(moved, valid) and moved.session.running:
+                    lost[moved.session.name] = moved.session
+                if moved.session.running:
+                    running[moved.session.number] = moved.session
                 else:
-                    self.free_gpu(chunk, discarded=True)
-            if moved.index < len(session.chunks) and session.chunks[moved.index] is chunk:
-                self.update(session, moved.index)
+                    for start, stop in moved.existing():
+                        self.update(moved.session, start, stop)
+            if running:
+                self._update_duplicates(running, moves, order)
         return list(lost.values())
 
-    def _leave_index(self, session: Session, index: int) -> None:
-        chunk = session.chunks[index]
-        before, chunk.view = chunk.view, View.NONE
-        if before is not View.NONE:
-            self._index[before].remove(session, index)
+    def _landed(self, moved: Transfer, valid: bool) -> bool:
+        """What the end of the copy makes of its chunks' records; returns whether KV on GPU was lost."""
+        session, chunks = moved.session, moved.session.chunks
+        lost = False
+        for start, stop in moved.alive():
+            if moved.outward and valid:
+                chunks.cpu_len[start:stop] = moved.lengths[start - moved.first : stop - moved.first]
+            elif not moved.outward and not valid:
+                lost = True
+                chunks.gpu_len[start:stop] = repeated(0, stop - start)
+                if not session.running:
+                    self.free_gpu(session, start, stop, discarded=True)
+        for start, stop in moved.existing():
+            for index in range(start, stop):
+                if not chunks.cpu_len[index] and not chunks.copying[index] and chunks.cpu[index] != NO_BLOCK:
+                    self.free_cpu(session, index, index + 1)  # its copy failed
+        return lost
+
+    def _update_duplicates(self, running: dict[int, Session], moves: list[Transfer], order: Sequence[Victim]) -> None:
+        """As the chunks were chosen, since the oldest duplicate is the first that is given up."""
+        existing = {
+            (moved.session.number, index): moved.session
+            for moved in moves
+            if moved.session.number in running
+            for start, stop in moved.existing()
+            for index in range(start, stop)
+        }
+        chosen = [victim[3:] for victim in order if victim[3:] in existing] if len(running) > 1 else list(existing)
+        for key in chosen:
+            self.update_duplicate(existing[key], key[1])
+
+    # -- how --------------------------------------------------------------------------------------------------------
+
+    def _lose(self, session: Session, start: int, stop: int) -> None:
+        session.chunks.lost[start:stop] = [self.taker] * (stop - start)
+        self.counters.dropped_chunks += stop - start
+        self.update(session, start, stop)
+
+    def _set_views(self, session: Session, start: int, views: bytes) -> None:
+        column = session.chunks.view
+        before = column[start : start + len(views)]
+        if before == views:
+            return
+        column[start : start + len(views)] = views
+        for view, victims in self._index.items():
+            victims.changed(session, views.count(view) - before.count(view))
+
+
+def _view(gpu_len: int, cpu_len: int, copying: int) -> View:
+    """Of a chunk whose session does not run."""
+    if copying:
+        return View.NONE
+    if gpu_len:
+        return View.CLEAN if cpu_len == gpu_len else View.DIRTY
+    return View.CPU_ONLY if cpu_len else View.NONE
+
+
+def spans_of(victims: Iterable[Victim]) -> Iterator[tuple[int, int, int]]:
+    """The chunks of a choice as runs (session number, first chunk, stop), those of one conversation together."""
+    runs: dict[int, list[list[int]]] = {}
+    for _, _, _, number, chunk in victims:
+        own = runs.get(number)
+        if own is None:
+            runs[number] = [[chunk, chunk + 1]]
+        elif own[-1][1] == chunk:
+            own[-1][1] = chunk + 1
+        else:
+            own.append([chunk, chunk + 1])
+    return ((number, start, stop) for number, own in runs.items() for start, stop in own)
 
 
 @dataclass(slots=True)
 class Transfer:
-    """The copy of one chunk. outward: to CPU. length: the leading offsets that are valid at the destination when it is done.
+    """The copies of a run of chunks, from `first` on. outward: to CPU. lengths: by chunk, the leading offsets that are valid
+    at the destination when it is done.
 
-    alive: the chunk still has these blocks; if not, they are in quarantine.
+    fates: by chunk, whether it still has these blocks (_ALIVE), has given one of them up, which is in quarantine
+    (_ABANDONED), or has ceased to exist (_GONE).
     """
 
     session: Session
-    chunk: Chunk
-    index: int
+    first: int
     outward: bool
-    gpu: int
-    cpu: int
-    length: int
-    alive: bool = True
+    gpu: TokenArray[int]
+    cpu: TokenArray[int]
+    lengths: TokenArray[int]
+    fates: bytearray = field(default_factory=bytearray)
+
+    def __post_init__(self) -> None:
+        self.fates = bytearray(_ALIVE for _ in self.gpu)
 
     @property
-    def places(self) -> tuple[_Place, _Place]:
-        return (True, self.gpu), (False, self.cpu)
+    def stop(self) -> int:
+        return self.first + len(self.gpu)
+
+    @property
+    def outgoing(self) -> int:
+        """Chunks that will be clean and evictable when it is done."""
+        return self.fates.count(_ALIVE) if self.outward and not self.session.running else 0
+
+    def alive(self) -> Iterator[Run]:
+        return self._runs(lambda fate: fate == _ALIVE)
+
+    def existing(self) -> Iterator[Run]:
+        return self._runs(lambda fate: fate != _GONE)
+
+    def _runs(self, wanted: Callable[[int], bool]) -> Iterator[Run]:
+        if self.fates.count(self.fates[0]) == len(self.fates):
+            return iter([(self.first, self.stop)] if wanted(self.fates[0]) else [])
+        which = [index for index, fate in enumerate(self.fates, self.first) if wanted(fate)]
+        return iter(runs_of(which))
+
+
+_ALIVE, _ABANDONED, _GONE = range(3)
 
 
 class Transfers:
@@ -292,12 +391,11 @@ class Transfers:
 
     def __init__(self, gpu: BlockPool, cpu: BlockPool) -> None:
         self._gpu, self._cpu = gpu, cpu
-        self._moves: dict[int, list[Transfer]] = {}
-        self._alive: dict[int, Transfer] = {}  # by id() of the chunk, which its transfer keeps in being
-        self._users: Counter[_Place] = Counter()  # open transfers of a block
-        # Quarantine: blocks with the last plan that may use them, ascending, and those that only copies still use.
+        self._open: dict[int, tuple[list[Transfer], Sequence[Victim]]] = {}
+        self._of: dict[int, list[Transfer]] = {}  # those that are open, by session number
+        # Quarantine: what each block waits for, the copies that use it and the plan, and which plan that is, ascending.
+        self._holds: dict[_Place, int] = {}
         self._after_plan: deque[tuple[int, _Place]] = deque()
-        self._after_copy: set[_Place] = set()
         self._last_ticket = 0
         self.outgoing = 0
         """Chunks that will be clean and evictable when their copy is done."""
@@ -305,63 +403,76 @@ class Transfers:
         """Chunks that are being copied to the GPU."""
         self.launched = self._collected = _BEFORE_THE_FIRST
 
-    def open(self, moves: list[Transfer]) -> int:
-        """A new ticket for these chunks; each is marked as copying until it is closed."""
+    def open(self, moves: list[Transfer], order: Sequence[Victim] = ()) -> int:
+        """A new ticket for these chunks; each is marked as copying until it is closed. order: in which they were chosen."""
         self._last_ticket += 1
-        self._moves[self._last_ticket] = moves
+        self._open[self._last_ticket] = moves, order
         for moved in moves:
-            assert id(moved.chunk) not in self._alive, "a chunk under way is not copied a second time"
-            self._alive[id(moved.chunk)] = moved
-            moved.chunk.copying += 1
-            self._users.update(moved.places)
-            self.incoming += not moved.outward
-            self.outgoing += _is_outgoing(moved)
+            self._count_copies(moved, 1)
+            self._of.setdefault(moved.session.number, []).append(moved)
+            self.incoming += 0 if moved.outward else len(moved.gpu)
+            self.outgoing += moved.outgoing
         return self._last_ticket
 
-    def close(self, tickets: Sequence[int]) -> Iterator[Transfer]:
-        """These are over, done or failed."""
-        for ticket in tickets:
-            for moved in self._moves.pop(ticket):
-                moved.chunk.copying -= 1
-                self.incoming -= not moved.outward
-                if moved.alive:
-                    self.outgoing -= _is_outgoing(moved)
-                    del self._alive[id(moved.chunk)]
-                for place in moved.places:
-                    self._leave(place)
-                yield moved
+    def close(self, ticket: int) -> tuple[list[Transfer], Sequence[Victim]]:
+        """It is over, done or failed: what it moved, and in which order that was chosen."""
+        moves, order = self._open.pop(ticket)
+        for moved in moves:
+            own = self._of[moved.session.number]
+            own.remove(moved)
+            if not own:
+                del self._of[moved.session.number]
+            self.outgoing -= moved.outgoing
+            self.incoming -= 0 if moved.outward else len(moved.gpu)
+            self._count_copies(moved, -1)
+            if moved.fates.count(_ALIVE) < len(moved.fates):
+                for fate, gpu, cpu in zip(moved.fates, moved.gpu, moved.cpu, strict=True):
+                    if fate != _ALIVE:
+                        self._let_go((True, gpu))
+                        self._let_go((False, cpu))
+        return moves, order
 
     @property
     def any_open(self) -> bool:
-        return bool(self._moves)
+        return bool(self._open)
 
     def under_way(self) -> Iterator[Transfer]:
         """All that are open: for check()."""
-        for moves in self._moves.values():
+        for moves, _ in self._open.values():
             yield from moves
 
-    def pin(self, chunk: Chunk) -> None:
-        """Its session starts to run: the end of a copy does not make it evictable."""
-        moved = self._alive.get(id(chunk)) if chunk.copying else None
-        self.outgoing -= moved is not None and moved.outward
+    def pin(self, session: Session) -> None:
+        """It has started to run: the end of a copy does not make a chunk evictable."""
+        self.outgoing -= self._outward_of(session)
 
-    def unpin(self, chunk: Chunk) -> None:
-        """Its session runs no longer."""
-        moved = self._alive.get(id(chunk)) if chunk.copying else None
-        self.outgoing += moved is not None and moved.outward
+    def unpin(self, session: Session) -> None:
+        """It runs no longer."""
+        self.outgoing += self._outward_of(session)
 
-    def shorten(self, chunk: Chunk, length: int) -> None:
+    def shorten(self, session: Session, index: int, length: int) -> None:
         """The chunk was truncated: what its copy brings is valid up to here at most."""
-        moved = self._alive.get(id(chunk))
-        if moved is not None:
-            moved.length = min(moved.length, length)
+        for moved in self._of.get(session.number, ()):
+            place = index - moved.first
+            if 0 <= place < len(moved.fates) and moved.fates[place] == _ALIVE:
+                moved.lengths[place] = min(moved.lengths[place], length)
 
-    def abandon(self, chunk: Chunk) -> None:
-        """The chunk gives its blocks up: they wait in quarantine for its copy, and what that brings is of no use."""
-        moved = self._alive.pop(id(chunk), None)
-        if moved is not None:
-            self.outgoing -= _is_outgoing(moved)
-            moved.alive = False
+    def abandon(self, session: Session, start: int, stop: int) -> None:
+        """The chunks give their blocks up: they wait in quarantine for their copies, and what those bring is of no use."""
+        for moved in self._of.get(session.number, ()):
+            first, last = max(start, moved.first) - moved.first, min(stop, moved.stop) - moved.first
+            if first < last:
+                self.outgoing -= moved.outgoing
+                for place in range(first, last):
+                    if moved.fates[place] == _ALIVE:
+                        moved.fates[place] = _ABANDONED
+                self.outgoing += moved.outgoing
+
+    def gone(self, session: Session, first: int) -> None:
+        """Chunks from `first` on, which were abandoned if they were copied, cease to exist."""
+        for moved in self._of.get(session.number, ()):
+            place = max(first - moved.first, 0)
+            assert _ALIVE not in moved.fates[place:]
+            moved.fates[place:] = bytes([_GONE]) * len(moved.fates[place:])
 
     @property
     def in_flight(self) -> bool:
@@ -372,56 +483,75 @@ class Transfers:
         """Plans up to this one are over."""
         self._collected = step
         while self._after_plan and self._after_plan[0][0] <= step:
-            self._release(self._after_plan.popleft()[1])
+            self._let_go(self._after_plan.popleft()[1])
 
-    def retire(self, on_gpu: bool, block: int, discarded: bool) -> None:
-        """Give a block back to its pool, as soon as nothing uses it.
+    def retire(self, on_gpu: bool, session: Session, first: int, blocks: TokenArray[int], discarded: bool) -> None:
+        """The chunks from `first` on give these blocks (NO_BLOCK: none) back to their pool, as soon as nothing uses them.
 
         No launched plan uses an evicted block, since its session does not run; one that was discarded may still be written
         by a plan under way.
         """
-        if discarded and self.in_flight:
-            self._after_plan.append((self.launched, (on_gpu, block)))
-        else:
-            self._release((on_gpu, block))
+        pool = self._gpu if on_gpu else self._cpu
+        waits = discarded and self.in_flight
+        if not waits and not any(session.chunks.copying[first : first + len(blocks)]):
+            pool.release(blocks if NO_BLOCK not in blocks else (block for block in blocks if block != NO_BLOCK))
+            return
+        for index, block in enumerate(blocks, first):
+            if block == NO_BLOCK:
+                continue
+            holds = waits + (self._copies_with(on_gpu, session, index, block) if session.chunks.copying[index] else 0)
+            if not holds:
+                pool.release((block,))
+                continue
+            self._holds[on_gpu, block] = holds
+            if waits:
+                self._after_plan.append((self.launched, (on_gpu, block)))
 
     def quarantined(self, on_gpu: bool) -> list[int]:
-        waiting = [*(place for _, place in self._after_plan), *self._after_copy]
-        return [block for tier, block in waiting if tier is on_gpu]
+        return [block for tier, block in self._holds if tier is on_gpu]
 
     def check(self) -> None:
         """Assert that what is kept from call to call is what a recount finds."""
         moves = list(self.under_way())
-        assert self.outgoing == sum(moved.alive and _is_outgoing(moved) for moved in moves)
-        assert self.incoming == sum(not moved.outward for moved in moves)
-        assert self._alive == {id(moved.chunk): moved for moved in moves if moved.alive}
-        assert len(self._alive) == sum(moved.alive for moved in moves), "two copies of one chunk are alive"
-        assert self._users == Counter(place for moved in moves for place in moved.places)
-        assert all(self._users[place] for place in self._after_copy), "a block waits for a copy that is over"
+        assert self.outgoing == sum(moved.outgoing for moved in moves)
+        assert self.incoming == sum(len(moved.gpu) for moved in moves if not moved.outward)
+        assert sorted(map(id, moves)) == sorted(id(moved) for own in self._of.values() for moved in own)
+        holds = Counter(place for _, place in self._after_plan)
+        for moved in moves:
+            for block_of_tier in (((True, gpu), (False, cpu)) for gpu, cpu in zip(moved.gpu, moved.cpu, strict=True)):
+                holds.update(place for place in block_of_tier if place in self._holds)
+        assert holds == self._holds, "a block waits for what is over"
         plans = [plan for plan, _ in self._after_plan]
         assert plans == sorted(plans)
         assert all(plan > self._collected for plan in plans), "a block waits for a plan that is over"
 
-    def _leave(self, place: _Place) -> None:
-        """A transfer that used the block is over."""
-        self._users[place] -= 1
-        if not self._users[place]:
-            del self._users[place]
-            if place in self._after_copy:
-                self._after_copy.remove(place)
-                self._release(place)
+    def _count_copies(self, moved: Transfer, more: int) -> None:
+        copying = moved.session.chunks.copying
+        for start, stop in moved.existing():
+            copying[start:stop] = bytes(count + more for count in copying[start:stop])
 
-    def _release(self, place: _Place) -> None:
-        """No plan uses the block any more: free it, once no copy does."""
-        if place in self._users:
-            self._after_copy.add(place)
-        else:
-            on_gpu, block = place
-            (self._gpu if on_gpu else self._cpu).release((block,))
+    def _outward_of(self, session: Session) -> int:
+        return sum(moved.fates.count(_ALIVE) for moved in self._of.get(session.number, ()) if moved.outward)
 
+    def _copies_with(self, on_gpu: bool, session: Session, index: int, block: int) -> int:
+        """How many open copies read or write this block of a chunk."""
+        count = 0
+        for moved in self._of.get(session.number, ()):
+            blocks, place = moved.gpu if on_gpu else moved.cpu, index - moved.first
+            count += 0 <= place < len(blocks) and moved.fates[place] != _GONE and blocks[place] == block
+        return count
 
-def _is_outgoing(moved: Transfer) -> bool:
-    return moved.outward and not moved.session.running
+    def _let_go(self, place: _Place) -> None:
+        """One of those that a block may have waited for is over."""
+        holds = self._holds.get(place)
+        if holds is None:
+            return  # the chunk has it still
+        if holds > 1:
+            self._holds[place] = holds - 1
+            return
+        del self._holds[place]
+        on_gpu, block = place
+        (self._gpu if on_gpu else self._cpu).release((block,))
 
 
 class CpuRoom:
@@ -430,30 +560,51 @@ class CpuRoom:
     def __init__(self, tiers: Tiers, now_s: float) -> None:
         self._tiers = tiers
         self._now_s = now_s
-        self._victims = tiers.cpu_only.victims(now_s)
-        self._victim: tuple[Session, int] | None = None
 
-    def give(self, session: Session, index: int) -> bool:
-        """See that this chunk, which leaves the GPU, has a CPU block. False where every CPU block holds what the policy would
-        keep longer than this chunk: then it is this chunk that should be lost."""
-        tiers, chunk = self._tiers, session.chunks[index]
-        if chunk.cpu is not None:
-            return True
-        if not tiers.cpu.free and tiers.duplicates:
+    def give(self, leaving: Sequence[Victim], sessions: Mapping[int, Session]) -> tuple[list[Victim], list[Victim]]:
+        """See that chunks that leave the GPU have CPU blocks. Returns those that have one, and those for which there is none:
+        where every CPU block holds what the policy would keep longer than the chunk, it is the chunk that should be lost."""
+        tiers = self._tiers
+        lacking = [victim for victim in leaving if sessions[victim[3]].chunks.cpu[victim[4]] == NO_BLOCK]
+        while tiers.cpu.free < len(lacking) and tiers.duplicates:
             tiers.free_duplicate()
-        if not tiers.cpu.free:
-            self._victim = self._victim or next(self._victims, None)
-            if self._victim is None:
-                return False
-            rank = tiers.cpu_only.rank
-            if rank(session, index, self._now_s) < rank(*self._victim, self._now_s):
-                return False
-            tiers.drop_cpu(*self._victim)
-            self._victim = None
-        if not tiers.cpu.free:
-            return False  # the block is read by a copy, and waits for that
-        chunk.cpu = tiers.cpu.allocate_after(session.chunks[index - 1].cpu if index else None)
-        return True
+        rest = lacking[tiers.cpu.free :]
+        there = iter(tiers.cpu_only.choose(len(rest), self._now_s) if rest else ())
+        least = next(there, None)
+        lost: list[Victim] = []
+        instead: list[Victim] = []
+        for victim in rest:
+            if least is None or victim < least:
+                lost.append(victim)
+            else:
+                instead.append(least)
+                least = next(there, None)
+        owners = tiers.cpu_only.sessions_of(instead)
+        for number, start, stop in spans_of(instead):
+            tiers.drop_cpu(owners[number], start, stop)
+        given = set(lost)
+        kept = [victim for victim in leaving if victim not in given] if lost else list(leaving)
+        for number, start, stop in spans_of(kept):
+            self._place(sessions[number], start, stop)
+        return kept, lost
+
+    def _place(self, session: Session, start: int, stop: int) -> None:
+        """Behind the block of the chunk before, as far as that is free."""
+        blocks = session.chunks.cpu
+        for first, end in runs_of(index for index in range(start, stop) if blocks[index] == NO_BLOCK):
+            behind = blocks[first - 1] if first and blocks[first - 1] != NO_BLOCK else None
+            blocks[first:end] = array("i", self._tiers.cpu.allocate_after(behind, end - first))
+
+
+def runs_of(indices: Iterable[int]) -> list[Run]:
+    """Ascending numbers as runs."""
+    runs: list[Run] = []
+    for index in indices:
+        if runs and runs[-1][1] == index:
+            runs[-1] = (runs[-1][0], index + 1)
+        else:
+            runs.append((index, index + 1))
+    return runs
 
 
 def residency_of(session: Session, keep: int, prompt: int, known: int | None, chunk_tokens: int) -> Residency:
@@ -462,16 +613,23 @@ def residency_of(session: Session, keep: int, prompt: int, known: int | None, ch
     history = min(keep, session.computed, prompt - 1) if known is None else min(known, prompt - 1)
     gpu_hit = cpu_hit = 0
     found = min(history, keep)
+    chunks = session.chunks
     missed = []
-    for index in range(min(len(session.chunks), chunks_of(found, chunk_tokens))):
-        chunk, left = session.chunks[index], found - index * chunk_tokens
-        on_gpu = min(chunk.gpu_len, left)
-        gpu_hit += on_gpu
-        cpu_hit += max(0, min(chunk.cpu_len, left) - on_gpu)
-        if chunk.resident_len < min(left, chunk_tokens):
-            start, stop = index * chunk_tokens + chunk.resident_len, index * chunk_tokens + min(left, chunk_tokens)
-            missed.append(Missed(start, stop, "evicted" if chunk.lost else "never_stored", chunk.lost))
-    missed.append(Missed(min(len(session.chunks) * chunk_tokens, found), found, "never_stored"))
+    left = found
+    for on_gpu, on_cpu, loss in zip(chunks.gpu_len, chunks.cpu_len, chunks.lost, strict=True):
+        if left <= 0:
+            break
+        wanted = min(left, chunk_tokens)
+        gpu_hit += min(on_gpu, wanted)
+        if on_gpu < wanted:
+            cpu_hit += max(0, min(on_cpu, wanted) - on_gpu)
+            resident = max(on_gpu, on_cpu)
+            if resident < wanted:
+                start = found - left
+                cause: Cause = "evicted" if loss else "never_stored"
+                missed.append(Missed(start + resident, start + wanted, cause, loss))
+        left -= chunk_tokens
+    missed.append(Missed(min(len(chunks) * chunk_tokens, found), found, "never_stored"))
     missed.append(Missed(found, history, "edited"))  # known to the workload, at another place
     return Residency(prompt, history, gpu_hit, cpu_hit, elsewhere=0, anywhere=history, missed=joined(missed))
 
@@ -479,18 +637,25 @@ def residency_of(session: Session, keep: int, prompt: int, known: int | None, ch
 def missing_runs(session: Session, length: int, chunk_tokens: int, cpu_too: bool = False) -> tuple[Run, ...]:
     """Maximal intervals of [0, length) without KV on GPU (swap-ins of the plan being made count as there); with cpu_too,
     without KV in either tier."""
-    runs: list[list[int]] = []
-    for index in range(chunks_of(length, chunk_tokens)):
-        start = index * chunk_tokens
-        stop = min(start + chunk_tokens, length)
-        missing = start
-        if index < len(session.chunks):
-            chunk = session.chunks[index]
-            missing += chunk.resident_len if cpu_too else chunk.gpu_len
-        if missing >= stop:
-            continue
-        if runs and runs[-1][1] == missing:
-            runs[-1][1] = stop
-        else:
-            runs.append([missing, stop])
-    return tuple((start, stop) for start, stop in runs)
+    chunks = session.chunks
+    there: Iterable[int] = map(max, chunks.gpu_len, chunks.cpu_len) if cpu_too else chunks.gpu_len
+    runs: list[Run] = []
+    begun, start = None, 0
+    for resident in there:
+        if start >= length:
+            break
+        if resident < chunk_tokens and start + resident < length:
+            if begun is not None and resident:
+                runs.append((begun, start))
+                begun = None
+            if begun is None:
+                begun = start + resident
+        elif begun is not None:
+            runs.append((begun, start))
+            begun = None
+        start += chunk_tokens
+    if begun is None and start < length:
+        begun = start
+    if begun is not None:
+        runs.append((begun, length))
+    return tuple(runs)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from pensieve.cache.base import Admission, CacheManager, Demand, Residency, Run, edited_run
 from pensieve.cache.invariants import check_tiers
 from pensieve.cache.restore import RestoreMode, Restorer
-from pensieve.cache.tiers import CpuRoom, Tiers, missing_runs, residency_of
+from pensieve.cache.tiers import CpuRoom, Tiers, missing_runs, residency_of, runs_of, spans_of
+from pensieve.cache.victims import Victim, VictimIndex
 from pensieve.cost.base import CostModel
 from pensieve.eviction.base import EvictionPolicy, as_policy
 from pensieve.plan import Copy
 from pensieve.request import TokenArray
-from pensieve.session import Chunk, Session, View, chunks_of
+from pensieve.session import NO_BLOCK, Session, View, chunks_of, repeated
 
 
 class TwoTierCache(CacheManager):
@@ -75,16 +77,18 @@ class TwoTierCache(CacheManager):
         total = chunks_of(
             length + 1, self.chunk_tokens
         )  # one more position: the first token decoded needs no new block
-        kept = chunks_of(keep, self.chunk_tokens)
-        own = own_available = 0
+        chunks, kept = session.chunks, chunks_of(keep, self.chunk_tokens)
+        own = min(kept, len(chunks)) - chunks.gpu[:kept].count(NO_BLOCK)
         # With a plan in flight, blocks of chunks that are not kept go to quarantine: they are not to be had either.
-        for index, chunk in enumerate(session.chunks if self.tiers.transfers.in_flight else session.chunks[:kept]):
-            own += index < kept and chunk.gpu is not None
-            own_available += chunk.view is View.CLEAN or (not self.cpu_blocks and chunk.view is View.DIRTY)
+        counted = len(chunks) if self.tiers.transfers.in_flight else kept
+        own_available = chunks.view.count(View.CLEAN, 0, counted)
+        if not self.cpu_blocks:
+            own_available += chunks.view.count(View.DIRTY, 0, counted)
         return Demand(blocks=total - own, own_available=own_available)
 
     def places(self, session: Session) -> str:
-        letters = [_letter(chunk) for chunk in list(session.chunks)]
+        chunks = session.chunks
+        letters = map(_letter, chunks.gpu_len[:], chunks.cpu_len[:])
         return "".join(letters).ljust(chunks_of(len(session.tokens), self.chunk_tokens), "-")
 
     # -- admit --------------------------------------------------------------------------------------------------------
@@ -113,40 +117,46 @@ class TwoTierCache(CacheManager):
         if count > self.available:
             return None
         blocks = self._take_gpu(count, now_s, behind=session.chunks[-1].gpu if count == 1 and first else None)
-        session.chunks.extend(Chunk(gpu=block) for block in blocks)
+        session.chunks.add(count)
+        session.chunks.gpu[first:] = array("i", blocks)
         return first, blocks
 
     def _start(self, session: Session, residency: Residency, now_s: float) -> Admission:
         """Reserve what its tokens and one more need, and decide what of it is loaded."""
         tiers, size, length = self.tiers, self.chunk_tokens, len(session.tokens)
-        total = chunks_of(length + 1, size)
-        session.chunks.extend(Chunk() for _ in range(total - len(session.chunks)))
+        chunks, total = session.chunks, chunks_of(length + 1, size)
+        chunks.add(total - len(chunks))
         session.start(now_s)
         self._running += 1
         tiers.pin(session)
-        lacking = [chunk for chunk in session.chunks if chunk.gpu is None]
-        for chunk, block in zip(lacking, self._take_gpu(len(lacking), now_s), strict=True):
-            chunk.gpu = block
+        lacking = runs_of(index for index, block in enumerate(chunks.gpu) if block == NO_BLOCK)
+        blocks = self._take_gpu(sum(stop - start for start, stop in lacking), now_s)
+        taken = 0
+        for start, stop in lacking:
+            chunks.gpu[start:stop] = array("i", blocks[taken : taken + stop - start])
+            taken += stop - start
         restore = self.restorer.choose(session, tiers.transfers.incoming, alone=self._running == 1)
-        swap_in = tiers.copy_in(session, restore.load)
+        swap_in = tiers.copy_in(session, runs_of(restore.load))
         for index in range(total):
             tiers.update_duplicate(session, index)
         work = missing_runs(session, length, size)
         again = sum(max(0, min(stop, session.computed) - start) for start, stop in work)
-        table = tuple(chunk.gpu for chunk in session.chunks if chunk.gpu is not None)
-        return Admission(residency, work, table, swap_in, restore.loaded_tokens, again, restore.recomputed_tokens)
+        return Admission(
+            residency, work, tuple(chunks.gpu), swap_in, restore.loaded_tokens, again, restore.recomputed_tokens
+        )
 
     # -- progress -----------------------------------------------------------------------------------------------------
 
     def advance(self, session: Session, runs: Iterable[Run]) -> None:
-        size = self.chunk_tokens
+        size, chunks = self.chunk_tokens, session.chunks
         for start, stop in runs:
-            for index in range(start // size, chunks_of(stop, size)):
-                chunk = session.chunks[index]
-                assert chunk.gpu is not None
-                assert chunk.gpu_len == max(start - index * size, 0), "KV is computed in ascending order"
-                chunk.gpu_len = min(stop - index * size, size)
-                if chunk.cpu is not None:
+            first, last = start // size, (stop - 1) // size
+            assert chunks.gpu[last] != NO_BLOCK
+            assert chunks.gpu_len[first] == start - first * size, "KV is computed in ascending order"
+            chunks.gpu_len[first:last] = repeated(size, last - first)
+            chunks.gpu_len[last] = stop - last * size
+            for index in range(first, last + 1):
+                if chunks.cpu[index] != NO_BLOCK:
                     self.tiers.update_duplicate(session, index)
             session.advance(stop)
 
@@ -165,13 +175,15 @@ class TwoTierCache(CacheManager):
     def fail(self, session: Session, written: Iterable[Run]) -> None:
         size = self.chunk_tokens
         for start, stop in written:
-            for index in range(start // size, chunks_of(stop, size)):
-                self.tiers.invalidate(session, index)
+            self.tiers.invalidate(session, start // size, chunks_of(stop, size))
 
     def preempt(self, session: Session, now_s: float) -> tuple[Copy, ...]:
         self._stop(session, now_s)
-        dirty = [(session, index) for index, chunk in enumerate(session.chunks) if chunk.view is View.DIRTY]
-        return self._copy_out(dirty, now_s, urgent=True) if self.cpu_blocks else ()
+        if not self.cpu_blocks:
+            return ()
+        rank, runs = self.tiers.dirty.rank, session.chunks.runs(View.DIRTY, 0, len(session.chunks))
+        dirty = [rank(session, index, now_s) for start, stop in runs for index in range(start, stop)]
+        return self._copy_out(dirty, now_s, urgent=True)
 
     def release(self, session: Session, now_s: float) -> None:
         self._stop(session, now_s)
@@ -190,43 +202,35 @@ class TwoTierCache(CacheManager):
     def swap_out(self, blocks: int, now_s: float, urgent: bool) -> tuple[Copy, ...]:
         if not self.cpu_blocks or blocks <= 0:
             return ()
-        return self._copy_out(self.tiers.dirty.victims(now_s), now_s, urgent, blocks)
+        return self._copy_out(self.tiers.dirty.choose(blocks, now_s, whole=True), now_s, urgent)
 
     def drop(self, blocks: int, now_s: float) -> int:
-        dirty, dropped = self.tiers.dirty, 0
-        if blocks > 0:
-            for session, index in dirty.victims(now_s):
-                self.tiers.drop_gpu(session, index)
-                dropped += 1
-                if dirty.enough(session, dropped, blocks):
-                    break
-        return dropped
+        return self._take(self.tiers.dirty, self.tiers.drop_gpu, blocks, now_s)
 
     def reclaim(self, blocks: int, now_s: float) -> int:
         """Free GPU blocks of clean chunks, whose KV stays on CPU; returns how many there were."""
-        clean, taken = self.tiers.clean, 0
-        if blocks > 0:
-            for session, index in clean.victims(now_s):
-                self.tiers.reclaim(session, index)
-                taken += 1
-                if clean.enough(session, taken, blocks):
-                    break
-        return taken
+        return self._take(self.tiers.clean, self.tiers.reclaim, blocks, now_s)
 
-    def _copy_out(
-        self, chosen: Iterable[tuple[Session, int]], now_s: float, urgent: bool, most: int | None = None
-    ) -> tuple[Copy, ...]:
-        """Of the chosen chunks at most so many; one for which there is no room on CPU is dropped."""
-        tiers, room = self.tiers, CpuRoom(self.tiers, now_s)
-        moves = []
-        for taken, (session, index) in enumerate(chosen, start=1):
-            if room.give(session, index):
-                moves.append(tiers.outward(session, index))
-            else:
-                tiers.drop_gpu(session, index)
-            if tiers.dirty.enough(session, taken, most):
-                break
-        return tiers.copy_out(moves, urgent)
+    def _take(self, victims: VictimIndex, take: Callable[[Session, int, int], None], blocks: int, now_s: float) -> int:
+        if blocks <= 0 or not victims.chunks:
+            return 0
+        chosen = victims.choose(blocks, now_s, whole=True)
+        sessions = victims.sessions_of(chosen)
+        for number, start, stop in spans_of(chosen):
+            take(sessions[number], start, stop)
+        return len(chosen)
+
+    def _copy_out(self, chosen: Sequence[Victim], now_s: float, urgent: bool) -> tuple[Copy, ...]:
+        """Dirty chunks; one for which there is no room on CPU is dropped."""
+        if not chosen:
+            return ()
+        tiers = self.tiers
+        sessions = tiers.dirty.sessions_of(chosen)
+        kept, lost = CpuRoom(tiers, now_s).give(chosen, sessions)
+        for number, start, stop in spans_of(lost):
+            tiers.drop_gpu(sessions[number], start, stop)
+        moves = [tiers.outward(sessions[number], start, stop) for number, start, stop in spans_of(kept)]
+        return tiers.copy_out(moves, kept, urgent)
 
     def _take_gpu(self, count: int, now_s: float, behind: int | None = None) -> tuple[int, ...]:
         """Free blocks, reclaimed from clean chunks (or, without a CPU tier, dropped) as far as they are lacking."""
@@ -236,7 +240,7 @@ class TwoTierCache(CacheManager):
         if taken < lacking:
             assert not self.cpu_blocks, "admission took more blocks than are available"
             self.drop(lacking - taken, now_s)
-        return pool.allocate(count) if behind is None else (pool.allocate_after(behind),)
+        return pool.allocate(count) if behind is None else tuple(pool.allocate_after(behind, count))
 
     # -- lifecycle ----------------------------------------------------------------------------------------------------
 
@@ -273,7 +277,7 @@ class TwoTierCache(CacheManager):
         check_tiers(self.tiers, self.sessions.values())
 
 
-def _letter(chunk: Chunk) -> str:
-    if chunk.gpu_len:
-        return "B" if chunk.cpu_len else "G"
-    return "C" if chunk.cpu_len else "-"
+def _letter(gpu_len: int, cpu_len: int) -> str:
+    if gpu_len:
+        return "B" if cpu_len else "G"
+    return "C" if cpu_len else "-"

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Any
 
-from pensieve.eviction.base import EvictionPolicy, refuse_key
+from pensieve.eviction.base import EvictionPolicy, refuse_key, tells_scores
 from pensieve.session import Session, View
 
 _Key = tuple[int, Hashable]  # level, policy bucket
 _Entry = tuple[float, float, int, int, int]  # policy order, last active, session number, chunk, stamp
 _Head = tuple[int, float, float, int, int, int, _Key]  # level, score, last active, session number, chunk, stamp, key
+Victim = tuple[int, float, float, int, int]
+"""A chunk by its rank, lowest first: level, score, last active, session number, chunk."""
 _COMPACT_BELOW = 64
+_STRETCH = 64  # chunks of a conversation whose scores are asked at once
 _INFINITE = float("inf")
 _NOT_ENTERED = -1  # the stamp of a lead that no heap has an entry of
 
@@ -27,6 +31,33 @@ class _Lead:
         self.chunk = 0
         self.stamp = _NOT_ENTERED
         self.key: _Key = (0, None)
+
+
+class _Rest:
+    """What is left of a conversation that has given up chunks in a choice."""
+
+    __slots__ = ("_index", "_keys", "_now_s", "_place", "_session", "key")
+
+    def __init__(self, index: VictimIndex, session: Session, chunk: int, now_s: float) -> None:
+        self._index, self._session, self._now_s = index, session, now_s
+        self._keys = index.keys_of(session, chunk, now_s)
+        self._place = 0
+        self.key: Victim | None = self._keys[0]
+
+    def take(self, chosen: list[Victim], rival: Victim | None, most: int | None) -> None:
+        """Its first chunk, and all that go before the rival, until `most` are chosen."""
+        keys, place = self._keys, self._place
+        while True:
+            chosen.append(keys[place])
+            place += 1
+            if place == len(keys):
+                keys, place = self._index.keys_of(self._session, keys[-1][4] + 1, self._now_s), 0
+                if not keys:
+                    self.key = None
+                    return
+            if len(chosen) == most or (rival is not None and keys[place] > rival):
+                break
+        self._keys, self._place, self.key = keys, place, keys[place]
 
 
 class VictimIndex:
@@ -49,58 +80,51 @@ class VictimIndex:
         self._touched: list[_Key] | None = None  # buckets changed while a choice is under way
         self._stamp = 0
         self._whole = policy.whole_conversations
+        self._merges = tells_scores(policy)
         self._version = policy.version
         self.chunks = 0
 
-    def add(self, session: Session, chunk: int) -> None:
+    def changed(self, session: Session, more: int) -> None:
+        """The views of its chunks have changed: so many more of them are this index's, or fewer."""
         lead = self._leads.get(session.number)
         if lead is None:
+            if not more:
+                return
             lead = self._leads[session.number] = _Lead(session)
-        lead.count += 1
-        self.chunks += 1
-        if lead.count == 1 or chunk < lead.chunk:
-            self._enter(lead, chunk)
-
-    def remove(self, session: Session, chunk: int) -> None:
-        """The caller has already changed the chunk's view, so that the search for the next first chunk skips it."""
-        lead = self._leads[session.number]
-        lead.count -= 1
-        self.chunks -= 1
-        if lead.count == 0:
-            self._valid[lead.key] -= 1
-            self._touch(lead.key)
+        lead.count += more
+        self.chunks += more
+        if not lead.count:
+            self._leave(lead)
             del self._leads[session.number]
-        elif chunk == lead.chunk:
-            chunks, view, following = session.chunks, self._view, chunk + 1
-            while chunks[following].view is not view:
-                following += 1
-            self._enter(lead, following)
+            return
+        first = session.chunks.view.find(self._view)
+        if first != lead.chunk or lead.stamp == _NOT_ENTERED:
+            self._enter(lead, first)
 
     def remove_session(self, session: Session) -> None:
         """All chunks of a conversation leave at once, since it starts to run; the caller resets their views."""
         lead = self._leads.pop(session.number, None)
         if lead is not None:
             self.chunks -= lead.count
-            self._valid[lead.key] -= 1
-            self._touch(lead.key)
-
-    def count_of(self, session: Session) -> int:
-        lead = self._leads.get(session.number)
-        return lead.count if lead else 0
-
-    def enough(self, session: Session, taken: int, wanted: int | None) -> bool:
-        """Whether a choice that took `taken` chunks, the last one of this conversation, may stop."""
-        return (
-            taken == wanted
-            if not self._whole
-            else wanted is not None and taken >= wanted and not self.count_of(session)
-        )
+            self._leave(lead)
 
     def refresh(self, session: Session) -> None:
         """Its last active, next use or level changed."""
         lead = self._leads.get(session.number)
         if lead is not None:
             self._enter(lead, lead.chunk)
+
+    def choose(self, count: int, now_s: float, whole: bool = False) -> list[Victim]:
+        """The first `count` chunks in the order of eviction, or as many as there are; none leaves the index yet. whole: where
+        the policy evicts whole conversations, as many more as the last one has."""
+        whole = whole and self._whole
+        if self._policy.version != self._version:
+            self._reorder()
+        return (self._merge if self._merges else self._one_by_one)(count, now_s, whole)
+
+    def sessions_of(self, victims: Iterable[Victim]) -> dict[int, Session]:
+        """Whose chunks these are, by session number, as long as they are in this index."""
+        return {number: self._leads[number].session for number in {victim[3] for victim in victims}}
 
     def victims(self, now_s: float) -> Iterator[tuple[Session, int]]:
         """Chunks in the order of eviction. After each one the caller must have removed it from this index (or stop)."""
@@ -124,15 +148,90 @@ class VictimIndex:
         finally:
             self._touched = None
 
-    def rank(self, session: Session, chunk: int, now_s: float) -> tuple[int, float, float, int, int]:
+    def _one_by_one(self, count: int, now_s: float, whole: bool) -> list[Victim]:
+        """For any policy: each chunk leaves its heap when it is chosen, and all are put back in the end."""
+        chosen: list[Victim] = []
+        left: dict[int, int] = {}
+        for session, chunk in self.victims(now_s):
+            lead = self._leads[session.number]
+            chosen.append(self.rank(session, chunk, now_s))
+            left[session.number] = left.get(session.number, lead.count) - 1
+            if left[session.number]:
+                self._enter(lead, session.chunks.view.find(self._view, chunk + 1))
+            else:
+                self._leave(lead)
+            if len(chosen) >= count and not (whole and left[session.number]):
+                break
+        for number in left:
+            lead = self._leads[number]
+            self._enter(lead, lead.session.chunks.view.find(self._view))
+        return chosen
+
+    def _merge(self, count: int, now_s: float, whole: bool) -> list[Victim]:
+        """For a policy that tells the scores of a run: the first entries of the buckets and, of each conversation that has
+        given up a chunk, the next one compete. Nothing moves in the heaps."""
+        heads: list[Any] = []
+        for key in list(self._heaps):
+            head = self._head(key, now_s)
+            if head is not None:
+                heads.append((*head[:5], self._following(key, now_s)))
+        heapq.heapify(heads)
+        chosen: list[Victim] = []
+        exhausted = True
+        while heads and (len(chosen) < count or (whole and not exhausted)):
+            *_, number, chunk, source = heads[0]
+            if isinstance(source, _Rest):
+                heapq.heappop(heads)
+                rest = source
+            else:
+                following = next(source, None)
+                if following is None:
+                    heapq.heappop(heads)
+                else:
+                    heapq.heapreplace(heads, (*following, source))
+                rest = _Rest(self, self._leads[number].session, chunk, now_s)
+            rest.take(chosen, heads[0] if heads else None, None if whole else count)
+            exhausted = rest.key is None
+            if rest.key is not None:
+                heapq.heappush(heads, (*rest.key, rest))
+        return chosen
+
+    def _following(self, key: _Key, now_s: float) -> Iterator[Victim]:
+        """Behind the first entry of a bucket, in order."""
+        heap = self._heaps[key]
+        nodes = [(entry, node) for node, entry in enumerate(heap[1:3], start=1)]
+        heapq.heapify(nodes)
+        while nodes:
+            entry, node = heapq.heappop(nodes)
+            for below in (2 * node + 1, 2 * node + 2):
+                if below < len(heap):
+                    heapq.heappush(nodes, (heap[below], below))
+            if self._is_valid(entry):
+                order, last_active, number, chunk, _ = entry
+                yield key[0], self._policy.score(key[1], order, now_s), last_active, number, chunk
+
+    def rank(self, session: Session, chunk: int, now_s: float) -> Victim:
         """Where a chunk stands in the order of eviction, lowest first, also one that is in no index."""
         key, order = self._policy.bucket(session, chunk), self._policy.order(session, chunk)
         score = self._policy.score(key, order, now_s)
         return (1 if session.waiting else 0, score, session.last_active_s, session.number, chunk)
 
+    def keys_of(self, session: Session, chunk: int, now_s: float) -> list[Victim]:
+        """Ranks of the first run of its chunks from this one on, of its beginning if it is long; empty: there is none."""
+        start, stop = next(session.chunks.runs(self._view, chunk, len(session.chunks)), (0, 0))
+        scores = self._policy.scores(session, start, min(stop, start + _STRETCH), now_s)
+        level, active, number = 1 if session.waiting else 0, session.last_active_s, session.number
+        return [(level, score, active, number, place) for place, score in enumerate(scores, start)]
+
     def leads(self) -> dict[int, tuple[int, int]]:
         """For check(): session number -> (leading chunk, count)."""
         return {number: (lead.chunk, lead.count) for number, lead in self._leads.items()}
+
+    def _leave(self, lead: _Lead) -> None:
+        """Its entry is not valid any more."""
+        self._valid[lead.key] -= 1
+        self._touch(lead.key)
+        lead.stamp = _NOT_ENTERED
 
     def _enter(self, lead: _Lead, chunk: int) -> None:
         session = lead.session

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 from pensieve.eviction.base import PolicyContext
 from pensieve.eviction.retention_value import RetentionValue
@@ -76,6 +76,11 @@ class AdaptiveRetention(RetentionValue):
 
     def score(self, bucket: Hashable, order: float, now_s: float) -> float:
         return order if self.keeps else super().score(bucket, order, now_s)
+
+    def scores(self, session: Session, start: int, stop: int, now_s: float) -> Sequence[float]:
+        if self.keeps:
+            return [-session.last_active_s] * (stop - start)
+        return super().scores(session, start, stop, now_s)
 
     def _decide(self) -> None:
         now, other = (self._keeping, self._recency) if self.keeps else (self._recency, self._keeping)

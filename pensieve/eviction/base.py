@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -63,6 +63,11 @@ class EvictionPolicy(ABC):
         """The key of the first candidate of a bucket among all of these; the lowest goes first."""
         return order
 
+    def scores(self, session: Session, start: int, stop: int, now_s: float) -> Sequence[float]:
+        """What `score` says of each chunk in [start, stop), told at once, for a policy under which equal scores in a bucket
+        go by last active. A policy need not have it: its victims are then chosen chunk by chunk."""
+        raise NotImplementedError
+
 
 class _PlainPolicy(EvictionPolicy):
     """Somebody's own class that has methods of a policy but does not inherit the defaults."""
@@ -99,6 +104,16 @@ def as_policy(policy: Any) -> EvictionPolicy:
             "pensieve.eviction.base.EvictionPolicy."
         )
     return _PlainPolicy(policy)
+
+
+def tells_scores(policy: EvictionPolicy) -> bool:
+    """Whether it has `scores`, which no class below has made untrue by another bucket, order or score."""
+    kind = type(policy)
+    definer = {
+        name: next(index for index, one in enumerate(kind.__mro__) if name in vars(one))
+        for name in ("bucket", "order", "score", "scores")
+    }
+    return kind.scores is not EvictionPolicy.scores and definer["scores"] <= min(definer.values())
 
 
 def refuse_key(policy: EvictionPolicy, method: str, key: object, session: str) -> NoReturn:

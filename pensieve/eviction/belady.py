@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from pensieve.eviction.base import EvictionPolicy
 from pensieve.session import Session
@@ -17,3 +18,6 @@ class Belady(EvictionPolicy):
 
     def order(self, session: Session, chunk: int) -> float:
         return -math.inf if session.next_use_s is None else -session.next_use_s
+
+    def scores(self, session: Session, start: int, stop: int, now_s: float) -> Sequence[float]:
+        return [self.order(session, start)] * (stop - start)

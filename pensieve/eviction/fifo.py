@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pensieve.eviction.base import EvictionPolicy
 from pensieve.session import Session
 
@@ -11,3 +13,6 @@ class Fifo(EvictionPolicy):
 
     def order(self, session: Session, chunk: int) -> float:
         return session.created_s
+
+    def scores(self, session: Session, start: int, stop: int, now_s: float) -> Sequence[float]:
+        return [self.order(session, start)] * (stop - start)

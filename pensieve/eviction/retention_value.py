@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 from pensieve.eviction.base import EvictionPolicy, PolicyContext
 from pensieve.session import Session
@@ -28,6 +28,14 @@ class RetentionValue(EvictionPolicy):
 
     def score(self, bucket: Hashable, order: float, now_s: float) -> float:
         assert isinstance(bucket, int)
-        while len(self._cost) <= bucket:
+        return (order - now_s) / self._costs(bucket + 1)[bucket]
+
+    def scores(self, session: Session, start: int, stop: int, now_s: float) -> Sequence[float]:
+        age = session.last_active_s - now_s
+        return [age / cost for cost in self._costs(stop)[start:stop]]
+
+    def _costs(self, chunks: int) -> Sequence[float]:
+        """By chunk index, for so many at least."""
+        while len(self._cost) < chunks:
             self._cost.append(self.context.recompute_s((len(self._cost) + 1) * self.context.chunk_tokens))
-        return (order - now_s) / self._cost[bucket]
+        return self._cost

@@ -33,12 +33,12 @@ def test_freed_neighbours_merge_and_are_handed_out_as_one_run() -> None:
 
 def test_blocks_that_come_one_by_one_lie_behind_each_other() -> None:
     pool = BlockPool(64)
-    first, other = pool.allocate_after(None), pool.allocate_after(None)
+    (first,), (other,) = pool.allocate_after(None, 1), pool.allocate_after(None, 1)
     assert first == 32, "the middle of the longest extent leaves room to go on"
     grown, grown_other = [first], [other]
     for _ in range(8):
-        grown.append(pool.allocate_after(grown[-1]))
-        grown_other.append(pool.allocate_after(grown_other[-1]))
+        grown += pool.allocate_after(grown[-1], 1)
+        grown_other += pool.allocate_after(grown_other[-1], 1)
     assert grown == list(range(first, first + 9))
     assert grown_other == list(range(other, other + 9))
     assert pool.free == 64 - 18 == len(pool.free_blocks())
@@ -47,9 +47,18 @@ def test_blocks_that_come_one_by_one_lie_behind_each_other() -> None:
 
 def test_where_the_next_block_is_taken_any_other_will_do_and_none_is_lost() -> None:
     pool = BlockPool(7)
-    taken = [pool.allocate_after(None)]
+    taken = pool.allocate_after(None, 1)
     while pool.free:
-        taken.append(pool.allocate_after(taken[-1]))
+        taken += pool.allocate_after(taken[-1], min(2, pool.free))
     assert sorted(taken) == list(range(7))
     pool.release(taken)
     assert pool.allocate(7) == tuple(range(7))
+
+
+def test_a_run_goes_on_behind_its_last_block_and_then_elsewhere() -> None:
+    pool = BlockPool(32)
+    taken = pool.allocate(32)
+    pool.release(taken[4:8])
+    pool.release(taken[16:26])
+    assert pool.allocate_after(3, 6) == [4, 5, 6, 7, 21, 22], "two are left over: from the middle of the longest extent"
+    assert pool.free_blocks() == {16, 17, 18, 19, 20, 23, 24, 25}
