@@ -108,6 +108,8 @@ class Engine:
             self._close(sequence, "refused", error.reason, now_s, str(error))
             return
         session.next_use_s = request.next_use_s
+        if known is None and request.forgotten is not None and request.forgotten[1] == "restarted":
+            self.cache.recall(session, request.prompt[: request.forgotten[0]])
         parent = self.cache.find(request.fork.session) if known is None and request.fork is not None else None
         if parent is not None and request.fork is not None:
             self.cache.fork(parent, session, request.fork.tokens, request.fork.takes_kv)

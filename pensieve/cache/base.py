@@ -253,6 +253,10 @@ class CacheManager(ABC):
             self._sessions_made += 1
         return session
 
+    def recall(self, session: Session, tokens: TokenArray[int]) -> None:
+        """A new conversation had these tokens, and KV of all of them, before the engine was started again."""
+        session.recall(tokens)
+
     def fork(self, parent: Session, child: Session, length: int, takes_kv: bool) -> None:
         """A new conversation begins with the first `length` tokens of another one. A cache that shares by content finds their
         KV by itself; one that does not may give the child that of the parent, if it `takes_kv`."""

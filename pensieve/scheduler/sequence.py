@@ -7,7 +7,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pensieve.cache.base import Admission, Run
 from pensieve.errors import CapacityError, ContextLengthError, RequestRefused
@@ -154,6 +154,8 @@ class Sequence:
         why; what is left was never said before."""
         residency, forgotten = admission.residency, self.request.forgotten
         runs = [one for one in residency.missed if one.stop <= residency.history]
+        if forgotten is not None and forgotten[1] == "restarted":
+            runs = [replace(one, cause="restarted") if one.cause == "never_stored" else one for one in runs]
         place = residency.history + residency.shared_hit
         later = [one for one in residency.missed if one.stop > max(place, residency.history)]
         if forgotten is not None and not self.length_before and not residency.history:
