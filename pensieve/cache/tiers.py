@@ -26,6 +26,9 @@ A chunk of a session that is not running, and that no copy reads or writes, is i
          +----- drop --------+                            +--- copied in ---+   |
          +----------------------------- drop -----------------------------------+
 
+With a disk tier (disk.py) a full chunk that is dropped is written to the file store, and read from there straight to a GPU
+block when its session runs again: on disk is a fifth state, of which the record says nothing, as of dropped.
+
 While its session runs, a chunk cannot be evicted. Its copy on CPU is then a duplicate as soon as the GPU has as much of it:
 the CPU block is the first that is given up when others need one.
 """
@@ -33,7 +36,7 @@ the CPU block is the first that is given up when others need one.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pensieve.cache.base import CacheCounters, Residency, Run
@@ -67,6 +70,8 @@ class Tiers:
         self.clean = VictimIndex(policy, View.CLEAN)
         self.cpu_only = VictimIndex(policy, View.CPU_ONLY)
         self.duplicates: dict[tuple[int, int], tuple[Session, Chunk]] = {}  # by session number and chunk index
+        self.leaving: Callable[[Session, int, bool], None] = _stays_nowhere
+        """DISK TIER: told of each chunk that loses its last block to others, before it does: on GPU?"""
         self._index = {View.DIRTY: self.dirty, View.CLEAN: self.clean, View.CPU_ONLY: self.cpu_only}
 
     # -- a session runs, or stops ---------------------------------------------------------------------------------------
@@ -142,7 +147,8 @@ class Tiers:
         self.update(session, index)
 
     def drop_gpu(self, session: Session, index: int) -> None:
-        """Take the GPU block of a chunk that is not on CPU: its KV is lost."""
+        """Take the GPU block of a chunk that is not on CPU: its KV is lost, or on disk."""
+        self.leaving(session, index, True)
         self.free_gpu(session.chunks[index])
         session.chunks[index].lost = self.taker
         self.counters.evicted_chunks += 1
@@ -150,7 +156,8 @@ class Tiers:
         self.update(session, index)
 
     def drop_cpu(self, session: Session, index: int) -> None:
-        """Take the CPU block of a chunk that is not on GPU: its KV is lost."""
+        """Take the CPU block of a chunk that is not on GPU: its KV is lost, or on disk."""
+        self.leaving(session, index, False)
         self.free_cpu(session.chunks[index])
         session.chunks[index].lost = self.taker
         self.counters.dropped_chunks += 1
@@ -223,7 +230,7 @@ class Tiers:
             return ()
         self.counters.swapped_out_blocks += len(moves)
         ticket = self.transfers.open(moves)
-        return (Copy(ticket, tuple(m.gpu for m in moves), tuple(m.cpu for m in moves), urgent=urgent),)
+        return (Copy(ticket, tuple(m.gpu for m in moves), _cpu_blocks(moves), urgent=urgent),)
 
     def copy_in(self, session: Session, indices: Iterable[int]) -> tuple[Copy, ...]:
         """Of a running session, to GPU blocks that it has; their KV counts as there at once, and plans wait for it."""
@@ -237,7 +244,17 @@ class Tiers:
             return ()
         self.counters.swapped_in_blocks += len(moves)
         ticket = self.transfers.open(moves)
-        return (Copy(ticket, tuple(m.cpu for m in moves), tuple(m.gpu for m in moves), urgent=True),)
+        return (Copy(ticket, _cpu_blocks(moves), tuple(m.gpu for m in moves), urgent=True),)
+
+    def read_in(self, session: Session, indices: Iterable[int]) -> int:
+        """DISK TIER: full chunks without KV, to GPU blocks that they have. As copy_in; returns the ticket."""
+        moves = []
+        for index in indices:
+            chunk = session.chunks[index]
+            assert chunk.gpu is not None and not chunk.resident_len
+            moves.append(Transfer(session, chunk, index, False, chunk.gpu, None, self.chunk_tokens))
+            chunk.gpu_len = self.chunk_tokens
+        return self.transfers.open(moves)
 
     def finish(self, tickets: Sequence[int], valid: bool) -> list[Session]:
         """These copies are over; not valid: what they wrote is nothing. Returns the running sessions that lost KV by it."""
@@ -265,7 +282,8 @@ class Tiers:
 
 @dataclass(slots=True)
 class Transfer:
-    """The copy of one chunk. outward: to CPU. length: the leading offsets that are valid at the destination when it is done.
+    """The copy of one chunk. outward: to CPU. cpu: None where it comes from disk. length: the leading offsets that are valid
+    at the destination when it is done.
 
     alive: the chunk still has these blocks; if not, they are in quarantine.
     """
@@ -275,13 +293,18 @@ class Transfer:
     index: int
     outward: bool
     gpu: int
-    cpu: int
+    cpu: int | None
     length: int
     alive: bool = True
 
     @property
-    def places(self) -> tuple[_Place, _Place]:
-        return (True, self.gpu), (False, self.cpu)
+    def places(self) -> tuple[_Place, ...]:
+        return ((True, self.gpu),) if self.cpu is None else ((True, self.gpu), (False, self.cpu))
+
+    @property
+    def over_link(self) -> bool:
+        """It takes its turn among the copies from the CPU."""
+        return not self.outward and self.cpu is not None
 
 
 class Transfers:
@@ -302,7 +325,7 @@ class Transfers:
         self.outgoing = 0
         """Chunks that will be clean and evictable when their copy is done."""
         self.incoming = 0
-        """Chunks that are being copied to the GPU."""
+        """Chunks that are being copied from the CPU to the GPU."""
         self.launched = self._collected = _BEFORE_THE_FIRST
 
     def open(self, moves: list[Transfer]) -> int:
@@ -314,7 +337,7 @@ class Transfers:
             self._alive[id(moved.chunk)] = moved
             moved.chunk.copying += 1
             self._users.update(moved.places)
-            self.incoming += not moved.outward
+            self.incoming += moved.over_link
             self.outgoing += _is_outgoing(moved)
         return self._last_ticket
 
@@ -323,7 +346,7 @@ class Transfers:
         for ticket in tickets:
             for moved in self._moves.pop(ticket):
                 moved.chunk.copying -= 1
-                self.incoming -= not moved.outward
+                self.incoming -= moved.over_link
                 if moved.alive:
                     self.outgoing -= _is_outgoing(moved)
                     del self._alive[id(moved.chunk)]
@@ -393,7 +416,7 @@ class Transfers:
         """Assert that what is kept from call to call is what a recount finds."""
         moves = list(self.under_way())
         assert self.outgoing == sum(moved.alive and _is_outgoing(moved) for moved in moves)
-        assert self.incoming == sum(not moved.outward for moved in moves)
+        assert self.incoming == sum(moved.over_link for moved in moves)
         assert self._alive == {id(moved.chunk): moved for moved in moves if moved.alive}
         assert len(self._alive) == sum(moved.alive for moved in moves), "two copies of one chunk are alive"
         assert self._users == Counter(place for moved in moves for place in moved.places)
@@ -418,6 +441,14 @@ class Transfers:
         else:
             on_gpu, block = place
             (self._gpu if on_gpu else self._cpu).release((block,))
+
+
+def _cpu_blocks(moves: Iterable[Transfer]) -> tuple[int, ...]:
+    return tuple(moved.cpu for moved in moves if moved.cpu is not None)
+
+
+def _stays_nowhere(session: Session, index: int, on_gpu: bool) -> None:
+    """Without a disk tier."""
 
 
 def _is_outgoing(moved: Transfer) -> bool:

@@ -39,9 +39,9 @@ def settings_of(config: Mapping[str, Any]) -> ServeSettings:
         raise ConfigError(explain_invalid(error, given, lambda _: ServeSettings.model_fields, "serve")) from None
 
 
-def make_server(config: Mapping[str, Any]) -> Server:
+def make_server(config: Mapping[str, Any], keeps_disk: bool = False) -> Server:
     """The engine that the configuration names, warm."""
-    return server_of({name: value for name, value in config.items() if name not in ("serve", "chat")})
+    return server_of({name: value for name, value in config.items() if name not in ("serve", "chat")}, keeps_disk)
 
 
 def serve(config: Mapping[str, Any], _typed: Collection[str] = ()) -> int:
@@ -74,17 +74,20 @@ def uvicorn_config(state: App) -> uvicorn.Config:
 
 def _load(state: App, config: Mapping[str, Any], http: uvicorn.Server) -> None:
     """While /health says that the engine is loading."""
-    server = None
+    server = kept = None
     try:
-        server = make_server(config)
+        kept = open_state(state.settings, config)
+        server = make_server(config, keeps_disk=kept is not None)
         if state.settings.record:
             recording = start_recording(server, config)
             say(f"Turns are recorded as trial {recording.trial_id}.")
             state.on_close.append(recording.close)
-        state.ready(server, open_state(state.settings, config))
+        state.ready(server, kept)
     except PensieveError as error:
         if server is not None:
             server.close()
+        if kept is not None:
+            kept.close()
         state.failure = str(error)
         http.should_exit = True
         return
