@@ -108,6 +108,8 @@ class Engine:
             self._close(sequence, "refused", error.reason, now_s, str(error))
             return
         session.next_use_s = request.next_use_s
+        if known is None and request.forgotten is not None and request.forgotten[1] == "restarted":
+            self.cache.recall(session, request.prompt[: request.forgotten[0]])
         parent = self.cache.find(request.fork.session) if known is None and request.fork is not None else None
         if parent is not None and request.fork is not None:
             self.cache.fork(parent, session, request.fork.tokens, request.fork.takes_kv)
@@ -192,10 +194,15 @@ class Engine:
     def _commit(self, result: StepResult) -> None:
         """What the worker has done becomes true for the cache and for the requests."""
         self._count_result(result)
+        self.cache.not_on_disk(result.unkept)
         if result.failed:
             self._fail_copies(result.failed)
+        misled = self._running_on(self.cache.void(result.unread)) if result.unread else []
+        if self.scheduler.loads is not None:
+            self.scheduler.loads.read(result.done)
         if result.step is None:
             self.cache.complete(result.done)
+            self._start_over(misled)
             return
         step = self._launched.popleft()
         assert step.plan.step == result.step, "plans are collected in the order of their launch"
@@ -209,12 +216,13 @@ class Engine:
             self._fail_step(step, result.error, now_s)
         else:
             self.cache.complete(result.done)
-            self._commit_rows(step, result, now_s)
+            self._commit_rows(step, result, now_s, misled)
             if result.repeats is not None and result.repeats.ended_ns:
                 self._commit_repeats(step, result.repeats, now_s)
         for sequence in step.members:
             if sequence.closed:
                 self._release(sequence)
+        self._start_over(misled)
 
     def _count_result(self, result: StepResult) -> None:
         counters = self.counters
@@ -239,11 +247,16 @@ class Engine:
                     count = moved // blocks * len(copy.src) if result.error is None else None
                     sequence.record.copied(column, count)
 
-    def _commit_rows(self, step: Step, result: StepResult, now_s: float) -> None:
+    def _commit_rows(self, step: Step, result: StepResult, now_s: float, misled: Many[Sequence]) -> None:
         """Times and tokens to the requests that had a row. The row of a request that was closed meanwhile was for nothing:
-        its token is dropped, and the cache was never told of its position."""
+        its token is dropped, and the cache was never told of its position. misled: those whose rows read something else from
+        disk than was asked for: what they computed is nothing."""
         self._count_prediction(step, result)
-        for sequence, _ in step.rows:
+        for sequence, runs in step.rows:
+            if sequence in misled:
+                sequence.disregard()
+                self.cache.fail(sequence.session, runs)
+                continue
             if sequence.closed:
                 continue
             sequence.record.step(result.compute_ns, result.stall_ns)
@@ -312,6 +325,12 @@ class Engine:
         """Fail the requests that run on KV that these copies should have brought."""
         failing = self._running_on(self.cache.void(tickets))
         self._fail_requests(failing, "A copy between the CPU and the GPU tier failed.", self.clock.now_s())
+
+    def _start_over(self, misled: Many[Sequence]) -> None:
+        """They wait again, and compute what they could not read."""
+        for sequence in misled:
+            if not sequence.closed and sequence.slot is not None:
+                self.scheduler.start_over(sequence, self.clock.now_s())
 
     def _running_on(self, sessions: Many[Session]) -> list[Sequence]:
         return [sequence for sequence in self.scheduler.running if sequence.session in sessions]

@@ -257,11 +257,13 @@ def _rates(turns: Iterable[TurnRecord], label: str = "") -> list[Metric]:
 
     def found(turn: TurnRecord) -> Sequence[int | None]:
         # An engine that only reports cached tokens has no CPU tier of ours: null there means "none seen", not unknown.
-        return turn.gpu_hit_tokens, turn.cpu_hit_tokens or 0, turn.shared_hit_tokens or 0
+        others = turn.disk_hit_tokens or 0, turn.shared_hit_tokens or 0
+        return turn.gpu_hit_tokens, turn.cpu_hit_tokens or 0, *others
 
     return [
         rate("gpu_hit_rate", lambda turn: (turn.gpu_hit_tokens,), history),
         rate("cpu_hit_rate", lambda turn: (turn.cpu_hit_tokens,), history),
+        rate("disk_hit_rate", lambda turn: (turn.disk_hit_tokens,), history),
         rate("miss_rate", lambda turn: (turn.recomputed_tokens,), history),
         rate("prompt_hit_rate", found, lambda turn: turn.prompt_tokens or 0),
     ]

@@ -1,11 +1,12 @@
 """What the scheduler decides and a worker performs: frozen, integers only, picklable.
 
 A worker keeps, per slot, the block table of the request that runs there and the token it sampled last. Plans execute in
-the order they were launched; inside a plan the swap-ins come first.
+the order they were launched; inside a plan what goes to disk is read from its blocks first, then come the swap-ins.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,27 @@ class Copy:
     src: tuple[int, ...]
     dst: tuple[int, ...]
     urgent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DiskStore:
+    """A whole block, of the GPU or the CPU tier, to a slot of the file store, as it is before anything of the plan is done.
+    key: what it is called there."""
+
+    key: bytes
+    slot: int
+    on_gpu: bool
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiskLoad:
+    """Slots of the file store to GPU blocks, if they hold what these keys name."""
+
+    ticket: int
+    keys: tuple[bytes, ...]
+    slots: tuple[int, ...]
+    dst: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +77,7 @@ class Row:
 class StepPlan:
     """One iteration. rows may be empty: copies only.
 
-    tables: (slot, first chunk, block ids): what changed in the slots' block tables since the last plan.
+    tables: (slot, first chunk, block ids): what changed in the slots' block tables since the last plan. disk: in this order.
     repeat: iterations, where nothing but decoding happens for so long (only for a worker that computes nothing): each further
     one decodes one more position of every row. None begins at horizon_ns or later.
     """
@@ -65,6 +87,7 @@ class StepPlan:
     tables: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
     swap_in: tuple[Copy, ...] = ()
     swap_out: tuple[Copy, ...] = ()
+    disk: tuple[DiskStore | DiskLoad, ...] = ()
     repeat: int = 1
     horizon_ns: int | None = None
 
@@ -83,8 +106,9 @@ class StepResult:
     """What a plan did. tokens and margins by slot (margin: top logit less the second; absent where unknown).
 
     done, failed: tickets of copies that ended since the last result, of this plan or of earlier ones; what a failed copy
-    wrote is not valid. With an error, nothing that this plan wrote is valid, and its tickets are in no result, neither in
-    this one nor in a later one. repeats: what came after the first iteration, which all else here is about.
+    wrote is not valid. unread: tickets of loads from disk that brought something else than was asked for; unkept: keys that
+    the file store does not hold. With an error, nothing that this plan wrote is valid, and its tickets are in no result,
+    neither in this one nor in a later one. repeats: what came after the first iteration, which all else here is about.
     ended_ns: the clock at the end of the iteration; None where the plan computed nothing. step None: only copies finished.
     stall_ns: compute that waited for a transfer. error: the sentence that fails this plan's requests.
     """
@@ -95,6 +119,8 @@ class StepResult:
     ended_ns: int | None = None
     done: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()
+    unread: tuple[int, ...] = ()
+    unkept: tuple[bytes, ...] = ()
     compute_ns: int = 0
     stall_ns: int = 0
     h2d_bytes: int = 0
@@ -107,6 +133,8 @@ class StepResult:
 class StartReport:
     """load_s: weights to memory. warmup_ms: from then until ready. settings: as the engine itself reports them.
 
+    disk_load_s: seconds to read a chunk from the file store, measured where there is one; disk_kept: slot by key of what it
+    holds from before, oldest first.
     eos: token ids that end a turn by the model's own account, which may name more than its tokenizer does.
     """
 
@@ -114,3 +142,5 @@ class StartReport:
     warmup_ms: float
     settings: dict[str, Any] = field(default_factory=dict)
     eos: frozenset[int] = frozenset()
+    disk_load_s: float = 0.0
+    disk_kept: Mapping[bytes, int] = field(default_factory=dict)

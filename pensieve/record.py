@@ -11,7 +11,7 @@ from pensieve.ledger import Miss, Missed, ledger_of
 from pensieve.request import Request, TokenArray
 
 if TYPE_CHECKING:  # figures read records and load no cache
-    from pensieve.cache.base import Admission
+    from pensieve.cache.base import Admission, Residency
     from pensieve.cost.base import CostModel
 
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # figures read records and load no cache
 class TurnRecord:
     """The columns of table `turn` (units in the names; None: not known or never admitted), and the tokens themselves.
 
-    Its methods alone change it. gpu_hit + cpu_hit + recomputed = history and history + new = prompt, read once, at the
-    first admission. status: completed, timeout, cancelled, refused, failed.
+    Its methods alone change it. gpu_hit + cpu_hit + disk_hit + recomputed = history and history + new = prompt, read once, at
+    the first admission. status: completed, timeout, cancelled, refused, failed.
     *_bytes: None: not counted; 0 is a count. Of steps that were collected before the turn ended. h2d_bytes: swapped in for
     its admission or resumption. d2h_bytes: of urgent swap-outs, its own KV when it was preempted and any conversation's
     where it waited for the room; what is copied ahead of time is done for no turn, and in the trial's counter alone.
@@ -53,6 +53,7 @@ class TurnRecord:
     history_tokens: int | None = None
     gpu_hit_tokens: int | None = None
     cpu_hit_tokens: int | None = None
+    disk_hit_tokens: int | None = None
     recomputed_tokens: int | None = None
     shared_hit_tokens: int | None = None
     new_tokens: int | None = None
@@ -110,15 +111,20 @@ class TurnRecord:
 
     def admitted(self, admission: Admission, now_s: float) -> None:
         """Its first admission: where its history was."""
-        residency = admission.residency
+        residency = admission.found
         self.admitted_s = now_s
         self.prompt_tokens, self.history_tokens = residency.prompt, residency.history
         self.gpu_hit_tokens, self.cpu_hit_tokens = residency.gpu_hit, residency.cpu_hit
+        self.disk_hit_tokens = residency.disk_hit
         self.recomputed_tokens, self.new_tokens = residency.recomputed, residency.new
         self.shared_hit_tokens = residency.shared_hit
         self.elsewhere_tokens, self.anywhere_tokens = residency.elsewhere, residency.anywhere
         self.cpu_recomputed_tokens = admission.cpu_recomputed_tokens
         self.missed = residency.missed
+
+    def read_again(self, found: Residency) -> None:
+        """What was read from disk for its first admission was something else; this is where its history was after all."""
+        self.disk_hit_tokens, self.recomputed_tokens = found.disk_hit, found.recomputed
 
     def explained(self, missed: tuple[Missed, ...]) -> None:
         """Why each prompt position without KV had none."""

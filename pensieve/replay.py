@@ -169,7 +169,8 @@ class MeasuredStretches:
 
 def _held_whole(turn: TurnRecord) -> bool:
     """The prompt had been asked before, word for word, and nothing of it was left to compute but what every request must."""
-    known = (turn.gpu_hit_tokens or 0) + (turn.cpu_hit_tokens or 0) + (turn.shared_hit_tokens or 0)
+    tiers = (turn.gpu_hit_tokens, turn.cpu_hit_tokens, turn.disk_hit_tokens, turn.shared_hit_tokens)
+    known = sum(tokens or 0 for tokens in tiers)
     return turn.status == "completed" and turn.prompt_tokens is not None and 0 < known >= turn.prompt_tokens - 1
 
 

@@ -178,7 +178,8 @@ class Request:
     next_use_s: when the conversation will be asked again, by the schedule; only an offline policy reads it.
     fork: what the conversation begins with if this request is its first and that other one is known; else nothing.
     forgotten: leading tokens of the prompt that this conversation held before the engine lost it, and whether since it was
-        idle for too long or since the server was started again; told where the engine does not know the conversation.
+        idle for too long or since the server was started again; read where the engine does not know the conversation. After a
+        restart they are its history, as though they had been dropped.
     tenant: conversations of two tenants share no KV, in caches that share by content.
     """
 

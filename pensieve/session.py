@@ -189,6 +189,12 @@ class Session:
         self.tokens.extend(other.tokens[:length])
         self.computed = min(other.computed, len(self.tokens), max(len(self.tokens) - 1, 0))
 
+    def recall(self, tokens: TokenArray[int]) -> None:
+        """It is new, and had these tokens and their KV in an engine before this one."""
+        assert not self.tokens
+        self.tokens.extend(tokens)
+        self.computed = len(tokens)
+
     def advance(self, stop: int) -> None:
         """The plan being made computes positions up to `stop`."""
         if stop > self.computed:

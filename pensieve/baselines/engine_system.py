@@ -47,6 +47,7 @@ class EngineSystem(ABC):
         gpu_blocks: int | Callable[[], int],
         cpu_blocks: int,
         chunk_tokens: int,
+        disk_blocks: int = 0,
         tokenizer: Tokenizer | None = None,
         seed: int = 0,
         labels: Mapping[str, str] | None = None,
@@ -59,7 +60,7 @@ class EngineSystem(ABC):
         self._scheduler_settings = scheduler
         self._measure_gpu_blocks = gpu_blocks if callable(gpu_blocks) else None
         self._gpu_blocks = 0 if callable(gpu_blocks) else gpu_blocks
-        self._cpu_blocks, self._chunk_tokens = cpu_blocks, chunk_tokens
+        self._cpu_blocks, self._chunk_tokens, self._disk_blocks = cpu_blocks, chunk_tokens, disk_blocks
         self._tokenizer, self._seed, self._labels = tokenizer, seed, dict(labels or {})
         self._limits = limits or MemoryLimits()
         self._listeners: dict[int, Listener] = {}  # by request, of those who are told about theirs
@@ -108,6 +109,8 @@ class EngineSystem(ABC):
             cpu_blocks=self._cpu_blocks,
         )
         cache.set_cost_model(self._cost, self._model.layers, self._scheduler_settings.max_batch_tokens)
+        if self._disk_blocks:
+            cache.use_disk(self._disk_blocks, report.disk_load_s, self._cost, report.disk_kept)
         self.engine = Engine(
             cache=cache,
             settings=self._scheduler_settings,
@@ -196,6 +199,7 @@ class EngineSystem(ABC):
         return {
             "gpu_blocks_used": (cache.gpu_blocks_used, "blocks"),
             "cpu_blocks_used": (cache.cpu_blocks_used, "blocks"),
+            "disk_blocks_used": (cache.disk_blocks_used, "blocks"),
             "queue_length": (len(scheduler.queue), "requests"),
             "running_requests": (len(scheduler.running), "requests"),
         }
@@ -220,6 +224,7 @@ class EngineSystem(ABC):
             **self._labels,
             "gpu_tokens": gpu_tokens,
             "cpu_tokens": cpu_tokens,
+            "disk_tokens": cache.disk_blocks * cache.chunk_tokens,
             "gpu_bytes": gpu_tokens * per_token,
             "cpu_bytes": cpu_tokens * per_token,
             "kv_bytes_per_token": per_token,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pensieve.cost.base import CostModel
 from pensieve.ledger import Loss, Missed, joined
-from pensieve.plan import Copy
+from pensieve.plan import Copy, DiskLoad, DiskStore
 from pensieve.request import TokenArray
 from pensieve.session import Session
 
@@ -20,7 +20,7 @@ Run = tuple[int, int]
 class Residency:
     """Where the history of an admitted prompt was, in tokens, before its plan changed anything.
 
-    gpu_hit + cpu_hit + recomputed = history; history + new = prompt; shared_hit <= new.
+    gpu_hit + cpu_hit + disk_hit + recomputed = history; history + new = prompt; shared_hit <= new.
     elsewhere: at most so many leading tokens were in another conversation before, whose blocks may serve this one; anywhere:
     the same of any conversation, this one included. None: not known. They say what could have hit, not what did.
     missed: why those positions without KV that were computed before, or would have been but for an edit, have none.
@@ -34,14 +34,26 @@ class Residency:
     elsewhere: int | None = None
     anywhere: int | None = None
     missed: tuple[Missed, ...] = ()
+    disk_hit: int = 0
 
     @property
     def recomputed(self) -> int:
-        return self.history - self.gpu_hit - self.cpu_hit
+        return self.history - self.gpu_hit - self.cpu_hit - self.disk_hit
 
     @property
     def new(self) -> int:
         return self.prompt - self.history
+
+    def with_disk(self, read: Iterable[Run]) -> Residency:
+        """The same, with these positions found on disk."""
+        missed, found = list(self.missed), 0
+        for start, stop in read:
+            end = min(stop, self.history)
+            found += max(0, end - start)
+            left = [replace(one, stop=min(one.stop, start)) for one in missed]
+            left += [replace(one, start=max(one.start, end)) for one in missed]
+            missed = sorted((one for one in left if one.start < one.stop), key=lambda one: one.start)
+        return replace(self, disk_hit=self.disk_hit + found, missed=joined(missed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +72,7 @@ class Admission:
     swapped_tokens: those that swap_in brings. again_tokens: those of the work that had been computed before.
     cpu_recomputed_tokens: those of the work that are on CPU and are computed again while others load. swap_in may still be
     under way when a later plan of the request is launched; a plan with a position above a loaded chunk waits for it.
+    read: positions that come from disk, with the ticket disk_ticket; `found` counts them, `residency` does not.
     """
 
     residency: Residency
@@ -69,6 +82,13 @@ class Admission:
     swapped_tokens: int
     again_tokens: int
     cpu_recomputed_tokens: int = 0
+    disk_ticket: int | None = None
+    read: tuple[Run, ...] = ()
+
+    @property
+    def found(self) -> Residency:
+        """Where the history was, what is read from disk included."""
+        return self.residency.with_disk(self.read) if self.read else self.residency
 
 
 @dataclass(slots=True)
@@ -139,6 +159,15 @@ class CacheManager(ABC):
     def cpu_blocks_used(self) -> int:
         return 0
 
+    @property
+    def disk_blocks(self) -> int:
+        """Chunks that its disk tier holds at most; 0: it has none."""
+        return 0
+
+    @property
+    def disk_blocks_used(self) -> int:
+        return 0
+
     def free_blocks(self) -> tuple[set[int], set[int]]:
         """GPU and CPU blocks that nobody may read, as far as it knows them by number; for tests."""
         return set(), set()
@@ -160,7 +189,8 @@ class CacheManager(ABC):
 
     @abstractmethod
     def places(self, session: Session) -> str:
-        """Where the KV of each of its chunks is, a letter each: G on GPU, B on GPU and CPU, C on CPU, - nowhere."""
+        """Where the KV of each of its chunks is, a letter each: G on GPU, B on GPU and CPU, C on CPU, D on disk,
+        - nowhere."""
 
     # -- admit --------------------------------------------------------------------------------------------------------
 
@@ -234,6 +264,26 @@ class CacheManager(ABC):
     def drop(self, blocks: int, now_s: float) -> int:
         """Give up GPU chunks that are not on CPU, without a copy; returns how many blocks became available."""
 
+    # -- disk ---------------------------------------------------------------------------------------------------------
+
+    def use_disk(self, slots: int, load_s: float, cost: CostModel, kept: Mapping[bytes, int]) -> None:
+        """There is a file store of so many chunks; told once, before the first request. See DiskTier. Managers without a CPU
+        tier have no use for it."""
+        return None
+
+    @property
+    def has_disk_loads(self) -> bool:
+        """Something is to be read that no plan has yet."""
+        return False
+
+    def take_disk_work(self) -> tuple[DiskStore | DiskLoad, ...]:
+        """What the plan being made has to write to disk and to read from it."""
+        return ()
+
+    def not_on_disk(self, keys: Iterable[bytes]) -> None:
+        """The file store does not hold these after all."""
+        return None
+
     # -- lifecycle ----------------------------------------------------------------------------------------------------
 
     def set_cost_model(self, cost: CostModel, layers: int, batch_tokens: int) -> None:
@@ -252,6 +302,10 @@ class CacheManager(ABC):
             session = self.sessions[name] = Session(name, self._sessions_made, now_s, now_s, tenant=tenant)
             self._sessions_made += 1
         return session
+
+    def recall(self, session: Session, tokens: TokenArray[int]) -> None:
+        """A new conversation had these tokens, and KV of all of them, before the engine was started again."""
+        session.recall(tokens)
 
     def fork(self, parent: Session, child: Session, length: int, takes_kv: bool) -> None:
         """A new conversation begins with the first `length` tokens of another one. A cache that shares by content finds their

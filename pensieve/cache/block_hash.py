@@ -30,5 +30,9 @@ class HashChain:
             self._hashes.append(hashlib.blake2b(before + block, digest_size=16).digest())
         return self._hashes[: length // self._size]
 
+    def known(self, index: int) -> BlockHash | None:
+        """Of a full block that was asked for before; from any thread."""
+        return self._hashes[index] if index < len(self._hashes) else None
+
     def cut(self, length: int) -> None:
         del self._hashes[length // self._size :]

@@ -26,6 +26,9 @@ A chunk of a session that is not running, and that no copy reads or writes, is i
          +----- drop --------+                            +--- copied in ---+   |
          +----------------------------- drop -----------------------------------+
 
+With a disk tier (disk.py) a full chunk that is dropped is written to the file store, and read from there straight to a GPU
+block when its session runs again: on disk is a fifth state, of which the record says nothing, as of dropped.
+
 While its session runs, a chunk cannot be evicted. Its copy on CPU is then a duplicate as soon as the GPU has as much of it:
 the CPU block is the first that is given up when others need one.
 """
@@ -70,6 +73,8 @@ class Tiers:
         self.clean = VictimIndex(policy, View.CLEAN)
         self.cpu_only = VictimIndex(policy, View.CPU_ONLY)
         self.duplicates: dict[tuple[int, int], Session] = {}  # by session number and chunk index
+        self.leaving: Callable[[Session, int, int, bool], None] = _stay_nowhere
+        """DISK TIER: told of each run of chunks that loses its last blocks to others, before it does: on GPU?"""
         self._index = {View.DIRTY: self.dirty, View.CLEAN: self.clean, View.CPU_ONLY: self.cpu_only}
 
     # -- a session runs, or stops ---------------------------------------------------------------------------------------
@@ -144,13 +149,15 @@ class Tiers:
         self.update(session, start, stop)
 
     def drop_gpu(self, session: Session, start: int, stop: int) -> None:
-        """Take the GPU blocks of chunks that are not on CPU: their KV is lost."""
+        """Take the GPU blocks of chunks that are not on CPU: their KV is lost, or on disk."""
+        self.leaving(session, start, stop, True)
         self.free_gpu(session, start, stop)
         self.counters.evicted_chunks += stop - start
         self._lose(session, start, stop)
 
     def drop_cpu(self, session: Session, start: int, stop: int) -> None:
-        """Take the CPU blocks of chunks that are not on GPU: their KV is lost."""
+        """Take the CPU blocks of chunks that are not on GPU: their KV is lost, or on disk."""
+        self.leaving(session, start, stop, False)
         self.free_cpu(session, start, stop)
         self._lose(session, start, stop)
 
@@ -249,6 +256,15 @@ class Tiers:
         self.counters.swapped_in_blocks += len(copy.src)
         return (copy,)
 
+    def read_in(self, session: Session, runs: Iterable[Run]) -> int:
+        """DISK TIER: full chunks without KV, to GPU blocks that they have. As copy_in; returns the ticket."""
+        chunks, moves = session.chunks, []
+        for start, stop in runs:
+            full, nowhere = repeated(self.chunk_tokens, stop - start), repeated(NO_BLOCK, stop - start)
+            moves.append(Transfer(session, start, False, chunks.gpu[start:stop], nowhere, full, from_disk=True))
+            chunks.gpu_len[start:stop] = full
+        return self.transfers.open(moves)
+
     def finish(self, tickets: Sequence[int], valid: bool) -> list[Session]:
         """These copies are over; not valid: what they wrote is nothing. Returns the running sessions that lost KV by it."""
         lost: dict[str, Session] = {}
@@ -315,6 +331,10 @@ class Tiers:
             victims.changed(session, views.count(view) - before.count(view))
 
 
+def _stay_nowhere(session: Session, start: int, stop: int, on_gpu: bool) -> None:
+    """Without a disk tier."""
+
+
 def _view(gpu_len: int, cpu_len: int, copying: int) -> View:
     """Of a chunk whose session does not run."""
     if copying:
@@ -340,8 +360,8 @@ def spans_of(victims: Iterable[Victim]) -> Iterator[tuple[int, int, int]]:
 
 @dataclass(slots=True)
 class Transfer:
-    """The copies of a run of chunks, from `first` on. outward: to CPU. lengths: by chunk, the leading offsets that are valid
-    at the destination when it is done.
+    """The copies of a run of chunks, from `first` on. outward: to CPU. from_disk: to GPU, and there are no CPU blocks.
+    lengths: by chunk, the leading offsets that are valid at the destination when it is done.
 
     fates: by chunk, whether it still has these blocks (_ALIVE), has given one of them up, which is in quarantine
     (_ABANDONED), or has ceased to exist (_GONE).
@@ -353,6 +373,7 @@ class Transfer:
     gpu: TokenArray[int]
     cpu: TokenArray[int]
     lengths: TokenArray[int]
+    from_disk: bool = False
     fates: bytearray = field(default_factory=bytearray)
 
     def __post_init__(self) -> None:
@@ -366,6 +387,11 @@ class Transfer:
     def outgoing(self) -> int:
         """Chunks that will be clean and evictable when it is done."""
         return self.fates.count(_ALIVE) if self.outward and not self.session.running else 0
+
+    @property
+    def incoming(self) -> int:
+        """Chunks that take their turn among the copies from the CPU."""
+        return 0 if self.outward or self.from_disk else len(self.gpu)
 
     def alive(self) -> Iterator[Run]:
         return self._runs(lambda fate: fate == _ALIVE)
@@ -400,7 +426,7 @@ class Transfers:
         self.outgoing = 0
         """Chunks that will be clean and evictable when their copy is done."""
         self.incoming = 0
-        """Chunks that are being copied to the GPU."""
+        """Chunks that are being copied from the CPU to the GPU."""
         self.launched = self._collected = _BEFORE_THE_FIRST
 
     def open(self, moves: list[Transfer], order: Sequence[Victim] = ()) -> int:
@@ -410,7 +436,7 @@ class Transfers:
         for moved in moves:
             self._count_copies(moved, 1)
             self._of.setdefault(moved.session.number, []).append(moved)
-            self.incoming += 0 if moved.outward else len(moved.gpu)
+            self.incoming += moved.incoming
             self.outgoing += moved.outgoing
         return self._last_ticket
 
@@ -423,7 +449,7 @@ class Transfers:
             if not own:
                 del self._of[moved.session.number]
             self.outgoing -= moved.outgoing
-            self.incoming -= 0 if moved.outward else len(moved.gpu)
+            self.incoming -= moved.incoming
             self._count_copies(moved, -1)
             if moved.fates.count(_ALIVE) < len(moved.fates):
                 for fate, gpu, cpu in zip(moved.fates, moved.gpu, moved.cpu, strict=True):
@@ -514,7 +540,7 @@ class Transfers:
         """Assert that what is kept from call to call is what a recount finds."""
         moves = list(self.under_way())
         assert self.outgoing == sum(moved.outgoing for moved in moves)
-        assert self.incoming == sum(len(moved.gpu) for moved in moves if not moved.outward)
+        assert self.incoming == sum(moved.incoming for moved in moves)
         assert sorted(map(id, moves)) == sorted(id(moved) for own in self._of.values() for moved in own)
         holds = Counter(place for _, place in self._after_plan)
         for moved in moves:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from pensieve.cache.base import Admission, CacheManager, Demand, Residency, Run, edited_run
+from pensieve.cache.disk import DiskTier
 from pensieve.cache.invariants import check_tiers
 from pensieve.cache.restore import RestoreMode, Restorer
 from pensieve.cache.tiers import CpuRoom, Tiers, missing_runs, residency_of, runs_of, spans_of
 from pensieve.cache.victims import Victim, VictimIndex
 from pensieve.cost.base import CostModel
 from pensieve.eviction.base import EvictionPolicy, as_policy
-from pensieve.plan import Copy
+from pensieve.plan import Copy, DiskLoad, DiskStore
 from pensieve.request import TokenArray
 from pensieve.session import NO_BLOCK, Session, View, chunks_of, repeated
 
@@ -38,6 +39,7 @@ class TwoTierCache(CacheManager):
         self.policy = as_policy(policy)
         self.tiers = Tiers(self.policy, chunk_tokens, gpu_blocks, cpu_blocks, self.counters)
         self.restorer = Restorer(restore, chunk_tokens, self.counters)
+        self.disk: DiskTier | None = None
         self._running = 0
 
     def set_cost_model(self, cost: CostModel, layers: int, batch_tokens: int) -> None:
@@ -87,8 +89,10 @@ class TwoTierCache(CacheManager):
         return Demand(blocks=total - own, own_available=own_available)
 
     def places(self, session: Session) -> str:
-        chunks = session.chunks
-        letters = map(_letter, chunks.gpu_len[:], chunks.cpu_len[:])
+        chunks, disk = session.chunks, self.disk
+        letters = [*map(_letter, chunks.gpu_len[:], chunks.cpu_len[:])]
+        if disk is not None:
+            letters = ["D" if x == "-" and disk.holds(session, i) else x for i, x in enumerate(letters)]
         return "".join(letters).ljust(chunks_of(len(session.tokens), self.chunk_tokens), "-")
 
     # -- admit --------------------------------------------------------------------------------------------------------
@@ -104,6 +108,10 @@ class TwoTierCache(CacheManager):
         if self.policy.observe is not None:
             self.policy.observe(session, now_s)
         return self._start(session, residency, now_s)
+
+    def recall(self, session: Session, tokens: TokenArray[int]) -> None:
+        super().recall(session, tokens)
+        session.chunks.add(chunks_of(len(tokens), self.chunk_tokens))
 
     def resume(self, session: Session, now_s: float) -> Admission:
         length = len(session.tokens)
@@ -137,13 +145,46 @@ class TwoTierCache(CacheManager):
             taken += stop - start
         restore = self.restorer.choose(session, tiers.transfers.incoming, alone=self._running == 1)
         swap_in = tiers.copy_in(session, runs_of(restore.load))
+        disk_ticket, read = self._read_from_disk(session)
         for index in range(total):
             tiers.update_duplicate(session, index)
         work = missing_runs(session, length, size)
         again = sum(max(0, min(stop, session.computed) - start) for start, stop in work)
-        return Admission(
-            residency, work, tuple(chunks.gpu), swap_in, restore.loaded_tokens, again, restore.recomputed_tokens
-        )
+        table, swapped = tuple(chunks.gpu), restore.loaded_tokens + sum(stop - start for start, stop in read)
+        return Admission(residency, work, table, swap_in, swapped, again, restore.recomputed_tokens, disk_ticket, read)
+
+    # -- disk ---------------------------------------------------------------------------------------------------------
+
+    def use_disk(self, slots: int, load_s: float, cost: CostModel, kept: Mapping[bytes, int]) -> None:
+        self.disk = DiskTier(slots, self.chunk_tokens, load_s, cost, kept)
+        self.tiers.leaving = self.disk.leave
+
+    @property
+    def disk_blocks(self) -> int:
+        return self.disk.slots if self.disk is not None else 0
+
+    @property
+    def disk_blocks_used(self) -> int:
+        return self.disk.used if self.disk is not None else 0
+
+    @property
+    def has_disk_loads(self) -> bool:
+        return self.disk is not None and self.disk.has_loads
+
+    def take_disk_work(self) -> tuple[DiskStore | DiskLoad, ...]:
+        return self.disk.take_work() if self.disk is not None else ()
+
+    def not_on_disk(self, keys: Iterable[bytes]) -> None:
+        if self.disk is not None:
+            self.disk.missing(keys)
+
+    def _read_from_disk(self, session: Session) -> tuple[int | None, tuple[Run, ...]]:
+        """Start to read what is worth it of the chunks that are in neither tier: the ticket, and the positions that come."""
+        if self.disk is None or not (runs := self.disk.worth_reading(session)):
+            return None, ()
+        ticket, size = self.tiers.read_in(session, runs), self.chunk_tokens
+        self.disk.read(session, runs, ticket)
+        return ticket, tuple((start * size, stop * size) for start, stop in runs)
 
     # -- progress -----------------------------------------------------------------------------------------------------
 
@@ -167,10 +208,16 @@ class TwoTierCache(CacheManager):
         self.tiers.transfers.collected(step)
 
     def complete(self, tickets: Sequence[int]) -> None:
+        self._read(tickets)
         self.tiers.finish(tickets, valid=True)
 
     def void(self, tickets: Sequence[int]) -> list[Session]:
+        self._read(tickets)
         return self.tiers.finish(tickets, valid=False)
+
+    def _read(self, tickets: Sequence[int]) -> None:
+        if self.disk is not None:
+            self.disk.finished(tickets)
 
     def fail(self, session: Session, written: Iterable[Run]) -> None:
         size = self.chunk_tokens
@@ -267,14 +314,20 @@ class TwoTierCache(CacheManager):
     def truncate(self, session: Session, length: int, computed: int | None = None) -> None:
         session.rollback(length, computed)
         self.tiers.cut(session, length)
+        if self.disk is not None:
+            self.disk.cut(session, length)
 
     def forget(self, session: Session) -> None:
+        if self.disk is not None:
+            self.disk.forget(session)
         self.truncate(session, 0)
         self.sessions.pop(session.name, None)
 
     def check(self) -> None:
         assert self._running == sum(session.running for session in self.sessions.values())
         check_tiers(self.tiers, self.sessions.values())
+        if self.disk is not None:
+            self.disk.check()
 
 
 def _letter(gpu_len: int, cpu_len: int) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from pensieve.baselines.base import AnsweringSystem
 from pensieve.cache.base import CacheManager
 from pensieve.chat_template import ChatTemplate
 from pensieve.clock import Clock, VirtualClock, WallClock
+from pensieve.compose.folder import outputs_folder
 from pensieve.compose.machine import Device, free_host_memory_bytes
 from pensieve.compose.plan import TrialPlan, memory_share, plans_in_flight
 from pensieve.compose.schema import HardwareConfig, TrialConfig
@@ -31,7 +33,7 @@ from pensieve.workload.base import Workload, WorkloadContext, WorkloadPlan
 from pensieve.workload.cache_state import in_state
 
 if TYPE_CHECKING:
-    from pensieve.worker.torch.options import TorchOptions
+    from pensieve.worker.torch.options import DiskOptions, TorchOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +73,13 @@ def build_system(
     tokenizer: Tokenizer | None = None,
     trace: Path | None = None,
     described: WorkloadPlan | None = None,
+    keeps_disk: bool = False,
 ) -> AnsweringSystem:
     """The system of an in-engine baseline, not started yet; a real one has its model loaded.
 
     trace: the file of a torch profile of the worker's steps (real only). described: the workload's description, for a cache
-    that needs the length of the longest conversation.
+    that needs the length of the longest conversation. keeps_disk: what cache.disk holds is there when the same model is
+    started again; if not, the file ends with the system.
 
     Raises EngineMissing, WeightsMissing, HardwareMissing, UnsupportedModel.
     """
@@ -98,7 +102,7 @@ def build_system(
         admit_beyond_budget=s.admit_beyond_budget,
     )
     tokenizer = tokenizer or build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
-    clock, worker, gpu_blocks = _clock_and_worker(plan, trace)
+    clock, worker, gpu_blocks = _clock_and_worker(plan, trace, keeps_disk)
     kind: type[InlineSystem | ThreadedSystem] = InlineSystem if clock.virtual else ThreadedSystem
     return kind(
         model=plan.model,
@@ -110,6 +114,7 @@ def build_system(
         scheduler=scheduler,
         gpu_blocks=gpu_blocks,
         cpu_blocks=plan.cpu_blocks,
+        disk_blocks=plan.disk_blocks,
         chunk_tokens=plan.chunk_tokens,
         tokenizer=tokenizer,
         seed=config.seed,
@@ -154,7 +159,9 @@ def build_outside(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan
     return OutsideSystem(outside_engine(plan, longest_conversation(described) if described else None, tokenizer))
 
 
-def _clock_and_worker(plan: TrialPlan, trace: Path | None) -> tuple[Clock, Worker, int | Callable[[], int]]:
+def _clock_and_worker(
+    plan: TrialPlan, trace: Path | None, keeps_disk: bool
+) -> tuple[Clock, Worker, int | Callable[[], int]]:
     """Clock, worker, and the number of GPU blocks or the function that measures how many fit."""
     hardware, scheduler = plan.config.hardware, plan.config.scheduler
     depth = plans_in_flight(plan.device, hardware.depth)
@@ -174,6 +181,8 @@ def _clock_and_worker(plan: TrialPlan, trace: Path | None) -> tuple[Clock, Worke
         plan.model, loadable(m), m.hub_id, m.revision, m.seed, plan.device.name, threads, attention, plan.chunk_tokens
     )
     options = torch_options(hardware, plan.device, scheduler.max_batch_tokens, scheduler.max_batch_requests)
+    if plan.disk_blocks:
+        options = replace(options, disk=_disk_options(plan, keeps_disk))
     worker = TorchWorker(model, plan.chunk_tokens, clock, options=options)
     gpu_blocks = worker.room if plan.gpu_measured else plan.gpu_blocks
     if trace is None:
@@ -181,6 +190,18 @@ def _clock_and_worker(plan: TrialPlan, trace: Path | None) -> tuple[Clock, Worke
     from pensieve.worker.torch.profiled import ProfiledWorker
 
     return clock, ProfiledWorker(worker, trace), gpu_blocks
+
+
+def _disk_options(plan: TrialPlan, keeps: bool) -> DiskOptions:
+    """One file a model and layout of its KV."""
+    from pensieve.compose.model_identity import model_identity
+    from pensieve.worker.torch.options import DiskOptions
+
+    model, size = model_identity(plan.config.model, simulated=False), plan.model.kv_bytes_per_token
+    identity = hashlib.sha256(f"{model} {plan.model.dtype} {plan.chunk_tokens} {size}".encode()).digest()
+    folder = outputs_folder()
+    path = folder / "kv" / f"{identity.hex()[:16]}.kv" if keeps else None
+    return DiskOptions(path, folder, identity, plan.disk_blocks)
 
 
 def torch_options(

@@ -177,5 +177,6 @@ def hardware_spec(hardware: HardwareConfig, device: Device) -> HardwareSpec:
         memory_efficiency=hardware.memory_efficiency,
         step_overhead_s=hardware.step_overhead_s,
         duplex_penalty=hardware.duplex_penalty,
+        disk_bw=hardware.disk_bw,
         source=hardware.source,
     )

@@ -24,8 +24,8 @@ LEAST_GPU_BLOCKS = 4
 
 @dataclass(frozen=True, slots=True)
 class TrialPlan:
-    """budget_*_blocks: the sizes in cache= times the number of devices, the same for every baseline. gpu_blocks, cpu_blocks:
-    the tiers that this baseline makes of the budget.
+    """budget_*_blocks: the sizes in cache= times the number of devices, the same for every baseline. gpu_blocks, cpu_blocks,
+    disk_blocks: the tiers that this baseline makes of the budget.
 
     weights: hub, random or path; none in a simulation.
     """
@@ -39,6 +39,7 @@ class TrialPlan:
     budget_cpu_blocks: int
     gpu_blocks: int
     cpu_blocks: int
+    disk_blocks: int = 0
 
     @property
     def chunk_tokens(self) -> int:
@@ -119,9 +120,12 @@ def plan_trial(config: TrialConfig) -> TrialPlan:
         None if size == AUTO and tier == "gpu" else parse_capacity(size, f"cache.{tier}")
         for tier, size in (("gpu", config.cache.gpu), ("cpu", config.cache.cpu))
     ]
+    disk_size = parse_capacity(config.cache.disk, "cache.disk")
     device = find_device(config.hardware)
     model = model_spec(config.model, device)
     chunk = config.cache.chunk_tokens
+    disk = disk_size.in_blocks(model.kv_bytes_per_token, chunk)  # of the machine, whose devices share it
+    _check_disk(config, device, disk)
     gpu, cpu = (0 if size is None else size.in_blocks(model.kv_bytes_per_token, chunk) * device.count for size in sizes)
     total = baseline.kv_budget == "total" and not baseline.cpu_tier
     plan = TrialPlan(
@@ -134,8 +138,24 @@ def plan_trial(config: TrialConfig) -> TrialPlan:
         budget_cpu_blocks=cpu,
         gpu_blocks=gpu + cpu if total else gpu,
         cpu_blocks=cpu if baseline.cpu_tier else 0,
+        disk_blocks=disk if baseline.cpu_tier else 0,
     )
     return _sized(plan, total) if plan.gpu_auto else plan
+
+
+def _check_disk(config: TrialConfig, device: Device, disk_blocks: int) -> None:
+    """Raises HardwareMissing where a disk tier is asked for and cannot be."""
+    if not disk_blocks:
+        return
+    if device.kind == "cuda":
+        raise HardwareMissing(
+            f"cache.disk={config.cache.disk} has no path to a GPU's memory yet; use cache.disk=0, or hardware=cpu, or a "
+            "simulated GPU such as hardware=sim_h100."
+        )
+    if device.kind == "cpu" and plans_in_flight(device, config.hardware.depth) > 1:
+        raise HardwareMissing("cache.disk needs hardware.depth=1 (what auto is on a CPU): set one of the two.")
+    if device.simulated and not config.hardware.disk_bw:
+        raise ConfigError("hardware.disk_bw has no value, and a simulated machine with cache.disk needs it; set it.")
 
 
 def _sized(plan: TrialPlan, total: bool) -> TrialPlan:

@@ -35,12 +35,13 @@ class ModelConfig(_Group):
 
 
 class CacheConfig(_Group):
-    """gpu, cpu: sizes a device, "4GiB", "8192 tokens", or 4 for 4 GB; gpu may be auto: what fits. session_ttl_s,
-    max_remembered_tokens: see MemoryLimits."""
+    """gpu, cpu: sizes a device, "4GiB", "8192 tokens", or 4 for 4 GB; gpu may be auto: what fits. disk: of the machine; 0:
+    no disk tier. session_ttl_s, max_remembered_tokens: see MemoryLimits."""
 
     name: str
     gpu: str | int | float
     cpu: str | int | float
+    disk: str | int | float = 0
     chunk_tokens: Count = 32
     session_ttl_s: Rate | None = None
     max_remembered_tokens: Count | None = None
@@ -119,6 +120,7 @@ class HardwareConfig(_Group):
     memory_efficiency: Share = 1.0
     step_overhead_s: Rate = 0.0
     duplex_penalty: Share = 0.0
+    disk_bw: Rate = 0.0
     source: str = ""
 
 

@@ -23,7 +23,17 @@ from pensieve.statistics import has_interval, paired_ratio
 UNEQUAL_RATE = 0.05
 BY_SESSION = ("ttft_ms", "latency_ms", "normalized_latency_ms", "queue_ms")
 """Latencies whose mean is compared conversation by conversation; all else is one value a trial."""
-_MORE_IS_BETTER = ("throughput", "makespan", "goodput", "slo_attainment", "gpu_hit", "cpu_hit", "prompt_hit", "bound_")
+_MORE_IS_BETTER = (
+    "throughput",
+    "makespan",
+    "goodput",
+    "slo_attainment",
+    "gpu_hit",
+    "cpu_hit",
+    "disk_hit",
+    "prompt_hit",
+    "bound_",
+)
 _LESS_IS_BETTER = (
     "_ms", "ms_", "_s", "miss_rate", "_bytes", "recomputed", "evicted", "dropped", "suspended", "deferred", "oom",
     "degradation", "energy",

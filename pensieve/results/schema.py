@@ -31,7 +31,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-SCHEMA_VERSION = "0003"
+SCHEMA_VERSION = "0004"
 VERSION_TABLE = "pensieve_schema_version"
 """Shaped like Alembic's own (one row, `version_num`), under a name that an MLflow store in the same database does not
 use."""
@@ -239,6 +239,7 @@ class TurnRow(Base):
     sent_bytes: Mapped[int | None] = mapped_column(BigInteger)
     received_bytes: Mapped[int | None] = mapped_column(BigInteger)
     output_sha256: Mapped[str | None]
+    disk_hit_tokens: Mapped[int | None]
 
 
 sample_table = Table(  # without a primary key: two readings may share a moment of a virtual clock

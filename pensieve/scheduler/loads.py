@@ -21,9 +21,12 @@ class Loads:
         self._cost, self._chunk_tokens = cost, chunk_tokens
         self._link_free_s = 0.0
         self._ends_s: dict[int, float] = {}  # by arrival
+        self._reads: dict[int, int] = {}  # tickets of what is read from disk, by arrival
 
-    def begin(self, sequence: Running, copies: Iterable[Copy], now_s: float) -> None:
-        """It is admitted with these swap-ins, or with none."""
+    def begin(self, sequence: Running, copies: Iterable[Copy], now_s: float, disk_ticket: int | None = None) -> None:
+        """It is admitted with these swap-ins, or with none, and with what is read from disk."""
+        if disk_ticket is not None:
+            self._reads[sequence.arrival] = disk_ticket
         blocks = sum(len(copy.src) for copy in copies)
         if blocks:
             self._link_free_s = max(self._link_free_s, now_s) + blocks * self._cost.load_s()
@@ -32,10 +35,20 @@ class Loads:
     def end(self, sequence: Running) -> None:
         """It joined, was preempted, or is over."""
         self._ends_s.pop(sequence.arrival, None)
+        self._reads.pop(sequence.arrival, None)
+
+    def read(self, tickets: Iterable[int]) -> None:
+        """What was read from disk with these tickets is there."""
+        if self._reads:
+            over = set(tickets)
+            self._reads = {arrival: ticket for arrival, ticket in self._reads.items() if ticket not in over}
 
     def joined(self, running: Sequence[Running], max_tokens: int, now_s: float) -> Sequence[Running]:
         """Those that the next iteration may compute: all, where nobody decodes meanwhile; else without those whose load has
-        more left than the iteration would take with them."""
+        more left than the iteration would take with them. How long a disk takes nobody knows: who reads from it joins when it
+        has read."""
+        if self._reads:
+            running = [sequence for sequence in running if sequence.arrival not in self._reads]
         if not self._ends_s:
             return running
         settled = [sequence for sequence in running if sequence.arrival not in self._ends_s]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pensieve.cache.base import CacheManager, Run
 from pensieve.cost.base import CostModel
 from pensieve.errors import RequestRefused
-from pensieve.plan import Copy, Row, StepPlan
+from pensieve.plan import Copy, DiskLoad, Row, StepPlan
 from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.scheduler.loads import Loads
 from pensieve.scheduler.sequence import Sequence
@@ -98,7 +98,7 @@ class Scheduler:
         self.cache = cache
         self.must_drain = False
         self._ahead = ahead
-        self._loads = Loads(cost, cache.chunk_tokens) if settings.load_apart and cost is not None else None
+        self.loads = Loads(cost, cache.chunk_tokens) if settings.load_apart and cost is not None else None
         self._computes = computes
         self._in_flight = False
         self.settings = settings
@@ -146,7 +146,7 @@ class Scheduler:
             rows = self._compose(draft, now_s)
             if not dropped:
                 break
-        if not rows and not draft.swap_out and not draft.swap_in:
+        if not rows and not draft.swap_out and not draft.swap_in and not self.cache.has_disk_loads:
             self._unsent = draft  # who was admitted has no share of an iteration yet
             return None
         return self._launch(draft, rows, self._repeat(draft, rows), horizon_ns)
@@ -162,9 +162,19 @@ class Scheduler:
         self.cache.release(sequence.session, now_s)
         self.queue.ended(sequence.session.name)
 
+    def start_over(self, sequence: Sequence, now_s: float) -> None:
+        """What was read from disk for it is not what was asked for: it waits again, as though it had been preempted, and what
+        has no KV then is computed."""
+        self.running.remove(sequence)
+        self._left(sequence)
+        self._slots.append(sequence.mislead())
+        self.cache.mark_waiting(sequence.session, now_s)
+        self.cache.release(sequence.session, now_s)
+        self.queue.push_back(sequence)
+
     def _left(self, sequence: Sequence) -> None:
-        if self._loads is not None:
-            self._loads.end(sequence)
+        if self.loads is not None:
+            self.loads.end(sequence)
 
     def _remove_waiting(self, sequence: Sequence, now_s: float) -> None:
         self.queue.remove(sequence)
@@ -181,6 +191,7 @@ class Scheduler:
             tables=tuple(draft.tables),
             swap_in=tuple(draft.swap_in),
             swap_out=tuple(draft.swap_out),
+            disk=self.cache.take_disk_work(),
             repeat=repeat,
             horizon_ns=horizon_ns,
         )
@@ -189,7 +200,8 @@ class Scheduler:
         self.counters.steps += 1
         self.counters.batched_tokens += tokens
         self.cache.launched(plan.step)
-        tickets = tuple(copy.ticket for copy in (*plan.swap_in, *plan.swap_out))
+        reads = [one.ticket for one in plan.disk if isinstance(one, DiskLoad)]
+        tickets = (*(copy.ticket for copy in (*plan.swap_in, *plan.swap_out)), *reads)
         members = list(dict.fromkeys([*(sequence for sequence, _ in rows), *draft.admitted]))
         for sequence in members:
             sequence.launched()
@@ -239,17 +251,17 @@ class Scheduler:
             position -= 1
         self.running.insert(position, sequence)
         draft.add_admission(sequence, admission.table, admission.swap_in)
-        if self._loads is not None:
-            self._loads.begin(sequence, admission.swap_in, now_s)
+        if self.loads is not None:
+            self.loads.begin(sequence, admission.swap_in, now_s, admission.disk_ticket)
 
     # -- iterations ---------------------------------------------------------------------------------------------------
 
     def _compose(self, draft: _Draft, now_s: float) -> list[tuple[Sequence, Row]]:
         """The rows of the plan, and a block for each position they need."""
         running = [sequence for sequence in self.running if not sequence.closed] if self._ahead else self.running
-        if self._loads is None:
+        if self.loads is None:
             return self._compose_from(running, draft, now_s)
-        joined = self._loads.joined(running, self.settings.max_batch_tokens, now_s)
+        joined = self.loads.joined(running, self.settings.max_batch_tokens, now_s)
         rows = self._compose_from(joined, draft, now_s)
         return rows or self._compose_from(running, draft, now_s)  # rather wait for a load than stand still
 

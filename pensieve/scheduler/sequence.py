@@ -7,9 +7,9 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from pensieve.cache.base import Admission, Run
+from pensieve.cache.base import Admission, Residency, Run
 from pensieve.errors import CapacityError, ContextLengthError, RequestRefused
 from pensieve.ledger import Missed, joined
 from pensieve.plan import Row, Sample
@@ -35,7 +35,9 @@ class Sequence:
     launched plans that have a part of it; its blocks and its slot stay its own until there are none, also when it is
     closed, which is to say over for whoever asked. awaited: tokens that those plans sample.
     length_before, computed_before: of the conversation at the admission; a turn that does not stand returns to them.
-    replaced: tokens of the conversation that an edited prompt put others in place of. eos, stop: what ends it early.
+    residency: at its admission, without what was read from disk; None once it was preempted. misled: what was read from disk
+    was something else. replaced: tokens of the conversation that an edited prompt put others in place of. eos, stop: what
+    ends it early.
     """
 
     request: Request
@@ -52,6 +54,8 @@ class Sequence:
     length_before: int = 0
     computed_before: int = 0
     replaced: TokenArray[int] = field(default_factory=lambda: array("i"))
+    residency: Residency | None = None
+    misled: bool = False
     preempted: bool = False
     in_flight: int = 0
     awaited: int = 0
@@ -139,21 +143,29 @@ class Sequence:
 
     def start(self, admission: Admission, slot: int, now_s: float) -> None:
         """It is admitted, or resumed if it was preempted, and runs in `slot` from now on."""
-        if self.preempted:
+        if self.misled and self.residency is not None:
+            found = self.residency.with_disk(admission.read)
+            self.record.read_again(found)
+            self.record.explained(self._missed(found))
+        elif self.preempted:
             self.record.resumed(admission)
-            self.preempted = False
+            self.residency = None
         else:
             self.record.admitted(admission, now_s)
-            self.record.explained(self._missed(admission))
+            self.record.explained(self._missed(admission.found))
+            self.residency = admission.residency
+        self.preempted = self.misled = False
         self.slot = slot
         self.work = deque(admission.work)
         self.work_tokens = sum(stop - start for start, stop in admission.work)
 
-    def _missed(self, admission: Admission) -> tuple[Missed, ...]:
+    def _missed(self, residency: Residency) -> tuple[Missed, ...]:
         """All prompt positions without KV. Where the conversation is new to the engine and not to its server, the server says
         why; what is left was never said before."""
-        residency, forgotten = admission.residency, self.request.forgotten
+        forgotten = self.request.forgotten
         runs = [one for one in residency.missed if one.stop <= residency.history]
+        if forgotten is not None and forgotten[1] == "restarted":
+            runs = [replace(one, cause="restarted") if one.cause == "never_stored" else one for one in runs]
         place = residency.history + residency.shared_hit
         later = [one for one in residency.missed if one.stop > max(place, residency.history)]
         if forgotten is not None and not self.length_before and not residency.history:
@@ -223,6 +235,11 @@ class Sequence:
         """A plan that has a part of it is over."""
         self.in_flight -= 1
 
+    def disregard(self) -> None:
+        """What the plan just collected has computed for it is nothing, and a token that it sampled is none."""
+        assert not self.in_flight
+        self.awaited = 0
+
     def append(self, sampled: int, margin: float | None, now_s: float) -> int:
         """The token that a plan sampled for it, or the one that its output forces: returns which."""
         output = self.request.output
@@ -248,6 +265,11 @@ class Sequence:
             self.work.clear()
             self.work.append((position, position + 1))
             self.work_tokens = 1
+
+    def mislead(self) -> int:
+        """It waits again, since what it read from disk was not what it had asked for; returns the slot it had."""
+        self.misled = True
+        return self.preempt()
 
     def preempt(self) -> int:
         """It waits again until blocks are to be had; returns the slot it had."""

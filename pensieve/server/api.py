@@ -42,6 +42,7 @@ __all__ = ["Generation", "Server", "Stream", "create_server"]
 _ARGUMENTS = {
     "cache.gpu": "gpu_cache",
     "cache.cpu": "cpu_cache",
+    "cache.disk": "disk_cache",
     "hardware.device": "device",
     "model.weights": "weights",
 }
@@ -226,6 +227,7 @@ class Server:
             for rate, tokens in (
                 ("gpu_hit_rate", "gpu_hit_tokens"),
                 ("cpu_hit_rate", "cpu_hit_tokens"),
+                ("disk_hit_rate", "disk_hit_tokens"),
                 ("miss_rate", "recomputed_tokens"),
             )
         }
@@ -246,7 +248,7 @@ class Server:
                 f"{s['turns']:.0f} turns, {s['output_tokens']:.0f} tokens generated, {s['failed_turns']:.0f} turns failed, "
                 f"{s['refused_turns']:.0f} refused",
                 f"history tokens {s['history_tokens']:.0f}: GPU hit {share('gpu_hit_rate')}, "
-                f"CPU hit {share('cpu_hit_rate')}, recomputed {share('miss_rate')}",
+                f"CPU hit {share('cpu_hit_rate')}, disk hit {share('disk_hit_rate')}, recomputed {share('miss_rate')}",
                 f"chunks evicted {s['evicted_chunks']:.0f}, dropped {s['dropped_chunks']:.0f}; "
                 f"{s['swapped_in_bytes'] / 1e6:.1f} MB swapped in, {s['swapped_out_bytes'] / 1e6:.1f} MB out",
             )
@@ -473,7 +475,8 @@ class Server:
                 self._totals[name] += getattr(record, name) or 0
 
 
-_COUNTED = ("prompt_tokens", "history_tokens", "gpu_hit_tokens", "cpu_hit_tokens", "recomputed_tokens", "new_tokens")
+_HITS = ("gpu_hit_tokens", "cpu_hit_tokens", "disk_hit_tokens")
+_COUNTED = ("prompt_tokens", "history_tokens", *_HITS, "recomputed_tokens", "new_tokens")
 
 
 def create_server(
@@ -486,17 +489,18 @@ def create_server(
     device: str = "auto",
     seed: int = 0,
     scheduler: str = "unified",
+    disk_cache: str = "0 tokens",
 ) -> Server:
     """A server that is ready to answer.
 
     mode: pensieve, gpu_only, stateless (or vllm, its alias), or another baseline in the engine. model: a name in conf/model,
     a hub id, a folder written by save_pretrained, or a GGUF file; weights: hub (what was published: of a folder, its own),
     random or a folder, by default what the model says.
-    gpu_cache, cpu_cache: "4GiB" or "8192 tokens". device: auto, cpu, cuda, or a simulated machine such as sim_h100.
-    Raises the errors of pensieve.errors, each a sentence that says what to do.
+    gpu_cache, cpu_cache, disk_cache: "4GiB" or "8192 tokens". device: auto, cpu, cuda, or a simulated machine such as
+    sim_h100. Raises the errors of pensieve.errors, each a sentence that says what to do.
     """
     try:
-        return _server(mode, model, weights, gpu_cache, cpu_cache, eviction, device, seed, scheduler)
+        return _server(mode, model, weights, gpu_cache, cpu_cache, disk_cache, eviction, device, seed, scheduler)
     except PensieveError as error:
         raise type(error)(_as_arguments(str(error))) from error
 
@@ -527,6 +531,7 @@ def _server(
     weights: str | None,
     gpu_cache: str,
     cpu_cache: str,
+    disk_cache: str,
     eviction: str,
     device: str,
     seed: int,
@@ -539,7 +544,7 @@ def _server(
         {
             "seed": seed,
             "model": chosen.model_dump(),
-            "cache": {"name": "api", "gpu": gpu_cache, "cpu": cpu_cache},
+            "cache": {"name": "api", "gpu": gpu_cache, "cpu": cpu_cache, "disk": disk_cache},
             "eviction": read_option("eviction", eviction),
             "scheduler": read_option("scheduler", scheduler),
             "baseline": baseline,
@@ -549,8 +554,9 @@ def _server(
     )
 
 
-def server_of(fields: Mapping[str, Any]) -> Server:
-    """A server from the fields of a trial's configuration but `workload`: its requests come from callers."""
+def server_of(fields: Mapping[str, Any], keeps_disk: bool = False) -> Server:
+    """A server from the fields of a trial's configuration but `workload`: its requests come from callers. keeps_disk: as of
+    build_system."""
     config = check({**fields, "workload": read_option("workload", "chat")})
     if needs_future(locate(str(config.eviction["_target_"]), f"eviction={config.eviction.get('name')}")):
         raise ConfigError(
@@ -560,4 +566,4 @@ def server_of(fields: Mapping[str, Any]) -> Server:
     plan = plan_trial(config)
     check_free_memory(plan)
     tokenizer = build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
-    return Server(build_system(plan, tokenizer), tokenizer, config.seed)
+    return Server(build_system(plan, tokenizer, keeps_disk=keeps_disk), tokenizer, config.seed)

@@ -43,6 +43,7 @@ from pensieve.server.schemas import (
     wish_of,
 )
 from pensieve.server.settings import OPERATOR, ServeSettings, Tenants
+from pensieve.server.state import StateFile
 from pensieve.server.statistics import session_body, session_line
 from pensieve.server.text import TextStream
 from pensieve.server.turn import Turn
@@ -74,13 +75,21 @@ class App:
         self.meters: Meters
         self.created = int(time.time())
         self.on_close: list[Callable[[], None]] = []
+        self.restored = 0
+        """Conversations that were there before this server was started."""
+        self.tidy: Callable[[], None] | None = None
 
-    def ready(self, server: Server) -> None:
-        """From now on requests are served."""
+    def ready(self, server: Server, state: StateFile | None = None) -> None:
+        """From now on requests are served. state: where conversations are kept; raises ConfigError for one that cannot be
+        read."""
         s = self.settings
         server.conversations.limit(s.max_sessions, s.max_stored_tokens, s.keep_alive_s)
         self.dialogue = Dialogue(server)
         self.responses = ResponseStore(server.conversations, self.settings.max_sessions)
+        if state is not None:
+            self.restored = state.restore(server.conversations, self.responses)
+            self.tidy = state.tidy
+            self.on_close.append(state.close)
         self.meters = Meters(server)
         server.observe(lambda turn, record: self.meters.turn_ended(record))
         self.server = server
@@ -182,6 +191,8 @@ async def _sweep(state: App) -> None:
         await asyncio.sleep(SWEEP_S)
         if state.server is not None:
             await asyncio.to_thread(state.server.conversations.expire)
+            if state.tidy is not None:
+                await asyncio.to_thread(state.tidy)
 
 
 Session = Annotated[str | None, Header(alias="X-Session-Id", max_length=256)]

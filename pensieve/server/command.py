@@ -6,17 +6,21 @@ import logging
 import sys
 import threading
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 from pydantic import ValidationError
 
+from pensieve.compose import ModelConfig, outputs_folder, resolved
+from pensieve.compose.model_identity import model_identity
 from pensieve.compose.settings import explain_invalid
 from pensieve.errors import ConfigError, PensieveError
 from pensieve.server.api import Server, server_of
 from pensieve.server.app import App, create_app
 from pensieve.server.recording import start_recording
 from pensieve.server.settings import ServeSettings, tenants_of
+from pensieve.server.state import StateFile
 from pensieve.trial.terminal import say
 
 _SWITCH_S = (
@@ -35,9 +39,9 @@ def settings_of(config: Mapping[str, Any]) -> ServeSettings:
         raise ConfigError(explain_invalid(error, given, lambda _: ServeSettings.model_fields, "serve")) from None
 
 
-def make_server(config: Mapping[str, Any]) -> Server:
+def make_server(config: Mapping[str, Any], keeps_disk: bool = False) -> Server:
     """The engine that the configuration names, warm."""
-    return server_of({name: value for name, value in config.items() if name not in ("serve", "chat")})
+    return server_of({name: value for name, value in config.items() if name not in ("serve", "chat")}, keeps_disk)
 
 
 def serve(config: Mapping[str, Any], _typed: Collection[str] = ()) -> int:
@@ -70,24 +74,44 @@ def uvicorn_config(state: App) -> uvicorn.Config:
 
 def _load(state: App, config: Mapping[str, Any], http: uvicorn.Server) -> None:
     """While /health says that the engine is loading."""
-    server = None
+    server = kept = None
     try:
-        server = make_server(config)
+        kept = open_state(state.settings, config)
+        server = make_server(config, keeps_disk=kept is not None)
         if state.settings.record:
             recording = start_recording(server, config)
             say(f"Turns are recorded as trial {recording.trial_id}.")
             state.on_close.append(recording.close)
+        state.ready(server, kept)
     except PensieveError as error:
         if server is not None:
             server.close()
+        if kept is not None:
+            kept.close()
         state.failure = str(error)
         http.should_exit = True
         return
     state.on_close.insert(0, server.close)
-    state.ready(server)
+    if state.restored:
+        say(f"{state.restored} conversations of before are known again.")
     say(
         f"{state.model} is ready at http://{_address(http, state.settings)}/ (v1 API, /metrics, page). Ctrl-C stops it."
     )
+
+
+def open_state(settings: ServeSettings, config: Mapping[str, Any]) -> StateFile | None:
+    """Where conversations are kept; None: nowhere. Raises ConfigError for a file that was asked for and cannot serve."""
+    if settings.state is False or settings.state == "off":
+        return None
+    plain = resolved({"model": config["model"]})
+    model = model_identity(ModelConfig.model_validate(plain["model"]), bool(config["hardware"]["simulated"]))
+    if settings.state != "auto":
+        return StateFile(Path(settings.state).expanduser(), model)
+    try:
+        return StateFile(outputs_folder() / "serve.db", model)
+    except ConfigError as error:
+        say(f"Conversations end with this server: {error}")
+        return None
 
 
 def _address(http: uvicorn.Server, settings: ServeSettings) -> str:

@@ -121,7 +121,8 @@ class Conversations:
         self._by_key: dict[tuple[str, bytes], tuple[Conversation, int]] = {}
         self._engine_names: set[str] = set()
         self._numbers = itertools.count(1)
-        self.on_settled: Callable[[Conversation], None] = _nothing
+        self.on_settled: Callable[[Conversation, int], None] = _nothing
+        """Told of each turn that stands, and how many of the conversation's first tokens it left as they were."""
         self.on_removed: Callable[[Conversation], None] = _nothing
 
     def limit(self, most: int, most_tokens: int, keep_alive_s: float | None) -> None:
@@ -201,7 +202,7 @@ class Conversations:
         with self.lock:
             name, known = parent.id, self._all[parent.tenant]
             del known[name]
-            parent.id = f"{name}~{next(self._numbers)}"
+            parent.id = next(free for number in self._numbers if (free := f"{name}~{number}") not in known)
             known[parent.id] = parent
             parent.named, was_named = False, parent.named
             child = self.open(parent.tenant, name)
@@ -242,18 +243,21 @@ class Conversations:
                 self._by_key[conversation.tenant, mark.key] = conversation, len(conversation.marks) - 1
             conversation.used_at = self._now()
             conversation.restored, conversation.begun = False, True
-        self.on_settled(conversation)
+        self.on_settled(conversation, kept)
 
-    def restore(self, conversation: Conversation, tokens: TokenArray[int], marks: Sequence[Mark]) -> None:
-        """What it held before the server was started again."""
+    def restore(self, conversation: Conversation) -> None:
+        """It is as it was before the server was started again. Where two begin alike, the first one restored is the one
+        that is found by what both said."""
         with self.lock:
-            self._replace(conversation, tokens)
-            conversation.marks = list(marks)
-            for place, mark in enumerate(marks):
+            known = self._all.setdefault(conversation.tenant, {})
+            assert conversation.id not in known and conversation.engine_name not in self._engine_names
+            known[conversation.id] = conversation
+            self._engine_names.add(conversation.engine_name)
+            bisect.insort_right(self._sorted.setdefault(conversation.tenant, []), conversation, key=lambda c: c.tokens)
+            for place, mark in enumerate(conversation.marks):
                 if mark.key is not None:
-                    self._by_key[conversation.tenant, mark.key] = conversation, place
+                    self._by_key.setdefault((conversation.tenant, mark.key), (conversation, place))
             conversation.restored = conversation.begun = True
-            conversation.asked = len(marks)
 
     def _forget_marks(self, conversation: Conversation, kept: int) -> None:
         """Of turns whose tokens are replaced. The key of a turn that a fork took over stays the fork's."""
@@ -336,5 +340,5 @@ class Conversations:
         return chosen
 
 
-def _nothing(_: Conversation) -> None:
+def _nothing(*_: object) -> None:
     """Nobody wants to know."""

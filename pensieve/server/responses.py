@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,8 @@ class ResponseStore:
         self._conversations, self._most = conversations, most
         self._stored: dict[str, OrderedDict[str, Stored]] = {}
         self._lock = threading.Lock()
+        self.on_added: Callable[[str, Stored], None] = _nothing
+        self.on_deleted: Callable[[str], None] = _nothing
 
     def add(self, response_id: str, stored: Stored) -> None:
         with self._lock:
@@ -46,6 +48,7 @@ class ResponseStore:
             mine[response_id] = stored
         with self._conversations.lock:
             stored.conversation.claims[stored.mark.length] += 1
+        self.on_added(response_id, stored)
         if oldest is not None:
             self.delete(stored.tenant, oldest)
 
@@ -67,7 +70,12 @@ class ResponseStore:
             conversation.claims[stored.mark.length] -= 1
             if not conversation.claimed() and conversation.idle and not conversation.named:
                 self._conversations.remove(conversation)
+        self.on_deleted(response_id)
         return True
+
+
+def _nothing(*_: object) -> None:
+    """Nobody keeps them."""
 
 
 class Responder:

@@ -236,7 +236,7 @@ def usage(record: TurnRecord) -> dict[str, Any]:
 
 def prompt_details(record: TurnRecord) -> dict[str, int]:
     """KV that another conversation had left counts as found, though it was new here."""
-    shared, disk = record.shared_hit_tokens or 0, 0
+    shared, disk = record.shared_hit_tokens or 0, record.disk_hit_tokens or 0
     gpu, cpu = (record.gpu_hit_tokens or 0) + shared, record.cpu_hit_tokens or 0
     return {
         "cached_tokens": gpu + cpu + disk,

@@ -7,7 +7,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -21,7 +21,8 @@ OPERATOR = "operator"
 
 class ServeSettings(BaseModel):
     """keys_env: name of the environment variable with the clients' keys. max_*: limits of each tenant, but for max_queue,
-    which is of all together."""
+    which is of all together. state: where conversations outlive the server: auto (in the outputs folder, if no other server
+    keeps its own there), off, or a file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -36,6 +37,7 @@ class ServeSettings(BaseModel):
     max_stored_tokens: Positive = 50_000_000
     keep_alive_s: Seconds | None = 86_400.0
     drain_s: Seconds = 30.0
+    state: str | Literal[False] = "off"
     record: bool = False
     page: bool = True
 

@@ -70,7 +70,9 @@ class Turn:
         shared = common_prefix(conversation.tokens, asked.prompt)
         forgotten: tuple[int, Literal["expired", "restarted"]] | None = None
         if shared and conversation.fork is None:
-            forgotten = shared, "restarted" if conversation.restored else "expired"
+            # The last token of a turn has no KV: the next one computes it.
+            computed = min(shared, len(conversation.tokens) - 1)
+            forgotten = (computed, "restarted") if conversation.restored else (shared, "expired")
         fork: Fork | None
         fork, conversation.fork = conversation.fork, None
         return Request(

@@ -338,7 +338,7 @@ def _replay(
 def _capacity(system: System) -> int:
     """Tokens of KV that the system's tiers hold together, as it reports them."""
     settings = system.settings()
-    return sum(int(settings.get(name) or 0) for name in ("gpu_tokens", "cpu_tokens"))
+    return sum(int(settings.get(name) or 0) for name in ("gpu_tokens", "cpu_tokens", "disk_tokens"))
 
 
 def _refuse_empty(turns: Sequence[TurnRecord]) -> None:

@@ -20,6 +20,7 @@ ROWS = (
     ("output", "throughput_output_tok_s", "tokens/s"),
     ("hits on GPU", "gpu_hit_rate", "share"),
     ("hits on CPU", "cpu_hit_rate", "share"),
+    ("hits on disk", "disk_hit_rate", "share"),
     ("recomputed", "miss_rate", "share"),
     ("scheduler a step", "schedule_ms_mean", "ms"),
 )

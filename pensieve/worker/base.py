@@ -6,6 +6,9 @@ from typing import Protocol
 
 from pensieve.plan import StartReport, StepPlan, StepResult
 
+DISK_STAGING_BYTES = 256 * 2**20
+"""What may wait in memory to be written to disk; a chunk that finds it full is not written: no step waits for a disk."""
+
 
 class Worker(Protocol):
     """Performs plans, in order. Real, simulated and tensor-parallel workers fit this one protocol.

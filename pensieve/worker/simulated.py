@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from pensieve.clock import VirtualClock
 from pensieve.cost.simulated import simulated_cost
-from pensieve.plan import Copy, Repeats, Row, Sample, StartReport, StepPlan, StepResult
+from pensieve.plan import Copy, DiskLoad, DiskStore, Repeats, Row, Sample, StartReport, StepPlan, StepResult
 from pensieve.specs import HardwareSpec, ModelSpec
+from pensieve.worker.base import DISK_STAGING_BYTES
 from pensieve.worker.timeline import Timeline
 
 _MASK = (1 << 64) - 1
@@ -25,7 +26,7 @@ class _UnderWay:
 
 
 class SimulatedWorker:
-    """Three timelines: compute, host to device, device to host.
+    """Four timelines: compute, host to device, device to host, and a disk that is read from straight to the device.
 
     A plan waits for the swap-ins that bring blocks below its rows' positions, its own or an earlier plan's, and overlaps
     with them by layer (paper section 4.3.3): with L layers, a transfer of T that begins with the plan and compute C, it
@@ -53,8 +54,11 @@ class SimulatedWorker:
         # Each direction performs its copies one after the other, so the oldest is done first.
         self._loading: deque[_UnderWay] = deque()
         self._outward: deque[_UnderWay] = deque()
+        self._reading: deque[_UnderWay] = deque()
+        self._unkept: list[bytes] = []
         self._h2d_free_ns = 0
         self._d2h_free_ns = 0
+        self._disk_free_ns = 0
         self._host_free_ns = self._prepared_ns = 0
 
     def start(self, gpu_blocks: int, cpu_blocks: int) -> StartReport:
@@ -65,7 +69,7 @@ class SimulatedWorker:
             "dtype": self._model.dtype,
             "depth": self.depth,
         }
-        return StartReport(load_s=load_s, warmup_ms=0.0, settings=settings)
+        return StartReport(load_s=load_s, warmup_ms=0.0, settings=settings, disk_load_s=self._disk_s())
 
     def launch(self, plan: StepPlan) -> None:
         assert len(self._launched) < self.depth
@@ -77,9 +81,10 @@ class SimulatedWorker:
         if self._launched:
             plan, self._prepared_ns = self._launched.popleft()
             return self._perform(plan)
-        if not self._outward and not self._loading:
+        copying = [copies[0].ends_ns for copies in (self._loading, self._outward, self._reading) if copies]
+        if not copying:
             return None
-        ends = min(copies[0].ends_ns for copies in (self._loading, self._outward) if copies)
+        ends = min(copying)
         if until_ns is not None and ends > until_ns:
             return None
         self._clock.advance_to(ends)
@@ -97,6 +102,7 @@ class SimulatedWorker:
         slowed = 1 / (1 - self._hardware.duplex_penalty) if both else 1.0
         self._start_loading(plan.swap_in, start, slowed)
         self._start_outward(plan.swap_out, start, slowed)
+        self._start_disk(plan.disk, start)
         sampled = [row for row in plan.rows if row.sample is not None]
         compute_s = self.cost.iteration_s((run for row in plan.rows for run in row.runs), len(sampled))
         compute = round(compute_s * 1e9)
@@ -114,6 +120,7 @@ class SimulatedWorker:
             tokens=tokens,
             ended_ns=ended,
             done=self._finished_copies(),
+            unkept=self._take_unkept(),
             compute_ns=compute,
             stall_ns=ended - start - compute,
             h2d_bytes=blocks_in * self._block_bytes,
@@ -151,12 +158,14 @@ class SimulatedWorker:
     def _ended(self, rows: tuple[Row, ...], start: int, compute: int) -> int:
         """When the plan's compute is done: no layer begins before its own loads have come."""
         ended, layers = start + compute, self._model.layers
-        for loading in reversed(self._loading):  # whatever waits for a later load waits for the earlier ones too
-            if loading.ends_ns <= start:
-                break
-            if any(self._needs(row, loading) for row in rows):
-                first = loading.begins_ns + round((loading.ends_ns - loading.begins_ns) / layers)
-                return max(ended, first + compute, loading.ends_ns + round(compute / layers))
+        for link in (self._loading, self._reading):
+            for loading in reversed(link):  # whatever waits for a later load waits for the earlier ones too
+                if loading.ends_ns <= start:
+                    break
+                if any(self._needs(row, loading) for row in rows):
+                    first = loading.begins_ns + round((loading.ends_ns - loading.begins_ns) / layers)
+                    ended = max(ended, first + compute, loading.ends_ns + round(compute / layers))
+                    break
         return ended
 
     def _needs(self, row: Row, loading: _UnderWay) -> bool:
@@ -184,10 +193,32 @@ class SimulatedWorker:
             if self.timeline is not None:
                 self.timeline.add("GPU to CPU", "swap out", begins, self._d2h_free_ns, blocks=len(copy.src))
 
+    def _start_disk(self, work: tuple[DiskStore | DiskLoad, ...], now_ns: int) -> None:
+        """One after the other, whether written or read; what waits to be written takes memory, of which there is so much."""
+        for one in work:
+            begins = max(self._disk_free_ns, now_ns)
+            if isinstance(one, DiskLoad):
+                self._disk_free_ns = begins + round(self._disk_s() * len(one.dst) * 1e9)
+                self._reading.append(_UnderWay((one.ticket,), begins, self._disk_free_ns, frozenset(one.dst)))
+            elif (begins - now_ns) / 1e9 * self._hardware.disk_bw > DISK_STAGING_BYTES:
+                self._unkept.append(one.key)
+            else:
+                self._disk_free_ns = begins + round(self._disk_s() * 1e9)
+            if self.timeline is not None and self._disk_free_ns > begins:
+                self.timeline.add("disk", "read" if isinstance(one, DiskLoad) else "write", begins, self._disk_free_ns)
+
+    def _disk_s(self) -> float:
+        """Of a chunk of all devices; they share the disk."""
+        return self._block_bytes / self._hardware.disk_bw if self._hardware.disk_bw else 0.0
+
+    def _take_unkept(self) -> tuple[bytes, ...]:
+        unkept, self._unkept = tuple(self._unkept), []
+        return unkept
+
     def _finished_copies(self) -> tuple[int, ...]:
         now = self._clock.now_ns()
         done: list[int] = []
-        for copies in (self._loading, self._outward):
+        for copies in (self._loading, self._outward, self._reading):
             while copies and copies[0].ends_ns <= now:
                 done += copies.popleft().tickets
         return tuple(done)

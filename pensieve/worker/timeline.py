@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 _MACHINE, _REQUESTS = 1, 2  # processes of the trace
-_LANES = {"compute": 1, "CPU to GPU": 2, "GPU to CPU": 3}
+_LANES = {"compute": 1, "CPU to GPU": 2, "GPU to CPU": 3, "disk": 4}
 
 
 class Drawn(Protocol):

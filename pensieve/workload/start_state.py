@@ -78,4 +78,5 @@ def _held(turn: TurnRecord) -> int:
 
 
 def _found(turn: TurnRecord) -> int:
-    return (turn.gpu_hit_tokens or 0) + (turn.cpu_hit_tokens or 0) + (turn.shared_hit_tokens or 0)
+    tiers = (turn.gpu_hit_tokens, turn.cpu_hit_tokens, turn.disk_hit_tokens, turn.shared_hit_tokens)
+    return sum(tokens or 0 for tokens in tiers)

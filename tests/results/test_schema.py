@@ -28,7 +28,7 @@ CONTRACT = {
     "arrived_s admitted_s first_token_s finished_s queue_ms ttft_ms latency_ms compute_ms transfer_ms prompt_tokens "
     "output_tokens history_tokens gpu_hit_tokens cpu_hit_tokens recomputed_tokens shared_hit_tokens new_tokens "
     "resumed_swapped_tokens resumed_recomputed_tokens cpu_recomputed_tokens h2d_bytes d2h_bytes sent_bytes "
-    "received_bytes output_sha256",
+    "received_bytes output_sha256 disk_hit_tokens",
     "sample": "trial_id at_s device name value unit",
     "miss": "trial_id turn_id cause evicted_by tokens ms",
     "artifact": "trial_id kind path sha256",

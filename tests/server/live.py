@@ -16,6 +16,7 @@ from pensieve.server.api import Server
 from pensieve.server.app import App
 from pensieve.server.command import uvicorn_config
 from pensieve.server.settings import ServeSettings, Tenants
+from pensieve.server.state import StateFile
 
 PATIENCE_S = 20.0
 REAL = {"device": "cpu", "weights": "random", "gpu_cache": "4096 tokens", "cpu_cache": "4096 tokens"}
@@ -23,11 +24,13 @@ SIMULATED = {"device": "sim_h100", "gpu_cache": "4096 tokens", "cpu_cache": "409
 
 
 @contextmanager
-def serving(server: Server, keys: dict[str, str] | None = None, **fields: Any) -> Iterator[tuple[App, str]]:
-    """The state of the HTTP server, and its address."""
-    state = App(ServeSettings(port=0, **fields), Tenants(keys), "tiny")
-    state.ready(server)
-    http = uvicorn.Server(uvicorn_config(state))
+def serving(
+    server: Server, keys: dict[str, str] | None = None, state: StateFile | None = None, **fields: Any
+) -> Iterator[tuple[App, str]]:
+    """The state of the HTTP server, and its address. state: where it keeps conversations."""
+    app = App(ServeSettings(port=0, **fields), Tenants(keys), "tiny")
+    app.ready(server, state)
+    http = uvicorn.Server(uvicorn_config(app))
     thread = threading.Thread(target=http.run, daemon=True)
     thread.start()
     try:
@@ -36,7 +39,7 @@ def serving(server: Server, keys: dict[str, str] | None = None, **fields: Any) -
             assert time.monotonic() < ends and thread.is_alive()
             time.sleep(0.01)
         port = http.servers[0].sockets[0].getsockname()[1]
-        yield state, f"http://127.0.0.1:{port}"
+        yield app, f"http://127.0.0.1:{port}"
     finally:
         http.should_exit = True
         thread.join(PATIENCE_S)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pensieve.plan import StepPlan
+from pensieve.plan import DiskLoad, StepPlan
 from pensieve.worker.torch.sampler import Drawn
 
 
@@ -35,7 +35,8 @@ class Flight:
 
     @property
     def tickets(self) -> list[int]:
-        return [copy.ticket for copy in (*self.plan.swap_in, *self.plan.swap_out)]
+        reads = [one.ticket for one in self.plan.disk if isinstance(one, DiskLoad)]
+        return [*(copy.ticket for copy in (*self.plan.swap_in, *self.plan.swap_out)), *reads]
 
     def send(self, slots: tuple[int, ...], drawn: Drawn) -> None:
         """Start the one copy to the host that a step makes: tokens, and margins bit for bit."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from time import perf_counter_ns
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from pensieve.clock import Clock
 from pensieve.errors import EngineMissing, HardwareMissing
 from pensieve.plan import Row, Sample, StartReport, StepPlan, StepResult
+from pensieve.worker.pool_file import PoolFile
 from pensieve.worker.torch.attention import IMPLEMENTATION, Iteration
 from pensieve.worker.torch.batch import Batch, BlockTables, build_batch
 from pensieve.worker.torch.flight import Flight, without_frames
@@ -24,6 +26,7 @@ from pensieve.worker.torch.model import LoadedModel
 from pensieve.worker.torch.options import TorchOptions
 from pensieve.worker.torch.sampler import draw
 from pensieve.worker.torch.transfers.choice import Copying, choose_copying
+from pensieve.worker.torch.transfers.disk import DiskTransfer
 from pensieve.worker.torch.transfers.lanes import CudaLink
 from pensieve.worker.torch.transfers.link import Link
 from pensieve.worker.torch.transfers.transfer import Transfer
@@ -72,6 +75,8 @@ class TorchWorker:
         self._graphs: DecodeGraphs | None = None
         self._copying: Copying | None = None
         self._link = link
+        self._disk: DiskTransfer | None = None
+        self._disk_load_s = 0.0
 
     @property
     def tensors(self) -> KvTensors:
@@ -107,6 +112,7 @@ class TorchWorker:
         try:
             recorder = self._recorder()
             self._allocate(gpu_blocks, cpu_blocks, scratch_blocks=0 if recorder is None else 1)
+            load_s, kept = self._open_disk()
             self._warm_up(gpu_blocks)
             if recorder is not None:
                 self._make_graphs(recorder)
@@ -120,7 +126,8 @@ class TorchWorker:
             self._free()
             raise HardwareMissing(f"The first iterations do not fit beside {taken}. {sentence}") from error
         warmup_ms = (perf_counter_ns() - started) / 1e6
-        return StartReport(self.model.load_s, warmup_ms, self.settings(), self.model.eos_token_ids)
+        self._disk_load_s = load_s
+        return StartReport(self.model.load_s, warmup_ms, self.settings(), self.model.eos_token_ids, load_s, kept)
 
     def settings(self) -> dict[str, Any]:
         """What runs, as torch and transformers themselves report it."""
@@ -156,6 +163,7 @@ class TorchWorker:
             "cpu_pool_bytes": tensors.cpu_bytes if tensors else 0,
             "copies": copying.note if copying else "",
             "copies_measured": copying.figures if copying else {},
+            "disk_load_s": self._disk_load_s,
             "mean_fragment_bytes": self._transfer.mean_fragment_bytes if self._transfer else 0.0,
         }
 
@@ -170,6 +178,8 @@ class TorchWorker:
             self._tables.overwrite(slot, first_chunk, blocks)
         try:
             with torch.inference_mode():
+                if self._disk is not None:
+                    self._disk.begin(plan.disk)  # what leaves is read before anything is written
                 flight.held_ns = transfer.swap_in(plan.swap_in) + transfer.swap_out(plan.swap_out)
                 if plan.rows:
                     self._start(flight)
@@ -180,16 +190,41 @@ class TorchWorker:
     def collect(self, until_ns: int | None) -> StepResult | None:
         """Wait for the oldest plan, else for a copy under way; None if there is neither. Nothing is cut at `until_ns`."""
         if not self._flights:
-            if self._transfer is None or not self._transfer.wait():
+            if self._transfer is None or not self._wait_for_copies():
                 return None
-            return StepResult(step=None, done=self._transfer.done(), failed=self._transfer.failed())
+            return self._with_disk(StepResult(None, done=self._transfer.done(), failed=self._transfer.failed()))
         return self._land(self._flights.popleft())
 
     def close(self) -> None:
-        """Free the pools; the model stays with whoever loaded it."""
+        """Free the pools, once what is to be on disk is there; the model stays with whoever loaded it."""
         if self._transfer is not None:
             self._transfer.close()
         self._free()
+
+    # -- disk ---------------------------------------------------------------------------------------------------------
+
+    def _open_disk(self) -> tuple[float, Mapping[bytes, int]]:
+        """The file store, if there is to be one: seconds to read a chunk, and what it holds. Raises HardwareMissing."""
+        asked, tensors = self.options.disk, self.tensors
+        if asked is None:
+            return 0.0, {}
+        where = (asked.path, asked.folder, asked.identity)
+        file = PoolFile(*where, asked.slots, tensors.layers, tensors.layer_block_bytes)
+        load_s = file.measure_s()
+        self._disk = DiskTransfer(tensors, file)
+        return load_s, file.kept
+
+    def _wait_for_copies(self) -> bool:
+        if self._disk is None or self.transfer.under_way:
+            return self.transfer.wait()
+        return self._disk.wait()
+
+    def _with_disk(self, result: StepResult) -> StepResult:
+        """And what the disk has done since the last result."""
+        if self._disk is None:
+            return result
+        read, unread = self._disk.ended()
+        return replace(result, done=(*result.done, *read), unread=tuple(unread), unkept=self._disk.unkept())
 
     # -- how ----------------------------------------------------------------------------------------------------------
 
@@ -239,11 +274,13 @@ class TorchWorker:
         if failure is not None:
             error = explain(failure, self.model.device)
             transfer.abandon(flight.tickets)
+            if self._disk is not None:
+                self._disk.abandon(flight.tickets)
         if self.keep_logits and flight.logits:
             self.last_logits = flight.logits
-        waited_ns = transfer.stalled_ns()
+        waited_ns = transfer.stalled_ns() + (self._disk.stalled_ns() if self._disk is not None else 0)
         ended_ns = self._clock.now_ns() if flight.ended_ns is None else flight.ended_ns
-        return StepResult(
+        result = StepResult(
             step=plan.step,
             tokens=tokens,
             margins=margins,
@@ -256,6 +293,7 @@ class TorchWorker:
             d2h_bytes=flight.d2h_bytes,
             error=error,
         )
+        return self._with_disk(result)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         """Logits [sampled rows, vocab]; those of one position, unused, where no row is sampled."""
@@ -268,11 +306,18 @@ class TorchWorker:
             if logits is not None:
                 whole = len(batch.sampled) == len(batch.spans)  # then they are in this order already
                 return logits if whole else logits.index_select(0, batch.logits_at)
+        if self._disk is not None:
+            self._disk.require(batch.spans)
         iteration = Iteration(
-            batch, self.tensors.gpu_tokens(), self.chunk_tokens, transfer.wait_for_layer, self.model.attention
+            batch, self.tensors.gpu_tokens(), self.chunk_tokens, self._wait_for_layer, self.model.attention
         )
         wanted = batch.logits_at if batch.sampled else batch.token_ids.new_zeros(1)
         return self.model.forward(iteration, wanted)
+
+    def _wait_for_layer(self, layer: int) -> None:
+        self.transfer.wait_for_layer(layer)
+        if self._disk is not None:
+            self._disk.wait_for_layer(layer)
 
     def _make_room_for(self, slot: int) -> None:
         if slot >= len(self._last_tokens):
@@ -293,6 +338,9 @@ class TorchWorker:
 
     def _free(self) -> None:
         self._flights.clear()
+        if self._disk is not None:
+            self._disk.close()
+        self._disk = None
         self._tensors = self._transfer = self._graphs = self._copying = None
         self._tables, self.last_logits = BlockTables(), {}
         if self.model.device.type == "cuda":

@@ -150,6 +150,11 @@ class Transfer:
             self._outs.append(self._group(tickets, link.outward.enqueue(haul, after)))
         return held_ns
 
+    @property
+    def under_way(self) -> bool:
+        """Some copy is not done, or not reported."""
+        return bool(self._done or self._failed or self._loads or self._outs)
+
     def stalled_ns(self) -> int:
         """For how long compute waited for loads since the last call, as far as those waits are over."""
         return self._link.stalled_ns() if self._link is not None else 0

@@ -1,0 +1,158 @@
+"""The disk tier: which full chunks are in the file store, what they are called there, and which are worth reading.
+
+A chunk goes there when it would be lost: its CPU block is wanted (or its GPU block, where it was not on CPU), and the copy on
+disk is what stays. It comes back straight to a GPU block. The store knows chunks by content (block_hash.py): the name of a
+chunk is a digest of its tenant and of all tokens up to its end, so a conversation can only find KV of its very tokens,
+also after a restart, and whatever became of the file meanwhile.
+
+This module decides; it reads and writes nothing. A worker does that in a thread, in the order decided here, so that a slot
+may be given to another chunk while it is still being read.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+
+from pensieve.cache.base import Run
+from pensieve.cache.block_hash import BlockHash, HashChain
+from pensieve.cache.tiers import runs_of
+from pensieve.cost.base import CostModel
+from pensieve.plan import DiskLoad, DiskStore
+from pensieve.session import Session
+
+
+class DiskTier:
+    """An index of the file store, least recently written or read first: that is who gives up a slot.
+
+    Full chunks only: the last one of a conversation, partly filled, is computed again with the next message. counts: what it
+    has done, by metric name.
+    """
+
+    def __init__(
+        self, slots: int, chunk_tokens: int, load_s: float, cost: CostModel, kept: Mapping[BlockHash, int]
+    ) -> None:
+        """load_s: seconds to read a chunk. kept: slots that an earlier engine has filled, oldest first."""
+        self.slots = slots
+        self.counts: dict[str, float] = dict.fromkeys(
+            ("disk_stored_chunks", "disk_loaded_chunks", "disk_declined_chunks"), 0
+        )
+        self._size, self._load_s, self._cost = chunk_tokens, load_s, cost
+        self._slots: OrderedDict[BlockHash, int] = OrderedDict(kept)
+        taken = set(kept.values())
+        self._free = [slot for slot in reversed(range(slots)) if slot not in taken]
+        self._chains: dict[int, HashChain] = {}  # by session number
+        self._work: list[DiskStore | DiskLoad] = []
+        self._reading: dict[int, int] = {}  # chunks by ticket
+
+    # -- query --------------------------------------------------------------------------------------------------------
+
+    @property
+    def used(self) -> int:
+        return len(self._slots)
+
+    @property
+    def has_loads(self) -> bool:
+        """Of the work that no plan has yet."""
+        return any(isinstance(one, DiskLoad) for one in self._work)
+
+    def holds(self, session: Session, index: int) -> bool:
+        """As far as its chunks were named so far; from any thread."""
+        chain = self._chains.get(session.number)
+        return chain is not None and chain.known(index) in self._slots
+
+    def worth_reading(self, session: Session) -> list[Run]:
+        """Of the chunks without KV, which are read: those runs that the disk brings sooner than the device would compute
+        them, behind the reads that are under way. The last token is computed in any case."""
+        length = min(session.computed, len(session.tokens) - 1)
+        names = self._chain(session).upto(session.tokens, length)
+        there = map(max, session.chunks.gpu_len, session.chunks.cpu_len)
+        wanted = [
+            index
+            for index, (resident, name) in enumerate(zip(there, names, strict=False))
+            if not resident and name in self._slots
+        ]
+        chosen: list[Run] = []
+        waiting = sum(self._reading.values())
+        for first, stop in runs_of(wanted):
+            reads_s = (waiting + stop - first) * self._load_s
+            computes_s = sum(self._cost.recompute_s((index + 1) * self._size) for index in range(first, stop))
+            if reads_s < computes_s:
+                chosen.append((first, stop))
+                waiting += stop - first
+            else:
+                self.counts["disk_declined_chunks"] += stop - first
+        return chosen
+
+    # -- what is to be done -------------------------------------------------------------------------------------------
+
+    def leave(self, session: Session, start: int, stop: int, on_gpu: bool) -> None:
+        """The chunks are about to give up these blocks, the last that have their KV."""
+        chunks, size = session.chunks, self._size
+        blocks, lengths = (chunks.gpu, chunks.gpu_len) if on_gpu else (chunks.cpu, chunks.cpu_len)
+        names = self._chain(session).upto(session.tokens, min(stop * size, session.computed))
+        for index in range(start, stop):
+            if lengths[index] == size:
+                self._store(names[index], on_gpu, blocks[index])
+
+    def _store(self, name: BlockHash, on_gpu: bool, block: int) -> None:
+        if name in self._slots:
+            self._slots.move_to_end(name)
+            return
+        slot = self._free.pop() if self._free else self._slots.popitem(last=False)[1]
+        self._slots[name] = slot
+        self._work.append(DiskStore(name, slot, on_gpu, block))
+        self.counts["disk_stored_chunks"] += 1
+
+    def read(self, session: Session, runs: Iterable[Run], ticket: int) -> None:
+        """These chunks, which have GPU blocks, are read with this ticket."""
+        names = self._chain(session).upto(session.tokens, session.computed)
+        indices = [index for start, stop in runs for index in range(start, stop)]
+        chosen = [names[index] for index in indices]
+        blocks = tuple(session.chunks.gpu[index] for index in indices)
+        for name in chosen:
+            self._slots.move_to_end(name)
+        self._work.append(DiskLoad(ticket, tuple(chosen), tuple(self._slots[name] for name in chosen), blocks))
+        self._reading[ticket] = len(chosen)
+        self.counts["disk_loaded_chunks"] += len(chosen)
+
+    def take_work(self) -> tuple[DiskStore | DiskLoad, ...]:
+        """What the plan being made is to do, in the order in which it was decided."""
+        work, self._work = tuple(self._work), []
+        return work
+
+    # -- what became of it --------------------------------------------------------------------------------------------
+
+    def finished(self, tickets: Iterable[int]) -> None:
+        for ticket in tickets:
+            self._reading.pop(ticket, None)
+
+    def missing(self, names: Iterable[BlockHash]) -> None:
+        """These are not in the store, or not as they were written."""
+        for name in names:
+            slot = self._slots.pop(name, None)
+            if slot is not None:
+                self._free.append(slot)
+
+    # -- conversations ------------------------------------------------------------------------------------------------
+
+    def cut(self, session: Session, length: int) -> None:
+        """Only its first `length` tokens stand; what is on disk of the others may be said again."""
+        chain = self._chains.get(session.number)
+        if chain is not None:
+            chain.cut(length)
+
+    def forget(self, session: Session) -> None:
+        """Nothing of it stays in the store; what a fork has in common with it goes too, and is a miss there."""
+        self.missing(list(self._chain(session).upto(session.tokens, session.computed)))
+        del self._chains[session.number]
+
+    def check(self) -> None:
+        """Assert that every slot is free or a chunk's."""
+        assert sorted([*self._free, *self._slots.values()]) == list(range(self.slots))
+
+    def _chain(self, session: Session) -> HashChain:
+        chain = self._chains.get(session.number)
+        if chain is None:
+            chain = self._chains[session.number] = HashChain(self._size, session.tenant)
+        return chain

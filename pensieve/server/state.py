@@ -1,0 +1,316 @@
+"""Conversations that outlive their server: tokens, messages, turns and stored responses in one SQLite file.
+
+A turn is in the file before its client is told that it ended, so a server that was killed knows every turn that anybody saw
+end; one under way is as though it had never been asked. KV is not here: it is in the disk tier, or computed again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import sqlite3
+import threading
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pensieve.errors import ConfigError
+from pensieve.ledger import Miss
+from pensieve.record import TurnRecord
+from pensieve.server.conversations import Conversation, Conversations, Mark, Message
+from pensieve.server.responses import ResponseStore, Stored
+
+log = logging.getLogger(__name__)
+
+_VERSION = 1
+_CHECKPOINT_PAGES = 256  # of the write-ahead log; `tidy` folds it into the file, so that no turn waits for the disk
+
+# A conversation's tokens are an account of changes: from position `start` on they are these, the newest row last.
+_TABLES = """
+CREATE TABLE conversation(
+    id INTEGER PRIMARY KEY, model TEXT NOT NULL, tenant TEXT NOT NULL, name TEXT NOT NULL, engine_name TEXT NOT NULL,
+    named INTEGER NOT NULL, created_at REAL NOT NULL, used_at REAL NOT NULL, keep_alive_s REAL, parent TEXT,
+    asked INTEGER NOT NULL, has_messages INTEGER NOT NULL);
+CREATE TABLE piece(
+    id INTEGER PRIMARY KEY, conversation INTEGER NOT NULL REFERENCES conversation ON DELETE CASCADE, start INTEGER NOT NULL,
+    tokens BLOB NOT NULL);
+CREATE TABLE message(
+    conversation INTEGER NOT NULL REFERENCES conversation ON DELETE CASCADE, place INTEGER NOT NULL, body TEXT NOT NULL,
+    reply BLOB, PRIMARY KEY(conversation, place)) WITHOUT ROWID;
+CREATE TABLE mark(
+    conversation INTEGER NOT NULL REFERENCES conversation ON DELETE CASCADE, place INTEGER NOT NULL, length INTEGER NOT NULL,
+    asked INTEGER NOT NULL, messages INTEGER NOT NULL, key BLOB, turn TEXT NOT NULL, PRIMARY KEY(conversation, place))
+    WITHOUT ROWID;
+CREATE TABLE response(
+    id TEXT PRIMARY KEY, number INTEGER NOT NULL, conversation INTEGER NOT NULL REFERENCES conversation ON DELETE CASCADE,
+    length INTEGER NOT NULL, instructed INTEGER NOT NULL, body TEXT NOT NULL);
+CREATE INDEX piece_of ON piece(conversation);
+CREATE INDEX response_of ON response(conversation);
+"""
+
+_Said = tuple[Message, list[int] | None]
+"""A message, and the model's own tokens where it said it."""
+
+_NOT_KEPT = ("token_ids", "margins", "emitted_s", "missed", "misses")
+_TURN_FIELDS = tuple(field.name for field in dataclasses.fields(TurnRecord) if field.name not in _NOT_KEPT)
+
+
+class StateFile:
+    """One server at a time has it open. Conversations of another model, or of the same one with other weights, stay in the
+    file and are not told of: their tokens mean something else.
+
+    A disk that fails costs what it should have kept, with a line in the log; the server goes on.
+    """
+
+    def __init__(self, path: Path, model: str) -> None:
+        """model: names the weights and the tokenizer. Raises ConfigError where the file is not ours, or another server has
+        it open."""
+        self.path, self._model = path, model
+        self._lock = threading.Lock()
+        self._rows: dict[Conversation, _Row] = {}
+        self._responses = 0
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # it holds what people said
+            self._database = sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
+            self._prepare()
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(_why_not(path, error)) from error
+
+    def _prepare(self) -> None:
+        run = self._database.execute
+        run("PRAGMA locking_mode = EXCLUSIVE")
+        run("PRAGMA journal_mode = WAL")
+        run("PRAGMA synchronous = NORMAL")  # a killed process loses nothing; a machine without power the last turns
+        run("PRAGMA wal_autocheckpoint = 0")
+        run("PRAGMA foreign_keys = ON")
+        version = run("PRAGMA user_version").fetchone()[0]
+        if version == 0 and not run("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            self._database.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {_VERSION}; COMMIT;")
+        elif version != _VERSION:
+            raise sqlite3.DatabaseError(f"its version is {version}, and this server reads {_VERSION}")
+        run("BEGIN EXCLUSIVE")  # takes the lock now, not at the first turn
+        run("COMMIT")
+
+    # -- read ---------------------------------------------------------------------------------------------------------
+
+    def restore(self, conversations: Conversations, responses: ResponseStore) -> int:
+        """All that this model's conversations held; from now on their changes are kept. Returns how many there are."""
+        by_id: dict[int, Conversation] = {}
+        try:
+            for row in self._database.execute("SELECT * FROM conversation WHERE model = ? ORDER BY id", (self._model,)):
+                conversation = self._conversation(conversations, *row)
+                by_id[row[0]] = conversation
+            found = self._database.execute("SELECT * FROM response ORDER BY number").fetchall()
+        except (sqlite3.Error, ValueError, TypeError) as error:
+            raise ConfigError(_why_not(self.path, error)) from error
+        for response_id, number, row_id, length, instructed, body in found:
+            owner = by_id.get(row_id)
+            mark = next((m for m in reversed(owner.marks) if m.length == length), None) if owner else None
+            if owner is not None and mark is not None:
+                responses.add(response_id, Stored(owner.tenant, json.loads(body), owner, mark, bool(instructed)))
+            self._responses = max(self._responses, number + 1)
+        conversations.on_settled, conversations.on_removed = self._settled, self._removed
+        responses.on_added, responses.on_deleted = self._added, self._deleted
+        self._conversations = conversations
+        return len(by_id)
+
+    def _conversation(
+        self,
+        conversations: Conversations,
+        row_id: int,
+        _: str,
+        tenant: str,
+        name: str,
+        engine_name: str,
+        named: int,
+        created_at: float,
+        used_at: float,
+        keep_alive_s: float | None,
+        parent: str | None,
+        asked: int,
+        has_messages: int,
+    ) -> Conversation:
+        tokens = array("i")
+        for start, piece in self._of(row_id, "start, tokens FROM piece", "id"):
+            del tokens[start:]
+            tokens.frombytes(piece)
+        marks = [
+            Mark(length, _turn(turn), asked_before, messages, key)
+            for length, asked_before, messages, key, turn in self._of(
+                row_id, "length, asked, messages, key, turn FROM mark", "place"
+            )
+        ]
+        said = list(self._of(row_id, "place, body, reply FROM message", "place"))
+        made = Conversation(tenant, name, engine_name, bool(named), created_at, used_at, keep_alive_s, tokens, marks)
+        made.parent, made.asked = parent, asked
+        made.messages = [json.loads(body) for _, body, _ in said] if has_messages else None
+        made.replies = {place: _ids(reply) for place, _, reply in said if reply is not None}
+        conversations.restore(made)
+        self._rows[made] = _Row(row_id, name, len(tokens), marks, _said(made))
+        return made
+
+    def _of(self, row_id: int, what: str, order: str) -> Iterator[Any]:
+        return self._database.execute(f"SELECT {what} WHERE conversation = ? ORDER BY {order}", (row_id,))
+
+    # -- write --------------------------------------------------------------------------------------------------------
+
+    def _settled(self, conversation: Conversation, kept: int) -> None:
+        """A turn of it stands, and its first `kept` tokens are what they were."""
+        with self._conversations.lock, self._writing(conversation):
+            row = self._rows.get(conversation)
+            parent = self._conversations.find(conversation.tenant, conversation.parent or "")
+            if parent is not None:
+                self._rename(parent)  # whose name it may have taken
+            if row is None:
+                row = self._rows[conversation] = self._insert(conversation)
+            else:
+                self._rename(conversation)
+            self._append(conversation, row, min(kept, row.tokens))
+
+    def _insert(self, conversation: Conversation) -> _Row:
+        c = conversation
+        cursor = self._database.execute(
+            "INSERT INTO conversation VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0)",
+            (self._model, c.tenant, c.id, c.engine_name, c.named, c.created_at, c.used_at, c.keep_alive_s, c.parent),
+        )
+        assert cursor.lastrowid is not None
+        return _Row(cursor.lastrowid, c.id)
+
+    def _append(self, conversation: Conversation, row: _Row, kept: int) -> None:
+        c, run = conversation, self._database.execute
+        run(
+            "UPDATE conversation SET used_at = ?, keep_alive_s = ?, asked = ?, has_messages = ? WHERE id = ?",
+            (c.used_at, c.keep_alive_s, c.asked, c.messages is not None, row.id),
+        )
+        run("INSERT INTO piece VALUES (NULL, ?, ?, ?)", (row.id, kept, c.tokens[kept:].tobytes()))
+        same = _in_common(row.marks, c.marks)
+        run("DELETE FROM mark WHERE conversation = ? AND place >= ?", (row.id, same))
+        for place, mark in enumerate(c.marks[same:], start=same):
+            fields = (row.id, place, mark.length, mark.asked, mark.messages, mark.key, _json(_plain(mark.turn)))
+            run("INSERT INTO mark VALUES (?, ?, ?, ?, ?, ?, ?)", fields)
+        said = _said(c)
+        same = _in_common(row.said, said)
+        run("DELETE FROM message WHERE conversation = ? AND place >= ?", (row.id, same))
+        for place, (message, reply) in enumerate(said[same:], start=same):
+            told = None if reply is None else array("i", reply).tobytes()
+            run("INSERT INTO message VALUES (?, ?, ?, ?)", (row.id, place, _json(message), told))
+        row.tokens, row.marks, row.said = len(c.tokens), list(c.marks), said
+
+    def _rename(self, conversation: Conversation) -> None:
+        row = self._rows.get(conversation)
+        if row is not None and row.name != conversation.id:
+            fields = (conversation.id, conversation.named, row.id)
+            self._database.execute("UPDATE conversation SET name = ?, named = ? WHERE id = ?", fields)
+            row.name = conversation.id
+
+    def _removed(self, conversation: Conversation) -> None:
+        with self._writing(conversation):
+            row = self._rows.pop(conversation, None)
+            if row is not None:
+                self._database.execute("DELETE FROM conversation WHERE id = ?", (row.id,))
+
+    def _added(self, response_id: str, stored: Stored) -> None:
+        with self._writing(stored.conversation):
+            row = self._rows.get(stored.conversation)
+            if row is None:
+                return  # its conversation could not be kept
+            fields = (response_id, self._responses, row.id, stored.mark.length, stored.instructed, _json(stored.body))
+            self._database.execute("INSERT INTO response VALUES (?, ?, ?, ?, ?, ?)", fields)
+            self._responses += 1
+
+    def _deleted(self, response_id: str) -> None:
+        with self._writing(None):
+            self._database.execute("DELETE FROM response WHERE id = ?", (response_id,))
+
+    @contextmanager
+    def _writing(self, conversation: Conversation | None) -> Iterator[None]:
+        """One transaction. After one that failed, the conversation's next turn writes all of it."""
+        with self._lock:
+            before = None if conversation is None else self._rows.get(conversation)
+            try:
+                self._database.execute("BEGIN")
+                yield
+                self._database.execute("COMMIT")
+            except sqlite3.Error as error:
+                log.error(
+                    "%s cannot be written (%s): what was said last would not outlive this server.", self.path, error
+                )
+                if self._database.in_transaction:
+                    self._database.execute("ROLLBACK")
+                if conversation is not None:
+                    self._rows.pop(conversation, None)
+                    if before is not None:
+                        self._rows[conversation] = _Row(before.id, "")
+
+    def tidy(self) -> None:
+        """Fold a long write-ahead log into the file; for a thread that nobody waits for."""
+        with self._lock:
+            try:
+                log_bytes = os.path.getsize(f"{self.path}-wal")
+                if log_bytes > _CHECKPOINT_PAGES * 4096:
+                    self._database.execute("PRAGMA wal_checkpoint(PASSIVE)")
+            except (sqlite3.Error, OSError) as error:
+                log.error("%s cannot be tidied: %s", self.path, error)
+
+    def close(self) -> None:
+        with self._lock:
+            self._database.close()
+
+
+@dataclasses.dataclass(slots=True)
+class _Row:
+    """What the file has of a conversation. name: as it is there."""
+
+    id: int
+    name: str
+    tokens: int = 0
+    marks: list[Mark] = dataclasses.field(default_factory=list)
+    said: list[_Said] = dataclasses.field(default_factory=list)
+
+
+def _said(conversation: Conversation) -> list[_Said]:
+    return [(message, conversation.replies.get(place)) for place, message in enumerate(conversation.messages or ())]
+
+
+def _in_common(before: Sequence[object], now: Sequence[object]) -> int:
+    """How many of the first are equal."""
+    return next((i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), min(len(before), len(now)))
+
+
+def _plain(turn: TurnRecord) -> dict[str, Any]:
+    told = {name: getattr(turn, name) for name in _TURN_FIELDS}
+    # Moments of a clock that ends with the process mean nothing to the next one.
+    misses = [{**dataclasses.asdict(miss), "evicted_s": None} for miss in turn.misses]
+    return {**told, "misses": misses}
+
+
+def _turn(text: str) -> TurnRecord:
+    told = json.loads(text)
+    misses = tuple(Miss(**miss) for miss in told.pop("misses"))
+    return TurnRecord(**{name: value for name, value in told.items() if name in _TURN_FIELDS}, misses=misses)
+
+
+def _ids(blob: bytes) -> list[int]:
+    ids = array("i")
+    ids.frombytes(blob)
+    return list(ids)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=True, separators=(",", ":"))
+
+
+def _why_not(path: Path, error: Exception) -> str:
+    if "locked" in str(error):
+        return (
+            f"{path} is open in another server; give this one a file of its own (serve.state=PATH), or serve.state=off."
+        )
+    return (
+        f"{path} cannot keep conversations ({error}); move it away, give another file (serve.state=PATH), or let them end "
+        "with the process (serve.state=off)."
+    )

@@ -1,0 +1,193 @@
+"""The thread between the tiers and the file store: writes what leaves, reads what returns, in the order of the plans."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from time import perf_counter_ns
+
+import numpy as np
+import torch
+
+from pensieve.plan import DiskLoad, DiskStore
+from pensieve.worker.base import DISK_STAGING_BYTES
+from pensieve.worker.pool_file import PoolFile
+from pensieve.worker.torch.kv_tensors import KvTensors
+from pensieve.worker.torch.transfers.transfer import Attending
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Write:
+    store: DiskStore
+    staged: torch.Tensor  # [layers, chunk_tokens, 2, kv_heads, head_dim]
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """marks: one a layer, set when it has come, or something else has."""
+
+    load: DiskLoad
+    marks: list[threading.Event]
+    wrong: set[int] = field(default_factory=set)  # which of its chunks are not what was asked for
+
+
+class DiskTransfer:
+    """Performs DiskStores and DiskLoads beside the compute, one after the other: so a slot may be given to another chunk
+    while it is being read, and a chunk be asked for while it is being written.
+
+    What is to be written is copied in memory first, since its block is used again at once; where more than `staging_bytes`
+    wait, it is not written (unkept). What is read is checked layer by layer; a layer that is not what was written is zeroed,
+    the load is reported as `unread` and the chunk as `unkept`. The attention of a layer waits for that layer of the loads
+    that bring blocks of its rows, as for swap-ins. GPU blocks must be in RAM.
+    """
+
+    def __init__(self, tensors: KvTensors, file: PoolFile, staging_bytes: int = DISK_STAGING_BYTES) -> None:
+        assert tensors.device.type == "cpu"
+        self._tensors, self._file, self._staging_bytes = tensors, file, staging_bytes
+        self.read_bytes = self.written_bytes = 0
+        self._staged_bytes = 0
+        self._orders: SimpleQueue[_Write | _Read | None] = SimpleQueue()
+        self._reads: list[_Read] = []  # under way, oldest first
+        self._required: _Read | None = None
+        self._unkept: SimpleQueue[bytes] = SimpleQueue()
+        self._lock = threading.Lock()  # of the counts
+        self._stalled_ns = 0
+        self._thread = threading.Thread(target=self._run, name="pensieve-disk", daemon=True)
+        self._thread.start()
+
+    # -- the engine's side --------------------------------------------------------------------------------------------
+
+    def begin(self, work: Sequence[DiskStore | DiskLoad]) -> None:
+        """Returns when the blocks that are to be written may be used again."""
+        for one in work:
+            if isinstance(one, DiskLoad):
+                read = _Read(one, [threading.Event() for _ in range(self._tensors.layers)])
+                self._reads.append(read)
+                self._orders.put(read)
+                continue
+            with self._lock:
+                full = self._staged_bytes + self._tensors.block_bytes > self._staging_bytes
+                self._staged_bytes += 0 if full else self._tensors.block_bytes
+            if full:
+                self._unkept.put(one.key)
+                continue
+            pool = self._tensors.gpu if one.on_gpu else self._tensors.cpu
+            self._orders.put(_Write(one, pool[:, one.block].clone()))
+
+    def require(self, rows: Iterable[Attending]) -> None:
+        """Let the next forward wait for the loads that bring blocks of these rows."""
+        self._required = None
+        if self._reads:
+            blocks = set(np.unique(np.concatenate([row.blocks for row in rows])).tolist())
+            needed = (read for read in reversed(self._reads) if not blocks.isdisjoint(read.load.dst))
+            self._required = next(needed, None)  # who waits for the newest waits for all
+
+    def wait_for_layer(self, layer: int) -> None:
+        if self._required is not None and not self._required.marks[layer].is_set():
+            began = perf_counter_ns()
+            self._required.marks[layer].wait()
+            self._stalled_ns += perf_counter_ns() - began
+
+    def stalled_ns(self) -> int:
+        stalled, self._stalled_ns = self._stalled_ns, 0
+        return stalled
+
+    def ended(self) -> tuple[list[int], list[int]]:
+        """Tickets of loads that are over since the last call: those that brought what was asked for, and the others."""
+        over = [read for read in self._reads if read.marks[-1].is_set()]
+        self._reads = [read for read in self._reads if read not in over]
+        return [read.load.ticket for read in over if not read.wrong], [read.load.ticket for read in over if read.wrong]
+
+    def unkept(self) -> tuple[bytes, ...]:
+        """Keys that the store does not hold after all, told once."""
+        keys = []
+        while not self._unkept.empty():
+            keys.append(self._unkept.get())
+        return tuple(keys)
+
+    def wait(self) -> bool:
+        """Until a load is over. False where none is under way."""
+        if not self._reads:
+            return False
+        self._reads[0].marks[-1].wait()
+        return True
+
+    def abandon(self, tickets: Sequence[int]) -> None:
+        """Wait for these loads and never report them: their plan failed."""
+        for read in [read for read in self._reads if read.load.ticket in tickets]:
+            read.marks[-1].wait()
+            self._reads.remove(read)
+
+    def close(self) -> None:
+        """What is to be written is written."""
+        self._orders.put(None)
+        self._thread.join()
+        self._file.close()
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (order := self._orders.get()) is not None:
+            if isinstance(order, _Read):
+                self._read(order)
+            else:
+                self._write(order)
+
+    def _write(self, order: _Write) -> None:
+        layers = [_bytes_of(layer) for layer in order.staged]
+        try:
+            self._file.write(order.store.slot, order.store.key, layers)
+        except OSError as error:
+            log.error("A chunk cannot be written to the file of cache.disk: %s", error)
+            self._unkept.put(order.store.key)
+        with self._lock:
+            self._staged_bytes -= self._tensors.block_bytes
+            self.written_bytes += self._tensors.block_bytes
+
+    def _read(self, order: _Read) -> None:
+        load, wrong = order.load, order.wrong
+        sums = [self._checksums(slot, key) for slot, key in zip(load.slots, load.keys, strict=True)]
+        for layer, mark in enumerate(order.marks):
+            for place, (slot, block) in enumerate(zip(load.slots, load.dst, strict=True)):
+                told, into = sums[place], self._tensors.gpu[layer, block]
+                if told is None or place in wrong or not self._read_layer(slot, layer, into, told[layer]):
+                    wrong.add(place)
+                    into.zero_()
+            if layer == len(order.marks) - 1:  # whoever sees the last mark sees what was wrong
+                self._report(order)
+            mark.set()
+
+    def _report(self, order: _Read) -> None:
+        for place in order.wrong:
+            self._unkept.put(order.load.keys[place])
+        if order.wrong:
+            count = len(order.load.keys)
+            log.warning(
+                "%s of %s chunks on disk are not what was written; they are computed again.", len(order.wrong), count
+            )
+        with self._lock:
+            self.read_bytes += len(order.load.keys) * self._tensors.block_bytes
+
+    def _checksums(self, slot: int, key: bytes) -> tuple[int, ...] | None:
+        try:
+            return self._file.checksums(slot, key)
+        except OSError as error:
+            log.error("The file of cache.disk cannot be read: %s", error)
+            return None
+
+    def _read_layer(self, slot: int, layer: int, into: torch.Tensor, checksum: int) -> bool:
+        try:
+            return self._file.read_layer(slot, layer, _bytes_of(into), checksum)
+        except OSError as error:
+            log.error("The file of cache.disk cannot be read: %s", error)
+            return False
+
+
+def _bytes_of(layer: torch.Tensor) -> memoryview:
+    """Its own memory."""
+    return memoryview(layer.reshape(-1).view(torch.uint8).numpy())

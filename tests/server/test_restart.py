@@ -1,0 +1,286 @@
+"""Conversations outlive their server: a restarted one knows what the killed one knew, and answers as that would have."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("fastapi")
+
+from pensieve.errors import ConfigError
+from pensieve.server import create_server
+from pensieve.server.app import App
+from pensieve.server.command import open_state
+from pensieve.server.settings import ServeSettings
+from pensieve.server.state import StateFile
+from tests.server.live import PATIENCE_S, REAL, SIMULATED, serving, until
+from tests.server.test_chat import composed
+from tests.server.test_http import ALICE, BOB, KEYS, ask
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S = 60.0
+
+
+@contextmanager
+def served(file: Path | None, machine: dict[str, str] = SIMULATED, **fields: Any) -> Iterator[tuple[App, httpx.Client]]:
+    state = None if file is None else StateFile(file, "tiny")
+    with (
+        create_server(**machine) as server,
+        serving(server, KEYS, state=state, **fields) as (app, url),
+        httpx.Client(base_url=url, timeout=PATIENCE_S) as client,
+    ):
+        yield app, client
+
+
+def after_a_kill(file: Path) -> Path:
+    """What a process that was killed now would have left."""
+    copy = file.with_name(f"{file.name}.killed")
+    for suffix in ("", "-wal"):
+        shutil.copyfile(f"{file}{suffix}", f"{copy}{suffix}")
+    return copy
+
+
+def known(app: App) -> dict[tuple[str, str], Any]:
+    """All that a server knows of its conversations, but for what ends with it."""
+    assert app.server is not None
+    return {
+        (one.tenant, one.id): (
+            one.engine_name,
+            one.named,
+            one.created_at,
+            one.used_at,
+            one.keep_alive_s,
+            one.parent,
+            one.asked,
+            one.tokens,
+            one.messages,
+            one.replies,
+            {length: count for length, count in one.claims.items() if count},
+            [(m.length, m.asked, m.messages, m.key, m.turn.prompt_tokens, m.turn.ttft_ms) for m in one.marks],
+        )
+        for one in app.server.conversations
+    }
+
+
+def respond(client: httpx.Client, text: str, previous: str | None = None, headers: Any = ALICE, **fields: Any) -> Any:
+    body = {
+        "input": text,
+        "max_output_tokens": 4,
+        "temperature": 0,
+        "seed": 7,
+        "previous_response_id": previous,
+        **fields,
+    }
+    reply = client.post("/v1/responses", json=body, headers=headers)
+    return reply.json() if reply.status_code == 200 else reply.status_code
+
+
+def chat(client: httpx.Client, text: str, headers: Any = ALICE, **fields: Any) -> Any:
+    reply = ask(client, text, headers, temperature=0, seed=7, **fields)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def test_a_restarted_server_answers_as_the_undisturbed_one_and_counts_its_history(tmp_path: Path) -> None:
+    file = tmp_path / "state.db"
+    with served(file) as (_, first):
+        for turn in range(2):
+            chat(first, f"Question {turn} of Alice", session_id="talk", max_tokens=20)
+            chat(first, f"Question {turn} of Bob", BOB, session_id="talk", max_tokens=20)
+        one = respond(first, "Something to keep")
+        killed = after_a_kill(file)
+        expected = [chat(first, "Go on", who, session_id="talk", max_tokens=20) for who in (ALICE, BOB)]
+        following = respond(first, "And then?", one["id"])
+    with served(killed) as (app, again):
+        assert app.restored == 3
+        found = [chat(again, "Go on", who, session_id="talk", max_tokens=20) for who in (ALICE, BOB)]
+        continued = respond(again, "And then?", one["id"])
+        turns = again.get("/v1/sessions/talk", headers=ALICE).json()["statistics"]
+        assert respond(again, "Mine?", one["id"], BOB) == 404
+    for then, now in zip(expected, found, strict=True):
+        assert now["choices"][0]["message"] == then["choices"][0]["message"]
+        there, here = (usage["usage"]["prompt_tokens_details"] for usage in (then, now))
+        history = there["gpu"] + there["cpu"] + there["recomputed"]
+        assert history > 40
+        assert here == {**there, "cached_tokens": 0, "gpu": 0, "cpu": 0, "recomputed": history}
+    assert continued["output"][0]["content"] == following["output"][0]["content"]
+    assert [turn["ttft_ms"] > 0 for turn in turns] == [True] * 3
+    causes = {miss["cause"]: miss["tokens"] for miss in turns[-1]["misses"]}
+    details = turns[-1]["prompt_tokens_details"]
+    assert causes == {"restarted": details["recomputed"], "new": details["new"]}
+
+
+def test_what_is_known_after_a_kill_is_what_was_known_before(tmp_path: Path) -> None:
+    """Named and unnamed, edited, regenerated, forked, renamed and deleted ones; cut short; with and without messages."""
+    file = tmp_path / "state.db"
+    with served(file) as (app, client):
+        chat(client, "Hello", session_id="named", keep_alive=1000)
+        for text in ("Go on", "And on"):
+            said = chat(client, text, session_id="named")
+        history = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "other"}]
+        chat(client, "", session_id="named", messages=[*history, {"role": "user", "content": "Edited"}])
+        chat(client, "Unnamed")
+        chat(client, "To be deleted", session_id="gone")
+        assert client.delete("/v1/sessions/gone", headers=ALICE).status_code == 200
+        first = respond(client, "A response")
+        second = respond(client, "goes on", first["id"])
+        respond(client, "and forks here", first["id"])
+        respond(client, "is not stored", store=False)
+        client.delete(f"/v1/responses/{second['id']}", headers=ALICE)
+        whole = {"prompt": "Plain text that is long enough to be found again by what it says", "max_tokens": 4}
+        client.post("/v1/completions", json={**whole, "session_id": "text"}, headers=BOB)
+        claimed = client.get(f"/v1/responses/{first['id']}", headers=ALICE).json()["session_id"]
+        again = [{"role": "user", "content": "Something else entirely"}]
+        ask(
+            client, headers=ALICE, messages=again, session_id=claimed, history="whole"
+        )  # takes the name of what is claimed
+        before = known(app)
+        killed = after_a_kill(file)
+    assert len(before) == 6 and any("~" in name for _, name in before)
+    for _ in range(2):  # a second restart knows no less
+        with served(killed) as (app, client):
+            assert known(app) == before
+            assert client.get(f"/v1/responses/{first['id']}", headers=ALICE).json() == first
+            assert client.get(f"/v1/responses/{second['id']}", headers=ALICE).status_code == 404
+            assert client.get(f"/v1/responses/{first['id']}", headers=BOB).status_code == 404
+    with served(killed) as (app, client):
+        messages = app.server.conversations.find("alice", "named").messages  # type: ignore[union-attr]
+        chat(client, "", messages=[*messages, {"role": "user", "content": "By what was said"}])
+        assert len(app.server.conversations.find("alice", "named").marks) == len(before["alice", "named"][-1]) + 1  # type: ignore[union-attr]
+    assert said["usage"]["prompt_tokens"] > 0
+
+
+def test_forgotten_conversations_leave_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "state.db"
+    with served(file, max_sessions=2) as (app, client):
+        chat(client, "secret words one")
+        chat(client, "secret words two", keep_alive=0.0001)
+        chat(client, "three")
+        assert app.server is not None and app.server.conversations.expire() == 1
+        kept = known(app)
+    with served(file) as (app, _):
+        assert known(app) == kept and len(kept) == 1
+
+
+def test_another_models_conversations_are_not_told_of_and_stay(tmp_path: Path) -> None:
+    file = tmp_path / "state.db"
+    with served(file) as (app, client):
+        chat(client, "Hello", session_id="mine")
+        before = known(app)
+    other = StateFile(file, "another model")
+    with create_server(**SIMULATED) as server, serving(server, KEYS, state=other) as (app, _):
+        assert app.restored == 0
+    with served(file) as (app, _):
+        assert known(app) == before
+
+
+def test_a_file_that_is_none_of_ours_is_refused_and_untouched(tmp_path: Path) -> None:
+    file = tmp_path / "state.db"
+    file.write_bytes(b"some other file" * 100)
+    with pytest.raises(ConfigError, match=r"serve\.state"):
+        StateFile(file, "tiny")
+    assert file.read_bytes() == b"some other file" * 100
+
+
+def test_two_servers_have_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
+    config = composed("hardware=sim_h100")
+    first = open_state(ServeSettings(state="auto"), config)
+    assert first is not None and first.path == tmp_path / "serve.db"
+    assert first.path.stat().st_mode & 0o77 == 0, "nobody else reads what was said"
+    assert open_state(ServeSettings(state="auto"), config) is None
+    assert "another server" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="another server"):
+        open_state(ServeSettings(state=str(first.path)), config)
+    first.close()
+    assert open_state(ServeSettings(state="off"), config) is None
+
+
+def test_a_disk_that_fails_costs_a_line_and_no_turn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "state.db"
+    state = StateFile(file, "tiny")
+    with create_server(**SIMULATED) as server, serving(server, KEYS, state=state) as (app, url):
+        client = httpx.Client(base_url=url, timeout=PATIENCE_S)
+        chat(client, "Hello", session_id="a")
+        state._database.execute("PRAGMA query_only = ON")
+        with caplog.at_level(logging.ERROR):
+            chat(client, "Not written", session_id="a")
+        assert "cannot be written" in caplog.text and "Not written" not in caplog.text
+        state._database.execute("PRAGMA query_only = OFF")
+        chat(client, "Written, with what was not", session_id="a")
+        before = known(app)
+        client.close()
+    with served(file) as (app, _):
+        assert known(app) == before
+
+
+@pytest.mark.slow
+def test_kill_9_in_mid_stream_and_a_new_process(tmp_path: Path) -> None:
+    """Two processes of the command itself; the undisturbed run is in this one, which answers with the same tokens."""
+    turns = [("Tell Alice a story", ALICE), ("Tell Bob a story", BOB), ("Go on", ALICE)]
+    port = free_port()
+    with process(tmp_path, port) as (first, client):
+        said = [chat(client, text, who, session_id="talk", max_tokens=24) for text, who in turns]
+        body = {
+            "messages": [{"role": "user", "content": "And on"}],
+            "max_tokens": 900,
+            "temperature": 0,
+            "stream": True,
+        }
+        with client.stream("POST", "/v1/chat/completions", json={**body, "session_id": "talk"}, headers=ALICE) as reply:
+            pieces = (line for line in reply.iter_lines() if line.startswith("data: "))
+            assert next(pieces) and next(pieces), "it streams"
+            first.kill()
+            first.wait(PATIENCE_S)
+    with process(tmp_path, port) as (_, client):
+        said += [chat(client, text, who, session_id="talk", max_tokens=24) for text, who in (*turns, ("And on", ALICE))]
+    with served(None, {**REAL, "gpu_cache": "1408 tokens", "cpu_cache": "4480 tokens"}) as (_, client):
+        whole = [*turns, *turns, ("And on", ALICE)]
+        undisturbed = [chat(client, text, who, session_id="talk", max_tokens=24) for text, who in whole]
+    for here, there in zip(said, undisturbed, strict=True):
+        assert here["choices"] == there["choices"]
+        assert here["usage"]["total_tokens"] == there["usage"]["total_tokens"]
+    recomputed = [one["usage"]["prompt_tokens_details"]["recomputed"] for one in said]
+    assert [bool(tokens) for tokens in recomputed] == [False] * 3 + [True, True, False, False]
+
+
+@contextmanager
+def process(outputs: Path, port: int) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    """A server of its own, killed at the end."""
+    keys = ",".join(f"{tenant}:{key}" for key, tenant in KEYS.items())
+    environment = {**os.environ, "PENSIEVE_OUTPUTS": str(outputs), "PENSIEVE_API_KEYS": keys}
+    arguments = ["hardware=cpu", "model.weights=random", "hardware.threads=1", f"serve.port={port}"]
+    command = [sys.executable, str(ROOT / "runners" / "serve.py"), *arguments]
+    running = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=START_S) as client:
+            assert until(lambda: running.poll() is not None or healthy(client), START_S)
+            assert running.poll() is None, running.stderr.read() if running.stderr else ""
+            yield running, client
+    finally:
+        running.kill()
+        running.communicate()
+
+
+def healthy(client: httpx.Client) -> bool:
+    try:
+        return client.get("/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
