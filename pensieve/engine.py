@@ -364,6 +364,8 @@ class Engine:
             return  # not yet, or done already
         closed_s = sequence.record.finished_s
         assert closed_s is not None
+        if sequence.record.admitted_s is not None:  # before its chunks get their places among the victims
+            sequence.session.hint = sequence.request.hint if sequence.record.status == "completed" else None
         self.scheduler.remove(sequence, closed_s)
         if sequence.undone:
             session = sequence.session

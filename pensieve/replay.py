@@ -19,7 +19,7 @@ from pensieve.record import TurnRecord
 from pensieve.request import Request, TokenArray, is_measured
 from pensieve.statistics import nearest_rank
 from pensieve.window import find_window
-from pensieve.workload.base import Arrival, Workload, WorkloadPlan
+from pensieve.workload.base import Arrival, Workload, WorkloadPlan, out_of_work
 
 CANCEL, ARRIVE = 0, 1  # at equal times a cancellation goes first: what it frees serves the arrival
 SLACK_NS = 2  # an idle system may stop a rounding error before the time it was told
@@ -211,6 +211,7 @@ class _Run:
         self.stretches = MeasuredStretches(system.counters)
         self.out_of_work_s: float | None = None
         self.cut_off = False
+        self.closing = False  # what is in flight ends as it may, and nothing more is sent
         self.flags: dict[str, str] = {}
 
     def loop(self, deadline_s: float | None) -> None:
@@ -312,10 +313,16 @@ class _Run:
     def _since(self, ns: int) -> float:
         return (ns - self.origin_ns) / 1e9
 
-    def _push(self, arrivals: Iterable[Arrival]) -> int:
-        """Schedule them; returns how many there were."""
-        pushed = 0
-        for pushed, arrival in enumerate(arrivals, start=1):  # noqa: B007  counts them too
+    def _expect(self, sessions: Iterable[str]) -> None:
+        """Tell the system when these conversations return, where that is scheduled by now."""
+        for session in sessions:
+            due = self.due.get(session)
+            if self.expects is not None and due:
+                self.expects.expect(session, due[0] / 1e9)
+
+    def _push(self, arrivals: Iterable[Arrival]) -> None:
+        """Schedule them."""
+        for arrival in arrivals:
             request, ns = arrival.request, self.origin_ns + round(arrival.at_s * 1e9)
             assert request.id not in self.ordinals, f"request {request.id} was scheduled twice"
             self.ordinals[request.id] = len(self.ordinals)
@@ -324,7 +331,6 @@ class _Run:
             if is_measured(request.phase):
                 self.arrived[request.session] = min(ns, self.arrived.get(request.session, ns))
             self.pending += 1
-        return pushed
 
     def _next_ns(self) -> int | None:
         """When the loop has to act next; deadlines of requests that are over are swept away."""
@@ -393,6 +399,15 @@ class _Run:
         for request_id in [*self.held, *self.in_flight]:
             self._time_out(request_id)
 
+    def _send_no_more(self) -> None:
+        """The first user has nothing left to ask, and the measurement ends there."""
+        self.closing = True
+        self.heap = [item for item in self.heap if not isinstance(item[3], Arrival)]
+        heapq.heapify(self.heap)
+        self.due.clear()
+        self.held.clear()
+        self.pending = 0
+
     def _take(self, events: Sequence[Event]) -> None:
         for event in events:
             if event.kind != "finished":
@@ -421,13 +436,15 @@ class _Run:
         turn.planned(request, self.ordinals[request.id])
         turn.shift(self.origin_ns / 1e9)
         self.turns.append(turn)
-        if not self.cut_off:
-            following = self._push(self.workload.on_finished(turn))
-            if not following and is_measured(turn.phase) and self.out_of_work_s is None:
+        if not (self.cut_off or self.closing):
+            following = list(self.workload.on_finished(turn))
+            self._push(following)
+            if self.out_of_work_s is None and is_measured(turn.phase) and out_of_work(self.workload, turn, following):
                 self.out_of_work_s = turn.finished_s
-            due = self.due.get(turn.session)
-            if self.expects is not None and due:
-                self.expects.expect(turn.session, due[0] / 1e9)
+                if self.plan.until_first_user:
+                    self._send_no_more()
+            again = [arrival.request.session for arrival in following if arrival.request.turn > 1]
+            self._expect(dict.fromkeys([turn.session, *again]))
         if self.on_turn is not None:
             self.on_turn(turn)
         if len(self.turns) - self.batched >= self.batch_size:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pensieve.errors import ConfigError
+from pensieve.hint import Hint
 
 TokenArray = array  # of 'i': four bytes a token, so that a million remembered tokens cost 4 MB
 
@@ -181,6 +182,7 @@ class Request:
         idle for too long or since the server was started again; read where the engine does not know the conversation. After a
         restart they are its history, as though they had been dropped.
     tenant: conversations of two tenants share no KV, in caches that share by content.
+    hint: what the client says of the time after the reply; policies read it (Session.hint) once the turn is over.
     """
 
     id: int
@@ -200,6 +202,7 @@ class Request:
     fork: Fork | None = None
     forgotten: tuple[int, Literal["expired", "restarted"]] | None = None
     tenant: str = ""
+    hint: Hint | None = None
 
     def __post_init__(self) -> None:
         text_of(self.session, "session_id")

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from pensieve.hint import Hint
 from pensieve.ledger import Loss
 from pensieve.request import TokenArray
 
@@ -159,7 +160,8 @@ class Session:
     last_active_s: when a request of it last started or ended. next_use_s: when it is asked again, where the schedule knows
     (offline policies only). waiting: its requests that wait, preempted ones included. running: a request of it runs; at most
     one does. turns: that were asked of it, whatever became of them. chunks: where a cache with chunk records has its KV.
-    tenant: it shares no KV with conversations of others.
+    tenant: it shares no KV with conversations of others. hint: what its client said of the time after its last reply; None:
+    nothing, or that turn did not come to its end. It stands until the next turn is over.
     """
 
     name: str
@@ -174,6 +176,7 @@ class Session:
     running: bool = False
     turns: int = 0
     tenant: str = ""
+    hint: Hint | None = None
 
     def append(self, token: int) -> None:
         """A token was generated."""

@@ -34,6 +34,9 @@ class EvictionPolicy(ABC):
     that order must not change while their conversations are idle. `score` compares the first of each bucket at the time of
     the choice. So a choice is exact although it looks at one candidate a bucket, and a policy whose order never changes
     needs one bucket only: it is a subclass with the method `order`.
+
+    It may read of a session: last_active_s, created_s, turns, tokens (their number), and hint: what the client said of the
+    time after the last reply. `next_use_s` is for policies that declare `needs_future`.
     """
 
     whole_conversations = False
@@ -46,7 +49,8 @@ class EvictionPolicy(ABC):
     """A change of it says that bucket and order of everything changed."""
 
     observe: Callable[[Session, float], None] | None = None
-    """A turn of the session is admitted, at this time; its tokens include the new prompt. None: it is not told."""
+    """A turn of the session is admitted, at this time; its tokens include the new prompt, and last_active_s and hint are
+    still those of the end of the turn before. None: it is not told."""
 
     def __init__(self, context: PolicyContext) -> None:
         self.context = context

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from pensieve.chat_template import ChatTemplate, user_line
 from pensieve.record import TurnRecord
@@ -74,6 +74,7 @@ class WorkloadPlan:
     working_set_tokens: KV tokens of all conversations at their longest. cache_state: what the cache holds of the measured
     conversations at their first measured turn: cold (nothing), primed (what the warm-up put there), carried (what an
     earlier run left); checked after the run, and a mismatch invalidates the trial.
+    until_first_user: nothing is sent any more once the first user (load "closed") has nothing left to ask.
     """
 
     load: str
@@ -82,6 +83,7 @@ class WorkloadPlan:
     working_set_tokens: int
     warmup_turns: int
     cache_state: str = "cold"
+    until_first_user: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -95,3 +97,17 @@ class Workload(Protocol):
     def on_finished(self, turn: TurnRecord) -> Iterable[Arrival]:
         """Called with every finished turn (also failed ones): think time, sleeps, warm-up barriers."""
         ...
+
+
+@runtime_checkable
+class KnowsUsers(Protocol):
+    """A workload whose conversations may wait for others, so that a turn with nothing following is no user's last."""
+
+    def out_of_work(self, turn: TurnRecord, following: Sequence[Arrival]) -> bool: ...
+
+
+def out_of_work(workload: Workload, turn: TurnRecord, following: Sequence[Arrival]) -> bool:
+    """Whether some user has nothing left to ask after this turn, which `following` follows."""
+    if isinstance(workload, KnowsUsers):
+        return workload.out_of_work(turn, following)
+    return not following

@@ -68,6 +68,16 @@ class Reader:
             raise MalformedInput(f"{self.path} cannot be read as JSON: {error}.") from error
         yield from self.entries(entries, parse)
 
+    def json_documents(self, pattern: str, parse: Callable[[Row], T]) -> Iterator[T]:
+        """parse(document) of each file that holds one JSON object; the path is such a file, or a folder of them."""
+        for file in self.files(pattern):
+            try:
+                document = json.loads(file.read_bytes())
+            except (ValueError, OSError) as error:
+                self.reject(str(file), f"it cannot be read as JSON ({error})")
+                continue
+            yield from self._parsed(str(file), document, parse)
+
     def entries(self, entries: Iterable[Any], parse: Callable[[Row], T], name: str | None = None) -> Iterator[T]:
         for number, entry in enumerate(entries, start=1):
             yield from self._parsed(f"{name or self.path}: entry {number}", entry, parse)
@@ -150,9 +160,10 @@ def text(row: Row, name: str) -> str:
 
 def hash_list(row: Row, name: str) -> list[int]:
     value = _value(row, name)
-    if not isinstance(value, list) or not all(type(one) is int and -(2**63) <= one < 2**63 for one in value):
+    plain = isinstance(value, list) and set(map(type, value)) <= {int}
+    if not plain or (value and not (min(value) >= -(2**63) and max(value) < 2**63)):
         raise Malformed(f"{name} is not a list of whole numbers")
-    return value
+    return list(value)
 
 
 def _value(row: Row, name: str) -> Any:

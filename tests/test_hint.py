@@ -1,0 +1,94 @@
+"""Hints: what a client says, when a policy may read it, and what nobody may say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pensieve.cache.two_tier import TwoTierCache
+from pensieve.errors import ConfigError
+from pensieve.eviction.base import EvictionPolicy
+from pensieve.hint import Hint
+from pensieve.session import Session
+from tests.simulated import make_engine, request, run
+
+
+class Watching(EvictionPolicy):
+    """Least recently used; notes what it could read."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.ordered: list[tuple[str, Hint | None]] = []
+        self.admitted: list[tuple[str, Hint | None, bool]] = []
+
+    def order(self, session: Session, chunk: int) -> float:
+        self.ordered.append((session.name, session.hint))
+        return session.last_active_s
+
+    def observe(self, session: Session, now_s: float) -> None:
+        self.admitted.append((session.name, session.hint, now_s > session.last_active_s))
+
+
+def asked(number: int, turn: int, hint: Hint | None, **fields: int) -> Any:
+    return replace(request(number, "a", tokens=5, output=3, turn=turn, **fields), hint=hint)
+
+
+def test_a_policy_reads_a_hint_when_the_reply_is_over_and_until_the_next_one_is() -> None:
+    engine = make_engine(policy=Watching)
+    cache = engine.cache
+    assert isinstance(cache, TwoTierCache) and isinstance(cache.policy, Watching)
+    policy, calls, ends = cache.policy, Hint(stop_reason="tool_use", tool="bash", expected_s=2.0), Hint("end_turn")
+    engine.submit(asked(1, 1, calls))
+    session = cache.find("a")
+    assert session is not None
+    assert session.hint is None, "the reply that it speaks of is not there yet"
+    run(engine)
+    assert session.hint is calls
+    assert policy.ordered and {hint for _, hint in policy.ordered} == {calls}, "from the first choice on"
+    engine.submit(asked(2, 2, ends))
+    engine.step(None)
+    assert (session.running, session.hint) == (True, calls)
+    assert policy.admitted == [("a", None, False), ("a", calls, False)], "what was said before this request came"
+    run(engine)
+    assert session.hint is ends
+
+
+def test_of_a_reply_that_did_not_come_to_its_end_nothing_was_said() -> None:
+    engine = make_engine()
+    engine.submit(asked(1, 1, Hint("tool_use")))
+    run(engine)
+    session = engine.cache.find("a")
+    assert session is not None and session.hint == Hint("tool_use")
+    engine.submit(asked(2, 2, Hint("end_turn")))
+    engine.step(None)
+    engine.cancel(2, "cancelled")
+    run(engine)
+    assert session.hint is None
+
+
+def test_a_request_that_never_ran_leaves_the_hint_as_it_was() -> None:
+    engine = make_engine()
+    engine.submit(asked(1, 1, Hint("tool_use")))
+    run(engine)
+    engine.submit(asked(2, 2, Hint("end_turn")))
+    engine.cancel(2, "timeout")
+    run(engine)
+    assert engine.cache.find("a").hint == Hint("tool_use")  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stop_reason", "length"),
+        ("tool", ""),
+        ("tool", 3),
+        ("expected_s", -1),
+        ("keep_s", float("inf")),
+        ("keep_s", "5m"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=field):
+        Hint(**{field: value})
