@@ -16,16 +16,13 @@ class Hint:
 
     stop_reason: how the reply ended: the model called a tool and waits for the result, or it is the person's turn.
     tool: which one. expected_s: seconds that the client expects to pass. keep_s: seconds after which it no longer asks for
-    the conversation to be kept (`keep_alive` of the API).
-    back_soon: whether it will be back within a time that whoever measures has set. No client knows it: only a workload that
-    measures what such a hint is worth says it, from its schedule, and live traffic is refused with it.
+    the conversation to be kept (`keep_alive` of the API). Nobody says what only a schedule can know.
     """
 
     stop_reason: StopReason | None = None
     tool: str | None = None
     expected_s: float | None = None
     keep_s: float | None = None
-    back_soon: bool | None = None
 
     def __post_init__(self) -> None:
         if self.stop_reason is not None and self.stop_reason not in get_args(StopReason):
@@ -38,8 +35,3 @@ class Hint:
                 isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf")
             ):
                 raise ConfigError(f"{name} is a number of seconds from 0 on, not {value!r}.")
-
-    @property
-    def needs_future(self) -> bool:
-        """It says what only a schedule can know."""
-        return self.back_soon is not None

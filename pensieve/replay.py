@@ -19,7 +19,7 @@ from pensieve.record import TurnRecord
 from pensieve.request import Request, TokenArray, is_measured
 from pensieve.statistics import nearest_rank
 from pensieve.window import find_window
-from pensieve.workload.base import Arrival, Workload, WorkloadPlan
+from pensieve.workload.base import Arrival, Workload, WorkloadPlan, out_of_work
 
 CANCEL, ARRIVE = 0, 1  # at equal times a cancellation goes first: what it frees serves the arrival
 SLACK_NS = 2  # an idle system may stop a rounding error before the time it was told
@@ -311,10 +311,16 @@ class _Run:
     def _since(self, ns: int) -> float:
         return (ns - self.origin_ns) / 1e9
 
-    def _push(self, arrivals: Iterable[Arrival]) -> int:
-        """Schedule them; returns how many there were."""
-        pushed = 0
-        for pushed, arrival in enumerate(arrivals, start=1):  # noqa: B007  counts them too
+    def _expect(self, sessions: Iterable[str]) -> None:
+        """Tell the system when these conversations return, where that is scheduled by now."""
+        for session in sessions:
+            due = self.due.get(session)
+            if self.expects is not None and due:
+                self.expects.expect(session, due[0] / 1e9)
+
+    def _push(self, arrivals: Iterable[Arrival]) -> None:
+        """Schedule them."""
+        for arrival in arrivals:
             request, ns = arrival.request, self.origin_ns + round(arrival.at_s * 1e9)
             assert request.id not in self.ordinals, f"request {request.id} was scheduled twice"
             self.ordinals[request.id] = len(self.ordinals)
@@ -323,7 +329,6 @@ class _Run:
             if is_measured(request.phase):
                 self.arrived[request.session] = min(ns, self.arrived.get(request.session, ns))
             self.pending += 1
-        return pushed
 
     def _next_ns(self) -> int | None:
         """When the loop has to act next; deadlines of requests that are over are swept away."""
@@ -421,12 +426,12 @@ class _Run:
         turn.shift(self.origin_ns / 1e9)
         self.turns.append(turn)
         if not self.cut_off:
-            following = self._push(self.workload.on_finished(turn))
-            if not following and is_measured(turn.phase) and self.out_of_work_s is None:
+            following = list(self.workload.on_finished(turn))
+            self._push(following)
+            if self.out_of_work_s is None and is_measured(turn.phase) and out_of_work(self.workload, turn, following):
                 self.out_of_work_s = turn.finished_s
-            due = self.due.get(turn.session)
-            if self.expects is not None and due:
-                self.expects.expect(turn.session, due[0] / 1e9)
+            again = [arrival.request.session for arrival in following if arrival.request.turn > 1]
+            self._expect(dict.fromkeys([turn.session, *again]))
         if self.on_turn is not None:
             self.on_turn(turn)
         if len(self.turns) - self.batched >= self.batch_size:

@@ -92,8 +92,3 @@ def test_a_request_that_never_ran_leaves_the_hint_as_it_was() -> None:
 def test_what_makes_no_sense_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=field):
         Hint(**{field: value})
-
-
-def test_only_what_a_schedule_says_needs_the_future() -> None:
-    assert not Hint("tool_use", "bash", 3.0, 60.0).needs_future
-    assert Hint(back_soon=False).needs_future

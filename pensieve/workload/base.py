@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from pensieve.chat_template import ChatTemplate, user_line
 from pensieve.record import TurnRecord
@@ -95,3 +95,17 @@ class Workload(Protocol):
     def on_finished(self, turn: TurnRecord) -> Iterable[Arrival]:
         """Called with every finished turn (also failed ones): think time, sleeps, warm-up barriers."""
         ...
+
+
+@runtime_checkable
+class KnowsUsers(Protocol):
+    """A workload whose conversations may wait for others, so that a turn with nothing following is no user's last."""
+
+    def out_of_work(self, turn: TurnRecord, following: Sequence[Arrival]) -> bool: ...
+
+
+def out_of_work(workload: Workload, turn: TurnRecord, following: Sequence[Arrival]) -> bool:
+    """Whether some user has nothing left to ask after this turn, which `following` follows."""
+    if isinstance(workload, KnowsUsers):
+        return workload.out_of_work(turn, following)
+    return not following

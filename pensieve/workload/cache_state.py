@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
 from pensieve.record import TurnRecord
 from pensieve.request import Request, TokenArray
-from pensieve.workload.base import Arrival, Workload, WorkloadContext, WorkloadPlan
+from pensieve.workload.base import Arrival, Workload, WorkloadContext, WorkloadPlan, out_of_work
 from pensieve.workload.prose import prose
 
 CacheState = Literal["cold", "warm", "salted"]
@@ -49,6 +49,9 @@ class _Salted:
 
     def on_finished(self, turn: TurnRecord) -> Iterable[Arrival]:
         return map(self._salted, self._inner.on_finished(turn))
+
+    def out_of_work(self, turn: TurnRecord, following: Sequence[Arrival]) -> bool:
+        return out_of_work(self._inner, turn, following)
 
     def _salted(self, arrival: Arrival) -> Arrival:
         request = arrival.request
@@ -94,6 +97,9 @@ class _Warmed:
             return following
         assert turn.finished_s is not None
         return [_later(_measured(arrival), turn.finished_s) for arrival in self._inner.start()]
+
+    def out_of_work(self, turn: TurnRecord, following: Sequence[Arrival]) -> bool:
+        return out_of_work(self._inner, turn, following)
 
     def _warming(self, arrivals: Iterable[Arrival]) -> list[Arrival]:
         renamed = []

@@ -121,7 +121,7 @@ class ChatWorkload(Talks[Script]):
 
     def _measured_starts(self, now: float) -> list[Arrival]:
         if self._users is None:
-            return self._poisson_starts(now, self._request_interval, self._context.seed)
+            return self._poisson_starts(self._measured, now, self._request_interval, self._context.seed)
         return super()._measured_starts(now)
 
     def _pause_s(self, script: Script, turn: int) -> float:

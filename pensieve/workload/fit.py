@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 from pensieve.errors import ConfigError
+from pensieve.hint import Hint
 from pensieve.request import TokenArray, tokens_of
 from pensieve.workload.base import WorkloadContext
 from pensieve.workload.filler import filler
-from pensieve.workload.recording import Blocks, Call, Conversation, Count, Parts, Text
+from pensieve.workload.recording import Begun, Blocks, Call, Conversation, Count, Parts, Text
 
 BLOCKS_KEPT = 4096  # of a few hundred tokens each: enough for what one prompt after another shares
 
@@ -20,7 +21,7 @@ BLOCKS_KEPT = 4096  # of a few hundred tokens each: enough for what one prompt a
 class Step:
     """One turn. message: tokens sent; prompt: tokens of the whole prompt, history included; reply: tokens asked for.
 
-    build: makes the message's tokens, each time anew.
+    build: makes the message's tokens, each time anew. pause_s, waits_for, hint: as of the recorded call.
     """
 
     build: Callable[[], TokenArray[int]]
@@ -30,16 +31,20 @@ class Step:
     continues: bool
     at_s: float | None = None
     order: int = 0
+    pause_s: float | None = None
+    waits_for: tuple[str, ...] = ()
+    hint: Hint | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """One conversation. recorded_turns: as many as there were, before the fit cut any."""
+    """One conversation. recorded_turns: as many as there were, before the fit cut any. begun: as it was recorded."""
 
     session: str
     phase: str
     steps: tuple[Step, ...]
     recorded_turns: int
+    begun: Begun | None = None
 
     @property
     def longest(self) -> int:
@@ -73,12 +78,18 @@ class Fit:
             reply = self._reply(call)
             if prompt + reply > self.context.max_context:
                 break
-            steps.append(Step(build, message, prompt, reply, call.continues, call.at_s, call.order))
+            when = (call.at_s, call.order, call.pause_s, call.waits_for)
+            steps.append(Step(build, message, prompt, reply, call.continues, *when, call.hint))
             said = prompt + reply
-        return Dialogue(conversation.id, phase, tuple(steps), len(conversation.calls)) if steps else None
+        recorded = len(conversation.calls)
+        return Dialogue(conversation.id, phase, tuple(steps), recorded, conversation.begun) if steps else None
 
     def _reply(self, call: Call) -> int:
         if self.free and self.max_new_tokens is not None:
+            return self.max_new_tokens
+        if call.reply is None:
+            if self.max_new_tokens is None:
+                raise ConfigError("The file has no replies; say with workload.max_new_tokens how long they are.")
             return self.max_new_tokens
         recorded = call.reply if isinstance(call.reply, int) else len(self.context.encode(call.reply.text))
         return max(1, recorded if self.max_new_tokens is None else min(recorded, self.max_new_tokens))
@@ -141,7 +152,7 @@ def _repeated(pattern: Dialogue, turns: int, name: str, context: WorkloadContext
         continues = step.continues and said + step.message + step.reply <= context.max_context
         prompt = said + step.message if continues else step.message
         build = partial(filler, step.message, context.vocab, context.seed, name, turn)
-        yield replace(step, build=build, prompt=prompt, continues=continues, at_s=None)
+        yield Step(build, step.message, prompt, step.reply, continues)
         said = prompt + step.reply
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -41,13 +42,31 @@ class Users:
     load = "closed"
 
 
+@dataclass(frozen=True, slots=True)
+class Pauses:
+    """Seconds between a reply and the next message. Recorded ones times `scale`, at most `cap_s` (None: as long as they are);
+    where nothing is recorded, exponentially distributed with mean `mean_s`, fixed by (seed, session, turn)."""
+
+    mean_s: float
+    scale: float = 1.0
+    cap_s: float | None = None
+
+    def recorded(self, pause_s: float) -> float:
+        scaled = pause_s * self.scale
+        return scaled if self.cap_s is None else min(scaled, self.cap_s)
+
+
 class Playback(Talks[Dialogue]):
     """A workload of dialogues. Warm-up conversations run first; when the last of them is over, the measured ones start.
 
-    Without recorded times a turn is sent when the reply before it is complete and the user has thought, exponentially
-    distributed with mean `think_time_s` and fixed by (seed, session, turn); a conversation whose turn did not complete
-    ends there. With recorded times a request waits for nothing; two of one conversation that overlap are served in
-    their order. Turns count from 1. Prompts are built when they are due.
+    Without recorded times a turn is sent when the reply before it is complete and the pause is over; a conversation whose
+    turn did not complete ends there. One that another conversation began starts when that one's reply is complete, and a turn
+    that waits for such conversations is sent when the last of them has ended, also where that is by a failure. With recorded
+    times a request waits for nothing; two of one conversation that overlap are served in their order. Turns count from 1.
+    Prompts are built when they are due.
+
+    first_user_ends: nothing is sent any more once the first user (load "closed") has nothing left to ask. hints: requests
+    carry what the recorded clients knew.
     """
 
     def __init__(
@@ -57,18 +76,26 @@ class Playback(Talks[Dialogue]):
         measured: Sequence[Dialogue],
         arrivals: Recorded | Poisson | Users,
         *,
-        think_time_s: float,
+        pauses: Pauses,
         free: bool,
         timeout_s: float | None,
         facts: Mapping[str, Any],
+        first_user_ends: bool = False,
+        hints: bool = True,
     ) -> None:
         assert warmup and measured
-        assert not isinstance(arrivals, Users) or arrivals.users <= len(measured), "a user without a conversation"
-        super().__init__(warmup, measured, shares_of(measured, arrivals.users) if isinstance(arrivals, Users) else [])
+        people = [dialogue for dialogue in measured if dialogue.begun is None]
+        assert not isinstance(arrivals, Users) or arrivals.users <= len(people), "a user without a conversation"
+        assert not first_user_ends or isinstance(arrivals, Users)
+        super().__init__(warmup, measured, shares_of(people, arrivals.users) if isinstance(arrivals, Users) else [])
         self._context, self._arrivals = context, arrivals
-        self._think_time_s, self._free, self._timeout_s = think_time_s, free, timeout_s
+        self._people = people
+        self._pauses, self._free, self._timeout_s = pauses, free, timeout_s
+        self._first_user_ends, self._hints = first_user_ends, hints
+        self._ended = False
         self._facts = facts
         self._ids = count(1)
+        self._family = Family(measured)
 
     def describe(self) -> WorkloadPlan:
         steps = [step for dialogue in self._measured for step in dialogue.steps]
@@ -83,15 +110,40 @@ class Playback(Talks[Dialogue]):
         return self._plan(self._arrivals.load, self._free, facts)
 
     def on_finished(self, turn: TurnRecord) -> Iterable[Arrival]:
-        if isinstance(self._arrivals, Recorded) and is_measured(self._talks[turn.session].phase):
+        talk, now = self._talks[turn.session], turn.finished_s
+        assert now is not None
+        if not is_measured(talk.phase):
+            return super().on_finished(turn)
+        if isinstance(self._arrivals, Recorded) or self._ended:
             return []
-        return super().on_finished(turn)
+        completed = turn.status == "completed"
+        begun = self._family.begun_after(talk, turn.turn) if completed else ()
+        following = [self._arrival(one, 1, now + self._pause_s(one, 0)) for one in begun]
+        if completed and turn.turn < talk.turns:
+            if self._family.wait(talk, turn.turn, turn):
+                return following
+            return [*following, self._arrival(talk, turn.turn + 1, now + self._pause_s(talk, turn.turn), turn)]
+        for waiting, before in self._family.over(talk, turn.turn if completed else turn.turn - 1):
+            following.append(self._arrival(waiting, before.turn + 1, now + self._pause_s(waiting, before.turn), before))
+        self._ended = self._first_user_ends and self.out_of_work(turn, following)
+        return [] if self._ended else [*following, *super().on_finished(turn)]
+
+    def out_of_work(self, turn: TurnRecord, following: Sequence[Arrival]) -> bool:
+        """Whether a person has nothing left to ask after this turn; not one whose next turn waits for other conversations,
+        nor a conversation that no person began."""
+        talk = self._talks[turn.session]
+        return (
+            talk.begun is None
+            and not self._share_of.get(talk.session)
+            and not self._family.waits(talk)
+            and (turn.turn >= talk.turns or turn.status != "completed")
+        )
 
     def _measured_starts(self, now: float) -> list[Arrival]:
         if isinstance(self._arrivals, Recorded):
             return self._as_recorded(now, self._arrivals.scale)
         if isinstance(self._arrivals, Poisson):
-            return self._poisson_starts(now, self._arrivals.interval_s, self._context.seed)
+            return self._poisson_starts(self._people, now, self._arrivals.interval_s, self._context.seed)
         return super()._measured_starts(now)
 
     def _as_recorded(self, now: float, scale: float) -> list[Arrival]:
@@ -103,7 +155,10 @@ class Playback(Talks[Dialogue]):
         return [self._arrival(dialogue, turn, now + (_at(step) - first) * scale) for dialogue, turn, step in calls]
 
     def _pause_s(self, dialogue: Dialogue, turn: int) -> float:
-        return exponential(self._think_time_s, self._context.seed, "think", dialogue.session, turn)
+        recorded = dialogue.steps[turn].pause_s if turn < dialogue.turns else None
+        if recorded is not None:
+            return self._pauses.recorded(recorded)
+        return exponential(self._pauses.mean_s, self._context.seed, "think", dialogue.session, turn)
 
     def _arrival(self, dialogue: Dialogue, turn: int, at_s: float, before: TurnRecord | None = None) -> Arrival:
         step = dialogue.steps[turn - 1]
@@ -117,10 +172,54 @@ class Playback(Talks[Dialogue]):
             sampling=Sampling(seed=self._context.seed),
             continues=step.continues,
             phase=dialogue.phase,
+            hint=step.hint if self._hints else None,
         )
         deadline = None if self._timeout_s is None else at_s + self._timeout_s
         end = said_end(before) if step.continues else None
         return Arrival(at_s, request, deadline, prompt=lambda: unless_said(step.build(), end))
+
+
+class Family:
+    """Which conversations began which, and which of them wait for others to end."""
+
+    def __init__(self, dialogues: Sequence[Dialogue]) -> None:
+        self._begun: dict[tuple[str, int], list[Dialogue]] = defaultdict(list)
+        for dialogue in dialogues:
+            if dialogue.begun is not None:
+                self._begun[dialogue.begun.conversation, dialogue.begun.turn].append(dialogue)
+        self._going: set[str] = {dialogue.session for dialogue in dialogues}  # not over yet
+        self._waiting: dict[str, tuple[Dialogue, TurnRecord, set[str]]] = {}
+
+    def begun_after(self, dialogue: Dialogue, turn: int) -> Sequence[Dialogue]:
+        return self._begun.get((dialogue.session, turn), ())
+
+    def waits(self, dialogue: Dialogue) -> bool:
+        return dialogue.session in self._waiting
+
+    def wait(self, dialogue: Dialogue, turn: int, before: TurnRecord) -> bool:
+        """Whether the turn after this one, whose record is `before`, has to wait; `over` will say when it may go on."""
+        needed = {name for name in dialogue.steps[turn].waits_for if name in self._going}
+        if needed:
+            self._waiting[dialogue.session] = (dialogue, before, needed)
+        return bool(needed)
+
+    def over(self, dialogue: Dialogue, turns: int) -> list[tuple[Dialogue, TurnRecord]]:
+        """A conversation ended after so many turns: those that waited for nobody else, with the turn they come after. What it
+        would have begun later never begins."""
+        ended, left = [dialogue.session], [(dialogue, turns)]
+        while left:
+            parent, done = left.pop()
+            never = [begun for turn in range(done, parent.turns) for begun in self.begun_after(parent, turn + 1)]
+            ended += [begun.session for begun in never]
+            left += [(begun, 0) for begun in never]
+        self._going.difference_update(ended)
+        free = []
+        for session, (waiting, before, needed) in list(self._waiting.items()):
+            needed.difference_update(ended)
+            if not needed:
+                del self._waiting[session]
+                free.append((waiting, before))
+        return free
 
 
 def _at(step: Step) -> float:

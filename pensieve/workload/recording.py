@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
+from pensieve.hint import Hint
 from pensieve.request import TokenArray
 
 
@@ -51,26 +52,45 @@ class Call:
     the file's requests, which decides between equal times.
 
     continues: `content` is the new message only; otherwise it is the whole prompt. reply: the recorded answer, of which
-    only the length is used: a number of tokens, or a text.
+    only the length is used: a number of tokens, or a text; None: the format has none.
+    pause_s: where the format has it, seconds from the reply before it to this request; of the first call of a conversation
+    that another one began, from that one's reply. waits_for: conversations that must be over before it, from whose last end
+    the pause counts if that is later. hint: what a client knew at the end of this reply.
     """
 
     content: Content
-    reply: int | Text
+    reply: int | Text | None
     at_s: float | None = None
     continues: bool = True
     order: int = 0
+    pause_s: float | None = None
+    waits_for: tuple[str, ...] = ()
+    hint: Hint | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """By whom a conversation was begun: another one, after the reply of this turn (from 1)."""
+
+    conversation: str
+    turn: int
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
+    """begun: None: a person, or whoever the format does not name."""
+
     id: str
     calls: tuple[Call, ...]
+    begun: Begun | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
     """conversations: in order of their first call. rule: which requests make a conversation, and what their prompts
     share; goes into the record. malformed: lines left out; examples: the first of them, with file, line and reason.
+    one_clock: times count from the first request of the file; if not, from that of each conversation, and nobody knows when
+    one began beside another.
     """
 
     format: str
@@ -79,6 +99,7 @@ class Recording:
     malformed: int = 0
     examples: tuple[str, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
+    one_clock: bool = True
 
     @property
     def requests(self) -> int:
@@ -86,7 +107,10 @@ class Recording:
 
     @property
     def timed(self) -> bool:
-        return all(call.at_s is not None for conversation in self.conversations for call in conversation.calls)
+        """Every request can be sent at its own time."""
+        return self.one_clock and all(
+            call.at_s is not None for conversation in self.conversations for call in conversation.calls
+        )
 
 
 def hashes_of(values: list[int]) -> TokenArray[int]:

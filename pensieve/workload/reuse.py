@@ -36,7 +36,9 @@ def block_reuse(
     requests: (block hashes, prompt tokens) in order of arrival; the last block may be partly filled. capacity_tokens:
     what the cache holds, rounded down to blocks; None: everything.
     """
-    room = None if capacity_tokens is None else int(capacity_tokens // block_tokens)
+    if capacity_tokens is None:
+        return _unbounded(requests, block_tokens)
+    room = int(capacity_tokens // block_tokens)
     cache: OrderedDict[int, None] = OrderedDict()
     seen: set[int] = set()
     blocks = tokens = hit_blocks = hit_tokens = 0
@@ -52,9 +54,27 @@ def block_reuse(
                 continue
             seen.add(block)
             cache[block] = None
-            if room is not None and len(cache) > room:
+            if len(cache) > room:
                 cache.popitem(last=False)
     return Reuse(blocks, tokens, len(seen), hit_blocks, hit_tokens)
+
+
+def _unbounded(requests: Iterable[tuple[Sequence[int], int]], block_tokens: int) -> Reuse:
+    """What was ever seen hits. Whole prompts at once: a trace may have ten million blocks."""
+    seen: set[int] = set()
+    blocks = tokens = missed_tokens = 0
+    for hashes, prompt_tokens in requests:
+        filled = max(0, min(prompt_tokens, len(hashes) * block_tokens))
+        fresh = set(hashes) - seen
+        seen |= fresh
+        blocks += len(hashes)
+        tokens += filled
+        full = filled // block_tokens
+        missed_tokens += len(fresh) * block_tokens
+        for place in range(full, len(hashes)):  # partly filled, or not at all: the last one at most, in a trace
+            if hashes[place] in fresh and hashes.index(hashes[place]) == place:
+                missed_tokens -= block_tokens - max(0, filled - place * block_tokens)
+    return Reuse(blocks, tokens, len(seen), blocks - len(seen), tokens - missed_tokens)
 
 
 def recorded_blocks(recording: Recording) -> tuple[list[tuple[Sequence[int], int]], int]:

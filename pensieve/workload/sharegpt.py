@@ -14,7 +14,7 @@ from pensieve.workload.fit import Dialogue, Fit, fitted, warmups
 from pensieve.workload.formats import load
 from pensieve.workload.formats.reading import OnMalformed
 from pensieve.workload.hub import load_from_hub
-from pensieve.workload.playback import Playback, Poisson, Users
+from pensieve.workload.playback import Pauses, Playback, Poisson, Users
 from pensieve.workload.recording import Recording
 from pensieve.workload.synthetic import SHAREGPT, ULTRACHAT, draw
 
@@ -98,7 +98,7 @@ def sharegpt_workload(
         warmups(measured, max(warmup_turns, users or 1), side_by_side, context),
         measured,
         arrivals,
-        think_time_s=think_time_s,
+        pauses=Pauses(think_time_s),
         free=free,
         timeout_s=timeout_s,
         facts=facts,

@@ -93,10 +93,10 @@ class Talks(ABC, Generic[T]):
         first = [share.pop() for share in self._shares]
         return [self._arrival(talk, 1, now + self._pause_s(talk, 0)) for talk in first]
 
-    def _poisson_starts(self, now: float, interval_s: float, seed: int) -> list[Arrival]:
-        """All measured conversations, `interval_s` apart on average."""
+    def _poisson_starts(self, talks: Sequence[T], now: float, interval_s: float, seed: int) -> list[Arrival]:
+        """These conversations, `interval_s` apart on average."""
         arrivals = []
-        for index, talk in enumerate(self._measured):
+        for index, talk in enumerate(talks):
             now += exponential(interval_s, seed, "arrival", index) if index else 0.0
             arrivals.append(self._arrival(talk, 1, now))
         return arrivals

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pensieve.errors import ConfigError
 from pensieve.workload.base import WorkloadContext
 from pensieve.workload.chance import shuffled
 from pensieve.workload.fields import at_least, positive_seconds
-from pensieve.workload.fit import Fit, fitted, warmups
+from pensieve.workload.fit import Dialogue, Fit, fitted, warmups
 from pensieve.workload.formats import FORMATS, load
 from pensieve.workload.formats.reading import OnMalformed
-from pensieve.workload.playback import Playback, Poisson, Recorded, Users
+from pensieve.workload.outliers import without_outliers
+from pensieve.workload.playback import Pauses, Playback, Poisson, Recorded, Users
 from pensieve.workload.recording import Conversation, Recording
 from pensieve.workload.reuse import block_reuse, recorded_blocks
 from pensieve.workload.sharegpt import WARMUP_SIDE_BY_SIDE, arrivals_of
@@ -35,7 +36,12 @@ def trace_workload(
     max_new_tokens: int | None = None,
     max_context: int | None = None,
     request_rate: float = 1.0,
+    users: int | Literal["all"] | None = None,
+    until: Literal["end", "first_user"] = "end",
     think_time_s: float = 60.0,
+    think_scale: float = 1.0,
+    think_cap_s: float | None = None,
+    hint: Literal["recorded", "none"] = "recorded",
     warmup_turns: int = 4,
     timeout_s: float | None = None,
 ) -> Playback:
@@ -43,8 +49,11 @@ def trace_workload(
 
     A format with times is replayed open-loop: each request is sent at its recorded time x time_scale after the first
     one, whatever the system does (0.5: twice the load). Its requests carry their whole prompts, or continue where the
-    format's rule says so. A format without times (texts) is replayed as conversations that arrive as a Poisson process
-    at request_rate / mean turns, the next turn `think_time_s` (mean, exponential) after the reply (load "partly open").
+    format's rule says so. A format without times (texts), or with times of each session alone (weka), is replayed as
+    conversations that arrive as a Poisson process at request_rate / mean turns (load "partly open"), or by `users` who have
+    one after another and all start at once (load "closed"; "all": as many as there are conversations). The next turn comes
+    after the reply and a pause: the recorded one x think_scale, at most think_cap_s; where none is recorded, think_time_s
+    (mean, exponential).
 
     window_start_s, window_s: of a timed file, only requests in [start, start + length) of recorded seconds. A
         conversation that continues from before the window is left out where its requests carry no whole prompt.
@@ -53,7 +62,11 @@ def trace_workload(
         have the recorded length and end of sequence is ignored, since the recorded times assume them.
     max_context: a conversation ends before the call whose prompt and reply need more tokens than this, or than the
         model's context; all are counted.
-    on_malformed: a line that cannot be read ends the trial ("fail") or is left out and counted ("skip").
+    until: "first_user" sends nothing any more once the first user has nothing left to ask, as MLPerf's rule for agents
+        measures; the load must be closed. (Its other rule, no reuse between sessions, is cache_state=salted.)
+    hint: "recorded": requests say what their clients knew (Hint), where the format has it; "none": they say nothing.
+    on_malformed: a line that cannot be read, or a time far from all others, ends the trial ("fail") or is left out and
+        counted ("skip").
 
     Raises ConfigError for a field out of range, MalformedInput for a file or line that cannot be read.
     """
@@ -78,16 +91,38 @@ def trace_workload(
     positive_seconds("timeout_s", timeout_s)
     if max_context is not None:
         context = replace(context, max_context=min(context.max_context, max_context))
+    at_least("think_scale", think_scale, 0)
+    if think_cap_s is not None:
+        at_least("think_cap_s", think_cap_s, 0)
+    _one_of("until", until, ("end", "first_user"))
+    if hint not in ("recorded", "none"):
+        raise ConfigError(
+            f"workload.hint={hint!r} is neither recorded nor none. What a perfect or a noisy hint is worth is measured with "
+            "eviction=oracle_hint or eviction=noisy_hint_10, which read the schedule."
+        )
     recording = load(path, format, on_malformed)
     inside, begun_before = windowed(recording, window_start_s, window_s)
-    order = shuffled(len(inside), context.seed, "conversations") if conversations else range(len(inside))
+    outliers = 0
+    if recording.timed:
+        inside, outliers = without_outliers(inside, on_malformed, path)
+        if users is not None:
+            raise ConfigError(f"workload.format={format} has a time for each request; leave workload.users alone.")
+    people = [one for one in inside if one.begun is None]
+    order = shuffled(len(people), context.seed, "conversations") if conversations else range(len(people))
     fit = Fit(context, max_turns, max_new_tokens)
-    measured, left_out = fitted([inside[i] for i in order], fit, min_turns=min_turns, wanted=conversations)
+    measured, left_out = fitted([people[i] for i in order], fit, min_turns=min_turns, wanted=conversations)
+    begun, never = begun_by(measured, inside, fit)
+    pauses = Pauses(0.0 if _has_pauses(recording) else think_time_s, think_scale, think_cap_s)
     arrivals: Recorded | Poisson | Users = Recorded(time_scale)
     rates: dict[str, Any] = {}
     if not recording.timed:
-        arrivals, rates = arrivals_of(measured, None, request_rate)
-        rates["think_time_s"] = think_time_s
+        arrivals, rates = arrivals_of(measured, len(measured) if users == "all" else users, request_rate)
+        rates |= {"think_scale": think_scale, "think_cap_s": think_cap_s} if _has_pauses(recording) else {}
+        rates |= {} if _has_pauses(recording) else {"think_time_s": think_time_s}
+    if until == "first_user" and not isinstance(arrivals, Users):
+        raise ConfigError(
+            "workload.until=first_user needs users who all start at once; set workload.users=all or a number."
+        )
     facts: dict[str, Any] = {
         "source": Path(path).name,
         "format": format,
@@ -98,7 +133,11 @@ def trace_workload(
         "malformed_examples": list(recording.examples),
         **recording.facts,
         "conversations_begun_before_the_window": begun_before,
+        "requests_far_from_all_others": outliers,
         **left_out,
+        **({"begun_by_others": len(begun), "begun_by_others_left_out": never} if begun or never else {}),
+        "until": until,
+        "hint": hint,
         **rates,
         **(_timing(recording, time_scale, window_start_s, window_s) if recording.timed else {}),
         **_reuse(recording),
@@ -106,13 +145,47 @@ def trace_workload(
     return Playback(
         context,
         warmups(measured, warmup_turns, WARMUP_SIDE_BY_SIDE, context),
-        measured,
+        [*measured, *begun],
         arrivals,
-        think_time_s=think_time_s,
+        pauses=pauses,
         free=False,
         timeout_s=timeout_s,
         facts=facts,
+        first_user_ends=until == "first_user",
+        hints=hint == "recorded",
     )
+
+
+def begun_by(
+    measured: Sequence[Dialogue], conversations: Sequence[Conversation], fit: Fit
+) -> tuple[list[Dialogue], int]:
+    """The dialogues that the measured ones began, and those again, and how many of those were left out since they or what
+    they come after do not fit."""
+    known = {dialogue.session: dialogue for dialogue in measured}
+    asked = set(known)
+    found: list[Dialogue] = []
+    left_out = 0
+    for one in conversations:  # a conversation comes behind the one that began it
+        if one.begun is None or one.begun.conversation not in asked:
+            continue
+        asked.add(one.id)
+        parent = known.get(one.begun.conversation)
+        dialogue = fit.dialogue(one) if parent is not None and one.begun.turn <= parent.turns else None
+        if dialogue is None:
+            left_out += 1
+            continue
+        known[one.id] = dialogue
+        found.append(dialogue)
+    return found, left_out
+
+
+def _has_pauses(recording: Recording) -> bool:
+    return any(call.pause_s is not None for one in recording.conversations for call in one.calls)
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"workload.{name}={value!r} is unknown; choose one of {', '.join(allowed)}.")
 
 
 def windowed(recording: Recording, start_s: float, length_s: float | None) -> tuple[Sequence[Conversation], int]:

@@ -10,7 +10,7 @@ from pensieve.errors import ConfigError
 from pensieve.workload.base import WorkloadContext
 from pensieve.workload.fields import at_least
 from pensieve.workload.fit import Fit, fitted, warmups
-from pensieve.workload.playback import Playback, Recorded
+from pensieve.workload.playback import Pauses, Playback, Recorded
 from pensieve.workload.recording import Call, Content, Conversation, Parts
 from pensieve.workload.vllm_runs.reading import RealRequest, read_run, shipped_run
 
@@ -61,7 +61,7 @@ def vllm_run(
         warmup=warmups(measured, warmup_turns, 1, context),
         measured=measured,
         arrivals=Recorded(),
-        think_time_s=0.0,
+        pauses=Pauses(0.0),
         free=False,
         timeout_s=None,
         facts={

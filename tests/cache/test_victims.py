@@ -12,8 +12,13 @@ from pensieve.eviction.base import EvictionPolicy
 from pensieve.eviction.belady import Belady
 from pensieve.eviction.conversation_lru import ConversationLru
 from pensieve.eviction.fifo import Fifo
+from pensieve.eviction.hinted import Hinted
 from pensieve.eviction.lru import Lru
+from pensieve.eviction.oracle_hint import OracleHint
 from pensieve.eviction.retention_value import RetentionValue
+from pensieve.eviction.stop_reason import StopReasonFirst
+from pensieve.eviction.ttl import Ttl
+from pensieve.hint import Hint
 from pensieve.request import tokens_of
 from pensieve.session import Chunk, Session, View
 from tests.simulated import policy_context
@@ -40,7 +45,7 @@ def brute_force(policy: EvictionPolicy, sessions: list[Session], now_s: float) -
     return min(candidates)[3:] if candidates else None
 
 
-@pytest.mark.parametrize("make", [RetentionValue, Lru, Fifo, Belady])
+@pytest.mark.parametrize("make", [RetentionValue, Lru, Fifo, Belady, StopReasonFirst, Ttl, Hinted, OracleHint])
 @pytest.mark.parametrize("seed", range(5))
 def test_choice_equals_brute_force_while_time_passes(make: type[EvictionPolicy], seed: int) -> None:
     rng = random.Random(seed)
@@ -65,7 +70,8 @@ def test_choice_equals_brute_force_while_time_passes(make: type[EvictionPolicy],
         elif action < 0.75:
             session.last_active_s = now
             session.waiting = rng.randint(0, 1)
-            session.next_use_s = rng.choice((None, now + rng.uniform(0, 9)))
+            session.next_use_s = rng.choice((None, now + rng.uniform(0, 90)))
+            session.hint = rng.choice((None, Hint("tool_use"), Hint("end_turn", expected_s=rng.choice((5.0, 70.0)))))
             index.refresh(session)
         expected = brute_force(policy, sessions, now)
         found = next(index.victims(now), None)

@@ -5,7 +5,7 @@ import pytest
 from pensieve.replay import replay
 from pensieve.request import Free, Length
 from pensieve.workload.fit import Fit, fitted, warmups
-from pensieve.workload.playback import Playback, Poisson, Recorded, Users
+from pensieve.workload.playback import Pauses, Playback, Poisson, Recorded, Users
 from pensieve.workload.recording import Call, Conversation, Count
 from tests.scripted import ScriptedSystem, context
 from tests.workload.dry import drive, finished
@@ -23,7 +23,7 @@ TALKS = [Conversation(f"c{n}", tuple(Call(Count(5 + n), 2) for _ in range(1 + n 
 
 
 def playback(conversations, arrivals, seed=0, **options):
-    settings = {"think_time_s": 1.0, "free": False, "timeout_s": None, "facts": {}} | options
+    settings = {"pauses": Pauses(1.0), "free": False, "timeout_s": None, "facts": {}} | options
     dialogues, _ = fitted(conversations, Fit(context(seed)))
     return Playback(context(seed), warmups(dialogues, 4, 2, context(seed)), dialogues, arrivals, **settings)
 
@@ -65,7 +65,7 @@ def test_measured_turns_wait_for_the_warm_up():
 
 def test_conversations_arrive_by_a_poisson_process_and_wait_inside():
     talks = [Conversation(f"c{n}", (Call(Count(5), 2), Call(Count(5), 2))) for n in range(1_500)]
-    workload = playback(talks, Poisson(0.5), think_time_s=3.0)
+    workload = playback(talks, Poisson(0.5), pauses=Pauses(3.0))
     seen = measured([*workload.start(), *_all(workload)])
     starts = sorted(one.at_s for one in seen if one.request.turn == 1)
     assert (starts[-1] - starts[0]) / (len(starts) - 1) == pytest.approx(0.5, rel=0.08)
@@ -98,7 +98,7 @@ def _by_key(arrivals):
 
 
 def test_users_have_one_conversation_each_at_a_time():
-    workload = playback(TALKS, Users(3), think_time_s=0.0)
+    workload = playback(TALKS, Users(3), pauses=Pauses(0.0))
     system = ScriptedSystem()
     replay(system, workload)
     assert system.most_in_flight == 3

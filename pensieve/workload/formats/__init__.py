@@ -10,11 +10,14 @@ from pensieve.workload.formats import (
     agent_jsonl,
     azure,
     burstgpt,
+    lmbenchmark,
     mooncake,
+    mt_bench,
     mt_bench_101,
     qwen_bailian,
     ragpulse,
     sharegpt,
+    weka,
 )
 from pensieve.workload.formats.reading import OnMalformed, Reader
 from pensieve.workload.recording import Recording
@@ -23,11 +26,14 @@ FORMATS: dict[str, Callable[[Reader], Recording]] = {
     "agent_jsonl": agent_jsonl.read,
     "azure": azure.read,
     "burstgpt": burstgpt.read,
+    "lmbenchmark": lmbenchmark.read,
     "mooncake": mooncake.read,
+    "mt_bench": mt_bench.read,
     "mt_bench_101": mt_bench_101.read,
     "qwen_bailian": qwen_bailian.read,
     "ragpulse": ragpulse.read,
     "sharegpt": sharegpt.read,
+    "weka": weka.read,
 }
 
 

@@ -68,6 +68,16 @@ class Reader:
             raise MalformedInput(f"{self.path} cannot be read as JSON: {error}.") from error
         yield from self.entries(entries, parse)
 
+    def json_documents(self, pattern: str, parse: Callable[[Row], T]) -> Iterator[T]:
+        """parse(document) of each file that holds one JSON object; the path is such a file, or a folder of them."""
+        for file in self.files(pattern):
+            try:
+                document = json.loads(file.read_bytes())
+            except (ValueError, OSError) as error:
+                self.reject(str(file), f"it cannot be read as JSON ({error})")
+                continue
+            yield from self._parsed(str(file), document, parse)
+
     def entries(self, entries: Iterable[Any], parse: Callable[[Row], T], name: str | None = None) -> Iterator[T]:
         for number, entry in enumerate(entries, start=1):
             yield from self._parsed(f"{name or self.path}: entry {number}", entry, parse)

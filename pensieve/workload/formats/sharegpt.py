@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from pensieve.workload.formats.reading import Malformed, Reader, Row
+from pensieve.workload.formats.reading import Malformed, Reader, Row, whole
 from pensieve.workload.recording import Call, Conversation, Recording, Text
 
 USERS = ("human", "user")
@@ -42,31 +43,39 @@ def recording(reader: Reader, found: Iterable[tuple[str, tuple[Call, ...]]]) -> 
     )
 
 
-def parse(entry: Row) -> tuple[str, tuple[Call, ...]]:
+def parse(entry: Row, counted: str | None = None) -> tuple[str, tuple[Call, ...]]:
     """Name and turns of one entry: `conversations` of {from, value}, `messages` of {role, content}, or `data`, a list of
-    texts that take turns. Raises Malformed.
+    texts that take turns. counted: the field with an answer's length in tokens, if it is to be used. Raises Malformed.
     """
-    return str(entry.get("id", entry.get("prompt_id", ""))), tuple(_pairs(_messages(entry)))
+    return str(entry.get("id", entry.get("prompt_id", ""))), tuple(_pairs(_messages(entry, counted)))
 
 
-def _messages(entry: Row) -> list[tuple[str, str]]:
+@dataclass(frozen=True, slots=True)
+class _Message:
+    role: str
+    text: str
+    tokens: int | None = None
+
+
+def _messages(entry: Row, counted: str | None) -> list[_Message]:
     for field, role, value in (("conversations", "from", "value"), ("messages", "role", "content")):
         if field in entry:
-            return [_message(message, role, value) for message in _list(entry, field)]
+            return [_message(message, role, value, counted) for message in _list(entry, field)]
     if "data" in entry:
         texts = _list(entry, "data")
         if not all(isinstance(one, str) for one in texts):
             raise Malformed("data is not a list of texts")
-        return [((USERS, MODELS)[index % 2][0], one) for index, one in enumerate(texts)]
+        return [_Message((USERS, MODELS)[index % 2][0], one) for index, one in enumerate(texts)]
     raise Malformed("it has none of conversations, messages and data")
 
 
-def _message(message: Any, role: str, value: str) -> tuple[str, str]:
+def _message(message: Any, role: str, value: str, counted: str | None) -> _Message:
     if not isinstance(message, Mapping) or not isinstance(message.get(role), str):
         raise Malformed(f"a message has no {role}")
     if not isinstance(message.get(value), str):
         raise Malformed(f"a message has no {value}")
-    return str(message[role]).lower(), str(message[value])
+    tokens = whole(message, counted, 1) if counted is not None and counted in message else None
+    return _Message(str(message[role]).lower(), str(message[value]), tokens)
 
 
 def _list(entry: Row, field: str) -> list[Any]:
@@ -76,15 +85,16 @@ def _list(entry: Row, field: str) -> list[Any]:
     return value
 
 
-def _pairs(messages: list[tuple[str, str]]) -> Iterable[Call]:
+def _pairs(messages: list[_Message]) -> Iterable[Call]:
     place = 0
     while place + 1 < len(messages) and not _is_pair(messages, place):
         place += 1
     while place + 1 < len(messages) and _is_pair(messages, place):
-        yield Call(Text(messages[place][1]), Text(messages[place + 1][1]))
+        question, answer = messages[place], messages[place + 1]
+        yield Call(Text(question.text), Text(answer.text) if answer.tokens is None else answer.tokens)
         place += 2
 
 
-def _is_pair(messages: list[tuple[str, str]], place: int) -> bool:
-    (asks, question), (answers, answer) = messages[place], messages[place + 1]
-    return asks in USERS and answers in MODELS and bool(question.strip()) and bool(answer.strip())
+def _is_pair(messages: list[_Message], place: int) -> bool:
+    question, answer = messages[place], messages[place + 1]
+    return question.role in USERS and answer.role in MODELS and bool(question.text.strip() and answer.text.strip())

@@ -1,0 +1,34 @@
+"""The bit of `hinted` as nobody has it, to measure what it is worth: from the schedule, right or wrong at a stated rate."""
+
+from __future__ import annotations
+
+import hashlib
+
+from pensieve.errors import ConfigError
+from pensieve.eviction.base import PolicyContext
+from pensieve.eviction.hinted import Hinted
+from pensieve.session import Session
+
+
+class OracleHint(Hinted):
+    """Reads Session.next_use_s, so live traffic refuses it. error: the share of turns after which the bit is the wrong one,
+    drawn by (seed, conversation, turn): with 0 it is an oracle's, with 0.5 it says nothing.
+    """
+
+    needs_future = True
+
+    def __init__(self, context: PolicyContext, within_s: float = 60.0, error: float = 0.0) -> None:
+        super().__init__(context, within_s)
+        if not 0 <= error <= 1:
+            raise ConfigError(f"eviction.error={error} is a share from 0 to 1.")
+        self.error = error
+
+    def soon(self, session: Session) -> bool:
+        due_s = session.next_use_s
+        truth = due_s is not None and due_s - session.last_active_s <= self.within_s
+        return truth != self._wrong(session)
+
+    def _wrong(self, session: Session) -> bool:
+        named = f"{self.context.seed}/hint/{session.name}/{session.turns}"
+        drawn = int.from_bytes(hashlib.blake2b(named.encode(), digest_size=8).digest(), "big")
+        return drawn < self.error * 2**64

@@ -1,0 +1,110 @@
+"""Policies that read hints: who goes first, what a broken promise is worth, and how often a noisy hint is wrong."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from pensieve.cache.victims import VictimIndex
+from pensieve.errors import ConfigError
+from pensieve.eviction.base import EvictionPolicy, needs_future
+from pensieve.eviction.hinted import Hinted
+from pensieve.eviction.oracle_hint import OracleHint
+from pensieve.eviction.stop_reason import StopReasonFirst
+from pensieve.eviction.ttl import Ttl
+from pensieve.hint import Hint
+from pensieve.session import Chunk, Session, View
+from tests.simulated import policy_context
+
+
+def idle(number: int, last_active_s: float, hint: Hint | None = None, next_use_s: float | None = None) -> Session:
+    chunks = [Chunk(gpu=number, gpu_len=4, view=View.DIRTY)]
+    return Session(
+        f"s{number}", number, 0.0, last_active_s, hint=hint, next_use_s=next_use_s, chunks=chunks, turns=number % 7
+    )
+
+
+def evicted(policy: EvictionPolicy, sessions: list[Session], now_s: float) -> list[int]:
+    """The numbers of the conversations in the order in which they are evicted."""
+    index = VictimIndex(policy, View.DIRTY)
+    for session in sessions:
+        session.chunks[0].view = View.DIRTY
+        index.add(session, 0)
+    gone = []
+    for session, chunk in index.victims(now_s):
+        gone.append(session.number)
+        session.chunks[chunk].view = View.NONE
+        index.remove(session, chunk)
+    return gone
+
+
+CALLS, ENDS = Hint("tool_use"), Hint("end_turn")
+
+
+def test_stop_reason_is_a_hard_priority_and_recency_within_it() -> None:
+    sessions = [idle(1, 1.0, CALLS), idle(2, 2.0), idle(3, 3.0, ENDS), idle(4, 4.0, ENDS), idle(5, 0.5, CALLS)]
+    for now_s in (5.0, 1e6):  # it never expires, which is what is wrong with it
+        assert evicted(StopReasonFirst(policy_context()), sessions, now_s) == [3, 4, 2, 5, 1]
+
+
+def test_ttl_evicts_in_the_order_of_expiry_and_what_the_client_asks_for_beats_the_class() -> None:
+    sessions = [
+        idle(1, 0.0, CALLS),  # 60
+        idle(2, 50.0, ENDS),  # 50
+        idle(3, 40.0, Hint("tool_use", "bash", expected_s=6.0)),  # 40 + 2 x 6
+        idle(4, 0.0, Hint("end_turn", keep_s=55.0)),  # 55
+        idle(5, 70.0),  # 70
+        idle(6, 0.0, Hint(expected_s=1.0, keep_s=0.0)),  # 0
+    ]
+    assert evicted(Ttl(policy_context()), sessions, 71.0) == [6, 2, 3, 4, 1, 5]
+    assert evicted(Ttl(policy_context(), tool_use_s=0.0, end_turn_s=30.0), sessions, 71.0) == [1, 6, 3, 4, 5, 2]
+
+
+def test_who_will_be_back_goes_last_until_it_is_overdue() -> None:
+    soon, late = Hint(expected_s=60.0), Hint(expected_s=61.0)
+    sessions = [idle(1, 0.0, soon), idle(2, 10.0, late), idle(3, 20.0), idle(4, 30.0, soon), idle(5, 40.0, CALLS)]
+    policy = Hinted(policy_context())
+    assert evicted(policy, sessions, 50.0) == [2, 3, 5, 1, 4]
+    assert evicted(policy, sessions, 61.0) == [1, 2, 3, 5, 4], "the first broke its word"
+    assert evicted(policy, sessions, 91.0) == [1, 2, 3, 4, 5], "nobody's word stands: least recently used"
+
+
+def test_an_oracle_reads_the_schedule_and_not_what_the_client_says() -> None:
+    said = Hint(expected_s=1.0)
+    sessions = [
+        idle(1, 0.0, next_use_s=60.0),
+        idle(2, 1.0, said),
+        idle(3, 2.0, said, 62.5),
+        idle(4, 3.0, next_use_s=4.0),
+    ]
+    assert evicted(OracleHint(policy_context()), sessions, 5.0) == [2, 3, 1, 4]
+    assert evicted(OracleHint(policy_context(), within_s=61.0), sessions, 5.0) == [2, 1, 3, 4]
+
+
+@pytest.mark.parametrize("error", [0.0, 0.1, 0.4, 1.0])
+def test_a_noisy_hint_is_wrong_as_often_as_it_says_about_either_answer(error: float) -> None:
+    draw = random.Random(3)
+    noisy, true = OracleHint(policy_context(), error=error), OracleHint(policy_context())
+    for returns in (True, False):
+        sessions = [idle(n, 0.0, next_use_s=draw.uniform(0, 60) if returns else None) for n in range(4000)]
+        assert {true.soon(session) for session in sessions} == {returns}
+        wrong = [noisy.soon(session) is not returns for session in sessions]
+        assert sum(wrong) / 4000 == pytest.approx(error, abs=0.025)
+        assert wrong == [noisy.soon(session) is not returns for session in sessions], "it does not change its mind"
+
+
+def test_only_a_schedules_hint_refuses_live_traffic() -> None:
+    found = {policy.__name__: needs_future(policy) for policy in (Hinted, StopReasonFirst, Ttl, OracleHint)}
+    assert found == {"Hinted": False, "StopReasonFirst": False, "Ttl": False, "OracleHint": True}
+
+
+@pytest.mark.parametrize(
+    ("make", "fields"),
+    [(Hinted, {"within_s": 0}), (OracleHint, {"error": 1.1}), (OracleHint, {"within_s": -1}), (Ttl, {"slack": -1}),
+     (Ttl, {"tool_use_s": float("inf")})],
+)  # fmt: skip
+def test_a_field_that_makes_no_sense_is_named(make: Any, fields: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(fields))):
+        make(policy_context(), **fields)
