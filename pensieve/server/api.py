@@ -29,6 +29,7 @@ from pensieve.compose.folder import ended, nearest
 from pensieve.compose.target import locate
 from pensieve.errors import ConfigError, EngineMissing, PensieveError, RequestFailed, WorkerError
 from pensieve.eviction.base import needs_future
+from pensieve.hint import Hint
 from pensieve.record import Event, TurnRecord
 from pensieve.request import Free, Length, Sampling, stops_of, text_of, tokens_of
 from pensieve.server.conversations import Asked, Conversation, Conversations, Mark, message_keys
@@ -137,12 +138,14 @@ class Server:
         seed: int | None = None,
         stop: str | Sequence[str] | None = (),
         ignore_eos: bool = False,
+        hint: Hint | None = None,
     ) -> Generation:
         """Append a message (token ids, or text) to the conversation and generate.
 
         text: of a chat model one message of its user, in the model's template; of another model, what follows as it is.
         prompt_ids: whole numbers below the model's vocabulary, of Python or numpy; none at all asks to go on without a new
-        message. seed: of this reply, else the server's. stop: one string or several; None or () for none.
+        message. seed: of this reply, else the server's. stop: one string or several; None or () for none. hint: when the
+        conversation is expected to go on, which eviction policies may read.
 
         Raises CapacityError or ContextLengthError, or RequestRefused itself, for a request that can never be served,
         RequestFailed where the engine failed it, ConfigError for arguments that make no sense.
@@ -159,6 +162,7 @@ class Server:
             seed=seed,
             stop=stop,
             ignore_eos=ignore_eos,
+            hint=hint,
         )
         return self.wait(turn.future)
 
@@ -359,6 +363,7 @@ class Server:
         seed: int | None = None,
         stop: str | Sequence[str] | None = (),
         ignore_eos: bool = False,
+        hint: Hint | None = None,
     ) -> Turn:
         if (prompt_ids is None) == (text is None):
             raise ConfigError("Give either prompt_ids or text.")
@@ -370,7 +375,7 @@ class Server:
             conversation = self.conversations.find("", text_of(session_id, "session_id"))
             if conversation is None:
                 conversation = self.conversations.open("", session_id)
-            turn = self.turn(conversation, ask, output, sampling, on_event=on_event)
+            turn = self.turn(conversation, ask, output, sampling, on_event=on_event, hint=hint)
             self.begin(turn)
         return turn
 

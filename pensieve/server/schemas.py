@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from pensieve.errors import ConfigError
+from pensieve.hint import Hint
 from pensieve.record import TurnRecord
 from pensieve.request import Free, Sampling, stops_of
 from pensieve.server.dialogue import Tools, Wish
@@ -37,6 +38,11 @@ class _Body(BaseModel):
     keep_alive: Annotated[Real, Field(gt=0, le=1e9)] | None = Field(
         None,
         description="Seconds without a turn after which the conversation may be given up. A hint: nothing is pinned.",
+    )
+    metadata: dict[str, Any] | None = Field(
+        None,
+        description="Of its keys three are hints to the cache: expected_s, seconds from the reply to the next request; "
+        "stop_reason, tool_use or end_turn, where the client knows how the reply will end; and tool.",
     )
 
 
@@ -130,7 +136,6 @@ class ResponseBody(_Body):
     previous_response_id: str | None = None
     store: bool | None = True
     max_output_tokens: Tokens | None = None
-    metadata: dict[str, Any] | None = None
     tools: list[Tool] | None = None
     tool_choice: Any = "auto"
     parallel_tool_calls: bool | None = True
@@ -208,7 +213,22 @@ def wish_of(
         anonymous=seed is not None,
     )
     output = Free(settings.max_new_tokens if max_tokens is None else max_tokens, stops)
-    return Wish(output, sampling, max_tokens is None, body.keep_alive, tools, options)
+    return Wish(
+        output, sampling, max_tokens is None, body.keep_alive, tools, {**options, "hint": hint_of(body.metadata)}
+    )
+
+
+def hint_of(metadata: Mapping[str, Any] | None) -> Hint | None:
+    """What a request's metadata says of the time after its reply; its values are texts in OpenAI's own clients. Raises
+    ConfigError for a value that is none of what its key can be."""
+    given = metadata or {}
+    said = {key: given[key] for key in ("stop_reason", "tool", "expected_s") if key in given}
+    if isinstance(expected := said.get("expected_s"), str):
+        try:
+            said["expected_s"] = float(expected)
+        except ValueError:
+            raise ConfigError(f"metadata.expected_s is a number of seconds, not {expected!r}.") from None
+    return Hint(**said) if said else None
 
 
 def client_stops(stop: str | list[str] | None) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from pensieve.errors import PensieveError, RequestFailed, WorkerError, refused
+from pensieve.hint import Hint
 from pensieve.record import Event, TurnRecord
 from pensieve.request import Fork, Free, Length, Request, Sampling
 from pensieve.server.conversations import Asked, Conversation, Mark
@@ -36,7 +37,8 @@ class Turn:
 
     ask: what it asks of the conversation, once it is this turn's time. tools: that the prompt shows. fits: ask for fewer
     tokens than `output` says where there is no room for as many. on_event: called in the engine's thread with each token
-    and with the end. cut: somebody has cancelled it. asked, held (tokens of the conversation), was_restored: as of its start.
+    and with the end. hint: what the client says of the time after the reply; how long it wants the conversation kept is the
+    conversation's. cut: somebody has cancelled it. asked, held (tokens of the conversation), was_restored: as of its start.
     """
 
     server: Server
@@ -50,6 +52,7 @@ class Turn:
     tools: object = None
     fits: bool = False
     on_event: Callable[[Event], None] | None = None
+    hint: Hint | None = None
     future: Future[Generation] = field(default_factory=Future)
     asked: Asked | None = None
     held: int = 0
@@ -85,7 +88,12 @@ class Turn:
             fork=fork,
             forgotten=forgotten,
             tenant=conversation.tenant,
+            hint=self._hint(),
         )
+
+    def _hint(self) -> Hint | None:
+        keep_s = self.conversation.keep_alive_s
+        return self.hint if keep_s is None else replace(self.hint or Hint(), keep_s=keep_s)
 
     def happened(self, event: Event) -> None:
         if event.turn is not None:

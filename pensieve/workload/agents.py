@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import count
 
+from pensieve.hint import Hint
 from pensieve.record import TurnRecord
 from pensieve.request import Length, Request, Sampling
 from pensieve.workload.base import Arrival, WorkloadContext, WorkloadPlan
@@ -21,7 +22,7 @@ class AgentsWorkload:
 
     Reason sends a prompt; Act waits for the world, `act_s` seconds give or take a tenth, and asks the model nothing;
     Reflect sends only what the world answered, and its context is everything said before. The next Reason follows the
-    reflection at once. Each turn carries its stage as phase and label.
+    reflection at once. Each turn carries its stage as phase and label, and as a hint the tool and its mean seconds.
 
     agents: how many at once. reason_tokens, observation_tokens: lengths of the prompts; reason_output, reflect_output: of
         the replies. warmup: one Reason and one Reflect of as many agents, phase "warmup", without the Act between.
@@ -100,6 +101,13 @@ class AgentsWorkload:
         spread = ACT_SPREAD * (uniform(self._context.seed, "act", turn.session, turn.turn) - 0.5)
         return self._act_s * (1.0 + spread)
 
+    def _hint(self, turn: int) -> Hint:
+        """What an agent's harness knows: its tool and how long that takes on average; after a reflection it goes on at once,
+        after the last one not at all."""
+        if turn % 2 == 1:
+            return Hint("tool_use", "act", expected_s=self._act_s)
+        return Hint("end_turn") if turn == 2 * self._steps else Hint(expected_s=0.0)
+
     def _arrival(self, session: str, turn: int, at_s: float) -> Arrival:
         stage = STAGES[(turn - 1) % 2]
         warming = session.startswith("warmup-")
@@ -112,5 +120,6 @@ class AgentsWorkload:
             sampling=Sampling(seed=self._context.seed),
             phase="warmup" if warming else stage,
             label="" if warming else stage,
+            hint=self._hint(turn),
         )
         return Arrival(at_s, request, None if self._timeout_s is None else at_s + self._timeout_s)

@@ -74,6 +74,7 @@ class WorkloadPlan:
     working_set_tokens: KV tokens of all conversations at their longest. cache_state: what the cache holds of the measured
     conversations at their first measured turn: cold (nothing), primed (what the warm-up put there), carried (what an
     earlier run left); checked after the run, and a mismatch invalidates the trial.
+    until_first_user: nothing is sent any more once the first user (load "closed") has nothing left to ask.
     """
 
     load: str
@@ -82,6 +83,7 @@ class WorkloadPlan:
     working_set_tokens: int
     warmup_turns: int
     cache_state: str = "cold"
+    until_first_user: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -65,8 +65,7 @@ class Playback(Talks[Dialogue]):
     times a request waits for nothing; two of one conversation that overlap are served in their order. Turns count from 1.
     Prompts are built when they are due.
 
-    first_user_ends: nothing is sent any more once the first user (load "closed") has nothing left to ask. hints: requests
-    carry what the recorded clients knew.
+    first_user_ends: as WorkloadPlan.until_first_user. hints: requests carry what the recorded clients knew.
     """
 
     def __init__(
@@ -92,7 +91,6 @@ class Playback(Talks[Dialogue]):
         self._people = people
         self._pauses, self._free, self._timeout_s = pauses, free, timeout_s
         self._first_user_ends, self._hints = first_user_ends, hints
-        self._ended = False
         self._facts = facts
         self._ids = count(1)
         self._family = Family(measured)
@@ -107,14 +105,15 @@ class Playback(Talks[Dialogue]):
             **_spread("prompt_tokens", [step.prompt for step in steps]),
             **_spread("reply_tokens", [step.reply for step in steps]),
         }
-        return self._plan(self._arrivals.load, self._free, facts)
+        plan = self._plan(self._arrivals.load, self._free, facts)
+        return replace(plan, until_first_user=self._first_user_ends)
 
     def on_finished(self, turn: TurnRecord) -> Iterable[Arrival]:
         talk, now = self._talks[turn.session], turn.finished_s
         assert now is not None
         if not is_measured(talk.phase):
             return super().on_finished(turn)
-        if isinstance(self._arrivals, Recorded) or self._ended:
+        if isinstance(self._arrivals, Recorded):
             return []
         completed = turn.status == "completed"
         begun = self._family.begun_after(talk, turn.turn) if completed else ()
@@ -125,8 +124,7 @@ class Playback(Talks[Dialogue]):
             return [*following, self._arrival(talk, turn.turn + 1, now + self._pause_s(talk, turn.turn), turn)]
         for waiting, before in self._family.over(talk, turn.turn if completed else turn.turn - 1):
             following.append(self._arrival(waiting, before.turn + 1, now + self._pause_s(waiting, before.turn), before))
-        self._ended = self._first_user_ends and self.out_of_work(turn, following)
-        return [] if self._ended else [*following, *super().on_finished(turn)]
+        return [*following, *super().on_finished(turn)]
 
     def out_of_work(self, turn: TurnRecord, following: Sequence[Arrival]) -> bool:
         """Whether a person has nothing left to ask after this turn; not one whose next turn waits for other conversations,

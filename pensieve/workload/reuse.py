@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from pensieve.workload.chance import exponential, shuffled
 from pensieve.workload.recording import Blocks, Recording
 
 
@@ -75,6 +77,66 @@ def _unbounded(requests: Iterable[tuple[Sequence[int], int]], block_tokens: int)
             if hashes[place] in fresh and hashes.index(hashes[place]) == place:
                 missed_tokens -= block_tokens - max(0, filled - place * block_tokens)
     return Reuse(blocks, tokens, len(seen), blocks - len(seen), tokens - missed_tokens)
+
+
+def furthest_reuse(requests: Iterable[tuple[Sequence[int], int]], block_tokens: int, capacity_tokens: float) -> Reuse:
+    """As `block_reuse`, in a cache that knows the future: whenever there is no room, the block goes that is needed last
+    (Belady 1966), the one just used included, so that what is not needed soon enough is not kept at all."""
+    asked = list(requests)
+    accesses = [block for hashes, _ in asked for block in hashes]
+    never = len(accesses)
+    following = [never] * never
+    later: dict[int, int] = {}
+    for place in range(never - 1, -1, -1):
+        following[place] = later.get(accesses[place], never)
+        later[accesses[place]] = place
+    room = int(capacity_tokens // block_tokens)
+    held: dict[int, int] = {}  # the next use of each block in the cache
+    furthest: list[tuple[int, int]] = []
+    place = tokens = hit_blocks = hit_tokens = 0
+    for hashes, prompt_tokens in asked:
+        for index, block in enumerate(hashes):
+            filled = max(0, min(block_tokens, prompt_tokens - index * block_tokens))
+            tokens += filled
+            if held.pop(block, None) is not None:
+                hit_blocks += 1
+                hit_tokens += filled
+            if following[place] < never:
+                held[block] = following[place]
+                heapq.heappush(furthest, (-following[place], block))
+            while len(held) > room:
+                next_use, last = heapq.heappop(furthest)
+                if held.get(last) == -next_use:
+                    del held[last]
+            place += 1
+    return Reuse(never, tokens, len(later), hit_blocks, hit_tokens)
+
+
+def started_over(
+    recording: Recording, over_s: float, sessions: int, seed: int, blocks_in_one: int = 1
+) -> tuple[list[tuple[Sequence[int], int]], int]:
+    """What `recorded_blocks` gives, of a recording whose conversations have clocks of their own: so many of them, drawn by
+    the seed, begin as a Poisson process over so many seconds and keep their recorded times; what comes after is left out.
+
+    blocks_in_one: so many recorded blocks that follow each other are one here; what is left behind the last whole one is
+    left out. Conversations that others began are left out.
+    """
+    people = [one for one in recording.conversations if one.begun is None]
+    names: dict[tuple[int, ...], int] = {}
+    found: list[tuple[float, int, list[int]]] = []
+    began_s, size = 0.0, 1
+    for place, index in enumerate(shuffled(len(people), seed, "conversations")[:sessions]):
+        began_s += exponential(over_s / sessions, seed, "arrival", place)
+        for call in people[index].calls:
+            assert isinstance(call.content, Blocks) and call.at_s is not None
+            if began_s + call.at_s > over_s:
+                break
+            hashes, size = call.content.hashes, call.content.block_tokens * blocks_in_one
+            starts = range(0, len(hashes) - blocks_in_one + 1, blocks_in_one)
+            wide = [tuple(hashes[start : start + blocks_in_one]) for start in starts]
+            found.append((began_s + call.at_s, place, [names.setdefault(one, len(names)) for one in wide]))
+    found.sort(key=lambda one: one[:2])
+    return [(blocks, len(blocks) * size) for _, _, blocks in found], size
 
 
 def recorded_blocks(recording: Recording) -> tuple[list[tuple[Sequence[int], int]], int]:

@@ -1,9 +1,11 @@
+import itertools
 import random
 
 import pytest
 
+from pensieve.workload.chance import exponential
 from pensieve.workload.recording import Blocks, Call, Conversation, Count, Recording, hashes_of
-from pensieve.workload.reuse import block_reuse, recorded_blocks
+from pensieve.workload.reuse import block_reuse, furthest_reuse, recorded_blocks, started_over
 
 
 def test_unbounded_reuse_counts_repeats_and_partly_filled_blocks():
@@ -35,6 +37,52 @@ def test_against_a_plain_list():
                 held.append(block)
                 held = held[-room:]
         assert block_reuse(prompts, 1, room).hit_blocks == hits
+
+
+def most_hits(accesses, room):
+    """Brute force: after each access every choice of what to keep."""
+    states = {frozenset(): 0}
+    for block in accesses:
+        reached = {}
+        for held, hits in states.items():
+            now = hits + (block in held)
+            everything = held | {block}
+            for size in range(min(room, len(everything)) + 1):
+                for kept in itertools.combinations(sorted(everything), size):
+                    reached[frozenset(kept)] = max(now, reached.get(frozenset(kept), 0))
+        states = reached
+    return max(states.values())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_who_knows_the_future_hits_as_often_as_anybody_can(seed):
+    draw = random.Random(seed)
+    prompts = [([draw.randrange(5) for _ in range(draw.randrange(1, 4))], 12) for _ in range(7)]
+    for room in (0, 1, 2, 3):
+        found = furthest_reuse(prompts, 4, 4 * room)
+        assert found.hit_blocks == most_hits([one for blocks, _ in prompts for one in blocks], room)
+        assert found.hit_blocks >= block_reuse(prompts, 4, 4 * room).hit_blocks
+    assert furthest_reuse(prompts, 4, 1e9) == block_reuse(prompts, 4)
+
+
+def test_unbounded_reuse_is_that_of_a_cache_that_is_large_enough():
+    draw = random.Random(5)
+    prompts = [([draw.randrange(60) for _ in range(draw.randrange(0, 9))], draw.randrange(0, 40)) for _ in range(400)]
+    assert block_reuse(prompts, 4) == block_reuse(prompts, 4, 1e9)
+
+
+def test_sessions_with_clocks_of_their_own_are_started_over_a_stretch():
+    def session(name, *times):
+        calls = tuple(Call(Blocks(hashes_of([1, 2, n + 3, n + 4, 9]), 4, 23), 1, at_s) for n, at_s in enumerate(times))
+        return Conversation(name, calls)
+
+    recording = Recording("x", tuple(session(f"s{n}", 0.0, 10.0, 5000.0) for n in range(20)), "", one_clock=False)
+    found, size = started_over(recording, 1000.0, 12, seed=1, blocks_in_one=2)
+    assert size == 8 and {tokens for _, tokens in found} == {16}, "two whole blocks of five recorded ones"
+    began = list(itertools.accumulate(exponential(1000.0 / 12, 1, "arrival", place) for place in range(12)))
+    assert len(found) == sum(at + later <= 1000.0 for at in began for later in (0.0, 10.0)) > 12
+    assert found == started_over(recording, 1000.0, 12, seed=1, blocks_in_one=2)[0]
+    assert block_reuse(found, size).unique_blocks == 3
 
 
 def test_nothing_asked_is_no_reuse():

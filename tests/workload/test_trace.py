@@ -127,6 +127,52 @@ def test_requests_that_the_context_cannot_hold_are_cut_and_counted(trace):
         trace_of(trace, 100)
 
 
+def lengths(workload):
+    return [len(one.due().prompt) for one in measured(drive(workload))]
+
+
+def ten(tmp_path, *times):
+    return mooncake(tmp_path / "trace.jsonl", *((ms, 500 + n, 1, [n]) for n, ms in enumerate(times)))
+
+
+EVEN = [1000 * n for n in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("times", "left"),
+    [
+        ([*EVEN, 10**12], range(500, 510)),  # a time in another unit
+        ([-(10**9), *EVEN], range(501, 511)),
+        ([-(10**9), *EVEN, 10**12], range(501, 511)),
+    ],
+)
+def test_a_time_far_from_all_others_is_refused_and_not_waited_for(tmp_path, times, left):
+    path = ten(tmp_path, *times)
+    with pytest.raises(MalformedInput, match=r"far from the other 10.*on_malformed=skip"):
+        build(path)
+    workload = build(path, on_malformed="skip")
+    assert workload.describe().facts["requests_far_from_all_others"] == len(times) - 10
+    sends = measured(drive(workload))
+    assert max(one.at_s for one in sends) - min(one.at_s for one in sends) == 9.0
+    assert lengths(build(path, on_malformed="skip")) == list(left)
+
+
+def test_a_window_without_the_outlier_needs_no_leave(tmp_path):
+    assert len(lengths(build(ten(tmp_path, *EVEN, 10**12), window_s=60.0))) == 10
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        [*EVEN, 9_000 + 3_600_000],  # an hour's pause
+        [*EVEN, 10**8, 10**8 + 1000, 10**8 + 2000],  # three of 13 at another time: a part of the recording
+        [0, 10**9],
+    ],
+)
+def test_pauses_are_no_outliers(tmp_path, times):
+    assert len(lengths(build(ten(tmp_path, *times)))) == len(times)
+
+
 def test_malformed_lines_are_fatal_or_counted(trace):
     with trace.open("a") as file:
         file.write("\n{}\n")

@@ -18,19 +18,20 @@ _KEY = 32  # leading characters by which prompts that may continue each other ar
 
 def read(reader: Reader) -> Recording:
     whole_prompts: list[list[Call]] = []
-    begun: dict[str, list[list[Call]]] = {}
+    begun: dict[str, list[list[Call]]] = {}  # conversations by how their first prompt begins
     talks: list[tuple[str, tuple[Call, ...]]] = []
     for name, calls, prompt in reader.json_list(_entry):
         if prompt is None:
             talks.append((name, calls))
             continue
-        alike = begun.setdefault(prompt[:_KEY], [])
+        keys = {prompt[:length] for length in range(1, _KEY + 1)}  # a short prompt is all of its key
+        alike = [one for key in keys for one in begun.get(key, ())]
         before = [one for one in alike if len(prompt) > len(_text(one[-1])) and prompt.startswith(_text(one[-1]))]
         if before:
             max(before, key=lambda one: len(_text(one[-1]))).extend(calls)
         else:
-            alike.append(list(calls))
-            whole_prompts.append(alike[-1])
+            whole_prompts.append(list(calls))
+            begun.setdefault(prompt[:_KEY], []).append(whole_prompts[-1])
     recording = sharegpt.recording(reader, talks)
     asked = [Conversation(f"prompt-{place}", tuple(calls)) for place, calls in enumerate(whole_prompts)]
     return replace(recording, format="lmbenchmark", rule=RULE, conversations=recording.conversations + tuple(asked))

@@ -160,9 +160,10 @@ def text(row: Row, name: str) -> str:
 
 def hash_list(row: Row, name: str) -> list[int]:
     value = _value(row, name)
-    if not isinstance(value, list) or not all(type(one) is int and -(2**63) <= one < 2**63 for one in value):
+    plain = isinstance(value, list) and set(map(type, value)) <= {int}
+    if not plain or (value and not (min(value) >= -(2**63) and max(value) < 2**63)):
         raise Malformed(f"{name} is not a list of whole numbers")
-    return value
+    return list(value)
 
 
 def _value(row: Row, name: str) -> Any:

@@ -102,7 +102,7 @@ def _session(row: Row) -> _Session:
 def _sub_agent(row: Row, parent: _Open, read: Callable[..., float], depth: int) -> None:
     """It began after the last reply of its parent that had ended then, and the parent's next request waits for it."""
     ended_s = number(row, "t")
-    duration_s = number(row, "duration_ms") / 1e3 if "duration_ms" in row else 0.0
+    duration_s = 0.0 if row.get("duration_ms") is None else number(row, "duration_ms") / 1e3
     began_s = max(0.0, ended_s - duration_s)
     if not parent.calls:
         raise Malformed("a sub-agent comes before the first request")
@@ -128,7 +128,7 @@ def _call(
         raise Malformed(f"t={at_s} lies before the request above it ({this.at_s})")
     if len(hashes) * size > tokens:
         raise Malformed(f"in={tokens} has no room for {len(hashes)} blocks of {size} tokens")
-    if not all(0 <= one < SESSION_IDS for one in hashes):
+    if hashes and not (min(hashes) >= 0 and max(hashes) < SESSION_IDS):
         raise Malformed(f"hash_ids are numbers below {SESSION_IDS}")
     facts[f"requests_{text(row, 'type')}" if not depth else "requests_of_sub_agents"] += 1
     stop = str(row.get("stop") or "")

@@ -4,8 +4,12 @@ import json
 
 import pytest
 
-from pensieve.errors import MalformedInput
+from pensieve.errors import ConfigError, MalformedInput
 from pensieve.workload.formats import load
+from pensieve.workload.recording import Text
+from pensieve.workload.trace import trace_workload
+from tests.scripted import context
+from tests.workload.dry import drive
 
 
 def said(recording):
@@ -113,3 +117,44 @@ def test_agents_calls_are_ordered_by_the_length_of_their_input(tmp_path):
 def test_a_folder_without_sessions(tmp_path):
     with pytest.raises(MalformedInput, match=r"holds no \*\.jsonl"):
         load(tmp_path, "agent_jsonl")
+
+
+def test_lmbenchmark_counts_the_tokens_of_an_answer_itself(tmp_path):
+    entry = sharegpt(("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d"))
+    entry["conversations"][1]["num_tokens"] = 40
+    path = write(tmp_path / "ShareGPT.json", [entry])
+    assert [call.reply for call in load(path, "lmbenchmark").conversations[0].calls] == [40, Text("d")]
+    assert [call.reply for call in load(path, "sharegpt").conversations[0].calls] == [Text("b"), Text("d")]
+    entry["conversations"][1]["num_tokens"] = 0
+    with pytest.raises(MalformedInput, match="num_tokens=0"):
+        load(write(path, [entry]), "lmbenchmark")
+
+
+def test_lmbenchmark_prompts_continue_the_longest_one_that_they_begin_with(tmp_path):
+    prompts = [("Hello there, who are you?", 5), ("Something else altogether", 6),
+               ("Hello there, who are you?\nI am.\nAnd I?", 7), ("Hello there, who are you?\nI am.\nAnd I?\nYou.\nOh", 8),
+               ("Hello there, who are you?", 9)]  # fmt: skip
+    path = write(tmp_path / "run.json", [{"input": text, "output_length": length} for text, length in prompts])
+    recording = load(path, "lmbenchmark")
+    assert [[call.reply for call in one.calls] for one in recording.conversations] == [[5, 7, 8], [6], [9]]
+    assert not any(call.continues for one in recording.conversations for call in one.calls)
+    with pytest.raises(MalformedInput, match="entry 1: input is empty"):
+        load(write(path, [{"input": "", "output_length": 1}]), "lmbenchmark")
+
+
+def test_mt_bench_has_questions_only_and_needs_to_be_told_how_long_replies_are(tmp_path):
+    path = tmp_path / "question.jsonl"
+    rows = [
+        {"question_id": 81, "category": "writing", "turns": ["Compose a post.", "Rewrite it."]},
+        {"question_id": 81, "category": "math", "turns": ["One and one?"], "reference": ["2"]},
+    ]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    recording = load(path, "mt_bench")
+    assert [(one.id, len(one.calls)) for one in recording.conversations] == [("mt_bench-81", 2), ("mt_bench-81.1", 1)]
+    with pytest.raises(ConfigError, match=r"workload\.max_new_tokens"):
+        trace_workload(context(), path=str(path), format="mt_bench")
+    sent = drive(trace_workload(context(), path=str(path), format="mt_bench", max_new_tokens=30))
+    assert {one.request.output.max_new_tokens for one in sent} == {30}
+    path.write_text('{"question_id": 1, "turns": []}')
+    with pytest.raises(MalformedInput, match="turns is not a list of texts"):
+        load(path, "mt_bench")

@@ -1,0 +1,86 @@
+"""What clients say of when they will be back reaches the eviction policy, and what makes no sense is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("fastapi")
+
+from pensieve.errors import ConfigError
+from pensieve.hint import Hint
+from pensieve.server import create_server
+from tests.server.live import SIMULATED, simulated, until
+
+
+@pytest.fixture(scope="module")
+def served() -> Any:
+    with simulated() as (state, client):
+        yield state.server.system.engine.cache, client
+
+
+def ask(client: httpx.Client, name: str, path: str = "/v1/chat/completions", **fields: Any) -> httpx.Response:
+    body: dict[str, Any] = {"session_id": name, **fields}
+    if path.endswith("chat/completions"):
+        body |= {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+    elif path.endswith("/responses"):
+        body |= {"input": "Hello", "max_output_tokens": 3}
+    else:
+        body |= {"prompt": "Hello", "max_tokens": 3}
+    return client.post(path, json=body)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def test_metadata_and_keep_alive_are_hints_on_every_path(served: Any, path: str) -> None:
+    cache, client = served
+    before = set(cache.names())
+    metadata = {"tool": "bash", "expected_s": "2.5", "stop_reason": "tool_use", "whatever": "else"}
+    reply = ask(client, f"hinted {path}", path, keep_alive=300, metadata=metadata)
+    assert reply.status_code == 200, reply.text
+    (name,) = set(cache.names()) - before
+    assert until(lambda: cache.find(name).hint == Hint("tool_use", "bash", 2.5, 300.0)), cache.find(name).hint
+
+
+def test_who_says_nothing_gives_no_hint_and_keep_alive_stays_with_the_conversation(served: Any) -> None:
+    cache, client = served
+    before = set(cache.names())
+    ask(client, "quiet", metadata={"user": "me"})
+    (name,) = set(cache.names()) - before
+    assert cache.find(name).hint is None
+    ask(client, "quiet", keep_alive=60, metadata={"expected_s": 1})
+    assert until(lambda: cache.find(name).hint == Hint(expected_s=1, keep_s=60.0))
+    ask(client, "quiet")
+    assert until(lambda: cache.find(name).hint == Hint(keep_s=60.0)), "the expectation was of one reply only"
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [{"expected_s": "soon"}, {"expected_s": -1}, {"expected_s": "inf"}, {"stop_reason": "length"}, {"tool": 7}],
+)
+def test_a_hint_that_makes_no_sense_is_a_400_that_names_it(served: Any, metadata: dict[str, Any]) -> None:
+    reply = ask(served[1], "odd", metadata=metadata)
+    assert reply.status_code == 400
+    assert next(iter(metadata)) in reply.json()["error"]["message"]
+
+
+def test_programs_give_hints_and_a_policy_acts_on_them() -> None:
+    with create_server(
+        **{**SIMULATED, "gpu_cache": "512 tokens", "cpu_cache": "0 tokens"}, eviction="hinted"
+    ) as server:
+        soon = Hint(expected_s=5.0)
+        server.generate("stays", prompt_ids=range(200), max_new_tokens=4, hint=soon)
+        server.generate("goes", prompt_ids=range(200), max_new_tokens=4)
+        server.generate("new", prompt_ids=range(90, 290), max_new_tokens=4)
+        found = {
+            name: server.generate(name, prompt_ids=[1], max_new_tokens=1).turn.gpu_hit_tokens
+            for name in ("stays", "goes")
+        }
+        assert found["stays"] == 203 and found["goes"] < 203, "recency alone would have evicted the first"
+
+
+def test_live_traffic_refuses_an_oracle() -> None:
+    for eviction in ("oracle_hint", "noisy_hint_10"):
+        with pytest.raises(ConfigError, match="live traffic has none"):
+            create_server(eviction=eviction, **SIMULATED)

@@ -1,0 +1,281 @@
+"""WEKA's sessions of agents: what is shared, what is paused, who waits for whom; and what is published of the real ones."""
+
+import json
+
+import pytest
+
+from pensieve.errors import ConfigError, MalformedInput
+from pensieve.hint import Hint
+from pensieve.replay import replay
+from pensieve.workload.formats import load
+from pensieve.workload.recording import Begun
+from pensieve.workload.reuse import block_reuse, furthest_reuse, started_over
+from pensieve.workload.trace import trace_workload
+from tests.composed import replayed
+from tests.scripted import ScriptedSystem, context
+from tests.shared_data import shared
+from tests.workload.dry import drive
+
+
+def call(t, hashes, tokens=None, api=2.0, think=None, stop="tool_use", **more):
+    row = {"t": t, "type": "n", "in": 4 * len(hashes) + 1 if tokens is None else tokens, "out": 3, "hash_ids": hashes}
+    row |= (
+        {"stop": stop} | ({} if api is None else {"api_time": api}) | ({} if think is None else {"think_time": think})
+    )
+    return row | more
+
+
+def session(folder, name, *requests, tools=8, system=4, **more):
+    row = {"id": name, "block_size": 4, "hash_id_scope": "local", "tool_tokens": tools, "system_tokens": system}
+    (folder / f"{name}.json").write_text(json.dumps(row | {"requests": list(requests)} | more))
+    return folder
+
+
+def sub_agent(t, duration_ms, *requests, name="agent_001"):
+    return {"type": "subagent", "agent_id": name, "t": t, "duration_ms": duration_ms, "tool_tokens": 4,
+            "system_tokens": 0, "requests": list(requests)}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    session(
+        tmp_path, "a",
+        call(0.0, [1, 2, 3, 4]),
+        call(9.0, [1, 2, 3, 4, 5], think=7.0, api=None, stop=""),
+        call(15.0, [1, 2, 3, 4, 5, 6], think=13.0, stop="end_turn"),
+        call(100.0, [1, 2, 3, 4, 5, 6, 7], think=83.0),
+    )  # fmt: skip
+    return session(tmp_path, "b", call(0.0, [1, 2, 3, 4]), call(4.0, [8, 9], think=2.0))
+
+
+def build(path, seed=0, **fields):
+    return trace_workload(context(seed), path=str(path), format="weka", **fields)
+
+
+def measured(arrivals):
+    return [one for one in arrivals if one.request.phase != "warmup"]
+
+
+def times(workload, service_s=1.0, fail=()):
+    sent = measured(drive(workload, service_s, fail))
+    start = min(one.at_s for one in sent)
+    return {(one.request.session, one.request.turn): round(one.at_s - start, 6) for one in sent}
+
+
+def test_think_time_counts_from_the_reply_and_where_its_end_is_unknown_from_the_request(folder):
+    recording = load(folder, "weka")
+    assert [one.pause_s for one in recording.conversations[0].calls] == [None, 7.0, 6.0, 83.0], (
+        "13 s of thought before the third call would reach back beyond the second, whose end nobody knows"
+    )
+    assert [one.hint for one in recording.conversations[0].calls] == [
+        Hint("tool_use"), None, Hint("end_turn"), Hint("tool_use"),
+    ]  # fmt: skip
+    assert not recording.timed
+    assert recording.facts["requests_n"] == 6 and recording.facts["stop_empty"] == 1
+
+
+def test_tools_and_system_prompts_of_equal_length_are_shared_and_nothing_else(tmp_path):
+    for name, tools, system in (("a", 8, 4), ("b", 8, 4), ("c", 8, 8), ("d", 4, 8)):
+        session(tmp_path, name, call(0.0, [1, 2, 3, 4]), call(9.0, [4, 1]), tools=tools, system=system)
+    a, b, c, d = (one.calls[0].content.hashes for one in load(tmp_path, "weka").conversations)
+    assert a[:3] == b[:3] and a[3] != b[3], "two blocks of tools and one of the system prompt"
+    assert c[:2] == a[:2] and c[2] != a[2], "the same tools before another system prompt"
+    assert not set(d) & {*a, *b, *c}
+    again = load(tmp_path, "weka").conversations[0].calls[1].content.hashes
+    assert list(again) == [a[3], a[0]], "an id of the file is the same block wherever it stands"
+
+
+def test_tokens_are_equal_where_blocks_are_and_only_there(folder):
+    requests = {(one.request.session, one.request.turn): one.due().prompt for one in measured(drive(build(folder)))}
+    one, two, other = requests["weka-a", 1], requests["weka-a", 2], requests["weka-b", 1]
+    assert len(one) == 17 and one[:16] == two[:16] and one[16] != two[16]
+    assert one[:12] == other[:12] and one[12:16] != other[12:16]
+
+
+def test_closed_loop_the_next_request_comes_a_pause_after_the_reply(folder):
+    at = times(build(folder, users="all"), service_s=5.0)
+    assert at["weka-a", 1] == at["weka-b", 1] == 0.0
+    assert [at["weka-a", turn] for turn in (2, 3, 4)] == [12.0, 23.0, 111.0]
+    assert at["weka-b", 2] == 7.0
+    capped = times(build(folder, users="all", think_scale=0.5, think_cap_s=10.0), service_s=5.0)
+    assert [capped["weka-a", turn] for turn in (2, 3, 4)] == [8.5, 16.5, 31.5]
+
+
+def test_sessions_begin_as_a_poisson_process_or_one_after_another(folder):
+    workload = build(folder, request_rate=0.01)
+    plan = workload.describe()
+    assert plan.load == "partly open" and plan.facts["arrival_s_mean"] == 300.0
+    at = times(workload)
+    assert {at["weka-a", 1], at["weka-b", 1]} != {0.0}
+    one_user = times(build(folder, users=1))
+    assert one_user["weka-b", 1] == one_user["weka-a", 4] + 1.0
+    with pytest.raises(ConfigError, match="users"):
+        build(folder, users=3)
+
+
+def test_measurement_ends_when_the_first_user_has_nothing_left_to_ask(folder):
+    def sent(**fields):
+        record = replay(ScriptedSystem(), build(folder, users="all", **fields))
+        return [(turn.session, turn.turn) for turn in record.turns if turn.phase != "warmup"], record.flags
+
+    assert sent(until="first_user")[0] == [("weka-a", 1), ("weka-b", 1), ("weka-b", 2)], "a's next was due 5 s later"
+    assert "3 of" in sent(until="first_user")[1]["unsent"]
+    assert len(sent()[0]) == 6 and "unsent" not in sent()[1]
+    with pytest.raises(ConfigError, match="users"):
+        build(folder, until="first_user")
+
+
+@pytest.fixture
+def family(tmp_path):
+    """The first request begins two agents; the second request waits for both, 3 s after the later one."""
+    return session(
+        tmp_path, "p",
+        call(0.0, [1, 2, 3, 4]),
+        sub_agent(20.0, 17_500, call(0.0, [11, 12]), call(6.0, [11, 12, 13], think=4.0), name="long"),
+        sub_agent(10.0, 8_000, call(0.0, [11, 4]), name="short"),
+        call(23.0, [1, 2, 3, 4, 5], think=21.0),
+        call(30.0, [1, 2, 3, 4, 5, 6], think=5.0),
+    )  # fmt: skip
+
+
+def test_sub_agents_are_conversations_in_the_names_of_their_parent(family):
+    parent, long, short = load(family, "weka").conversations
+    assert [one.id for one in (parent, long, short)] == ["weka-p", "weka-p/long", "weka-p/short"]
+    assert long.begun == short.begun == Begun("weka-p", 1)
+    assert [one.calls[0].pause_s for one in (long, short)] == [0.5, 0.0], "they began 17.5 s and 8 s before they ended"
+    assert parent.calls[1].waits_for == ("weka-p/long", "weka-p/short") and parent.calls[1].pause_s == 3.0
+    assert short.calls[0].content.hashes[1] == parent.calls[0].content.hashes[3], "one namespace"
+    assert short.calls[0].content.hashes[0] == long.calls[0].content.hashes[0]
+
+
+def test_a_parent_waits_for_those_it_began_however_long_they_take(family):
+    at = times(build(family, users="all"), service_s=10.0)
+    assert at == {
+        ("weka-p", 1): 0.0, ("weka-p/short", 1): 10.0, ("weka-p/long", 1): 10.5, ("weka-p/long", 2): 24.5,
+        ("weka-p", 2): 37.5, ("weka-p", 3): 52.5,
+    }  # fmt: skip
+    for broken in ({("weka-p/long", 1)}, {("weka-p/long", 2)}):
+        assert ("weka-p", 3) in times(build(family, users="all"), fail=broken), "a failure ends the wait too"
+    alone = times(build(family, users="all"), fail={("weka-p", 1)})
+    assert set(alone) == {("weka-p", 1)}, "what a failed reply would have begun never begins"
+
+
+def test_waiting_for_others_is_not_having_nothing_left_to_ask(family):
+    session(family, "q", *(call(50.0 * n, [1, 2, 3, 4], think=48.0) for n in range(5)))
+    workload = build(family, users="all")
+    record = replay(ScriptedSystem(), workload)
+    ends = {(turn.session, turn.turn): turn.finished_s for turn in record.turns}
+    assert ends["weka-p/short", 1] < ends["weka-p", 3] < ends["weka-q", 5]
+    assert "unsent" not in record.flags
+    stopped = replay(ScriptedSystem(), build(family, users="all", until="first_user"))
+    last = max(turn.finished_s for turn in stopped.turns)
+    assert last == ends["weka-p", 3], "p ended the measurement, and no agent of it before"
+
+
+def test_the_future_of_who_waits_is_told_when_its_wait_is_over(family):
+    system = ScriptedSystem()
+    replay(system, build(family, users="all"))
+    assert [name for name, _ in system.expected].count("weka-p") == 2
+
+
+def test_what_a_context_cuts_off_begins_nobody(tmp_path):
+    session(
+        tmp_path, "p", call(0.0, [1, 2, 3, 4]), call(5.0, [1, 2, 3, 4, 5], think=3.0),
+        sub_agent(9.0, 1_000, call(0.0, [11])), call(20.0, [1, 2, 3, 4, 5, 6], think=13.0),
+    )  # fmt: skip
+    whole, cut = build(tmp_path, users="all"), build(tmp_path, users="all", max_context=22)
+    assert whole.describe().facts["begun_by_others"] == cut.describe().facts["begun_by_others_left_out"] == 1
+    assert set(times(whole)) == {("weka-p", 1), ("weka-p", 2), ("weka-p", 3), ("weka-p/agent_001", 1)}
+    assert set(times(cut)) == {("weka-p", 1)}
+
+
+def test_hints_go_with_the_requests_unless_they_are_not_wanted(folder):
+    def hints(**fields):
+        return {one.request.hint for one in measured(drive(build(folder, **fields)))}
+
+    assert hints() == {None, Hint("tool_use"), Hint("end_turn")}
+    assert hints(hint="none") == {None}
+    with pytest.raises(ConfigError, match="eviction=oracle_hint"):
+        build(folder, hint="oracle")
+
+
+@pytest.mark.parametrize(
+    ("requests", "reason"),
+    [
+        ([call(5.0, [1]), call(4.0, [1])], r"request 1 of weka-x: t=4\.0 lies before"),
+        ([call(0.0, [1, 2], tokens=7)], "has no room for 2 blocks"),
+        ([call(0.0, [-1])], "hash_ids are numbers below"),
+        ([call(0.0, [1.5])], "hash_ids is not a list of whole numbers"),
+        ([], "has no request"),
+        ([sub_agent(1.0, 1, call(0.0, [1]))], "before the first request"),
+    ],
+)
+def test_a_malformed_session_is_named_and_counted(tmp_path, requests, reason):
+    session(session(tmp_path, "ok", call(0.0, [1, 2])), "x", *requests)
+    with pytest.raises(MalformedInput, match=rf"x\.json: .*{reason}"):
+        load(tmp_path, "weka")
+    assert (load(tmp_path, "weka", "skip").malformed, len(load(tmp_path, "weka", "skip").conversations)) == (1, 1)
+
+
+def test_a_scope_that_is_not_known_is_refused_and_so_is_one_session_twice(tmp_path):
+    session(tmp_path, "a", call(0.0, [1]), hash_id_scope="global")
+    with pytest.raises(MalformedInput, match="hash_id_scope='global'"):
+        load(tmp_path, "weka")
+    (tmp_path / "a.json").unlink()
+    session(tmp_path, "a", call(0.0, [1]))
+    (tmp_path / "copy.json").write_bytes((tmp_path / "a.json").read_bytes())
+    with pytest.raises(MalformedInput, match="two files have the id of weka-a"):
+        load(tmp_path, "weka")
+
+
+def test_a_salt_limits_reuse_to_a_session(tmp_path):
+    """MLPerf's rule: in a cache that shares by content, sessions with equal tools find each other's, salted ones do not."""
+    for name in "abcd":
+        rows = [call(9.0 * n, list(range(1, 20 + n)), think=7.0) for n in range(3)]
+        session(tmp_path, name, *rows, tools=32, system=32)
+    common = ("workload=trace", f"workload.path={tmp_path}", "workload.format=weka", "workload.users=1",
+              "workload.warmup_turns=1", "baseline=prefix_cache", "cache.chunk_tokens=4")  # fmt: skip
+
+    def found(*overrides):
+        turns = [turn for turn in replayed(*common, *overrides)[0].turns if turn.phase != "warmup"]
+        first = sum(turn.shared_hit_tokens for turn in turns if turn.turn == 1)
+        return first, sum(turn.gpu_hit_tokens for turn in turns if turn.turn > 1)
+
+    shared_first, own = found()
+    assert shared_first > 0 and own > 0
+    assert found("cache_state=salted")[0] == 0
+    assert found("cache_state=salted")[1] > 0, "a session still finds what it said itself"
+
+
+# The real sessions
+
+
+@pytest.fixture(scope="module")
+def real():
+    return load(shared("weka"), "weka")
+
+
+def test_published_statistics(real):
+    facts = real.facts
+    assert facts["sessions_in_file"] == 159 and facts["sub_agents"] == 3
+    assert (facts["requests_n"], facts["requests_s"]) == (5_258, 1_723)
+    assert facts["requests_n"] + facts["requests_s"] + facts["sub_agents"] == 6_984
+    assert (facts["stop_tool_use"], facts["stop_end_turn"], facts["stop_empty"]) == (5_701, 401, 879)
+    after = {"tool_use": [], "end_turn": []}
+    for one in real.conversations:
+        for before, later in zip(one.calls, one.calls[1:], strict=False):
+            if before.hint is not None:
+                after[before.hint.stop_reason].append(later.pause_s > 60.0)
+    shares = {reason: sum(late) / len(late) for reason, late in after.items()}
+    assert shares == pytest.approx({"tool_use": 0.12, "end_turn": 0.74}, abs=0.01)
+
+
+@pytest.mark.slow
+def test_room_that_the_future_leaves(real):
+    """150 sessions over 8 hours in blocks of 512 tokens; docs/hints.md says how far this is from what is published."""
+    requests, size = started_over(real, 8 * 3600, 150, seed=0, blocks_in_one=8)
+    assert size == 512
+    found = [(block_reuse(requests, size, at).block_rate, furthest_reuse(requests, size, at).block_rate)
+             for at in (0.5e6, 2e6)]  # fmt: skip
+    assert found[0] == pytest.approx((0.55, 0.77), abs=0.02)
+    assert found[1] == pytest.approx((0.93, 0.947), abs=0.01)
