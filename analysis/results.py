@@ -14,6 +14,7 @@ from pensieve.results.frame import (
     turn_frame,
     values_of,
 )
+from pensieve.results.gap import START, gap_closed
 from pensieve.results.headline import REFERENCE
 from pensieve.results.mixture import Mixture, mixtures
 from pensieve.results.schema import Sweep, SweepTrial, Trial
@@ -22,6 +23,7 @@ from pensieve.results.store import JobResult, ResultsStore, open_store
 __all__ = [
     "PROBES",
     "REFERENCE",
+    "START",
     "ByConversation",
     "JobResult",
     "Mixture",
@@ -34,6 +36,7 @@ __all__ = [
     "by_round",
     "conversation_sums",
     "conversations_of",
+    "gap_closed",
     "mixtures",
     "open_store",
     "paired",

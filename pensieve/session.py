@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 from pensieve.hint import Hint
 from pensieve.ledger import Loss
@@ -161,7 +162,8 @@ class Session:
     (offline policies only). waiting: its requests that wait, preempted ones included. running: a request of it runs; at most
     one does. turns: that were asked of it, whatever became of them. chunks: where a cache with chunk records has its KV.
     tenant: it shares no KV with conversations of others. hint: what its client said of the time after its last reply; None:
-    nothing, or that turn did not come to its end. It stands until the next turn is over.
+    nothing, or that turn did not come to its end. It stands until the next turn is over. memo: what the eviction policy has
+    noted of it.
     """
 
     name: str
@@ -177,6 +179,7 @@ class Session:
     turns: int = 0
     tenant: str = ""
     hint: Hint | None = None
+    memo: Any = None
 
     def append(self, token: int) -> None:
         """A token was generated."""

@@ -18,6 +18,7 @@ from pensieve.eviction.adaptive_retention import AdaptiveRetention
 from pensieve.eviction.belady import Belady
 from pensieve.eviction.conversation_lru import ConversationLru
 from pensieve.eviction.fifo import Fifo
+from pensieve.eviction.learned_return import LearnedReturn
 from pensieve.eviction.lru import Lru
 from pensieve.eviction.retention_value import RetentionValue
 from pensieve.idle_sessions import MemoryLimits
@@ -232,7 +233,7 @@ def test_random_traffic_never_jams_and_keeps_its_tokens(seed: int) -> None:
         cpu_blocks=cpu,
         hardware=hardware,
         cache=(TwoTierCache, TwoTierCache, PrefixCache, SlotCache, StatelessCache)[seed % 5],
-        policy=rng.choice((RetentionValue, Lru, Fifo, ConversationLru, Belady, AdaptiveRetention)),
+        policy=rng.choice((RetentionValue, Lru, Fifo, ConversationLru, Belady, AdaptiveRetention, LearnedReturn)),
         composition=rng.choice((unified, split)),
         max_batch_tokens=rng.choice((3, 16, 64)),
         max_batch_requests=rng.choice((2, 8)),

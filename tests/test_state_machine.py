@@ -18,10 +18,13 @@ from pensieve.cache.stateless import StatelessCache
 from pensieve.cache.two_tier import TwoTierCache
 from pensieve.cost.profile import Profile
 from pensieve.eviction.adaptive_retention import AdaptiveRetention
+from pensieve.eviction.arc import Arc
 from pensieve.eviction.conversation_lru import ConversationLru
 from pensieve.eviction.fifo import Fifo
+from pensieve.eviction.learned_return import LearnedReturn
 from pensieve.eviction.lru import Lru
 from pensieve.eviction.retention_value import RetentionValue
+from pensieve.eviction.s3_fifo import S3Fifo
 from pensieve.record import TurnRecord
 from pensieve.request import Length, Request, Sampling, tokens_of
 from pensieve.scheduler.composition import SchedulerSettings, split, unified
@@ -40,7 +43,9 @@ class Serving(RuleBasedStateMachine):
         gpu=st.integers(10, 30),
         cpu=st.sampled_from([0, 3, 12, 40]),
         make=st.sampled_from([TwoTierCache, TwoTierCache, TwoTierCache, StatelessCache, PrefixCache, SlotCache]),
-        policy=st.sampled_from([RetentionValue, Lru, Fifo, ConversationLru, AdaptiveRetention]),
+        policy=st.sampled_from(
+            [RetentionValue, Lru, Fifo, ConversationLru, AdaptiveRetention, Arc, S3Fifo, LearnedReturn]
+        ),
         composition=st.sampled_from([unified, split]),
         budget=st.sampled_from([3, 10, 64]),
         requests=st.sampled_from([1, 3, 8]),

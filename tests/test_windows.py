@@ -14,6 +14,7 @@ from pensieve.cache.two_tier import TwoTierCache
 from pensieve.clock import VirtualClock
 from pensieve.engine import Engine
 from pensieve.eviction.adaptive_retention import AdaptiveRetention
+from pensieve.eviction.learned_return import LearnedReturn
 from pensieve.eviction.lru import Lru
 from pensieve.eviction.retention_value import RetentionValue
 from pensieve.idle_sessions import MemoryLimits
@@ -24,6 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "two tiers": {"cache": TwoTierCache, "policy": RetentionValue},
     "lru": {"cache": TwoTierCache, "policy": Lru},
     "a policy that learns": {"cache": TwoTierCache, "policy": AdaptiveRetention},
+    "a policy with ages": {"cache": TwoTierCache, "policy": LearnedReturn},
     "gpu only": {"cache": TwoTierCache, "cpu_blocks": 0},
     "prefix cache": {"cache": PrefixCache},
     "slots": {"cache": SlotCache},

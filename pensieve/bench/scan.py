@@ -28,6 +28,7 @@ POLICIES = {
     "fifo": "Fifo",
     "conversation_lru": "ConversationLru",
     "adaptive_retention": "AdaptiveRetention",
+    "learned_return": "LearnedReturn",
 }
 LIVE = (1.8, 3.7)  # live set over GPU + CPU
 ENOUGH = {1.8: 0.45, 3.7: 0.20}  # of 0.55 and 0.27

@@ -25,6 +25,7 @@ from pensieve.eviction.adaptive_retention import AdaptiveRetention
 from pensieve.eviction.base import PolicyContext
 from pensieve.eviction.conversation_lru import ConversationLru
 from pensieve.eviction.fifo import Fifo
+from pensieve.eviction.learned_return import LearnedReturn
 from pensieve.eviction.lru import Lru
 from pensieve.eviction.retention_value import RetentionValue
 from pensieve.request import Length, Request, Sampling, tokens_of
@@ -38,7 +39,15 @@ TURNS_AN_EPISODE = 60
 _VOCAB, _CONTEXT = 97, 512
 _SHRINK_TRIES = 200
 _SHARED = tuple(5 + 7 * i % 83 for i in range(40))  # a prompt that several conversations begin with
-_POLICIES: tuple[Any, ...] = (RetentionValue, RetentionValue, Lru, Fifo, ConversationLru, AdaptiveRetention)
+_POLICIES: tuple[Any, ...] = (
+    RetentionValue,
+    RetentionValue,
+    Lru,
+    Fifo,
+    ConversationLru,
+    AdaptiveRetention,
+    LearnedReturn,
+)
 _CACHES: tuple[Any, ...] = (TwoTierCache, TwoTierCache, TwoTierCache, StatelessCache, PrefixCache, SlotCache)
 
 

@@ -233,6 +233,8 @@ class TwoTierCache(CacheManager):
         return self._copy_out(dirty, now_s, urgent=True)
 
     def release(self, session: Session, now_s: float) -> None:
+        if self.policy.rest is not None:
+            self.policy.rest(session, now_s)
         self._stop(session, now_s)
 
     def _stop(self, session: Session, now_s: float) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Iterator
+from itertools import count
 from typing import Any
 
 from pensieve.eviction.base import EvictionPolicy, refuse_key, tells_scores
 from pensieve.session import Session, View
 
-_Key = tuple[int, Hashable]  # level, policy bucket
+_Key = tuple[int, Hashable, int]  # level, policy bucket, how many of the policy's ages have passed
 _Entry = tuple[float, float, int, int, int]  # policy order, last active, session number, chunk, stamp
 _Head = tuple[int, float, float, int, int, int, _Key]  # level, score, last active, session number, chunk, stamp, key
 Victim = tuple[int, float, float, int, int]
@@ -23,14 +25,16 @@ _NOT_ENTERED = -1  # the stamp of a lead that no heap has an entry of
 class _Lead:
     """What an index holds of one conversation: how many chunks, and which is the first."""
 
-    __slots__ = ("chunk", "count", "key", "session", "stamp")
+    __slots__ = ("chunk", "count", "key", "passed", "session", "since_s", "stamp")
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.count = 0
         self.chunk = 0
         self.stamp = _NOT_ENTERED
-        self.key: _Key = (0, None)
+        self.key: _Key = (0, None, 0)
+        self.since_s: float | None = None  # last active, as of the ages that have passed
+        self.passed = 0
 
 
 class _Rest:
@@ -69,6 +73,9 @@ class VictimIndex:
     active never changes. One heap over all would be wrong, because the order of two conversations of different cost changes
     with time; a scan would grow with the number of idle conversations. Outdated entries stay in a heap until they reach its
     top or outnumber the valid ones.
+
+    Where a policy has ages, a conversation moves to the next heap of its bucket as it passes one: a choice begins with those
+    that have passed one since the last choice.
     """
 
     def __init__(self, policy: EvictionPolicy, view: View) -> None:
@@ -82,6 +89,11 @@ class VictimIndex:
         self._whole = policy.whole_conversations
         self._merges = tells_scores(policy)
         self._version = policy.version
+        self._ages = policy.ages
+        self._aging: list[
+            tuple[float, int, _Lead, float]
+        ] = []  # when it passes its next age, a tie-break, since when idle
+        self._order_of_aging = count()
         self.chunks = 0
 
     def changed(self, session: Session, more: int) -> None:
@@ -130,6 +142,7 @@ class VictimIndex:
         """Chunks in the order of eviction. After each one the caller must have removed it from this index (or stop)."""
         if self._policy.version != self._version:
             self._reorder()
+        self._grow_older(now_s)
         heads = [head for key in list(self._heaps) if (head := self._head(key, now_s)) is not None]
         heapq.heapify(heads)
         touched = self._touched = []
@@ -170,6 +183,7 @@ class VictimIndex:
     def _merge(self, count: int, now_s: float, whole: bool) -> list[Victim]:
         """For a policy that tells the scores of a run: the first entries of the buckets and, of each conversation that has
         given up a chunk, the next one compete. Nothing moves in the heaps."""
+        self._grow_older(now_s)
         heads: list[Any] = []
         for key in list(self._heaps):
             head = self._head(key, now_s)
@@ -235,7 +249,10 @@ class VictimIndex:
 
     def _enter(self, lead: _Lead, chunk: int) -> None:
         session = lead.session
-        key = (1 if session.waiting else 0, self._policy.bucket(session, chunk))
+        if self._ages and lead.since_s != session.last_active_s:
+            lead.since_s, lead.passed = session.last_active_s, 0
+            self._await_age(lead)
+        key = (1 if session.waiting else 0, self._policy.bucket(session, chunk), lead.passed)
         if lead.stamp != _NOT_ENTERED:
             self._valid[lead.key] -= 1
             if lead.key != key:
@@ -257,6 +274,26 @@ class VictimIndex:
                 heap[:] = [e for e in heap if self._is_valid(e)]
                 heapq.heapify(heap)
         self._touch(key)
+
+    def _grow_older(self, now_s: float) -> None:
+        """Conversations that have passed an age since the last choice go to where they belong now."""
+        aging, moved = self._aging, []
+        while aging and aging[0][0] <= now_s:
+            _, _, lead, since_s = heapq.heappop(aging)
+            if self._leads.get(lead.session.number) is lead and lead.since_s == since_s:
+                lead.passed = bisect_right(self._ages, now_s - since_s)
+                self._enter(lead, lead.chunk)
+                moved.append(lead)
+        for lead in moved:
+            self._await_age(lead)
+
+    def _await_age(self, lead: _Lead) -> None:
+        if lead.passed < len(self._ages):
+            assert lead.since_s is not None
+            heapq.heappush(
+                self._aging,
+                (lead.since_s + self._ages[lead.passed], next(self._order_of_aging), lead, lead.since_s),
+            )
 
     def _reorder(self) -> None:
         self._version = self._policy.version

@@ -33,7 +33,8 @@ class EvictionPolicy(ABC):
     Only the first evictable chunk of each conversation is a candidate. Candidates of one bucket are sorted by `order`, and
     that order must not change while their conversations are idle. `score` compares the first of each bucket at the time of
     the choice. So a choice is exact although it looks at one candidate a bucket, and a policy whose order never changes
-    needs one bucket only: it is a subclass with the method `order`.
+    needs one bucket only: it is a subclass with the method `order`. Where the order of two candidates changes with time in
+    another way, it may change at the policy's `ages` alone.
 
     It may read of a session: last_active_s, created_s, turns, tokens (their number), and hint: what the client said of the
     time after the last reply. `next_use_s` is for policies that declare `needs_future`.
@@ -48,9 +49,17 @@ class EvictionPolicy(ABC):
     version = 0
     """A change of it says that bucket and order of everything changed."""
 
+    ages: Sequence[float] = ()
+    """Seconds of idleness, ascending, at which a conversation's score changes by more than its order says: candidates of a
+    bucket keep their order only while they have passed equally many of them."""
+
     observe: Callable[[Session, float], None] | None = None
     """A turn of the session is admitted, at this time; its tokens include the new prompt, and last_active_s and hint are
     still those of the end of the turn before. None: it is not told."""
+
+    rest: Callable[[Session, float], None] | None = None
+    """A turn of the session is over, at this time, and its chunks are about to become candidates; tokens and hint are those
+    of that turn. None: it is not told."""
 
     def __init__(self, context: PolicyContext) -> None:
         self.context = context
@@ -81,7 +90,9 @@ class _PlainPolicy(EvictionPolicy):
         self.whole_conversations = bool(getattr(plain, "whole_conversations", False))
         self._bucket: Callable[..., Any] = getattr(plain, "bucket", super().bucket)
         self._score: Callable[..., Any] = getattr(plain, "score", super().score)
+        self.ages = tuple(getattr(plain, "ages", ()))
         self.observe = getattr(plain, "observe", None)
+        self.rest = getattr(plain, "rest", None)
 
     @property
     def version(self) -> int:  # type: ignore[override]

@@ -21,6 +21,7 @@ from pensieve.request import is_measured
 from pensieve.results.evidence import Evidence, TrialGroup
 from pensieve.results.fields import field_of
 from pensieve.results.frame import CONVERSATION, values_of
+from pensieve.results.gap import START, gap_closed
 from pensieve.results.headline import REFERENCE, advantages, headlines, last_turn_ratio, load_line, warnings
 from pensieve.results.schema import Sweep, Trial, TurnRow
 from pensieve.results.store import JobResult, ResultsStore
@@ -65,6 +66,7 @@ class SweepRow:
     """One baseline in one group. TTFT: median ms over seeds, repeats and sessions; rates and throughput: mean of trials.
 
     first, fifth: of the conversation's measured turns; last: each conversation's own last measured turn.
+    gap_closed: where eviction policies were compared, see gap.gap_closed.
     last_speedup: stateless's TTFT over this one's at the last turn that both measured, paired by seed and session.
     """
 
@@ -81,6 +83,7 @@ class SweepRow:
     cpu_hit_rate: float | None
     miss_rate: float | None
     bound_hit_rate: float | None
+    gap_closed: PairedRatio | None
     outputs: OutputCheck | None
 
 
@@ -153,9 +156,30 @@ def _row(found: Evidence, group: TrialGroup, baseline: str, ttfts: Mapping[str, 
         cpu_hit_rate=mean("cpu_hit_rate"),
         miss_rate=mean("miss_rate"),
         bound_hit_rate=mean("bound_hit_rate"),
+        gap_closed=_gap_closed(found, group, baseline),
         outputs=_check_outputs(found.store, reference, group.trials[reference], trials)
         if baseline != reference
         else None,
+    )
+
+
+def _gap_closed(found: Evidence, group: TrialGroup, baseline: str) -> PairedRatio | None:
+    """None for START itself, and where its trials are not in the sweep."""
+    if group.at.get("eviction", START) == START:
+        return None
+    at = {**group.at, "eviction": START}
+    start = next((other.trials.get(baseline, ()) for other in found.groups() if other.at == at), ())
+    bounds: dict[int, list[float]] = {}
+    for trial in start:
+        bound = found.metric(trial, "bound_hit_rate")
+        if bound is not None:
+            bounds.setdefault(trial.seed, []).append(bound)
+    if not bounds:
+        return None
+    return gap_closed(
+        found.turns(group.trials[baseline]),
+        found.turns(start),
+        {seed: fmean(values) for seed, values in bounds.items()},
     )
 
 
@@ -299,6 +323,8 @@ def _table(group: Mapping[str, str], rows: Sequence[SweepRow], axes: str = "") -
     names += ["out\ntok/s", "GPU\nhit %", "CPU\nhit %", "miss\n%"]
     bounded = bool(axes) and any(row.bound_hit_rate is not None for row in rows)
     names += ["hits\n%", "bound\n%"] if bounded else []
+    closed = any(row.gap_closed is not None for row in rows)
+    names += [f"{START} to bound,\nclosed %"] if closed else []
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     checked = any(row.outputs and not row.outputs.problem for row in rows)
@@ -311,6 +337,7 @@ def _table(group: Mapping[str, str], rows: Sequence[SweepRow], axes: str = "") -
         cells.append(_number(row.throughput_output_tok_s))
         cells += [_percent(rate) for rate in (row.gpu_hit_rate, row.cpu_hit_rate, row.miss_rate)]
         cells += [_percent(_hits(row)), _percent(row.bound_hit_rate)] if bounded else []
+        cells += [_closed(row.gap_closed)] if closed else []
         cells += [_outputs(row.outputs)] if checked else []
         table.add_row(*cells)
     return table
@@ -321,6 +348,14 @@ def _hits(row: SweepRow) -> float | None:
     if row.gpu_hit_rate is None or row.cpu_hit_rate is None:
         return None
     return row.gpu_hit_rate + row.cpu_hit_rate
+
+
+def _closed(share: PairedRatio | None) -> str:
+    if share is None:
+        return NONE
+    if share.ci_low is None or share.ci_high is None:
+        return f"{100 * share.ratio:.0f}, n = {share.groups}"
+    return f"{100 * share.ratio:.0f} [{100 * share.ci_low:.0f}, {100 * share.ci_high:.0f}]"
 
 
 def _outputs(check: OutputCheck | None) -> str:
@@ -363,6 +398,11 @@ def _notes_on_rows(rows: Sequence[SweepRow]) -> list[str]:
         notes.append(
             "bound: the most that GPU and CPU hits (hits) could have come to with this capacity, knowing the future."
         )
+        if any(row.gap_closed is not None for row in rows):
+            notes.append(
+                f"{START} to bound, closed: (hits - {START}'s hits) / (bound - {START}'s hits), paired by seed and "
+                "conversation, with the 95 % interval."
+            )
     elif bounds and len(rows) == len({row.baseline for row in rows}):  # several groups: it is in the database
         named = ", ".join(f"{baseline} {_percent(bound)}" for baseline, bound in bounds.items())
         notes.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, Literal
 
 from pensieve.errors import ConfigError
 from pensieve.workload.base import WorkloadContext
-from pensieve.workload.chance import shuffled
+from pensieve.workload.chance import PART_RULE, part_of, shuffled
 from pensieve.workload.fields import at_least, positive_seconds
 from pensieve.workload.fit import Dialogue, Fit, fitted, warmups
 from pensieve.workload.formats import FORMATS, load
@@ -31,6 +32,7 @@ def trace_workload(
     window_start_s: float = 0.0,
     window_s: float | None = None,
     conversations: int | None = None,
+    part: str | None = None,
     min_turns: int = 1,
     max_turns: int | None = None,
     max_new_tokens: int | None = None,
@@ -58,6 +60,8 @@ def trace_workload(
     window_start_s, window_s: of a timed file, only requests in [start, start + length) of recorded seconds. A
         conversation that continues from before the window is left out where its requests carry no whole prompt.
     conversations: a sample of so many whole conversations, drawn by the seed; None: all.
+    part: "1/2" leaves the conversations out that chance.part_of puts into the second of two parts, whatever the seed; so a
+        setting can be found on one part and reported on another. None: all.
     min_turns, max_turns: shorter conversations are left out, longer ones cut. max_new_tokens: cap on a reply. Replies
         have the recorded length and end of sequence is ignored, since the recorded times assume them.
     max_context: a conversation ends before the call whose prompt and reply need more tokens than this, or than the
@@ -107,7 +111,10 @@ def trace_workload(
         inside, outliers = without_outliers(inside, on_malformed, path)
         if users is not None:
             raise ConfigError(f"workload.format={format} has a time for each request; leave workload.users alone.")
-    people = [one for one in inside if one.begun is None]
+    chosen, parts = _part(part)
+    people = [one for one in inside if one.begun is None and part_of(one.id, parts) == chosen]
+    if not people:
+        raise ConfigError(f"workload.part={part} has no conversation; leave it null.")
     order = shuffled(len(people), context.seed, "conversations") if conversations else range(len(people))
     fit = Fit(context, max_turns, max_new_tokens)
     measured, left_out = fitted([people[i] for i in order], fit, min_turns=min_turns, wanted=conversations)
@@ -132,6 +139,7 @@ def trace_workload(
         "malformed_lines": recording.malformed,
         "malformed_examples": list(recording.examples),
         **recording.facts,
+        **({"part": part, "part_rule": PART_RULE} if part else {}),
         "conversations_begun_before_the_window": begun_before,
         "requests_far_from_all_others": outliers,
         **left_out,
@@ -154,6 +162,15 @@ def trace_workload(
         first_user_ends=until == "first_user",
         hints=hint == "recorded",
     )
+
+
+def _part(text: str | None) -> tuple[int, int]:
+    """ "2/3" as (2, 3); everything as (1, 1). Raises ConfigError."""
+    found = re.fullmatch(r"([1-9][0-9]?)/([1-9][0-9]?)", text or "1/1")
+    chosen, parts = (int(found[1]), int(found[2])) if found else (1, 0)
+    if chosen > parts:
+        raise ConfigError(f"workload.part={text!r} is none; 1/2 is the first of two parts, 2/2 the second.")
+    return chosen, parts
 
 
 def begun_by(

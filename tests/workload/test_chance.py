@@ -1,7 +1,8 @@
+import hashlib
 import subprocess
 import sys
 
-from pensieve.workload.chance import between, exponential, shuffled, uniform
+from pensieve.workload.chance import between, exponential, part_of, shuffled, uniform
 
 
 def test_draws_depend_on_seed_and_names_alone():
@@ -15,6 +16,12 @@ def test_draws_are_the_same_in_another_process():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "7"}
     )
     assert other.stdout.strip() == repr(uniform(3, "think", "bread", 2))
+
+
+def test_a_part_is_by_the_first_byte_of_the_hash():
+    assert part_of("mooncake-0", 2) == 1 + hashlib.sha256(b"mooncake-0").digest()[0] % 2
+    halves = [part_of(f"mooncake-{number}", 2) for number in range(2000)]
+    assert set(halves) == {1, 2} and 900 < halves.count(1) < 1100
 
 
 def test_exponential_has_its_mean_and_is_memoryless():

@@ -93,6 +93,20 @@ def test_samples_are_of_whole_conversations(trace):
     assert sent(build(trace, seed=3, conversations=2)) == picked[3]
 
 
+def test_parts_are_disjoint_make_the_whole_and_depend_on_no_seed(trace):
+    whole = {session for session, _, _ in sent(build(trace))}
+    parts = [{session for session, _, _ in sent(build(trace, part=part))} for part in ("1/2", "2/2")]
+    assert parts[0] | parts[1] == whole and not parts[0] & parts[1] and all(parts)
+    assert parts[1] == {session for session, _, _ in sent(build(trace, part="2/2", seed=5))}
+    facts = build(trace, part="1/2").describe().facts
+    assert facts["part"] == "1/2" and "SHA-256" in facts["part_rule"]
+    for wrong in ("3/2", "0/2", "half", "1/1000"):
+        with pytest.raises(ConfigError, match=r"workload\.part='.*' is none; 1/2 is the first"):
+            build(trace, part=wrong)
+    with pytest.raises(ConfigError, match="has no conversation"):
+        build(trace, part="77/99")
+
+
 def test_the_record_states_the_rule_and_the_counts(trace):
     facts = build(trace, min_turns=2, max_turns=2).describe().facts
     assert "continues the earlier one that it shares most leading blocks with" in facts["rule"]

@@ -1,0 +1,177 @@
+"""policy_gap, policy_table: how far each eviction policy goes from least recently used to the offline bound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from matplotlib.lines import Line2D
+
+from analysis import marks, style, tables
+from analysis.caches import BOUND, MEDIAN, OUTPUT, TAIL, Measure, Shares, axis_of, shares, short
+from analysis.estimates import as_estimate
+from analysis.marks import Bar, Group
+from analysis.registry import Plot, Row, columns, figure
+from analysis.results import START, gap_closed
+from analysis.sweep import Cell, Panel, Source
+from pensieve.statistics import Estimate
+
+AXIS = "eviction"
+COMMAND = "python runners/run.py experiment=policies -m"
+TIMES = (MEDIAN, TAIL, OUTPUT)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """One policy with one size of cache. hits, closed: in percent; bound: of START's trials. closed: None for START, and
+    where there is no gap."""
+
+    name: str
+    size: str
+    cell: Cell
+    hits: Shares
+    bound: float
+    closed: Estimate | None
+
+
+def _applies(source: Source) -> bool:
+    swept = source.swept(AXIS)
+    return len(swept) > 1 and START in swept and source.has_metric("bound_hit_rate")
+
+
+def read(source: Source) -> Iterator[tuple[Panel, Mapping[str, list[Policy]]]]:
+    """A panel a baseline and whatever else is swept: by size of the cache, the policies in the order of their share."""
+    size = axis_of(source)
+    for name in source.baselines():
+        own = source.of_baselines([name])
+        if not own.has_metric("bound_hit_rate"):
+            continue
+        for panel in own.panels(AXIS, *([size] if size else [])):
+            groups: dict[str, list[Policy]] = {}
+            for value in panel.values(size) if size else [""]:
+                cells = {cell.at[AXIS]: cell for cell in panel.cells if not size or cell.at[size] == value}
+                found = [_policy(own, cell, cells[START], _label(cell, size)) for cell in cells.values()]
+                groups[found[0].size] = sorted(found, key=lambda one: -one.hits.hit.value)
+            yield panel, groups
+
+
+def _policy(source: Source, cell: Cell, start: Cell, size: str) -> Policy:
+    name, hits = cell.at[AXIS], shares(source, cell)
+    if hits is None:
+        raise source.lacks(f"turn with history under {name}")
+    bounds: dict[int, list[float]] = {}
+    for (seed, _), bound in start.metric("bound_hit_rate").items():
+        bounds.setdefault(seed, []).append(bound)
+    if not bounds:
+        raise source.lacks(f"bound of {START}")
+    by_seed = {seed: fmean(values) for seed, values in bounds.items()}
+    ratio = None if name == START else gap_closed(source.turns(cell), source.turns(start), by_seed)
+    closed = None
+    if ratio is not None:
+        whole = as_estimate(ratio)
+        low, high = (None if end is None else 100 * end for end in (whole.ci_low, whole.ci_high))
+        closed = Estimate(100 * whole.value, low, high, whole.n, whole.groups)
+    return Policy(name, size, cell, hits, 100 * fmean(by_seed.values()), closed)
+
+
+def _label(cell: Cell, size: str | None) -> str:
+    """Both tiers together, which is what the bound is of."""
+    trial = cell.trials[0]
+    if size is None or trial.gpu_tokens is None:
+        return "" if size is None else cell.at[size]
+    return f"{short(trial.gpu_tokens + (trial.cpu_tokens or 0))} tokens"
+
+
+@figure(
+    "policy_gap",
+    "From least recently used to the bound",
+    shows="the share of the gap between least recently used and the offline bound that each eviction policy closes",
+    command=COMMAND,
+    applies=_applies,
+)
+def policy_gap(source: Source) -> Iterator[Plot]:
+    """Bars begin at what START finds, 0 %, and a line at 100 % is the bound; beside each bar its hit rate."""
+    for panel, by_size in read(source):
+        sections = [
+            [_bars(one) for one in policies if one.name == START or one.closed is not None]
+            for policies in by_size.values()
+        ]
+        picture, grid = marks.bar_grid(sections)
+        for [axes], groups, (size, policies) in zip(grid, sections, by_size.items(), strict=True):
+            marks.bars(axes, groups)
+            axes.axvline(100, color="black", linewidth=1.0, linestyle="--", gid=f"{size}/bound")
+            start = next(one for one in policies if one.name == START)
+            where = f"{size}: " if size else ""
+            axes.set_title(
+                f"{where}{START} {start.hits.hit.value:.1f} % of history, bound {start.bound:.1f} %", fontsize=6.5
+            )
+            axes.margins(x=0.12)
+        grid[-1][0].set_xlabel(f"gap from {START} to the bound closed (%)")
+        style.legend(picture, [Line2D([], [], color="black", linewidth=1, linestyle="--", label=BOUND)])
+        lead = (
+            f"Bars: (hits - {START}'s) / (bound - {START}'s) in history tokens, paired by seed and conversation, with the "
+            "95 % interval; beside each the share of history found"
+        )
+        yield Plot(panel, picture, lead, [_row(one) for policies in by_size.values() for one in policies])
+
+
+def _bars(one: Policy) -> Group:
+    found = one.closed or Estimate(0.0, None, None, one.hits.hit.n, one.hits.hit.groups)
+    colour = style.colour(one.cell.baseline) if one.name != START else style.GREY
+    gid = f"{one.size}/{one.name}" if one.size else one.name
+    return Group(one.name, colour, [Bar(found, colour, f"{one.hits.hit.value:.1f} %", gid)])
+
+
+def _row(one: Policy) -> Row:
+    return {
+        "eviction": one.name,
+        "size": one.size,
+        "hit_pct": one.hits.hit.value,
+        "bound_pct": one.bound,
+        **columns("gap_closed_pct", one.closed or Estimate(0.0, None, None, one.hits.hit.n, one.hits.hit.groups)),
+        "trials": one.cell.ids,
+    }
+
+
+@figure(
+    "policy_table",
+    "Eviction policies",
+    shows="hits, the gap closed, times to first token and throughput of each eviction policy",
+    command=COMMAND,
+    applies=_applies,
+)
+def policy_table(source: Source) -> Iterator[Plot]:
+    for panel, by_size in read(source):
+        lines, rows = [], []
+        for policies in by_size.values():
+            for one in policies:
+                times = {measure.name: measure.of(source, one.cell) for measure in TIMES}
+                lines.append(_line(one, times))
+                rows.append({**_row(one), **_times_row(TIMES, times)})
+        lead = f"Hits: % of history tokens. Closed: % of the gap from {START} to the bound. Below a value its 95 % interval"
+        yield Plot(panel, tables.draw(lines), lead, rows, lines)
+
+
+def _line(one: Policy, times: Mapping[str, Estimate | Shares | None]) -> dict[str, str]:
+    heads = {"ttft_ms_p50": "TTFT p50\n(ms)", "ttft_ms_p90": "p90", "throughput_output_tok_s": "out\ntok/s"}
+    return {
+        "policy": one.name,
+        **({"cache": one.size.removesuffix(" tokens")} if one.size else {}),
+        "hits": tables.estimated(one.hits.hit),
+        "bound": f"{one.bound:.1f}",
+        "closed": tables.estimated(one.closed),
+        **{
+            heads[name]: tables.estimated(found if isinstance(found, Estimate) else None)
+            for name, found in times.items()
+        },
+    }
+
+
+def _times_row(measures: Sequence[Measure], times: Mapping[str, Estimate | Shares | None]) -> Row:
+    row: dict[str, object] = {}
+    for measure in measures:
+        found = times[measure.name]
+        if isinstance(found, Estimate):
+            row |= columns(measure.name, found, prefix=f"{measure.name}_")
+    return row

@@ -1,0 +1,37 @@
+"""How much of the way from least recently used to the offline bound an eviction policy goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from pensieve.results.frame import conversation_sums
+from pensieve.statistics import PairedRatio, paired_ratio
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+START = "lru"
+"""The policy that closes nothing of the gap; the bound closes all of it."""
+
+
+def gap_closed(turns: pd.DataFrame, start: pd.DataFrame, bounds: Mapping[int, float]) -> PairedRatio | None:
+    """(hits - START's hits) / (bound - START's hits), in tokens on GPU and CPU, paired by seed and conversation.
+
+    turns, start: measured turns of the policy and of START, as frame.turn_frame gives them. bounds: bound_hit_rate of START's
+    trials by seed. Negative where the policy finds less than START. The bound is of a whole trial, so for the interval each
+    conversation has its share of it, by its history. None where START is at the bound, or nothing is known of either.
+    """
+    known = start[start["gpu_hit_tokens"].notna() & (start["history_tokens"] > 0)]
+    found = turns[turns["gpu_hit_tokens"].notna() & (turns["history_tokens"] > 0)]
+    if known.empty or found.empty:
+        return None
+    history = conversation_sums(known["history_tokens"])
+    before, after = (
+        conversation_sums(part["gpu_hit_tokens"] + part["cpu_hit_tokens"].fillna(0)) for part in (known, found)
+    )
+    keys = [key for key in history if key in after and key[0] in bounds]
+    room = {key: bounds[key[0]] * history[key] - before[key] for key in keys}
+    if sum(room.values()) <= 0:
+        return None
+    return paired_ratio({key: after[key] - before[key] for key in keys}, room, of="means")

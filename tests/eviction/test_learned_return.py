@@ -1,0 +1,208 @@
+"""Our learning policy: its choice, what it learns, and when that makes it better than recency, or not."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+
+from pensieve.errors import ConfigError
+from pensieve.eviction import return_times
+from pensieve.eviction.learned_return import LearnedReturn
+from pensieve.eviction.lru import Lru
+from pensieve.eviction.return_times import AGES, BINS, Forgetting, Habit, rates_of
+from pensieve.hint import Hint
+from pensieve.session import Session
+from tests.eviction.world import Key, World, context, holds
+
+EDGES = (0.0, *AGES, AGES[-1] * 1.4)
+HINTS = (None, Hint(stop_reason="tool_use"), Hint(stop_reason="end_turn", expected_s=30.0))
+
+
+def best_rate(hazards: list[float], start: int) -> float:
+    """Every time to give up, one after the other."""
+    best, away, returned, seconds = 0.0, 1.0, 0.0, 0.0
+    for age_bin in range(start, BINS):
+        width, hazard = EDGES[age_bin + 1] - EDGES[age_bin], hazards[age_bin]
+        returned += away * hazard
+        seconds += away * ((1 - hazard) * width + hazard * width / 2)
+        away *= 1 - hazard
+        best = max(best, returned / seconds)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_rate_is_that_of_the_best_time_to_give_up(seed: int) -> None:
+    rng = random.Random(seed)
+    hazards = [rng.choice((0.0, rng.random() ** 4, rng.random())) for _ in range(BINS)]
+    rates = rates_of(hazards)
+    for start in range(BINS):
+        assert rates[start] == pytest.approx(best_rate(hazards, start), rel=1e-9)
+
+
+def test_what_is_sure_to_return_later_is_worth_more_the_sooner_that_is_and_falling_hazards_mean_now() -> None:
+    at = AGES.index(AGES[12])
+    later = [1.0 if age_bin == at else 0.0 for age_bin in range(BINS)]
+    rates = rates_of(later)
+    assert rates[: at + 1] == sorted(rates[: at + 1]) and rates[0] == pytest.approx(1 / (EDGES[at] + EDGES[at + 1]) * 2)
+    assert max(rates[at + 1 :]) == 0.0
+    falling = rates_of(Habit(None, 1.0).hazards(1.0))  # before anything was seen
+    assert falling == sorted(falling, reverse=True)
+    assert falling[5] == pytest.approx(0.1 / (EDGES[6] - EDGES[5]) / 0.95)
+
+
+def learned(world: World, weight: str) -> Key:
+    """All counts of all kinds, from every event; nothing kept from one choice to the next."""
+    unit, turns_of = 1.0, (1, 2, 3, 4, 6, 12)
+    rests: dict[int, tuple[float, tuple[Any, ...]]] = {}
+    kinds: dict[int, tuple[Any, ...]] = {}
+    gaps: dict[int, float] = {}
+    returned: defaultdict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0.0] * BINS)
+    outstayed: defaultdict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0.0] * BINS)
+    passed: dict[int, int] = {}
+
+    def size(seconds: float | None) -> int | None:
+        return None if seconds is None else math.floor(math.log(max(1.0, seconds), 4))
+
+    for event in world.events:
+        for number, (since_s, kind) in rests.items():
+            while passed[number] < len(AGES) and event.at_s - since_s >= AGES[passed[number]]:
+                for depth in range(4):
+                    outstayed[kind[:depth]][passed[number]] += unit
+                passed[number] += 1
+        if event.asked:
+            if event.number in rests:
+                since_s, kind = rests.pop(event.number)
+                gaps[event.number] = event.at_s - since_s
+                for depth in range(4):
+                    returned[kind[:depth]][passed[event.number]] += unit
+        else:
+            unit *= 2 ** (1 / 20.0)
+            hint = event.hint
+            said = hint and (hint.stop_reason, hint.tool, size(hint.expected_s), size(hint.keep_s), hint.back_soon)
+            turns = sum(event.turns >= start for start in turns_of)
+            kind = (said, turns, size(gaps.get(event.number)))
+            rests[event.number], passed[event.number], kinds[event.number] = (event.at_s, kind), 0, kind
+
+    def hazards(kind: tuple[Any, ...]) -> list[float]:
+        own = returned[kind], outstayed[kind]
+        expected, strength = ([0.25] + [0.1] * (BINS - 1), 1.0) if not kind else (hazards(kind[:-1]), 3.0)
+        return [
+            (back + strength * unit * hazard) / (back + gone + strength * unit)
+            for back, gone, hazard in zip(*own, expected, strict=True)
+        ]
+
+    def key(session: Session, chunk: int) -> tuple[float, ...]:
+        age_bin = sum(world.now_s - session.last_active_s >= age for age in AGES)
+        saved = 1.0 + (chunk + 1) / 2 - 0.1 if weight == "seconds" else 1.0
+        return (float(f"{best_rate(hazards(kinds[session.number]), age_bin) * saved:.9e}"),)
+
+    return key
+
+
+@pytest.mark.parametrize("weight", ["tokens", "seconds"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_victim_is_the_one_of_the_definition(seed: int, weight: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(return_times, "_STALE_SHARE", 0.0)
+
+    class Rounded(LearnedReturn):
+        """Sums in another order differ in their last digits, and equal scores must stay equal."""
+
+        def score(self, bucket: Any, order: float, now_s: float) -> float:
+            return float(f"{super().score(bucket, order, now_s):.9e}")
+
+    policy = Rounded(context(), weight=weight, half_life=20.0, strength=3.0)
+    assert holds(World(policy, seed, HINTS), lambda world: learned(world, weight), steps=30) > 25
+
+
+def test_old_counts_fade_and_scaling_them_changes_nothing() -> None:
+    root, counts = Habit(None, 1.0), Forgetting(half_life=10.0)
+    for _ in range(50):
+        counts.step(root)
+        root.note(3, True, counts.unit)
+    before = root.hazards(counts.unit)
+    root.rescale(1 / counts.unit)
+    assert root.hazards(1.0) == pytest.approx(before)
+    assert before[3] > 0.9
+    for _ in range(50):
+        counts.step(root)
+        root.note(3, False, counts.unit)
+    root.rescale(1 / counts.unit)
+    assert root.hazards(1.0)[3] < 0.1
+    counts.unit = 2e100
+    counts.step(root)
+    assert counts.unit == 1.0
+
+
+def serve(policy: Any, gaps: Any, rounds: int = 40) -> tuple[int, int]:
+    """Hits and returns of whole conversations in a cache of eight; gaps(rng, number): seconds until each returns, or None."""
+    rng, now, held = random.Random(0), 0.0, dict[int, Session]()
+    due: list[tuple[float, int, Session]] = []
+    hits = returns = number = 0
+    for _ in range(rounds * 20):
+        now += 1.0
+        ready = [one for one in due if one[0] <= now]
+        due = [one for one in due if one[0] > now]
+        for _, _, session in ready:
+            returns += 1
+            hits += session.number in held
+            held.pop(session.number, None)
+        number += 1
+        for session in [one[2] for one in ready] + [Session(str(number), number, now, now)]:
+            session.turns += 1
+            session.extend(range(4))
+            if policy.observe is not None:
+                policy.observe(session, now)
+            session.hint = Hint(stop_reason="tool_use" if session.number % 2 else "end_turn")
+            if policy.rest is not None:
+                policy.rest(session, now)
+            session.stop(now)
+            held[session.number] = session
+            gap_s = gaps(rng, session)
+            if gap_s is not None and session.turns < 6:
+                due.append((now + gap_s, session.number, session))
+            while len(held) > 8:
+                score = {
+                    n: (policy.score(policy.bucket(one, 0), policy.order(one, 0), now), one.last_active_s)
+                    for n, one in held.items()
+                }
+                del held[min(score, key=lambda n: score[n])]
+    return hits, returns
+
+
+def test_it_learns_which_conversations_return() -> None:
+    """Half of them never do, and nothing but what their clients said tells which."""
+
+    def gaps(rng: random.Random, session: Session) -> float | None:
+        return rng.uniform(5, 15) if session.number % 2 else None
+
+    ours, (lru, returns) = serve(LearnedReturn(context()), gaps)[0], serve(Lru(context()), gaps)
+    assert returns > 500 and ours > 1.5 * lru, (ours, lru, returns)
+
+
+def test_where_nothing_tells_them_apart_and_hazards_fall_it_is_least_recently_used() -> None:
+    def gaps(rng: random.Random, session: Session) -> float | None:
+        return math.floor(math.exp(rng.uniform(0, 5)))
+
+    def same(rng: random.Random, session: Session) -> float | None:
+        session.hint, session.turns = None, 1
+        return gaps(rng, session) if session.number % 3 else None
+
+    ours, (lru, returns) = serve(LearnedReturn(context()), same)[0], serve(Lru(context()), same)
+    assert returns > 500 and abs(ours - lru) < 0.03 * returns, (ours, lru, returns)
+
+
+@pytest.mark.parametrize("fields", [{"weight": "bytes"}, {"half_life": 0}, {"strength": -1.0}, {"half_life": math.nan}])
+def test_a_setting_out_of_range_is_refused(fields: Any) -> None:
+    with pytest.raises(ConfigError, match=r"eviction\."):
+        LearnedReturn(context(), **fields)
+
+
+def test_ages_are_ascending_and_widen() -> None:
+    widths = [stop - start for start, stop in pairwise(AGES)]
+    assert widths == sorted(widths) and AGES[0] == 1.0 and AGES[-2] < 86_400 <= AGES[-1] * 1.0000001
+    assert list(accumulate(AGES, max)) == list(AGES)

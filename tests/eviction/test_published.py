@@ -1,0 +1,233 @@
+"""Published policies: each victim is the one that a slow, written-out definition chooses, from all that ever happened."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from pensieve.eviction.arc import Arc, ArcDirectory
+from pensieve.eviction.flop_efficiency import FlopEfficiency
+from pensieve.eviction.s3_fifo import S3Fifo
+from pensieve.eviction.steps_to_use import StepsToUse
+from pensieve.eviction.tail_lru import TailLru
+from pensieve.eviction.tool_ttl import ToolTtl, best_time
+from pensieve.hint import Hint
+from pensieve.session import Session
+from tests.eviction.world import Key, World, context, holds
+
+CAPACITY = 48
+HINTS = (
+    None,
+    Hint(stop_reason="end_turn"),
+    Hint(stop_reason="tool_use", tool="grep"),
+    Hint(stop_reason="tool_use", tool="build"),
+    Hint(stop_reason="tool_use", expected_s=4.0),
+    Hint(keep_s=5.0),
+)
+
+
+def recompute_s(chunk: int) -> float:
+    return 1.0 + (chunk + 1) * 4 / 8
+
+
+def size(part: list[tuple[int, int]]) -> int:
+    return sum(tokens for _, tokens in part)
+
+
+def arc(world: World) -> Key:
+    """The paper's figure 4, over (conversation, tokens) lists; the oldest in front."""
+    t1: list[tuple[int, int]] = []
+    t2: list[tuple[int, int]] = []
+    b1: list[tuple[int, int]] = []
+    b2: list[tuple[int, int]] = []
+    p = 0.0
+    again = {}
+
+    def from_t1() -> bool:
+        return bool(t1 and size(t1) > p) or not t2
+
+    for event in world.events:
+        if not event.asked:
+            continue
+        where = next((part for part in (t1, t2, b1, b2) if event.number in dict(part)), None)
+        if where is b1:
+            p = min(CAPACITY, p + max(1.0, size(b2) / size(b1)) * dict(b1)[event.number])
+        if where is b2:
+            p = max(0.0, p - max(1.0, size(b1) / size(b2)) * dict(b2)[event.number])
+        if where is not None:
+            where[:] = [one for one in where if one[0] != event.number]
+        while (t1 or t2) and size(t1) + size(t2) + event.tokens > CAPACITY:
+            one, gone = (t1, b1) if from_t1() else (t2, b2)
+            gone.append(one.pop(0))
+        (t1 if where is None else t2).append((event.number, event.tokens))
+        while b1 and size(t1) + size(b1) > CAPACITY:
+            b1.pop(0)
+        while b2 and size(t1) + size(t2) + size(b1) + size(b2) > 2 * CAPACITY:
+            b2.pop(0)
+        again[event.number] = where is not None
+    return lambda session, chunk: (float(again[session.number] == from_t1()),)
+
+
+def s3_fifo(world: World) -> Key:
+    small: list[tuple[int, int]] = []
+    main: list[tuple[int, int]] = []
+    ghosts: list[tuple[int, int]] = []
+    asked: dict[int, int] = {}
+    entered: dict[int, float] = {}
+    in_main: dict[int, bool] = {}
+
+    def from_small() -> bool:
+        return bool(small and size(small) >= CAPACITY / 10) or not main
+
+    for event in world.events:
+        number = event.number
+        if not event.asked:
+            continue
+        if number in dict(small) and asked[number] == 0:
+            asked[number] = 1
+            small[:] = [(n, event.tokens if n == number else tokens) for n, tokens in small]
+        else:
+            known = number in {n for part in (small, main, ghosts) for n, _ in part}
+            for part in (small, main, ghosts):
+                part[:] = [one for one in part if one[0] != number]
+            (main if known else small).append((number, event.tokens))
+            asked[number], entered[number], in_main[number] = 0, event.at_s, known
+        while size(small) + size(main) > CAPACITY and len(small) + len(main) > 1:
+            if from_small():
+                ghosts.append(small.pop(0))
+            else:
+                main.pop(0)
+        while size(ghosts) > CAPACITY:
+            ghosts.pop(0)
+
+    def key(session: Session, chunk: int) -> tuple[float, ...]:
+        main_one = in_main[session.number]
+        return float(main_one == from_small()), session.last_active_s if main_one else entered[session.number]
+
+    return key
+
+
+def tail_lru(world: World) -> Key:
+    def key(session: Session, chunk: int) -> tuple[float, ...]:
+        without = sum(recompute_s(index) for index in range(chunk + 1))
+        mean_turn = len(session.tokens) / session.turns
+        message = mean_turn / 4 * (1.0 + len(session.tokens) / 8)
+        return (float(without + message > TARGET_S),)
+
+    return key
+
+
+def flop_efficiency(world: World) -> Key:
+    asked = [event for event in world.events if event.asked]
+    kept = len(asked) - 1
+    while kept and sum(event.tokens for event in asked[kept - 1 :]) <= CAPACITY:
+        kept -= 1
+    oldest_s, longest = asked[kept].at_s, max(event.tokens // 4 for event in asked)
+
+    def key(session: Session, chunk: int) -> tuple[float, ...]:
+        recency = (session.last_active_s - oldest_s) / max(world.now_s - oldest_s, 1e-9)
+        return (recency + 1.0 * recompute_s(chunk) / recompute_s(max(longest, chunk)),)
+
+    return key
+
+
+def steps_to_use(world: World) -> Key:
+    step, due, rested, taken = 0, {}, {}, {}
+    step_s = last_s = None
+    for event in world.events:
+        hint = event.hint
+        if event.asked:
+            step += 1
+            if last_s is not None:
+                gap = event.at_s - last_s
+                step_s = gap if step_s is None else step_s + 0.1 * (gap - step_s)
+            last_s = event.at_s
+            if rested.get(event.number) is not None:
+                since, tool = rested.pop(event.number)
+                before = taken.get(tool)
+                taken[tool] = step - since if before is None else before + 0.1 * (step - since - before)
+        elif hint is None or (hint.stop_reason != "tool_use" and hint.expected_s is None):
+            due[event.number] = None
+        else:
+            rested[event.number] = (step, hint.tool)
+            if hint.expected_s is not None and step_s:
+                due[event.number] = step + hint.expected_s / step_s
+            else:
+                due[event.number] = step + taken.get(hint.tool, 0.0)
+    return lambda session, chunk: (-math.inf if due[session.number] is None else -due[session.number],)
+
+
+def tool_ttl(world: World) -> Key:
+    gaps: dict[str | None, list[float]] = {}
+    rested: dict[int, tuple[float, Hint | None]] = {}
+    until: dict[int, float] = {}
+    for event in world.events:
+        hint = event.hint
+        if event.asked and event.number in rested:
+            since_s, said = rested[event.number]
+            if said is not None and said.stop_reason == "tool_use":
+                gaps.setdefault(said.tool, []).append(event.at_s - since_s)
+        elif not event.asked:
+            rested[event.number] = (event.at_s, hint)
+            ttl = 0.0
+            if hint is not None and hint.keep_s is not None:
+                ttl = hint.keep_s
+            elif hint is not None and hint.stop_reason == "tool_use":
+                seen = [hint.expected_s] if hint.expected_s is not None else gaps.get(hint.tool, [])[-100:]
+                saved = sum(recompute_s(index) for index in range(-(-event.tokens // 4)))
+                gains = {time: sum(gap <= time for gap in seen) / len(seen) * saved - time for time in seen}
+                ttl = max((time for time in seen if gains[time] > 0), key=lambda t: (gains[t], t), default=0.0)
+                ttl = ttl if seen else 2.0
+            steps = 0
+            if ttl > 0:  # the next power of 1.25
+                steps = -200
+                while 1.25**steps < ttl * (1 - 1e-12):
+                    steps += 1
+            until[event.number] = event.at_s + (1.25**steps * (1 + 1e-9) if ttl > 0 else 0.0)
+    return lambda session, chunk: (
+        session.last_active_s if world.now_s >= until[session.number] else math.inf,
+    )  # fmt: skip
+
+
+TARGET_S = 9.0
+POLICIES = [
+    (Arc, arc),
+    (S3Fifo, s3_fifo),
+    (partial(TailLru, target_s=TARGET_S), tail_lru),
+    (FlopEfficiency, flop_efficiency),
+    (StepsToUse, steps_to_use),
+    (ToolTtl, tool_ttl),
+]
+
+
+@pytest.mark.parametrize(("make", "definition"), POLICIES)
+@pytest.mark.parametrize("seed", range(4))
+def test_the_victim_is_the_one_of_the_definition(make: Any, definition: Callable[[World], Key], seed: int) -> None:
+    assert holds(World(make(context()), seed, HINTS), definition) > 50
+
+
+@pytest.mark.parametrize("make", [make for make, _ in POLICIES])
+def test_none_of_them_is_least_recently_used_by_another_name(make: Any) -> None:
+    """Else a definition that ignores what is particular to the policy would pass above."""
+    world = World(make(context()), 1, HINTS)
+    with pytest.raises(AssertionError):
+        holds(world, lambda world: lambda session, chunk: (session.last_active_s,), steps=200)
+
+
+def test_arc_shifts_to_recency_when_what_it_gave_up_from_there_returns() -> None:
+    directory = ArcDirectory(10)
+    known = [directory.ask(number, 5) for number in (0, 0, 1, 2)]  # 0 was asked again, and 2 took the place of 1
+    assert known == [False, True, False, False] and directory.target == 0.0
+    assert directory.ask(1, 5) and directory.target == 5.0
+    assert not directory.gives_up_once
+
+
+def test_a_time_to_live_that_costs_more_than_it_saves_is_none() -> None:
+    assert best_time([3.0, 3.0, 3.0, 40.0], saved_s=10.0) == 3.0  # 0.75 x 10 - 3 against 10 - 40
+    assert best_time([3.0, 3.0, 3.0, 40.0], saved_s=100.0) == 3.0
+    assert best_time([3.0, 40.0, 40.0, 40.0], saved_s=100.0) == 40.0
+    assert best_time([30.0, 40.0], saved_s=5.0) == 0.0
