@@ -17,6 +17,7 @@ from pensieve.results.frame import (
 from pensieve.results.headline import REFERENCE
 from pensieve.results.mixture import Mixture, mixtures
 from pensieve.results.schema import Sweep, SweepTrial, Trial
+from pensieve.results.size_map import Place, SizeMap, is_map, read_map, spaced
 from pensieve.results.store import JobResult, ResultsStore, open_store
 
 __all__ = [
@@ -25,7 +26,9 @@ __all__ = [
     "ByConversation",
     "JobResult",
     "Mixture",
+    "Place",
     "ResultsStore",
+    "SizeMap",
     "Sweep",
     "SweepTrial",
     "Trial",
@@ -34,10 +37,13 @@ __all__ = [
     "by_round",
     "conversation_sums",
     "conversations_of",
+    "is_map",
     "mixtures",
     "open_store",
     "paired",
     "positive_ratio",
+    "read_map",
+    "spaced",
     "speed_up",
     "turn_frame",
     "values_of",

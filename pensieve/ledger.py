@@ -79,6 +79,11 @@ def ledger_of(missed: Sequence[Missed], ttft_ms: float, cost: CostModel, chunk_t
     )
 
 
+def seconds_of(missed: Iterable[Missed], below: int, cost: CostModel, chunk_tokens: int) -> float:
+    """What the cost model says the missed positions below `below` take, as part of a longer prefill."""
+    return sum(marginal_s(cost, one.start, min(one.stop, below), chunk_tokens) for one in missed)
+
+
 def joined(missed: Iterable[Missed]) -> tuple[Missed, ...]:
     """Neighbours of one cause as one."""
     runs: list[Missed] = []

@@ -61,7 +61,8 @@ class Session:
     last_active_s: when a request of it last started or ended. next_use_s: when it is asked again, where the schedule knows
     (offline policies only). waiting: its requests that wait, preempted ones included. running: a request of it runs; at most
     one does. turns: that were asked of it, whatever became of them. chunks: where a cache with chunk records has its KV.
-    tenant: it shares no KV with conversations of others.
+    tenant: it shares no KV with conversations of others. inherited: leading tokens that it began with and that another
+    conversation had computed.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Session:
     running: bool = False
     turns: int = 0
     tenant: str = ""
+    inherited: int = 0
 
     def append(self, token: int) -> None:
         """A token was generated."""
@@ -89,7 +91,7 @@ class Session:
         """It is new, and begins with the first `length` tokens of another one, as far as those were computed."""
         assert not self.tokens
         self.tokens.extend(other.tokens[:length])
-        self.computed = min(other.computed, len(self.tokens), max(len(self.tokens) - 1, 0))
+        self.computed = self.inherited = min(other.computed, len(self.tokens), max(len(self.tokens) - 1, 0))
 
     def advance(self, stop: int) -> None:
         """The plan being made computes positions up to `stop`."""
@@ -102,6 +104,7 @@ class Session:
         assert not self.running
         del self.tokens[length:]
         self.computed = min(self.computed, length if computed is None else min(computed, length))
+        self.inherited = min(self.inherited, length)
 
     def start(self, now_s: float) -> None:
         """A request of it runs from now on."""

@@ -88,11 +88,12 @@ def test_what_another_conversation_has_had_may_be_found_there_at_any_time() -> N
 def test_a_system_that_does_not_say_what_conversations_share_has_no_bound() -> None:
     unknown = turn("c", 2, 5.0, 100, 30, elsewhere_tokens=None, anywhere_tokens=None)
     assert offline_bound([*TURNS, unknown], 1000) is None
-    assert [metric.value for metric in bound_metrics([*TURNS, unknown], 1000)] == [None, None]
+    assert [metric.value for metric in bound_metrics([*TURNS, unknown], 1000)] == [None, None, None]
 
 
 def test_metrics_have_the_denominators_of_the_rates_they_bound() -> None:
-    rate, of_prompts = bound_metrics(TURNS, 109)
+    rate, of_prompts, seconds = bound_metrics(TURNS, 109)
+    assert (seconds.name, seconds.value) == ("bound_recomputed_s", None), "nothing prices a position"
     assert (rate.name, rate.value, rate.n) == ("bound_hit_rate", 109 / 218, 218)
     assert (of_prompts.name, of_prompts.value, of_prompts.n) == ("bound_prompt_hit_rate", 109 / 500, 500)
 
