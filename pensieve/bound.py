@@ -42,7 +42,7 @@ LEVELS = 16
 
 
 class Prices:
-    """Seconds to compute positions of a conversation as part of a longer prefill: those of cost.marginal_s, summed once."""
+    """Seconds to compute positions of a conversation as part of a longer prefill: those of cost.positions_s, summed once."""
 
     def __init__(self, cost: CostModel, chunk_tokens: int) -> None:
         self._cost = cost
