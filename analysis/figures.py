@@ -20,7 +20,9 @@ from analysis.sweep import Source, all_sweeps, latest_of, open_source
 from pensieve.errors import MissingSeries, PensieveError, ResultsError
 from pensieve.results.places import LATEST, figures_folder
 
-FAMILIES = ("conversations", "caches", "load", "prefix", "interfaces", "decoding", "agents", "policies", "benchmarks")
+FAMILIES = (
+    "conversations", "caches", "load", "prefix", "interfaces", "decoding", "agents", "policies", "sizes", "benchmarks",
+)  # fmt: skip
 """Modules that register figures, in the order in which a report shows them."""
 for _family in FAMILIES:
     import_module(f"analysis.{_family}")
@@ -71,12 +73,12 @@ def draw_all(source: Source, folder: Path) -> tuple[list[Drawing], list[str]]:
     it applies (a series is missing, or trials must not be mixed)."""
     drawings: list[Drawing] = []
     problems = []
-    for figure in registry.FIGURES.values():
-        if figure.applies(source):
-            try:
-                drawings += figure.draw(source, folder)
-            except ResultsError as error:
-                problems.append(f"{figure.name}: {error}")
+    applying = [figure for figure in registry.FIGURES.values() if figure.applies(source)]
+    for figure in [figure for figure in applying if figure.alone] or applying:
+        try:
+            drawings += figure.draw(source, folder)
+        except ResultsError as error:
+            problems.append(f"{figure.name}: {error}")
     return drawings, problems
 
 

@@ -61,6 +61,7 @@ class Figure:
 
     applies: whether the sweep is one of those. plots(source): a plot a panel; raises MissingSeries and MixedPanel.
     workload: where its trials are single cases of a benchmark, that benchmark's; its latest measurement is then drawn.
+    alone: where it applies it shows all there is, and others would draw a picture for each of its cells.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Figure:
     applies: Callable[[Source], bool]
     plots: Callable[[Source], Iterable[Plot]]
     workload: str | None = None
+    alone: bool = False
 
     def missing(self, source: Source) -> str:
         return f"{self.name} needs other trials than sweep {source.sweep.id} has; run `{self.command}`."
@@ -84,13 +86,20 @@ FIGURES: dict[str, Figure] = {}
 
 
 def figure(
-    name: str, title: str, *, shows: str, command: str, applies: Callable[[Source], bool], workload: str | None = None
+    name: str,
+    title: str,
+    *,
+    shows: str,
+    command: str,
+    applies: Callable[[Source], bool],
+    workload: str | None = None,
+    alone: bool = False,
 ) -> Callable[[Callable[[Source], Iterable[Plot]]], Figure]:
     """Make a function that draws the panels of a sweep a figure of the command line and of reports."""
 
     def register(plots: Callable[[Source], Iterable[Plot]]) -> Figure:
         assert name not in FIGURES, f"two figures are called {name}"
-        FIGURES[name] = Figure(name, title, shows, command, applies, plots, workload)
+        FIGURES[name] = Figure(name, title, shows, command, applies, plots, workload, alone)
         return FIGURES[name]
 
     return register

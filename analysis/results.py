@@ -18,6 +18,7 @@ from pensieve.results.gap import START, gap_closed
 from pensieve.results.headline import REFERENCE
 from pensieve.results.mixture import Mixture, mixtures
 from pensieve.results.schema import Sweep, SweepTrial, Trial
+from pensieve.results.size_map import Place, SizeMap, is_map, read_map, spaced
 from pensieve.results.store import JobResult, ResultsStore, open_store
 
 __all__ = [
@@ -27,7 +28,9 @@ __all__ = [
     "ByConversation",
     "JobResult",
     "Mixture",
+    "Place",
     "ResultsStore",
+    "SizeMap",
     "Sweep",
     "SweepTrial",
     "Trial",
@@ -37,10 +40,13 @@ __all__ = [
     "conversation_sums",
     "conversations_of",
     "gap_closed",
+    "is_map",
     "mixtures",
     "open_store",
     "paired",
     "positive_ratio",
+    "read_map",
+    "spaced",
     "speed_up",
     "turn_frame",
     "values_of",

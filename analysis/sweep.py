@@ -135,7 +135,7 @@ class Source:
         """Conversations of several turns; elsewhere a turn's number means nothing."""
         if not self.trials:
             return False
-        turns = self._frame(self.trials[0], measured=True)
+        turns = self.frame(self.trials[0], measured=True)
         return bool(((turns.index.get_level_values("turn") > 1) & (turns["phase"] == "chat")).any())
 
     def panels(self, *along: str) -> list[Panel]:
@@ -159,7 +159,7 @@ class Source:
 
     def trace(self, trials: Sequence[Trial], incomplete: int = 0) -> Provenance:
         """What numbers of these trials stand on. Raises MixedPanel where they must not stand beside each other."""
-        conversations = {key for trial in trials for key in conversations_of(self._frame(trial, measured=True))}
+        conversations = {key for trial in trials for key in conversations_of(self.frame(trial, measured=True))}
         return trace(self.sweep, trials, mixtures(trials), len(conversations), incomplete, self.allow_mixed)
 
     def turns(self, cell: Cell, measured: bool = True) -> pd.DataFrame:
@@ -167,9 +167,10 @@ class Source:
 
         measured: those that count; False: also what failed, or prepared others.
         """
-        return pd.concat([self._frame(trial, measured) for trial in cell.trials])
+        return pd.concat([self.frame(trial, measured) for trial in cell.trials])
 
-    def _frame(self, trial: Trial, measured: bool) -> pd.DataFrame:
+    def frame(self, trial: Trial, measured: bool) -> pd.DataFrame:
+        """The turns of one trial; measured: see `turns`."""
         if (trial.id, measured) not in self._frames:
             self._frames[trial.id, measured] = turn_frame(self.store, [trial], measured=measured)
         return self._frames[trial.id, measured]

@@ -1,53 +1,142 @@
-"""The offline bound of a trial: the hit rate that no eviction policy could have exceeded with its capacity.
+"""The offline bound of a trial: what no cache manager and no eviction policy could have done better with its capacity.
 
-What is bounded: whoever had known the realised accesses in advance, could have kept or dropped each single token of KV at
-no cost, and had both tiers wholly for idle conversations. A real policy decides by chunks, and shares the tiers with the
-requests that run; so the bound can be out of reach, and is never beaten.
+Direction. The bound of the hit tokens is an upper one and that of the seconds of recomputation a lower one, for every
+manager, whatever its tiers and its policy: never more hits, never fewer seconds. A policy that knows the future
+(eviction/belady.py) is not it, since a policy decides by whole chunks, shares its tiers with the requests that run, and
+copies between them.
 
-A token of a turn's history that no other conversation has had hits only if it was kept from the end of the conversation's
-turn before to the admission of this one: nothing computes it in between. Which of these intervals to keep is the question of
-how to pack most of them under the capacity, and Belady's answer is the best one: whenever too much is kept, give up what is
-needed last (Belady 1966; with bypass, since what would be given up at once need not be kept at all). Where conversations
-share blocks, a token that another one has had may be found in its blocks at any moment: it counts as a hit that takes no
-room. The same holds for what was said before and is no history (a turn that was undone), in the bound of whole prompts.
+What is bounded is a relaxation of what managers do. Whoever had known the realised accesses in advance could have kept or
+dropped each single token of KV at no cost, in one tier as large as all of them together, and wholly for idle conversations.
+A real manager can do none of this, and nothing that this could not.
+
+Hit tokens. A token of a turn's history that no other conversation has had hits only if it was kept from the end of the
+conversation's turn before to the admission of this one: nothing computes it in between. Which of these intervals to keep is
+the question of how to pack most of them under the capacity, and Belady's answer is the best one: whenever too much is kept,
+give up what is needed last (Belady 1966; with bypass, since what would be given up at once need not be kept at all). Where
+conversations share blocks, or one begins with the KV of another, a token that another one has had may be found in its
+blocks at any moment: it counts as a hit that takes no room. That keeps the bound of prefix_cache and llama_slots true and
+makes it loose. The same holds for what was said before and is no history (a turn that was undone), in the bound of whole
+prompts.
+
+Seconds. A token saves what its position takes to compute, and positions differ. The most that can be kept by worth is a
+minimum-cost flow; this is a relaxation of it in n log n. A token worth w is worth 1 at each level of worth below w, so no
+choice saves more than the sum, over the levels, of the most tokens worth more than the level that can be kept. Worths are
+rounded up to LEVELS steps, which only adds to what could be saved. Where all positions cost the same it is exact.
 """
 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 
+from pensieve.cost.base import CostModel
 from pensieve.metrics import Metric
 from pensieve.record import TurnRecord
 from pensieve.request import is_measured
 
+LEVELS = 16
+
+
+class Prices:
+    """Seconds to compute positions of a conversation as part of a longer prefill: those of cost.positions_s, summed once."""
+
+    def __init__(self, cost: CostModel, chunk_tokens: int) -> None:
+        self._cost = cost
+        self._size = chunk_tokens
+        self._chunks: list[float] = []
+        self._sums = [0.0]  # of the leading chunks
+
+    def seconds(self, start: int, stop: int) -> float:
+        return self._below(stop) - self._below(start)
+
+    def levels(self, longest: int) -> list[tuple[int, float]]:
+        """(position, seconds): from this position on each token is worth so much more. Summed, never less than the price of a
+        position below `longest`."""
+        self._price(longest)
+        roofs = list(
+            accumulate(self._chunks[: -(-longest // self._size)], max)
+        )  # so that a level is a suffix of positions
+        if not roofs:
+            return []
+        low, high = roofs[0], roofs[-1]
+        found: list[tuple[int, float]] = []
+        start, charged = 0, 0.0
+        for level in range(1, LEVELS + 1):
+            stop = len(roofs) if level == LEVELS else bisect_right(roofs, low + (high - low) * level / LEVELS)
+            if stop > start:
+                found.append((start * self._size, (roofs[stop - 1] - charged) / self._size))
+                start, charged = stop, roofs[stop - 1]
+        return found
+
+    def _below(self, position: int) -> float:
+        self._price(position)
+        whole, rest = divmod(position, self._size)
+        return self._sums[whole] + (self._chunks[whole] * rest / self._size if rest else 0.0)
+
+    def _price(self, position: int) -> None:
+        for index in range(len(self._chunks), -(-position // self._size)):
+            self._chunks.append(self._cost.recompute_s((index + 1) * self._size))
+            self._sums.append(self._sums[-1] + self._chunks[-1])
+
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """`tokens` of a conversation, of use again at `end_s` if kept from `start_s` on."""
+    """`tokens` of a conversation from position `first` on, of use again at `end_s` if kept from `start_s` on."""
 
     start_s: float
     end_s: float
     tokens: int
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Tokens of the measured turns: the most that could have hit of their history, and of their prompts."""
+    """Of the measured turns: the most tokens that could have hit of their history, and of their prompts; the least seconds of
+    recomputation of their history, and what all of it takes. Seconds are None where nothing prices a position."""
 
     hit_tokens: int
     prompt_hit_tokens: int
     history_tokens: int
     prompt_tokens: int
+    recompute_s: float | None = None
+    history_s: float | None = None
 
 
-def offline_bound(turns: Iterable[TurnRecord], capacity_tokens: int) -> Bound | None:
-    """The bound for both tiers together, `capacity_tokens` in all.
+@dataclass(slots=True)
+class _Uses:
+    """What the measured turns could have used. found: leading tokens of each one's history that take no room. beyond: tokens
+    of prompts that are no history. histories: the length of each."""
+
+    idle: list[Idle] = field(default_factory=list)
+    found: list[int] = field(default_factory=list)
+    beyond: int = 0
+    histories: list[int] = field(default_factory=list)
+    prompt_tokens: int = 0
+
+
+def offline_bound(turns: Iterable[TurnRecord], capacity_tokens: int, prices: Prices | None = None) -> Bound | None:
+    """The bound for all tiers together, `capacity_tokens` in all.
 
     None where nobody knows what a prompt could be found in: a system that does not say whether its conversations share.
     """
+    uses = _uses_of(turns)
+    if uses is None:
+        return None
+    uses.idle.sort(key=lambda one: one.start_s)
+    hits = sum(uses.found) + _packed(uses.idle, [one.tokens for one in uses.idle], capacity_tokens)
+    recompute_s = history_s = None
+    if prices is not None:
+        history_s = sum(prices.seconds(0, length) for length in uses.histories)
+        free_s = sum(prices.seconds(0, length) for length in uses.found)
+        recompute_s = max(0.0, history_s - free_s - most_saved(uses.idle, capacity_tokens, prices))
+    return Bound(hits, hits + uses.beyond, sum(uses.histories), uses.prompt_tokens, recompute_s, history_s)
+
+
+def _uses_of(turns: Iterable[TurnRecord]) -> _Uses | None:
     conversations: dict[str, list[TurnRecord]] = defaultdict(list)
     for turn in turns:
         if turn.history_tokens is None:
@@ -55,8 +144,7 @@ def offline_bound(turns: Iterable[TurnRecord], capacity_tokens: int) -> Bound | 
         if turn.admitted_s is None or turn.elsewhere_tokens is None or turn.anywhere_tokens is None:
             return None
         conversations[turn.session].append(turn)
-    idle: list[Idle] = []
-    free = beyond = history = prompts = 0
+    uses = _Uses()
     for members in conversations.values():
         members.sort(key=lambda turn: turn.admitted_s or 0.0)
         known, since_s = 0, 0.0
@@ -64,40 +152,56 @@ def offline_bound(turns: Iterable[TurnRecord], capacity_tokens: int) -> Bound | 
             assert turn.history_tokens is not None and turn.admitted_s is not None and turn.prompt_tokens is not None
             assert turn.elsewhere_tokens is not None and turn.anywhere_tokens is not None
             if is_measured(turn.phase):
-                history += turn.history_tokens
-                prompts += turn.prompt_tokens
                 shared = min(turn.elsewhere_tokens, turn.history_tokens)
-                free += shared
-                beyond += max(0, turn.anywhere_tokens - turn.history_tokens)
+                uses.histories.append(turn.history_tokens)
+                uses.found.append(shared)
+                uses.prompt_tokens += turn.prompt_tokens
+                uses.beyond += max(0, turn.anywhere_tokens - turn.history_tokens)
                 own = min(turn.history_tokens, known) - shared
                 if own > 0:
-                    idle.append(Idle(min(since_s, turn.admitted_s), turn.admitted_s, own))
+                    uses.idle.append(Idle(min(since_s, turn.admitted_s), turn.admitted_s, own, shared))
             known = max(known, turn.prompt_tokens + turn.output_tokens)
             since_s = turn.admitted_s if turn.finished_s is None else turn.finished_s
-    hits = free + most_kept(idle, capacity_tokens)
-    return Bound(hits, hits + beyond, history, prompts)
+    return uses
 
 
 def most_kept(idle: Sequence[Idle], capacity_tokens: int) -> int:
     """The most tokens that can be kept to their ends with at most `capacity_tokens` of them at any time."""
-    kept: list[int] = [0] * len(idle)
+    intervals = sorted(idle, key=lambda one: one.start_s)
+    return _packed(intervals, [one.tokens for one in intervals], capacity_tokens)
+
+
+def most_saved(idle: Sequence[Idle], capacity_tokens: int, prices: Prices) -> float:
+    """Seconds that no choice of what to keep saves more of. idle: in order of start_s."""
+    seconds = 0.0
+    longest = max((one.first + one.tokens for one in idle), default=0)
+    for first, step_s in prices.levels(longest):
+        above = [one for one in idle if one.first + one.tokens > first] if first else idle
+        tokens = [min(one.tokens, one.first + one.tokens - first) for one in above]
+        seconds += step_s * _packed(above, tokens, capacity_tokens)
+    return min(seconds, sum(prices.seconds(one.first, one.first + one.tokens) for one in idle))
+
+
+def _packed(intervals: Sequence[Idle], tokens: Sequence[int], capacity_tokens: int) -> int:
+    """As most_kept, for intervals in order of their start and so many tokens of each."""
+    kept: list[int] = [0] * len(intervals)
     ending: list[tuple[float, int]] = []  # of what is kept: the next end first
     latest: list[tuple[float, int]] = []  # the last end first
     used = hits = 0
-    for index in sorted(range(len(idle)), key=lambda i: idle[i].start_s):
-        now_s = idle[index].start_s
-        if idle[index].end_s <= now_s:  # no time to keep it for
-            hits += idle[index].tokens
+    for index, one in enumerate(intervals):
+        now_s, end_s, wanted = one.start_s, one.end_s, tokens[index]
+        if end_s <= now_s:  # no time to keep it for
+            hits += wanted
             continue
         while ending and ending[0][0] <= now_s:
             done = heapq.heappop(ending)[1]
             hits += kept[done]
             used -= kept[done]
             kept[done] = 0
-        kept[index] = idle[index].tokens
-        used += kept[index]
-        heapq.heappush(ending, (idle[index].end_s, index))
-        heapq.heappush(latest, (-idle[index].end_s, index))
+        kept[index] = wanted
+        used += wanted
+        heapq.heappush(ending, (end_s, index))
+        heapq.heappush(latest, (-end_s, index))
         while used > capacity_tokens:
             last = latest[0][1]
             given_up = min(kept[last], used - capacity_tokens)
@@ -108,15 +212,20 @@ def most_kept(idle: Sequence[Idle], capacity_tokens: int) -> int:
     return hits + sum(kept)
 
 
-def bound_metrics(turns: Iterable[TurnRecord], capacity_tokens: int) -> list[Metric]:
-    """bound_hit_rate and bound_prompt_hit_rate of the turns whose rates they bound; no value where there is no bound."""
-    bound = offline_bound(turns, capacity_tokens)
+def bound_metrics(turns: Iterable[TurnRecord], capacity_tokens: int, prices: Prices | None = None) -> list[Metric]:
+    """bound_hit_rate and bound_prompt_hit_rate of the turns whose rates they bound, and bound_recomputed_s; no value where
+    there is no bound."""
+    bound = offline_bound(turns, capacity_tokens, prices)
     if bound is None:
-        return [Metric(name, None, "share") for name in ("bound_hit_rate", "bound_prompt_hit_rate")]
+        named = (("bound_hit_rate", "share"), ("bound_prompt_hit_rate", "share"), ("bound_recomputed_s", "s"))
+        return [Metric(name, None, unit) for name, unit in named]
     return [
-        Metric(name, hits / whole if whole else None, "share", n=whole, n_unit="tokens")
-        for name, hits, whole in (
-            ("bound_hit_rate", bound.hit_tokens, bound.history_tokens),
-            ("bound_prompt_hit_rate", bound.prompt_hit_tokens, bound.prompt_tokens),
-        )
+        *(
+            Metric(name, hits / whole if whole else None, "share", n=whole, n_unit="tokens")
+            for name, hits, whole in (
+                ("bound_hit_rate", bound.hit_tokens, bound.history_tokens),
+                ("bound_prompt_hit_rate", bound.prompt_hit_tokens, bound.prompt_tokens),
+            )
+        ),
+        Metric("bound_recomputed_s", bound.recompute_s, "s", n=bound.history_tokens, n_unit="tokens"),
     ]

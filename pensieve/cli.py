@@ -48,7 +48,7 @@ def _imports() -> Iterator[None]:
 
 def main() -> None:
     """The console script: pensieve VERB, with the arguments of runners/VERB.py."""
-    verbs = {verb.__name__: verb for verb in (run, serve, chat, compare, results, bench, doctor)}
+    verbs = {verb.__name__: verb for verb in (run, size, serve, chat, compare, results, bench, doctor)}
     parser = argparse.ArgumentParser(
         prog="pensieve",
         epilog="\n".join(f"{name:<9}{verb.__doc__}" for name, verb in verbs.items()),
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("verb", choices=verbs, help="pensieve VERB --help lists the verb's arguments")
     if sys.argv[1:2] == ["-sc"]:  # Hydra's shell completion calls the command without its verb
         _, *words = os.environ.get("COMP_LINE", "pensieve").split(" ")
-        if words[:1] not in (["run"], ["bench"], ["results"]):
+        if words[:1] not in (["run"], ["size"], ["bench"], ["results"]):
             print(" ".join(verbs))
             return
         os.environ["COMP_LINE"] = " ".join(["pensieve", *words[1:]])
@@ -87,6 +87,38 @@ def _run_job(cfg: DictConfig) -> None:
         from pensieve.trial.hydra_app import run_job
 
     run_job(cfg)
+
+
+def size() -> int:
+    """How much KV cache a load needs, as a map: [group=option] [size.gpu=[...]] [slo.ttft_ms=500]."""
+    sys.path.insert(0, os.getcwd())  # your own policies, as in run
+    with _imports():
+        import hydra
+        from hydra.core.hydra_config import HydraConfig
+
+        from pensieve.compose import conf_folder, outputs_folder
+        from pensieve.trial.terminal import guarded
+
+    os.environ["PENSIEVE_OUTPUTS"] = str(outputs_folder())  # absolute, also for the processes that run its trials
+
+    @hydra.main(config_path=str(conf_folder()), config_name="size", version_base="1.3")
+    def app(cfg: DictConfig) -> None:
+        with _imports():
+            from pensieve.errors import PensieveError
+            from pensieve.trial.size import size as run_map
+
+        hydra_node = HydraConfig.get()
+        if hydra_node.mode is not None and hydra_node.mode.name == "MULTIRUN":
+            sys.exit("A map is a sweep of its own: leave -m out, and give sizes as size.gpu=[4GB,8GB].")
+        try:
+            status = run_map(cfg, list(hydra_node.overrides.task), Path(hydra_node.runtime.output_dir))
+        except PensieveError as error:
+            sys.exit(str(error))
+        if status:
+            sys.exit(status)
+
+    guarded(app, "size")
+    return 0
 
 
 def bench() -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pensieve.cost.base import CostModel, marginal_s
+from pensieve.cost.base import CostModel, marginal_s, positions_s
 
 Cause = Literal["new", "edited", "evicted", "expired", "restarted", "never_stored"]
 """new: never said before in this conversation. edited: other tokens stood in its place. evicted: its KV was given up for a
@@ -77,6 +77,11 @@ def ledger_of(missed: Sequence[Missed], ttft_ms: float, cost: CostModel, chunk_t
         )
         for cause, by in tokens
     )
+
+
+def seconds_of(missed: Iterable[Missed], below: int, cost: CostModel, chunk_tokens: int) -> float:
+    """What the cost model says the missed positions below `below` take, as part of a longer prefill."""
+    return sum(positions_s(cost, one.start, min(one.stop, below), chunk_tokens) for one in missed)
 
 
 def joined(missed: Iterable[Missed]) -> tuple[Missed, ...]:

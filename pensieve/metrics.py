@@ -6,10 +6,10 @@ others are counted by status in `turns`, never dropped silently. Intervals resam
 records cannot give is a metric without a value, not a guess.
 
 What counts cover: recomputed_tokens, h2d_bytes, sent_bytes and received_bytes are what was done for measured turns, summed
-over them. d2h_bytes, swapped_*_bytes, evicted_chunks, dropped_chunks, suspended_requests, deferred_requests,
-schedule_ms_mean and cost_model_error_pct are of work that may be for no turn or for several, so they are the system's
-counts over the stretches of the replay that replay.MeasuredStretches defines: all but those in which only turns that
-prepare others are served.
+over them; so is recomputed_s, by the cost model, without what preempted requests computed a second time. d2h_bytes,
+swapped_*_bytes, evicted_chunks, dropped_chunks, suspended_requests, deferred_requests, schedule_ms_mean and
+cost_model_error_pct are of work that may be for no turn or for several, so they are the system's counts over the stretches
+of the replay that replay.MeasuredStretches defines: all but those in which only turns that prepare others are served.
 """
 
 from __future__ import annotations
@@ -278,6 +278,8 @@ def _counts(measurement: Measurement, measured: Sequence[TurnRecord]) -> list[Me
             sum((turn.recomputed_tokens or 0) + turn.resumed_recomputed_tokens for turn in admitted)
         )
     metrics = [Metric(name, value, COUNTS[name]) for name, value in counts.items()]
+    priced = [turn.recomputed_s for turn in measured if turn.recomputed_s is not None]
+    metrics.append(Metric("recomputed_s", sum(priced) if priced else None, "s", n=len(priced), n_unit="turns"))
     outputs = sum(turn.output_tokens for turn in measured)
     for name in BYTES:
         counted = None if name in FOR_NO_TURN else _moved_for(measured, name)

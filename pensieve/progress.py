@@ -19,11 +19,11 @@ class TrialProgress:
     tokens/s are those of this machine's wall clock, simulated or not: they say how long the user will wait.
     """
 
-    def __init__(self, title: str, total: int | None, stream: TextIO | None = None) -> None:
+    def __init__(self, title: str, total: int | None, stream: TextIO | None = None, shown: bool = True) -> None:
         self._title = title
         self._total = total
         self._stream = stream or sys.stderr
-        self._quiet = "PYTEST_CURRENT_TEST" in os.environ and stream is None
+        self._quiet = not shown or ("PYTEST_CURRENT_TEST" in os.environ and stream is None)
         self._turns = 0
         self._tokens = 0
         self._started = time.perf_counter()

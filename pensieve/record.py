@@ -7,7 +7,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from pensieve.ledger import Miss, Missed, ledger_of
+from pensieve.ledger import Miss, Missed, ledger_of, seconds_of
 from pensieve.request import Request, TokenArray
 
 if TYPE_CHECKING:  # figures read records and load no cache
@@ -68,6 +68,8 @@ class TurnRecord:
     # Not columns: kept for the offline bound (see Residency), for the Parquet of tokens and for the caller.
     elsewhere_tokens: int | None = None
     anywhere_tokens: int | None = None
+    recomputed_s: float | None = None
+    """What the cost model says its recomputed_tokens take, as part of a longer prefill; None: there is none."""
     missed: tuple[Missed, ...] = ()
     misses: tuple[Miss, ...] = ()
     """The ledger, of a turn that got a first token."""
@@ -173,7 +175,9 @@ class TurnRecord:
         self.output_sha256 = hashlib.sha256(self.token_ids.tobytes()).hexdigest()
 
     def account(self, cost: CostModel, chunk_tokens: int) -> None:
-        """Its ledger, once it is over."""
+        """What it computed again in seconds, and its ledger, once it is over."""
+        if self.history_tokens is not None:
+            self.recomputed_s = seconds_of(self.missed, self.history_tokens, cost, chunk_tokens)
         if self.ttft_ms is not None and self.missed:
             self.misses = ledger_of(self.missed, self.ttft_ms, cost, chunk_tokens)
         self.missed = ()

@@ -163,7 +163,7 @@ class Session:
     one does. turns: that were asked of it, whatever became of them. chunks: where a cache with chunk records has its KV.
     tenant: it shares no KV with conversations of others. hint: what its client said of the time after its last reply; None:
     nothing, or that turn did not come to its end. It stands until the next turn is over. memo: what the eviction policy has
-    noted of it.
+    noted of it. inherited: leading tokens that it began with and that another conversation had computed.
     """
 
     name: str
@@ -180,6 +180,7 @@ class Session:
     tenant: str = ""
     hint: Hint | None = None
     memo: Any = None
+    inherited: int = 0
 
     def append(self, token: int) -> None:
         """A token was generated."""
@@ -193,7 +194,7 @@ class Session:
         """It is new, and begins with the first `length` tokens of another one, as far as those were computed."""
         assert not self.tokens
         self.tokens.extend(other.tokens[:length])
-        self.computed = min(other.computed, len(self.tokens), max(len(self.tokens) - 1, 0))
+        self.computed = self.inherited = min(other.computed, len(self.tokens), max(len(self.tokens) - 1, 0))
 
     def recall(self, tokens: TokenArray[int]) -> None:
         """It is new, and had these tokens and their KV in an engine before this one."""
@@ -212,6 +213,7 @@ class Session:
         assert not self.running
         del self.tokens[length:]
         self.computed = min(self.computed, length if computed is None else min(computed, length))
+        self.inherited = min(self.inherited, length)
 
     def start(self, now_s: float) -> None:
         """A request of it runs from now on."""

@@ -73,6 +73,7 @@ def make_engine(
     late: random.Random | None = None,
     depth: int = 1,
     computes: bool = True,
+    cost: Any = None,
     **settings: Any,
 ) -> Engine:
     """computes: plans are made as for a worker that reads tokens, one iteration each."""
@@ -90,6 +91,7 @@ def make_engine(
         clock=clock,
         max_context=MODEL.max_context,
         limits=limits,
+        cost=cost,
     )
 
 

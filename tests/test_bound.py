@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pensieve.bound import Idle, bound_metrics, most_kept, offline_bound
+from pensieve.bound import LEVELS, Idle, Prices, bound_metrics, most_kept, most_saved, offline_bound
 from pensieve.record import TurnRecord
 
 intervals = st.lists(
@@ -36,6 +36,86 @@ def exhaustive(idle: list[Idle], capacity: int) -> int:
 @given(intervals, st.integers(0, 6))
 def test_nothing_keeps_more(idle: list[Idle], capacity: int) -> None:
     assert most_kept(idle, capacity) == exhaustive(idle, capacity)
+
+
+class Chunks:
+    """A cost model by what each chunk takes; the last one goes on."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.each = seconds
+
+    def recompute_s(self, context_tokens: int) -> float:
+        return self.each[min(context_tokens - 1, len(self.each) - 1)]
+
+
+placed = st.lists(
+    st.builds(
+        lambda start, length, tokens, first: Idle(float(start), float(start + length), tokens, first),
+        st.integers(0, 5),
+        st.integers(0, 5),
+        st.integers(1, 3),
+        st.integers(0, 4),
+    ),
+    max_size=4,
+)
+
+
+def most_worth(idle: list[Idle], capacity: int, prices: Prices) -> float:
+    """By trying every set of positions kept of every interval."""
+    sets = [[tuple(p for p in range(one.tokens) if mask >> p & 1) for mask in range(1 << one.tokens)] for one in idle]
+    best = 0.0
+    for chosen in product(*sets):
+        fits = all(
+            sum(len(part) for part, one in zip(chosen, idle, strict=True) if one.start_s <= at < one.end_s) <= capacity
+            for at in {one.start_s for one in idle}
+        )
+        if fits:
+            worth = sum(
+                prices.seconds(one.first + p, one.first + p + 1)
+                for part, one in zip(chosen, idle, strict=True)
+                for p in part
+            )
+            best = max(best, worth)
+    return best
+
+
+@settings(max_examples=120, deadline=None)
+@given(placed, st.integers(0, 6), st.lists(st.floats(0.1, 5.0), min_size=1, max_size=8))
+def test_nothing_saves_more_seconds(idle: list[Idle], capacity: int, chunks: list[float]) -> None:
+    """Whatever positions cost, also where later ones cost less."""
+    prices = Prices(Chunks(*chunks), 1)  # type: ignore[arg-type]
+    ordered = sorted(idle, key=lambda one: one.start_s)
+    bound, best = most_saved(ordered, capacity, prices), most_worth(idle, capacity, prices)
+    assert bound >= best - 1e-9
+    if len(set(chunks)) == 1:
+        assert bound == pytest.approx(best), "exact where all positions cost the same"
+
+
+def test_levels_of_worth_are_never_below_the_price_and_few() -> None:
+    prices = Prices(Chunks(*(1.0 + 0.01 * n for n in range(500))), 1)  # type: ignore[arg-type]
+    levels = prices.levels(400)
+    assert len(levels) <= LEVELS
+    for position in range(400):
+        charged = sum(step for first, step in levels if first <= position)
+        price = prices.seconds(position, position + 1)
+        assert price - 1e-9 <= charged <= price + 0.01 * 400 / LEVELS + 0.011
+    assert prices.levels(0) == []
+
+
+def test_the_seconds_of_two_conversations_by_hand() -> None:
+    """Room for 109 of 218 history tokens: the bound keeps one conversation, and each position costs its number."""
+    prices = Prices(Chunks(*range(1, 300)), 1)  # type: ignore[arg-type]
+    whole = 2 * sum(range(1, 110))
+    for capacity, least in ((0, whole), (218, 0.0)):
+        bound = offline_bound(TURNS, capacity, prices)
+        assert (
+            bound is not None and bound.recompute_s == pytest.approx(least) and bound.history_s == pytest.approx(whole)
+        )
+    half = offline_bound(TURNS, 109, prices)
+    # The dearest 109 of both are 54 and 55 of each: nothing could save more. Rounding adds less than a level to each.
+    least = sum(range(1, 55)) + sum(range(1, 56))
+    assert half is not None and half.recompute_s is not None
+    assert least - 109 * (109 - 1) / LEVELS <= half.recompute_s <= least
 
 
 def turn(session: str, number: int, at_s: float, prompt: int, history: int, **other: object) -> TurnRecord:
@@ -88,11 +168,12 @@ def test_what_another_conversation_has_had_may_be_found_there_at_any_time() -> N
 def test_a_system_that_does_not_say_what_conversations_share_has_no_bound() -> None:
     unknown = turn("c", 2, 5.0, 100, 30, elsewhere_tokens=None, anywhere_tokens=None)
     assert offline_bound([*TURNS, unknown], 1000) is None
-    assert [metric.value for metric in bound_metrics([*TURNS, unknown], 1000)] == [None, None]
+    assert [metric.value for metric in bound_metrics([*TURNS, unknown], 1000)] == [None, None, None]
 
 
 def test_metrics_have_the_denominators_of_the_rates_they_bound() -> None:
-    rate, of_prompts = bound_metrics(TURNS, 109)
+    rate, of_prompts, seconds = bound_metrics(TURNS, 109)
+    assert (seconds.name, seconds.value) == ("bound_recomputed_s", None), "nothing prices a position"
     assert (rate.name, rate.value, rate.n) == ("bound_hit_rate", 109 / 218, 218)
     assert (of_prompts.name, of_prompts.value, of_prompts.n) == ("bound_prompt_hit_rate", 109 / 500, 500)
 

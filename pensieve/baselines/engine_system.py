@@ -213,12 +213,17 @@ class EngineSystem(ABC):
         known = self.engine.cache.find(session)
         return "" if known is None else self.engine.cache.places(known)
 
+    @property
+    def cost(self) -> CostModel:
+        """What chunks cost on its worker; from `start` on."""
+        assert self._cost is not None
+        return self._cost
+
     def settings(self) -> dict[str, Any]:
         cache = self.engine.cache
         per_token = self._model.kv_bytes_per_token
         gpu_tokens, cpu_tokens = cache.gpu_blocks * cache.chunk_tokens, cache.cpu_blocks * cache.chunk_tokens
         assert self._report is not None
-        assert self._cost is not None
         return {
             **self._report.settings,
             **self._labels,
@@ -236,7 +241,7 @@ class EngineSystem(ABC):
             "max_batch_requests": self._scheduler_settings.max_batch_requests,
             "simulated": self.clock.virtual,
             "shares": cache.shares,
-            "cost": self._cost.describe(),
+            "cost": self.cost.describe(),
             **cache.chosen,
         }
 

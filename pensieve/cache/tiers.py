@@ -657,7 +657,8 @@ def residency_of(session: Session, keep: int, prompt: int, known: int | None, ch
         left -= chunk_tokens
     missed.append(Missed(min(len(chunks) * chunk_tokens, found), found, "never_stored"))
     missed.append(Missed(found, history, "edited"))  # known to the workload, at another place
-    return Residency(prompt, history, gpu_hit, cpu_hit, elsewhere=0, anywhere=history, missed=joined(missed))
+    elsewhere = min(found, session.inherited)
+    return Residency(prompt, history, gpu_hit, cpu_hit, elsewhere=elsewhere, anywhere=history, missed=joined(missed))
 
 
 def missing_runs(session: Session, length: int, chunk_tokens: int, cpu_too: bool = False) -> tuple[Run, ...]:

@@ -41,6 +41,17 @@ def marginal_s(cost: CostModel, start: int, stop: int, chunk_tokens: int) -> flo
     return seconds
 
 
+def positions_s(cost: CostModel, start: int, stop: int, chunk_tokens: int) -> float:
+    """As marginal_s, with a price for each position that does not depend on which others are computed: a part of a chunk at
+    the price of the whole one. So what several runs take adds up."""
+    seconds = 0.0
+    while start < stop:
+        end = (start // chunk_tokens + 1) * chunk_tokens
+        seconds += cost.recompute_s(end) * (min(stop, end) - start) / chunk_tokens
+        start = end
+    return seconds
+
+
 def predicted_s(cost: CostModel, runs: Iterable[tuple[int, int]], chunk_tokens: int) -> float:
     """An iteration that computes these positions of one conversation, chunk by chunk as the eviction policy counts them, and
     what the weights of a short one take beyond their arithmetic."""

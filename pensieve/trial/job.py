@@ -11,7 +11,8 @@ class Job:
     """title: for the progress bar and messages. folder: for the trial's files.
 
     sweep_id: None for a single run. preflight: False where the sweep has done it for all its jobs. reproduces: the trial
-    that this one repeats, to be compared with it. mlflow_later: its copy in MLflow waits for mlflow_copy.copy_waiting.
+    that this one repeats, to be compared with it. mlflow_later: its copy in MLflow waits for mlflow_copy.copy_waiting. bar:
+    show how far it is; not where several trials run at once.
     """
 
     title: str
@@ -22,6 +23,7 @@ class Job:
     mlflow_later: bool = False
     preflight: bool = True
     reproduces: int | None = None
+    bar: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 from pensieve.baselines.base import System
 from pensieve.baselines.engine_system import EngineSystem
 from pensieve.baselines.inline_system import InlineSystem
-from pensieve.bound import bound_metrics
+from pensieve.bound import Prices, bound_metrics
 from pensieve.compose import (
     TrialConfig,
     TrialPlan,
@@ -254,7 +254,8 @@ def _run(
     output = next((metric.value for metric in metrics if metric.name == "throughput_output_tok_s"), None)
     metrics += sampler.metrics(start_s, end_s, output)
     metrics.append(Metric("allocator_peak_bytes", allocator_peak_bytes(plan.device), "bytes"))
-    metrics += bound_metrics(record.turns, _capacity(system))
+    prices = Prices(system.cost, system.engine.cache.chunk_tokens) if isinstance(system, EngineSystem) else None
+    metrics += bound_metrics(record.turns, _capacity(system), prices)
     if isinstance(workload, VllmRun):
         metrics += fidelity_metrics(workload.real, workload.seen, record.turns)
     tracking.store.add_metrics(trial_id, metrics)
@@ -303,7 +304,7 @@ def _replay(
 
     Raises TrialTimeout past the deadline: when a turn progresses, and on a wall clock also when none does.
     """
-    bar = TrialProgress(job.title, described.turns)
+    bar = TrialProgress(job.title, described.turns, shown=job.bar)
 
     def on_batch(turns: Sequence[TurnRecord]) -> None:
         tracking.store.add_turns(trial_id, turns)

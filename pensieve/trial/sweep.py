@@ -36,7 +36,7 @@ from pensieve.trial.identity import marks_of
 from pensieve.trial.job import Job, Outcome
 from pensieve.trial.jobs import Jobs, fixed_overrides
 from pensieve.trial.liveness import end_with
-from pensieve.trial.mlflow_copy import copy_waiting
+from pensieve.trial.mlflow_copy import copy_trial, copy_waiting
 from pensieve.trial.run import run_trial
 from pensieve.trial.summary import brief, places, summary
 from pensieve.trial.terminal import (
@@ -120,7 +120,7 @@ class OpenSweep:
         with ThreadPoolExecutor(1) as beside:  # another process draws while this one writes to MLflow
             drawn = None
             if tracking.kept and completed:
-                drawn = beside.submit(_draw, tracking, self.config.tracking.url_env, self.sweep_id)
+                drawn = beside.submit(draw_figures, tracking, self.config.tracking.url_env, self.sweep_id)
             self._to_mlflow(tracking, table, status)
             figures = drawn.result() if drawn else []
             for figure in figures:
@@ -155,6 +155,18 @@ class OpenSweep:
         if self.mlflow_later:
             copy_waiting(start_parent(tracking.outputs, tracking.store, self.sweep_id, self.config.experiment_name))
         finish_parent(tracking.outputs, tracking.store, self.sweep_id, table, status)
+
+
+def copy_sweep(tracking: Tracking, sweep_id: int, experiment_name: str, status: str) -> None:
+    """Write a sweep that has ended to MLflow, with the trials that its jobs show."""
+    if not tracking.mlflow:
+        return
+    store = tracking.store
+    for job in store.trials_of_sweep(sweep_id):
+        waiting = Job("", tracking.outputs, sweep_id, job.job, mlflow_later=True)
+        copy_trial(tracking, (job.trial or job.last).id, experiment_name, waiting, job.reused)
+    copy_waiting(start_parent(tracking.outputs, store, sweep_id, experiment_name))
+    finish_parent(tracking.outputs, store, sweep_id, sweep_table(store, sweep_id), status)
 
 
 def open_sweep(
@@ -223,7 +235,7 @@ def _announcement(jobs: Jobs | None, axes: dict[str, str]) -> str:
     return f"Sweep of {len(jobs.jobs)} trials: " + ", ".join(f"{key} = {values}" for key, values in axes.items())
 
 
-def _draw(tracking: Tracking, url_env: str | None, sweep_id: int) -> list[str]:
+def draw_figures(tracking: Tracking, url_env: str | None, sweep_id: int) -> list[str]:
     """Draw the figures that the sweep has data for and return their paths; none without a checkout, which has the script.
 
     In a process of its own: the plotting libraries take seconds to import, and memory that the next trial could use.

@@ -1,0 +1,361 @@
+"""A map of cache sizes: what the trials of its cells say, the smallest sizes that suffice, and what that is in a sentence.
+
+A map is a sweep over cache.gpu and cache.cpu in which not every cell has run. A cell is named by its place, the indices of
+its two sizes; `trial.size` runs the cells and this reads them, so that the command, the table and the figure agree.
+
+Two questions are asked of a cell. Whether it *reaches* the share `knee` of what the largest sizes of the map find, paired
+by seed; the smallest cells that do are the knee. Whether it *meets* the objective: the mean over its seeds of a percentile
+of the time to first token. A cell is smallest where no other that answers yes has less of one tier and no more of the
+other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import fmean
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pensieve.errors import MissingSeries
+from pensieve.results.schema import Sweep
+from pensieve.results.store import JobResult, ResultsStore
+from pensieve.statistics import Estimate, bootstrap_mean
+
+Place = tuple[int, int]
+"""Indices of a cell's GPU size and CPU size, from the smallest on."""
+
+SETTINGS = "size"
+"""The key under which a sweep's overrides hold the question that its map answers."""
+
+SHOWN = {
+    "found": "share",
+    "ttft_ms_p50": "ms",
+    "ttft_ms_p90": "ms",
+    "throughput_output_tok_s": "tokens/s",
+    "recomputed_s": "s",
+    "bound": "share",
+}
+"""What is told of a cell, with units. found: the share of tokens whose KV was found; bound: the most of it that could be."""
+
+GIB = 2**30
+
+
+class Prices(BaseModel):
+    """Of an hour: of one device, and of one GiB of KV in each tier; None: not given."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    gpu_hour: float | None = Field(None, ge=0.0)
+    gpu_gib_hour: float | None = Field(None, ge=0.0)
+    cpu_gib_hour: float | None = Field(None, ge=0.0)
+
+    @property
+    def given(self) -> bool:
+        return any(value is not None for value in (self.gpu_hour, self.gpu_gib_hour, self.cpu_gib_hour))
+
+    def an_hour(self, devices: int, gpu_bytes: int, cpu_bytes: int) -> float:
+        """What is not priced costs nothing."""
+        memory = (self.gpu_gib_hour or 0.0) * gpu_bytes + (self.cpu_gib_hour or 0.0) * cpu_bytes
+        return (self.gpu_hour or 0.0) * devices + memory / GIB
+
+
+class Question(BaseModel):
+    """gpu, cpu: sizes a device, ascending, as typed into cache.gpu and cache.cpu. of: history: the share of history tokens
+    that had KV; prompt: of all prompt tokens, what others said included. slo_ttft_ms: the objective of that percentile;
+    None: not asked."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    gpu: tuple[str, ...]
+    cpu: tuple[str, ...]
+    seeds: tuple[int, ...]
+    of: Literal["history", "prompt"] = "history"
+    knee: float = Field(0.99, gt=0.0, le=1.0)
+    percentile: Literal["p50", "p90", "p99"] = "p90"
+    slo_ttft_ms: float | None = None
+    prices: Prices = Prices()
+    devices: int = 1
+
+    @property
+    def corner(self) -> Place:
+        """The largest sizes."""
+        return len(self.gpu) - 1, len(self.cpu) - 1
+
+    def job(self, place: Place, seed: int) -> int:
+        """The number of the trial of a cell and a seed among the jobs of the sweep."""
+        return (place[0] * len(self.cpu) + place[1]) * len(self.seeds) + self.seeds.index(seed)
+
+    def where(self, job: int) -> tuple[Place, int]:
+        """The cell and the seed of a job."""
+        cell, seed = divmod(job, len(self.seeds))
+        return divmod(cell, len(self.cpu)), self.seeds[seed]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """The completed trials of one place, by seed."""
+
+    place: Place
+    trials: Mapping[int, JobResult]
+
+    def values(self, name: str) -> dict[int, float]:
+        """By seed; trials without a value are left out."""
+        found = {seed: job.value(name) for seed, job in self.trials.items()}
+        return {seed: value for seed, value in found.items() if value is not None}
+
+    @property
+    def one(self) -> JobResult:
+        return next(iter(self.trials.values()))
+
+    @property
+    def gpu_bytes(self) -> int:
+        """KV of all devices together; so are cpu_bytes."""
+        return self._bytes("budget_gpu_tokens")
+
+    @property
+    def cpu_bytes(self) -> int:
+        return self._bytes("budget_cpu_tokens")
+
+    def _bytes(self, name: str) -> int:
+        trial = self.one.trial
+        assert trial is not None
+        return int(trial.engine[name]) * (trial.kv_bytes_per_token or 0)
+
+
+@dataclass(frozen=True)
+class SizeMap:
+    """What is known of a map so far. cells: those with a completed trial."""
+
+    question: Question
+    cells: Mapping[Place, Cell]
+    failed: Mapping[Place, str] = field(default_factory=dict)
+
+    # -- of one cell --------------------------------------------------------------------------------------------------
+
+    def values(self, place: Place, name: str) -> dict[int, float]:
+        """One of SHOWN, or any metric of a trial, by seed."""
+        cell = self.cells[place]
+        rate = "miss_rate" if self.question.of == "history" else "prompt_hit_rate"
+        if name == "found":
+            missed = self.question.of == "history"
+            return {seed: 1.0 - value if missed else value for seed, value in cell.values(rate).items()}
+        if name == "bound":
+            return cell.values("bound_hit_rate" if self.question.of == "history" else "bound_prompt_hit_rate")
+        return cell.values(name)
+
+    def estimate(self, place: Place, name: str) -> Estimate | None:
+        """The mean over seeds, with its interval where enough of them have run."""
+        values = self.values(place, name)
+        return bootstrap_mean({str(seed): [value] for seed, value in sorted(values.items())}) if values else None
+
+    def mean(self, place: Place, name: str) -> float | None:
+        values = self.values(place, name)
+        return fmean(values.values()) if values else None
+
+    @property
+    def objective(self) -> str:
+        return f"ttft_ms_{self.question.percentile}"
+
+    def share(self, place: Place) -> float | None:
+        """Of what the largest sizes find, over the seeds that both have; None before they have run."""
+        corner = self.question.corner
+        if corner not in self.cells or place not in self.cells:
+            return None
+        own, most = self.values(place, "found"), self.values(corner, "found")
+        seeds = own.keys() & most.keys()
+        whole = sum(most[seed] for seed in seeds)
+        if not seeds:
+            return None
+        return sum(own[seed] for seed in seeds) / whole if whole else 1.0
+
+    def reaches(self, place: Place) -> bool:
+        share = self.share(place)
+        return share is not None and share >= self.question.knee
+
+    def meets(self, place: Place) -> bool:
+        """False also where no objective was asked."""
+        slo, value = self.question.slo_ttft_ms, self.mean(place, self.objective)
+        return slo is not None and value is not None and value <= slo
+
+    def an_hour(self, place: Place) -> float | None:
+        """What the cell costs in the unit of the prices; None where none is given."""
+        cell, prices = self.cells[place], self.question.prices
+        return prices.an_hour(self.question.devices, cell.gpu_bytes, cell.cpu_bytes) if prices.given else None
+
+    # -- of the map ---------------------------------------------------------------------------------------------------
+
+    def smallest(self, suffices: Callable[[Place], bool]) -> list[Place]:
+        """The cells that suffice and are no larger in one tier for less of the other: GPU ascending, CPU descending."""
+        front: list[Place] = []
+        for place in sorted(filter(suffices, self.cells)):
+            if not front or place[1] < front[-1][1]:
+                front.append(place)
+        return front
+
+    @cached_property
+    def knee(self) -> list[Place]:
+        return self.smallest(self.reaches)
+
+    @cached_property
+    def meeting(self) -> list[Place]:
+        return self.smallest(self.meets)
+
+    def pick(self, front: Sequence[Place]) -> Place | None:
+        """Of the smallest cells the cheapest, where prices are given; else the one with least GPU memory, which is what is
+        scarce."""
+        if not front:
+            return None
+        return min(front, key=lambda place: (self.an_hour(place) or 0.0, place))
+
+    @cached_property
+    def deciding(self) -> set[Place]:
+        """The cells on which the answers depend: the largest sizes, the smallest cells that suffice, and those just below."""
+        found = {self.question.corner}
+        for suffices in (self.reaches, self.meets):
+            for gpu, cpu in self.smallest(suffices):
+                found |= {(gpu, cpu), (gpu - 1, cpu), (gpu, cpu - 1)} & self.cells.keys()
+        return found & self.cells.keys()
+
+    def interpolated(self, name: str) -> dict[Place, float]:
+        """Of the cells that have not run, linear between those that have. Empty where too few have a value."""
+        known = {place: value for place in self.cells if (value := self.mean(place, name)) is not None}
+        shape = len(self.question.gpu), len(self.question.cpu)
+        wanted = [(i, j) for i in range(shape[0]) for j in range(shape[1]) if (i, j) not in self.cells]
+        if not wanted or not known:
+            return {}
+        if 1 in shape:
+            import numpy as np
+
+            line = sorted((max(place), value) for place, value in known.items())
+            found = np.interp([max(place) for place in wanted], [x for x, _ in line], [value for _, value in line])
+        else:
+            from scipy.interpolate import LinearNDInterpolator
+
+            if len(known) < 4:
+                return {}
+            found = LinearNDInterpolator(list(known), list(known.values()))(wanted)
+        return {place: float(value) for place, value in zip(wanted, found, strict=True) if value == value}
+
+    # -- in words -----------------------------------------------------------------------------------------------------
+
+    def name(self, place: Place) -> str:
+        """ "40 GB of GPU and 90 GB of CPU KV"."""
+        gpu, cpu = (spaced(sizes[index]) for sizes, index in zip(self._sizes, place, strict=True))
+        each = " a device" if self.question.devices > 1 else ""
+        return f"{gpu} of GPU and {cpu} of CPU KV{each}"
+
+    @property
+    def _sizes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return self.question.gpu, self.question.cpu
+
+    def sentence(self) -> str:
+        """The answer. Raises MissingSeries where the largest sizes have not run yet."""
+        corner = self.question.corner
+        if corner not in self.cells:
+            raise MissingSeries("The map's largest sizes have no completed trial yet; run the same command again.")
+        slo, knee = self.question.slo_ttft_ms, self.pick(self.knee)
+        if slo is None:
+            return f"{self._knee(knee)}{self._money(knee)}."
+        asked = f"{slo:g} ms at {self.question.percentile}"
+        enough = self.pick(self.meeting)
+        if enough is None:
+            best = min(self.cells, key=lambda place: (self.mean(place, self.objective) or float("inf"), place))
+            return (
+                f"No size on this map meets {asked}: the best is {self._reached(best)} with {self.name(best)}, so more "
+                "memory alone does not do it; lower the load, use a faster machine, or raise slo.ttft_ms. "
+                f"{self._knee(knee)}."
+            )
+        first = (
+            f"To meet {asked} you need {self.name(enough)}{self._money(enough)}{self._doubt(enough)}; "
+            f"{self._more(enough)}."
+        )
+        return first if knee is None or knee == enough else f"{first} {self._knee(knee)}."
+
+    def _knee(self, place: Place | None) -> str:
+        if place is None:
+            return "No conversation comes back, so there is nothing to be found in a cache"
+        return f"{self.question.knee:.0%} of what {self.name(self.question.corner)} find needs {self.name(place)}"
+
+    def _more(self, place: Place) -> str:
+        """What the largest sizes add."""
+        corner, share = self.question.corner, self.share(place)
+        if place == corner:
+            return "those are the largest sizes of the map"
+        if share is None:
+            return "nothing is to be found in a cache here"
+        own, most = self.mean(place, "found"), self.mean(corner, "found")
+        assert own is not None and most is not None
+        kind = "the history" if self.question.of == "history" else "the prompts"
+        gain = f"{1 / share - 1:.1%} more" if share else "all"
+        return f"{self.name(corner)} would find {gain} of {kind} ({most:.1%} against {own:.1%})"
+
+    def _money(self, place: Place | None) -> str:
+        cost = None if place is None else self.an_hour(place)
+        return "" if cost is None else f" ({cost:.4g} an hour, the cheapest that does)"
+
+    def _reached(self, place: Place) -> str:
+        found = self.estimate(place, self.objective)
+        return "unknown" if found is None else f"{found.value:,.0f} ms"
+
+    def _doubt(self, place: Place) -> str:
+        """Where the interval of the percentile reaches beyond the objective, or there is none."""
+        found = self.estimate(place, self.objective)
+        assert found is not None and self.question.slo_ttft_ms is not None
+        if found.ci_high is None:
+            return f" ({found.value:,.0f} ms, {found.groups} seed{'s' * (found.groups > 1)}, no interval)"
+        if found.ci_high > self.question.slo_ttft_ms:
+            return f" ({found.value:,.0f} ms, and its 95 % interval ends at {found.ci_high:,.0f})"
+        return f" ({found.value:,.0f} ms)"
+
+    # -- as rows ------------------------------------------------------------------------------------------------------
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """A row a cell of the whole map; `run` False: interpolated."""
+        q, between = self.question, {name: self.interpolated(name) for name in SHOWN}
+        for gpu, gpu_size in enumerate(q.gpu):
+            for cpu, cpu_size in enumerate(q.cpu):
+                place = (gpu, cpu)
+                run = place in self.cells
+                row: dict[str, Any] = {"cache.gpu": gpu_size, "cache.cpu": cpu_size, "run": run}
+                row["seeds"] = len(self.cells[place].trials) if run else 0
+                for name in SHOWN:
+                    found = self.estimate(place, name) if run else None
+                    row[name] = found.value if found else between[name].get(place)
+                    row[f"{name}_ci_low"] = found.ci_low if found else None
+                    row[f"{name}_ci_high"] = found.ci_high if found else None
+                row["reaches"] = self.reaches(place) if run else None
+                row["meets"] = self.meets(place) if run and q.slo_ttft_ms is not None else None
+                row["cost_an_hour"] = self.an_hour(place) if run else None
+                trials = self.cells[place].trials.values() if run else ()
+                row["trials"] = " ".join(str(job.trial.id) for job in trials if job.trial)
+                yield row
+
+
+def read_map(store: ResultsStore, sweep: Sweep) -> SizeMap:
+    """The map of a sweep. Raises MissingSeries where the sweep is no map."""
+    asked = sweep.overrides.get(SETTINGS)
+    if asked is None:
+        raise MissingSeries(f"Sweep {sweep.id} is no map of sizes; run `python runners/size.py`.")
+    question = Question.model_validate_json(asked)
+    trials: dict[Place, dict[int, JobResult]] = {}
+    failed: dict[Place, str] = {}
+    for job in store.trials_of_sweep(sweep.id):
+        place, seed = question.where(job.job)
+        if job.trial is not None:
+            trials.setdefault(place, {})[seed] = job
+        if job.last.status == "failed":
+            failed[place] = str(job.last.error)
+    return SizeMap(question, {place: Cell(place, found) for place, found in sorted(trials.items())}, failed)
+
+
+def is_map(sweep: Sweep) -> bool:
+    return SETTINGS in sweep.overrides
+
+
+def spaced(size: str) -> str:
+    """ "40GB" as "40 GB"."""
+    return re.sub(r"(?<=[0-9])\s*(?=[a-zA-Z])", " ", size)

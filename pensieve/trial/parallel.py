@@ -1,0 +1,91 @@
+"""Trials on simulated hardware, several at a time, each process running one after another."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing import active_children, get_context
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from pensieve.compose import check
+from pensieve.compose.explain import explain
+from pensieve.errors import PensieveError
+from pensieve.results.process import Owner, this_process
+from pensieve.trial.job import Job, Outcome
+from pensieve.trial.liveness import end_with
+from pensieve.trial.run import run_trial
+from pensieve.trial.tracking import Tracking, open_tracking
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A trial to be run: its resolved configuration, and the job that it is."""
+
+    config: dict[str, Any]
+    job: Job
+
+
+Perform = Callable[[Sequence[Asked]], Iterator[tuple[Asked, Outcome]]]
+"""Runs trials and gives the outcome of each when it is there, in any order."""
+
+
+@contextmanager
+def performing(tracking: Tracking, processes: int) -> Iterator[Perform]:
+    """So many trials at a time; with one, in this process. After Ctrl-C those under way are marked as interrupted."""
+    if processes == 1:
+        yield lambda trials: ((one, _outcome(one, tracking)) for one in trials)
+        return
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_begin) as pool:
+
+        def perform(trials: Sequence[Asked]) -> Iterator[tuple[Asked, Outcome]]:
+            futures = {pool.submit(_perform, one, tracking.outputs, this_process()): one for one in trials}
+            for future in as_completed(futures):
+                outcome = future.result()
+                if outcome is None:
+                    raise KeyboardInterrupt
+                yield futures[future], outcome
+
+        try:
+            yield perform
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in active_children():
+                if child.pid is not None:
+                    os.kill(child.pid, signal.SIGINT)  # a terminal has told them already, another process has not
+            raise
+
+
+def _begin() -> None:
+    """A worker hears Ctrl-C while it runs a trial, not while it waits for one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _perform(asked: Asked, outputs: Path, owner: Owner) -> Outcome | None:
+    """In a worker; None: interrupted."""
+    end_with(owner)
+    signal.signal(signal.SIGINT, _interrupt_once)
+    try:
+        return _outcome(asked, replace(open_tracking(check(asked.config), outputs), mlflow=False))
+    except KeyboardInterrupt:
+        return None
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _interrupt_once(_signal: int, _frame: FrameType | None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # while the trial is marked
+    raise KeyboardInterrupt
+
+
+def _outcome(asked: Asked, tracking: Tracking) -> Outcome:
+    try:
+        asked.job.folder.mkdir(parents=True, exist_ok=True)
+        return run_trial(check(asked.config), asked.config, tracking, asked.job, lambda _: None)
+    except PensieveError as error:  # before there was a trial to record it in
+        return Outcome(0, "failed", error=explain(error))

@@ -1,0 +1,283 @@
+"""The capacity planner: a map of cache sizes for a load on a machine, each cell an ordinary trial, run where it matters.
+
+The first seed runs a coarse grid and then the cells around the knee and the objective's border (trial.refine); the other
+seeds run the cells on which the answer depends (SizeMap.deciding). What to run next follows from what is known, so the same
+command goes on where it was stopped, and finds trials that other commands ran.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from omegaconf import DictConfig
+from rich import box
+from rich.table import Table
+
+from pensieve.compose import TrialConfig, check, resolved
+from pensieve.results.code import code_hash
+from pensieve.results.environment import git_commit, host
+from pensieve.results.identity import counts_for_sweep, sweep_key
+from pensieve.results.size_map import SETTINGS, SHOWN, Place, Question, SizeMap, read_map
+from pensieve.statistics import Estimate
+from pensieve.trial.job import Job, Outcome
+from pensieve.trial.parallel import Asked, performing
+from pensieve.trial.refine import lacking
+from pensieve.trial.size_question import Load, SizeSettings, check_question, question_of, read
+from pensieve.trial.summary import places
+from pensieve.trial.sweep import copy_sweep, draw_figures
+from pensieve.trial.terminal import INTERRUPTED, close_at_exit, command_line, console, say, sweep_is_closed
+from pensieve.trial.tracking import Tracking, open_tracking
+
+
+def size(cfg: DictConfig, typed: Sequence[str], folder: Path) -> int:
+    """Run the map of a composed configuration and say what it shows; the exit status. typed: the command's overrides.
+
+    folder: for the files of its trials. Raises PensieveError for what cannot be mapped.
+    """
+    settings, load = read(cfg)
+    first = check(load.cfg)
+    question = question_of(settings, load, first)
+    tracking = open_tracking(first)
+    check_question(load, question)
+    store = tracking.store
+    store.interrupt_dead()
+    sweep_id = _open(tracking, load, question, typed, first.experiment_name)
+    planner = _Planner(load, question, settings, first, tracking, sweep_id, folder)
+    close_at_exit(planner.close)
+    try:
+        found = planner.run()
+    except KeyboardInterrupt:
+        planner.close("interrupted")
+        done = len(store.trials_of_sweep(sweep_id))
+        say(f"Interrupted after {done} trials, which are kept; the same command goes on from there.")
+        sys.exit(INTERRUPTED)
+    sweep_is_closed()
+    return planner.report(found)
+
+
+def _open(tracking: Tracking, load: Load, question: Question, typed: Sequence[str], name: str) -> int:
+    """The map's row among the sweeps: the same question, load and code find it again."""
+    plain = resolved(load.of(question.gpu[0], question.cpu[0], question.seeds[0]))
+    asked = question.model_dump_json()
+    kept = [text for text in typed if counts_for_sweep(text) and not text.startswith(f"{SETTINGS}.")]
+    return tracking.store.open_sweep(
+        key=sweep_key([*kept, f"code={code_hash(plain)}"], {SETTINGS: asked}, [plain]),
+        name=name,
+        experiment=next((text.partition("=")[2] for text in kept if text.startswith("experiment=")), None),
+        command=command_line(),
+        overrides={
+            **dict(text.lstrip("+").partition("=")[::2] for text in kept),
+            "cache.gpu": f"choice({','.join(question.gpu)})",  # not every combination of them runs
+            "cache.cpu": f"choice({','.join(question.cpu)})",
+            SETTINGS: asked,
+        },
+        n_expected=0,
+        host=host(),
+        git_commit=git_commit(),
+    )
+
+
+# -- the trials ---------------------------------------------------------------------------------------------------------
+
+Task = tuple[Place, int]  # a cell and a seed
+
+
+@dataclass
+class _Planner:
+    load: Load
+    question: Question
+    settings: SizeSettings
+    config: TrialConfig
+    tracking: Tracking
+    sweep_id: int
+    folder: Path
+    done: set[Task] = field(default_factory=set)
+    failures: dict[Task, str] = field(default_factory=dict)
+    round_began: float = field(default_factory=time.monotonic)
+    in_round: int = 0
+
+    def run(self) -> SizeMap:
+        """Rounds of trials, until what is known asks for no other."""
+        say(self._announcement())
+        with performing(replace(self.tracking, mlflow=False), self._processes()) as perform:
+            while tasks := self._wanted(self._map()):
+                for asked, outcome in perform([self._asked(task) for task in tasks]):
+                    self._note(self.question.where(asked.job.number), outcome, len(tasks))
+                    if self.failures and self.config.trial.fail_fast:
+                        return self._map()
+        return self._map()
+
+    def _map(self) -> SizeMap:
+        return read_map(self.tracking.store, self.tracking.store.sweep(self.sweep_id))
+
+    def _wanted(self, known: SizeMap) -> list[Task]:
+        q = self.question
+        shape = len(q.gpu), len(q.cpu)
+        everywhere = {(i, j) for i in range(shape[0]) for j in range(shape[1])}
+
+        def answer(place: Place) -> Hashable | None:
+            if (place, q.seeds[0]) in self.failures:
+                return "failed"
+            if place not in known.cells or q.seeds[0] not in known.cells[place].trials:
+                return None
+            return known.reaches(place), known.meets(place)
+
+        if not self.settings.refine:
+            return self._open_tasks(known, everywhere, q.seeds)
+        first = self._open_tasks(known, lacking(shape, answer), q.seeds[:1])
+        return first or self._open_tasks(known, known.deciding, q.seeds)
+
+    def _open_tasks(self, known: SizeMap, cells: Iterable[Place], seeds: Sequence[int]) -> list[Task]:
+        tasks = [(place, seed) for place in sorted(cells) for seed in seeds]
+        return [task for task in tasks if task not in self.done and not self._known(known, task)]
+
+    def _known(self, known: SizeMap, task: Task) -> bool:
+        place, seed = task
+        return not self.config.force and place in known.cells and seed in known.cells[place].trials
+
+    def _asked(self, task: Task) -> Asked:
+        (gpu, cpu), seed = task
+        number = self.question.job(task[0], seed)
+        folder = self.folder if self.tracking.kept else self.tracking.outputs
+        job = Job(self._title(task), folder / str(number), self.sweep_id, number, preflight=False, bar=False)
+        return Asked(resolved(self.load.of(self.question.gpu[gpu], self.question.cpu[cpu], seed)), job)
+
+    def _processes(self) -> int:
+        if not self.config.hardware.simulated:
+            return 1  # real trials wait for their device
+        return self.settings.processes or len(os.sched_getaffinity(0))
+
+    # -- what is said ---------------------------------------------------------------------------------------------------
+
+    def _announcement(self) -> str:
+        q = self.question
+        seeds = f"{len(q.seeds)} seed{'s' * (len(q.seeds) > 1)}"
+        sizes = f"cache.gpu = {', '.join(q.gpu)}; cache.cpu = {', '.join(q.cpu)}"
+        return f"Map of {len(q.gpu)} x {len(q.cpu)} sizes, {seeds}: {sizes}"
+
+    def _title(self, task: Task) -> str:
+        (gpu, cpu), seed = task
+        return f"GPU {self.question.gpu[gpu]}, CPU {self.question.cpu[cpu]}, seed {seed}"
+
+    def _note(self, task: Task, outcome: Outcome, round_size: int) -> None:
+        """A line a trial; how many there will be is known for one round at a time."""
+        self.done.add(task)
+        self.in_round = self.in_round % round_size + 1
+        left = (time.monotonic() - self.round_began) / self.in_round * (round_size - self.in_round)
+        head = f"[{len(self.done)}; round: {self.in_round} of {round_size}, {left:.0f} s left] {self._title(task)}"
+        if self.in_round == round_size:
+            self.round_began = time.monotonic()
+        if not outcome.completed:
+            self.failures[task] = str(outcome.error)
+            say(f"{head}: {outcome.status}. {outcome.error}")
+            return
+        q = self.question
+        values = {m.name: m.value for m in self.tracking.store.metrics_of(outcome.trial_id) if not m.label}
+        missed, ttft = values.get("miss_rate"), values.get(f"ttft_ms_{q.percentile}")
+        found = values.get("prompt_hit_rate") if q.of == "prompt" else None if missed is None else 1 - missed
+        parts = [
+            *([] if found is None else [f"{found:.1%} found"]),
+            *([] if ttft is None else [f"TTFT {q.percentile} {ttft:,.0f} ms"]),
+            *(["found in the database"] if outcome.reused else []),
+        ]
+        say(f"{head}: {', '.join(parts)}")
+
+    def close(self, status: str) -> None:
+        """The map ends early."""
+        self.tracking.store.interrupt_dead()
+        jobs = self.tracking.store.trials_of_sweep(self.sweep_id)
+        self.tracking.store.set_sweep(self.sweep_id, status=status, n_expected=len(jobs))
+
+    def report(self, found: SizeMap) -> int:
+        status = "failed" if self.failures else "completed"
+        self.close(status)
+        print(found.sentence())
+        console().print(*tables_of(found), sep="\n")
+        print(*places(self.tracking), sep="\n", flush=True)
+        for sentence in dict.fromkeys(self.failures.values()):
+            say(f"Not every cell has run: {sentence}")
+        if self.tracking.kept:
+            for figure in draw_figures(self.tracking, self.config.tracking.url_env, self.sweep_id):
+                print(f"Figure:   {figure}", flush=True)
+        copy_sweep(self.tracking, self.sweep_id, self.config.experiment_name, status)
+        return 1 if self.failures else 0
+
+
+# -- tables -------------------------------------------------------------------------------------------------------------
+
+
+def tables_of(found: SizeMap) -> list[Table]:
+    return [_map_table(found), _answers_table(found)]
+
+
+def _map_table(found: SizeMap) -> Table:
+    """GPU sizes down, CPU sizes across; in each cell what is found, and the time to first token under it."""
+    q = found.question
+    shown, late = found.interpolated("found"), found.interpolated(found.objective)
+    title = f"Share found (%), and TTFT {q.percentile} (ms) under it: * reaches {q.knee:.0%} of the most"
+    title += f", + meets {q.slo_ttft_ms:g} ms" if q.slo_ttft_ms is not None else ""
+    title += ", ~ interpolated" if shown or late else ""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0))
+    table.add_column("GPU \\ CPU", no_wrap=True)
+    for size_text in q.cpu:
+        table.add_column(size_text, justify="right", no_wrap=True)
+    for gpu in range(len(q.gpu) - 1, -1, -1):
+        cells = []
+        for cpu in range(len(q.cpu)):
+            place = (gpu, cpu)
+            if place in found.cells:
+                marks = "*" * found.reaches(place) + "+" * found.meets(place)
+                share, ttft, sure = found.mean(place, "found"), found.mean(place, found.objective), ""
+            else:
+                marks, share, ttft, sure = "", shown.get(place), late.get(place), "~"
+            cells.append(f"{marks}{sure}{_number(share, 100)}\n{sure}{_number(ttft)}")
+        table.add_row(q.gpu[gpu], *cells)
+    return table
+
+
+def _answers_table(found: SizeMap) -> Table:
+    """The smallest sizes that suffice, and the largest, with everything that is told of a cell."""
+    q = found.question
+    rows = [(f"{q.knee:.0%} of the most", place) for place in found.knee]
+    rows += [(f"{q.slo_ttft_ms:g} ms at {q.percentile}", place) for place in found.meeting]
+    rows.append(("the largest", q.corner))
+    table = Table(title="The smallest sizes that suffice", title_justify="left", box=box.SIMPLE_HEAD)
+    for name in ("for", "GPU", "CPU", "found", "at most", "TTFT p50", "TTFT p90", "tokens/s", "recomputed", "seeds"):
+        table.add_column(name, justify="left" if name == "for" else "right", no_wrap=True)
+    if q.prices.given:
+        table.add_column("an hour", justify="right")
+    for why, place in rows:
+        if place not in found.cells:
+            continue
+        values = {name: found.estimate(place, name) for name in SHOWN}
+        cost = found.an_hour(place)
+        table.add_row(
+            why, q.gpu[place[0]], q.cpu[place[1]],
+            _with_interval(values["found"], 100, "%"), _with_interval(values["bound"], 100, "%", short=True),
+            _with_interval(values["ttft_ms_p50"], 1, " ms", short=True), _with_interval(values["ttft_ms_p90"], 1, " ms"),
+            _with_interval(values["throughput_output_tok_s"], 1, "", short=True),
+            _with_interval(values["recomputed_s"], 1, " s", short=True), str(len(found.cells[place].trials)),
+            *([] if cost is None else [f"{cost:.4g}"]),
+        )  # fmt: skip
+    return table
+
+
+def _number(value: float | None, scale: float = 1.0) -> str:
+    if value is None:
+        return "–"
+    scaled = value * scale
+    return f"{scaled:,.0f}" if scaled >= 100 or scale == 1.0 else f"{scaled:.1f}"
+
+
+def _with_interval(found: Estimate | None, scale: float, unit: str, short: bool = False) -> str:
+    if found is None:
+        return "–"
+    text = f"{found.value * scale:,.0f}" if found.value * scale >= 100 else f"{found.value * scale:.3g}"
+    if short or found.ci_low is None or found.ci_high is None:
+        return f"{text}{unit}"
+    return f"{text}{unit} [{found.ci_low * scale:,.3g}, {found.ci_high * scale:,.3g}]"
