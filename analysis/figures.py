@@ -21,8 +21,18 @@ from pensieve.errors import MissingSeries, PensieveError, ResultsError
 from pensieve.results.places import LATEST, figures_folder
 
 FAMILIES = (
-    "conversations", "caches", "load", "prefix", "interfaces", "decoding", "agents", "policies", "sizes", "benchmarks",
-)  # fmt: skip
+    "conversations",
+    "caches",
+    "load",
+    "paper",
+    "prefix",
+    "interfaces",
+    "decoding",
+    "agents",
+    "policies",
+    "sizes",
+    "benchmarks",
+)
 """Modules that register figures, in the order in which a report shows them."""
 for _family in FAMILIES:
     import_module(f"analysis.{_family}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from statistics import fmean
 from typing import TypeVar
 
 from matplotlib.axes import Axes
@@ -18,6 +19,7 @@ from pensieve.statistics import FEWEST_GROUPS, Estimate
 P = TypeVar("P")
 
 LOADS = {
+    "workload.relative_rate": "offered rate over what stateless serving could finish",
     "workload.request_rate": "offered rate (requests/s)",
     "workload.users": "users at once",
     "workload.agents": "agents at once",
@@ -26,14 +28,16 @@ LOADS = {
 }
 """Fields that make a load heavier or lighter, and the label of their axis."""
 CLASS_LOADS = {
+    "workload.relative_rate": "offered rate over what stateless serving could finish",
     "workload.request_interval": "seconds between a user's requests\n(hot × 0.3, cold × 2.5)",
     "workload.users": "users at once\n(a third of each class)",
 }
 STATISTICS = ("mean", "p90")
 COMMAND = (
-    "python runners/run.py model=llama3_8b cache=small hardware=sim_a100_80g workload=sharegpt workload.conversations=60 "
-    "workload.think_time_s=5 workload.request_rate=1,2,4,8 -m"
+    "python runners/run.py model=llama3_8b cache=small hardware=sim_a100_80g workload=sharegpt workload.arrivals_s=200 "
+    "workload.think_time_s=10 workload.relative_rate=0.7,1,1.4,2,2.8,4 -m"
 )
+"""A load up to several times what stateless serving can finish: systems part where the first of them is saturated."""
 
 
 def load_axis(source: Source) -> str | None:
@@ -75,16 +79,25 @@ def _load_ticks(axes: Axes, panel: Panel, axis: str, label: str) -> None:
     axes.set_xlabel(label)
 
 
+def offered_rate(cell: Cell) -> float | None:
+    """Requests a second that the cell's trials were offered in steady state (mean of trials); None where replies alone
+    decide the rate, or the record does not say."""
+    rates = [(trial.engine or {}).get("workload", {}).get("request_rate_per_s") for trial in cell.trials]
+    known = [float(rate) for rate in rates if rate is not None]
+    return fmean(known) if known and len(known) == len(rates) else None
+
+
 @figure(
     "throughput_latency",
     "Latency against throughput",
-    shows="normalized latency, mean and 90th percentile, against the achieved rate",
+    shows="normalized latency, mean and 90th percentile, against the achieved rate; that against the offered one",
     command=COMMAND,
     applies=lambda source: load_axis(source) is not None and source.has_metric("throughput_req_s"),
 )
 def throughput_latency(source: Source) -> Iterator[Plot]:
     """Mean and 90th percentile, since the paper gives both, over the rate that was achieved: under load that waits for
-    replies a slow baseline is asked less. Points are joined in the order of the offered load."""
+    replies a slow baseline is asked less. Points are joined in the order of the offered load. Below, where a rate was
+    offered, how much of it was achieved: a system parts from the dotted line where it is saturated."""
 
     def point(cell: Cell) -> tuple[Cell, Estimate, dict[str, Estimate]] | None:
         rates = cell.metric("throughput_req_s")
@@ -94,8 +107,11 @@ def throughput_latency(source: Source) -> Iterator[Plot]:
         return cell, over_seeds(rates), {"mean": mean(values), "p90": percentile(values, 0.9)}
 
     for panel, axis, points in along_load(source, "throughput and latency", point):
-        picture, grid = style.new_grid(3.1, len(STATISTICS), sharex=True)
-        for statistic, [axes] in zip(STATISTICS, grid, strict=True):
+        offered = [offered_rate(cell) for cell, _, _ in points]
+        rates = [rate for rate in offered if rate is not None]
+        both = len(rates) == len(points)
+        picture, grid = style.new_grid(4.5 if both else 3.1, len(STATISTICS) + both)
+        for statistic, [axes] in zip(STATISTICS, grid[: len(STATISTICS)], strict=True):
             for order, name in enumerate(panel.baselines):
                 own = [(rate.value, latency[statistic]) for cell, rate, latency in points if cell.baseline == name]
                 marks.line(axes, name, own, order=order)
@@ -103,18 +119,32 @@ def throughput_latency(source: Source) -> Iterator[Plot]:
                 marks.plain_log(axes, "y")
             else:
                 axes.set_ylim(bottom=0)
-            axes.set_ylabel(f"{statistic} latency (ms/token)")
-        grid[-1][0].set_xlim(left=0)
-        grid[-1][0].set_xlabel("achieved rate (requests/s)")
+            axes.set_ylabel(f"{statistic} latency\n(ms/token)")
+            axes.sharex(grid[0][0])
+            axes.set_xlim(left=0)
+        grid[0][0].tick_params(labelbottom=False)
+        grid[len(STATISTICS) - 1][0].set_xlabel("achieved rate (requests/s)")
+        if both:
+            [axes] = grid[-1]
+            for order, name in enumerate(panel.baselines):
+                at = [(x, rate) for x, (cell, rate, _) in zip(rates, points, strict=True) if cell.baseline == name]
+                marks.line(axes, name, at, order=order)
+            axes.plot([0, max(rates)], [0, max(rates)], color=style.GREY, linestyle=(0, (1, 1.5)), gid="all offered")
+            axes.set(xlabel="offered rate (requests/s)", ylabel="achieved\n(requests/s)")
+            axes.set_xlim(left=0)
+            axes.set_ylim(bottom=0)
         style.legend(picture)
         lead = (
             "Latency over output tokens, with the 95 % interval; rate: mean over seeds; "
             f"{LOADS[axis].split(' (')[0]}: {', '.join(panel.values(axis))}"
         )
+        if both:
+            lead += "; dotted: all that was offered"
         rows = [
             {
                 "baseline": cell.baseline,
                 axis: cell.at[axis],
+                "offered_req_s": there,
                 "achieved_req_s": rate.value,
                 **columns("normalized_latency_ms_mean", latency["mean"]),
                 "normalized_latency_ms_p90": latency["p90"].value,
@@ -122,7 +152,7 @@ def throughput_latency(source: Source) -> Iterator[Plot]:
                 "p90_ci_high": latency["p90"].ci_high,
                 "trials": cell.ids,
             }
-            for cell, rate, latency in points
+            for there, (cell, rate, latency) in zip(offered, points, strict=True)
         ]
         yield Plot(panel, picture, lead, rows)
 
@@ -149,12 +179,18 @@ def goodput(source: Source) -> Iterator[Plot]:
                 xs, [every.value for _, _, every in own], color=style.colour(name), linewidth=0.9,
                 linestyle=(0, (1, 1.5)), gid=f"{name}/all",
             )  # fmt: skip
-        axes.set_ylim(bottom=0)
         _load_ticks(axes, panel, axis, LOADS[axis])
         axes.set_ylabel("goodput (requests/s)")
         axes.plot([], [], color=style.GREY, linestyle=(0, (1, 1.5)), label="all turns")
-        style.legend(picture)
         lead = f"Solid: turns with {objective(panel)}; dotted: all turns; means over seeds"
+        first = [(_place(panel, axis, cell.at[axis]), offered_rate(cell)) for cell in panel.of(panel.baselines[0])]
+        known = sorted((x, rate) for x, rate in first if rate is not None)
+        if len(known) == len(first):
+            xs, offered = [x for x, _ in known], [rate for _, rate in known]
+            axes.plot(xs, offered, color=style.GREY, linewidth=0.7, label="offered", gid="offered")
+            lead += "; thin: the offered rate"
+        axes.set_ylim(bottom=0)
+        style.legend(picture)
         fewest = min(good.groups for _, good, _ in points)
         if fewest < FEWEST_GROUPS:
             lead += f", n = {fewest}, no interval"
@@ -162,6 +198,7 @@ def goodput(source: Source) -> Iterator[Plot]:
             {
                 "baseline": cell.baseline,
                 axis: _as_number(cell.at[axis]),
+                "offered_req_s": offered_rate(cell),
                 **columns("goodput_req_s", good),
                 "throughput_req_s": every.value,
                 "trials": cell.ids,

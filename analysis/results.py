@@ -1,5 +1,8 @@
-"""All that the figures ask of pensieve.results, in one place; the report's pages ask about claims themselves."""
+"""All that the figures ask of pensieve.results, in one place; the report asks about verdicts itself."""
 
+from pensieve.results.claims import Claim, read_claims
+from pensieve.results.claims.claim import unmet
+from pensieve.results.claims.measures.trials import crossing
 from pensieve.results.fields import axis_value, varying_axes
 from pensieve.results.frame import (
     PROBES,
@@ -26,6 +29,7 @@ __all__ = [
     "REFERENCE",
     "START",
     "ByConversation",
+    "Claim",
     "JobResult",
     "Mixture",
     "Place",
@@ -39,16 +43,19 @@ __all__ = [
     "by_round",
     "conversation_sums",
     "conversations_of",
+    "crossing",
     "gap_closed",
     "is_map",
     "mixtures",
     "open_store",
     "paired",
     "positive_ratio",
+    "read_claims",
     "read_map",
     "spaced",
     "speed_up",
     "turn_frame",
+    "unmet",
     "values_of",
     "varying_axes",
 ]

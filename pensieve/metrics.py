@@ -209,15 +209,16 @@ def _throughputs(measurement: Measurement, measured: Sequence[TurnRecord]) -> li
         for turn in measured
         if turn.status == "completed" and turn.finished_s is not None and start <= turn.finished_s <= end
     ]
+    seconds = 0.0 if _none_inside(measurement, measured) else end - start
     outputs = sum(turn.output_tokens for turn in inside)
     prompts = sum(turn.prompt_tokens or 0 for turn in inside)
     total_known = all(turn.prompt_tokens is not None for turn in inside)
     everything = sum(turn.output_tokens for turn in measured if turn.status == "completed")
     return [
-        _per_second("throughput_req_s", len(inside), end - start, "requests/s", len(inside)),
-        _per_second("throughput_output_tok_s", outputs, end - start, "tokens/s", len(inside)),
+        _per_second("throughput_req_s", len(inside), seconds, "requests/s", len(inside)),
+        _per_second("throughput_output_tok_s", outputs, seconds, "tokens/s", len(inside)),
         _per_second(
-            "throughput_total_tok_s", prompts + outputs if total_known else None, end - start, "tokens/s", len(inside)
+            "throughput_total_tok_s", prompts + outputs if total_known else None, seconds, "tokens/s", len(inside)
         ),
         _per_second(
             "makespan_output_tok_s",
@@ -227,6 +228,13 @@ def _throughputs(measurement: Measurement, measured: Sequence[TurnRecord]) -> li
             len(measured),
         ),
     ]
+
+
+def _none_inside(measurement: Measurement, measured: Sequence[TurnRecord]) -> bool:
+    """Turns completed, but all of them outside of the window: it then says nothing of how fast they were served."""
+    ends = [turn.finished_s for turn in measured if turn.status == "completed" and turn.finished_s is not None]
+    start, end = measurement.measure_start_s, measurement.measure_end_s
+    return bool(ends) and not any(start <= at <= end for at in ends)
 
 
 def _per_second(name: str, count: float | None, seconds: float, unit: str, turns: int) -> Metric:
@@ -417,7 +425,8 @@ def _slo(measurement: Measurement, measured: Sequence[TurnRecord], slo: Slo) -> 
         groups[turn.session] = (top + met(turn), bottom + 1.0)
     start, end = measurement.measure_start_s, measurement.measure_end_s
     good = sum(met(turn) for turn in measured if turn.finished_s is not None and start <= turn.finished_s <= end)
-    goodput = _per_second("goodput_req_s", good, end - start, "requests/s", good)
+    seconds = 0.0 if _none_inside(measurement, measured) else end - start
+    goodput = _per_second("goodput_req_s", good, seconds, "requests/s", good)
     if not groups:
         return [goodput, Metric("slo_attainment", None, "share", n=0, n_unit="turns")]
     return [goodput, _metric("slo_attainment", bootstrap_rate(groups), "share", "", "turns")]

@@ -69,7 +69,12 @@ def find_window(
         if warm_s > start:
             flags["late_warmup"] = "Warm-up turns were still running when the measurement window began."
         inside = _completed_between(measured, start, end)
-        if inside < FEWEST_TURNS:
+        if inside == 0:
+            flags["none_in_window"] = (
+                f"No turn finished in the measurement window of {end - start:.3g} s, so there is no throughput; "
+                "makespan_output_tok_s counts all of them."
+            )
+        elif inside < FEWEST_TURNS:
             flags["few_turns"] = f"Only {inside} turns finished in the measurement window."
     middle = (start + end) / 2
     late = _output_tokens(measured, middle, end)

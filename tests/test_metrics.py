@@ -95,6 +95,18 @@ def test_throughput_counts_what_finished_in_the_window_and_makespan_everything()
     assert table(metrics)["throughput_req_s", ""].ci_low is None
 
 
+def test_a_window_in_which_nothing_finished_gives_no_throughput():
+    late = [turn(finished_s=11.0), turn("b", finished_s=12.0)]
+    slo = Slo(ttft_ms=1000.0)
+    metrics = summarise(measurement(*late), slo=slo)
+    for name in ("throughput_req_s", "throughput_output_tok_s", "throughput_total_tok_s", "goodput_req_s"):
+        assert value(metrics, name) is None
+    assert value(metrics, "makespan_output_tok_s") == pytest.approx(8 / 20.0)
+    one_inside = summarise(measurement(*late, turn("c", finished_s=10.0, ttft_ms=5000.0)), slo=slo)
+    assert value(one_inside, "throughput_req_s") == pytest.approx(0.1)
+    assert value(one_inside, "goodput_req_s") == 0.0  # counted: it missed the objective
+
+
 def test_rates_are_sums_over_sums_and_add_up_to_one():
     turns = [
         turn("a", 1, **counts(0, 0, 0, 10)),

@@ -88,6 +88,13 @@ def test_a_baseline_that_finishes_little_in_the_window_says_so_and_keeps_it():
     assert window.flags["few_turns"].startswith("Only 11 turns")
 
 
+def test_a_baseline_that_finishes_nothing_in_the_window_has_no_throughput():
+    turns, arrivals = steady(lasts=500.0)
+    flags = window_of(turns, arrivals).flags
+    assert "few_turns" not in flags
+    assert flags["none_in_window"].startswith("No turn finished in the measurement window of 50 s")
+
+
 def test_failed_turns_do_not_fill_the_window_of_a_closed_load():
     turns, arrivals = steady(seconds=30)
     for record in turns[:-5]:

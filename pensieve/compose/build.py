@@ -19,6 +19,8 @@ from pensieve.compose.schema import HardwareConfig, TrialConfig
 from pensieve.compose.target import factory
 from pensieve.compose.tokenizer import build_tokenizer
 from pensieve.compose.weights import loadable
+from pensieve.cost.capacity import Batches, Lengths, stateless_capacity
+from pensieve.cost.simulated import simulated_cost
 from pensieve.engines.base import EngineSetup, OutsideEngine
 from pensieve.engines.system import OutsideSystem
 from pensieve.errors import CapacityError
@@ -232,8 +234,18 @@ def make_workload(plan: TrialPlan, tokenizer: Tokenizer) -> Workload:
         force_lengths=plan.device.simulated or plan.weights == "random",
         chat=ChatTemplate(tokenizer),
         memory_bytes=free_host_memory_bytes(),
+        stateless_capacity=_capacity(plan) if plan.device.simulated else None,
     )
     return in_state(plan.config.cache_state, find_parts(plan.config).workload, context)
+
+
+def _capacity(plan: TrialPlan) -> Callable[[Lengths], float]:
+    """Of stateless serving on the simulated machine, whatever this trial's baseline is."""
+    s = plan.config.scheduler
+    kv_tokens = int((1 - s.admission_reserve) * plan.budget_gpu_blocks) * plan.chunk_tokens
+    batches = Batches(kv_tokens, s.max_batch_requests, s.max_batch_tokens)
+    cost = simulated_cost(plan.model, plan.hardware, plan.chunk_tokens)
+    return lambda lengths: stateless_capacity(cost, lengths, batches)
 
 
 def build_workload(plan: TrialPlan, tokenizer: Tokenizer) -> tuple[Workload, WorkloadPlan]:

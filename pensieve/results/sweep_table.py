@@ -39,6 +39,7 @@ _WINDOW_FLAGS = {
     "window": "Throughput is over all measured turns, with start-up and drain, where the load is too small for a window",
     "not_steady": "The window began before three mean conversation durations had passed",
     "late_warmup": "Warm-up turns were still running when the window began",
+    "none_in_window": "No turn finished in the window, so there is no throughput",
     "few_turns": "Few turns finished in the window",
     "halves": f"The halves of the window differ by over {HALVES_MAY_DIFFER:.0%} in output tokens",
 }

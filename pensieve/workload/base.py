@@ -47,6 +47,9 @@ class WorkloadContext:
     """How the model reads conversations; None: as plain lines."""
     memory_bytes: int | None = None
     """Free memory of this machine, beyond which no conversations are written; None: not known."""
+    stateless_capacity: Callable[[Sequence[tuple[int, int]]], float] | None = None
+    """Requests a second that stateless serving could finish here, from (prompt, reply) tokens of requests; None: nobody
+    knows before it is measured, as on a real device."""
 
     def message(self, text: str, first: bool) -> TokenArray[int]:
         """A user's message as the model reads it: the first of a conversation, or one that follows a reply and ends it."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +20,7 @@ from pensieve.workload.playback import Pauses, Playback, Poisson, Users
 from pensieve.workload.recording import Recording
 from pensieve.workload.synthetic import SHAREGPT, ULTRACHAT, draw
 
+MEANS_OF = 2000  # conversations whose means set a relative rate, and how many arrive in a time
 WARMUP_SIDE_BY_SIDE = 2  # under a Poisson load nobody knows how many there will be
 _HUB_NAME = re.compile(r"[\w-]+(\.[\w-]+)*/[\w.-]+")
 
@@ -31,7 +34,9 @@ def sharegpt_workload(
     on_malformed: OnMalformed = "fail",
     conversations: int = 200,
     users: int | None = None,
+    arrivals_s: float | None = None,
     request_rate: float = 1.0,
+    relative_rate: float | None = None,
     think_time_s: float = 60.0,
     min_turns: int = 1,
     max_turns: int | None = None,
@@ -49,7 +54,10 @@ def sharegpt_workload(
         turns of the conversations that were taken (load "partly open"); both rates are recorded. users: instead, so
         many people work through the conversations, one after another (load "closed"); as many conversations are taken
         as there are users at least, since nobody may be without one.
-    conversations: how many are taken.
+    relative_rate: instead of request_rate, a multiple of what stateless serving could finish (cost.capacity), by the
+        conversations that this seed brings; simulated machines only.
+    conversations: how many are taken. arrivals_s: instead, so many seconds they go on arriving: as many are taken as then
+        come on average, at this rate.
     think_time_s: mean of the exponential time between a reply and the next message.
     min_turns, max_turns: shorter conversations are left out, longer ones cut. max_new_tokens: cap on a reply; None: as
         recorded. free: replies end where the model ends them (trained weights), at most max_new_tokens, or as long as
@@ -69,16 +77,35 @@ def sharegpt_workload(
         at_least("max_turns", max_turns, min_turns, whole=True, than="min_turns")
     at_least("think_time_s", think_time_s, 0)
     positive_seconds("timeout_s", timeout_s)
+    positive_seconds("arrivals_s", arrivals_s)
     _refuse_untrained(free, context)
-    _positive_rate(request_rate)
+    _positive_rate("request_rate", request_rate)
+    if users is not None and (arrivals_s is not None or relative_rate is not None):
+        raise ConfigError(
+            "workload.users sets the load; leave workload.arrivals_s and workload.relative_rate at null, or users."
+        )
+    fit = Fit(context, max_turns, max_new_tokens, free)
+
+    def taken(count: int) -> tuple[Recording, str, list[Dialogue], dict[str, int]]:
+        recording, source = _source(dataset, path, split, on_malformed, count, min_turns, context.seed)
+        order = [recording.conversations[index] for index in _order(recording, path, context.seed)]
+        return recording, source, *fitted(order, fit, min_turns=min_turns, wanted=count)
+
+    relative: dict[str, float] = {}
+    if arrivals_s is not None or relative_rate is not None:
+        _, _, known, _ = taken(MEANS_OF)
+        if relative_rate is not None:
+            capacity = _stateless_capacity(context, known)
+            _positive_rate("relative_rate", relative_rate)
+            request_rate = relative_rate * capacity
+            relative = {"relative_rate": relative_rate, "stateless_capacity_req_s": round(capacity, 4)}
+        if arrivals_s is not None:
+            conversations = math.ceil(arrivals_s * request_rate / _mean_turns(known))
     conversations = max(conversations, users or 1)
     if path is None:  # of a file no more are taken than it has
         field = "users" if conversations == users else "conversations"
         within_memory(field, conversations, min_turns, 0, context.memory_bytes)
-    recording, source = _source(dataset, path, split, on_malformed, conversations, min_turns, context.seed)
-    order = [recording.conversations[index] for index in _order(recording, path, context.seed)]
-    fit = Fit(context, max_turns, max_new_tokens, free)
-    measured, left_out = fitted(order, fit, min_turns=min_turns, wanted=conversations)
+    recording, source, measured, left_out = taken(conversations)
     arrivals, rates = arrivals_of(measured, users, request_rate)
     facts: dict[str, Any] = {
         "source": source,
@@ -90,6 +117,7 @@ def sharegpt_workload(
         **recording.facts,
         **left_out,
         **rates,
+        **relative,
         "think_time_s": think_time_s,
     }
     side_by_side = users or WARMUP_SIDE_BY_SIDE
@@ -116,8 +144,7 @@ def arrivals_of(
                 "workload.users or workload.min_turns, or name a file with more conversations that fit the model's context."
             )
         return Users(users), {"users": users}
-    mean_turns = sum(dialogue.turns for dialogue in measured) / len(measured)
-    per_s = request_rate / mean_turns
+    per_s = request_rate / _mean_turns(measured)
     return Poisson(1.0 / per_s), {
         "request_rate_per_s": request_rate,
         "conversation_rate_per_s": round(per_s, 6),
@@ -147,7 +174,20 @@ def _refuse_untrained(free: bool, context: WorkloadContext) -> None:
         raise ConfigError("workload.free=true needs a trained model; with random weights leave it false.")
 
 
-def _positive_rate(request_rate: float) -> None:
-    at_least("request_rate", request_rate, 0)
-    if request_rate == 0:
-        raise ConfigError("workload.request_rate=0 would never send a request; give requests a second.")
+def _mean_turns(dialogues: Sequence[Dialogue]) -> float:
+    return sum(dialogue.turns for dialogue in dialogues) / len(dialogues)
+
+
+def _stateless_capacity(context: WorkloadContext, dialogues: Sequence[Dialogue]) -> float:
+    if context.stateless_capacity is None:
+        raise ConfigError(
+            "workload.relative_rate needs a machine whose speed is known beforehand, a simulated one such as "
+            "hardware=sim_a100_80g; on a real one set workload.request_rate in requests a second."
+        )
+    return context.stateless_capacity([(step.prompt, step.reply) for each in dialogues for step in each.steps])
+
+
+def _positive_rate(name: str, rate: float) -> None:
+    at_least(name, rate, 0)
+    if rate == 0:
+        raise ConfigError(f"workload.{name}=0 would never send a request; give it a value above 0.")

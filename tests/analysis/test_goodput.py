@@ -36,6 +36,21 @@ def test_goodput_stands_over_the_offered_rate_with_the_objective_in_the_small_pr
     assert not drawn["goodput"].intervals
 
 
+def test_the_offered_rate_is_drawn_where_there_was_one(store, drawn, tmp_path):
+    source = judged(store, {"pensieve": GOOD, "stateless": BAD})
+    assert "offered" not in drawn_lines(source, drawn, tmp_path)
+    for job in source.jobs:
+        rate = float(job.last.config["workload"]["request_rate"])
+        store.set_trial(job.last.id, engine={"workload": {**job.last.engine["workload"], "request_rate_per_s": rate}})
+    assert flat(drawn_lines(open_source(store), drawn, tmp_path)["offered"]) == [1.0, 1.0, 4.0, 4.0]
+    assert not drawn["goodput"].clipped
+
+
+def drawn_lines(source, drawn, folder):
+    goodput.draw(source, folder)
+    return drawn["goodput"].lines
+
+
 def test_five_seeds_give_an_interval(store, drawn, tmp_path):
     goodput.draw(judged(store, {"pensieve": GOOD}, seeds=range(5)), tmp_path)
     for (low, high), (_, value) in zip(

@@ -6,6 +6,7 @@ import pytest
 
 from analysis import style
 from analysis.load import throughput_latency
+from analysis.sweep import open_source
 from pensieve.errors import MissingSeries
 from pensieve.results.store import ResultsStore
 from tests.analysis.sweeps import answered, fill, flat
@@ -49,6 +50,27 @@ def test_mean_and_p90_stand_over_the_achieved_rate(store, drawn, tmp_path):
     with drawing.csv.open(newline="") as file:
         first = next(csv.DictReader(file))
     assert (first["workload.request_rate"], float(first["achieved_req_s"]), first["n"]) == ("1.0", 1.4, "6")
+
+
+def test_what_was_achieved_stands_over_what_was_offered(store, drawn, tmp_path):
+    source = loaded(store, {"pensieve": QUICK, "stateless": SLOW})
+    assert "all offered" not in lines_of_last(throughput_latency.draw(source, tmp_path), drawn)
+    for job in source.jobs:  # of two seeds, one is offered 0.2 a second more
+        offered = float(job.last.config["workload"]["request_rate"]) + 0.2 * job.last.seed
+        engine = {"workload": {**job.last.engine["workload"], "request_rate_per_s": offered}}
+        store.set_trial(job.last.id, engine=engine)
+    [drawing] = throughput_latency.draw(open_source(store), tmp_path)
+    last = lines_of_last([drawing], drawn)
+    assert not drawn["throughput_latency"].clipped
+    assert flat(last["pensieve"]) == pytest.approx([1.1, 1.4, 4.1, 3.0])
+    assert flat(last["all offered"]) == pytest.approx([0.0, 0.0, 4.1, 4.1])
+    with drawing.csv.open(newline="") as file:
+        assert float(next(csv.DictReader(file))["offered_req_s"]) == pytest.approx(1.1)
+
+
+def lines_of_last(drawings, drawn):
+    assert drawings
+    return lines(drawn["throughput_latency"].figure, -1)
 
 
 def test_swapping_two_baselines_in_the_database_swaps_the_drawn_data(drawn, tmp_path):

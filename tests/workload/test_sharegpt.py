@@ -1,8 +1,10 @@
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
+from pensieve.compose import build_tokenizer, make_workload, plan_trial
 from pensieve.errors import ConfigError, EngineMissing, MalformedInput
 from pensieve.request import Free
 from pensieve.results.identity import config_hash
@@ -158,3 +160,55 @@ def test_a_file_is_identified_by_what_is_in_it(real, tmp_path):
     assert identity(real) == same
     copy.write_text(json.dumps([entry("other", 2)]))
     assert identity(copy) != same
+
+
+@pytest.fixture
+def few_means(monkeypatch):
+    monkeypatch.setattr("pensieve.workload.sharegpt.MEANS_OF", 100)
+
+
+def capacity(lengths):
+    """A capacity that depends on the lengths alone: one over the mean prompt."""
+    return len(lengths) / sum(prompt for prompt, _ in lengths)
+
+
+def test_a_relative_rate_is_a_multiple_of_what_stateless_serving_could_finish(few_means):
+    known = replace(context(), stateless_capacity=capacity)
+    half, double = (sharegpt_workload(known, relative_rate=rate).describe().facts for rate in (0.5, 2.0))
+    assert half["stateless_capacity_req_s"] == double["stateless_capacity_req_s"]
+    assert double["request_rate_per_s"] == pytest.approx(4 * half["request_rate_per_s"])
+    steps = [step for each in sharegpt_workload(known, conversations=100)._measured for step in each.steps]
+    prompts = sum(step.prompt for step in steps) / len(steps)
+    assert 2 * half["request_rate_per_s"] == pytest.approx(1 / prompts)
+    for field in ("relative_rate", "stateless_capacity_req_s"):  # a plain rate knows nothing of it
+        assert field not in sharegpt_workload(known, request_rate=1.0).describe().facts
+
+
+def test_a_relative_rate_needs_a_machine_whose_speed_is_known(few_means):
+    with pytest.raises(ConfigError, match="set workload.request_rate"):
+        sharegpt_workload(context(), relative_rate=1.0)
+    with pytest.raises(ConfigError, match="relative_rate=0 would never"):
+        sharegpt_workload(replace(context(), stateless_capacity=capacity), relative_rate=0)
+    with pytest.raises(ConfigError, match="workload.users sets the load"):
+        sharegpt_workload(context(), users=3, arrivals_s=10.0)
+
+
+def test_conversations_arrive_for_as_long_as_is_asked(few_means):
+    plans = [sharegpt_workload(context(), arrivals_s=500.0, request_rate=rate).describe() for rate in (1.0, 4.0)]
+    for plan, rate in zip(plans, (1.0, 4.0), strict=True):
+        assert plan.sessions * plan.facts["arrival_s_mean"] == pytest.approx(500.0, rel=0.1)
+        assert plan.facts["request_rate_per_s"] == rate
+    assert plans[1].sessions == pytest.approx(4 * plans[0].sessions, abs=4)
+
+
+def test_every_baseline_of_a_simulated_machine_is_offered_the_same(few_means):
+    def rate(*overrides):
+        config = ["hardware=sim_a100_80g", "model=llama3_8b", "workload=sharegpt", "workload.relative_rate=1.5"]
+        plan = plan_trial(checked(*config, *overrides))
+        tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=True)
+        return make_workload(plan, tokenizer).describe().facts["request_rate_per_s"]
+
+    stateless = rate("baseline=stateless")
+    assert rate("baseline=pensieve") == rate("baseline=prefix_cache") == stateless
+    assert rate("hardware=sim_h100") > stateless
+    assert rate("cache.gpu=8192 tokens") > stateless

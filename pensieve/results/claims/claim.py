@@ -75,7 +75,8 @@ class Claim(BaseModel):
     """One entry: all that a verdict needs beside the trials.
 
     measure, arguments: one of results.claims.measures. of, against: baselines; the first one that the sweep has
-    is taken. over: the swept field that the measure reads along; the sweep's other axes make groups, judged one by one.
+    is taken. over: the swept field that the measure reads along, the first of these that the sweep varies; the sweep's other
+    axes make groups, judged one by one.
     conditions: column of table `trial` (or dotted field of its configuration) -> the values that count, patterns such as
     "*A100*" included, or limits. seeds: the fewest that decide it. simulated: whether simulated trials may decide it.
     """
@@ -89,7 +90,7 @@ class Claim(BaseModel):
     arguments: dict[str, Any] = {}
     of: Names
     against: Names = ()
-    over: str | None = None
+    over: Names = ()
     claimed: Claimed
     unit: str
     conditions: dict[str, Values | Limits] = {}

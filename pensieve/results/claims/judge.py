@@ -13,6 +13,7 @@ from pensieve.results.claims.claim import Claim, Limits, Values, unmet
 from pensieve.results.claims.measures import MEASURES, Sides
 from pensieve.results.claims.verdict import Judgement, Measured, judge
 from pensieve.results.evidence import Evidence, TrialGroup
+from pensieve.results.fields import varying_axes
 from pensieve.results.mixture import mixtures
 from pensieve.results.schema import ClaimRow, Trial
 from pensieve.results.store import ResultsStore
@@ -46,8 +47,9 @@ def judge_sweep(store: ResultsStore, sweep_id: int, claims: Sequence[Claim]) -> 
     evidence = Evidence(store, sweep_id)
     found: list[Judged] = []
     for claim in claims:
-        groups = evidence.groups(claim.over)
-        judged = [_judged(claim, evidence, group, len(groups) > 1) for group in groups]
+        over = _axis(claim, evidence)
+        groups = evidence.groups(over)
+        judged = [_judged(claim, evidence, group, over, len(groups) > 1) for group in groups]
         comparable = [one for one in judged if one.judgement.verdict != "not comparable"]
         found += comparable or [min(judged, key=lambda one: len(one.differences), default=_without_trials(claim))]
     return found
@@ -84,7 +86,13 @@ def recorded_claims(store: ResultsStore, sweep_id: int) -> Sequence[ClaimRow]:
     return rows
 
 
-def _judged(claim: Claim, evidence: Evidence, group: TrialGroup, several: bool) -> Judged:
+def _axis(claim: Claim, evidence: Evidence) -> str | None:
+    """The field of `over` that the sweep varies; its first where none is."""
+    varied = varying_axes(evidence.sweep.overrides, evidence.trials)
+    return next((axis for axis in claim.over if axis in varied), claim.over[0] if claim.over else None)
+
+
+def _judged(claim: Claim, evidence: Evidence, group: TrialGroup, over: str | None, several: bool) -> Judged:
     group = _of_workload(claim, group)
     ours, theirs = group.first_of(claim.of), group.first_of(claim.against)
     absent = [
@@ -92,7 +100,7 @@ def _judged(claim: Claim, evidence: Evidence, group: TrialGroup, several: bool) 
         for wanted, name in ((claim.of, ours), (claim.against, theirs))
         if wanted and name is None
     ]
-    sides = Sides(evidence, group.trials[ours] if ours else (), group.trials[theirs] if theirs else (), claim.over)
+    sides = Sides(evidence, group.trials[ours] if ours else (), group.trials[theirs] if theirs else (), over)
     trials: Sequence[Trial] = [*sides.ours, *sides.theirs] or [one for own in group.trials.values() for one in own]
     reasons = [
         *absent,

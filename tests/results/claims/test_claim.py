@@ -30,7 +30,7 @@ def read(tmp_path, text):
 def test_an_entry_becomes_a_claim(tmp_path):
     [claim] = read(tmp_path, ONE)
     assert (claim.of, claim.against) == (("pensieve",), ("vllm", "stateless"))
-    assert claim.seeds == 3 and claim.simulated and claim.over is None
+    assert claim.seeds == 3 and claim.simulated and claim.over == ()
 
 
 @pytest.mark.parametrize(

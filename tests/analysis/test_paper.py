@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import csv
+
+import pytest
+
+from analysis.paper import paper_throughput
+from tests.analysis.sweeps import answered, fill
+
+AXIS = "workload.relative_rate"
+CAPACITY = {"pensieve": 3.0, "stateless": 2.0, "prefix_cache": 2.5}
+LIMIT = 120.0  # OPT-13B on ShareGPT: 1.36 times vLLM at this latency
+
+
+def swept(store, capacity=CAPACITY, seeds=range(5), **columns):
+    """Latency grows with the load as a system's capacity says; what is achieved is half the load."""
+
+    def metrics(at, seed):
+        load, most = float(at[AXIS]), capacity[at["baseline"]] * (1 + seed / 100)
+        return {
+            "throughput_req_s": load / 2,
+            "normalized_latency_ms_p90": 100.0 * load / most,
+            "normalized_latency_ms_mean": 80.0 * load / most,
+        }
+
+    given = {"model": "opt_13b", "workload": "sharegpt", "hardware": "sim_a100_80g", "device": "sim_a100_80g"}
+    axes = {AXIS: ["1.0", "2.0", "4.0", "6.0"], "baseline": list(capacity)}
+    source = fill(
+        store, axes, lambda at, seed: [answered("a", 1, 5.0)], metrics, seeds=seeds,
+        **{**given, "simulated": True, "device_count": 1, **columns},
+    )  # fmt: skip
+    for job in source.jobs:
+        config = job.last.config
+        store.set_trial(job.last.id, config={**config, "cache": {"name": "paper", "gpu": "40GB", "cpu": "220GB"}})
+    return type(source)(store, source.sweep)
+
+
+def rows(drawing):
+    with drawing.csv.open(newline="") as file:
+        return {(row["baseline"], row["statistic"]): row for row in csv.DictReader(file)}
+
+
+def test_each_system_at_the_papers_latency_with_ratio_and_difference(store, drawn, tmp_path):
+    [drawing] = paper_throughput.draw(swept(store), tmp_path)
+    found = rows(drawing)
+    assert not drawn["paper_throughput"].clipped
+    for name, most in CAPACITY.items():
+        for statistic, at in (("p90", 100.0), ("mean", 80.0)):
+            load = LIMIT / at * most * 1.02  # of the middle seed
+            assert float(found[name, statistic]["requests_per_s"]) == pytest.approx(load / 2)
+    ours = found["pensieve", "p90"]
+    assert float(ours["over_stateless"]) == pytest.approx(1.5)
+    assert float(ours["ratio_ci_low"]) == pytest.approx(1.5)
+    assert (float(ours["paper"]), float(ours["difference_pct"])) == (1.36, pytest.approx(100 * (1.5 / 1.36 - 1)))
+    assert found["prefix_cache", "p90"]["paper"] == ""  # the paper has no ratio of it
+    line = next(line for line in drawing.table if line["system"] == "pensieve, p90")
+    assert (line["the paper\nover vLLM"], line["difference"]) == ("1.36", "+10 %")
+    assert "Simulated." in drawing.caption and "docs/paper.md" not in drawing.caption
+
+
+def test_swapped_systems_swap_their_numbers_and_a_large_difference_is_said(store, drawn, tmp_path):
+    swapped = {"pensieve": 2.0, "stateless": 3.0}
+    [drawing] = paper_throughput.draw(swept(store, swapped), tmp_path)
+    assert float(rows(drawing)["pensieve", "p90"]["over_stateless"]) == pytest.approx(2 / 3)
+    assert "wants an explanation (docs/paper.md)" in drawing.caption
+
+
+def test_a_system_that_stays_within_the_latency_has_no_number(store, drawn, tmp_path):
+    [drawing] = paper_throughput.draw(swept(store, {"pensieve": 100.0, "stateless": 2.0}), tmp_path)
+    ours = rows(drawing)["pensieve", "p90"]
+    assert (ours["requests_per_s"], ours["over_stateless"], ours["difference_pct"]) == ("", "", "")
+
+
+@pytest.mark.parametrize("changed", [{"model": "llama3_8b"}, {"workload": "chat"}, {"device_count": 2}])
+def test_it_is_for_what_the_paper_ran(store, changed):
+    assert not paper_throughput.applies(swept(store, seeds=(0,), **changed))
