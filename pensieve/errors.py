@@ -68,7 +68,18 @@ def refused(reason: str | None, sentence: str) -> RequestRefused:
 
 
 class RequestFailed(PensieveError):
-    """A request was admitted and then failed, was cancelled or timed out."""
+    """A request was admitted and then failed, was cancelled or timed out.
+
+    reason: what the turn's finish_reason says, where there is more to say than that.
+    """
+
+    reason: str | None = None
+
+
+class MemoryRanOut(RequestFailed):
+    """The process that served a request needed more memory than there is, and is gone or was not begun."""
+
+    reason = "memory"
 
 
 class TooManySessions(PensieveError):

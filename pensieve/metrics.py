@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from pensieve.errors import CapacityError, MemoryRanOut
 from pensieve.plan import StartReport
 from pensieve.record import TurnRecord
 from pensieve.request import is_measured
@@ -333,13 +334,14 @@ def _send_lag(measurement: Measurement) -> Metric:
 
 
 def _out_of_memory(measured: Sequence[TurnRecord]) -> Metric:
-    """Turns refused because their own context does not fit into the GPU tier."""
+    """Turns that did not get the memory they needed."""
     found = sum(out_of_memory(turn) for turn in measured)
     return Metric("oom_turns", float(found), "turns", n=len(measured), n_unit="turns")
 
 
 def out_of_memory(turn: TurnRecord) -> bool:
-    return turn.status == "refused" and turn.finish_reason == "capacity"
+    """It did not get the memory it needed: of one GPU tier, or of the machine for a process of its own."""
+    return (turn.status, turn.finish_reason) in (("refused", CapacityError.reason), ("failed", MemoryRanOut.reason))
 
 
 def _phases(measured: Sequence[TurnRecord]) -> list[Metric]:

@@ -293,7 +293,7 @@ class _Run:
             )
         exhausted = [turn for turn in self.turns if out_of_memory(turn)]
         if exhausted:
-            flags["oom"] = f"{len(exhausted)} turns did not fit into the GPU tier; the first: {exhausted[0].error}"
+            flags["oom"] = f"{len(exhausted)} turns did not get the memory they needed; the first: {exhausted[0].error}"
         return flags
 
     def _warm_s(self) -> float:

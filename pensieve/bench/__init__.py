@@ -15,6 +15,7 @@ RECORDED = {
     "prefill": ("steps", "run_prefill"),
     "serve": ("serve", "run"),
     "cpu_path": ("cpu_path", "run"),
+    "density": ("density", "run"),
 }
 """Targets whose results are trials: the module in this folder, and its function of a Bench."""
 

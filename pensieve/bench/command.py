@@ -26,7 +26,8 @@ from pensieve.trial.terminal import say
 from pensieve.trial.tracking import Tracking, open_named
 from pensieve.worker.torch.shelf import open_shelf
 
-TRIALS = ("serve",)  # targets made of trials: each takes the device for itself, and may be on a simulated machine
+TRIALS = ("serve", "density")  # targets made of trials: each takes the device for itself
+SIMULATED = ("serve",)  # may be measured on a simulated machine
 
 
 def run_command(name: str, targets: Sequence[str], config: Mapping[str, Any], overrides: Mapping[str, str]) -> int:
@@ -34,10 +35,10 @@ def run_command(name: str, targets: Sequence[str], config: Mapping[str, Any], ov
     hardware, tracked = _group(HardwareConfig, config, "hardware"), _group(TrackingConfig, config, "tracking")
     options = decided(config["bench"])
     machine = find_device(hardware)
-    if machine.simulated and not set(targets) <= set(TRIALS):
+    if machine.simulated and not set(targets) <= set(SIMULATED):
         raise HardwareMissing(
             f"target={name} measures a real device, and hardware={hardware.name} is simulated; use hardware=local, "
-            f"or target={' or '.join(TRIALS)}."
+            f"or target={' or '.join(SIMULATED)}."
         )
     tracking = open_named(tracked)
     threads = _use_threads(hardware.threads, machine)

@@ -17,13 +17,13 @@ from pensieve.bench.record import now
 from pensieve.bench.session import Bench
 from pensieve.bench.throughput import Point, Turn, all_hit_ratio, at_latency, common_latency
 from pensieve.bench.timer import explain
-from pensieve.compose import TrialPlan, build_tokenizer, build_workload, check, plan_trial, resolved
+from pensieve.bench.trials import outcome_of
+from pensieve.compose import TrialPlan, build_tokenizer, build_workload, check, plan_trial
 from pensieve.cost.roofline import Roofline
 from pensieve.errors import ConfigError, PensieveError, RequestFailed
 from pensieve.metrics import Metric, summarise
 from pensieve.replay import replay
 from pensieve.request import is_measured
-from pensieve.trial import Job, run_trial
 from pensieve.trial.jobs import compose_job
 from pensieve.trial.liveness import device_lock
 from pensieve.worker.torch.shelf import take_model
@@ -189,13 +189,7 @@ def _baseline(bench: Bench, cell: Cell, load: int, name: str) -> Point:
         plan = plan_trial(check(cfg))
         longest = _longest(plan)
         cfg.baseline.cache.n_slots = max(1, min(load, plan.gpu_blocks * plan.chunk_tokens // (longest + 64)))
-    number = len(bench.records.trials)
-    folder = bench.tracking.outputs / "runs" / "bench" / f"{bench.records.sweep_id}-{number}"
-    title = f"{cell.workload} {cell.load_field}={load} {name}"
-    job = Job(title=title, folder=folder, sweep_id=bench.records.sweep_id, number=number, preflight=False)
-    outcome = run_trial(check(cfg), resolved(cfg), replace(bench.tracking, mlflow=False), job, bench.say)
-    if outcome.trial_id:
-        bench.records.link(outcome.trial_id)
+    outcome = outcome_of(bench, cfg, f"{cell.workload} {cell.load_field}={load} {name}")
     if not outcome.completed:
         raise RequestFailed(outcome.error or "the trial did not complete")
     return _point(load, bench.tracking.store.metrics_of(outcome.trial_id), outcome.trial_id)

@@ -13,7 +13,7 @@ from pensieve.cache.base import CacheManager
 from pensieve.chat_template import ChatTemplate
 from pensieve.clock import Clock, VirtualClock, WallClock
 from pensieve.compose.folder import outputs_folder
-from pensieve.compose.machine import Device, free_host_memory_bytes
+from pensieve.compose.machine import Device, free_host_memory_bytes, memory_limit_bytes
 from pensieve.compose.plan import TrialPlan, memory_share, plans_in_flight
 from pensieve.compose.schema import HardwareConfig, TrialConfig
 from pensieve.compose.target import factory
@@ -152,13 +152,14 @@ def outside_engine(
             longest_tokens=longest_tokens,
             eos=frozenset(int(token) for token in listed),
             tokenizer=tokenizer,
+            memory_bytes=memory_limit_bytes(config.hardware),
         )
     )
 
 
 def build_outside(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan | None = None) -> OutsideSystem:
     """The system of an outside engine, not started yet."""
-    return OutsideSystem(outside_engine(plan, longest_conversation(described) if described else None, tokenizer))
+    return OutsideSystem(outside_engine(plan, longest_context(described) if described else None, tokenizer))
 
 
 def _clock_and_worker(
@@ -267,6 +268,12 @@ def build_workload(plan: TrialPlan, tokenizer: Tokenizer) -> tuple[Workload, Wor
             "workload.max_turns."
         )
     return workload, described
+
+
+def longest_context(described: WorkloadPlan) -> int | None:
+    """Tokens that one conversation may come to hold, also where holding them is what the workload puts to the test."""
+    longest = described.facts.get("longest_context_tokens")
+    return longest_conversation(described) if longest is None else int(longest)
 
 
 def longest_conversation(described: WorkloadPlan) -> int | None:

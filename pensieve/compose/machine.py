@@ -135,8 +135,14 @@ def _cpu(hardware: HardwareConfig) -> Device:
             f"hardware.gpus={hardware.gpus}: this trial would run on the CPU, which is one device; use hardware.gpus=1, or "
             f"simulate several with hardware=sim_a100_80g hardware.gpus={hardware.gpus}."
         )
-    memory = host_memory_bytes()
+    limit = memory_limit_bytes(hardware)
+    memory = host_memory_bytes() if limit is None else min(limit, host_memory_bytes())
     return Device("cpu", "cpu", "cpu", cpu_label(), 1, memory, memory)
+
+
+def memory_limit_bytes(hardware: HardwareConfig) -> int | None:
+    """What the processes of a real trial may have resident together (hardware.cpu_memory); None: whatever is there."""
+    return None if hardware.simulated or hardware.cpu_memory is None else _bytes(hardware, "cpu_memory")
 
 
 def _simulated(hardware: HardwareConfig) -> Device:

@@ -19,7 +19,8 @@ class EngineSetup:
     weights: random (drawn under `seed`), hub (`hub_id`, `revision`), or a folder: those that our engine would run. device:
     cpu or cuda:N. kv_tokens, host_tokens: of KV on the device, and behind it in host memory. longest_tokens: of the
     longest conversation, where the workload knows it. batch_tokens, batch_requests: of one iteration. eos: ids that end a
-    Free output. tokenizer: the model's, for engines that are asked in text.
+    Free output. tokenizer: the model's, for engines that are asked in text. memory_bytes: what an engine's processes may have
+    resident together (hardware.cpu_memory); None: what the machine has.
     """
 
     baseline: str
@@ -38,6 +39,7 @@ class EngineSetup:
     longest_tokens: int | None = None
     eos: frozenset[int] = frozenset()
     tokenizer: Tokenizer | None = None
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,7 @@ class OutsideSystem:
         except RequestRefused as error:
             exchange.close("refused", error.reason, str(error))
         except RequestFailed as error:
-            exchange.close("failed", None, str(error))
+            exchange.close("failed", error.reason, str(error))
         except Exception as error:
             if exchange.cancelled:
                 exchange.close("failed", None, str(error))

@@ -25,7 +25,9 @@ from pensieve.compose import (
     plan_trial,
 )
 from pensieve.compose.explain import explain, explain_crash
+from pensieve.compose.machine import memory_limit_bytes
 from pensieve.compose.preflight import preflight
+from pensieve.engines.memory_watch import MemoryWatch, this_process
 from pensieve.errors import (
     ConfigError,
     EngineMissing,
@@ -59,6 +61,7 @@ from pensieve.trial.samples import DeviceSampler, Occupancy
 from pensieve.trial.slo import judge_again
 from pensieve.trial.terminal import command_line, raise_if_interrupted
 from pensieve.trial.tracking import Tracking
+from pensieve.units import format_bytes
 from pensieve.workload.base import Workload, WorkloadPlan
 from pensieve.workload.start_state import check_start, contamination
 from pensieve.workload.vllm_run import VllmRun
@@ -231,11 +234,14 @@ def _run(
             occupancy = Occupancy(tracking.store, trial_id, system)
             if live is not None:
                 live.watch(occupancy)
-            with sampler, occupancy:
+            limit_bytes = memory_limit_bytes(config.hardware)
+            own = MemoryWatch(limit_bytes, this_process) if limit_bytes is not None and not outside else None
+            with sampler, occupancy, own or nullcontext():
                 record = _replay(trial_id, system, workload, described, tracking, job, deadline, live)
             if live is not None:
                 live.end()
             others = neighbours.share()
+            counted = system.counters()
         finally:
             system.close()
     if timeline is not None:
@@ -246,6 +252,10 @@ def _run(
     if trace is not None and trace.is_file():
         tracking.store.add_artifact(trial_id, "trace", trace)
     raise_if_interrupted()
+    if own is not None and own.exceeded:
+        raise MemoryError(
+            f"this process had {format_bytes(own.peak_bytes)} resident, and hardware.cpu_memory={config.hardware.cpu_memory}"
+        )
     _refuse_empty(record.turns)
     check_start(described, record.turns)
     slo = Slo(config.slo.ttft_ms, config.slo.tpot_ms)
@@ -253,6 +263,7 @@ def _run(
     start_s, end_s = record.measurement.measure_start_s, record.measurement.measure_end_s
     output = next((metric.value for metric in metrics if metric.name == "throughput_output_tok_s"), None)
     metrics += sampler.metrics(start_s, end_s, output)
+    metrics += _processes(counted if own is None else {"processes_peak_bytes": own.peak_bytes})
     metrics.append(Metric("allocator_peak_bytes", allocator_peak_bytes(plan.device), "bytes"))
     prices = Prices(system.cost, system.engine.cache.chunk_tokens) if isinstance(system, EngineSystem) else None
     metrics += bound_metrics(record.turns, _capacity(system), prices)
@@ -283,6 +294,19 @@ def _run(
         measure_start_s=start_s,
         measure_end_s=end_s,
     )
+
+
+def _processes(counted: Mapping[str, float]) -> list[Metric]:
+    """Of the processes of a whole trial, where somebody watched them. counted: what a system counts, from its start on."""
+    found = []
+    if (peak := counted.get("processes_peak_bytes")) is not None:
+        found.append(Metric("processes_peak_bytes", float(peak), "bytes"))
+    if starts := int(counted.get("process_starts", 0)):
+        found += [
+            Metric(f"{name}_mean", counted[name] / starts, "ms", n=starts, n_unit="processes")
+            for name in ("process_load_ms", "process_start_ms")
+        ]
+    return found
 
 
 def _fall_back(settings: Mapping[str, Any]) -> str:

@@ -37,6 +37,7 @@ class Measured:
     """A value from the database. ci_*: its 95 % interval, None where none is due. n counts n_unit, from `seeds` seeds.
 
     trial_ids: every trial that it was computed from. about: a remark for the reader, such as the turn it belongs to.
+    at_least: the value is what was reached, and no limit was met: it may be any amount more.
     """
 
     value: float
@@ -47,6 +48,7 @@ class Measured:
     seeds: int
     trial_ids: tuple[int, ...]
     about: str = ""
+    at_least: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,8 @@ def judge(bounds: Bounds, measured: Measured | None, differences: Sequence[str],
     low, high = measured.ci_low, measured.ci_high
     if low is None or high is None:
         return Judgement("inconclusive", f"no interval: n = {measured.n} {measured.n_unit}, {_seeds(measured.seeds)}")
+    if measured.at_least and (bounds.high is not None or not bounds.contain(low)):
+        return Judgement("inconclusive", "it met no limit, so it is at least that")
     if bounds.contain(low) and bounds.contain(high):
         return Judgement("holds", "the whole interval lies within the claim")
     if bounds.high is not None and low > bounds.high:

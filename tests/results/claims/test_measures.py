@@ -256,7 +256,7 @@ def test_throughput_at_latency_needs_rates():
         measure(store, "throughput_at_latency_ratio", theirs="stateless", over="workload.request_rate", limit=1.0)
 
 
-def test_largest_load_needs_the_limit_of_both():
+def test_largest_load_needs_the_limit_of_the_other_side_and_is_a_lower_bound_without_its_own():
     def of(limit):
         return lambda seed, agents: {"oom_turns": float(agents > limit)}
 
@@ -268,9 +268,10 @@ def test_largest_load_needs_the_limit_of_both():
         store = sweep(turns, seeds=5, metrics=metrics, axis=axis, values=[1, 2, 8, 32])
         return measure(store, "largest_load_ratio", theirs="stateless", over=axis)
 
-    assert found(10, 2).value == pytest.approx(4.0)
-    with pytest.raises(MissingSeries, match="reaches its limit in both"):
-        found(64, 2)
+    assert found(10, 2).value == pytest.approx(4.0) and not found(10, 2).at_least
+    assert found(64, 2).value == pytest.approx(16.0) and found(64, 2).at_least
+    with pytest.raises(MissingSeries, match="other side reaches its limit"):
+        found(10, 64)
 
 
 def bench(ours, theirs):

@@ -43,10 +43,16 @@ def throughput_at_latency_ratio(
 def largest_load_ratio(sides: Sides, refusals: str = "oom_turns") -> Measured:
     """The largest load (a number on the axis) that ours carries without refusals, over theirs, paired by seed.
 
-    Both must reach refusals in the sweep; otherwise their limit is unknown.
+    Theirs must reach refusals in the sweep, otherwise its limit is unknown. Where ours reaches none, the largest load of the
+    sweep counts for it, and the ratio is a lower bound.
     """
     ours, theirs = (_largest(sides, trials, refusals) for trials in (sides.ours, sides.theirs))
-    return _of_seeds(ours, theirs, sides, "no seed reaches its limit in both over the loads of this sweep")
+    limited = {key: load for key, (load, met) in theirs.items() if met}
+    carried = {key: load for key, (load, _) in ours.items()}
+    return replace(
+        _of_seeds(carried, limited, sides, "no seed of the other side reaches its limit over the loads of this sweep"),
+        at_least=any(not met for key, (_, met) in ours.items() if key in limited),
+    )
 
 
 def case_excess_pct(sides: Sides, case: str = "*") -> Measured:
@@ -102,7 +108,8 @@ def crossing(curve: Curve, limit: float) -> float | None:
     return None
 
 
-def _largest(sides: Sides, trials: Sequence[Trial], refusals: str) -> Pairs:
+def _largest(sides: Sides, trials: Sequence[Trial], refusals: str) -> dict[tuple[int, str], tuple[float, bool]]:
+    """Of each seed, the largest load below the first with refusals, and whether there was such a first."""
     refused: dict[tuple[int, str], dict[float, float]] = defaultdict(dict)
     for trial in trials:
         count = sides.evidence.metric(trial, refusals)
@@ -111,9 +118,9 @@ def _largest(sides: Sides, trials: Sequence[Trial], refusals: str) -> Pairs:
     found = {}
     for key, by_load in refused.items():
         limit = min((load for load, count in by_load.items() if count > 0), default=None)
-        borne = max((load for load in by_load if limit is not None and load < limit), default=None)
+        borne = max((load for load in by_load if limit is None or load < limit), default=None)
         if borne is not None:
-            found[key] = borne
+            found[key] = (borne, limit is not None)
     return found
 
 

@@ -1,0 +1,114 @@
+"""Agents on Ray: the tokens of plain decoding, what is kept and what is not, and where memory ends."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import psutil
+import pytest
+
+from pensieve.engines.base import EngineSetup
+from pensieve.engines.memory_watch import resident_bytes
+from pensieve.engines.ray_agents import RayKeepalive, RayServerless
+from pensieve.engines.replica import Replica
+from pensieve.engines.system import OutsideSystem
+from pensieve.engines.weights import plain_module
+from pensieve.errors import CapacityError, EngineMissing, MemoryRanOut
+from pensieve.request import Length, Request
+from tests.engines.small import ask, greedy, prompt, served, setup_of
+
+
+def message(number: int, session: str, turn: int, tokens: Any, output: int = 6, phase: str = "chat") -> Request:
+    return Request(number, session, turn, tokens, Length(output), phase=phase, continues=turn > 1)
+
+
+def test_a_replica_keeps_its_conversation_and_computes_only_what_is_new() -> None:
+    setup = setup_of()
+    replica, module = Replica(setup, 256, None), plain_module(setup)
+    try:
+        first = replica.answer(message(1, "a", 1, prompt(40)))
+        assert first.tokens is not None and list(first.tokens) == greedy(module, prompt(40), 6)
+        second = replica.answer(message(2, "a", 2, prompt(9, start=2)))
+        whole = prompt(40) + first.tokens + prompt(9, start=2)
+        assert second.tokens is not None and list(second.tokens) == greedy(module, whole, 6)
+        assert second.cached_tokens == 40 + 6 - 1
+        assert (
+            second.emitted_s is not None and first.emitted_s is not None and second.emitted_s[0] > first.emitted_s[-1]
+        )
+        replica.forget(None)
+        again = replica.answer(message(3, "b", 1, whole))
+        assert again.tokens == second.tokens and again.cached_tokens == 0
+        with pytest.raises(CapacityError):
+            replica.answer(message(4, "b", 2, prompt(400)))
+    finally:
+        replica.close()
+
+
+@pytest.mark.parametrize("kind", [RayKeepalive, RayServerless])
+def test_without_ray_one_sentence_says_what_to_install(kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(EngineMissing, match=r"pensieve\[ray\]"):
+        kind(setup_of()).check()
+
+
+@pytest.mark.slow
+def test_actors_keep_their_agents_until_memory_ends_and_tasks_keep_nothing() -> None:
+    """One Ray for both, since it takes seconds to start."""
+    pytest.importorskip("ray")
+    from pensieve.engines.ray_cluster import RayCluster
+
+    setup = setup_of()
+    module, before = plain_module(setup), _descendants()
+    with RayCluster(2):
+        first = _actors_until_memory_ends(setup, module)
+        _tasks_keep_nothing(setup, module, first)
+    assert not _descendants() - before, "Ray ends with the block that began it"
+    assert "RAY_AUTH_TOKEN" not in os.environ
+
+
+def _actors_until_memory_ends(setup: EngineSetup, module: Any) -> list[int]:
+    engine = RayKeepalive(setup)
+    system = OutsideSystem(engine)
+    system.start()
+    [warm] = served(system, message(1, "warmup-0", 1, prompt(30, start=3), phase="warmup"))
+    assert warm.status == "completed"
+    [pid] = engine._processes()
+    one = resident_bytes(pid)
+    assert one > 50e6, "a process of its own, with torch and a model"
+
+    watch = engine._watch
+    assert watch is not None
+    watch.limit_bytes = int(1.3 * one)
+    [turn] = served(system, message(2, "agent-0", 1, prompt(40)))
+    assert list(engine._processes()) == [pid], "the agent took the warmed actor over"
+    assert list(turn.token_ids) == greedy(module, prompt(40), 6) and turn.gpu_hit_tokens == 0
+
+    [beyond, later] = served(system, *(message(n, f"agent-{n}", 1, prompt(40, start=n)) for n in (3, 4)))
+    assert beyond.status == later.status == "failed"
+    assert {beyond.finish_reason, later.finish_reason} == {MemoryRanOut.reason}
+    assert len(engine._starts) == 1 and len(engine._killed) == 1, "one was tried, and the ramp stopped"
+
+    [again] = served(system, message(5, "agent-0", 2, prompt(9, start=2)))
+    whole = prompt(40) + turn.token_ids + prompt(9, start=2)
+    assert list(again.token_ids) == greedy(module, whole, 6), "the agent that was there goes on"
+    assert again.gpu_hit_tokens == again.history_tokens == 45
+    assert threading.active_count() and engine.counters()["processes_peak_bytes"] > watch.limit_bytes
+    system.close()
+    return list(turn.token_ids)
+
+
+def _tasks_keep_nothing(setup: EngineSetup, module: Any, first: list[int]) -> None:
+    engine = RayServerless(setup)
+    system = OutsideSystem(engine)
+    system.start()
+    [turn] = served(system, ask(1, "a", prompt(40)))
+    assert list(turn.token_ids) == first
+    assert turn.gpu_hit_tokens == 0 and turn.ttft_ms is not None
+    assert turn.ttft_ms > engine._starts[0].start_s * 1e3, "the start of its process is part of the step"
+    system.close()
+
+
+def _descendants() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
