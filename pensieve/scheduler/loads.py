@@ -22,6 +22,11 @@ class Loads:
         self._link_free_s = 0.0
         self._ends_s: dict[int, float] = {}  # by arrival
 
+    @property
+    def expected(self) -> bool:
+        """Somebody has not joined yet."""
+        return bool(self._ends_s)
+
     def begin(self, sequence: Running, copies: Iterable[Copy], now_s: float) -> None:
         """It is admitted with these swap-ins, or with none."""
         blocks = sum(len(copy.src) for copy in copies)
