@@ -9,7 +9,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Literal
 
-from pensieve.cache.base import CacheManager
+from pensieve.cache.base import CacheManager, Run
 from pensieve.clock import Clock
 from pensieve.cost.base import CostModel, predicted_s
 from pensieve.idle_sessions import IdleSessions, MemoryLimits
@@ -195,7 +195,8 @@ class Engine:
         """What the worker has done becomes true for the cache and for the requests."""
         self._count_result(result)
         self.cache.not_on_disk(result.unkept)
-        if result.failed:
+        repeats = result.repeats if result.repeats is not None and result.repeats.ended_ns else None
+        if result.failed and repeats is None:
             self._fail_copies(result.failed)
         misled = self._running_on(self.cache.void(result.unread)) if result.unread else []
         if self.scheduler.loads is not None:
@@ -214,11 +215,14 @@ class Engine:
         if result.error is not None:
             self.cache.complete([ticket for ticket in result.done if ticket not in step.tickets])
             self._fail_step(step, result.error, now_s)
-        else:
+        elif repeats is None:
             self.cache.complete(result.done)
             self._commit_rows(step, result, now_s, misled)
-            if result.repeats is not None and result.repeats.ended_ns:
-                self._commit_repeats(step, result.repeats, now_s)
+        else:  # its copies ended with the last iteration, if any did
+            self._commit_rows(step, result, now_s, misled)
+            self._commit_repeats(step, repeats, now_s)
+            self._fail_copies(result.failed)
+            self.cache.complete(result.done)
         for sequence in step.members:
             if sequence.closed:
                 self._release(sequence)
@@ -251,7 +255,7 @@ class Engine:
         """Times and tokens to the requests that had a row. The row of a request that was closed meanwhile was for nothing:
         its token is dropped, and the cache was never told of its position. misled: those whose rows read something else from
         disk than was asked for: what they computed is nothing."""
-        self._count_prediction(step, result)
+        self._count_prediction(step, step.rows[0][1] if step.rows else (), result.compute_ns)
         for sequence, runs in step.rows:
             if sequence in misled:
                 sequence.disregard()
@@ -266,32 +270,40 @@ class Engine:
                 self._append(sequence, token, result.margins.get(sequence.slot), now_s)
 
     def _commit_repeats(self, step: Step, repeats: Repeats, now_s: float) -> None:
-        """Further iterations of a plan in which every row decoded: what as many results of one iteration would have told."""
+        """Further iterations of a plan: what as many results of one iteration would have told."""
         times_s = [ended_ns / 1e9 for ended_ns in repeats.ended_ns]
         self.counters.steps += len(times_s)
         self.counters.compute_ns += sum(repeats.compute_ns)
+        decodes = step.rows[: step.sampled]
         emitted: list[list[int]] = []
-        for sequence, _ in step.rows:
+        for sequence, _ in decodes:
             assert sequence.slot is not None
             emitted.append(sequence.repeated(repeats.tokens[sequence.slot], times_s))
-            for compute_ns in repeats.compute_ns:
-                sequence.record.step(compute_ns, 0)
+        for sequence, _ in step.rows:
+            sequence.record.more_steps(repeats.compute_ns)
+        if step.rows and not step.sampled:
+            ((start, stop),) = step.rows[0][1]
+            for further, compute_ns in enumerate(repeats.compute_ns, start=1):
+                self._count_prediction(
+                    step, [(start + further * step.tokens, stop + further * step.tokens)], compute_ns
+                )
         self.scheduler.repeated(step, [now_s, *times_s[:-1]])
         for index, at_s in enumerate(times_s[:-1]):
-            for (sequence, _), tokens in zip(step.rows, emitted, strict=True):
+            for (sequence, _), tokens in zip(decodes, emitted, strict=True):
                 self._events.append(Event("token", sequence.request.id, at_s, tokens[index]))
-        for (sequence, _), tokens in zip(step.rows, emitted, strict=True):
+        for (sequence, _), tokens in zip(decodes, emitted, strict=True):
             self._events.append(Event("token", sequence.request.id, times_s[-1], tokens[-1]))
             if sequence.generated >= sequence.max_new_tokens:
                 self._close(sequence, "completed", "length", times_s[-1])
             else:
                 sequence.decode_next()
 
-    def _count_prediction(self, step: Step, result: StepResult) -> None:
+    def _count_prediction(self, step: Step, runs: Many[Run], compute_ns: int) -> None:
+        """Of an iteration of these runs, where they are all of it."""
         if self._cost is not None and len(step.rows) == 1 and step.tokens >= _LONG_ROW:
-            predicted = predicted_s(self._cost, step.rows[0][1], self.cache.chunk_tokens)
+            predicted = predicted_s(self._cost, runs, self.cache.chunk_tokens)
             self.counters.predicted_ns += round(predicted * 1e9)
-            self.counters.predictable_ns += result.compute_ns
+            self.counters.predictable_ns += compute_ns
 
     def _append(self, sequence: Sequence, sampled: int, margin: float | None, now_s: float) -> None:
         """The next token of the request, which may be its last."""

@@ -78,8 +78,9 @@ class StepPlan:
     """One iteration. rows may be empty: copies only.
 
     tables: (slot, first chunk, block ids): what changed in the slots' block tables since the last plan. disk: in this order.
-    repeat: iterations, where nothing but decoding happens for so long (only for a worker that computes nothing): each further
-    one decodes one more position of every row. None begins at horizon_ns or later.
+    repeat: iterations that this plan may stand for, each further one as the one before (only for a worker that computes
+    nothing): a row that is sampled goes on by one position, another one by as many as it has. None begins at horizon_ns or
+    later, while a swap-in or a read is under way, or after a copy has ended.
     """
 
     step: int

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 from typing import TYPE_CHECKING, Literal
 
 from pensieve.ledger import Miss, Missed, ledger_of, seconds_of
@@ -141,6 +144,11 @@ class TurnRecord:
         """It had a row in an iteration that took so long."""
         self.compute_ms = (self.compute_ms or 0.0) + compute_ns / 1e6
         self.transfer_ms = (self.transfer_ms or 0.0) + stall_ns / 1e6
+
+    def more_steps(self, compute_ns: Sequence[int]) -> None:
+        """As `step` for each, of iterations that waited for no transfer."""
+        self.compute_ms = reduce(add, [ns / 1e6 for ns in compute_ns], self.compute_ms or 0.0)
+        self.transfer_ms = self.transfer_ms or 0.0
 
     def copied(self, column: Literal["h2d_bytes", "d2h_bytes"], count: int | None) -> None:
         """A step copied so many bytes that it waited for; None: the step failed, so nobody knows how many, from now on."""

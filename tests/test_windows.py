@@ -18,6 +18,7 @@ from pensieve.eviction.learned_return import LearnedReturn
 from pensieve.eviction.lru import Lru
 from pensieve.eviction.retention_value import RetentionValue
 from pensieve.idle_sessions import MemoryLimits
+from pensieve.plan import StepPlan
 from pensieve.record import TurnRecord
 from tests.simulated import make_engine, request
 
@@ -34,7 +35,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def drive(seed: int, monkeypatch: pytest.MonkeyPatch, windows: bool, **options: Any) -> tuple[list[Any], int, Engine]:
+def drive(
+    seed: int, monkeypatch: pytest.MonkeyPatch, windows: bool, longest: int = 16, **options: Any
+) -> tuple[list[Any], list[StepPlan], Engine]:
     """Arrivals at random times, some close together and some far apart; returns everything that was seen, and the plans."""
     rng = random.Random(seed)
     blocks = rng.choice([24, 40, 96])
@@ -46,10 +49,10 @@ def drive(seed: int, monkeypatch: pytest.MonkeyPatch, windows: bool, **options: 
     }
     engine = make_engine(computes=False, **settings)
     if not windows:
-        monkeypatch.setattr(engine.scheduler, "_repeat", lambda draft, rows: 1)
-    launched: list[int] = []
+        monkeypatch.setattr(engine.scheduler, "_repeat", lambda rows: 1)
+    launched: list[StepPlan] = []
     launch = engine.worker.launch
-    monkeypatch.setattr(engine.worker, "launch", lambda plan: (launched.append(plan.repeat), launch(plan))[1])
+    monkeypatch.setattr(engine.worker, "launch", lambda plan: (launched.append(plan), launch(plan))[1])
     at_ns, seen, ends, turns = 0, [], 0, dict.fromkeys("abcde", 0)
     clock = engine.clock
     assert isinstance(clock, VirtualClock)
@@ -58,11 +61,13 @@ def drive(seed: int, monkeypatch: pytest.MonkeyPatch, windows: bool, **options: 
         ends += run_until(engine, clock, at_ns, seen)
         name = rng.choice("abcde")
         turns[name] += 1
-        engine.submit(request(number, name, rng.randrange(1, 16), rng.randrange(1, 40), turns[name], continues=True))
+        engine.submit(
+            request(number, name, rng.randrange(1, longest), rng.randrange(1, 40), turns[name], continues=True)
+        )
         if number % 7 == 6:
             engine.cancel(number - 1, "cancelled")
     run_until(engine, clock, None, seen)
-    return seen, len(launched), engine
+    return seen, launched, engine
 
 
 def run_until(engine: Engine, clock: VirtualClock, until_ns: int | None, seen: list[Any]) -> int:
@@ -91,20 +96,42 @@ def told(turn: TurnRecord) -> tuple[Any, ...]:
     )
 
 
+def assert_equal(seed: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[list[StepPlan], list[StepPlan]]:
+    """With and without windows; returns both lists of plans."""
+    with_windows, plans, engine = drive(seed, monkeypatch, True, **options)
+    single, iterations, plain = drive(seed, monkeypatch, False, **options)
+    assert with_windows == single, seed
+    assert engine.clock.now_ns() == plain.clock.now_ns()
+    assert engine.counters.steps == plain.counters.steps == len(iterations)
+    assert engine.counters.compute_ns == plain.counters.compute_ns
+    assert engine.counters.predicted_ns == plain.counters.predicted_ns
+    assert engine.scheduler.counters == plain.scheduler.counters
+    assert engine.cache.counters == plain.cache.counters
+    return plans, iterations
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_windows_change_nothing(case: str, monkeypatch: pytest.MonkeyPatch):
     saved = 0
     for seed in range(6):
-        with_windows, plans, engine = drive(seed, monkeypatch, True, **CASES[case])
-        single, iterations, plain = drive(seed, monkeypatch, False, **CASES[case])
-        assert with_windows == single, seed
-        assert engine.clock.now_ns() == plain.clock.now_ns()
-        assert engine.counters.steps == plain.counters.steps
-        assert engine.counters.compute_ns == plain.counters.compute_ns
-        assert engine.scheduler.counters == plain.scheduler.counters
-        assert engine.cache.counters == plain.cache.counters
-        saved += iterations - plans
+        plans, iterations = assert_equal(seed, monkeypatch, **CASES[case])
+        saved += len(iterations) - len(plans)
     assert saved > 100, "windows were opened at all"
+
+
+@pytest.mark.parametrize("case", ["two tiers", "gpu only", "prefix cache"])
+def test_a_window_holds_a_prefill_while_others_wait_and_copies_are_under_way(
+    case: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Prompts of up to 120 tokens, eight or 24 an iteration, in a cache that they overrun."""
+    prefills = copying = 0
+    for seed in range(10, 16):
+        plans, _ = assert_equal(seed, monkeypatch, longest=120, swap_out_start=0.5, swap_out_stop=0.9, **CASES[case])
+        repeated = [plan for plan in plans if plan.repeat > 1]
+        prefills += sum(plan.rows[-1].sample is None for plan in repeated)
+        copying += sum(bool(plan.swap_out) for plan in repeated)
+    assert prefills > 20
+    assert copying > 3 or case != "two tiers"
 
 
 def test_a_window_ends_at_the_next_arrival():

@@ -68,3 +68,8 @@ class SchedulerSettings:
             raise ConfigError("scheduler.swap_out_start and swap_out_stop are shares with 0 <= start <= stop <= 1.")
         if not 0 <= self.admission_reserve < 1:
             raise ConfigError("scheduler.admission_reserve is a share of the GPU blocks, at least 0 and below 1.")
+
+    @property
+    def is_unified(self) -> bool:
+        """Every iteration computes all decodes, and prefills as far as it then has positions left."""
+        return getattr(self.composition, "func", self.composition) is unified  # Hydra makes a partial of it

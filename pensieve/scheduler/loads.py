@@ -23,6 +23,11 @@ class Loads:
         self._ends_s: dict[int, float] = {}  # by arrival
         self._reads: dict[int, int] = {}  # tickets of what is read from disk, by arrival
 
+    @property
+    def expected(self) -> bool:
+        """Somebody has not joined yet."""
+        return bool(self._ends_s or self._reads)
+
     def begin(self, sequence: Running, copies: Iterable[Copy], now_s: float, disk_ticket: int | None = None) -> None:
         """It is admitted with these swap-ins, or with none, and with what is read from disk."""
         if disk_ticket is not None:

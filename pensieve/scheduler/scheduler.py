@@ -22,14 +22,16 @@ from pensieve.scheduler.sequence import Sequence
 class Step:
     """A plan, and the requests it is made of.
 
-    rows: each row's request and its runs; tokens: positions of all rows. admitted: requests that start with this plan, which
-    performs their swap-ins. members: these, and those that have a row. tickets: of all its copies. copied_for: the request
-    that waits for a copy, by ticket; copies made ahead of time are not among them.
+    rows: each row's request and its runs; tokens: positions of all rows. sampled: how many rows, the first ones, yield a
+    token. admitted: requests that start with this plan, which performs their swap-ins. members: these, and those that have a
+    row. tickets: of all its copies. copied_for: the request that waits for a copy, by ticket; copies made ahead of time are
+    not among them.
     """
 
     plan: StepPlan
     rows: list[tuple[Sequence, tuple[Run, ...]]]
     tokens: int
+    sampled: int
     admitted: list[Sequence]
     members: list[Sequence]
     tickets: tuple[int, ...]
@@ -83,7 +85,7 @@ class Scheduler:
     position of that token, unseen; the cache learns of the position when the token is known. Nobody is preempted while a
     plan is in flight: `must_drain` asks for the next plan to be made with none.
 
-    computes: as the worker says. Where it does not, a plan after which nothing but decoding happens is repeated.
+    computes: as the worker says. Where it does not, a plan that would be made again as it is stands for several iterations.
     """
 
     def __init__(
@@ -149,7 +151,7 @@ class Scheduler:
         if not rows and not draft.swap_out and not draft.swap_in and not self.cache.has_disk_loads:
             self._unsent = draft  # who was admitted has no share of an iteration yet
             return None
-        return self._launch(draft, rows, self._repeat(draft, rows), horizon_ns)
+        return self._launch(draft, rows, self._repeat(rows), horizon_ns)
 
     def remove(self, sequence: Sequence, now_s: float) -> None:
         """It is over: its blocks may be evicted, and the next turn of its conversation may start."""
@@ -196,7 +198,8 @@ class Scheduler:
             horizon_ns=horizon_ns,
         )
         computed = [(sequence, row.runs) for sequence, row in rows]
-        tokens = sum(stop - start for _, runs in computed for start, stop in runs)
+        tokens = sum(_tokens(runs) for _, runs in computed)
+        sampled = sum(row.sample is not None for _, row in rows)
         self.counters.steps += 1
         self.counters.batched_tokens += tokens
         self.cache.launched(plan.step)
@@ -205,7 +208,7 @@ class Scheduler:
         members = list(dict.fromkeys([*(sequence for sequence, _ in rows), *draft.admitted]))
         for sequence in members:
             sequence.launched()
-        return Step(plan, computed, tokens, draft.admitted, members, tickets, draft.copied_for)
+        return Step(plan, computed, tokens, sampled, draft.admitted, members, tickets, draft.copied_for)
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
@@ -223,9 +226,7 @@ class Scheduler:
                 self._refused.append((head, error))
                 continue
             keep = head.kept()
-            demand = cache.demand(session, keep, head.prompt_length())
-            reserve = self._reserve if self.running and cache.grows else 0
-            lacking = demand.blocks + demand.own_available + reserve - cache.available
+            lacking = self._lacking(head, keep)
             cache.make_room_for(session, now_s)
             if lacking > 0:
                 if head.arrival not in self._deferred:
@@ -234,6 +235,13 @@ class Scheduler:
                 return lacking
             self._start(self.queue.pop(), keep, draft, now_s)
         return 0
+
+    def _lacking(self, head: Sequence, keep: int) -> int:
+        """Blocks that its admission takes beyond those that are available; not positive: none."""
+        cache = self.cache
+        demand = cache.demand(head.session, keep, head.prompt_length())
+        reserve = self._reserve if self.running and cache.grows else 0
+        return demand.blocks + demand.own_available + reserve - cache.available
 
     def _start(self, sequence: Sequence, keep: int, draft: _Draft, now_s: float) -> None:
         """Admit the request, or resume it, into a slot of its own."""
@@ -306,25 +314,42 @@ class Scheduler:
             elif not cache.drop(1, now_s):
                 return False  # the other blocks are in this very plan; the next iteration preempts
 
-    def _repeat(self, draft: _Draft, rows: list[tuple[Sequence, Row]]) -> int:
-        """Iterations that this plan stands for: as long as every running request decodes and none ends, nobody waits, no copy
-        is under way or becomes due, and there are the blocks that it takes."""
-        cache = self.cache
-        if self._computes or self._ahead or not rows or draft.swap_in or draft.swap_out or draft.admitted:
+    def _repeat(self, rows: list[tuple[Sequence, Row]]) -> int:
+        """Iterations that this plan may stand for: as long as each would be composed as this one is, and would neither admit
+        nor copy anything. Decodes go on by one position, and a prefill that fills up the iteration by as many as it has now.
+        When a copy ends, only the worker knows: it stops then. A deferred head is admitted no sooner, unless what is computed
+        meanwhile may shorten its prompt (shares), or the work under way decides (admit_beyond_budget)."""
+        cache, settings = self.cache, self.settings
+        if self._computes or self._ahead or not rows or (self._loads is not None and self._loads.expected):
             return 1
-        if len(rows) < len(self.running) or len(self.queue) or not cache.settled:
+        head = self.queue.head() if self._slots else None
+        if head is not None and (
+            cache.shares or not settings.admit_beyond_budget or head.arrival not in self._deferred
+        ):
             return 1
-        further = self.settings.max_batch_tokens
+        further, latest = settings.max_batch_tokens, rows[0][0].arrival
+        lengths: list[int] = []
         for sequence, row in rows:
-            left = sequence.further_tokens
-            if row.sample is None or not left:
-                return 1
+            if row.sample is None:
+                share = settings.max_batch_tokens - len(lengths)
+                if row is not rows[-1][1] or row.positions < share or not settings.is_unified:
+                    return 1
+                left = sequence.further_prefills(row)
+            else:
+                if latest > sequence.arrival:
+                    return 1  # a prefill that ends now is the last row, and will have its place among the decodes
+                left, latest = sequence.further_tokens or 0, sequence.arrival
+                lengths.append(len(sequence.session.tokens) + 1)
             further = min(further, left)
+        prefills = len(rows) - len(lengths)
+        lacking = self._lacking(head, head.kept()) if head is not None else 0
+        if not further or (not prefills and len(rows) < len(self.running)) or (head is not None and lacking <= 0):
+            return 1
         if cache.grows:
             room = cache.available
-            if cache.can_swap_out:  # which begins below the low watermark
-                room -= self._low_watermark
-            lengths = [len(sequence.session.tokens) + 1 for sequence, _ in rows]
+            if cache.can_swap_out:  # which begins below the low watermark, and for what a head lacks
+                wanted = max(self._low_watermark, room + lacking if lacking else 0)
+                room = min(room, room + cache.outgoing - wanted)
             while further and self._blocks_for(lengths, further) > room:
                 further //= 2
         return 1 + further
@@ -339,21 +364,28 @@ class Scheduler:
         the KV of what they decoded, and got each block when they needed it."""
         times, size = len(planned_s), self.cache.chunk_tokens
         self.counters.steps += times
-        self.counters.batched_tokens += times * len(step.rows)
-        starts = [len(sequence.session.tokens) - times - 1 for sequence, _ in step.rows]
+        decodes = [sequence for sequence, _ in step.rows[: step.sampled]]
+        prefills = [(sequence, _tokens(runs)) for sequence, runs in step.rows[step.sampled :]]
+        self.counters.batched_tokens += times * (len(decodes) + sum(count for _, count in prefills))
+        starts = [len(sequence.session.tokens) - times - 1 for sequence in decodes]
         for further, row in sorted(
             (further, row) for row, start in enumerate(starts) for further in range(-start % size, times, size)
         ):
-            sequence, _ = step.rows[row]
+            sequence = decodes[row]
             self.cache.make_room_for(sequence.session, planned_s[further])
             added = self.cache.extend(sequence.session, starts[row] + further + 1, planned_s[further])
             assert added is not None, "a plan is repeated for as long as there are blocks"
             if added[1]:
                 assert sequence.slot is not None
                 self._unsent.tables.append((sequence.slot, *added))
-        self.cache.make_room_for(step.rows[-1][0].session, planned_s[-1])  # who asked last, if only for what it had
-        for (sequence, _), start in zip(step.rows, starts, strict=True):
+        head = self.queue.head() if self._slots else None
+        asked_last = decodes[-1] if decodes else head  # if only for what it had, or for what it did not get
+        if asked_last is not None:
+            self.cache.make_room_for(asked_last.session, planned_s[-1])
+        for sequence, start in zip(decodes, starts, strict=True):
             self.cache.advance(sequence.session, ((start, start + times),))
+        for sequence, count in prefills:
+            self.cache.advance(sequence.session, sequence.prefilled(times * count))
 
     def _must_preempt(self) -> bool:
         """The next decodes need more blocks than there are, and only a preemption makes some free, for which nothing may be
@@ -391,6 +423,10 @@ class Scheduler:
         if target > have:
             copies = cache.swap_out(target - have, now_s, urgent=bool(lacking))
             draft.add_swap_out(copies, self.queue.head() if lacking else None)
+
+
+def _tokens(runs: Iterable[Run]) -> int:
+    return sum(stop - start for start, stop in runs)
 
 
 class WaitingQueue:

@@ -217,6 +217,17 @@ class Sequence:
             return None
         return self.max_new_tokens - self.generated - self.awaited
 
+    def further_prefills(self, row: Row) -> int:
+        """How often its next positions would be a row as this one, behind it, and not its last."""
+        if len(row.runs) > 1 or not self.work or self.work[0][0] != row.runs[0][1]:
+            return 0
+        start, stop = self.work[0]
+        return (stop - start - 1) // row.positions
+
+    def prefilled(self, count: int) -> tuple[Run, ...]:
+        """Further iterations of one plan took so many positions of its work: which."""
+        return self._take(count)
+
     def repeated(self, sampled: list[int], times_s: list[float]) -> list[int]:
         """Tokens of further iterations of one plan, each sampled at the position of the one before: returns those that count,
         and what follows is its work."""

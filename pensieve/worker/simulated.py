@@ -129,21 +129,25 @@ class SimulatedWorker:
         )
 
     def _repeat(self, plan: StepPlan, sampled: list[Row], now_ns: int) -> Repeats:
-        """Decode on, as plans of one iteration each would: every row one position further each time."""
+        """Go on, as plans of one iteration each would."""
         overhead = round(self._hardware.step_overhead_s * 1e9)
-        lasts = [row.runs[-1][1] for row in sampled]
+        steps = [1 if row.sample is not None else row.positions for row in plan.rows]
+        runs = [(row.runs[-1][1] - step, row.runs[-1][1]) for row, step in zip(plan.rows, steps, strict=True)]
+        copy_ends = self._outward[0].ends_ns if self._outward else None
         ended: list[int] = []
         computed: list[int] = []
-        for further in range(plan.repeat - 1):
+        for _ in range(plan.repeat - 1):
             if plan.horizon_ns is not None and now_ns >= plan.horizon_ns:
                 break
-            runs = [(last + further, last + further + 1) for last in lasts]
+            if self._loading or self._reading or (copy_ends is not None and now_ns >= copy_ends):
+                break
+            runs = [(start + step, stop + step) for (start, stop), step in zip(runs, steps, strict=True)]
             self._host_free_ns = max(self._host_free_ns, now_ns) + overhead
-            compute = round(self.cost.iteration_s(runs, len(runs)) * 1e9)
+            compute = round(self.cost.iteration_s(runs, len(sampled)) * 1e9)
             compute += max(0, self._host_free_ns - now_ns) - overhead
             if self.timeline is not None:
-                count = len(runs)
-                self.timeline.add("compute", "iteration", now_ns, now_ns + compute, requests=count, positions=count)
+                count, positions = len(runs), sum(steps)
+                self.timeline.add("compute", "iteration", now_ns, now_ns + compute, requests=count, positions=positions)
             now_ns += compute
             ended.append(now_ns)
             computed.append(compute)
