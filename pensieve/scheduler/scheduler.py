@@ -320,7 +320,7 @@ class Scheduler:
         When a copy ends, only the worker knows: it stops then. A deferred head is admitted no sooner, unless what is computed
         meanwhile may shorten its prompt (shares), or the work under way decides (admit_beyond_budget)."""
         cache, settings = self.cache, self.settings
-        if self._computes or self._ahead or not rows or (self._loads is not None and self._loads.expected):
+        if self._computes or self._ahead or not rows or (self.loads is not None and self.loads.expected):
             return 1
         head = self.queue.head() if self._slots else None
         if head is not None and (
