@@ -121,7 +121,7 @@ class Serving(RuleBasedStateMachine):
             if turn.history_tokens is None:
                 assert turn.status in ("refused", "cancelled")
                 continue
-            hits = (turn.gpu_hit_tokens or 0) + (turn.cpu_hit_tokens or 0)
+            hits = (turn.gpu_hit_tokens or 0) + (turn.cpu_hit_tokens or 0) + (turn.disk_hit_tokens or 0)
             assert hits + (turn.recomputed_tokens or 0) == turn.history_tokens
             assert turn.history_tokens + (turn.new_tokens or 0) == turn.prompt_tokens
             assert (turn.new_tokens or 0) >= max(1, turn.shared_hit_tokens or 0)

@@ -272,8 +272,8 @@ class CacheManager(ABC):
         return None
 
     @property
-    def has_disk_loads(self) -> bool:
-        """Something is to be read that no plan has yet."""
+    def has_disk_work(self) -> bool:
+        """Something is to be written to disk or read from it that no plan has yet."""
         return False
 
     def take_disk_work(self) -> tuple[DiskStore | DiskLoad, ...]:
@@ -304,7 +304,7 @@ class CacheManager(ABC):
         return session
 
     def recall(self, session: Session, tokens: TokenArray[int]) -> None:
-        """A new conversation had these tokens, and KV of all of them, before the engine was started again."""
+        """A new conversation had these tokens, and KV of all but the last, before the engine was started again."""
         session.recall(tokens)
 
     def fork(self, parent: Session, child: Session, length: int, takes_kv: bool) -> None:

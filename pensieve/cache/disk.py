@@ -29,13 +29,17 @@ class DiskTier:
     """
 
     def __init__(
-        self, slots: int, chunk_tokens: int, load_s: float, cost: CostModel, kept: Mapping[BlockHash, int]
+        self,
+        slots: int,
+        chunk_tokens: int,
+        load_s: float,
+        cost: CostModel,
+        kept: Mapping[BlockHash, int],
+        counts: dict[str, float],
     ) -> None:
         """load_s: seconds to read a chunk. kept: slots that an earlier engine has filled, oldest first."""
-        self.slots = slots
-        self.counts: dict[str, float] = dict.fromkeys(
-            ("disk_stored_chunks", "disk_loaded_chunks", "disk_declined_chunks"), 0
-        )
+        self.slots, self.counts = slots, counts
+        counts.update(disk_stored_chunks=0, disk_loaded_chunks=0, disk_declined_chunks=0)
         self._size, self._load_s, self._cost = chunk_tokens, load_s, cost
         self._slots: OrderedDict[BlockHash, int] = OrderedDict(kept)
         taken = set(kept.values())
@@ -51,9 +55,9 @@ class DiskTier:
         return len(self._slots)
 
     @property
-    def has_loads(self) -> bool:
-        """Of the work that no plan has yet."""
-        return any(isinstance(one, DiskLoad) for one in self._work)
+    def has_work(self) -> bool:
+        """Something is to be written or read that no plan has yet."""
+        return bool(self._work)
 
     def holds(self, session: Session, index: int) -> bool:
         """As far as its chunks were named so far; from any thread."""
