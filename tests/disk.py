@@ -45,7 +45,7 @@ class Talk:
         limits = SchedulerSettings(**{"max_batch_tokens": 64, **settings})
         self.engine = CheckedEngine(load(name), cache, limits, 512, options=options)
         cache.set_cost_model(COST, 2, 64)
-        cache.use_disk(slots, load_s, COST, self.engine.report.disk_kept)
+        cache.use_disk(slots, load_s, 2, COST, self.engine.report.disk_kept)
         self.cache, self._numbers = cache, 0
 
     @property

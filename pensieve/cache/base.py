@@ -266,7 +266,7 @@ class CacheManager(ABC):
 
     # -- disk ---------------------------------------------------------------------------------------------------------
 
-    def use_disk(self, slots: int, load_s: float, cost: CostModel, kept: Mapping[bytes, int]) -> None:
+    def use_disk(self, slots: int, load_s: float, layers: int, cost: CostModel, kept: Mapping[bytes, int]) -> None:
         """There is a file store of so many chunks; told once, before the first request. See DiskTier. Managers without a CPU
         tier have no use for it."""
         return None

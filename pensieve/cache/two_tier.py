@@ -149,8 +149,8 @@ class TwoTierCache(CacheManager):
 
     # -- disk ---------------------------------------------------------------------------------------------------------
 
-    def use_disk(self, slots: int, load_s: float, cost: CostModel, kept: Mapping[bytes, int]) -> None:
-        self.disk = DiskTier(slots, self.chunk_tokens, load_s, cost, kept, self.counters.extra)
+    def use_disk(self, slots: int, load_s: float, layers: int, cost: CostModel, kept: Mapping[bytes, int]) -> None:
+        self.disk = DiskTier(slots, self.chunk_tokens, load_s, layers, cost, kept, self.counters.extra)
         self.tiers.leaving = self.disk.leave
 
     @property
