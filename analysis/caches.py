@@ -26,7 +26,7 @@ A_ROW = 3  # baselines beside each other
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """gpu, hit (GPU and CPU together) of all history tokens, in percent."""
+    """gpu, hit (GPU, CPU and disk together) of all history tokens, in percent."""
 
     gpu: Estimate
     hit: Estimate
@@ -45,7 +45,8 @@ def shares(source: Source, cell: Cell) -> Shares | None:
     if turns.empty:
         return None
     gpu, history = 100 * turns["gpu_hit_tokens"], turns["history_tokens"]
-    return Shares(rate(gpu, history), rate(gpu + 100 * turns["cpu_hit_tokens"].fillna(0), history))
+    others = turns["cpu_hit_tokens"].fillna(0) + turns["disk_hit_tokens"].fillna(0)
+    return Shares(rate(gpu, history), rate(gpu + 100 * others, history))
 
 
 def _draw_shares(axes: Axes, place: float, found: Shares, name: str, *, across: bool) -> None:

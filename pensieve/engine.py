@@ -109,7 +109,7 @@ class Engine:
             return
         session.next_use_s = request.next_use_s
         if known is None and request.forgotten is not None and request.forgotten[1] == "restarted":
-            self.cache.recall(session, request.prompt[: request.forgotten[0]])
+            self.cache.recall(session, request.prompt[: request.forgotten[0] + 1])
         parent = self.cache.find(request.fork.session) if known is None and request.fork is not None else None
         if parent is not None and request.fork is not None:
             self.cache.fork(parent, session, request.fork.tokens, request.fork.takes_kv)
@@ -199,8 +199,7 @@ class Engine:
         if result.failed and repeats is None:
             self._fail_copies(result.failed)
         misled = self._running_on(self.cache.void(result.unread)) if result.unread else []
-        if self.scheduler.loads is not None:
-            self.scheduler.loads.read(result.done)
+        self.scheduler.disk_reads.done((*result.done, *result.unread))
         if result.step is None:
             self.cache.complete(result.done)
             self._start_over(misled)

@@ -197,10 +197,10 @@ class Session:
         self.computed = self.inherited = min(other.computed, len(self.tokens), max(len(self.tokens) - 1, 0))
 
     def recall(self, tokens: TokenArray[int]) -> None:
-        """It is new, and had these tokens and their KV in an engine before this one."""
+        """It is new, and had these tokens in an engine before this one, and KV of all but the last."""
         assert not self.tokens
         self.tokens.extend(tokens)
-        self.computed = len(tokens)
+        self.computed = len(tokens) - 1
 
     def advance(self, stop: int) -> None:
         """The plan being made computes positions up to `stop`."""

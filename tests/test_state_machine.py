@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from functools import cache as remember
 from functools import partial
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -28,7 +31,7 @@ from pensieve.eviction.s3_fifo import S3Fifo
 from pensieve.record import TurnRecord
 from pensieve.request import Length, Request, Sampling, tokens_of
 from pensieve.scheduler.composition import SchedulerSettings, split, unified
-from pensieve.worker.torch.options import TorchOptions
+from pensieve.worker.torch.options import DiskOptions, TorchOptions
 from pensieve.worker.torch.transfers.lanes import ThreadLink
 from tests.simulated import policy_context
 from tests.worker.torch.driver import tiny_model
@@ -53,6 +56,7 @@ class Serving(RuleBasedStateMachine):
         load=st.sampled_from([0.0, 0.3, 1.0, 5.0]),
         late=st.booleans(),
         depth=st.sampled_from([1, 2]),
+        slots=st.sampled_from([0, 4, 60]),
     )
     def start(
         self,
@@ -67,6 +71,7 @@ class Serving(RuleBasedStateMachine):
         load: float,
         late: bool,
         depth: int,
+        slots: int,
     ) -> None:
         make = partial(make, restore=restore) if make is TwoTierCache else make
         cache = make(policy=policy(policy_context(CHUNK, gpu, cpu)), chunk_tokens=CHUNK, gpu_blocks=gpu, cpu_blocks=cpu)
@@ -74,7 +79,12 @@ class Serving(RuleBasedStateMachine):
             cache.set_cost_model(Profile(CHUNK, {128: 0.128, 256: 0.256}, load * CHUNK / 1000, {}), 2, budget)
         limits = SchedulerSettings(composition=composition, max_batch_tokens=budget, max_batch_requests=requests)
         link = ThreadLink(2e6) if late else None
-        self.engine = CheckedEngine(model_of("llama"), cache, limits, 512, link, TorchOptions(depth=depth))
+        self.file = Path(mkdtemp()) / "pool.kv"
+        disk = DiskOptions(self.file, self.file.parent, bytes(32), slots) if slots and depth == 1 else None
+        self.engine = CheckedEngine(model_of("llama"), cache, limits, 512, link, TorchOptions(depth=depth, disk=disk))
+        if disk is not None:
+            cost = Profile(CHUNK, {128: 0.128, 256: 0.256}, 0.0, {})
+            cache.use_disk(slots, load * CHUNK / 1000, 2, cost, self.engine.report.disk_kept)
         self.number = 0
         self.finished: dict[int, TurnRecord] = {}
 
@@ -113,6 +123,15 @@ class Serving(RuleBasedStateMachine):
     def forget(self, name: str) -> None:
         self.engine.forget(name)
 
+    @rule(places=st.lists(st.floats(0, 1, exclude_max=True), max_size=6), byte=st.integers(0, 255))
+    def damage(self, places: list[float], byte: int) -> None:
+        """Of the file on disk."""
+        if self.file.exists():
+            with self.file.open("r+b") as file:
+                for place in places:
+                    file.seek(int(place * self.file.stat().st_size))
+                    file.write(bytes([byte]))
+
     @rule(back=st.integers(0, 3))
     def cancel(self, back: int) -> None:
         self.engine.cancel(self.number - back, "cancelled")
@@ -126,7 +145,7 @@ class Serving(RuleBasedStateMachine):
             if turn.history_tokens is None:
                 assert turn.status in ("refused", "cancelled")
                 continue
-            hits = (turn.gpu_hit_tokens or 0) + (turn.cpu_hit_tokens or 0)
+            hits = (turn.gpu_hit_tokens or 0) + (turn.cpu_hit_tokens or 0) + (turn.disk_hit_tokens or 0)
             assert hits + (turn.recomputed_tokens or 0) == turn.history_tokens
             assert turn.history_tokens + (turn.new_tokens or 0) == turn.prompt_tokens
             assert (turn.new_tokens or 0) >= max(1, turn.shared_hit_tokens or 0)
@@ -143,6 +162,7 @@ class Serving(RuleBasedStateMachine):
             pass
         assert self.engine.cache.available == self.engine.cache.gpu_blocks, "nothing leaks"
         self.engine.torch_worker.close()
+        rmtree(self.file.parent)
 
 
 Serving.TestCase.settings = settings(

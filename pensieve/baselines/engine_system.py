@@ -110,7 +110,7 @@ class EngineSystem(ABC):
         )
         cache.set_cost_model(self._cost, self._model.layers, self._scheduler_settings.max_batch_tokens)
         if self._disk_blocks:
-            cache.use_disk(self._disk_blocks, report.disk_load_s, self._cost, report.disk_kept)
+            cache.use_disk(self._disk_blocks, report.disk_load_s, self._model.layers, self._cost, report.disk_kept)
         self.engine = Engine(
             cache=cache,
             settings=self._scheduler_settings,

@@ -101,7 +101,7 @@ class CheckedEngine(Engine):
         self.torch_worker = WatchedWorker(
             model, cache.chunk_tokens, clock, keep_logits=True, link=link, options=options
         )
-        self.torch_worker.start(cache.gpu_blocks, cache.cpu_blocks)
+        self.report = self.torch_worker.start(cache.gpu_blocks, cache.cpu_blocks)
         super().__init__(cache=cache, settings=settings, worker=self.torch_worker, clock=clock, max_context=max_context)
         self.model = model
         self.paths = Paths()

@@ -266,14 +266,14 @@ class CacheManager(ABC):
 
     # -- disk ---------------------------------------------------------------------------------------------------------
 
-    def use_disk(self, slots: int, load_s: float, cost: CostModel, kept: Mapping[bytes, int]) -> None:
+    def use_disk(self, slots: int, load_s: float, layers: int, cost: CostModel, kept: Mapping[bytes, int]) -> None:
         """There is a file store of so many chunks; told once, before the first request. See DiskTier. Managers without a CPU
         tier have no use for it."""
         return None
 
     @property
-    def has_disk_loads(self) -> bool:
-        """Something is to be read that no plan has yet."""
+    def has_disk_work(self) -> bool:
+        """Something is to be written to disk or read from it that no plan has yet."""
         return False
 
     def take_disk_work(self) -> tuple[DiskStore | DiskLoad, ...]:
@@ -304,7 +304,7 @@ class CacheManager(ABC):
         return session
 
     def recall(self, session: Session, tokens: TokenArray[int]) -> None:
-        """A new conversation had these tokens, and KV of all of them, before the engine was started again."""
+        """A new conversation had these tokens, and KV of all but the last, before the engine was started again."""
         session.recall(tokens)
 
     def fork(self, parent: Session, child: Session, length: int, takes_kv: bool) -> None:

@@ -5,19 +5,19 @@ disk is what stays. It comes back straight to a GPU block. The store knows chunk
 chunk is a digest of its tenant and of all tokens up to its end, so a conversation can only find KV of its very tokens,
 also after a restart, and whatever became of the file meanwhile.
 
-This module decides; it reads and writes nothing. A worker does that in a thread, in the order decided here, so that a slot
-may be given to another chunk while it is still being read.
+This module decides; it reads and writes nothing. A worker does that in a thread, so that each read finds what the writes
+decided before it have left: a slot may be given to another chunk while it is still to be read.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from pensieve.cache.base import Run
 from pensieve.cache.block_hash import BlockHash, HashChain
-from pensieve.cache.tiers import runs_of
-from pensieve.cost.base import CostModel
+from pensieve.cache.tiers import missing_runs, runs_of
+from pensieve.cost.base import CostModel, predicted_s
 from pensieve.plan import DiskLoad, DiskStore
 from pensieve.session import Session
 
@@ -30,14 +30,19 @@ class DiskTier:
     """
 
     def __init__(
-        self, slots: int, chunk_tokens: int, load_s: float, cost: CostModel, kept: Mapping[BlockHash, int]
+        self,
+        slots: int,
+        chunk_tokens: int,
+        load_s: float,
+        layers: int,
+        cost: CostModel,
+        kept: Mapping[BlockHash, int],
+        counts: dict[str, float],
     ) -> None:
         """load_s: seconds to read a chunk. kept: slots that an earlier engine has filled, oldest first."""
-        self.slots = slots
-        self.counts: dict[str, float] = dict.fromkeys(
-            ("disk_stored_chunks", "disk_loaded_chunks", "disk_declined_chunks"), 0
-        )
-        self._size, self._load_s, self._cost = chunk_tokens, load_s, cost
+        self.slots, self.counts = slots, counts
+        counts.update(disk_stored_chunks=0, disk_loaded_chunks=0, disk_declined_chunks=0)
+        self._size, self._load_s, self._layers, self._cost = chunk_tokens, load_s, layers, cost
         self._slots: OrderedDict[BlockHash, int] = OrderedDict(kept)
         taken = set(kept.values())
         self._free = [slot for slot in reversed(range(slots)) if slot not in taken]
@@ -52,9 +57,9 @@ class DiskTier:
         return len(self._slots)
 
     @property
-    def has_loads(self) -> bool:
-        """Of the work that no plan has yet."""
-        return any(isinstance(one, DiskLoad) for one in self._work)
+    def has_work(self) -> bool:
+        """Something is to be written or read that no plan has yet."""
+        return bool(self._work)
 
     def holds(self, session: Session, index: int) -> bool:
         """As far as its chunks were named so far; from any thread."""
@@ -62,24 +67,29 @@ class DiskTier:
         return chain is not None and chain.known(index) in self._slots
 
     def worth_reading(self, session: Session) -> list[Run]:
-        """Of the chunks without KV, which are read: those runs that the disk brings sooner than the device would compute
-        them, behind the reads that are under way. The last token is computed in any case."""
-        length = min(session.computed, len(session.tokens) - 1)
-        names = self._chain(session).upto(session.tokens, length)
+        """Of the chunks without KV, which are read: those runs with which the prompt is predicted to be done sooner than if
+        they were computed with the rest of it, behind the reads under way. The last token is computed in any case."""
+        size, layers = self._size, self._layers
+        names = self._chain(session).upto(session.tokens, min(session.computed, len(session.tokens) - 1))
         there = map(max, session.chunks.gpu_len, session.chunks.cpu_len)
         wanted = [
             index
             for index, (resident, name) in enumerate(zip(there, names, strict=False))
             if not resident and name in self._slots
         ]
+        if not wanted:
+            return []
         chosen: list[Run] = []
+        work = list(missing_runs(session, len(session.tokens), size))
         waiting = sum(self._reading.values())
         for first, stop in runs_of(wanted):
+            rest = list(_without(work, (first * size, stop * size)))
+            computes_s, rest_s = predicted_s(self._cost, work, size), predicted_s(self._cost, rest, size)
+            first_layer_s = (waiting + (stop - first) / layers) * self._load_s
             reads_s = (waiting + stop - first) * self._load_s
-            computes_s = sum(self._cost.recompute_s((index + 1) * self._size) for index in range(first, stop))
-            if reads_s < computes_s:
+            if max(first_layer_s + rest_s, reads_s + rest_s / layers) < computes_s:
                 chosen.append((first, stop))
-                waiting += stop - first
+                work, waiting = rest, waiting + stop - first
             else:
                 self.counts["disk_declined_chunks"] += stop - first
         return chosen
@@ -156,3 +166,11 @@ class DiskTier:
         if chain is None:
             chain = self._chains[session.number] = HashChain(self._size, session.tenant)
         return chain
+
+
+def _without(runs: Iterable[Run], gone: Run) -> Iterator[Run]:
+    """What is left of them."""
+    for start, stop in runs:
+        for left in ((start, min(stop, gone[0])), (max(start, gone[1]), stop)):
+            if left[0] < left[1]:
+                yield left

@@ -155,8 +155,8 @@ class TwoTierCache(CacheManager):
 
     # -- disk ---------------------------------------------------------------------------------------------------------
 
-    def use_disk(self, slots: int, load_s: float, cost: CostModel, kept: Mapping[bytes, int]) -> None:
-        self.disk = DiskTier(slots, self.chunk_tokens, load_s, cost, kept)
+    def use_disk(self, slots: int, load_s: float, layers: int, cost: CostModel, kept: Mapping[bytes, int]) -> None:
+        self.disk = DiskTier(slots, self.chunk_tokens, load_s, layers, cost, kept, self.counters.extra)
         self.tiers.leaving = self.disk.leave
 
     @property
@@ -168,8 +168,8 @@ class TwoTierCache(CacheManager):
         return self.disk.used if self.disk is not None else 0
 
     @property
-    def has_disk_loads(self) -> bool:
-        return self.disk is not None and self.disk.has_loads
+    def has_disk_work(self) -> bool:
+        return self.disk is not None and self.disk.has_work
 
     def take_disk_work(self) -> tuple[DiskStore | DiskLoad, ...]:
         return self.disk.take_work() if self.disk is not None else ()

@@ -21,17 +21,14 @@ class Loads:
         self._cost, self._chunk_tokens = cost, chunk_tokens
         self._link_free_s = 0.0
         self._ends_s: dict[int, float] = {}  # by arrival
-        self._reads: dict[int, int] = {}  # tickets of what is read from disk, by arrival
 
     @property
     def expected(self) -> bool:
         """Somebody has not joined yet."""
-        return bool(self._ends_s or self._reads)
+        return bool(self._ends_s)
 
-    def begin(self, sequence: Running, copies: Iterable[Copy], now_s: float, disk_ticket: int | None = None) -> None:
-        """It is admitted with these swap-ins, or with none, and with what is read from disk."""
-        if disk_ticket is not None:
-            self._reads[sequence.arrival] = disk_ticket
+    def begin(self, sequence: Running, copies: Iterable[Copy], now_s: float) -> None:
+        """It is admitted with these swap-ins, or with none."""
         blocks = sum(len(copy.src) for copy in copies)
         if blocks:
             self._link_free_s = max(self._link_free_s, now_s) + blocks * self._cost.load_s()
@@ -40,20 +37,10 @@ class Loads:
     def end(self, sequence: Running) -> None:
         """It joined, was preempted, or is over."""
         self._ends_s.pop(sequence.arrival, None)
-        self._reads.pop(sequence.arrival, None)
-
-    def read(self, tickets: Iterable[int]) -> None:
-        """What was read from disk with these tickets is there."""
-        if self._reads:
-            over = set(tickets)
-            self._reads = {arrival: ticket for arrival, ticket in self._reads.items() if ticket not in over}
 
     def joined(self, running: Sequence[Running], max_tokens: int, now_s: float) -> Sequence[Running]:
         """Those that the next iteration may compute: all, where nobody decodes meanwhile; else without those whose load has
-        more left than the iteration would take with them. How long a disk takes nobody knows: who reads from it joins when it
-        has read."""
-        if self._reads:
-            running = [sequence for sequence in running if sequence.arrival not in self._reads]
+        more left than the iteration would take with them."""
         if not self._ends_s:
             return running
         settled = [sequence for sequence in running if sequence.arrival not in self._ends_s]
@@ -67,6 +54,35 @@ class Loads:
 
     def _iteration_s(self, runs: Iterable[tuple[int, int]]) -> float:
         return predicted_s(self._cost, runs, self._chunk_tokens)
+
+
+class DiskReads:
+    """Which running requests wait for the disk. How long that takes nobody knows, so each joins the batch when it has read;
+    an iteration waits for it, layer by layer, only where there is nobody else to compute."""
+
+    def __init__(self) -> None:
+        self._tickets: dict[int, int] = {}  # by arrival
+
+    @property
+    def expected(self) -> bool:
+        """Somebody has not read yet."""
+        return bool(self._tickets)
+
+    def begin(self, sequence: Running, ticket: int) -> None:
+        self._tickets[sequence.arrival] = ticket
+
+    def end(self, sequence: Running) -> None:
+        """It was preempted, or is over."""
+        self._tickets.pop(sequence.arrival, None)
+
+    def done(self, tickets: Iterable[int]) -> None:
+        if self._tickets:
+            over = set(tickets)
+            self._tickets = {arrival: ticket for arrival, ticket in self._tickets.items() if ticket not in over}
+
+    def without(self, running: Sequence[Running]) -> Sequence[Running]:
+        """Those that do not wait for it."""
+        return [one for one in running if one.arrival not in self._tickets] if self._tickets else running
 
 
 def _first(sequence: Running, most: int) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ from pensieve.cost.base import CostModel
 from pensieve.errors import RequestRefused
 from pensieve.plan import Copy, DiskLoad, Row, StepPlan
 from pensieve.scheduler.composition import SchedulerSettings
-from pensieve.scheduler.loads import Loads
+from pensieve.scheduler.loads import DiskReads, Loads
 from pensieve.scheduler.sequence import Sequence
 
 
@@ -100,7 +100,8 @@ class Scheduler:
         self.cache = cache
         self.must_drain = False
         self._ahead = ahead
-        self.loads = Loads(cost, cache.chunk_tokens) if settings.load_apart and cost is not None else None
+        self._loads = Loads(cost, cache.chunk_tokens) if settings.load_apart and cost is not None else None
+        self.disk_reads = DiskReads()
         self._computes = computes
         self._in_flight = False
         self.settings = settings
@@ -148,7 +149,7 @@ class Scheduler:
             rows = self._compose(draft, now_s)
             if not dropped:
                 break
-        if not rows and not draft.swap_out and not draft.swap_in and not self.cache.has_disk_loads:
+        if not rows and not draft.swap_out and not draft.swap_in and not self.cache.has_disk_work:
             self._unsent = draft  # who was admitted has no share of an iteration yet
             return None
         return self._launch(draft, rows, self._repeat(rows), horizon_ns)
@@ -175,8 +176,9 @@ class Scheduler:
         self.queue.push_back(sequence)
 
     def _left(self, sequence: Sequence) -> None:
-        if self.loads is not None:
-            self.loads.end(sequence)
+        self.disk_reads.end(sequence)
+        if self._loads is not None:
+            self._loads.end(sequence)
 
     def _remove_waiting(self, sequence: Sequence, now_s: float) -> None:
         self.queue.remove(sequence)
@@ -259,17 +261,21 @@ class Scheduler:
             position -= 1
         self.running.insert(position, sequence)
         draft.add_admission(sequence, admission.table, admission.swap_in)
-        if self.loads is not None:
-            self.loads.begin(sequence, admission.swap_in, now_s, admission.disk_ticket)
+        if self._loads is not None:
+            self._loads.begin(sequence, admission.swap_in, now_s)
+        if admission.disk_ticket is not None:
+            self.disk_reads.begin(sequence, admission.disk_ticket)
 
     # -- iterations ---------------------------------------------------------------------------------------------------
 
     def _compose(self, draft: _Draft, now_s: float) -> list[tuple[Sequence, Row]]:
         """The rows of the plan, and a block for each position they need."""
         running = [sequence for sequence in self.running if not sequence.closed] if self._ahead else self.running
-        if self.loads is None:
+        joined = self.disk_reads.without(running)
+        if self._loads is not None:
+            joined = self._loads.joined(joined, self.settings.max_batch_tokens, now_s)
+        if joined is running:
             return self._compose_from(running, draft, now_s)
-        joined = self.loads.joined(running, self.settings.max_batch_tokens, now_s)
         rows = self._compose_from(joined, draft, now_s)
         return rows or self._compose_from(running, draft, now_s)  # rather wait for a load than stand still
 
@@ -320,7 +326,7 @@ class Scheduler:
         When a copy ends, only the worker knows: it stops then. A deferred head is admitted no sooner, unless what is computed
         meanwhile may shorten its prompt (shares), or the work under way decides (admit_beyond_budget)."""
         cache, settings = self.cache, self.settings
-        if self._computes or self._ahead or not rows or (self.loads is not None and self.loads.expected):
+        if self._computes or self._ahead or not rows or self._awaits_loads:
             return 1
         head = self.queue.head() if self._slots else None
         if head is not None and (
@@ -353,6 +359,10 @@ class Scheduler:
             while further and self._blocks_for(lengths, further) > room:
                 further //= 2
         return 1 + further
+
+    @property
+    def _awaits_loads(self) -> bool:
+        return self.disk_reads.expected or (self._loads is not None and self._loads.expected)
 
     def _blocks_for(self, lengths: list[int], further: int) -> int:
         """That requests whose positions fill blocks up to these lengths take for so many more."""

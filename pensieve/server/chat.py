@@ -184,10 +184,11 @@ class Conversation:
             self._server.gauges(),
         )
         block = settings["kv_bytes_per_token"] * self._server.chunk_tokens
-        gpu, cpu = gauges["gpu_blocks_used"][0] * block / 1e9, gauges["cpu_blocks_used"][0] * block / 1e9
+        gpu, cpu, disk = (gauges[f"{tier}_blocks_used"][0] * block / 1e9 for tier in ("gpu", "cpu", "disk"))
         recovered = [turn.record.recomputed_tokens or 0 for turn in self._turns]
         lines.append(
-            f"KV held: {gpu:.3f} GB on GPU, {cpu:.3f} GB on CPU; chunks evicted {counters['evicted_chunks']:.0f}, dropped "
+            f"KV held: {gpu:.3f} GB on GPU, {cpu:.3f} GB on CPU, {disk:.3f} GB on disk; "
+            f"chunks evicted {counters['evicted_chunks']:.0f}, dropped "
             f"{counters['dropped_chunks']:.0f}; recoveries {sum(map(bool, recovered))} ({sum(recovered)} tokens)"
         )
         return "\n".join(lines)
@@ -234,7 +235,8 @@ class _Measured:
     def line(self) -> str:
         r = self.record
         text = f"{r.ttft_ms or 0:.1f} ms to the first of {r.output_tokens} tokens; prompt {r.prompt_tokens} tokens: "
-        text += f"{r.gpu_hit_tokens} on GPU, {r.cpu_hit_tokens} on CPU, {r.recomputed_tokens} recomputed, {r.new_tokens} new"
+        text += f"{r.gpu_hit_tokens} on GPU, {r.cpu_hit_tokens} on CPU, {r.disk_hit_tokens} on disk, "
+        text += f"{r.recomputed_tokens} recomputed, {r.new_tokens} new"
         text += _missed(r.misses)
         if self.without_ms is None or not r.ttft_ms:
             return f"{text}; without memory not measured (no room beside the conversation)"

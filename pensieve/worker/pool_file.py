@@ -87,6 +87,8 @@ class PoolFile:
                 f"cache.disk takes {wanted / 1e9:.1f} GB and {self._path} has {free / 1e9:.1f} GB free; "
                 "set a smaller cache.disk."
             )
+        if told.st_size % self._stride:
+            log.warning("%s is cut short, or not ours; what is damaged is not used.", self._path)
         os.ftruncate(self._file, wanted)  # a longer file's surplus goes, a shorter one's slots are empty
 
     def _scan(self) -> Mapping[bytes, int]:

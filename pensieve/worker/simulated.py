@@ -58,7 +58,7 @@ class SimulatedWorker:
         self._unkept: list[bytes] = []
         self._h2d_free_ns = 0
         self._d2h_free_ns = 0
-        self._disk_free_ns = 0
+        self._disk_read_ns = self._disk_written_ns = 0
         self._host_free_ns = self._prepared_ns = 0
 
     def start(self, gpu_blocks: int, cpu_blocks: int) -> StartReport:
@@ -198,18 +198,21 @@ class SimulatedWorker:
                 self.timeline.add("GPU to CPU", "swap out", begins, self._d2h_free_ns, blocks=len(copy.src))
 
     def _start_disk(self, work: tuple[DiskStore | DiskLoad, ...], now_ns: int) -> None:
-        """One after the other, whether written or read; what waits to be written takes memory, of which there is so much."""
+        """Reads go first, and push what is still to be written back; that takes memory, of which there is so much."""
         for one in work:
-            begins = max(self._disk_free_ns, now_ns)
             if isinstance(one, DiskLoad):
-                self._disk_free_ns = begins + round(self._disk_s() * len(one.dst) * 1e9)
-                self._reading.append(_UnderWay((one.ticket,), begins, self._disk_free_ns, frozenset(one.dst)))
-            elif (begins - now_ns) / 1e9 * self._hardware.disk_bw > DISK_STAGING_BYTES:
-                self._unkept.append(one.key)
+                begins, takes = max(self._disk_read_ns, now_ns), round(self._disk_s() * len(one.dst) * 1e9)
+                self._disk_read_ns = ends = begins + takes
+                self._disk_written_ns += takes if self._disk_written_ns > now_ns else 0
+                self._reading.append(_UnderWay((one.ticket,), begins, ends, frozenset(one.dst)))
             else:
-                self._disk_free_ns = begins + round(self._disk_s() * 1e9)
-            if self.timeline is not None and self._disk_free_ns > begins:
-                self.timeline.add("disk", "read" if isinstance(one, DiskLoad) else "write", begins, self._disk_free_ns)
+                begins = max(self._disk_written_ns, self._disk_read_ns, now_ns)
+                if (begins - now_ns) / 1e9 * self._hardware.disk_bw > DISK_STAGING_BYTES:
+                    self._unkept.append(one.key)
+                    continue
+                self._disk_written_ns = ends = begins + round(self._disk_s() * 1e9)
+            if self.timeline is not None:
+                self.timeline.add("disk", "read" if isinstance(one, DiskLoad) else "write", begins, ends)
 
     def _disk_s(self) -> float:
         """Of a chunk of all devices; they share the disk."""

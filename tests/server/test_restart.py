@@ -29,7 +29,7 @@ from tests.server.test_chat import composed
 from tests.server.test_http import ALICE, BOB, KEYS, ask
 
 ROOT = Path(__file__).resolve().parents[2]
-START_S = 60.0
+START_S = 180.0
 
 
 @contextmanager
@@ -227,32 +227,34 @@ def test_a_disk_that_fails_costs_a_line_and_no_turn(tmp_path: Path, caplog: pyte
 
 @pytest.mark.slow
 def test_kill_9_in_mid_stream_and_a_new_process(tmp_path: Path) -> None:
-    """Two processes of the command itself; the undisturbed run is in this one, which answers with the same tokens."""
-    turns = [("Tell Alice a story", ALICE), ("Tell Bob a story", BOB), ("Go on", ALICE)]
+    """Two processes of the command itself, with tiers that hold one conversation and a disk; the undisturbed run is in this
+    process, which has room for all, and answers with the same tokens."""
+    before = [("Tell Alice a story", ALICE, 60), ("Tell Bob a story", BOB, 250), ("Go on", ALICE, 24)]
+    after = [("Go on", BOB, 24), ("And on", ALICE, 24), ("And on", BOB, 24)]
     port = free_port()
     with process(tmp_path, port) as (first, client):
-        said = [chat(client, text, who, session_id="talk", max_tokens=24) for text, who in turns]
-        body = {
-            "messages": [{"role": "user", "content": "And on"}],
-            "max_tokens": 900,
-            "temperature": 0,
-            "stream": True,
-        }
-        with client.stream("POST", "/v1/chat/completions", json={**body, "session_id": "talk"}, headers=ALICE) as reply:
+        said = [chat(client, text, who, session_id="talk", max_tokens=most) for text, who, most in before]
+        message = {"role": "user", "content": "To be cut"}
+        body = {"messages": [message], "max_tokens": 150, "temperature": 0, "stream": True, "session_id": "talk"}
+        with client.stream("POST", "/v1/chat/completions", json=body, headers=ALICE) as reply:
             pieces = (line for line in reply.iter_lines() if line.startswith("data: "))
             assert next(pieces) and next(pieces), "it streams"
             first.kill()
             first.wait(PATIENCE_S)
     with process(tmp_path, port) as (_, client):
-        said += [chat(client, text, who, session_id="talk", max_tokens=24) for text, who in (*turns, ("And on", ALICE))]
-    with served(None, {**REAL, "gpu_cache": "1408 tokens", "cpu_cache": "4480 tokens"}) as (_, client):
-        whole = [*turns, *turns, ("And on", ALICE)]
-        undisturbed = [chat(client, text, who, session_id="talk", max_tokens=24) for text, who in whole]
+        said += [chat(client, text, who, session_id="talk", max_tokens=most) for text, who, most in after]
+    with served(None, REAL) as (_, client):
+        whole = [*before, *after]
+        undisturbed = [chat(client, text, who, session_id="talk", max_tokens=most) for text, who, most in whole]
     for here, there in zip(said, undisturbed, strict=True):
         assert here["choices"] == there["choices"]
         assert here["usage"]["total_tokens"] == there["usage"]["total_tokens"]
-    recomputed = [one["usage"]["prompt_tokens_details"]["recomputed"] for one in said]
-    assert [bool(tokens) for tokens in recomputed] == [False] * 3 + [True, True, False, False]
+    details = [one["usage"]["prompt_tokens_details"] for one in said[3:5]]  # the first turns after the kill
+    for found, there in zip(details, undisturbed[3:5], strict=True):
+        history = there["usage"]["prompt_tokens_details"]["gpu"]
+        assert found["gpu"] == found["cpu"] == 0 and found["disk"] + found["recomputed"] == history > 100
+    assert sum(found["disk"] for found in details) >= 4 * 32
+    assert sum(found["recomputed"] for found in details) > 0, "the last chunk of each is partly filled"
 
 
 @contextmanager
@@ -260,7 +262,15 @@ def process(outputs: Path, port: int) -> Iterator[tuple[subprocess.Popen[str], h
     """A server of its own, killed at the end."""
     keys = ",".join(f"{tenant}:{key}" for key, tenant in KEYS.items())
     environment = {**os.environ, "PENSIEVE_OUTPUTS": str(outputs), "PENSIEVE_API_KEYS": keys}
-    arguments = ["hardware=cpu", "model.weights=random", "hardware.threads=1", f"serve.port={port}"]
+    arguments = [
+        "cache.gpu=384 tokens",
+        "cache.cpu=64 tokens",
+        "cache.disk=8192 tokens",
+        "hardware=cpu",
+        "model.weights=random",
+        "hardware.threads=1",
+        f"serve.port={port}",
+    ]
     command = [sys.executable, str(ROOT / "runners" / "serve.py"), *arguments]
     running = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -21,8 +22,9 @@ from pensieve.worker.torch.transfers.transfer import Attending
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Write:
+    number: int
     store: DiskStore
     staged: torch.Tensor  # [layers, chunk_tokens, 2, kv_heads, head_dim]
 
@@ -31,14 +33,16 @@ class _Write:
 class _Read:
     """marks: one a layer, set when it has come, or something else has."""
 
+    number: int
     load: DiskLoad
     marks: list[threading.Event]
     wrong: set[int] = field(default_factory=set)  # which of its chunks are not what was asked for
 
 
 class DiskTransfer:
-    """Performs DiskStores and DiskLoads beside the compute, one after the other: so a slot may be given to another chunk
-    while it is being read, and a chunk be asked for while it is being written.
+    """Performs DiskStores and DiskLoads beside the compute, one at a time. Reads go first, but for writes to their slots that
+    were ordered before them: so a slot may be given to another chunk while it is still to be read, and a chunk be asked for
+    while it is still to be written.
 
     What is to be written is copied in memory first, since its block is used again at once; where more than `staging_bytes`
     wait, it is not written (unkept). What is read is checked layer by layer; a layer that is not what was written is zeroed,
@@ -51,7 +55,10 @@ class DiskTransfer:
         self._tensors, self._file, self._staging_bytes = tensors, file, staging_bytes
         self.read_bytes = self.written_bytes = 0
         self._staged_bytes = 0
-        self._orders: SimpleQueue[_Write | _Read | None] = SimpleQueue()
+        self._changed = threading.Condition()
+        self._to_read: deque[_Read] = deque()
+        self._to_write: deque[_Write] = deque()
+        self._numbers, self._closing = 0, False
         self._reads: list[_Read] = []  # under way, oldest first
         self._required: _Read | None = None
         self._unkept: SimpleQueue[bytes] = SimpleQueue()
@@ -65,10 +72,13 @@ class DiskTransfer:
     def begin(self, work: Sequence[DiskStore | DiskLoad]) -> None:
         """Returns when the blocks that are to be written may be used again."""
         for one in work:
+            self._numbers += 1
             if isinstance(one, DiskLoad):
-                read = _Read(one, [threading.Event() for _ in range(self._tensors.layers)])
+                read = _Read(self._numbers, one, [threading.Event() for _ in range(self._tensors.layers)])
                 self._reads.append(read)
-                self._orders.put(read)
+                with self._changed:
+                    self._to_read.append(read)
+                    self._changed.notify()
                 continue
             with self._lock:
                 full = self._staged_bytes + self._tensors.block_bytes > self._staging_bytes
@@ -77,7 +87,10 @@ class DiskTransfer:
                 self._unkept.put(one.key)
                 continue
             pool = self._tensors.gpu if one.on_gpu else self._tensors.cpu
-            self._orders.put(_Write(one, pool[:, one.block].clone()))
+            write = _Write(self._numbers, one, pool[:, one.block].clone())
+            with self._changed:
+                self._to_write.append(write)
+                self._changed.notify()
 
     def require(self, rows: Iterable[Attending]) -> None:
         """Let the next forward wait for the loads that bring blocks of these rows."""
@@ -125,18 +138,37 @@ class DiskTransfer:
 
     def close(self) -> None:
         """What is to be written is written."""
-        self._orders.put(None)
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
         self._thread.join()
         self._file.close()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (order := self._orders.get()) is not None:
+        while (order := self._next()) is not None:
             if isinstance(order, _Read):
                 self._read(order)
             else:
                 self._write(order)
+
+    def _next(self) -> _Write | _Read | None:
+        """What is to be done now; None: it is over, and all is written."""
+        with self._changed:
+            while not self._to_read and not self._to_write:
+                if self._closing:
+                    return None
+                self._changed.wait()
+            if not self._to_read:
+                return self._to_write.popleft()
+            read = self._to_read[0]
+            slots = set(read.load.slots)
+            before = next((w for w in self._to_write if w.number < read.number and w.store.slot in slots), None)
+            if before is None:
+                return self._to_read.popleft()
+            self._to_write.remove(before)
+            return before
 
     def _write(self, order: _Write) -> None:
         layers = [_bytes_of(layer) for layer in order.staged]

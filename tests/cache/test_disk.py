@@ -1,0 +1,106 @@
+"""The disk tier on simulated hardware: what is read, what it costs, and what a trial counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pensieve.clock import VirtualClock
+from pensieve.compose import check, model_config, plan_trial, read_option
+from pensieve.errors import ConfigError, HardwareMissing
+from pensieve.plan import DiskLoad, DiskStore, StepPlan
+from pensieve.record import TurnRecord
+from pensieve.server.api import server_of
+from pensieve.worker.simulated import SimulatedWorker
+from tests.simulated import MACHINE, MODEL
+
+
+def talk(baseline: str = "pensieve", disk: str = "16384 tokens", disk_bw: float = 3e9) -> Any:
+    """Turns of eight conversations in turn on llama2_70b and an H100, and what the cache and the server have counted."""
+    names = {"eviction": "lru", "scheduler": "unified", "hardware": "sim_h100", "tracking": "off"}
+    fields: dict[str, Any] = {group: read_option(group, name) for group, name in names.items()}
+    fields["hardware"] |= {"disk_bw": disk_bw}
+    fields |= {"model": model_config("llama2_70b").model_dump(), "baseline": read_option("baseline", baseline)}
+    turns: list[TurnRecord] = []
+    with server_of(
+        {**fields, "cache": {"name": "x", "gpu": "2048 tokens", "cpu": "256 tokens", "disk": disk}}
+    ) as server:
+        cache = server.system.engine.cache  # type: ignore[attr-defined]
+        for _ in range(3):
+            for name in "abcdefgh":
+                out = server.generate(name, prompt_ids=list(range(400)), max_new_tokens=20, ignore_eos=True)
+                cache.check()
+                turns.append(out.turn)
+        return turns, dict(cache.counters.extra), server.get_statistics()
+
+
+def test_history_comes_from_disk_and_first_tokens_sooner() -> None:
+    with_disk, counts, statistics = talk()
+    without = talk(disk="0 tokens")[0]
+    assert [t.token_ids for t in with_disk] == [t.token_ids for t in without]
+    later = [(t, u) for t, u in zip(with_disk, without, strict=True) if t.disk_hit_tokens]
+    assert len(later) == 16
+    for turn, other in later:
+        found = (turn.gpu_hit_tokens or 0) + (turn.cpu_hit_tokens or 0) + (turn.disk_hit_tokens or 0)
+        assert found + (turn.recomputed_tokens or 0) == turn.history_tokens == other.history_tokens
+        assert (turn.recomputed_tokens or 0) < 64 < (other.recomputed_tokens or 0)
+        assert (turn.ttft_ms or 0) < (other.ttft_ms or 0)
+    found = sum(turn.disk_hit_tokens or 0 for turn in with_disk)
+    assert found == 32 * counts["disk_loaded_chunks"]
+    history = sum(turn.history_tokens or 0 for turn in with_disk)
+    assert statistics["disk_hit_rate"] == pytest.approx(found / history)
+
+
+def test_a_read_takes_what_the_bandwidth_says_and_pushes_writes_back() -> None:
+    block_bytes = 4 * MODEL.kv_bytes_per_token
+    clock = VirtualClock()
+    worker = SimulatedWorker(MODEL, replace(MACHINE, disk_bw=block_bytes * 10), clock, 4)  # ten chunks a second
+    stores = tuple(DiskStore(bytes([slot]), slot, False, slot) for slot in range(5))
+    worker.launch(StepPlan(0, disk=(*stores, DiskLoad(1, (b"x", b"y", b"z"), (6, 7, 8), (1, 2, 3)))))
+    assert worker.collect(None).done == ()  # type: ignore[union-attr]
+    assert worker.collect(None).done == (1,)  # type: ignore[union-attr]
+    assert clock.now_s() == pytest.approx(0.3)
+    assert worker.collect(None) is None
+
+
+def test_a_disk_slower_than_computing_is_never_read() -> None:
+    slow, counts, _ = talk(disk_bw=1e7)
+    assert counts["disk_declined_chunks"] > 0 == counts["disk_loaded_chunks"]
+    assert all(turn.disk_hit_tokens == 0 for turn in slow)
+    assert [turn.ttft_ms for turn in slow] == [turn.ttft_ms for turn in talk(disk="0 tokens")[0]]
+
+
+@pytest.mark.parametrize("disk_bw", [5e8, 1e9, 2e9, 4e9, 1.6e10])
+def test_no_turn_is_slower_for_its_disk(disk_bw: float) -> None:
+    turns, without = talk(disk_bw=disk_bw)[0], talk(disk="0 tokens")[0]
+    for turn, other in zip(turns, without, strict=True):
+        assert (turn.ttft_ms or 0) <= (other.ttft_ms or 0) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("mode", ["gpu_only", "stateless", "prefix_cache"])
+def test_baselines_without_a_cpu_tier_have_none_on_disk(mode: str) -> None:
+    turns, counts, statistics = talk(mode)
+    assert "disk_stored_chunks" not in counts and statistics["engine"]["disk_tokens"] == 0
+    assert [turn.disk_hit_tokens for turn in turns] == [0] * 24
+
+
+def plan(hardware: dict[str, Any], **cache: Any) -> Any:
+    groups = ("model", "cache", "eviction", "scheduler", "baseline", "workload", "hardware", "tracking")
+    options = ("tiny", "demo", "lru", "unified", "pensieve", "chat", "sim_h100", "off")
+    fields = {group: read_option(group, option) for group, option in zip(groups, options, strict=True)}
+    fields["cache"] |= cache
+    fields["hardware"] |= hardware
+    return plan_trial(check(fields))
+
+
+def test_the_disk_is_the_machines_and_what_cannot_be_is_refused() -> None:
+    assert plan({}, disk="6400 tokens").disk_blocks == plan({"gpus": 4}, disk="6400 tokens").disk_blocks == 200
+    assert plan({}).disk_blocks == 0
+    with pytest.raises(ConfigError, match=r"cache\.disk"):
+        plan({}, disk="much")
+    with pytest.raises(ConfigError, match="disk_bw"):
+        plan({"disk_bw": 0}, disk="1GB")
+    with pytest.raises(HardwareMissing, match="depth=1"):
+        plan({"simulated": False, "device": "cpu", "depth": 2}, disk="1GB")

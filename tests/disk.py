@@ -1,0 +1,77 @@
+"""A checked engine on a tiny model with a disk tier, and ways to damage its file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pensieve.bench.exact import CheckedEngine
+from pensieve.cache.disk import DiskTier
+from pensieve.cache.two_tier import TwoTierCache
+from pensieve.cost.profile import Profile
+from pensieve.eviction.lru import Lru
+from pensieve.record import TurnRecord
+from pensieve.request import Length, Request, TokenArray
+from pensieve.scheduler.composition import SchedulerSettings
+from pensieve.worker.torch.options import DiskOptions, TorchOptions
+from tests.simulated import policy_context
+from tests.test_exactness import load
+from tests.worker.torch.driver import random_tokens
+
+CHUNK = 8
+COST = Profile(CHUNK, {128: 0.128, 256: 0.256}, 0.001, {})
+OURS, OTHERS = bytes(32), bytes(31) + b"1"
+
+
+class Talk:
+    """The next turns of conversations, each token compared with the plain model; a disk as fast as `load_s`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str = "llama",
+        gpu: int = 20,
+        cpu: int = 10,
+        slots: int = 60,
+        load_s: float = 0.0,
+        identity: bytes = OURS,
+        **settings: Any,
+    ) -> None:
+        self.path = folder / "pool.kv"
+        cache = TwoTierCache(
+            policy=Lru(policy_context(CHUNK, gpu, cpu)), chunk_tokens=CHUNK, gpu_blocks=gpu, cpu_blocks=cpu
+        )
+        options = TorchOptions(disk=DiskOptions(self.path, folder, identity, slots))
+        limits = SchedulerSettings(**{"max_batch_tokens": 64, **settings})
+        self.engine = CheckedEngine(load(name), cache, limits, 512, options=options)
+        cache.set_cost_model(COST, 2, 64)
+        cache.use_disk(slots, load_s, 2, COST, self.engine.report.disk_kept)
+        self.cache, self._numbers = cache, 0
+
+    @property
+    def disk(self) -> DiskTier:
+        assert self.cache.disk is not None
+        return self.cache.disk
+
+    def request(self, name: str, tokens: int, output: int = 4, **fields: Any) -> Request:
+        self._numbers += 1
+        prompt = fields.pop("prompt", None) or random_tokens(tokens, self._numbers)
+        return Request(self._numbers, name, self._numbers, prompt, Length(output), **fields)
+
+    def ask(self, name: str, tokens: int = 5, output: int = 4, **fields: Any) -> TurnRecord:
+        self.engine.submit(self.request(name, tokens, output, **fields))
+        [record] = self.engine.run()
+        hits = [record.gpu_hit_tokens, record.cpu_hit_tokens, record.disk_hit_tokens, record.recomputed_tokens]
+        assert record.status == "completed" and sum(hit or 0 for hit in hits) == record.history_tokens
+        assert sum(miss.stop - miss.start for miss in record.missed) == (record.recomputed_tokens or 0) + (
+            record.new_tokens or 0
+        )
+        return record
+
+    def tokens(self, name: str) -> TokenArray[int]:
+        known = self.cache.find(name)
+        assert known is not None
+        return known.tokens[:]
+
+    def close(self) -> None:
+        self.engine.torch_worker.close()

@@ -1,0 +1,286 @@
+"""History on disk, over the torch worker: each sampled token is the plain model's, whatever is done to the file."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve.errors import HardwareMissing
+from pensieve.worker.pool_file import PoolFile
+from tests.disk import CHUNK, OTHERS, Talk
+
+
+def push_out(talk: Talk, tokens: int = 150) -> None:
+    """Other conversations take both tiers."""
+    for number in range(3):
+        talk.ask(f"other{number}", tokens, 2)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_a_turn_on_gpu_cpu_disk_and_a_hole_gives_the_plain_models_tokens(tmp_path: Path, name: str) -> None:
+    talk = Talk(tmp_path, name, gpu=24, cpu=8)
+    talk.ask("a", 120, 9)
+    talk.ask("b", 135, 4)  # a leaves the GPU, and in part the CPU
+    places = talk.engine.cache.places(talk.cache.sessions["a"])
+    assert {"C", "D"} <= set(places), places
+    session, first = talk.cache.sessions["a"], places.index("D") + 1
+    names = talk.disk._chain(session).upto(session.tokens, len(session.tokens))
+    talk.disk.missing([names[first]])  # the second chunk of those on disk: a hole
+    turn = talk.ask("a", 5, 6)
+    assert turn.disk_hit_tokens and turn.cpu_hit_tokens and turn.recomputed_tokens
+    assert talk.engine.paths.hole
+    talk.close()
+
+
+def test_hits_are_what_the_store_was_asked_for_and_tokens_those_without_a_disk(tmp_path: Path) -> None:
+    outputs = []
+    for slots in (60, 3, 1):
+        folder = tmp_path / str(slots)
+        folder.mkdir()
+        talk = Talk(folder, slots=slots)
+        told = [talk.ask(name, 60 if turn == 0 else 7, 5) for turn in range(3) for name in "abcdef"]
+        outputs.append([list(turn.token_ids) for turn in told])
+        worker = talk.engine.torch_worker
+        settle(talk)
+        found = sum(turn.disk_hit_tokens or 0 for turn in told)
+        assert found == talk.cache.counters.extra["disk_loaded_chunks"] * CHUNK
+        assert worker._disk.read_bytes == found // CHUNK * worker.tensors.block_bytes  # type: ignore[union-attr]
+        assert found > 500 if slots == 60 else found < 100
+        talk.close()
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def flip(path: Path) -> None:
+    """One bit of each slot, behind its header."""
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        for place in range(4096 + 100, size, 4096):
+            file.seek(place)
+            byte = file.read(1)
+            file.seek(place)
+            file.write(bytes([byte[0] ^ 4]))
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 100)
+
+
+def tear(path: Path) -> None:
+    """The last page of each slot never reached the disk."""
+    with path.open("r+b") as file:
+        for place in range(4096, path.stat().st_size, 8192):
+            file.seek(place)
+            file.write(bytes(4096))
+
+
+def swap(path: Path) -> None:
+    """Every slot holds what another one held, header and all."""
+    data = path.read_bytes()
+    stride = len(data) // 60
+    path.write_bytes(data[stride:] + data[:stride])
+
+
+def erase(path: Path) -> None:
+    path.write_bytes(b"not a store" * (path.stat().st_size // 11))
+
+
+DAMAGE = [flip, cut, tear, swap, erase]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_file_damaged_under_the_engine_is_a_miss_with_a_line(
+    tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    talk = Talk(tmp_path)
+    talk.ask("a", 90)
+    push_out(talk)
+    assert "D" in talk.cache.places(talk.cache.sessions["a"])
+    settle(talk)
+    damage(talk.path)
+    with caplog.at_level(logging.WARNING):
+        turn = talk.ask("a")
+    assert turn.disk_hit_tokens == 0 and (turn.recomputed_tokens or 0) > 60
+    assert [record.name.rsplit(".")[-1] for record in caplog.records] == ["disk"]
+    assert not talk.engine.counters.failed_steps
+    talk.close()
+
+
+def settle(talk: Talk) -> None:
+    """What is to be written is written."""
+    disk, ends = talk.engine.torch_worker._disk, time.monotonic() + 20
+    while disk is not None and disk._staged_bytes:
+        assert time.monotonic() < ends
+        time.sleep(0.001)
+
+
+def test_one_bad_chunk_costs_that_chunk_and_no_batch_mate(tmp_path: Path) -> None:
+    talk = Talk(tmp_path)
+    talk.ask("a", 90)
+    push_out(talk)
+    session = talk.cache.sessions["a"]
+    settle(talk)
+    names = talk.disk._chain(session).upto(session.tokens, len(session.tokens))
+    slot = talk.disk._slots[names[2]]
+    stride = talk.path.stat().st_size // 60
+    with talk.path.open("r+b") as file:
+        file.seek(slot * stride + 4096 + 10)
+        file.write(b"\x55\x55\x55")
+    requests = [talk.request("a", 5), talk.request("new", 12, 9)]
+    for request in requests:
+        talk.engine.submit(request)
+    turns = {turn.session: turn for turn in talk.engine.run()}
+    on_disk = sum(name in talk.disk._slots for name in names)
+    assert turns["new"].status == turns["a"].status == "completed"
+    assert turns["a"].disk_hit_tokens == on_disk * CHUNK > 5 * CHUNK
+    assert (turns["a"].history_tokens or 0) - on_disk * CHUNK == turns["a"].recomputed_tokens
+    assert (turns["a"].recomputed_tokens or 0) < 3 * CHUNK
+    talk.close()
+
+
+def again(talk: Talk, name: str, tokens: Any) -> Any:
+    """The next message of a conversation of before the restart."""
+    prompt = tokens + tokens[:5]
+    return talk.ask(name, prompt=prompt, continues=False, forgotten=(len(tokens) - 1, "restarted"))
+
+
+@pytest.mark.parametrize("then", ["the same", "another model", *DAMAGE])
+def test_a_restarted_engine_reads_what_the_file_holds(
+    tmp_path: Path, then: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    talk = Talk(tmp_path)
+    talk.ask("a", 90)
+    push_out(talk)
+    tokens, held = talk.tokens("a"), talk.cache.places(talk.cache.sessions["a"]).count("D")
+    undisturbed = talk.ask("b", prompt=tokens + tokens[:5])
+    talk.close()
+    if callable(then):
+        then(talk.path)
+    with caplog.at_level(logging.WARNING):
+        talk = Talk(tmp_path, identity=OTHERS if then == "another model" else bytes(32))
+        turn = again(talk, "a", tokens)
+    assert list(turn.token_ids) == list(undisturbed.token_ids)
+    assert turn.history_tokens == len(tokens) - 1
+    if then in ("the same", swap):  # a slot says itself what it holds, wherever it is
+        assert turn.disk_hit_tokens == held * CHUNK > 60
+        assert not caplog.records
+    else:
+        assert turn.disk_hit_tokens == 0
+        assert 1 <= len(caplog.records) <= 2, "a line at the start, or at the first read"
+    assert {miss.cause for miss in turn.missed} == {"restarted", "new"}
+    talk.close()
+
+
+def test_a_disk_slower_than_computing_is_never_read(tmp_path: Path) -> None:
+    for load_s, reads in ((1e-9, True), (COMPUTE_S * 2, False)):
+        folder = tmp_path / str(load_s)
+        folder.mkdir()
+        talk = Talk(folder, load_s=load_s)
+        talk.ask("a", 90)
+        push_out(talk)
+        turn = talk.ask("a")
+        extra = talk.cache.counters.extra
+        assert bool(turn.disk_hit_tokens) == bool(extra["disk_loaded_chunks"]) == reads
+        assert bool(extra["disk_declined_chunks"]) == (not reads)
+        talk.close()
+
+
+COMPUTE_S = 0.001 * CHUNK  # of a chunk, by tests.disk.COST
+
+
+def test_a_disk_that_stands_still_holds_up_nobody_else(tmp_path: Path) -> None:
+    talk = Talk(tmp_path)
+    talk.ask("a", 90)
+    push_out(talk)
+    go = threading.Event()
+    worker = talk.engine.torch_worker
+    read = worker._disk._file.read_layer  # type: ignore[union-attr]
+
+    def slow(*given: Any) -> bool:
+        assert go.wait(20)
+        return read(*given)
+
+    worker._disk._file.read_layer = slow  # type: ignore[method-assign, union-attr]
+    talk.engine.submit(talk.request("new", 8, 60))
+    while not talk.engine.step():
+        pass
+    talk.engine.submit(talk.request("a", 5))
+    others = 0
+    while others < 20:
+        others += sum(event.kind == "token" for event in talk.engine.step())
+    assert len(talk.engine.scheduler.running) == 2, "it waits for its disk, admitted"
+    go.set()
+    turns = talk.engine.run()
+    assert {turn.session: bool(turn.disk_hit_tokens) for turn in turns} == {"a": True, "new": False}
+    talk.close()
+
+
+def test_what_waits_to_be_written_takes_no_more_memory_than_it_may(tmp_path: Path) -> None:
+    talk = Talk(tmp_path)
+    disk = talk.engine.torch_worker._disk
+    assert disk is not None
+    disk._staging_bytes = 0
+    talk.ask("a", 90)
+    push_out(talk)
+    assert talk.ask("a").disk_hit_tokens == 0
+    assert disk.written_bytes == 0 and talk.disk.used == 0
+    talk.close()
+
+
+def test_a_forgotten_conversation_leaves_the_disk(tmp_path: Path) -> None:
+    talk = Talk(tmp_path)
+    talk.ask("a", 90)
+    push_out(talk)
+    tokens = talk.tokens("a")
+    talk.engine.forget("a")
+    assert again(talk, "a", tokens).disk_hit_tokens == 0
+    talk.close()
+
+
+def test_another_tenant_finds_nothing(tmp_path: Path) -> None:
+    talk = Talk(tmp_path)
+    talk.ask("a", 90, tenant="alice")
+    push_out(talk)
+    tokens = talk.tokens("a")
+    turn = talk.ask("b", prompt=tokens + tokens[:5], continues=False, forgotten=(80, "restarted"), tenant="bob")
+    assert turn.disk_hit_tokens == 0
+    mine = talk.ask("c", prompt=tokens + tokens[:5], continues=False, forgotten=(80, "restarted"), tenant="alice")
+    assert (mine.disk_hit_tokens or 0) >= 8 * CHUNK, "of the ten whole chunks most have left both tiers"
+    talk.close()
+
+
+def test_a_file_in_use_or_too_large_is_refused(tmp_path: Path) -> None:
+    file = PoolFile(tmp_path / "x.kv", tmp_path, bytes(32), 4, 2, 64)
+    with pytest.raises(HardwareMissing, match="another server"):
+        PoolFile(tmp_path / "x.kv", tmp_path, bytes(32), 4, 2, 64)
+    file.close()
+    with pytest.raises(HardwareMissing, match=r"cache\.disk takes"):
+        PoolFile(tmp_path / "x.kv", tmp_path, bytes(32), 1 << 40, 2, 64)
+
+
+def test_a_larger_and_a_smaller_file_keep_what_fits(tmp_path: Path) -> None:
+    layers = [memoryview(bytes([7]) * 64), memoryview(bytes([8]) * 64)]
+    for slots, kept in ((4, 0), (8, 4), (2, 2), (2, 2)):
+        file = PoolFile(tmp_path / "x.kv", tmp_path, bytes(32), slots, 2, 64)
+        assert len(file.kept) == kept
+        for slot in range(4 if slots == 4 else 0):
+            file.write(slot, bytes([slot]) * 16, layers)
+        file.close()
+
+
+def test_the_measured_time_is_that_of_a_read_and_no_slot_is_taken(tmp_path: Path) -> None:
+    file = PoolFile(None, tmp_path, bytes(32), 4, 2, 1 << 16)
+    file.write(1, b"k" * 16, [memoryview(bytes(1 << 16))] * 2)
+    file.kept = {b"k" * 16: 1}
+    assert 1e-6 < file.measure_s() < 5.0
+    assert file.kept == {b"k" * 16: 1}
+    assert file.checksums(1, b"k" * 16) is not None
+    assert [file.checksums(slot, bytes(16)) for slot in (0, 2, 3)] == [None] * 3
+    file.close()
+    assert list(tmp_path.iterdir()) == [], "a file without a name ends with its process"
