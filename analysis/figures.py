@@ -30,6 +30,7 @@ FAMILIES = (
     "decoding",
     "agents",
     "policies",
+    "hints",
     "sizes",
     "benchmarks",
 )
