@@ -99,7 +99,7 @@ class LearnedReturn(EvictionPolicy):
 
     def _habits(self, session: Session, gap_s: float | None) -> tuple[Habit, ...]:
         hint = session.hint
-        said = hint and (hint.stop_reason, hint.tool, _size(hint.expected_s), _size(hint.keep_s), hint.back_soon)
+        said = hint and (hint.stop_reason, hint.tool, _size(hint.expected_s), _size(hint.keep_s))
         habits = [self._root]
         for known in (said, bisect_right(_TURNS, session.turns), _size(gap_s)):
             kinds = habits[-1].kinds

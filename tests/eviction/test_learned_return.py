@@ -83,7 +83,7 @@ def learned(world: World, weight: str) -> Key:
         else:
             unit *= 2 ** (1 / 20.0)
             hint = event.hint
-            said = hint and (hint.stop_reason, hint.tool, size(hint.expected_s), size(hint.keep_s), hint.back_soon)
+            said = hint and (hint.stop_reason, hint.tool, size(hint.expected_s), size(hint.keep_s))
             turns = sum(event.turns >= start for start in turns_of)
             kind = (said, turns, size(gaps.get(event.number)))
             rests[event.number], passed[event.number], kinds[event.number] = (event.at_s, kind), 0, kind
