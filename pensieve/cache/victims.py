@@ -280,7 +280,7 @@ class VictimIndex:
         aging, moved = self._aging, []
         while aging and aging[0][0] <= now_s:
             _, _, lead, since_s = heapq.heappop(aging)
-            if self._leads.get(lead.session.number) is lead and lead.since_s == since_s:
+            if self._ages_still(lead, since_s):
                 lead.passed = bisect_right(self._ages, now_s - since_s)
                 self._enter(lead, lead.chunk)
                 moved.append(lead)
@@ -288,12 +288,18 @@ class VictimIndex:
             self._await_age(lead)
 
     def _await_age(self, lead: _Lead) -> None:
-        if lead.passed < len(self._ages):
-            assert lead.since_s is not None
-            heapq.heappush(
-                self._aging,
-                (lead.since_s + self._ages[lead.passed], next(self._order_of_aging), lead, lead.since_s),
-            )
+        if lead.passed == len(self._ages):
+            return
+        assert lead.since_s is not None
+        aging = self._aging
+        next_s = lead.since_s + self._ages[lead.passed]
+        heapq.heappush(aging, (next_s, next(self._order_of_aging), lead, lead.since_s))
+        if len(aging) > _COMPACT_BELOW and len(aging) > 2 * len(self._leads):  # nothing was chosen for long
+            aging[:] = [entry for entry in aging if self._ages_still(entry[2], entry[3])]
+            heapq.heapify(aging)
+
+    def _ages_still(self, lead: _Lead, since_s: float) -> bool:
+        return self._leads.get(lead.session.number) is lead and lead.since_s == since_s
 
     def _reorder(self) -> None:
         self._version = self._policy.version

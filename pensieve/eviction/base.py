@@ -10,6 +10,9 @@ from typing import Any, NoReturn
 from pensieve.errors import ConfigError, PolicyError
 from pensieve.session import Session
 
+MOST_TOOLS = 256
+"""Names that clients make up: of no more of them a policy keeps counts."""
+
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from pensieve.errors import ConfigError
-from pensieve.eviction.base import EvictionPolicy, PolicyContext
+from pensieve.eviction.base import MOST_TOOLS, EvictionPolicy, PolicyContext
 from pensieve.eviction.return_times import AGES, Forgetting, Habit
 from pensieve.session import Session
 
@@ -104,6 +104,8 @@ class LearnedReturn(EvictionPolicy):
         for known in (said, bisect_right(_TURNS, session.turns), _size(gap_s)):
             kinds = habits[-1].kinds
             if known not in kinds:
+                if len(kinds) == MOST_TOOLS:
+                    break
                 kinds[known] = Habit(habits[-1], self._strength)
             habits.append(kinds[known])
         return tuple(habits)

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from pensieve.eviction.base import EvictionPolicy, PolicyContext
-from pensieve.hint import Hint
+from dataclasses import dataclass
+
+from pensieve.eviction.base import MOST_TOOLS, EvictionPolicy, PolicyContext
 from pensieve.session import Session
 
 _NEWEST_SHARE = 0.1  # of the latest value in an average
+
+
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """After the turn that was admitted as `step`, waiting for the tool: the next one is due at step `due`."""
+
+    step: int
+    tool: str | None
+    due: float
 
 
 class StepsToUse(EvictionPolicy):
@@ -25,32 +35,30 @@ class StepsToUse(EvictionPolicy):
         self._taken: dict[str | None, float] = {}  # steps until the return, by tool
         self._step_s: float | None = None  # seconds a step takes
         self._last_s: float | None = None
-        self._rests: dict[int, tuple[int, Hint]] = {}  # by conversation: the step of its reply, and what was said then
 
     def observe(self, session: Session, now_s: float) -> None:
         self._steps += 1
         if self._last_s is not None:
             self._step_s = _average(self._step_s, now_s - self._last_s)
         self._last_s = now_s
-        known = self._rests.pop(session.number, None)
-        if known is not None:
-            step, hint = known
-            self._taken[hint.tool] = _average(self._taken.get(hint.tool), self._steps - step)
+        rest = session.memo
+        if rest is not None and (rest.tool in self._taken or len(self._taken) < MOST_TOOLS):
+            self._taken[rest.tool] = _average(self._taken.get(rest.tool), self._steps - rest.step)
+        session.memo = None
 
     def rest(self, session: Session, now_s: float) -> None:
         hint = session.hint
         session.memo = None
         if hint is None or (hint.stop_reason != "tool_use" and hint.expected_s is None):
             return
-        self._rests[session.number] = (self._steps, hint)
         if hint.expected_s is not None and self._step_s:
-            session.memo = self._steps + hint.expected_s / self._step_s
+            after = hint.expected_s / self._step_s
         else:
-            session.memo = self._steps + self._taken.get(hint.tool, 0.0)
+            after = self._taken.get(hint.tool, 0.0)
+        session.memo = _Rest(self._steps, hint.tool, self._steps + after)
 
     def order(self, session: Session, chunk: int) -> float:
-        """session.memo: the step at which it is due."""
-        return -float("inf") if session.memo is None else -session.memo
+        return -float("inf") if session.memo is None else -float(session.memo.due)
 
 
 def _average(before: float | None, value: float) -> float:

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable
 
-from pensieve.eviction.base import EvictionPolicy, PolicyContext
+from pensieve.eviction.base import MOST_TOOLS, EvictionPolicy, PolicyContext
 from pensieve.session import Session
 
 _REMEMBERED = 100  # gaps a tool, the latest ones
@@ -34,9 +34,11 @@ class ToolTtl(EvictionPolicy):
 
     def observe(self, session: Session, now_s: float) -> None:
         """session.memo: its time to live."""
-        if session.memo is not None and session.hint is not None and session.hint.stop_reason == "tool_use":
-            self._gaps[session.hint.tool].append(now_s - session.last_active_s)
+        hint = session.hint
+        waited = session.memo is not None and hint is not None and hint.stop_reason == "tool_use"
         session.memo = None
+        if hint is not None and waited and (hint.tool in self._gaps or len(self._gaps) < MOST_TOOLS):
+            self._gaps[hint.tool].append(now_s - session.last_active_s)
 
     def rest(self, session: Session, now_s: float) -> None:
         session.memo = rounded_up(self._time_to_live(session))

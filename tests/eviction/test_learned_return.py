@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
+from pensieve.cache.victims import VictimIndex
 from pensieve.errors import ConfigError
 from pensieve.eviction import return_times
 from pensieve.eviction.learned_return import LearnedReturn
 from pensieve.eviction.lru import Lru
 from pensieve.eviction.return_times import AGES, BINS, Forgetting, Habit, rates_of
 from pensieve.hint import Hint
-from pensieve.session import Session
+from pensieve.session import Chunk, Session, View
 from tests.eviction.world import Key, World, context, holds
 
 EDGES = (0.0, *AGES, AGES[-1] * 1.4)
@@ -83,7 +84,7 @@ def learned(world: World, weight: str) -> Key:
         else:
             unit *= 2 ** (1 / 20.0)
             hint = event.hint
-            said = hint and (hint.stop_reason, hint.tool, size(hint.expected_s), size(hint.keep_s), hint.back_soon)
+            said = hint and (hint.stop_reason, hint.tool, size(hint.expected_s), size(hint.keep_s))
             turns = sum(event.turns >= start for start in turns_of)
             kind = (said, turns, size(gaps.get(event.number)))
             rests[event.number], passed[event.number], kinds[event.number] = (event.at_s, kind), 0, kind
@@ -200,6 +201,21 @@ def test_where_nothing_tells_them_apart_and_hazards_fall_it_is_least_recently_us
 def test_a_setting_out_of_range_is_refused(fields: Any) -> None:
     with pytest.raises(ConfigError, match=r"eviction\."):
         LearnedReturn(context(), **fields)
+
+
+def test_what_clients_make_up_and_what_nobody_chooses_from_takes_bounded_room() -> None:
+    policy = LearnedReturn(context())
+    index = VictimIndex(policy, View.DIRTY)
+    for number in range(600):
+        session = Session(str(number % 3), number % 3, 0.0, float(number), chunks=[Chunk()])
+        session.hint = Hint(tool=f"tool {number}")
+        policy.rest(session, float(number))
+        session.chunks[0].view = View.DIRTY
+        index.add(session, 0)
+        assert policy.bucket(session, 0)[0] is not None
+        index.remove_session(session)
+    assert len(policy._root.kinds) == 256
+    assert len(index._aging) < 100
 
 
 def test_ages_are_ascending_and_widen() -> None:
