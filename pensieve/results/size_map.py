@@ -259,7 +259,7 @@ class SizeMap:
             raise MissingSeries("The map's largest sizes have no completed trial yet; run the same command again.")
         slo, knee = self.question.slo_ttft_ms, self.pick(self.knee)
         if slo is None:
-            return f"{self._knee(knee)}{self._money(knee)}."
+            return f"{self._knee(knee)}{_bracketed(self._money(knee))}."
         asked = f"{slo:g} ms at {self.question.percentile}"
         enough = self.pick(self.meeting)
         if enough is None:
@@ -270,7 +270,7 @@ class SizeMap:
                 f"{self._knee(knee)}."
             )
         first = (
-            f"To meet {asked} you need {self.name(enough)}{self._money(enough)}{self._doubt(enough)}; "
+            f"To meet {asked} you need {self.name(enough)}{_bracketed(self._doubt(enough), self._money(enough))}; "
             f"{self._more(enough)}."
         )
         return first if knee is None or knee == enough else f"{first} {self._knee(knee)}."
@@ -295,21 +295,21 @@ class SizeMap:
 
     def _money(self, place: Place | None) -> str:
         cost = None if place is None else self.an_hour(place)
-        return "" if cost is None else f" ({cost:.4g} an hour, the cheapest that does)"
+        return "" if cost is None else f"{cost:.4g} an hour, the cheapest that does"
 
     def _reached(self, place: Place) -> str:
         found = self.estimate(place, self.objective)
-        return "unknown" if found is None else f"{found.value:,.0f} ms"
+        return "unknown" if found is None else milliseconds(found.value)
 
     def _doubt(self, place: Place) -> str:
         """Where the interval of the percentile reaches beyond the objective, or there is none."""
         found = self.estimate(place, self.objective)
         assert found is not None and self.question.slo_ttft_ms is not None
         if found.ci_high is None:
-            return f" ({found.value:,.0f} ms, {found.groups} seed{'s' * (found.groups > 1)}, no interval)"
+            return f"{milliseconds(found.value)}, {found.groups} seed{'s' * (found.groups > 1)}, no interval"
         if found.ci_high > self.question.slo_ttft_ms:
-            return f" ({found.value:,.0f} ms, and its 95 % interval ends at {found.ci_high:,.0f})"
-        return f" ({found.value:,.0f} ms)"
+            return f"{milliseconds(found.value)}, but its 95 % interval ends at {milliseconds(found.ci_high)}"
+        return f"{milliseconds(found.value)}, its 95 % interval ends at {milliseconds(found.ci_high)}"
 
     # -- as rows ------------------------------------------------------------------------------------------------------
 
@@ -354,6 +354,15 @@ def read_map(store: ResultsStore, sweep: Sweep) -> SizeMap:
 
 def is_map(sweep: Sweep) -> bool:
     return SETTINGS in sweep.overrides
+
+
+def _bracketed(*texts: str) -> str:
+    told = [text for text in texts if text]
+    return f" ({'; '.join(told)})" if told else ""
+
+
+def milliseconds(value: float) -> str:
+    return f"{value:,.0f} ms" if value >= 10 else f"{value:.3g} ms"
 
 
 def spaced(size: str) -> str:

@@ -22,7 +22,7 @@ from pensieve.compose import TrialConfig, check, resolved
 from pensieve.results.code import code_hash
 from pensieve.results.environment import git_commit, host
 from pensieve.results.identity import counts_for_sweep, sweep_key
-from pensieve.results.size_map import SETTINGS, SHOWN, Place, Question, SizeMap, read_map
+from pensieve.results.size_map import SETTINGS, SHOWN, Place, Question, SizeMap, milliseconds, read_map
 from pensieve.statistics import Estimate
 from pensieve.trial.job import Job, Outcome
 from pensieve.trial.parallel import Asked, performing
@@ -53,7 +53,7 @@ def size(cfg: DictConfig, typed: Sequence[str], folder: Path) -> int:
         found = planner.run()
     except KeyboardInterrupt:
         planner.close("interrupted")
-        done = len(store.trials_of_sweep(sweep_id))
+        done = sum(job.trial is not None for job in store.trials_of_sweep(sweep_id))
         say(f"Interrupted after {done} trials, which are kept; the same command goes on from there.")
         sys.exit(INTERRUPTED)
     sweep_is_closed()
@@ -182,7 +182,7 @@ class _Planner:
         found = values.get("prompt_hit_rate") if q.of == "prompt" else None if missed is None else 1 - missed
         parts = [
             *([] if found is None else [f"{found:.1%} found"]),
-            *([] if ttft is None else [f"TTFT {q.percentile} {ttft:,.0f} ms"]),
+            *([] if ttft is None else [f"TTFT {q.percentile} {milliseconds(ttft)}"]),
             *(["found in the database"] if outcome.reused else []),
         ]
         say(f"{head}: {', '.join(parts)}")
@@ -235,7 +235,9 @@ def _map_table(found: SizeMap) -> Table:
                 share, ttft, sure = found.mean(place, "found"), found.mean(place, found.objective), ""
             else:
                 marks, share, ttft, sure = "", shown.get(place), late.get(place), "~"
-            cells.append(f"{marks}{sure}{_number(share, 100)}\n{sure}{_number(ttft)}")
+            above = "–" if share is None else f"{100 * share:.3g}"
+            below = "–" if ttft is None else milliseconds(ttft).removesuffix(" ms")
+            cells.append(f"{marks}{sure}{above}\n{sure}{below}")
         table.add_row(q.gpu[gpu], *cells)
     return table
 
@@ -243,12 +245,14 @@ def _map_table(found: SizeMap) -> Table:
 def _answers_table(found: SizeMap) -> Table:
     """The smallest sizes that suffice, and the largest, with everything that is told of a cell."""
     q = found.question
-    rows = [(f"{q.knee:.0%} of the most", place) for place in found.knee]
-    rows += [(f"{q.slo_ttft_ms:g} ms at {q.percentile}", place) for place in found.meeting]
-    rows.append(("the largest", q.corner))
-    table = Table(title="The smallest sizes that suffice", title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("for", "GPU", "CPU", "found", "at most", "TTFT p50", "TTFT p90", "tokens/s", "recomputed", "seeds"):
-        table.add_column(name, justify="left" if name == "for" else "right", no_wrap=True)
+    rows = [("knee", place) for place in found.knee]
+    rows += [(f"{q.slo_ttft_ms:g} ms", place) for place in found.meeting]
+    rows.append(("largest", q.corner))
+    table = Table(
+        title="The smallest sizes that suffice", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    for name in ("", "GPU", "CPU", "found", "bound", "TTFT p50", "TTFT p90", "tokens/s", "recomputed", "seeds"):
+        table.add_column(name, justify="right" if name else "left")
     if q.prices.given:
         table.add_column("an hour", justify="right")
     for why, place in rows:
@@ -265,13 +269,6 @@ def _answers_table(found: SizeMap) -> Table:
             *([] if cost is None else [f"{cost:.4g}"]),
         )  # fmt: skip
     return table
-
-
-def _number(value: float | None, scale: float = 1.0) -> str:
-    if value is None:
-        return "–"
-    scaled = value * scale
-    return f"{scaled:,.0f}" if scaled >= 100 or scale == 1.0 else f"{scaled:.1f}"
 
 
 def _with_interval(found: Estimate | None, scale: float, unit: str, short: bool = False) -> str:

@@ -1,0 +1,85 @@
+"""The map of sizes as a picture: its cells, the knee, the objective's border, and what did not run."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+
+from analysis.figures import draw_all
+from analysis.registry import FIGURES
+from analysis.sweep import Source
+from pensieve.metrics import Metric
+from pensieve.results.size_map import SETTINGS, Question, read_map
+from tests.analysis.sweeps import answered
+from tests.results.trials import trial_fields
+
+GPU, CPU = ("1GB", "2GB", "4GB"), ("0GB", "8GB", "16GB")
+FOUND = {(0, 0): 0.2, (0, 2): 0.5, (2, 0): 0.69, (2, 2): 0.7, (1, 1): 0.6}
+
+
+def mapped(store, found=FOUND, slo=500.0):
+    """A map of one seed; the first token takes a second less 700 ms a share found."""
+    question = Question(gpu=GPU, cpu=CPU, seeds=(0,), slo_ttft_ms=slo, knee=0.95)
+    overrides = {"cache.gpu": f"choice({','.join(GPU)})", SETTINGS: question.model_dump_json()}
+    sweep = store.open_sweep("key", "size", None, "python runners/size.py", overrides, 0, "host", None)
+    for place, share in found.items():
+        number = question.job(place, 0)
+        engine = {"budget_gpu_tokens": 1000 * (place[0] + 1), "budget_cpu_tokens": 1000 * place[1]}
+        fields = trial_fields(fingerprint=f"print {number}", engine=engine, kv_bytes_per_token=2**20)
+        trial = store.begin_trial({**fields, "seed": 0})
+        store.link(sweep, trial, number, reused=False)
+        store.add_turns(trial, [answered("a", 1, 5.0)])
+        values = {
+            "miss_rate": 1 - share,
+            "ttft_ms_p90": 1000 - 700 * share,
+            "ttft_ms_p50": 100.0,
+            "bound_hit_rate": 0.9,
+        }
+        store.add_metrics(trial, [Metric(name, value, "1") for name, value in values.items()])
+        store.finish_trial(trial, "completed")
+    return Source(store, store.sweep(sweep))
+
+
+def test_the_map_shows_what_ran_what_did_not_and_both_borders(store, drawn, tmp_path):
+    source = mapped(store)
+    drawings, problems = draw_all(source, tmp_path)
+    assert not problems
+    assert [one.name for one in drawings] == ["size_map"], "no picture a cell beside it"
+    picture = drawn["size_map"]
+    assert not picture.clipped
+    # 0.69 of 0.70 and more reach 95 %: the smallest such cell is (2, 0), and none comes within 500 ms (510 is the least).
+    assert picture.lines["knee/chosen"] == [(0.0, 2.0)]
+    assert picture.lines["knee"] == [(-0.5, 2.5), (-0.5, 1.5), (2.5, 1.5)]
+    assert "objective" not in picture.lines, "510 ms is the least"
+    assert "no cell meets 500 ms" in picture.caption
+    interpolated = [
+        patch for axes in picture.figure.axes for patch in axes.patches if patch.get_gid() == "found/interpolated"
+    ]
+    assert len(interpolated) == 9 - len(FOUND)
+    with (tmp_path / "size_map.csv").open() as file:
+        rows = {(row["cache.gpu"], row["cache.cpu"]): row for row in csv.DictReader(file)}
+    assert len(rows) == 9
+    assert float(rows["1GB", "8GB"]["found"]) == pytest.approx((0.2 + 0.5) / 2), "halfway between two that ran"
+    assert (rows["1GB", "8GB"]["run"], rows["1GB", "8GB"]["trials"]) == ("False", "")
+    assert (rows["2GB", "8GB"]["run"], float(rows["2GB", "8GB"]["found"])) == ("True", pytest.approx(0.6))
+
+
+def test_where_an_objective_is_met_its_border_is_drawn_and_the_answer_marked(store, drawn, tmp_path):
+    source = mapped(store, slo=600.0)
+    draw_all(source, tmp_path)
+    picture = drawn["size_map"]
+    # 580 ms at (1, 1), 517 at (2, 0): two smallest cells, and the one with less GPU memory is named.
+    assert picture.lines["objective"] == [(-0.5, 2.5), (-0.5, 1.5), (0.5, 1.5), (0.5, 0.5), (2.5, 0.5)]
+    assert picture.lines["objective/chosen"] == [(1.0, 1.0)]
+    assert picture.caption.count("To meet 600 ms at p90 you need 2 GB of GPU and 8 GB of CPU KV") == 1
+
+
+def test_a_map_without_its_largest_sizes_says_what_to_run(store, tmp_path):
+    source = mapped(store, {(0, 0): 0.2})
+    drawings, problems = draw_all(source, tmp_path)
+    assert not drawings and "python runners/size.py" in problems[0]
+    assert read_map(store, source.sweep).smallest(lambda place: True) == [(0, 0)]
+    assert not FIGURES["size_map"].applies(
+        Source(store, store.sweep(store.open_sweep("k", "n", None, None, {}, 0, "h", None)))
+    )

@@ -1,0 +1,261 @@
+"""The capacity planner on small maps: what it says, what it runs, and what it finds again."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import pytest
+from hydra import compose
+from omegaconf import DictConfig
+
+from pensieve import cli
+from pensieve.compose import check, resolved
+from pensieve.compose.folder import conf_folder
+from pensieve.errors import CapacityError, ConfigError, HardwareMissing
+from pensieve.results.size_map import Cell, SizeMap, read_map
+from pensieve.results.store import open_store
+from pensieve.statistics import nearest_rank
+from pensieve.trial import Job, parallel, run_trial
+from pensieve.trial.size import size
+from pensieve.trial.tracking import open_tracking
+from tests.composed import hydra_session
+
+LOAD = (
+    "model=tiny",
+    "hardware=sim_h100",
+    "workload=chat",
+    "workload.pressure=0",
+    "workload.min_turns=3",
+    "workload.max_turns=3",
+)
+GPU = ["512 tokens", "1024 tokens", "2048 tokens", "4096 tokens", "8192 tokens"]
+CPU = ["0 tokens", "1024 tokens", "2048 tokens", "4096 tokens", "8192 tokens"]
+
+
+def listed(sizes):
+    return f"[{','.join(sizes)}]"
+
+
+MAP = (f"size.gpu={listed(GPU)}", f"size.cpu={listed(CPU)}", "size.processes=1", "tracking.mlflow=false")
+
+
+@pytest.fixture
+def outputs(tmp_path, monkeypatch):
+    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
+    monkeypatch.setattr("pensieve.trial.size.draw_figures", lambda *_: [])
+    return tmp_path
+
+
+def composed(*overrides, name="size"):
+    with hydra_session():
+        cfg = compose(config_name=name, overrides=list(overrides))
+    assert isinstance(cfg, DictConfig)
+    return cfg
+
+
+def planned(outputs, *overrides):
+    """Run a map in this process, and read it as figures do."""
+    typed = [*LOAD, *MAP, *overrides]
+    status = size(composed(*typed), typed, outputs / "cells")
+    store = open_store(outputs)
+    return status, read_map(store, store.latest_sweep())
+
+
+def trials(outputs):
+    with open_store(outputs).database.reading() as connection:
+        return connection.exec_driver_sql("select count(*) from trial where status = 'completed'").scalar()
+
+
+@pytest.mark.slow
+def test_a_refined_map_answers_as_the_whole_one_and_its_interpolated_cells_are_near_it(outputs, capsys):
+    asked = ("slo.ttft_ms=0.42", "size.seeds=[3]")
+    status, refined = planned(outputs, *asked)
+    first = capsys.readouterr()
+    assert status == 0
+    assert first.out.startswith("To meet 0.42 ms at p90 you need "), "the answer comes first"
+    ran = trials(outputs)
+    assert ran == len(refined.cells) < 25
+    # The same command runs nothing; the whole map runs the others alone.
+    planned(outputs, *asked)
+    assert trials(outputs) == ran
+    _, whole = planned(outputs, *asked, "size.refine=false")
+    assert trials(outputs) == len(whole.cells) == 25
+    assert (refined.knee, refined.meeting) == (whole.knee, whole.meeting)
+    assert refined.sentence() == whole.sentence()
+    between = refined.interpolated("found")
+    assert set(between) == set(whole.cells) - set(refined.cells)
+    off = [abs(value - whole.mean(place, "found")) for place, value in between.items()]
+    print(f"{len(off)} interpolated cells of 25: off by {sum(off) / len(off):.3f} in the mean, {max(off):.3f} at most")
+    assert max(off) < 0.1
+    # Ten cells at random, each against a trial run by itself as runners/run.py does, and against its raw rows.
+    store = open_store(outputs)
+    for place in random.Random(0).sample(sorted(whole.cells), 10):
+        one = whole.cells[place].trials[3].trial
+        turns = [turn for turn in store.turns_of(one.id) if turn.phase != "warmup" and turn.history_tokens is not None]
+        hits = sum(turn.gpu_hit_tokens + turn.cpu_hit_tokens for turn in turns)
+        assert whole.mean(place, "found") == pytest.approx(hits / sum(turn.history_tokens for turn in turns))
+        assert whole.mean(place, "ttft_ms_p90") == nearest_rank([turn.ttft_ms for turn in turns], 0.9)
+        assert one.gpu_tokens == int(GPU[place[0]].split()[0]) and one.cpu_tokens == int(CPU[place[1]].split()[0])
+    sizes = (f"cache.gpu={GPU[0]}", f"cache.cpu={CPU[-1]}")
+    alone = composed(*LOAD, "seed=3", *sizes, "cache=demo", "tracking.mlflow=false", name="config")
+    again = run_trial(check(alone), resolved(alone), open_tracking(check(alone)), Job("", outputs / "x"), print)
+    assert again.reused, "a cell is the trial that runners/run.py would run"
+    forced = composed(*LOAD, "seed=3", *sizes, "force=true", "tracking.mlflow=false", name="config")
+    other = run_trial(check(forced), resolved(forced), open_tracking(check(forced)), Job("", outputs / "y"), print)
+    values = {m.name: m.value for m in store.metrics_of(other.trial_id) if not m.label}
+    assert not other.reused
+    assert whole.mean((0, 4), "found") == 1 - values["miss_rate"]
+    assert whole.mean((0, 4), "ttft_ms_p90") == values["ttft_ms_p90"]
+
+
+def test_ctrl_c_keeps_what_is_there(outputs, monkeypatch, capsys):
+    begun = []
+    real = parallel.run_trial
+
+    def third_is_interrupted(config, plain, tracking, job, say):
+        begun.append(job.number)
+        if len(begun) == 3:
+            raise KeyboardInterrupt
+        return real(config, plain, tracking, job, say)
+
+    monkeypatch.setattr(parallel, "run_trial", third_is_interrupted)
+    two = ("size.gpu=[1024 tokens,4096 tokens]", "size.cpu=[0 tokens,4096 tokens]", "size.seeds=[3]")
+    with pytest.raises(SystemExit) as left:
+        planned(outputs, *two)
+    assert left.value.code == 130
+    assert "Interrupted after 2 trials" in capsys.readouterr().err
+    assert open_store(outputs).latest_sweep().status == "interrupted"
+    status, found = planned(outputs, *two)
+    assert (status, len(found.cells), len(begun)) == (0, 4, 5), "what was there is not run again"
+    assert open_store(outputs).latest_sweep().status == "completed"
+    # An objective that nobody meets is an answer too; trials are judged again, and none is run.
+    status, found = planned(
+        outputs, *two, "slo.ttft_ms=0.001", "size.prices.gpu_gib_hour=1", "size.prices.cpu_gib_hour=0.1"
+    )
+    assert (status, len(begun)) == (0, 9)
+    assert trials(outputs) == 4
+    said = capsys.readouterr().out
+    assert "No size on this map meets 0.001 ms at p90: the best is" in said
+    assert "more memory alone does not do it" in said
+    # Prices: of the knee the cheapest, by arithmetic of its own.
+    rows = {(r["cache.gpu"], r["cache.cpu"]): r for r in found.rows()}
+    for (gpu, cpu), row in rows.items():
+        each = found.cells[0, 0].one.trial.kv_bytes_per_token / 2**30
+        assert row["cost_an_hour"] == pytest.approx(each * (int(gpu.split()[0]) + 0.1 * int(cpu.split()[0])))
+    assert found.pick(found.knee) == min(
+        found.knee, key=lambda p: rows[found.question.gpu[p[0]], found.question.cpu[p[1]]]["cost_an_hour"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "part"),
+    [
+        (["size.gpu=[]"], ConfigError, "size.gpu names no size"),
+        (["size.gpu=[4GB,100 tokens]"], ConfigError, "mixes bytes and tokens"),
+        (["size.gpu=[4000000GB]"], HardwareMissing, "are there; use"),
+        (["size.gpu=[1GB]", "size.cpu=[900000GB]"], HardwareMissing, "use a smaller cache.cpu"),
+        (["size.gpu=[64 tokens]"], CapacityError, "blocks of 32"),
+        (["size.gpu=[160 tokens,1 ktokens]"], CapacityError, "The longest conversation"),
+        (["size.knee=2"], ConfigError, "size.knee=2"),
+        (["+size.gqu=[1GB]"], ConfigError, "did you mean size.gpu"),
+        (["workload.pressure=2"], ConfigError, "asks more of a larger cache"),
+        (["baseline=gpu_only"], ConfigError, "has no CPU tier"),
+        (["baseline=llama_cpp", "hardware=cpu"], ConfigError, "sizes its cache itself"),
+        (["workload.inspect=true"], ConfigError, "runs nothing"),
+    ],
+)
+def test_what_cannot_be_mapped_gets_a_sentence(outputs, overrides, error, part):
+    with pytest.raises(error) as refused:
+        planned(outputs, *overrides)
+    assert part in str(refused.value)
+    assert trials(outputs) == 0
+
+
+def test_the_default_sizes_hold_the_longest_conversation_of_every_seed_and_fit_the_machine():
+    from pensieve.compose import plan_trial
+    from pensieve.compose.preflight import check_memory
+    from pensieve.trial.size_question import check_question, question_of, read
+    from pensieve.units import parse_capacity
+
+    for machine, points in (("sim_a100_80g", 12), ("sim_gtx1650", 5)):
+        settings, load = read(
+            composed("model=llama_25m", f"hardware={machine}", f"size.points={points}", "workload.conversations=30")
+        )
+        question = question_of(settings, load, check(load.cfg))
+        check_question(load, question)
+        sizes = [parse_capacity(size).bytes for size in question.gpu]
+        assert sizes == sorted(set(sizes)) and len(sizes) == points
+        assert question.cpu[0] == "0GB" and len(question.cpu) == points
+        check_memory(plan_trial(check(load.of(question.gpu[-1], question.cpu[-1], 0))))
+
+
+# -- in words, of made-up trials ----------------------------------------------------------------------------------------
+
+
+class Made:
+    """A trial by its metrics."""
+
+    def __init__(self, found, ttft, tokens=(1000, 1000)):
+        self.metrics = {"miss_rate": 1 - found, "ttft_ms_p90": ttft}
+        self.trial = type(
+            "T",
+            (),
+            {
+                "engine": {"budget_gpu_tokens": tokens[0], "budget_cpu_tokens": tokens[1]},
+                "kv_bytes_per_token": 2**20,
+                "id": 1,
+            },
+        )
+
+    def value(self, name, label=""):
+        return self.metrics.get(name)
+
+
+def made(cells, **question):
+    from pensieve.results.size_map import Question
+
+    sizes = {"gpu": ("20GB", "40GB", "80GB"), "cpu": ("0GB", "90GB", "220GB"), "seeds": (0, 1), **question}
+    return SizeMap(
+        Question(**sizes),
+        {place: Cell(place, {s: Made(*one) for s, one in enumerate(seeds)}) for place, seeds in cells.items()},
+    )
+
+
+def test_the_sentence_names_the_smallest_sizes_and_what_more_would_buy():
+    known = made(
+        {
+            (0, 0): [(0.2, 900.0)], (1, 1): [(0.66, 480.0), (0.70, 460.0)], (1, 0): [(0.4, 700.0)], (0, 1): [(0.5, 800.0)],
+            (2, 2): [(0.68, 300.0), (0.72, 310.0)], (1, 2): [(0.70, 350.0)], (2, 1): [(0.69, 340.0)],
+        },
+        slo_ttft_ms=500.0,
+    )  # fmt: skip
+    said = known.sentence()
+    assert said.startswith(
+        "To meet 500 ms at p90 you need 40 GB of GPU and 90 GB of CPU KV (470 ms, 2 seeds, no interval); "
+        "80 GB of GPU and 220 GB of CPU KV would find 2.9% more of the history (70.0% against 68.0%)."
+    )
+    # (1, 1) finds 0.68 of 0.70 over both seeds, which is below 99 %; (1, 2) is compared by the one seed it has: 0.70 of 0.68.
+    assert known.share((1, 1)) == pytest.approx(0.68 / 0.70)
+    assert known.share((1, 2)) == pytest.approx(0.70 / 0.68)
+    assert (known.knee, known.meeting) == ([(1, 2), (2, 1)], [(1, 1)])
+    assert "99% of what 80 GB of GPU and 220 GB of CPU KV find needs 40 GB of GPU and 220 GB" in said
+    assert known.deciding == {(2, 2), (1, 2), (2, 1), (1, 1), (0, 1), (1, 0)} & known.cells.keys() | {(1, 1)}
+
+
+def test_nothing_is_promised_that_no_trial_showed():
+    alone = made({(2, 2): [(0.7, 300.0)]}, slo_ttft_ms=500.0)
+    assert "those are the largest sizes of the map" in alone.sentence()
+    assert alone.interpolated("found") == {}
+    late = made({(2, 2): [(0.7, 300.0)], (0, 0): [(0.7, 200.0)]}, slo_ttft_ms=100.0)
+    assert late.sentence().startswith("No size on this map meets 100 ms at p90: the best is 200 ms with 20 GB")
+
+
+def test_the_command_line_refuses_a_sweep_of_maps(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["pensieve size", "-m", "seed=0,1"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert conf_folder()
+    with pytest.raises(SystemExit) as left:
+        cli.size()
+    assert "A map is a sweep of its own" in str(left.value.code) + capsys.readouterr().err
