@@ -157,7 +157,8 @@ class HardwareSpec:
     *_efficiency: share of the peak that real kernels reach. step_overhead_s: launch and host time of an iteration.
     link_latency_s: of one all-reduce over the link. multiprocessors: of a device. graph_sizes: batches are padded to the
     sizes that CUDA graphs were captured at. duplex_penalty: share of the rate each direction loses while both run (the paper
-    measured 18-20 %, section 5).
+    measured 18-20 %, section 5). profile: the file of a machine that was measured whole (cost.machine_profile), in place of
+    all rates. overlaps: copies run beside compute, and not before it.
     """
 
     name: str
@@ -180,4 +181,6 @@ class HardwareSpec:
     memory_efficiency: float = 1.0
     step_overhead_s: float = 0.0
     duplex_penalty: float = 0.0
+    profile: str | None = None
+    overlaps: bool = True
     source: str = ""

@@ -17,7 +17,9 @@ from pensieve.compose.schema import HardwareConfig, TrialConfig
 from pensieve.compose.target import factory
 from pensieve.compose.tokenizer import build_tokenizer
 from pensieve.compose.weights import loadable
+from pensieve.cost.base import CostModel
 from pensieve.cost.capacity import Batches, Lengths, stateless_capacity
+from pensieve.cost.machine_profile import read_profile
 from pensieve.cost.simulated import simulated_cost
 from pensieve.engines.base import EngineSetup, OutsideEngine
 from pensieve.engines.system import OutsideSystem
@@ -100,7 +102,7 @@ def build_system(
         admit_beyond_budget=s.admit_beyond_budget,
     )
     tokenizer = tokenizer or build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
-    clock, worker, gpu_blocks = _clock_and_worker(plan, trace)
+    clock, worker, gpu_blocks = clock_and_worker(plan, trace)
     kind: type[InlineSystem | ThreadedSystem] = InlineSystem if clock.virtual else ThreadedSystem
     return kind(
         model=plan.model,
@@ -116,8 +118,15 @@ def build_system(
         tokenizer=tokenizer,
         seed=config.seed,
         limits=MemoryLimits(config.cache.session_ttl_s, config.cache.max_remembered_tokens),
+        costs=_measured_before(plan),
         labels={"weights": plan.weights, "baseline": config.baseline.name, "tokenizer": tokenizer.name},
     )
+
+
+def _measured_before(plan: TrialPlan) -> CostModel | None:
+    """What a real machine's profile says of chunks; a simulated worker knows by itself."""
+    path = plan.config.hardware.profile
+    return None if path is None or plan.device.simulated else read_profile(path).costs
 
 
 def outside_engine(
@@ -156,7 +165,7 @@ def build_outside(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan
     return OutsideSystem(outside_engine(plan, longest_conversation(described) if described else None, tokenizer))
 
 
-def _clock_and_worker(plan: TrialPlan, trace: Path | None) -> tuple[Clock, Worker, int | Callable[[], int]]:
+def clock_and_worker(plan: TrialPlan, trace: Path | None = None) -> tuple[Clock, Worker, int | Callable[[], int]]:
     """Clock, worker, and the number of GPU blocks or the function that measures how many fit."""
     hardware, scheduler = plan.config.hardware, plan.config.scheduler
     depth = plans_in_flight(plan.device, hardware.depth)

@@ -9,6 +9,7 @@ from pensieve.compose.machine import Device, find_device, free_host_memory_bytes
 from pensieve.compose.schema import ModelConfig, TrialConfig
 from pensieve.compose.target import refuse_missing
 from pensieve.compose.weights import folder_architecture, weights_kind
+from pensieve.cost.machine_profile import read_profile
 from pensieve.errors import ConfigError, EngineMissing, HardwareMissing
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.units import format_bytes, parse_capacity
@@ -120,8 +121,11 @@ def plan_trial(config: TrialConfig) -> TrialPlan:
         for tier, size in (("gpu", config.cache.gpu), ("cpu", config.cache.cpu))
     ]
     device = find_device(config.hardware)
-    model = model_spec(config.model, device)
+    profile = None if config.hardware.profile is None else read_profile(config.hardware.profile)
+    model = model_spec(config.model, device, str(profile.where["dtype"]) if profile and device.simulated else None)
     chunk = config.cache.chunk_tokens
+    if profile is not None:
+        profile.refuse_other(model, chunk)
     gpu, cpu = (0 if size is None else size.in_blocks(model.kv_bytes_per_token, chunk) * device.count for size in sizes)
     total = baseline.kv_budget == "total" and not baseline.cpu_tier
     plan = TrialPlan(
@@ -203,12 +207,13 @@ def auto_gpu_blocks(
     )
 
 
-def model_spec(model: ModelConfig, device: Device) -> ModelSpec:
-    """The model in numbers, in the dtype it will have: auto is float32 on a CPU, bfloat16 elsewhere."""
+def model_spec(model: ModelConfig, device: Device, measured: str | None = None) -> ModelSpec:
+    """The model in numbers, in the dtype it will have: auto is float32 on a CPU, bfloat16 elsewhere; measured: where a
+    machine is simulated by its profile, the dtype of that."""
     architecture = folder_architecture(model.weights) if weights_kind(model) == "path" else model.architecture
-    dtype = model.dtype
+    dtype: str = model.dtype
     if dtype == "auto":
-        dtype = "float32" if device.kind == "cpu" else "bfloat16"
+        dtype = measured or ("float32" if device.kind == "cpu" else "bfloat16")
     if device.kind == "cpu" and dtype != "float32":
         raise ConfigError(
             f"model.dtype={dtype}: models run in float32 on a CPU, since 16 bits are emulated; leave it at auto."

@@ -185,11 +185,11 @@ def test_a_relative_rate_is_a_multiple_of_what_stateless_serving_could_finish(fe
 
 
 def test_a_relative_rate_needs_a_machine_whose_speed_is_known(few_means):
-    with pytest.raises(ConfigError, match="set workload.request_rate"):
+    with pytest.raises(ConfigError, match=r"set workload\.request_rate"):
         sharegpt_workload(context(), relative_rate=1.0)
     with pytest.raises(ConfigError, match="relative_rate=0 would never"):
         sharegpt_workload(replace(context(), stateless_capacity=capacity), relative_rate=0)
-    with pytest.raises(ConfigError, match="workload.users sets the load"):
+    with pytest.raises(ConfigError, match=r"workload\.users sets the load"):
         sharegpt_workload(context(), users=3, arrivals_s=10.0)
 
 
