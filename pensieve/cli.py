@@ -48,7 +48,7 @@ def _imports() -> Iterator[None]:
 
 def main() -> None:
     """The console script: pensieve VERB, with the arguments of runners/VERB.py."""
-    verbs = {verb.__name__: verb for verb in (run, size, serve, chat, compare, results, bench, doctor)}
+    verbs = {verb.__name__: verb for verb in (run, size, serve, chat, compare, results, bench, profile, doctor)}
     parser = argparse.ArgumentParser(
         prog="pensieve",
         epilog="\n".join(f"{name:<9}{verb.__doc__}" for name, verb in verbs.items()),
@@ -157,6 +157,11 @@ def serve() -> int:
 def chat() -> int:
     """Talk to a model in the terminal: [group=option] [chat.script=FILE]."""
     return _live("chat", "pensieve.server.chat")
+
+
+def profile() -> int:
+    """Measure this machine for its cost model and for simulating it: [group=option] [profile.to=FILE]."""
+    return _live("profile", "pensieve.trial.machine_profile")
 
 
 def _live(verb: str, module: str) -> int:

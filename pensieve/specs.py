@@ -159,7 +159,9 @@ class HardwareSpec:
     *_efficiency: share of the peak that real kernels reach. step_overhead_s: launch and host time of an iteration.
     link_latency_s: of one all-reduce over the link. multiprocessors: of a device. graph_sizes: batches are padded to the
     sizes that CUDA graphs were captured at. duplex_penalty: share of the rate each direction loses while both run (the paper
-    measured 18-20 %, section 5). disk_bw: bytes/s that the file store is read and written at.
+    measured 18-20 %, section 5). disk_bw: bytes/s that the file store is read and written at. profile: the file of a machine
+    that was measured whole (cost.machine_profile), in place of all rates. overlaps: copies run beside compute, and not
+    before it.
     """
 
     name: str
@@ -183,4 +185,6 @@ class HardwareSpec:
     step_overhead_s: float = 0.0
     duplex_penalty: float = 0.0
     disk_bw: float = 0.0
+    profile: str | None = None
+    overlaps: bool = True
     source: str = ""

@@ -31,7 +31,8 @@ class EngineSystem(ABC):
     the wall.
 
     cache: factory(policy=, chunk_tokens=, gpu_blocks=, cpu_blocks=). policy: factory(PolicyContext). gpu_blocks: a number,
-    or what measures how many fit, asked by `start`.
+    or what measures how many fit, asked by `start`. costs: what chunks cost, where it was measured before; None: the worker
+    is asked.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class EngineSystem(ABC):
         seed: int = 0,
         labels: Mapping[str, str] | None = None,
         limits: MemoryLimits | None = None,
+        costs: CostModel | None = None,
     ) -> None:
         self.clock = clock
         self.can = Capabilities()
@@ -64,7 +66,7 @@ class EngineSystem(ABC):
         self._tokenizer, self._seed, self._labels = tokenizer, seed, dict(labels or {})
         self._limits = limits or MemoryLimits()
         self._listeners: dict[int, Listener] = {}  # by request, of those who are told about theirs
-        self._cost: CostModel | None = None
+        self._cost: CostModel | None = costs
         self._report: StartReport | None = None
 
     engine: Engine
@@ -93,7 +95,7 @@ class EngineSystem(ABC):
             self._gpu_blocks = self._measure_gpu_blocks()
         self._report = report = self._worker.start(self._gpu_blocks, self._cpu_blocks)
         size = self._chunk_tokens
-        self._cost = self._prices(report)
+        self._cost = self._cost or self._prices(report)
         context = PolicyContext(
             chunk_tokens=size,
             gpu_blocks=self._gpu_blocks,

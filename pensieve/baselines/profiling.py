@@ -41,7 +41,7 @@ def profile_of(
     if profile is None:
 
         def iteration_s(start: int, stop: int) -> float:
-            return _iteration_s(worker, clock, chunk_tokens, start, stop)
+            return prefill_s(worker, clock, chunk_tokens, start, stop)
 
         profile = measure(iteration_s, chunk_tokens, longest, same, max_context)
     if transfer_blocks and not profile.load_chunk_s:
@@ -53,7 +53,7 @@ def profile_of(
 _POOL_SETTINGS = {"gpu_pool_bytes", "cpu_pool_bytes", "mean_fragment_bytes", "copies", "copies_measured"}
 
 
-def _iteration_s(worker: Worker, clock: Clock, chunk_tokens: int, start: int, stop: int) -> float:
+def prefill_s(worker: Worker, clock: Clock, chunk_tokens: int, start: int, stop: int) -> float:
     """Over whatever KV lies in the blocks below `start`: its values change no time."""
     table = tuple(range(ceil_div(stop, chunk_tokens)))
     tokens = tuple(i % 250 for i in range(start, stop))
@@ -61,8 +61,20 @@ def _iteration_s(worker: Worker, clock: Clock, chunk_tokens: int, start: int, st
     return _seconds(worker, clock, StepPlan(step=-1, rows=(row,), tables=((0, 0, table),)))
 
 
-def load_s(worker: Worker, clock: Clock, blocks: int) -> float:
-    """Seconds that one more block adds to a load: a plan with many less one with few, so that what a step costs drops out.
+def decodes_s(worker: Worker, clock: Clock, chunk_tokens: int, requests: int, context: int, blocks: int) -> float:
+    """One iteration of so many requests that decode behind `context` tokens each. blocks: of the pool; where it holds fewer
+    than they all need, requests share some, which changes what is read by nothing but what a processor's cache keeps."""
+    each = ceil_div(context + 1, chunk_tokens)
+    tables = tuple(
+        (slot, 0, tuple((slot * each + place) % blocks for place in range(each))) for slot in range(requests)
+    )
+    rows = tuple(Row(slot, ((context, context + 1),), (slot % 250,), Sample(context + 1)) for slot in range(requests))
+    return _seconds(worker, clock, StepPlan(step=-1, rows=rows, tables=tables))
+
+
+def load_s(worker: Worker, clock: Clock, blocks: int, inward: bool = True) -> float:
+    """Seconds that one more block adds to a load (inward), or to a copy the other way: a plan with many less one with few, so
+    that what a step costs drops out.
 
     blocks: how many both tiers have. Raises WorkerError when a copy fails.
     """
@@ -71,7 +83,9 @@ def load_s(worker: Worker, clock: Clock, blocks: int) -> float:
     fastest: dict[int, float] = {}
     for count in (few, blocks) * _TRANSFER_ROUNDS:
         some = tuple(range(count))
-        took = _seconds(worker, clock, StepPlan(step=-1, swap_in=(Copy(-1, some, some),))) if count else 0.0
+        copies = (Copy(-1, some, some, urgent=not inward),)
+        plan = StepPlan(step=-1, swap_in=copies) if inward else StepPlan(step=-1, swap_out=copies)
+        took = _seconds(worker, clock, plan) if count else 0.0
         fastest[count] = min(took, fastest.get(count, took))
     added = (fastest[blocks] - fastest[few]) / (blocks - few)
     return added if added > 0 else fastest[blocks] / blocks
@@ -81,7 +95,7 @@ def _seconds(worker: Worker, clock: Clock, plan: StepPlan) -> float:
     """Until the plan and its copies are done."""
     began = clock.now_ns()
     worker.launch(plan)
-    waits_for, computed = {copy.ticket for copy in plan.swap_in}, False
+    waits_for, computed = {copy.ticket for copy in (*plan.swap_in, *plan.swap_out)}, False
     while waits_for or not computed:
         result = worker.collect(None)
         assert result is not None

@@ -19,7 +19,9 @@ from pensieve.compose.schema import HardwareConfig, TrialConfig
 from pensieve.compose.target import factory
 from pensieve.compose.tokenizer import build_tokenizer
 from pensieve.compose.weights import loadable
+from pensieve.cost.base import CostModel
 from pensieve.cost.capacity import Batches, Lengths, stateless_capacity
+from pensieve.cost.machine_profile import read_profile
 from pensieve.cost.simulated import simulated_cost
 from pensieve.engines.base import EngineSetup, OutsideEngine
 from pensieve.engines.system import OutsideSystem
@@ -104,7 +106,7 @@ def build_system(
         admit_beyond_budget=s.admit_beyond_budget,
     )
     tokenizer = tokenizer or build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
-    clock, worker, gpu_blocks = _clock_and_worker(plan, trace, keeps_disk)
+    clock, worker, gpu_blocks = clock_and_worker(plan, trace, keeps_disk)
     kind: type[InlineSystem | ThreadedSystem] = InlineSystem if clock.virtual else ThreadedSystem
     return kind(
         model=plan.model,
@@ -121,8 +123,15 @@ def build_system(
         tokenizer=tokenizer,
         seed=config.seed,
         limits=MemoryLimits(config.cache.session_ttl_s, config.cache.max_remembered_tokens),
+        costs=_measured_before(plan),
         labels={"weights": plan.weights, "baseline": config.baseline.name, "tokenizer": tokenizer.name},
     )
+
+
+def _measured_before(plan: TrialPlan) -> CostModel | None:
+    """What a real machine's profile says of chunks; a simulated worker knows by itself."""
+    path = plan.config.hardware.profile
+    return None if path is None or plan.device.simulated else read_profile(path).costs
 
 
 def outside_engine(
@@ -162,8 +171,8 @@ def build_outside(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan
     return OutsideSystem(outside_engine(plan, longest_context(described) if described else None, tokenizer))
 
 
-def _clock_and_worker(
-    plan: TrialPlan, trace: Path | None, keeps_disk: bool
+def clock_and_worker(
+    plan: TrialPlan, trace: Path | None = None, keeps_disk: bool = False
 ) -> tuple[Clock, Worker, int | Callable[[], int]]:
     """Clock, worker, and the number of GPU blocks or the function that measures how many fit."""
     hardware, scheduler = plan.config.hardware, plan.config.scheduler

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 
 from pensieve.compose.schema import HardwareConfig
+from pensieve.cost.machine_profile import read_profile
 from pensieve.errors import ConfigError, HardwareMissing
 from pensieve.specs import HardwareSpec
 from pensieve.units import parse_capacity
@@ -146,7 +147,8 @@ def memory_limit_bytes(hardware: HardwareConfig) -> int | None:
 
 
 def _simulated(hardware: HardwareConfig) -> Device:
-    for field in ("gpu_memory", "cpu_memory", "flops", "memory_bw", "h2d_bw", "d2h_bw"):
+    rates = () if hardware.profile else ("flops", "memory_bw", "h2d_bw", "d2h_bw")
+    for field in ("gpu_memory", "cpu_memory", *rates):
         if not getattr(hardware, field):
             raise ConfigError(f"hardware.{field} has no value, and a simulated machine needs it; set it.")
     gpu, cpu = _bytes(hardware, "gpu_memory"), _bytes(hardware, "cpu_memory")
@@ -162,7 +164,7 @@ def _bytes(hardware: HardwareConfig, field: str) -> int:
 
 def hardware_spec(hardware: HardwareConfig, device: Device) -> HardwareSpec:
     """The hardware in numbers, for the engine, the cost model and the simulated worker."""
-    return HardwareSpec(
+    spec = HardwareSpec(
         name=hardware.name,
         simulated=hardware.simulated,
         device=device.name,
@@ -184,5 +186,16 @@ def hardware_spec(hardware: HardwareConfig, device: Device) -> HardwareSpec:
         step_overhead_s=hardware.step_overhead_s,
         duplex_penalty=hardware.duplex_penalty,
         disk_bw=hardware.disk_bw,
+        profile=hardware.profile,
         source=hardware.source,
+    )
+    if hardware.profile is None:
+        return spec
+    measured = read_profile(hardware.profile)
+    return replace(
+        spec,
+        h2d_bw=measured.block_bytes / measured.h2d_block_s,
+        d2h_bw=measured.block_bytes / measured.d2h_block_s,
+        step_overhead_s=measured.overhead_s,
+        overlaps=measured.overlaps,
     )

@@ -9,6 +9,7 @@ from pensieve.compose.machine import Device, find_device, free_host_memory_bytes
 from pensieve.compose.schema import ModelConfig, TrialConfig
 from pensieve.compose.target import refuse_missing
 from pensieve.compose.weights import folder_architecture, weights_kind
+from pensieve.cost.machine_profile import read_profile
 from pensieve.errors import ConfigError, EngineMissing, HardwareMissing
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.units import format_bytes, parse_capacity
@@ -122,10 +123,13 @@ def plan_trial(config: TrialConfig) -> TrialPlan:
     ]
     disk_size = parse_capacity(config.cache.disk, "cache.disk")
     device = find_device(config.hardware)
-    model = model_spec(config.model, device)
+    profile = None if config.hardware.profile is None else read_profile(config.hardware.profile)
+    model = model_spec(config.model, device, str(profile.where["dtype"]) if profile and device.simulated else None)
     chunk = config.cache.chunk_tokens
     disk = disk_size.in_blocks(model.kv_bytes_per_token, chunk)  # of the machine, whose devices share it
     _check_disk(config, device, disk)
+    if profile is not None:
+        profile.refuse_other(model, chunk)
     gpu, cpu = (0 if size is None else size.in_blocks(model.kv_bytes_per_token, chunk) * device.count for size in sizes)
     total = baseline.kv_budget == "total" and not baseline.cpu_tier
     plan = TrialPlan(
@@ -223,10 +227,11 @@ def auto_gpu_blocks(
     )
 
 
-def model_spec(model: ModelConfig, device: Device) -> ModelSpec:
-    """The model in numbers, in the dtype it will have: auto is bfloat16 on a GPU, and on a CPU what is faster there."""
+def model_spec(model: ModelConfig, device: Device, measured: str | None = None) -> ModelSpec:
+    """The model in numbers, in the dtype it will have: auto is bfloat16 on a GPU, and on a CPU what is faster there;
+    measured: where a machine is simulated by its profile, the dtype of that."""
     architecture = folder_architecture(model.weights) if weights_kind(model) == "path" else model.architecture
-    dtype = "bfloat16" if model.dtype == "auto" else model.dtype
+    dtype: str = (measured or "bfloat16") if model.dtype == "auto" else model.dtype
     spec = replace(ModelSpec.from_architecture(model.name, architecture, dtype), architecture=dict(architecture))
     if model.quantization is not None:
         if device.kind != "cpu" or model.dtype not in ("auto", "float32"):

@@ -93,7 +93,8 @@ class HardwareConfig(_Group):
 
     depth: plans in flight; auto: see plan.plans_in_flight. graphs: replay decode iterations (YAML reads a bare off as
     false). copies: what moves blocks between a GPU and the CPU tier. memory_share: what cache.gpu=auto may fill, by default
-    nine tenths of a GPU and half of a CPU machine's free memory.
+    nine tenths of a GPU and half of a CPU machine's free memory. profile: a file of runners/profile.py: what retention value
+    goes by on a real machine, and all times of a simulated one.
     """
 
     name: str
@@ -121,6 +122,7 @@ class HardwareConfig(_Group):
     step_overhead_s: Rate = 0.0
     duplex_penalty: Share = 0.0
     disk_bw: Rate = 0.0
+    profile: str | None = None
     source: str = ""
 
 

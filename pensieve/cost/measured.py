@@ -360,7 +360,8 @@ class AttentionFit:
 
     In a batch with a chunk, rows of queries are computed in tiles of TILE, a decode's one as well, each tile by one
     multiprocessor: the work of all tiles at `compute` of the peak, or the longest one at `serial` of its processor's share.
-    Decodes alone read their KV at `memory` of the bandwidth. *_floor_s: what a call takes anyway.
+    Decodes alone read their KV at `memory` of the bandwidth, and a chunk beside them spares none of it: where queries share
+    little KV (no cards' tables have such a model), reading is what takes longest. *_floor_s: what a call takes anyway.
     """
 
     floor_s: float
@@ -370,16 +371,18 @@ class AttentionFit:
     memory: float
 
     def seconds(self, batch: Batch, shape: Shape, flops: float, memory_bw: float, processors: int) -> float:
+        moved = batch.decodes * (batch.decode_kv + 1) * 4 * shape.kv_heads * shape.head_dim
+        reading = self.decode_floor_s + moved / (self.memory * memory_bw)
         if not batch.chunk:
-            moved = batch.decodes * (batch.decode_kv + 1) * 4 * shape.kv_heads * shape.head_dim
-            return self.decode_floor_s + moved / (self.memory * memory_bw)
+            return reading
         pair = 4 * shape.head_dim
         padded = batch.pairs + batch.chunk * (TILE - 1) / 2  # a tile computes the whole square at its end
         if batch.chunk < TILE:
             padded = max(padded, TILE * batch.longest)
         work = pair * shape.heads * (padded + TILE * batch.decodes * (batch.decode_kv + 1))
         longest = pair * TILE * max(batch.longest, batch.decode_longest + 1 if batch.decodes else 0)
-        return self.floor_s + max(work / (self.compute * flops), longest * processors / (self.serial * flops))
+        computing = self.floor_s + max(work / (self.compute * flops), longest * processors / (self.serial * flops))
+        return max(computing, reading) if batch.decodes else computing
 
 
 TILE = 64

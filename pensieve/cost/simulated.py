@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from pensieve.cost.base import CostModel
+from pensieve.cost.machine_profile import ProfiledCost, read_profile
 from pensieve.cost.measured import MeasuredCost
 from pensieve.cost.roofline import Roofline, Run
 from pensieve.specs import HardwareSpec, ModelSpec
@@ -28,7 +29,9 @@ class SimulatedCost(CostModel, Protocol):
 
 
 def simulated_cost(model: ModelSpec, hardware: HardwareSpec, chunk_tokens: int) -> SimulatedCost:
-    """By tables of measured kernels where the machine has such terms, else by its roofline."""
+    """By a profile of the whole machine, or tables of measured kernels, where it has either; else by its roofline."""
+    if hardware.profile is not None:
+        return ProfiledCost(read_profile(hardware.profile), model, hardware, chunk_tokens)
     if hardware.terms.get("projections", "roofline") == "roofline":
         return Roofline(model, hardware, chunk_tokens)
     return MeasuredCost(model, hardware, chunk_tokens)

@@ -32,6 +32,7 @@ from pensieve.results.process import Owner, this_process
 from pensieve.results.store import ResultsStore
 from pensieve.results.sweep_table import SweepTable, sweep_table
 from pensieve.trial.fidelity import fidelity
+from pensieve.trial.fidelity_here import fidelity_here
 from pensieve.trial.identity import marks_of
 from pensieve.trial.job import Job, Outcome
 from pensieve.trial.jobs import Jobs, fixed_overrides
@@ -144,6 +145,8 @@ class OpenSweep:
                 console().print(table.renderable)
                 for job in tracking.store.trials_of_sweep(self.sweep_id):
                     _print_fidelity(tracking.store, job.last.id)
+                if (here := fidelity_here(tracking.store, self.sweep_id)) is not None:
+                    console().print(here)
                 print(*places(tracking), sep="\n", flush=True)
         except BrokenPipeError:
             discard_output()  # the sweep is still to be closed, and its status to be returned

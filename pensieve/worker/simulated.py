@@ -30,10 +30,11 @@ class SimulatedWorker:
 
     A plan waits for the swap-ins that bring blocks below its rows' positions, its own or an earlier plan's, and overlaps
     with them by layer (paper section 4.3.3): with L layers, a transfer of T that begins with the plan and compute C, it
-    takes max(T/L + C, T + C/L). Others go on meanwhile, one after the other. Swap-outs follow the swap-ins launched so
-    far, unless urgent: then both directions run at once and each loses `duplex_penalty` of its rate. Tokens are a function
-    of (Sample.key, position), so that baselines can be compared token for token here too. The host prepares one
-    plan after the other, each in the overhead of a step; with depth 2 it does so while the plan before runs.
+    takes max(T/L + C, T + C/L); a machine that cannot overlap them copies first. Others go on meanwhile, one after the
+    other. Swap-outs follow the swap-ins launched so far, unless urgent: then both directions run at once and each loses
+    `duplex_penalty` of its rate. Tokens are a function of (Sample.key, position), so that baselines can be compared token
+    for token here too. The host prepares one plan after the other, each in the overhead of a step; with depth 2 it does so
+    while the plan before runs.
     """
 
     computes = False
@@ -108,7 +109,8 @@ class SimulatedWorker:
         compute = round(compute_s * 1e9)
         if plan.rows:  # of the overhead, what is still to come
             compute += max(0, self._prepared_ns - start) - round(self._hardware.step_overhead_s * 1e9)
-        ended = self._ended(plan.rows, start, compute)
+        begins = start if self._hardware.overlaps else max(start, self._h2d_free_ns, self._d2h_free_ns)
+        ended = self._ended(plan.rows, begins, compute)
         self._clock.advance_to(ended)
         if self.timeline is not None and plan.rows:
             positions = sum(row.positions for row in plan.rows)

@@ -173,6 +173,16 @@ def test_the_fitted_attention_meets_the_cells_that_it_was_fitted_to_as_far_as_it
     assert again["decode_median_pct"] < 10 < told["fitted_to_the_other_card"]["rtx4090"]["median_pct"]
 
 
+@pytest.mark.parametrize("model", ["opt_13b", "llama2_13b_gqa", "llama3_8b"])
+def test_a_chunk_beside_decodes_spares_none_of_their_reading(model):
+    """Of OPT-13B, whose every query head has KV of its own, 34 decodes took longer alone than with seven positions more."""
+    cost = cost_of("sim_a100_80g", model)
+    decodes = [(1300, 1301)] * 34
+    alone = cost.iteration_s(decodes, 34)
+    for chunk in (2, 7, 64, 180, 1024):
+        assert cost.iteration_s([*decodes, (700, 700 + chunk)], 34) >= alone
+
+
 @pytest.mark.parametrize("hardware", ["sim_rtx4090", "sim_rtxpro6000", "sim_a100_80g", "sim_h100"])
 def test_a_marginal_chunk_costs_no_less_at_a_longer_context(hardware):
     cost = cost_of(hardware)

@@ -40,6 +40,16 @@ def test_swap_in_is_pipelined_by_layer_with_compute() -> None:
     assert result.stall_ns == pytest.approx((expected - compute) * 1e9, rel=1e-6)
 
 
+def test_a_machine_that_cannot_overlap_copies_first() -> None:
+    worker, clock = started(h2d_bw=1e6, d2h_bw=5e5, overlaps=False)
+    compute = worker.cost.iteration_s([(0, 40)], 1)
+    copies = worker.cost.transfer_s(4, to_gpu=True) + worker.cost.transfer_s(1, to_gpu=False)
+    plan = StepPlan(0, (ROW,), TABLE, swap_in=(Copy(1, (0, 1, 2, 3), (4, 5, 6, 7)),), swap_out=(Copy(2, (9,), (9,)),))
+    result = perform(worker, plan)
+    assert clock.now_s() == pytest.approx(copies + compute, rel=1e-6)
+    assert (result.done, result.stall_ns) == ((1, 2), pytest.approx(copies * 1e9, rel=1e-6))
+
+
 def test_swap_out_waits_for_swap_in_unless_urgent_and_is_reported_when_it_ends() -> None:
     ends = {}
     for urgent in (False, True):

@@ -37,7 +37,8 @@ Cells = tuple[NDArray[np.float64], ...]
 
 def cells_of(card: str) -> Cells:
     flops, memory_bw, processors = CARDS[card]
-    work = AttentionFit(0.0, 0.0, 1.0, _NEVER, 1.0)
+    work = AttentionFit(0.0, 0.0, 1.0, _NEVER, _NEVER)
+    reading = AttentionFit(0.0, 0.0, _NEVER, _NEVER, 1.0)
     longest = AttentionFit(0.0, 0.0, _NEVER, 1.0, _NEVER)
     rows: list[tuple[float, float, float, float]] = []
     for name in TABLES[card]:
@@ -53,7 +54,7 @@ def cells_of(card: str) -> Cells:
                             continue
                         runs = [(kv, kv + chunk)] if chunk else []
                         batch = Batch.of(runs + [(decode_kv, decode_kv + 1)] * decodes, None)
-                        tiles = work.seconds(batch, shape, flops, memory_bw, processors)
+                        tiles = (work if chunk else reading).seconds(batch, shape, flops, memory_bw, processors)
                         serial = longest.seconds(batch, shape, flops, memory_bw, processors)
                         rows.append(
                             (tiles if chunk else 0.0, serial if chunk else 0.0, 0.0 if chunk else tiles, us * 1e-6)

@@ -1,0 +1,189 @@
+"""How far a machine's simulation (hardware=sim_profile) is from that machine: the same trials on both, and a verdict.
+
+Real trials are repeated; what the simulated one is held against is their median. Beside its error stands what each repeat is
+off from the median of the others: nothing can be nearer to a machine than the machine to itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from pensieve.results.evidence import Evidence
+from pensieve.results.frame import values_of
+from pensieve.results.schema import Trial
+from pensieve.results.store import ResultsStore
+from pensieve.statistics import median
+
+HIT_POINTS, THROUGHPUT_PCT, TTFT_PCT = 1.0, 5.0, 10.0
+"""What each error may come to: hit rates in points, by tier; output tokens a second; first tokens, mean over turns."""
+FEWEST_REPEATS = 5
+_RATES = ("gpu_hit_rate", "cpu_hit_rate", "miss_rate")
+_AXIS = "hardware"
+
+ByTurn = Mapping[tuple[str, int], float]
+"""(conversation, turn) -> ms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """One trial. rates: of _RATES, as shares; None where there was no history."""
+
+    rates: tuple[float | None, ...]
+    throughput: float | None
+    ttft_ms: ByTurn
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """hits: the furthest rate in points; throughput, ttft: in percent. None: cannot be told."""
+
+    hits: float | None
+    throughput: float | None
+    ttft: float | None
+
+    def within(self) -> bool:
+        limits = zip((self.hits, self.throughput, self.ttft), (HIT_POINTS, THROUGHPUT_PCT, TTFT_PCT), strict=True)
+        return all(error is None or abs(error) <= limit for error, limit in limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One place of the sweep. simulated: against the median of the real repeats; real: a repeat against that of the others,
+    mean of the sizes of their errors; None below two repeats."""
+
+    place: str
+    repeats: int
+    simulated: Errors
+    real: Errors | None
+
+
+def errors_of(one: Observed, others: Sequence[Observed]) -> Errors:
+    """Of a trial against the median of others. ttft: mean absolute percentage error over the turns that all have."""
+    rates = []
+    for index, value in enumerate(one.rates):
+        theirs = [other.rates[index] for other in others]
+        known = [rate for rate in theirs if rate is not None]
+        if value is not None and len(known) == len(theirs):
+            rates.append(100 * (value - median(known)))
+    flows = [other.throughput for other in others if other.throughput]
+    middle = median(flows) if flows and len(flows) == len(others) else None
+    common = set(one.ttft_ms).intersection(*(other.ttft_ms for other in others))
+    off = [abs(one.ttft_ms[turn] / median([other.ttft_ms[turn] for other in others]) - 1) for turn in sorted(common)]
+    return Errors(
+        hits=max(rates, key=abs) if rates else None,
+        throughput=100 * (one.throughput / middle - 1) if one.throughput and middle else None,
+        ttft=100 * fmean(off) if off else None,
+    )
+
+
+def real_against_real(repeats: Sequence[Observed]) -> Errors | None:
+    """The mean size of each repeat's errors against the others."""
+    if len(repeats) < 2:
+        return None
+    each = [errors_of(one, [*repeats[:place], *repeats[place + 1 :]]) for place, one in enumerate(repeats)]
+    return Errors(*(_mean_size(getattr(one, name) for one in each) for name in ("hits", "throughput", "ttft")))
+
+
+def fidelity_here(store: ResultsStore, sweep_id: int) -> RenderableType | None:
+    """The table and the verdict of a sweep that ran on a machine and on its profile; None for any other."""
+    trials = [job.trial for job in store.trials_of_sweep(sweep_id) if job.trial is not None]
+    if len({trial.simulated for trial in trials}) < 2:
+        return None
+    compared = compare(Evidence(store, sweep_id))
+    if not compared:
+        return None
+    table = Table(title="This machine's simulation, against the machine", title_justify="left", box=box.SIMPLE_HEAD)
+    names = ("", "repeats", "hits, points", "throughput", "TTFT", "hits", "throughput", "TTFT")
+    heads = ("", "", "simulated", "", "", "real again", "", "")
+    for head, name in zip(heads, names, strict=True):
+        table.add_column(f"{head}\n{name}", justify="left" if not name else "right")
+    for one in compared:
+        real = one.real or Errors(None, None, None)
+        table.add_row(
+            one.place, str(one.repeats),
+            _signed(one.simulated.hits, ""), _signed(one.simulated.throughput, " %"), _plain(one.simulated.ttft, " %"),
+            _plain(real.hits, ""), _plain(real.throughput, " %"), _plain(real.ttft, " %"),
+        )  # fmt: skip
+    return Group(table, verdict(compared))
+
+
+def compare(found: Evidence) -> list[Compared]:
+    """Each place of the sweep's other axes that has trials of both."""
+    compared = []
+    for group in found.groups(_AXIS):
+        for baseline, trials in group.trials.items():
+            for seed in sorted({trial.seed for trial in trials}):
+                own = [trial for trial in trials if trial.seed == seed]
+                real = [_observed(found, trial) for trial in own if not trial.simulated]
+                simulated = [trial for trial in own if trial.simulated and _profiled(trial)]
+                if real and simulated:
+                    place = ", ".join(filter(None, (group.name, baseline, f"seed {seed}")))
+                    error = errors_of(_observed(found, simulated[0]), real)
+                    compared.append(Compared(place, len(real), error, real_against_real(real)))
+    return compared
+
+
+def verdict(compared: Sequence[Compared]) -> str:
+    limits = f"{HIT_POINTS:g} point of hit rate, {THROUGHPUT_PCT:g} % of throughput, {TTFT_PCT:g} % of TTFT"
+    outside = [one for one in compared if not one.simulated.within()]
+    text = (
+        f"Verdict: holds. All {len(compared)} places are within {limits}."
+        if not outside
+        else f"Verdict: fails at {len(outside)} of {len(compared)} places: {'; '.join(one.place for one in outside)}. The "
+        f"limits are {limits}."
+    )
+    if wrong := [one.place for one in outside if _decides_wrongly(one)]:
+        text += f" Hit rates are off at {len(wrong)} of them, where the machine's own repeats agree: what is evicted differs."
+    restless = [one for one in compared if one.real is not None and not one.real.within()]
+    if restless:
+        text += (
+            f" At {len(restless)} places the machine differs from itself by more than the limits (real again): it was busy, "
+            "and the milliseconds there decide nothing."
+        )
+    few = min(one.repeats for one in compared)
+    if few < FEWEST_REPEATS:
+        text += f" {few} real repeats at some place, and {FEWEST_REPEATS} are asked for: repeat=0,1,2,3,4."
+    return text
+
+
+def _decides_wrongly(one: Compared) -> bool:
+    """Hit rates that differ although the real repeats agree on them."""
+    ours, theirs = one.simulated.hits, one.real.hits if one.real else None
+    return ours is not None and abs(ours) > HIT_POINTS and (theirs is None or theirs <= HIT_POINTS)
+
+
+def _observed(found: Evidence, trial: Trial) -> Observed:
+    return Observed(
+        rates=tuple(found.metric(trial, name) for name in _RATES),
+        throughput=found.metric(trial, "throughput_output_tok_s"),
+        ttft_ms=_by_turn(found, trial),
+    )
+
+
+def _by_turn(found: Evidence, trial: Trial) -> ByTurn:
+    values = values_of(found.turns([trial]), "ttft_ms")
+    sessions, turns = (values.index.get_level_values(name) for name in ("session", "turn"))
+    return {(str(session), int(turn)): ms for session, turn, ms in zip(sessions, turns, values.tolist(), strict=True)}
+
+
+def _profiled(trial: Trial) -> bool:
+    return ((trial.engine or {}).get("cost") or {}).get("kind") == "machine profile"
+
+
+def _mean_size(values: Iterable[float | None]) -> float | None:
+    known = [abs(value) for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def _signed(value: float | None, unit: str) -> str:
+    return "–" if value is None else f"{value:+.2f}{unit}"
+
+
+def _plain(value: float | None, unit: str) -> str:
+    return "–" if value is None else f"{value:.2f}{unit}"

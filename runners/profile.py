@@ -1,0 +1,13 @@
+"""Measure this machine, for its cost model and to simulate it: python runners/profile.py [group=option] [profile.to=FILE]"""
+
+import sys
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+if (CHECKOUT / "pensieve").is_dir():
+    sys.path[0] = str(CHECKOUT)  # for this folder, whose profile.py is not the standard library's
+
+from pensieve.cli import profile  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(profile())

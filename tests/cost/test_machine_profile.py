@@ -1,0 +1,145 @@
+"""A machine measured whole: the arithmetic between its cells, and a simulated machine measured and simulated again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pensieve.baselines.profiling import load_s, profile_of
+from pensieve.clock import VirtualClock
+from pensieve.compose import check, plan_trial
+from pensieve.compose.build import _measured_before
+from pensieve.cost.machine_profile import Grid, MachineProfile, ProfiledCost, powers_of_two, read_profile
+from pensieve.cost.simulated import simulated_cost
+from pensieve.errors import ConfigError
+from pensieve.metrics import summarise
+from pensieve.trial.machine_profile import _grid, measure_grids
+from pensieve.worker.simulated import SimulatedWorker
+from tests.composed import composed, replayed
+
+POOL = 2048  # tokens of each tier
+TIERS = (f"cache.gpu={POOL} tokens", f"cache.cpu={POOL} tokens")
+
+
+def test_times_are_linear_between_cells_and_go_on_beyond_them():
+    grid = Grid(rows=(2, 4, 8), columns=(0, 32, 64), seconds=((1.0, 2.0, 4.0), (2.0, 4.0, 8.0), (4.0, 8.0)))
+    assert (grid.at(2, 0), grid.at(4, 64), grid.at(8, 32)) == (1.0, 8.0, 8.0)
+    assert grid.at(2, 48) == 3.0
+    assert grid.at(3, 32) == 3.0
+    assert grid.at(3, 48) == (3.0 + 6.0) / 2
+    assert grid.at(4, 96) == 12.0  # at the last slope
+    assert grid.at(8, 64) == 12.0  # a row that ends before
+    assert grid.at(16, 32) == 16.0  # twice the work
+    assert grid.at(1, 32) == 2.0  # none below the first
+    assert grid.covers(4, 64) and grid.covers(3, 33)
+    assert not (grid.covers(8, 33) or grid.covers(9, 0) or grid.covers(2, 65))
+
+
+def test_the_median_of_the_rounds_counts_and_a_spent_budget_ends_the_rows():
+    asked: list[tuple[int, int]] = []
+
+    def cell(row: int, column: int) -> float | None:
+        asked.append((row, column))
+        return None if row + column > 40 else (100.0 if len(asked) == 1 else float(row))
+
+    grid = _grid((2, 16), (0, 32), cell, rounds=3, budget_s=1e9)
+    assert grid.seconds == ((2.0, 2.0), (16.0,))
+    spent = _grid((2, 16), (0, 32), lambda row, column: 1.0, rounds=3, budget_s=1.5)
+    assert spent.seconds == ((1.0, 1.0), (1.0,))
+    assert powers_of_two(2, 9) == (2, 4, 8) and powers_of_two(4, 3) == ()
+
+
+def measured_of(*overrides: str) -> MachineProfile:
+    """A simulated machine, measured through plans as a real one is."""
+    plan = plan_trial(check(composed(*TIERS, *overrides)))
+    worker = SimulatedWorker(plan.model, plan.hardware, clock := VirtualClock(), plan.chunk_tokens)
+    worker.start(plan.gpu_blocks, plan.cpu_blocks)
+    size, blocks = plan.chunk_tokens, plan.gpu_blocks
+    where = {"model": plan.model.name, "dtype": plan.model.dtype, "machine": plan.hardware.name}
+    costs = profile_of(worker, clock, size, POOL, plan.model.max_context, blocks, {**where, "of": str(overrides)})
+    prefill, decode = measure_grids(worker, clock, size, blocks, POOL, 512, 64, rounds=1, budget_s=1e9)
+    inward, outward = (load_s(worker, clock, blocks, inward=way) for way in (True, False))
+    return MachineProfile(
+        costs=costs, prefill=prefill, decode=decode, block_bytes=plan.block_bytes, h2d_block_s=inward,
+        d2h_block_s=outward, overhead_s=0.0, overlaps=True, where=where, measured={},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def h100() -> MachineProfile:
+    return measured_of()
+
+
+def test_iterations_that_were_not_measured_take_what_the_machine_takes(h100):
+    plan = plan_trial(check(composed(*TIERS)))
+    truth = simulated_cost(plan.model, plan.hardware, 32)
+    cost = ProfiledCost(h100, plan.model, replace(plan.hardware, step_overhead_s=0.0), 32)
+    for runs in ([(0, 300)], [(700, 1000)], [(900, 901)] * 23, [(100, 101), (1500, 1501)], [(0, 97)]):
+        assert cost.iteration_s(runs, 1) == pytest.approx(truth.iteration_s(runs, len(runs)), rel=0.05)
+    mixed = [(900, 901)] * 20 + [(300, 500)]
+    assert cost.iteration_s(mixed, 21) == pytest.approx(truth.iteration_s(mixed, 21), rel=0.2)
+    alone = cost.iteration_s(mixed[:20], 20), cost.iteration_s(mixed[20:], 1)
+    assert max(alone) < cost.iteration_s(mixed, 21) < sum(alone)
+    assert not cost.extrapolated()
+    cost.iteration_s([(0, 1024)], 1)
+    assert cost.extrapolated()["profile"]["iterations"] == 1
+    assert cost.iteration_s([], 0) == 0.0
+    for blocks in (1, 10):
+        for way in (True, False):
+            assert cost.transfer_s(blocks, way) == pytest.approx(truth.transfer_s(blocks, way), rel=1e-3)
+    assert cost.recompute_s(1024) == h100.costs.recompute_s(1024)  # one number for policy and simulator
+
+
+def test_a_machine_and_its_profile_serve_the_same_trial_alike(h100, tmp_path):
+    """The circle: measure a machine, simulate it by its profile, hold both against each other where the cache thrashes."""
+    file = tmp_path / "machine.json"
+    h100.write(file)
+    rounds = ("workload=rounds", "workload.rounds=4", "workload.order=random", "workload.pressure=2")
+    there, _ = replayed(*TIERS, *rounds)
+    here, system = replayed(*TIERS, *rounds, "hardware=sim_profile", f"hardware.profile={file}")
+    ours, theirs = ({(m.name, m.label): m.value for m in summarise(one.measurement)} for one in (here, there))
+    for rate in ("gpu_hit_rate", "cpu_hit_rate", "miss_rate"):
+        assert ours[rate, ""] == pytest.approx(theirs[rate, ""], abs=0.01)
+    assert theirs["cpu_hit_rate", ""] > 0.1 and theirs["miss_rate", ""] > 0.1
+    assert ours["throughput_output_tok_s", ""] == pytest.approx(theirs["throughput_output_tok_s", ""], rel=0.05)
+    assert ours["ttft_ms_mean", ""] == pytest.approx(theirs["ttft_ms_mean", ""], rel=0.1)
+    assert system.settings()["cost"]["kind"] == "machine profile"
+
+
+def test_a_profile_of_something_else_is_refused_in_a_sentence(h100, tmp_path):
+    file = tmp_path / "machine.json"
+    h100.write(file)
+    assert read_profile(str(file)) == h100
+
+    def planned(*overrides: str) -> None:
+        plan_trial(check(composed("hardware=sim_profile", f"hardware.profile={file}", *overrides)))
+
+    planned(*TIERS)
+    with pytest.raises(ConfigError, match=r"measured with model tiny, and this trial has llama_25m"):
+        planned("model=llama_25m")
+    with pytest.raises(ConfigError, match=r"chunk_tokens 32, and this trial has 16"):
+        planned("cache.chunk_tokens=16")
+    with pytest.raises(ConfigError, match=r"no profile at .*absent; measure one with python runners/profile\.py"):
+        planned(f"hardware.profile={tmp_path}/absent")
+    file.write_text("{}")
+    with pytest.raises(ConfigError, match=r"is no profile of a machine"):
+        planned()
+
+
+def test_a_real_machine_takes_its_costs_from_the_file_and_a_simulated_one_its_times(h100, tmp_path):
+    file = tmp_path / "machine.json"
+    h100.model_copy(update={"where": {**h100.where, "dtype": "float32"}}).write(file)
+    real = plan_trial(check(composed("hardware=cpu", f"hardware.profile={file}", *TIERS)))
+    assert _measured_before(real) == h100.costs
+    assert _measured_before(plan_trial(check(composed("hardware=cpu", *TIERS)))) is None
+    simulated = plan_trial(check(composed("hardware=sim_profile", f"hardware.profile={file}", *TIERS)))
+    assert _measured_before(simulated) is None
+    assert simulated.model.dtype == "float32"
+
+
+def test_the_runners_folder_hides_no_module_of_the_standard_library():
+    """`python runners/run.py` puts runners/ first on the path, and cProfile imports profile."""
+    for runner in (Path(__file__).parents[2] / "runners").glob("*.py"):
+        assert "sys.path[0] = str(CHECKOUT)" in runner.read_text(), runner.name

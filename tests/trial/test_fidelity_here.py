@@ -1,0 +1,87 @@
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from pensieve.results.store import ResultsStore
+from pensieve.trial.fidelity_here import (
+    Compared,
+    Errors,
+    Observed,
+    errors_of,
+    fidelity_here,
+    real_against_real,
+    verdict,
+)
+from tests.results.trials import MEMORY, add_trial, open_sweep, turn
+
+
+def observed(gpu=0.5, cpu=0.3, flow=100.0, **ttft_ms):
+    return Observed((gpu, cpu, 1 - gpu - cpu), flow, {(name, 1): ms for name, ms in ttft_ms.items()})
+
+
+def test_a_trial_is_held_against_the_median_of_the_repeats():
+    real = [observed(flow=flow, a=a, b=20.0) for flow, a in ((90.0, 8.0), (100.0, 10.0), (200.0, 40.0))]
+    found = errors_of(observed(gpu=0.505, cpu=0.28, flow=104.0, a=11.0, b=16.0), real)
+    assert found.hits == pytest.approx(-2.0)  # cpu: 28 against 30 %
+    assert found.throughput == pytest.approx(4.0)
+    assert found.ttft == pytest.approx((10 + 20) / 2)
+    assert not found.within()
+    assert errors_of(real[1], real).within()
+
+
+def test_only_turns_that_all_have_are_compared_and_nothing_is_no_zero():
+    found = errors_of(observed(a=11.0, c=99.0), [observed(a=10.0, b=1.0)])
+    assert found.ttft == pytest.approx(10.0)
+    nothing = errors_of(Observed((None, None, None), None, {}), [observed(a=10.0)])
+    assert nothing == Errors(None, None, None)
+
+
+def test_a_machine_against_itself():
+    assert real_against_real([observed(a=1.0)]) is None
+    assert real_against_real([observed(a=1.0)] * 3) == Errors(0.0, 0.0, 0.0)
+    spread = real_against_real([observed(flow=100.0, a=10.0), observed(flow=110.0, a=10.0)])
+    assert spread.throughput == pytest.approx((100 * (1 - 100 / 110) + 10.0) / 2)
+
+
+def place(hits, throughput, ttft, real=None, repeats=5):
+    return Compared("pressure=4", repeats, Errors(hits, throughput, ttft), real or Errors(0.0, 1.0, 2.0))
+
+
+def test_the_verdict_says_where_it_fails_and_whether_the_machine_was_busy():
+    assert verdict([place(1.0, -5.0, 10.0)]).startswith("Verdict: holds. All 1 places")
+    for errors in ((1.1, 0.0, 0.0), (0.0, -5.1, 0.0), (0.0, 0.0, 10.1)):
+        assert "fails at 1 of 1 places: pressure=4" in verdict([place(*errors)])
+    assert "what is evicted differs" in verdict([place(1.1, 0.0, 0.0)])
+    restless = verdict([place(1.1, 20.0, 0.0, Errors(3.0, 20.0, 0.0))])
+    assert "the machine differs from itself" in restless and "what is evicted differs" not in restless
+    assert "2 real repeats" in verdict([place(0.0, 0.0, 0.0, repeats=2)])
+
+
+def swept(real, simulated):
+    """A sweep over both machines: a turn a trial, first tokens as given."""
+    store = ResultsStore(MEMORY)
+    sweep_id = open_sweep(store, hardware="local,sim_profile", repeat="0,1", baseline="pensieve")
+    engine = {"cost": {"kind": "machine profile"}}
+    jobs = [("local", False, ms) for ms in real] + [("sim_profile", True, ms) for ms in simulated]
+    for job, (hardware, virtual, ms) in enumerate(jobs):
+        metrics = {"gpu_hit_rate": 0.5, "cpu_hit_rate": 0.25, "miss_rate": 0.25, "throughput_output_tok_s": 1000 / ms}
+        add_trial(
+            store, sweep_id, job, "pensieve", [turn("a", 2, ms)], metrics, repeat=job, hardware=hardware,
+            simulated=virtual, engine=engine, config={"hardware": {"name": hardware}},
+        )  # fmt: skip
+    return store, sweep_id
+
+
+def printed(store, sweep_id):
+    written = StringIO()
+    Console(width=120, file=written).print(fidelity_here(store, sweep_id))
+    return " ".join(written.getvalue().split())
+
+
+def test_a_sweep_over_both_machines_has_a_verdict_and_any_other_has_none():
+    text = printed(*swept([9.0, 10.0, 11.0], [10.4]))
+    assert "+0.00 -3.85 % 4.00 %" in text
+    assert "Verdict: holds" in text and "3 real repeats" in text
+    assert "fails at 1 of 1" in printed(*swept([9.0, 10.0, 11.0], [12.0]))
+    assert fidelity_here(*swept([9.0, 10.0], [])) is None
