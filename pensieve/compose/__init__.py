@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 from pensieve.lazy import from_modules
 
 if TYPE_CHECKING:
-    from pensieve.compose.build import build_outside, build_system, build_workload, make_workload, outside_engine
+    from pensieve.compose.build import (
+        build_cluster,
+        build_outside,
+        build_system,
+        build_workload,
+        make_workload,
+        outside_engine,
+    )
     from pensieve.compose.folder import conf_folder, options, outputs_folder, read_option
     from pensieve.compose.plan import TrialPlan, plan_trial
     from pensieve.compose.preflight import check_free_memory
@@ -18,7 +25,7 @@ if TYPE_CHECKING:
     from pensieve.compose.weights import model_config
 
 _NAMES = {
-    "build": ("build_outside", "build_system", "build_workload", "make_workload", "outside_engine"),
+    "build": ("build_cluster", "build_outside", "build_system", "build_workload", "make_workload", "outside_engine"),
     "folder": ("conf_folder", "options", "outputs_folder", "read_option"),
     "plan": ("TrialPlan", "plan_trial"),
     "preflight": ("check_free_memory",),
@@ -35,6 +42,7 @@ __all__ = [
     "ModelConfig",
     "TrialConfig",
     "TrialPlan",
+    "build_cluster",
     "build_outside",
     "build_system",
     "build_tokenizer",

@@ -25,7 +25,7 @@ from pensieve.cost.machine_profile import read_profile
 from pensieve.cost.simulated import simulated_cost
 from pensieve.engines.base import EngineSetup, OutsideEngine
 from pensieve.engines.system import OutsideSystem
-from pensieve.errors import CapacityError
+from pensieve.errors import CapacityError, ConfigError
 from pensieve.eviction.base import EvictionPolicy, PolicyContext
 from pensieve.idle_sessions import MemoryLimits
 from pensieve.request import tokens_of
@@ -37,6 +37,9 @@ from pensieve.workload.base import Workload, WorkloadContext, WorkloadPlan
 from pensieve.workload.cache_state import in_state
 
 if TYPE_CHECKING:
+    from pensieve.baselines.cluster_system import ClusterSystem
+    from pensieve.baselines.inline_system import InlineSystem
+    from pensieve.baselines.threaded_system import ThreadedSystem
     from pensieve.worker.torch.options import DiskOptions, TorchOptions
 
 
@@ -87,13 +90,42 @@ def build_system(
 
     Raises EngineMissing, WeightsMissing, HardwareMissing, UnsupportedModel.
     """
+    config = plan.config
+    parts = find_parts(config, longest_conversation(described) if described else None)
+    assert parts.cache is not None, f"baseline={config.baseline.name} is an outside engine: build_outside"
+    tokenizer = tokenizer or build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
+    if config.hardware.router != "single":
+        raise ConfigError("A cluster of simulated replicas runs trials only; use hardware.router=single.")
+    return _engine_system(plan, parts, tokenizer, trace, keeps_disk)
+
+
+def build_cluster(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan | None = None) -> ClusterSystem:
+    """Simulated replicas of an in-engine baseline behind hardware.router, not started yet."""
+    from pensieve.baselines.cluster_system import ClusterSystem, Failures
+    from pensieve.baselines.inline_system import InlineSystem
+    from pensieve.baselines.routing import ROUTERS
+
+    hardware = plan.config.hardware
+    parts = find_parts(plan.config, longest_conversation(described) if described else None)
+
+    def make() -> InlineSystem:
+        system = _engine_system(plan, parts, tokenizer, None)
+        assert isinstance(system, InlineSystem)
+        return system
+
+    failures = Failures(hardware.failure_s, hardware.restart_s)
+    return ClusterSystem(make, hardware.replicas, ROUTERS[hardware.router], seed=plan.config.seed, failures=failures)
+
+
+def _engine_system(
+    plan: TrialPlan, parts: Parts, tokenizer: Tokenizer, trace: Path | None, keeps_disk: bool = False
+) -> InlineSystem | ThreadedSystem:
     from pensieve.baselines.inline_system import InlineSystem
     from pensieve.baselines.threaded_system import ThreadedSystem
     from pensieve.scheduler.composition import SchedulerSettings
 
     config = plan.config
-    parts = find_parts(config, longest_conversation(described) if described else None)
-    assert parts.cache is not None, f"baseline={config.baseline.name} is an outside engine: build_outside"
+    assert parts.cache is not None
     s = config.scheduler
     scheduler = SchedulerSettings(
         composition=parts.composition,
@@ -105,7 +137,6 @@ def build_system(
         load_apart=s.load_apart,
         admit_beyond_budget=s.admit_beyond_budget,
     )
-    tokenizer = tokenizer or build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
     clock, worker, gpu_blocks = clock_and_worker(plan, trace, keeps_disk)
     kind: type[InlineSystem | ThreadedSystem] = InlineSystem if clock.virtual else ThreadedSystem
     return kind(

@@ -94,7 +94,8 @@ class HardwareConfig(_Group):
     depth: plans in flight; auto: see plan.plans_in_flight. graphs: replay decode iterations (YAML reads a bare off as
     false). copies: what moves blocks between a GPU and the CPU tier. memory_share: what cache.gpu=auto may fill, by default
     nine tenths of a GPU and half of a CPU machine's free memory. profile: a file of runners/profile.py: what retention value
-    goes by on a real machine, and all times of a simulated one.
+    goes by on a real machine, and all times of a simulated one. replicas, router, failure_s, restart_s: a simulated cluster,
+    see baselines.cluster_system.
     """
 
     name: str
@@ -124,6 +125,20 @@ class HardwareConfig(_Group):
     disk_bw: Rate = 0.0
     profile: str | None = None
     source: str = ""
+    replicas: Count = 1
+    router: Literal["single", "affinity", "affinity_bounded", "least_loaded", "prefix_aware", "random"] = "single"
+    failure_s: Annotated[float, Field(gt=0.0)] | None = None
+    restart_s: Rate = 30.0
+
+    @model_validator(mode="after")
+    def _cluster_is_simulated(self) -> HardwareConfig:
+        if self.router == "single" and (self.replicas > 1 or self.failure_s is not None):
+            raise ValueError(
+                "hardware.replicas and hardware.failure_s need a router: set hardware.router=affinity, say"
+            )
+        if self.router != "single" and not self.simulated:
+            raise ValueError("hardware.router is for simulated machines; use hardware=sim_h100, say")
+        return self
 
 
 class TrackingConfig(_Group):

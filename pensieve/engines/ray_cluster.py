@@ -8,8 +8,8 @@ import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -53,7 +53,7 @@ class RayCluster:
         self._cpus, self._gpus, self._killer, self._timeout_s = cpus, gpus, killer, start_timeout_s
         self._process: EngineProcess | None = None
         self._folder: Path | None = None
-        self._before: dict[str, str | None] = {}
+        self._open = ExitStack()
 
     def start(self) -> None:
         """A Ray that this process is connected to already serves, and is left as it is. Raises EngineFailed."""
@@ -62,17 +62,7 @@ class RayCluster:
         if ray.is_initialized():
             return
         self._folder = Path(tempfile.mkdtemp(prefix="ray-"))  # short: its sockets' paths may not exceed 107 characters
-        own = {
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": secrets.token_hex(16),
-            "RAY_memory_monitor_refresh_ms": "250" if self._killer else "0",
-            "RAY_DEDUP_LOGS": "0",
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")))),
-        }
-        self._before = {name: os.environ.get(name) for name in own}
-        os.environ.update(own)  # the driver, in this process, reads the same ones
-        _read_token_again()
+        self._open.enter_context(own_environment({"RAY_memory_monitor_refresh_ms": "250" if self._killer else "0"}))
         address = f"{LOOPBACK}:{free_port()}"
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
         command += [
@@ -97,12 +87,7 @@ class RayCluster:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
-        for name, value in self._before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        self._before = {}
+        self._open.close()
 
     def __enter__(self) -> RayCluster:
         self.start()
@@ -112,6 +97,31 @@ class RayCluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@contextmanager
+def own_environment(more: Mapping[str, str]) -> Iterator[None]:
+    """The environment of a cluster and of its driver, this process, while the block runs: a token of its own, nothing
+    reported, and our package to be found."""
+    folder = str(Path(__file__).parents[2])
+    own = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(16),
+        "PYTHONPATH": os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH")))),
+        **more,
+    }
+    before = {name: os.environ.get(name) for name in own}
+    os.environ.update(own)
+    _read_token_again()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _read_token_again() -> None:

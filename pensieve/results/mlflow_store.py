@@ -1,4 +1,4 @@
-"""MLflow's own store under the outputs folder: made once, opened, written in batches, moved away.
+"""MLflow's own store, under the outputs folder or on a server: made once, opened, written in batches, moved away.
 
 mlflow is imported here and in mlflow_runs alone, and only when something is logged: the import takes seconds. A failure of
 MLflow never fails a trial: functions marked `or_none` log one sentence and return None.
@@ -28,7 +28,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 DATABASE_NAME, NEW_PREFIX = "mlflow.db", ".mlflow-new-"
+URL_ENV = "PENSIEVE_MLFLOW_URL"
 LOCK_TIMEOUT_S = 120
+PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+"""With a server that does not answer; MLflow's own defaults try for minutes."""
+
 PARAMS_A_BATCH, METRICS_A_BATCH = 100, 1000  # and no more than the latter of both together
 PARAM_LENGTH, NAME_LENGTH, TAG_LENGTH = 6000, 250, 5000
 _STORE_FILES = ("mlflow.db", "mlflow.db-wal", "mlflow.db-shm", "mlartifacts")
@@ -36,9 +40,14 @@ _STORE_FILES = ("mlflow.db", "mlflow.db-wal", "mlflow.db-shm", "mlartifacts")
 _log = logging.getLogger(__name__)
 
 
+def remote_url() -> str | None:
+    """The tracking URI of a server of your own, from the environment so that it is never saved; None: the local store."""
+    return os.environ.get(URL_ENV) or None
+
+
 def mlflow_url(outputs: Path) -> str:
-    """The tracking URI of the local store. The timeout lets parallel trials wait for each other."""
-    return f"sqlite:///{outputs.absolute() / DATABASE_NAME}?timeout=30"
+    """The tracking URI: a server's, or the local store's, whose timeout lets parallel trials wait for each other."""
+    return remote_url() or f"sqlite:///{outputs.absolute() / DATABASE_NAME}?timeout=30"
 
 
 def or_none(function: Callable[P, T | None]) -> Callable[P, T | None]:
@@ -76,7 +85,7 @@ def ensure_store(outputs: Path) -> str | None:
 
 def client_of(outputs: Path) -> Any:
     """MLflow's client of the store in this folder; the store is made where it is missing."""
-    return _client(outputs.absolute())
+    return _client(outputs.absolute(), remote_url())
 
 
 def forget_clients() -> None:
@@ -85,7 +94,7 @@ def forget_clients() -> None:
 
 
 @functools.lru_cache(maxsize=4)
-def _client(outputs: Path) -> Any:
+def _client(outputs: Path, remote: str | None) -> Any:
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
     os.environ["DO_NOT_TRACK"] = "true"
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # the commit comes from our own environment record
@@ -93,6 +102,10 @@ def _client(outputs: Path) -> Any:
 
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    if remote is not None:
+        for name, value in PATIENCE.items():
+            os.environ.setdefault(name, value)
+        return MlflowClient(tracking_uri=remote)
     with lock(outputs):  # its schema is made by the client or its first question, and two at once would fail
         if not (outputs / DATABASE_NAME).exists():
             _create_database(outputs)
@@ -115,7 +128,12 @@ def _create_database(outputs: Path) -> None:
 
 
 def move_away(outputs: Path) -> Path | None:
-    """Move an existing store to mlflow-before-<time>, and return that folder; None where there is none."""
+    """Move an existing store to mlflow-before-<time>, and return that folder; None where there is none. Raises ResultsError
+    for a store on a server."""
+    if remote_url() is not None:
+        raise ResultsError(
+            f"The MLflow store is a server's ({URL_ENV}), which only its owner can empty; unset {URL_ENV}."
+        )
     found = [outputs / part for part in _STORE_FILES if (outputs / part).exists()]
     if not found:
         return None
@@ -140,11 +158,26 @@ def lock(outputs: Path) -> FileLock:
 def experiment_id(client: Any, outputs: Path, name: str) -> str:
     """The experiment's id, created or restored from deletion if need be. The caller holds the lock."""
     found = client.get_experiment_by_name(name)
+    if found is None and remote_url() is not None:  # the server decides where artifacts go
+        return _made_once(client, name)
     if found is None:
         return str(client.create_experiment(name, artifact_location=(outputs.absolute() / "mlartifacts").as_uri()))
     if found.lifecycle_stage == "deleted":
         client.restore_experiment(found.experiment_id)
     return str(found.experiment_id)
+
+
+def _made_once(client: Any, name: str) -> str:
+    """The lock is this machine's: on a server another one may be first."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return str(client.create_experiment(name))
+    except MlflowException:
+        found = client.get_experiment_by_name(name)
+        if found is None:
+            raise
+        return str(found.experiment_id)
 
 
 def run_exists(client: Any, run_id: str | None) -> bool:

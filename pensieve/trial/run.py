@@ -17,6 +17,7 @@ from pensieve.bound import Prices, bound_metrics
 from pensieve.compose import (
     TrialConfig,
     TrialPlan,
+    build_cluster,
     build_outside,
     build_system,
     build_tokenizer,
@@ -218,9 +219,13 @@ def _run(
         trace = job.folder / TRACE_FILE if config.trial.profile else None
         forget_allocator_peak()
         outside = config.baseline.engine is not None
-        system: System = (
-            build_outside(plan, tokenizer, described) if outside else build_system(plan, tokenizer, trace, described)
-        )
+        system: System
+        if outside:
+            system = build_outside(plan, tokenizer, described)
+        elif config.hardware.router != "single":
+            system = build_cluster(plan, tokenizer, described)
+        else:
+            system = build_system(plan, tokenizer, trace, described)
         neighbours = Neighbours()
         try:
             raise_if_interrupted()

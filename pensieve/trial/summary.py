@@ -9,6 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from pensieve.metrics import Metric
+from pensieve.results.mlflow_store import URL_ENV, remote_url
 from pensieve.results.store import ResultsStore
 from pensieve.trial.tracking import Tracking
 
@@ -53,6 +54,8 @@ def places(tracking: Tracking) -> list[str]:
     lines = [f"Database: {tracking.store.database.shown}"]
     if tracking.mlflow and not installed("mlflow"):
         lines.append("MLflow:   not installed, so nothing is there; the database is complete without it")
+    elif tracking.mlflow and remote_url() is not None:
+        lines.append(f"MLflow:   the server that {URL_ENV} names")
     elif tracking.mlflow:
         lines.append(f"MLflow:   make ui   (reads {tracking.outputs / 'mlflow.db'})")
     return lines

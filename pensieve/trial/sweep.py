@@ -25,6 +25,7 @@ from pydantic import TypeAdapter
 from pensieve.compose import TrialConfig, TrialPlan, check, conf_folder, resolved
 from pensieve.compose.explain import explain
 from pensieve.compose.preflight import preflight
+from pensieve.errors import ConfigError
 from pensieve.results.environment import git_commit, host
 from pensieve.results.identity import sweep_key
 from pensieve.results.mlflow_runs import finish_parent, log_drawn, start_parent
@@ -264,9 +265,20 @@ def run_composed(cfg: DictConfig) -> None:
     """Run one job of a sweep: a failed trial is recorded and the next one runs."""
     membership = current_membership()
     if membership is None:  # Hydra went on without the sweep's callback
+        _refuse_strange_folder(HydraConfig.get())
         run_single(cfg, check(cfg))
     else:
         _of_sweep(cfg, *membership)
+
+
+def _refuse_strange_folder(hydra: Any) -> None:
+    """Raises ConfigError for a job that a launcher sent to where the sweep's folder is not: its trial would be recorded in
+    another database."""
+    if hydra.mode == RunMode.MULTIRUN and hydra.launcher.get("_target_") != BASIC_LAUNCHER:
+        raise ConfigError(
+            f"This job of a sweep finds no {sweep_file(hydra)} on {host()}; set PENSIEVE_OUTPUTS to a folder that every node "
+            "sees under the same name, in the environment of the launcher's processes too."
+        )
 
 
 def run_single(cfg: DictConfig, config: TrialConfig) -> None:

@@ -5,10 +5,12 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from pensieve.errors import ResultsError
 from pensieve.metrics import Measurement, summarise
 from pensieve.results import mlflow_runs, mlflow_store
 from pensieve.results.store import open_store
@@ -211,3 +213,40 @@ def test_a_sweep_taken_up_with_another_timeout_keeps_its_parent(
     run = mlflow.MlflowClient(tracking_uri=mlflow_store.mlflow_url(tmp_path)).get_run(parents[0])
     assert run.data.params == {"seed": "0,1"}
     assert run.data.tags["pensieve.command"] == "run.py -m"
+
+
+@pytest.mark.slow
+def test_a_server_of_your_own_gets_what_the_local_store_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    elsewhere = f"sqlite:///{tmp_path / 'elsewhere.db'}"
+    monkeypatch.setenv(mlflow_store.URL_ENV, elsewhere)
+    outputs = tmp_path / "outputs"
+    store = open_store(outputs)
+    sweep = open_sweep(store, seed="0")
+    parent = mlflow_runs.start_parent(outputs, store, sweep, "ours")
+    client = mlflow.MlflowClient(tracking_uri=elsewhere)
+    assert client.get_run(parent).info.experiment_id == client.get_experiment_by_name("ours").experiment_id
+    assert not (outputs / mlflow_store.DATABASE_NAME).exists()
+    with pytest.raises(ResultsError, match=mlflow_store.URL_ENV):
+        mlflow_store.move_away(outputs)
+    monkeypatch.delenv(mlflow_store.URL_ENV)
+    assert mlflow_store.mlflow_url(outputs).endswith("outputs/mlflow.db?timeout=30")
+
+
+def test_an_experiment_that_another_machine_makes_first_is_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    exceptions = pytest.importorskip("mlflow.exceptions")
+    monkeypatch.setenv(mlflow_store.URL_ENV, "http://127.0.0.1:9")
+
+    class Server:
+        asked = 0
+
+        def get_experiment_by_name(self, name: str) -> Any:
+            self.asked += 1
+            return None if self.asked == 1 else SimpleNamespace(experiment_id=7, lifecycle_stage="active")
+
+        def create_experiment(self, name: str) -> str:
+            raise exceptions.MlflowException("it exists")
+
+    assert mlflow_store.experiment_id(Server(), tmp_path, "ours") == "7"

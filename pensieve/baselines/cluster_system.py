@@ -1,0 +1,275 @@
+"""Many simulated replicas behind a router, on one virtual clock."""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+from pensieve.baselines.base import Capabilities
+from pensieve.baselines.inline_system import InlineSystem
+from pensieve.baselines.routing import Router
+from pensieve.clock import Clock, VirtualClock
+from pensieve.plan import StartReport
+from pensieve.record import Event, TurnRecord
+from pensieve.request import Request, TokenArray
+from pensieve.workload.chance import exponential
+
+NEVER_NS = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """Each replica loses all it has about every `mean_s` seconds of being up (exponentially), and is back, empty, after
+    `restart_s`. mean_s None: none ever does."""
+
+    mean_s: float | None = None
+    restart_s: float = 30.0
+
+
+@dataclass(slots=True)
+class Replica:
+    """One engine of the cluster, on a clock of its own.
+
+    requests: that it was given, until the cluster tells of their end. computing: those of them that the engine has not
+    ended yet. lives: how many times it was begun; what an earlier life was about to tell is void.
+    """
+
+    number: int
+    system: InlineSystem
+    requests: dict[int, Request] = field(default_factory=dict)
+    computing: set[int] = field(default_factory=set)
+    up_ns: int = 0
+    lives: int = 1
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.requests)
+
+    @property
+    def now_ns(self) -> int:
+        return self.system.clock.now_ns()
+
+    def held_tokens(self, session: str) -> int:
+        places = self.system.places(session)
+        return (len(places) - places.count("-")) * self.system.chunk_tokens
+
+
+class ClusterSystem:
+    """A System of engines that share nothing but what was said: the tokens of each conversation, in a log that outlives them.
+
+    `poll` steps whichever replica is the furthest behind, never beyond the earliest event that somebody outside could react
+    to, so nothing reaches a replica in its past. One replica behind a router is the single engine, call for call. A turn
+    that is served where its conversation's last one was is sent as it came; elsewhere the whole conversation is sent, and
+    what was said before counts as history (Request.known_tokens). What another replica holds of earlier turns stays there
+    until it is evicted, and is a hit if the conversation returns.
+
+    A replica that fails loses its KV and what it was computing. Its requests begin anew elsewhere, and each ends once.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], InlineSystem],
+        replicas: int,
+        router: Router,
+        *,
+        seed: int = 0,
+        failures: Failures | None = None,
+    ) -> None:
+        self.clock: Clock = VirtualClock()
+        self.can = Capabilities()
+        self._make, self._router, self._seed = make, router, seed
+        self._failures = failures or Failures()
+        self._replicas = [Replica(number, make()) for number in range(replicas)]
+        self._sequence = count()
+        self._behind: list[tuple[int, int]] = []  # clock and number of replicas that compute; outdated ones are skipped
+        self._events: list[tuple[int, int, int, int, Event]] = []  # ns, sequence, replica, its life
+        self._finishes: list[tuple[int, int, int]] = []  # ns, replica, its life: what a caller may react to
+        self._failing: list[tuple[int, int]] = []  # ns, replica
+        self._said: dict[str, TokenArray[int]] = {}
+        self._home: dict[str, tuple[int, int]] = {}  # of each conversation, the replica of its last turn, and its life
+        self._counted: Counter[str] = Counter()  # by replicas that have failed, and of the cluster itself
+
+    # -- the System ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> StartReport:
+        reports = [replica.system.start() for replica in self._replicas]
+        for replica in self._replicas:
+            self._expect_failure(replica)
+        return replace(reports[0], settings={**reports[0].settings, **self.settings()})
+
+    def submit(self, request: Request) -> None:
+        now = self.clock.now_ns()
+        up = [replica for replica in self._replicas if replica.up_ns <= now]
+        chosen = self._router(request, up, self._seed) if up else min(self._replicas, key=lambda one: one.up_ns)
+        replica = self._replicas[chosen.number]
+        replica.requests[request.id] = request
+        if not replica.computing:  # its clock stood still meanwhile
+            replica.system.poll(now / 1e9)
+            heapq.heappush(self._behind, (replica.now_ns, replica.number))
+        replica.computing.add(request.id)
+        replica.system.submit(self._as_sent(request, replica))
+        self._home[request.session] = (replica.number, replica.lives)
+
+    def cancel(self, request_id: int, status: str) -> None:
+        for replica in self._replicas:
+            if request_id in replica.computing:
+                replica.system.cancel(request_id, status)
+
+    def poll(self, until_s: float | None) -> list[Event]:
+        bound = self._run(NEVER_NS if until_s is None else round(until_s * 1e9))
+        if bound == NEVER_NS:
+            return []
+        told = []
+        while self._events and self._events[0][0] <= bound:
+            _, _, number, life, event = heapq.heappop(self._events)
+            replica = self._replicas[number]
+            if replica.lives == life:
+                told.append(event)
+                if event.turn is not None:
+                    self._note(replica.requests.pop(event.request_id), event.turn)
+        self._advance(bound)
+        return told
+
+    def expect(self, session: str, next_use_s: float | None) -> None:
+        number, life = self._home.get(session, (0, 0))
+        if self._replicas[number].lives == life:
+            self._replicas[number].system.expect(session, next_use_s)
+
+    def forget(self, session: str | None) -> None:
+        for replica in self._replicas:
+            replica.system.forget(session)
+        for known in (self._said, self._home):
+            if session is None:
+                known.clear()
+            else:
+                known.pop(session, None)
+
+    def counters(self) -> dict[str, float]:
+        """Sums over the replicas, those that failed included; moved_turns: served elsewhere than the turn before;
+        replica_failures, restarted_requests."""
+        found = Counter(self._counted)
+        for replica in self._replicas:
+            found.update(replica.system.counters())
+        return dict(found)
+
+    def gauges(self) -> dict[str, tuple[float, str]]:
+        found: dict[str, tuple[float, str]] = {}
+        for replica in self._replicas:
+            for name, (value, unit) in replica.system.gauges().items():
+                found[name] = (found.get(name, (0.0, unit))[0] + value, unit)
+        return {**found, "fullest_replica": (max(one.in_flight for one in self._replicas), "requests")}
+
+    def settings(self) -> dict[str, Any]:
+        one, number = self._replicas[0].system.settings(), len(self._replicas)
+        sums = {name: one[name] * number for name in ("gpu_tokens", "cpu_tokens", "gpu_bytes", "cpu_bytes")}
+        return {**one, **sums, "replicas": number}
+
+    def close(self) -> None:
+        for replica in self._replicas:
+            replica.system.close()
+
+    # -- time ---------------------------------------------------------------------------------------------------------
+
+    def _run(self, until: int) -> int:
+        """Run all replicas up to the first finish, or to `until`; returns the time that is now. NEVER_NS: nothing runs."""
+        while True:
+            bound = min(until, self._first_finish())
+            if self._first_behind() == NEVER_NS == bound:
+                return NEVER_NS
+            fails = self._failing[0][0] if self._failing else NEVER_NS
+            limit = min(bound, fails)
+            if self._first_behind() < limit:
+                self._step(limit)
+            elif fails < bound:
+                self._fail(*heapq.heappop(self._failing))
+            else:
+                break
+        if all(replica.now_ns > bound for replica in self._replicas):
+            return min(replica.now_ns for replica in self._replicas)  # all were in a step then: nothing happens sooner
+        return bound
+
+    def _first_behind(self) -> int:
+        while self._behind:
+            ns, number = self._behind[0]
+            if self._replicas[number].computing and self._replicas[number].now_ns == ns:
+                return ns
+            heapq.heappop(self._behind)
+        return NEVER_NS
+
+    def _first_finish(self) -> int:
+        while self._finishes:
+            ns, number, life = self._finishes[0]
+            if self._replicas[number].lives == life:
+                return ns
+            heapq.heappop(self._finishes)
+        return NEVER_NS
+
+    def _step(self, limit: int) -> None:
+        """The replica that is the furthest behind, until it is past the next one, something finishes, or `limit`."""
+        now, number = heapq.heappop(self._behind)
+        replica = self._replicas[number]
+        others = self._first_behind()
+        limit = max(min(limit, others), now + 1)
+        for event in replica.system.poll(None if limit == NEVER_NS else limit / 1e9):
+            ns = round(event.at_s * 1e9)
+            heapq.heappush(self._events, (ns, next(self._sequence), number, replica.lives, event))
+            if event.kind == "finished":
+                replica.computing.discard(event.request_id)
+                heapq.heappush(self._finishes, (ns, number, replica.lives))
+        if replica.computing:
+            heapq.heappush(self._behind, (replica.now_ns, number))
+
+    def _advance(self, ns: int) -> None:
+        clock = self.clock
+        assert isinstance(clock, VirtualClock)
+        clock.advance_to(ns)
+        while self._finishes and self._finishes[0][0] <= ns:
+            heapq.heappop(self._finishes)
+
+    # -- where conversations are --------------------------------------------------------------------------------------
+
+    def _as_sent(self, request: Request, replica: Replica) -> Request:
+        """The new message where the conversation's last turn was served, else all of it."""
+        said = self._said.get(request.session)
+        if not request.continues or not said or self._home.get(request.session) == (replica.number, replica.lives):
+            return request
+        self._counted["moved_turns"] += 1
+        known = len(said) - 1 if request.known_tokens is None else request.known_tokens
+        return replace(request, prompt=said + request.prompt, continues=False, known_tokens=known)
+
+    def _note(self, request: Request, turn: TurnRecord) -> None:
+        if turn.stands:
+            before = self._said.get(request.session, array("i")) if request.continues else array("i")
+            self._said[request.session] = before + request.prompt + turn.token_ids
+
+    # -- failures -----------------------------------------------------------------------------------------------------
+
+    def _expect_failure(self, replica: Replica) -> None:
+        mean = self._failures.mean_s
+        if mean is not None:
+            after = exponential(mean, self._seed, "failure", replica.number, replica.lives)
+            heapq.heappush(self._failing, (replica.up_ns + round(after * 1e9), replica.number))
+
+    def _fail(self, ns: int, number: int) -> None:
+        self._advance(ns)
+        replica = self._replicas[number]
+        lost, replica.requests = replica.requests, {}
+        replica.computing.clear()
+        self._counted.update(replica.system.counters())
+        self._counted.update({"replica_failures": 1, "restarted_requests": len(lost)})
+        replica.system.close()
+        replica.lives += 1
+        replica.up_ns = ns + round(self._failures.restart_s * 1e9)
+        replica.system = self._make()
+        replica.system.start()
+        clock = replica.system.clock
+        assert isinstance(clock, VirtualClock)
+        clock.advance_to(replica.up_ns)
+        self._expect_failure(replica)
+        for request in lost.values():
+            self.submit(request)

@@ -1,0 +1,77 @@
+"""Which replica of a cluster serves a request: one function a policy, over what a router may know of each replica."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from pensieve.request import Request
+from pensieve.workload.chance import uniform
+
+MOST_TIMES_MEAN = 1.25
+"""Of affinity_bounded: no replica takes more than so many times the mean of requests under way, and one more."""
+
+
+class Known(Protocol):
+    """What a router knows of a replica that is up. number: its place in the cluster, which does not change."""
+
+    number: int
+
+    @property
+    def in_flight(self) -> int: ...
+
+    def held_tokens(self, session: str) -> int:
+        """Tokens of this conversation whose KV it holds."""
+        ...
+
+
+Router = Callable[[Request, Sequence[Known], int], Known]
+"""From a request, the replicas that are up (at least one), and the trial's seed."""
+
+
+def random(request: Request, replicas: Sequence[Known], seed: int) -> Known:
+    """Any of them, anew for each turn."""
+    return replicas[int(uniform(seed, "route", request.session, request.turn) * len(replicas))]
+
+
+def least_loaded(request: Request, replicas: Sequence[Known], seed: int) -> Known:
+    """The one with the fewest requests under way; of several, any."""
+    fewest = min(replica.in_flight for replica in replicas)
+    return random(request, [replica for replica in replicas if replica.in_flight == fewest], seed)
+
+
+def affinity(request: Request, replicas: Sequence[Known], seed: int) -> Known:
+    """The same one for every turn of a conversation, without a table: the highest of a hash of both names (rendezvous
+    hashing). When a replica leaves, only its own conversations move."""
+    return max(replicas, key=lambda replica: _weight(request.session, replica.number))
+
+
+def affinity_bounded(request: Request, replicas: Sequence[Known], seed: int) -> Known:
+    """affinity, but past those that have more than MOST_TIMES_MEAN of the mean load (consistent hashing with bounded
+    loads: Mirrokni, Thorup, Zadimoghaddam 2018)."""
+    limit = MOST_TIMES_MEAN * sum(replica.in_flight for replica in replicas) / len(replicas) + 1
+    return affinity(request, [replica for replica in replicas if replica.in_flight < limit], seed)
+
+
+def prefix_aware(request: Request, replicas: Sequence[Known], seed: int) -> Known:
+    """The one that holds most of the conversation's KV, unless its load is beyond the bound of affinity_bounded; where none
+    holds any, the least loaded."""
+    limit = MOST_TIMES_MEAN * sum(replica.in_flight for replica in replicas) / len(replicas) + 1
+    best = max(replicas, key=lambda replica: replica.held_tokens(request.session))
+    if best.held_tokens(request.session) and best.in_flight < limit:
+        return best
+    return least_loaded(request, replicas, seed)
+
+
+ROUTERS: dict[str, Router] = {
+    "affinity": affinity,
+    "affinity_bounded": affinity_bounded,
+    "least_loaded": least_loaded,
+    "prefix_aware": prefix_aware,
+    "random": random,
+}
+
+
+def _weight(session: str, replica: int) -> bytes:
+    return hashlib.blake2b(f"{session}/{replica}".encode(), digest_size=8).digest()
