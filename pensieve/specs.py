@@ -181,3 +181,8 @@ class HardwareSpec:
     step_overhead_s: float = 0.0
     duplex_penalty: float = 0.0
     source: str = ""
+
+    @property
+    def one_memory(self) -> bool:
+        """Both tiers of the cache are the same memory."""
+        return not self.simulated and self.device == "cpu"

@@ -48,6 +48,7 @@ class Serving(RuleBasedStateMachine):
         load=st.sampled_from([0.0, 0.3, 1.0, 5.0]),
         late=st.booleans(),
         depth=st.sampled_from([1, 2]),
+        ahead=st.sampled_from(["paper", "spare", "never"]),
     )
     def start(
         self,
@@ -62,12 +63,15 @@ class Serving(RuleBasedStateMachine):
         load: float,
         late: bool,
         depth: int,
+        ahead: Any,
     ) -> None:
         make = partial(make, restore=restore) if make is TwoTierCache else make
         cache = make(policy=policy(policy_context(CHUNK, gpu, cpu)), chunk_tokens=CHUNK, gpu_blocks=gpu, cpu_blocks=cpu)
         if isinstance(cache, TwoTierCache):
             cache.set_cost_model(Profile(CHUNK, {128: 0.128, 256: 0.256}, load * CHUNK / 1000, {}), 2, budget)
-        limits = SchedulerSettings(composition=composition, max_batch_tokens=budget, max_batch_requests=requests)
+        limits = SchedulerSettings(
+            composition=composition, max_batch_tokens=budget, max_batch_requests=requests, copy_ahead=ahead
+        )
         link = ThreadLink(2e6) if late else None
         self.engine = CheckedEngine(model_of("llama"), cache, limits, 512, link, TorchOptions(depth=depth))
         self.number = 0

@@ -33,7 +33,7 @@ the CPU block is the first that is given up when others need one.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pensieve.cache.base import CacheCounters, Residency, Run
@@ -135,6 +135,11 @@ class Tiers:
         _, chunk = self.duplicates.pop(next(iter(self.duplicates)))
         self.free_cpu(chunk)
 
+    def free_copy(self, session: Session, index: int) -> None:
+        """Give up the CPU block of a clean chunk: its KV stays on GPU."""
+        self.free_cpu(session.chunks[index])
+        self.update(session, index)
+
     def reclaim(self, session: Session, index: int) -> None:
         """Take the GPU block of a clean chunk, whose KV stays on CPU."""
         self.free_gpu(session.chunks[index])
@@ -226,11 +231,12 @@ class Tiers:
         return (Copy(ticket, tuple(m.gpu for m in moves), tuple(m.cpu for m in moves), urgent=urgent),)
 
     def copy_in(self, session: Session, indices: Iterable[int]) -> tuple[Copy, ...]:
-        """Of a running session, to GPU blocks that it has; their KV counts as there at once, and plans wait for it."""
+        """To GPU blocks that the chunks have; their KV counts as there at once, and plans wait for it."""
         moves = []
         for index in indices:
             chunk = session.chunks[index]
             assert chunk.gpu is not None and chunk.cpu is not None
+            self._leave_index(session, index)
             moves.append(Transfer(session, chunk, index, False, chunk.gpu, chunk.cpu, chunk.cpu_len))
             chunk.gpu_len = chunk.cpu_len
         if not moves:
@@ -425,10 +431,14 @@ def _is_outgoing(moved: Transfer) -> bool:
 
 
 class CpuRoom:
-    """CPU blocks for the chunks of one round of copies: free ones, then those of duplicates, then of the policy's victims."""
+    """CPU blocks for the chunks of one round of copies: free ones, then those of duplicates, then of the policy's victims.
 
-    def __init__(self, tiers: Tiers, now_s: float) -> None:
+    giving: a waiting conversation, and clean chunks of it: their CPU blocks count as those of duplicates.
+    """
+
+    def __init__(self, tiers: Tiers, now_s: float, giving: tuple[Session, list[int]] | None = None) -> None:
         self._tiers = tiers
+        self._giving = giving
         self._now_s = now_s
         self._victims = tiers.cpu_only.victims(now_s)
         self._victim: tuple[Session, int] | None = None
@@ -441,6 +451,8 @@ class CpuRoom:
             return True
         if not tiers.cpu.free and tiers.duplicates:
             tiers.free_duplicate()
+        if not tiers.cpu.free and self._giving is not None and self._giving[1]:
+            tiers.free_copy(self._giving[0], self._giving[1].pop())
         if not tiers.cpu.free:
             self._victim = self._victim or next(self._victims, None)
             if self._victim is None:
@@ -456,18 +468,20 @@ class CpuRoom:
         return True
 
 
-def residency_of(session: Session, keep: int, prompt: int, known: int | None, chunk_tokens: int) -> Residency:
+def residency_of(
+    session: Session, keep: int, prompt: int, known: int | None, chunk_tokens: int, early: Collection[int] = ()
+) -> Residency:
     """Where the history is of a prompt of `prompt` tokens whose first `keep` are the conversation's own; known overrides how
-    long the history is."""
+    long the history is. early: chunks that were loaded for this very prompt, and so count as on CPU."""
     history = min(keep, session.computed, prompt - 1) if known is None else min(known, prompt - 1)
     gpu_hit = cpu_hit = 0
     found = min(history, keep)
     missed = []
     for index in range(min(len(session.chunks), chunks_of(found, chunk_tokens))):
         chunk, left = session.chunks[index], found - index * chunk_tokens
-        on_gpu = min(chunk.gpu_len, left)
+        on_gpu = 0 if index in early else min(chunk.gpu_len, left)
         gpu_hit += on_gpu
-        cpu_hit += max(0, min(chunk.cpu_len, left) - on_gpu)
+        cpu_hit += min(chunk.resident_len, left) - on_gpu
         if chunk.resident_len < min(left, chunk_tokens):
             start, stop = index * chunk_tokens + chunk.resident_len, index * chunk_tokens + min(left, chunk_tokens)
             missed.append(Missed(start, stop, "evicted" if chunk.lost else "never_stored", chunk.lost))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 from pensieve.cache.base import Admission, CacheManager, Demand, Residency, Run, edited_run
 from pensieve.cache.invariants import check_tiers
@@ -14,6 +15,9 @@ from pensieve.eviction.base import EvictionPolicy, as_policy
 from pensieve.plan import Copy
 from pensieve.request import TokenArray
 from pensieve.session import Chunk, Session, View, chunks_of
+from pensieve.units import ceil_div
+
+_STAGES = 8  # an exchange that has no GPU block to begin with makes room for so large a part of it
 
 
 class TwoTierCache(CacheManager):
@@ -37,6 +41,8 @@ class TwoTierCache(CacheManager):
         self.tiers = Tiers(self.policy, chunk_tokens, gpu_blocks, cpu_blocks, self.counters)
         self.restorer = Restorer(restore, chunk_tokens, self.counters)
         self._running = 0
+        self._early: dict[int, set[int]] = {}
+        """By number of a waiting session: its chunks that were loaded from the CPU before its admission."""
 
     def set_cost_model(self, cost: CostModel, layers: int, batch_tokens: int) -> None:
         self.restorer.set_cost_model(cost, layers, batch_tokens)
@@ -90,7 +96,8 @@ class TwoTierCache(CacheManager):
     # -- admit --------------------------------------------------------------------------------------------------------
 
     def admit(self, session: Session, keep: int, suffix: TokenArray[int], known: int | None, now_s: float) -> Admission:
-        residency = residency_of(session, keep, keep + len(suffix), known, self.chunk_tokens)
+        early = self._early.get(session.number, ())
+        residency = residency_of(session, keep, keep + len(suffix), known, self.chunk_tokens, early)
         edited = edited_run(session, keep, suffix, residency.history)
         if edited:
             residency = replace(residency, missed=residency.missed + edited)
@@ -192,6 +199,44 @@ class TwoTierCache(CacheManager):
             return ()
         return self._copy_out(self.tiers.dirty.victims(now_s), now_s, urgent, blocks)
 
+    def swap_out_spare(self, blocks: int, now_s: float) -> tuple[Copy, ...]:
+        tiers = self.tiers
+        most = min(blocks, tiers.cpu.free + len(tiers.duplicates))
+        return self._copy_out(tiers.dirty.victims(now_s), now_s, urgent=False, most=most) if most > 0 else ()
+
+    def exchange(self, session: Session, lacking: int, now_s: float) -> tuple[tuple[Copy, ...], tuple[Copy, ...]]:
+        """Its chunks are loaded into the GPU blocks that are free; the CPU blocks of those that are there take what leaves
+        the GPU, which frees further GPU blocks. So only what it needs beyond them costs others their only copies, and, where
+        no GPU block is free to begin with, an eighth."""
+        tiers, wanted = self.tiers, lacking - self.outgoing
+        begins = self.settled and not self.available
+        loads = self._load_early(session, now_s)
+        clean = [index for index, chunk in enumerate(session.chunks) if chunk.view is View.CLEAN]
+        held = sum(chunk.cpu is not None for chunk in session.chunks)
+        room = tiers.cpu.free + len(tiers.duplicates)
+        costly = max(wanted - room - held, ceil_div(held, _STAGES) if begins else 0, 0)
+        most = min(wanted, room + len(clean) + costly)
+        others = takewhile(lambda victim: victim[0] is not session, tiers.dirty.victims(now_s))
+        dropped = self.counters.dropped_chunks
+        outward = self._copy_out(others, now_s, True, most, giving=(session, clean)) if most > 0 else ()
+        loads = loads or self._load_early(session, now_s)  # where chunks were dropped there are blocks now
+        stuck = self.settled and not tiers.transfers.in_flight and dropped == self.counters.dropped_chunks
+        if stuck and wanted > 0:
+            outward = self.swap_out(wanted, now_s, urgent=True)  # what it has itself must leave the GPU
+        return loads, outward
+
+    def _load_early(self, session: Session, now_s: float) -> tuple[Copy, ...]:
+        """Of a waiting conversation, as many chunks from the CPU as there are GPU blocks for without a copy."""
+        chunks = session.chunks
+        own = sum(chunk.view is View.CLEAN for chunk in chunks)
+        behind = [index for index, chunk in enumerate(chunks) if chunk.view is View.CPU_ONLY][: self.available - own]
+        if not behind:
+            return ()
+        for index, block in zip(behind, self._take_gpu(len(behind), now_s), strict=True):
+            chunks[index].gpu = block
+        self._early.setdefault(session.number, set()).update(behind)
+        return self.tiers.copy_in(session, behind)
+
     def drop(self, blocks: int, now_s: float) -> int:
         dirty, dropped = self.tiers.dirty, 0
         if blocks > 0:
@@ -214,10 +259,15 @@ class TwoTierCache(CacheManager):
         return taken
 
     def _copy_out(
-        self, chosen: Iterable[tuple[Session, int]], now_s: float, urgent: bool, most: int | None = None
+        self,
+        chosen: Iterable[tuple[Session, int]],
+        now_s: float,
+        urgent: bool,
+        most: int | None = None,
+        giving: tuple[Session, list[int]] | None = None,
     ) -> tuple[Copy, ...]:
-        """Of the chosen chunks at most so many; one for which there is no room on CPU is dropped."""
-        tiers, room = self.tiers, CpuRoom(self.tiers, now_s)
+        """Of the chosen chunks at most so many; one for which there is no room on CPU is dropped. giving: see CpuRoom."""
+        tiers, room = self.tiers, CpuRoom(self.tiers, now_s, giving)
         moves = []
         for taken, (session, index) in enumerate(chosen, start=1):
             if room.give(session, index):
@@ -244,12 +294,13 @@ class TwoTierCache(CacheManager):
         super().expect(session, next_use_s)
         self.tiers.reorder(session)
 
-    def mark_waiting(self, session: Session, now_s: float) -> None:
-        super().mark_waiting(session, now_s)
+    def mark_waiting(self, session: Session, arrival: int, now_s: float) -> None:
+        super().mark_waiting(session, arrival, now_s)
         self.tiers.reorder(session)
 
-    def unmark_waiting(self, session: Session, now_s: float) -> None:
-        super().unmark_waiting(session, now_s)
+    def unmark_waiting(self, session: Session, arrival: int, now_s: float) -> None:
+        super().unmark_waiting(session, arrival, now_s)
+        self._early.pop(session.number, None)
         self.tiers.reorder(session)
 
     def fork(self, parent: Session, child: Session, length: int, takes_kv: bool) -> None:
