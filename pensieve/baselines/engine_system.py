@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -24,6 +25,8 @@ from pensieve.scheduler.copy_ahead import CopyChoice, choose_copy_ahead
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.tokenizer import Tokenizer
 from pensieve.worker.base import Worker
+
+_log = logging.getLogger(__name__)
 
 ENGINE_CLOSED = "The engine was closed; start another one to serve requests."
 
@@ -117,6 +120,8 @@ class EngineSystem(ABC):
             self._hardware.one_memory,
             self._cost.hidden_copies(),
         )
+        if self._copy_choice.note:
+            _log.info("Copies ahead of time: %s, since %s.", self._copy_choice.mode, self._copy_choice.note)
         self.engine = Engine(
             cache=cache,
             settings=replace(self._scheduler_settings, copy_ahead=self._copy_choice.mode),

@@ -208,6 +208,8 @@ class TwoTierCache(CacheManager):
         """Its chunks are loaded into the GPU blocks that are free; the CPU blocks of those that are there take what leaves
         the GPU, which frees further GPU blocks. So only what it needs beyond them costs others their only copies, and, where
         no GPU block is free to begin with, an eighth."""
+        if not self.cpu_blocks:
+            return (), ()
         tiers, wanted = self.tiers, lacking - self.outgoing
         begins = self.settled and not self.available
         loads = self._load_early(session, now_s)

@@ -28,7 +28,8 @@ What `auto` means is in the platform as it resolves before anything is loaded (t
 attention_backend=auto is another backend and the trial another trial. Three things only a start can tell: whether the kernel
 passes its self-check, else the next backend serves, and how copies=auto and scheduler.copy_ahead=auto come out, which is
 measured. What came out is in the trial's `engine` (attention_backend, attention_note, graphs, copies, copy_ahead). It
-needs no comparison when a trial is reused: all that decides it, save the noise of a measurement, is in the platform and the code.
+needs no comparison when a trial is reused: all that decides it, save the noise of a measurement, is in the platform and the
+code.
 """
 
 from __future__ import annotations

@@ -65,6 +65,10 @@ def test_what_was_loaded_before_its_admission_is_found_on_cpu() -> None:
     assert not engine.cache._early
 
 
+def test_without_a_cpu_tier_the_modes_are_one() -> None:
+    assert len({rounds("abcdef", 20, 0, mode, random.Random(2))[0] for mode in ("paper", "spare", "never")}) == 1
+
+
 def idle(cache: TwoTierCache, name: str, chunks: int) -> None:
     """A conversation of so many chunks, the last one not quite filled, all on GPU."""
     session, tokens = cache.open(name, 0.0), 4 * chunks - 1
