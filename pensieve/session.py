@@ -159,7 +159,8 @@ class Session:
     tokens: the whole conversation. computed: KV of positions [0, computed) has been computed for these very tokens, whether
     or not it is still there. number: counts sessions from the first; breaks ties between equally good victims.
     last_active_s: when a request of it last started or ended. next_use_s: when it is asked again, where the schedule knows
-    (offline policies only). waiting: its requests that wait, preempted ones included. running: a request of it runs; at most
+    (offline policies only). waiting: its requests that wait, preempted ones included; queued: their places in the order of
+    arrival, ascending. running: a request of it runs; at most
     one does. turns: that were asked of it, whatever became of them. chunks: where a cache with chunk records has its KV.
     tenant: it shares no KV with conversations of others. hint: what its client said of the time after its last reply; None:
     nothing, or that turn did not come to its end. It stands until the next turn is over. memo: what the eviction policy has
@@ -175,6 +176,7 @@ class Session:
     chunks: Chunks = field(default_factory=Chunks)
     next_use_s: float | None = None
     waiting: int = 0
+    queued: tuple[int, ...] = ()
     running: bool = False
     turns: int = 0
     tenant: str = ""
@@ -226,12 +228,14 @@ class Session:
         self.last_active_s = now_s
         self.computed = min(self.computed, max(len(self.tokens) - 1, 0))
 
-    def mark_waiting(self) -> None:
+    def mark_waiting(self, arrival: int) -> None:
         self.waiting += 1
+        self.queued = tuple(sorted((*self.queued, arrival)))
 
-    def unmark_waiting(self) -> None:
+    def unmark_waiting(self, arrival: int) -> None:
         self.waiting -= 1
-        assert self.waiting >= 0
+        self.queued = tuple(queued for queued in self.queued if queued != arrival)
+        assert self.waiting == len(self.queued)
 
 
 def chunks_of(tokens: int, chunk_tokens: int) -> int:

@@ -188,3 +188,8 @@ class HardwareSpec:
     profile: str | None = None
     overlaps: bool = True
     source: str = ""
+
+    @property
+    def one_memory(self) -> bool:
+        """Both tiers of the cache are the same memory."""
+        return not self.simulated and self.device == "cpu"

@@ -57,6 +57,7 @@ class Serving(RuleBasedStateMachine):
         late=st.booleans(),
         depth=st.sampled_from([1, 2]),
         slots=st.sampled_from([0, 4, 60]),
+        ahead=st.sampled_from(["paper", "spare", "never"]),
     )
     def start(
         self,
@@ -72,12 +73,15 @@ class Serving(RuleBasedStateMachine):
         late: bool,
         depth: int,
         slots: int,
+        ahead: Any,
     ) -> None:
         make = partial(make, restore=restore) if make is TwoTierCache else make
         cache = make(policy=policy(policy_context(CHUNK, gpu, cpu)), chunk_tokens=CHUNK, gpu_blocks=gpu, cpu_blocks=cpu)
         if isinstance(cache, TwoTierCache):
             cache.set_cost_model(Profile(CHUNK, {128: 0.128, 256: 0.256}, load * CHUNK / 1000, {}), 2, budget)
-        limits = SchedulerSettings(composition=composition, max_batch_tokens=budget, max_batch_requests=requests)
+        limits = SchedulerSettings(
+            composition=composition, max_batch_tokens=budget, max_batch_requests=requests, copy_ahead=ahead
+        )
         link = ThreadLink(2e6) if late else None
         self.file = Path(mkdtemp()) / "pool.kv"
         disk = DiskOptions(self.file, self.file.parent, bytes(32), slots) if slots and depth == 1 else None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from pensieve.baselines.base import Capabilities, Listener
@@ -19,9 +21,12 @@ from pensieve.plan import StartReport
 from pensieve.record import Event, TurnRecord
 from pensieve.request import Request
 from pensieve.scheduler.composition import SchedulerSettings
+from pensieve.scheduler.copy_ahead import CopyChoice, choose_copy_ahead
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.tokenizer import Tokenizer
 from pensieve.worker.base import Worker
+
+_log = logging.getLogger(__name__)
 
 ENGINE_CLOSED = "The engine was closed; start another one to serve requests."
 
@@ -68,6 +73,7 @@ class EngineSystem(ABC):
         self._listeners: dict[int, Listener] = {}  # by request, of those who are told about theirs
         self._cost: CostModel | None = costs
         self._report: StartReport | None = None
+        self._copy_choice = CopyChoice("paper")
 
     engine: Engine
     """From `start` on."""
@@ -113,9 +119,17 @@ class EngineSystem(ABC):
         cache.set_cost_model(self._cost, self._model.layers, self._scheduler_settings.max_batch_tokens)
         if self._disk_blocks:
             cache.use_disk(self._disk_blocks, report.disk_load_s, self._model.layers, self._cost, report.disk_kept)
+        self._copy_choice = choose_copy_ahead(
+            self._scheduler_settings.copy_ahead,
+            cache.cpu_blocks,
+            self._hardware.one_memory,
+            self._cost.hidden_copies(),
+        )
+        if self._copy_choice.note:
+            _log.info("Copies ahead of time: %s, since %s.", self._copy_choice.mode, self._copy_choice.note)
         self.engine = Engine(
             cache=cache,
-            settings=self._scheduler_settings,
+            settings=replace(self._scheduler_settings, copy_ahead=self._copy_choice.mode),
             worker=self._worker,
             clock=self.clock,
             max_context=self._model.max_context,
@@ -241,6 +255,8 @@ class EngineSystem(ABC):
             "request_tokens": cache.request_blocks * cache.chunk_tokens,
             "max_batch_tokens": self._scheduler_settings.max_batch_tokens,
             "max_batch_requests": self._scheduler_settings.max_batch_requests,
+            "copy_ahead": self._copy_choice.mode if cache.cpu_blocks else "none",
+            "copy_ahead_note": self._copy_choice.note,
             "simulated": self.clock.virtual,
             "shares": cache.shares,
             "cost": self.cost.describe(),

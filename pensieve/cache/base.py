@@ -260,6 +260,15 @@ class CacheManager(ABC):
     def swap_out(self, blocks: int, now_s: float, urgent: bool) -> tuple[Copy, ...]:
         """Start copies until `blocks` more GPU blocks are available or outgoing; drops where no CPU block can be freed."""
 
+    def swap_out_spare(self, blocks: int, now_s: float) -> tuple[Copy, ...]:
+        """As swap_out, ahead of time, as far as there are CPU blocks that nothing has its only copy in."""
+        return ()
+
+    def exchange(self, session: Session, lacking: int, now_s: float) -> tuple[tuple[Copy, ...], tuple[Copy, ...]]:
+        """For a waiting conversation that lacks so many GPU blocks: copies to the GPU and to the CPU by which what it has on
+        CPU changes places with what must leave the GPU, a part of it at a time."""
+        return (), self.swap_out(lacking - self.outgoing, now_s, urgent=True)
+
     @abstractmethod
     def drop(self, blocks: int, now_s: float) -> int:
         """Give up GPU chunks that are not on CPU, without a copy; returns how many blocks became available."""
@@ -316,12 +325,13 @@ class CacheManager(ABC):
         """When it will be asked again, by the schedule; None: not known to return. For offline policies."""
         session.next_use_s = next_use_s
 
-    def mark_waiting(self, session: Session, now_s: float) -> None:
-        """A request of it waits: its chunks are victims only after those of every conversation that has none."""
-        session.mark_waiting()
+    def mark_waiting(self, session: Session, arrival: int, now_s: float) -> None:
+        """A request of it waits: its chunks are victims only after those of every conversation that has none. arrival: its
+        place in the order in which requests are admitted."""
+        session.mark_waiting(arrival)
 
-    def unmark_waiting(self, session: Session, now_s: float) -> None:
-        session.unmark_waiting()
+    def unmark_waiting(self, session: Session, arrival: int, now_s: float) -> None:
+        session.unmark_waiting(arrival)
 
     @abstractmethod
     def truncate(self, session: Session, length: int, computed: int | None = None) -> None:

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -142,6 +142,11 @@ class Tiers:
         session, index = self.duplicates.pop(key), key[1]
         self.free_cpu(session, index, index + 1)
 
+    def free_copy(self, session: Session, index: int) -> None:
+        """Give up the CPU block of a clean chunk: its KV stays on GPU."""
+        self.free_cpu(session, index, index + 1)
+        self.update(session, index, index + 1)
+
     def reclaim(self, session: Session, start: int, stop: int) -> None:
         """Take the GPU blocks of clean chunks, whose KV stays on CPU."""
         self.free_gpu(session, start, stop)
@@ -243,9 +248,10 @@ class Tiers:
         return (copy,)
 
     def copy_in(self, session: Session, runs: Iterable[Run]) -> tuple[Copy, ...]:
-        """Of a running session, to GPU blocks that it has; their KV counts as there at once, and plans wait for it."""
+        """To GPU blocks that the chunks have; their KV counts as there at once, and plans wait for it."""
         chunks, moves = session.chunks, []
         for start, stop in runs:
+            self._set_views(session, start, bytes(stop - start))
             lengths = chunks.cpu_len[start:stop]
             moves.append(Transfer(session, start, False, chunks.gpu[start:stop], chunks.cpu[start:stop], lengths))
             chunks.gpu_len[start:stop] = lengths
@@ -581,10 +587,14 @@ class Transfers:
 
 
 class CpuRoom:
-    """CPU blocks for the chunks of one round of copies: free ones, then those of duplicates, then of the policy's victims."""
+    """CPU blocks for the chunks of one round of copies: free ones, then those of duplicates, then of the policy's victims.
 
-    def __init__(self, tiers: Tiers, now_s: float) -> None:
+    giving: a waiting conversation, and clean chunks of it: their CPU blocks count as those of duplicates.
+    """
+
+    def __init__(self, tiers: Tiers, now_s: float, giving: tuple[Session, list[int]] | None = None) -> None:
         self._tiers = tiers
+        self._giving = giving
         self._now_s = now_s
 
     def give(self, leaving: Sequence[Victim], sessions: Mapping[int, Session]) -> tuple[list[Victim], list[Victim]]:
@@ -594,6 +604,8 @@ class CpuRoom:
         lacking = [victim for victim in leaving if sessions[victim[3]].chunks.cpu[victim[4]] == NO_BLOCK]
         while tiers.cpu.free < len(lacking) and tiers.duplicates:
             tiers.free_duplicate()
+        while tiers.cpu.free < len(lacking) and self._giving is not None and self._giving[1]:
+            tiers.free_copy(self._giving[0], self._giving[1].pop())
         rest = lacking[tiers.cpu.free :]
         there = iter(tiers.cpu_only.choose(len(rest), self._now_s) if rest else ())
         least = next(there, None)
@@ -633,19 +645,23 @@ def runs_of(indices: Iterable[int]) -> list[Run]:
     return runs
 
 
-def residency_of(session: Session, keep: int, prompt: int, known: int | None, chunk_tokens: int) -> Residency:
+def residency_of(
+    session: Session, keep: int, prompt: int, known: int | None, chunk_tokens: int, early: Collection[int] = ()
+) -> Residency:
     """Where the history is of a prompt of `prompt` tokens whose first `keep` are the conversation's own; known overrides how
-    long the history is."""
+    long the history is. early: chunks that were loaded for this very prompt, and so count as on CPU."""
     history = min(keep, session.computed, prompt - 1) if known is None else min(known, prompt - 1)
     gpu_hit = cpu_hit = 0
     found = min(history, keep)
     chunks = session.chunks
     missed = []
     left = found
-    for on_gpu, on_cpu, loss in zip(chunks.gpu_len, chunks.cpu_len, chunks.lost, strict=True):
+    for index, (on_gpu, on_cpu, loss) in enumerate(zip(chunks.gpu_len, chunks.cpu_len, chunks.lost, strict=True)):
         if left <= 0:
             break
         wanted = min(left, chunk_tokens)
+        if index in early:
+            on_gpu, on_cpu = 0, max(on_gpu, on_cpu)
         gpu_hit += min(on_gpu, wanted)
         if on_gpu < wanted:
             cpu_hit += max(0, min(on_cpu, wanted) - on_gpu)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 from pensieve.cache.base import Admission, CacheManager, Demand, Residency, Run, edited_run
 from pensieve.cache.disk import DiskTier
@@ -17,6 +18,9 @@ from pensieve.eviction.base import EvictionPolicy, as_policy
 from pensieve.plan import Copy, DiskLoad, DiskStore
 from pensieve.request import TokenArray
 from pensieve.session import NO_BLOCK, Session, View, chunks_of, repeated
+from pensieve.units import ceil_div
+
+_STAGES = 8  # an exchange that has no GPU block to begin with makes room for so large a part of it
 
 
 class TwoTierCache(CacheManager):
@@ -41,6 +45,8 @@ class TwoTierCache(CacheManager):
         self.restorer = Restorer(restore, chunk_tokens, self.counters)
         self.disk: DiskTier | None = None
         self._running = 0
+        self._early: dict[int, set[int]] = {}
+        """By number of a waiting session: its chunks that were loaded from the CPU before its admission."""
 
     def set_cost_model(self, cost: CostModel, layers: int, batch_tokens: int) -> None:
         self.restorer.set_cost_model(cost, layers, batch_tokens)
@@ -98,7 +104,8 @@ class TwoTierCache(CacheManager):
     # -- admit --------------------------------------------------------------------------------------------------------
 
     def admit(self, session: Session, keep: int, suffix: TokenArray[int], known: int | None, now_s: float) -> Admission:
-        residency = residency_of(session, keep, keep + len(suffix), known, self.chunk_tokens)
+        early = self._early.get(session.number, ())
+        residency = residency_of(session, keep, keep + len(suffix), known, self.chunk_tokens, early)
         edited = edited_run(session, keep, suffix, residency.history)
         if edited:
             residency = replace(residency, missed=residency.missed + edited)
@@ -253,6 +260,48 @@ class TwoTierCache(CacheManager):
             return ()
         return self._copy_out(self.tiers.dirty.choose(blocks, now_s, whole=True), now_s, urgent)
 
+    def swap_out_spare(self, blocks: int, now_s: float) -> tuple[Copy, ...]:
+        tiers = self.tiers
+        most = min(blocks, tiers.cpu.free + len(tiers.duplicates))
+        return self._copy_out(tiers.dirty.choose(most, now_s), now_s, urgent=False) if most > 0 else ()
+
+    def exchange(self, session: Session, lacking: int, now_s: float) -> tuple[tuple[Copy, ...], tuple[Copy, ...]]:
+        """Its chunks are loaded into the GPU blocks that are free; the CPU blocks of those that are there take what leaves
+        the GPU, which frees further GPU blocks. So only what it needs beyond them costs others their only copies, and, where
+        no GPU block is free to begin with, an eighth."""
+        if not self.cpu_blocks:
+            return (), ()
+        tiers, chunks, wanted = self.tiers, session.chunks, lacking - self.outgoing
+        begins = self.settled and not self.available
+        loads = self._load_early(session, now_s)
+        clean = [index for index, view in enumerate(chunks.view) if view == View.CLEAN]
+        held = len(chunks) - chunks.cpu.count(NO_BLOCK)
+        room = tiers.cpu.free + len(tiers.duplicates)
+        costly = max(wanted - room - held, ceil_div(held, _STAGES) if begins else 0, 0)
+        most = min(wanted, room + len(clean) + costly)
+        dropped = self.counters.dropped_chunks
+        outward: tuple[Copy, ...] = ()
+        if most > 0:
+            others = [*takewhile(lambda victim: victim[3] != session.number, tiers.dirty.choose(most, now_s))]
+            outward = self._copy_out(others, now_s, urgent=True, giving=(session, clean))
+        loads = loads or self._load_early(session, now_s)  # where chunks were dropped there are blocks now
+        stuck = self.settled and not tiers.transfers.in_flight and dropped == self.counters.dropped_chunks
+        if stuck and wanted > 0:
+            outward = self.swap_out(wanted, now_s, urgent=True)  # what it has itself must leave the GPU
+        return loads, outward
+
+    def _load_early(self, session: Session, now_s: float) -> tuple[Copy, ...]:
+        """Of a waiting conversation, as many chunks from the CPU as there are GPU blocks for without a copy."""
+        chunks = session.chunks
+        most = max(self.available - chunks.view.count(View.CLEAN), 0)
+        behind = [index for index, view in enumerate(chunks.view) if view == View.CPU_ONLY][:most]
+        if not behind:
+            return ()
+        for index, block in zip(behind, self._take_gpu(len(behind), now_s), strict=True):
+            chunks.gpu[index] = block
+        self._early.setdefault(session.number, set()).update(behind)
+        return self.tiers.copy_in(session, runs_of(behind))
+
     def drop(self, blocks: int, now_s: float) -> int:
         return self._take(self.tiers.dirty, self.tiers.drop_gpu, blocks, now_s)
 
@@ -269,13 +318,15 @@ class TwoTierCache(CacheManager):
             take(sessions[number], start, stop)
         return len(chosen)
 
-    def _copy_out(self, chosen: Sequence[Victim], now_s: float, urgent: bool) -> tuple[Copy, ...]:
-        """Dirty chunks; one for which there is no room on CPU is dropped."""
+    def _copy_out(
+        self, chosen: Sequence[Victim], now_s: float, urgent: bool, giving: tuple[Session, list[int]] | None = None
+    ) -> tuple[Copy, ...]:
+        """Dirty chunks; one for which there is no room on CPU is dropped. giving: see CpuRoom."""
         if not chosen:
             return ()
         tiers = self.tiers
         sessions = tiers.dirty.sessions_of(chosen)
-        kept, lost = CpuRoom(tiers, now_s).give(chosen, sessions)
+        kept, lost = CpuRoom(tiers, now_s, giving).give(chosen, sessions)
         for number, start, stop in spans_of(lost):
             tiers.drop_gpu(sessions[number], start, stop)
         moves = [tiers.outward(sessions[number], start, stop) for number, start, stop in spans_of(kept)]
@@ -297,12 +348,13 @@ class TwoTierCache(CacheManager):
         super().expect(session, next_use_s)
         self.tiers.reorder(session)
 
-    def mark_waiting(self, session: Session, now_s: float) -> None:
-        super().mark_waiting(session, now_s)
+    def mark_waiting(self, session: Session, arrival: int, now_s: float) -> None:
+        super().mark_waiting(session, arrival, now_s)
         self.tiers.reorder(session)
 
-    def unmark_waiting(self, session: Session, now_s: float) -> None:
-        super().unmark_waiting(session, now_s)
+    def unmark_waiting(self, session: Session, arrival: int, now_s: float) -> None:
+        super().unmark_waiting(session, arrival, now_s)
+        self._early.pop(session.number, None)
         self.tiers.reorder(session)
 
     def fork(self, parent: Session, child: Session, length: int, takes_kv: bool) -> None:

@@ -134,6 +134,7 @@ def _engine_system(
         swap_out_start=s.swap_out_start,
         swap_out_stop=s.swap_out_stop,
         admission_reserve=s.admission_reserve,
+        copy_ahead=s.copy_ahead,
         load_apart=s.load_apart,
         admit_beyond_budget=s.admit_beyond_budget,
     )

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from pensieve.scheduler.copy_ahead import AskedCopyAhead
 from pensieve.workload.cache_state import CacheState
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -48,7 +49,8 @@ class CacheConfig(_Group):
 
 
 class SchedulerConfig(_Group):
-    """composition: the function that makes a batch, by its `_target_`. The shares are of the GPU blocks."""
+    """composition: the function that makes a batch, by its `_target_`. The shares are of the GPU blocks. copy_ahead: see
+    scheduler.copy_ahead."""
 
     name: str
     composition: dict[str, Any]
@@ -57,6 +59,7 @@ class SchedulerConfig(_Group):
     swap_out_start: Share
     swap_out_stop: Share
     admission_reserve: Share
+    copy_ahead: AskedCopyAhead
     load_apart: bool
     admit_beyond_budget: bool = True
 

@@ -165,6 +165,9 @@ class ProfiledCost:
     def load_s(self) -> float:
         return self._profile.costs.load_s()
 
+    def hidden_copies(self) -> float | None:
+        return None  # a simulated link is beside the compute or not, by overlaps
+
     def describe(self) -> dict[str, Any]:
         return {
             **self._profile.costs.describe(),

@@ -97,6 +97,9 @@ class MeasuredCost:
     def load_s(self) -> float:
         return self.transfer_s(1, to_gpu=True)
 
+    def hidden_copies(self) -> float | None:
+        return None  # a simulated link is beside the compute by definition; nobody asks
+
     def describe(self) -> dict[str, Any]:
         """Where each term comes from, and what was scaled."""
         table = self._table

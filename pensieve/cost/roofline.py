@@ -64,6 +64,9 @@ class Roofline:
     def load_s(self) -> float:
         return self.transfer_s(1, to_gpu=True)
 
+    def hidden_copies(self) -> float | None:
+        return None  # a simulated link is beside the compute by definition; nobody asks
+
     def describe(self) -> dict[str, Any]:
         return {"kind": "roofline", "hardware": self.hardware.name, "load_s": self.load_s()}
 

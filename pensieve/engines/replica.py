@@ -144,5 +144,8 @@ class _AllAlike:
     def load_s(self) -> float:
         return 1.0
 
+    def hidden_copies(self) -> float | None:
+        return None
+
     def describe(self) -> dict[str, Any]:
         return {"source": "none: all chunks cost alike"}

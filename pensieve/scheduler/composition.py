@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from pensieve.errors import ConfigError
+from pensieve.scheduler.copy_ahead import AskedCopyAhead
 from pensieve.scheduler.sequence import Sequence as Running
 
 Share = tuple[Running, int]
@@ -46,7 +48,8 @@ class SchedulerSettings:
 
     max_batch_tokens: positions an iteration computes, at most. max_batch_requests: requests that run at once.
     swap_out_start, swap_out_stop: the low and the high watermark of available blocks; admission_reserve: what an admission
-    leaves. All three are shares of the GPU blocks (sections 4.3.2 and 4.3.5). load_apart: a request whose KV is
+    leaves. All three are shares of the GPU blocks (sections 4.3.2 and 4.3.5). copy_ahead: see CopyAhead; auto is resolved
+    by whoever starts the engine. load_apart: a request whose KV is
     on CPU joins the batch when what is left of its load fits an iteration (see Loads); the paper's engine waits for it.
     admit_beyond_budget: admit whoever fits into memory, so that what it has on the CPU is loaded before its turn to
     compute; False: only while this iteration has positions left, as vLLM does.
@@ -58,6 +61,7 @@ class SchedulerSettings:
     swap_out_start: float = 0.25
     swap_out_stop: float = 0.30
     admission_reserve: float = 0.10
+    copy_ahead: AskedCopyAhead = "paper"
     load_apart: bool = False
     admit_beyond_budget: bool = True
 
@@ -66,6 +70,10 @@ class SchedulerSettings:
             raise ConfigError("scheduler.max_batch_tokens and scheduler.max_batch_requests must be at least 1.")
         if not 0 <= self.swap_out_start <= self.swap_out_stop <= 1:
             raise ConfigError("scheduler.swap_out_start and swap_out_stop are shares with 0 <= start <= stop <= 1.")
+        if self.copy_ahead not in get_args(AskedCopyAhead):
+            raise ConfigError(
+                f"scheduler.copy_ahead is one of {', '.join(get_args(AskedCopyAhead))}, not {self.copy_ahead!r}."
+            )
         if not 0 <= self.admission_reserve < 1:
             raise ConfigError("scheduler.admission_reserve is a share of the GPU blocks, at least 0 and below 1.")
 

@@ -62,9 +62,12 @@ class _Draft:
         assert sequence.slot is not None
         self.admitted.append(sequence)
         self.tables.append((sequence.slot, 0, table))
-        for copy in swap_in:
+        self.add_swap_in(swap_in, sequence)
+
+    def add_swap_in(self, copies: Iterable[Copy], waiting: Sequence) -> None:
+        for copy in copies:
             self.swap_in.append(copy)
-            self.copied_for[copy.ticket] = sequence
+            self.copied_for[copy.ticket] = waiting
 
     def add_swap_out(self, copies: Iterable[Copy], waiting: Sequence | None) -> None:
         """waiting: who cannot go on without them; None: they are made ahead of time."""
@@ -113,7 +116,8 @@ class Scheduler:
         self._deferred: set[int] = set()  # arrivals of the requests that were counted as deferred
         self._refused: list[tuple[Sequence, RequestRefused]] = []
         self._unsent = _Draft()  # admissions that no plan has told the worker of
-        self._low_watermark = math.ceil(settings.swap_out_start * cache.gpu_blocks)
+        ahead_of_time = settings.copy_ahead != "never"
+        self._low_watermark = math.ceil(settings.swap_out_start * cache.gpu_blocks) if ahead_of_time else 0
         self._high_watermark = math.ceil(settings.swap_out_stop * cache.gpu_blocks)
         self._reserve = math.ceil(settings.admission_reserve * cache.gpu_blocks)
 
@@ -127,7 +131,7 @@ class Scheduler:
         return refused
 
     def submit(self, sequence: Sequence, now_s: float) -> None:
-        self.cache.mark_waiting(sequence.session, now_s)
+        self.cache.mark_waiting(sequence.session, sequence.arrival, now_s)
         self.queue.push(sequence)
 
     def plan(self, now_s: float, in_flight: bool = False, horizon_ns: int | None = None) -> Step | None:
@@ -141,14 +145,14 @@ class Scheduler:
         lacking = self._admit(draft, now_s)
         rows = self._compose(draft, now_s)
         self._swap_out(draft, lacking, now_s)
-        while lacking and not self.running and not self.cache.outgoing:
-            # Nothing runs and nothing is on its way: lose idle KV rather than stand still. More than once where the
-            # policy's choice was the head's own.
-            dropped = self.cache.drop(lacking, now_s)
-            lacking = self._admit(draft, now_s)
-            rows = self._compose(draft, now_s)
-            if not dropped:
+        while lacking and not self.running and not self._on_its_way():
+            # Nothing runs and nothing is on its way: lose idle KV rather than stand still, unless what was dropped for
+            # want of CPU room is enough. More than once where the policy's choice was the head's own.
+            still = self._admit(draft, now_s)
+            if still == lacking and not self.cache.drop(lacking, now_s):
                 break
+            lacking = still
+            rows = self._compose(draft, now_s)
         if not rows and not draft.swap_out and not draft.swap_in and not self.cache.has_disk_work:
             self._unsent = draft  # who was admitted has no share of an iteration yet
             return None
@@ -171,7 +175,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._left(sequence)
         self._slots.append(sequence.mislead())
-        self.cache.mark_waiting(sequence.session, now_s)
+        self.cache.mark_waiting(sequence.session, sequence.arrival, now_s)
         self.cache.release(sequence.session, now_s)
         self.queue.push_back(sequence)
 
@@ -183,7 +187,7 @@ class Scheduler:
     def _remove_waiting(self, sequence: Sequence, now_s: float) -> None:
         self.queue.remove(sequence)
         self._deferred.discard(sequence.arrival)
-        self.cache.unmark_waiting(sequence.session, now_s)
+        self.cache.unmark_waiting(sequence.session, sequence.arrival, now_s)
         if sequence.preempted:
             self.cache.end_preempted(sequence.session, now_s)
 
@@ -254,7 +258,7 @@ class Scheduler:
         else:
             sequence.remember_conversation(keep)
             admission = cache.admit(session, keep, sequence.suffix(keep), sequence.request.known_tokens, now_s)
-        cache.unmark_waiting(session, now_s)
+        cache.unmark_waiting(session, sequence.arrival, now_s)
         sequence.start(admission, self._slots.pop(), now_s)
         position = len(self.running)
         while position and self.running[position - 1].arrival > sequence.arrival:
@@ -417,22 +421,37 @@ class Scheduler:
         self.running.remove(sequence)
         self._left(sequence)
         self._slots.append(sequence.preempt())
-        self.cache.mark_waiting(sequence.session, now_s)
+        self.cache.mark_waiting(sequence.session, sequence.arrival, now_s)
         draft.add_swap_out(self.cache.preempt(sequence.session, now_s), sequence)
         self.queue.push_back(sequence)
 
     # -- making room --------------------------------------------------------------------------------------------------
 
+    def _on_its_way(self) -> bool:
+        """Copies are under way that give the head of the queue blocks, or let it change places with what has them."""
+        if self.cache.outgoing:
+            return True
+        return self.settings.copy_ahead == "never" and (self._in_flight or not self.cache.settled)
+
     def _swap_out(self, draft: _Draft, lacking: int, now_s: float) -> None:
-        """Ahead of time below the low watermark, up to the high one (section 4.3.2); at once for a head that lacks blocks."""
-        cache = self.cache
+        """At once for a head that lacks blocks; ahead of time as copy_ahead says, below the low watermark and up to the high
+        one (section 4.3.2)."""
+        cache, mode = self.cache, self.settings.copy_ahead
+        head = self.queue.head() if lacking else None
         have = cache.available + cache.outgoing
-        target = self._high_watermark if have < self._low_watermark else 0
-        if lacking:
-            target = max(target, cache.available + lacking)
-        if target > have:
-            copies = cache.swap_out(target - have, now_s, urgent=bool(lacking))
-            draft.add_swap_out(copies, self.queue.head() if lacking else None)
+        ahead = self._high_watermark - have if have < self._low_watermark else 0
+        if mode == "never":
+            if head is not None:
+                loads, copies = cache.exchange(head.session, lacking, now_s)
+                draft.add_swap_in(loads, head)
+                draft.add_swap_out(copies, head)
+        elif mode == "spare":
+            urgent = lacking - cache.outgoing
+            draft.add_swap_out(cache.swap_out(urgent, now_s, urgent=True), head)
+            draft.add_swap_out(cache.swap_out_spare(ahead - max(urgent, 0), now_s), None)
+        else:
+            wanted = max(ahead, lacking - cache.outgoing if lacking else 0)
+            draft.add_swap_out(cache.swap_out(wanted, now_s, urgent=bool(lacking)), head)
 
 
 def _tokens(runs: Iterable[Run]) -> int:

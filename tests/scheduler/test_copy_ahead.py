@@ -1,0 +1,230 @@
+"""What is copied ahead of time: what each mode keeps, what it gives up for it, and how auto chooses."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pensieve.baselines.profiling import hidden_share
+from pensieve.cache.two_tier import TwoTierCache
+from pensieve.clock import VirtualClock
+from pensieve.errors import ConfigError
+from pensieve.eviction.adaptive_retention import AdaptiveRetention
+from pensieve.eviction.conversation_lru import ConversationLru
+from pensieve.eviction.lru import Lru
+from pensieve.eviction.retention_value import RetentionValue
+from pensieve.plan import StepPlan, StepResult
+from pensieve.record import TurnRecord
+from pensieve.scheduler.composition import SchedulerSettings
+from pensieve.scheduler.copy_ahead import WORTH_HIDING, choose_copy_ahead
+from pensieve.specs import HardwareSpec
+from pensieve.worker.simulated import SimulatedWorker
+from tests.baselines.systems import threaded
+from tests.composed import replayed
+from tests.simulated import MACHINE, MODEL, make_engine, policy_context, request, run
+from tests.test_bound_of_managers import measured, trace
+
+
+def rounds(names: str, gpu: int, cpu: int, mode: str, order: random.Random | None = None) -> tuple[float, float, Any]:
+    """Shares of the history found in all and on the GPU, where conversations of up to 32 tokens return in turn, or in a
+    random order, one at a time; and the engine."""
+    engine = make_engine(gpu, cpu, policy=Lru, max_batch_requests=1, copy_ahead=mode)
+    number, hits, on_gpu, history = 0, 0, 0, 0
+    for turn in range(1, 9):
+        for name in names if order is None else order.sample(names, len(names)):
+            number += 1
+            engine.submit(request(number, name, 3, 1, turn=turn))
+            record = run(engine)[number]
+            assert record.gpu_hit_tokens is not None and record.cpu_hit_tokens is not None
+            hits += record.gpu_hit_tokens + record.cpu_hit_tokens
+            on_gpu += record.gpu_hit_tokens
+            history += record.history_tokens or 0
+    return hits / history, on_gpu / history, engine
+
+
+def test_exclusive_tiers_find_what_one_tier_of_their_size_finds() -> None:
+    shares = {mode: rounds("abcdef", 12, 12, mode, random.Random(1))[0] for mode in ("paper", "spare", "never")}
+    one, _, _ = rounds("abcdef", 24, 0, "paper", random.Random(1))
+    print({**shares, "one tier": one})
+    assert shares["paper"] < shares["spare"] <= shares["never"]
+    assert shares["never"] >= one - 0.03
+
+
+def test_where_everything_fits_nothing_changes() -> None:
+    assert {rounds("abc", 30, 30, mode)[0] for mode in ("paper", "spare", "never")} == {1.0}
+
+
+def test_what_was_loaded_before_its_admission_is_found_on_cpu() -> None:
+    found, on_gpu, engine = rounds("abcdef", 12, 12, "never", random.Random(1))
+    loaded = engine.cache.counters.swapped_in_blocks * 4
+    assert loaded > 0 and found > on_gpu, "it had been on CPU when it was asked"
+    assert not engine.cache._early
+
+
+def test_without_a_cpu_tier_the_modes_are_one() -> None:
+    assert len({rounds("abcdef", 20, 0, mode, random.Random(2))[0] for mode in ("paper", "spare", "never")}) == 1
+
+
+def idle(cache: TwoTierCache, name: str, chunks: int) -> None:
+    """A conversation of so many chunks, the last one not quite filled, all on GPU."""
+    session, tokens = cache.open(name, 0.0), 4 * chunks - 1
+    cache.admit(session, 0, array("i", range(tokens)), None, 0.0)
+    cache.advance(session, [(0, tokens)])
+    cache.release(session, 0.0)
+
+
+@pytest.mark.parametrize("ahead", ["paper", "spare"])
+def test_a_copy_ahead_of_time_costs_nobody_its_only_copy(ahead: str) -> None:
+    cache = TwoTierCache(policy=Lru(policy_context(4, 12, 6)), chunk_tokens=4, gpu_blocks=12, cpu_blocks=6)
+    idle(cache, "a", 5)
+    cache.complete([copy.ticket for copy in cache.swap_out(5, 1.0, urgent=False)])
+    cache.reclaim(5, 1.0)
+    idle(cache, "b", 5)
+    copies = cache.swap_out(4, 2.0, urgent=False) if ahead == "paper" else cache.swap_out_spare(4, 2.0)
+    assert [len(copy.src) for copy in copies] == ([4] if ahead == "paper" else [1])
+    assert cache.counters.dropped_chunks == (3 if ahead == "paper" else 0)
+    cache.check()
+
+
+def test_the_head_changes_places_with_what_leaves_the_gpu() -> None:
+    """Its six chunks on CPU and the six of another on GPU, and not a block free: the first of them goes, and then each place
+    that becomes free is used by the next."""
+    cache = TwoTierCache(policy=Lru(policy_context(4, 6, 6)), chunk_tokens=4, gpu_blocks=6, cpu_blocks=6)
+    idle(cache, "a", 6)
+    cache.complete([copy.ticket for copy in cache.swap_out(6, 1.0, urgent=False)])
+    cache.reclaim(6, 1.0)
+    idle(cache, "b", 6)
+    a = cache.find("a")
+    assert a is not None and cache.places(a) == "CCCCCC"
+    cache.mark_waiting(a, 1, 2.0)
+    plans = 0
+    while (lacking := cache.demand(a, 20, 22).blocks + cache.demand(a, 20, 22).own_available - cache.available) > 0:
+        loads, outs = cache.exchange(a, lacking, 2.0)
+        assert loads or outs or cache.outgoing
+        cache.complete([copy.ticket for copy in (*loads, *outs)])
+        cache.check()
+        plans += 1
+        assert plans < 30, "it comes to an end"
+    b = cache.find("b")
+    assert b is not None
+    kept = sum(chunk.resident_len for chunk in (*a.chunks, *b.chunks))
+    print(f"{kept} of 46 tokens kept, in {plans} plans: {cache.places(a)} {cache.places(b)}")
+    assert kept >= 42, "one chunk was given up to begin with, not six"
+    admission = cache.admit(a, 20, array("i", [1, 2]), None, 3.0)
+    assert admission.residency.gpu_hit == 0 and admission.residency.cpu_hit == 20
+    cache.check()
+
+
+@pytest.mark.parametrize("mode", ["spare", "never"])
+def test_random_traces_keep_every_invariant(mode: str) -> None:
+    found = 0
+    for chance in range(60):
+        rng = random.Random(chance)
+        engine = make_engine(
+            gpu_blocks=rng.randint(10, 20),
+            cpu_blocks=rng.choice([0, 3, 8, 20]),
+            chunk_tokens=2,
+            policy=rng.choice([Lru, RetentionValue, AdaptiveRetention, ConversationLru]),
+            late=random.Random(chance) if rng.random() < 0.5 else None,
+            depth=rng.choice([1, 2]),
+            computes=rng.random() < 0.5,
+            max_batch_tokens=rng.choice([3, 8]),
+            max_batch_requests=rng.choice([1, 2, 8]),
+            admission_reserve=rng.choice([0.0, 0.1]),
+            copy_ahead=mode,
+        )
+        steps, step = 0, engine.step
+
+        def checked(until_ns: int | None, step: Any = step, engine: Any = engine) -> Any:
+            nonlocal steps
+            steps += 1
+            assert steps < 20_000, "nothing comes of it"
+            events = step(until_ns)
+            engine.cache.check()
+            return events
+
+        engine.step = checked  # type: ignore[method-assign]
+        turns: list[TurnRecord] = measured(trace(rng, engine, turns=rng.randint(2, 16), longest=rng.choice([12, 16])))
+        for turn in turns:
+            assert turn.gpu_hit_tokens is not None and turn.cpu_hit_tokens is not None
+            assert turn.gpu_hit_tokens + turn.cpu_hit_tokens + (turn.recomputed_tokens or 0) == turn.history_tokens
+            found += turn.cpu_hit_tokens
+    assert found > 10
+
+
+# -- auto -------------------------------------------------------------------------------------------------------------
+
+
+class NoLink(SimulatedWorker):
+    """As on a CPU: a copy is done when the call returns, and the forward begins after it."""
+
+    def _perform(self, plan: StepPlan) -> StepResult:
+        for copies, to_gpu in ((plan.swap_in, True), (plan.swap_out, False)):
+            blocks = sum(len(copy.src) for copy in copies)
+            self._clock.advance_to(self._clock.now_ns() + round(1e9 * self.cost.transfer_s(blocks, to_gpu)))
+        tickets = tuple(copy.ticket for copy in (*plan.swap_in, *plan.swap_out))
+        result = super()._perform(StepPlan(plan.step, plan.rows, plan.tables))
+        return StepResult(plan.step, result.tokens, ended_ns=result.ended_ns, done=tickets)
+
+
+@pytest.mark.parametrize(("kind", "hidden"), [(SimulatedWorker, 1.0), (NoLink, 0.0)])
+def test_the_profile_tells_whether_copies_pass_beside_the_compute(kind: Any, hidden: float) -> None:
+    clock = VirtualClock()
+    worker = kind(MODEL, replace(MACHINE, step_overhead_s=0.0), clock, 4)
+    worker.start(64, 64)
+    assert hidden_share(worker, clock, 4, 64) == pytest.approx(hidden, abs=0.01)
+
+
+def test_auto_copies_nothing_ahead_only_where_that_holds_up_one_memory() -> None:
+    assert choose_copy_ahead("auto", 10, one_memory=True, hidden=0.1).mode == "never"
+    assert choose_copy_ahead("auto", 10, one_memory=True, hidden=WORTH_HIDING).mode == "paper"
+    assert choose_copy_ahead("auto", 10, one_memory=False, hidden=0.0).mode == "paper"
+    assert choose_copy_ahead("auto", 0, one_memory=True, hidden=0.0).mode == "paper"
+    assert choose_copy_ahead("auto", 10, one_memory=True, hidden=None).mode == "paper"
+    assert choose_copy_ahead("spare", 10, one_memory=True, hidden=0.0) == choose_copy_ahead("spare", 0, False, None)
+    assert "12% of the time" in choose_copy_ahead("auto", 10, one_memory=True, hidden=0.12).note
+    with pytest.raises(ConfigError, match=r"scheduler\.copy_ahead is one of auto, paper, spare, never, not 'always'"):
+        SchedulerSettings(copy_ahead="always")  # type: ignore[arg-type]
+
+
+def test_a_trial_records_what_auto_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.baselines import systems
+
+    cpu = HardwareSpec(name="cpu", simulated=False, device="cpu", flops=1e10, memory_bw=1e9, h2d_bw=1e8, d2h_bw=1e8)
+    assert cpu.one_memory and not MACHINE.one_memory
+    monkeypatch.setattr(systems.Roofline, "hidden_copies", lambda self: 0.1)
+    for hardware, mode in ((cpu, "never"), (MACHINE, "paper")):
+        system, _ = threaded(hardware=hardware, scheduler=SchedulerSettings(copy_ahead="auto"))
+        system.start()
+        settings = system.settings()
+        system.close()
+        assert settings["copy_ahead"] == mode == system.engine.scheduler.settings.copy_ahead
+        assert settings["copy_ahead_note"]
+    system, _ = threaded(cpu_blocks=0, scheduler=SchedulerSettings(copy_ahead="auto"))
+    system.start()
+    assert system.settings()["copy_ahead"] == "none"
+    system.close()
+
+
+def test_simulated_machines_copy_ahead_as_the_paper_does_and_rounds_find_less_by_it() -> None:
+    small = (
+        "model=llama_25m",
+        "workload=rounds",
+        'cache.gpu="1024 tokens"',
+        'cache.cpu="1024 tokens"',
+        "workload.rounds=3",
+    )
+
+    def found(*overrides: str) -> tuple[str, float]:
+        record, system = replayed("hardware=sim_gtx1650", *small, *overrides)
+        turns = [turn for turn in record.turns if turn.history_tokens]
+        hits = sum((turn.gpu_hit_tokens or 0) + (turn.cpu_hit_tokens or 0) for turn in turns)
+        return system.settings()["copy_ahead"], hits / sum(turn.history_tokens or 0 for turn in turns)
+
+    (auto, by_auto), (never, exclusive) = found(), found("scheduler.copy_ahead=never")
+    assert (auto, never) == ("paper", "never")
+    assert exclusive > by_auto + 0.05
