@@ -137,8 +137,7 @@ class TwoTierCache(CacheManager):
             taken += stop - start
         restore = self.restorer.choose(session, tiers.transfers.incoming, alone=self._running == 1)
         swap_in = tiers.copy_in(session, runs_of(restore.load))
-        for index in range(total):
-            tiers.update_duplicate(session, index)
+        tiers.update_duplicates(session)
         work = missing_runs(session, length, size)
         again = sum(max(0, min(stop, session.computed) - start) for start, stop in work)
         return Admission(

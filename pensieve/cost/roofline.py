@@ -28,6 +28,7 @@ class Roofline:
         self._head_bytes = model.vocab * model.hidden * model.dtype_bytes
         self._kv_bytes = model.kv_bytes_per_token
         self._reduced_bytes = 2 * model.layers * model.hidden * model.dtype_bytes if hardware.gpus > 1 else 0
+        self._recompute_s: dict[int, float] = {}  # by context
         self._flops_s = hardware.flops * hardware.compute_efficiency
         self._bytes_s = hardware.memory_bw * hardware.memory_efficiency
 
@@ -51,9 +52,12 @@ class Roofline:
         return size / (self.hardware.h2d_bw if to_gpu else self.hardware.d2h_bw)
 
     def recompute_s(self, context_tokens: int) -> float:
-        size = self.chunk_tokens
-        attention = self._bound(causal_pairs(size, max(context_tokens, size)) * self._pair_flops, 0)
-        return self._bound(size * self._linear_flops, 0) + attention
+        known = self._recompute_s.get(context_tokens)  # asked for each chunk of each miss
+        if known is None:
+            size = self.chunk_tokens
+            attention = self._bound(causal_pairs(size, max(context_tokens, size)) * self._pair_flops, 0)
+            known = self._recompute_s[context_tokens] = self._bound(size * self._linear_flops, 0) + attention
+        return known
 
     def step_s(self) -> float:
         return self.hardware.step_overhead_s

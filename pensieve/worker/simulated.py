@@ -149,7 +149,7 @@ class SimulatedWorker:
         for row in sampled:
             assert row.sample is not None
             position, key = row.sample.position, row.sample.key
-            tokens[row.slot] = [self._draw(key, position + further) for further in range(1, len(ended) + 1)]
+            tokens[row.slot] = self._draws(key, position + 1, position + 1 + len(ended))
         return Repeats(tuple(ended), tuple(computed), tokens)
 
     def _ended(self, rows: tuple[Row, ...], start: int, compute: int) -> int:
@@ -197,11 +197,16 @@ class SimulatedWorker:
         return tuple(done)
 
     def _token(self, sample: Sample) -> int:
-        return self._draw(sample.key, sample.position)
+        (token,) = self._draws(sample.key, sample.position, sample.position + 1)
+        return token
 
-    def _draw(self, key: int, position: int) -> int:
-        # splitmix64: a fixed, well-mixed function of two integers
-        x = (key + position * 0x9E3779B97F4A7C15) & _MASK
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-        return (x ^ (x >> 31)) % self._model.vocab
+    def _draws(self, key: int, start: int, stop: int) -> list[int]:
+        """The tokens at positions [start, stop): splitmix64, a fixed, well-mixed function of two integers."""
+        mask, vocab = _MASK, self._model.vocab
+        tokens = []
+        for position in range(start, stop):
+            x = (key + position * 0x9E3779B97F4A7C15) & mask
+            x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+            x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+            tokens.append((x ^ (x >> 31)) % vocab)
+        return tokens
