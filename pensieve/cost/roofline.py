@@ -6,9 +6,10 @@ Work is split evenly over the GPUs of a tensor-parallel group, which adds two al
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from pensieve.cost.base import one_after_another
 from pensieve.specs import HardwareSpec, ModelSpec
 
 Run = tuple[int, int]
@@ -34,13 +35,29 @@ class Roofline:
 
     def iteration_s(self, runs: Iterable[Run], sampled: int) -> float:
         """One iteration over attention rows of queries [start, stop) each; logits of `sampled` positions."""
+        tokens, pairs, kv_tokens = self._counts(runs)
+        return self._iteration_s(tokens, pairs, kv_tokens, sampled) if tokens else 0.0
+
+    def following_s(self, runs: Sequence[Run], sampled: int) -> Iterator[float]:
+        """Without a window both counts of an iteration grow by a constant."""
+        if self.model.sliding_window:
+            yield from one_after_another(self.iteration_s, runs, sampled)
+        tokens, pairs, kv_tokens = self._counts(runs)
+        more = sum((stop - start) ** 2 for start, stop in runs)
+        while True:
+            pairs, kv_tokens = pairs + more, kv_tokens + tokens
+            yield self._iteration_s(tokens, pairs, kv_tokens, sampled)
+
+    def _counts(self, runs: Iterable[Run]) -> tuple[int, int, int]:
+        """Query positions, pairs of a query and a position it attends to, and positions that are read."""
         tokens, pairs, kv_tokens, window = 0, 0, 0, self.model.sliding_window
         for start, stop in runs:
             tokens += stop - start
             pairs += causal_pairs(stop - start, stop)
             kv_tokens += min(stop, window) if window else stop
-        if not tokens:
-            return 0.0
+        return tokens, pairs, kv_tokens
+
+    def _iteration_s(self, tokens: int, pairs: int, kv_tokens: int, sampled: int) -> float:
         weights = self._layers_bytes + (self._head_bytes if sampled else 0)
         linear = self._bound(tokens * self._linear_flops + sampled * self._head_flops, weights)
         attention = self._bound(pairs * self._pair_flops, (kv_tokens + tokens) * self._kv_bytes)

@@ -126,6 +126,7 @@ class SimulatedWorker:
         overhead = round(self._hardware.step_overhead_s * 1e9)
         steps = [1 if row.sample is not None else row.positions for row in plan.rows]
         runs = [(row.runs[-1][1] - step, row.runs[-1][1]) for row, step in zip(plan.rows, steps, strict=True)]
+        seconds = self.cost.following_s(runs, len(sampled))
         copy_ends = self._outward[0].ends_ns if self._outward else None
         ended: list[int] = []
         computed: list[int] = []
@@ -134,9 +135,8 @@ class SimulatedWorker:
                 break
             if self._loading or (copy_ends is not None and now_ns >= copy_ends):
                 break
-            runs = [(start + step, stop + step) for (start, stop), step in zip(runs, steps, strict=True)]
             self._host_free_ns = max(self._host_free_ns, now_ns) + overhead
-            compute = round(self.cost.iteration_s(runs, len(sampled)) * 1e9)
+            compute = round(next(seconds) * 1e9)
             compute += max(0, self._host_free_ns - now_ns) - overhead
             if self.timeline is not None:
                 count, positions = len(runs), sum(steps)
@@ -144,7 +144,7 @@ class SimulatedWorker:
             now_ns += compute
             ended.append(now_ns)
             computed.append(compute)
-            self._clock.advance_to(now_ns)
+        self._clock.advance_to(now_ns)
         tokens = {}
         for row in sampled:
             assert row.sample is not None
