@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Literal
 
 from pensieve.cache.base import CacheManager, Run
@@ -287,11 +288,12 @@ class Engine:
                     step, [(start + further * step.tokens, stop + further * step.tokens)], compute_ns
                 )
         self.scheduler.repeated(step, [now_s, *times_s[:-1]])
-        for index, at_s in enumerate(times_s[:-1]):
-            for (sequence, _), tokens in zip(decodes, emitted, strict=True):
-                self._events.append(Event("token", sequence.request.id, at_s, tokens[index]))
-        for (sequence, _), tokens in zip(decodes, emitted, strict=True):
-            self._events.append(Event("token", sequence.request.id, times_s[-1], tokens[-1]))
+        ids = [sequence.request.id for sequence, _ in decodes]
+        *earlier, last = zip(*emitted, strict=True) if emitted else [()] * len(times_s)  # the tokens of each iteration
+        for at_s, tokens in zip(times_s, earlier, strict=False):
+            self._events += [Event("token", *each) for each in zip(ids, repeat(at_s), tokens)]
+        for (sequence, _), token in zip(decodes, last, strict=True):
+            self._events.append(Event("token", sequence.request.id, times_s[-1], token))
             if sequence.generated >= sequence.max_new_tokens:
                 self._close(sequence, "completed", "length", times_s[-1])
             else:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pensieve.ledger import Miss, Missed, ledger_of, seconds_of
 from pensieve.request import Request, TokenArray
@@ -227,9 +227,9 @@ class TurnRecord:
         self.token_ids, self.margins = array("i"), array("d")
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """What a request just got. at_s: seconds of the system's clock. turn: set on `finished` only."""
+class Event(NamedTuple):
+    """What a request just got; a tuple, since there is one for each token. at_s: seconds of the system's clock. turn: set on
+    `finished` only."""
 
     kind: Literal["first_token", "token", "finished"]
     request_id: int

@@ -36,7 +36,7 @@ the CPU block is the first that is given up when others need one.
 from __future__ import annotations
 
 from array import array
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -95,9 +95,8 @@ class Tiers:
                 # Reserved, lost by a failed copy, or computed again but not as far as the copy on CPU.
                 self.transfers.abandon(session, index, index + 1)
                 self.free_gpu(session, index, index + 1, discarded=True)
-        for index, block in enumerate(chunks.cpu):
-            if block != NO_BLOCK:
-                self.duplicates.pop((session.number, index), None)
+        for index in self._on_cpu(session):
+            self.duplicates.pop((session.number, index), None)
         unused = len(chunks)
         while unused and chunks.gpu[unused - 1] == NO_BLOCK and chunks.cpu[unused - 1] == NO_BLOCK:
             if (unused - 1) * self.chunk_tokens < session.computed:
@@ -121,8 +120,14 @@ class Tiers:
                 self.update_duplicate(session, index)
             return
         chunks = session.chunks
-        columns = chunks.gpu_len[start:stop], chunks.cpu_len[start:stop], chunks.copying[start:stop]
-        self._set_views(session, start, bytes(_view(*each) for each in zip(*columns, strict=True)))
+        self._set_views(
+            session, start, _views(chunks.gpu_len[start:stop], chunks.cpu_len[start:stop], chunks.copying[start:stop])
+        )
+
+    def update_duplicates(self, session: Session) -> None:
+        """Of all its chunks; it has just started to run."""
+        for index in self._on_cpu(session):
+            self.update_duplicate(session, index)
 
     def update_duplicate(self, session: Session, index: int) -> None:
         """Of a running session: whether the chunk's copy on CPU is one that the GPU has as much of."""
@@ -151,7 +156,7 @@ class Tiers:
         """Take the GPU blocks of clean chunks, whose KV stays on CPU."""
         self.free_gpu(session, start, stop)
         self.counters.evicted_chunks += stop - start
-        self.update(session, start, stop)
+        self._set_views(session, start, bytes((View.CPU_ONLY,)) * (stop - start))
 
     def drop_gpu(self, session: Session, start: int, stop: int) -> None:
         """Take the GPU blocks of chunks that are not on CPU: their KV is lost, or on disk."""
@@ -322,6 +327,13 @@ class Tiers:
 
     # -- how --------------------------------------------------------------------------------------------------------
 
+    def _on_cpu(self, session: Session) -> list[int]:
+        """Chunks that have a CPU block."""
+        blocks = session.chunks.cpu
+        if blocks.count(NO_BLOCK) == len(blocks):
+            return []
+        return [index for index, block in enumerate(blocks) if block != NO_BLOCK]
+
     def _lose(self, session: Session, start: int, stop: int) -> None:
         session.chunks.lost[start:stop] = [self.taker] * (stop - start)
         self.counters.dropped_chunks += stop - start
@@ -341,8 +353,18 @@ def _stay_nowhere(session: Session, start: int, stop: int, on_gpu: bool) -> None
     """Without a disk tier."""
 
 
+def _views(gpu_len: TokenArray[int], cpu_len: TokenArray[int], copying: bytearray) -> bytes:
+    """Of chunks whose session does not run. The first two cases are what a turn and a copy leave, told at once."""
+    count = len(gpu_len)
+    if copying.count(0) == count:
+        if gpu_len == cpu_len and 0 not in gpu_len:
+            return bytes((View.CLEAN,)) * count
+        if not any(cpu_len):
+            return bytes(map(bool, gpu_len)).replace(b"\x01", bytes((View.DIRTY,)))
+    return bytes(map(_view, gpu_len, cpu_len, copying))
+
+
 def _view(gpu_len: int, cpu_len: int, copying: int) -> View:
-    """Of a chunk whose session does not run."""
     if copying:
         return View.NONE
     if gpu_len:
@@ -352,16 +374,10 @@ def _view(gpu_len: int, cpu_len: int, copying: int) -> View:
 
 def spans_of(victims: Iterable[Victim]) -> Iterator[tuple[int, int, int]]:
     """The chunks of a choice as runs (session number, first chunk, stop), those of one conversation together."""
-    runs: dict[int, list[list[int]]] = {}
+    chunks: dict[int, list[int]] = defaultdict(list)
     for _, _, _, number, chunk in victims:
-        own = runs.get(number)
-        if own is None:
-            runs[number] = [[chunk, chunk + 1]]
-        elif own[-1][1] == chunk:
-            own[-1][1] = chunk + 1
-        else:
-            own.append([chunk, chunk + 1])
-    return ((number, start, stop) for number, own in runs.items() for start, stop in own)
+        chunks[number].append(chunk)
+    return ((number, start, stop) for number, own in chunks.items() for start, stop in runs_of(own))
 
 
 @dataclass(slots=True)
@@ -383,7 +399,7 @@ class Transfer:
     fates: bytearray = field(default_factory=bytearray)
 
     def __post_init__(self) -> None:
-        self.fates = bytearray(_ALIVE for _ in self.gpu)
+        self.fates = bytearray((_ALIVE,)) * len(self.gpu)
 
     @property
     def stop(self) -> int:
@@ -413,6 +429,8 @@ class Transfer:
 
 
 _ALIVE, _ABANDONED, _GONE = range(3)
+_ONE_MORE = bytes((*range(1, 256), 0))
+_ONE_LESS = bytes((255, *range(255)))
 
 
 class Transfers:
@@ -560,7 +578,7 @@ class Transfers:
     def _count_copies(self, moved: Transfer, more: int) -> None:
         copying = moved.session.chunks.copying
         for start, stop in moved.existing():
-            copying[start:stop] = bytes(count + more for count in copying[start:stop])
+            copying[start:stop] = copying[start:stop].translate(_ONE_MORE if more > 0 else _ONE_LESS)
 
     def _outward_of(self, session: Session) -> int:
         return sum(moved.fates.count(_ALIVE) for moved in self._of.get(session.number, ()) if moved.outward)
@@ -636,8 +654,11 @@ class CpuRoom:
 
 def runs_of(indices: Iterable[int]) -> list[Run]:
     """Ascending numbers as runs."""
+    listed = list(indices)
+    if listed and listed[-1] - listed[0] == len(listed) - 1:
+        return [(listed[0], listed[-1] + 1)]
     runs: list[Run] = []
-    for index in indices:
+    for index in listed:
         if runs and runs[-1][1] == index:
             runs[-1] = (runs[-1][0], index + 1)
         else:

@@ -153,8 +153,7 @@ class TwoTierCache(CacheManager):
         restore = self.restorer.choose(session, tiers.transfers.incoming, alone=self._running == 1)
         swap_in = tiers.copy_in(session, runs_of(restore.load))
         disk_ticket, read = self._read_from_disk(session)
-        for index in range(total):
-            tiers.update_duplicate(session, index)
+        tiers.update_duplicates(session)
         work = missing_runs(session, length, size)
         again = sum(max(0, min(stop, session.computed) - start) for start, stop in work)
         table, swapped = tuple(chunks.gpu), restore.loaded_tokens + sum(stop - start for start, stop in read)

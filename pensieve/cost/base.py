@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 
@@ -54,6 +54,16 @@ def positions_s(cost: CostModel, start: int, stop: int, chunk_tokens: int) -> fl
         seconds += cost.recompute_s(end) * (min(stop, end) - start) / chunk_tokens
         start = end
     return seconds
+
+
+def one_after_another(
+    iteration_s: Callable[[Sequence[tuple[int, int]], int], float], runs: Sequence[tuple[int, int]], sampled: int
+) -> Iterator[float]:
+    """The iterations that follow one of these runs, each of which goes on by as many positions as it has."""
+    steps = [stop - start for start, stop in runs]
+    while True:
+        runs = [(start + step, stop + step) for (start, stop), step in zip(runs, steps, strict=True)]
+        yield iteration_s(runs, sampled)
 
 
 def predicted_s(cost: CostModel, runs: Iterable[tuple[int, int]], chunk_tokens: int) -> float:

@@ -9,13 +9,14 @@ proportion to the work.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from pensieve.cost.base import one_after_another
 from pensieve.cost.profile import Profile
 from pensieve.cost.roofline import Run
 from pensieve.errors import ConfigError
@@ -149,6 +150,9 @@ class ProfiledCost:
         self._iterations += 1
         self._beyond += not within
         return max(max(parts), sum(parts) - self._floor_s * (len(parts) - 1)) + self._overhead_s
+
+    def following_s(self, runs: Sequence[Run], sampled: int) -> Iterator[float]:
+        return one_after_another(self.iteration_s, runs, sampled)
 
     def transfer_s(self, blocks: int, to_gpu: bool) -> float:
         return blocks * (self._profile.h2d_block_s if to_gpu else self._profile.d2h_block_s)

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
+from pensieve.cost.base import one_after_another
 from pensieve.cost.kernel_tables import AttentionGrid, Curve, KernelTable, Shape, all_reduce, nearest
 from pensieve.errors import ConfigError
 from pensieve.specs import HardwareSpec, ModelSpec
@@ -54,6 +55,9 @@ class MeasuredCost:
         self._reduced_bytes = model.hidden * model.dtype_bytes
         self._linear: dict[int, float] = {}  # tokens -> seconds of all layers; iterations repeat them
         self._logits: dict[int, float] = {}
+
+    def following_s(self, runs: Sequence[Run], sampled: int) -> Iterator[float]:
+        return one_after_another(self.iteration_s, runs, sampled)
 
     def iteration_s(self, runs: Iterable[Run], sampled: int) -> float:
         """One iteration over attention rows of queries [start, stop) each; logits of `sampled` positions."""

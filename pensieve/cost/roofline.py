@@ -6,9 +6,10 @@ Work is split evenly over the GPUs of a tensor-parallel group, which adds two al
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from pensieve.cost.base import one_after_another
 from pensieve.specs import HardwareSpec, ModelSpec
 
 Run = tuple[int, int]
@@ -28,18 +29,35 @@ class Roofline:
         self._head_bytes = model.vocab * model.hidden * model.dtype_bytes
         self._kv_bytes = model.kv_bytes_per_token
         self._reduced_bytes = 2 * model.layers * model.hidden * model.dtype_bytes if hardware.gpus > 1 else 0
+        self._recompute_s: dict[int, float] = {}  # by context
         self._flops_s = hardware.flops * hardware.compute_efficiency
         self._bytes_s = hardware.memory_bw * hardware.memory_efficiency
 
     def iteration_s(self, runs: Iterable[Run], sampled: int) -> float:
         """One iteration over attention rows of queries [start, stop) each; logits of `sampled` positions."""
+        tokens, pairs, kv_tokens = self._counts(runs)
+        return self._iteration_s(tokens, pairs, kv_tokens, sampled) if tokens else 0.0
+
+    def following_s(self, runs: Sequence[Run], sampled: int) -> Iterator[float]:
+        """Without a window both counts of an iteration grow by a constant."""
+        if self.model.sliding_window:
+            yield from one_after_another(self.iteration_s, runs, sampled)
+        tokens, pairs, kv_tokens = self._counts(runs)
+        more = sum((stop - start) ** 2 for start, stop in runs)
+        while True:
+            pairs, kv_tokens = pairs + more, kv_tokens + tokens
+            yield self._iteration_s(tokens, pairs, kv_tokens, sampled)
+
+    def _counts(self, runs: Iterable[Run]) -> tuple[int, int, int]:
+        """Query positions, pairs of a query and a position it attends to, and positions that are read."""
         tokens, pairs, kv_tokens, window = 0, 0, 0, self.model.sliding_window
         for start, stop in runs:
             tokens += stop - start
             pairs += causal_pairs(stop - start, stop)
             kv_tokens += min(stop, window) if window else stop
-        if not tokens:
-            return 0.0
+        return tokens, pairs, kv_tokens
+
+    def _iteration_s(self, tokens: int, pairs: int, kv_tokens: int, sampled: int) -> float:
         weights = self._layers_bytes + (self._head_bytes if sampled else 0)
         linear = self._bound(tokens * self._linear_flops + sampled * self._head_flops, weights)
         attention = self._bound(pairs * self._pair_flops, (kv_tokens + tokens) * self._kv_bytes)
@@ -51,9 +69,12 @@ class Roofline:
         return size / (self.hardware.h2d_bw if to_gpu else self.hardware.d2h_bw)
 
     def recompute_s(self, context_tokens: int) -> float:
-        size = self.chunk_tokens
-        attention = self._bound(causal_pairs(size, max(context_tokens, size)) * self._pair_flops, 0)
-        return self._bound(size * self._linear_flops, 0) + attention
+        known = self._recompute_s.get(context_tokens)  # asked for each chunk of each miss
+        if known is None:
+            size = self.chunk_tokens
+            attention = self._bound(causal_pairs(size, max(context_tokens, size)) * self._pair_flops, 0)
+            known = self._recompute_s[context_tokens] = self._bound(size * self._linear_flops, 0) + attention
+        return known
 
     def step_s(self) -> float:
         return self.hardware.step_overhead_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from pensieve.cost.base import CostModel
@@ -17,6 +17,10 @@ class SimulatedCost(CostModel, Protocol):
 
     def iteration_s(self, runs: Iterable[Run], sampled: int) -> float:
         """One iteration over attention rows of queries [start, stop) each; logits of `sampled` positions."""
+        ...
+
+    def following_s(self, runs: Sequence[Run], sampled: int) -> Iterator[float]:
+        """The iterations that follow one of these rows, each of which goes on by as many positions as it has; without end."""
         ...
 
     def transfer_s(self, blocks: int, to_gpu: bool) -> float:

@@ -135,6 +135,7 @@ class SimulatedWorker:
         overhead = round(self._hardware.step_overhead_s * 1e9)
         steps = [1 if row.sample is not None else row.positions for row in plan.rows]
         runs = [(row.runs[-1][1] - step, row.runs[-1][1]) for row, step in zip(plan.rows, steps, strict=True)]
+        seconds = self.cost.following_s(runs, len(sampled))
         copy_ends = self._outward[0].ends_ns if self._outward else None
         ended: list[int] = []
         computed: list[int] = []
@@ -143,9 +144,8 @@ class SimulatedWorker:
                 break
             if self._loading or self._reading or (copy_ends is not None and now_ns >= copy_ends):
                 break
-            runs = [(start + step, stop + step) for (start, stop), step in zip(runs, steps, strict=True)]
             self._host_free_ns = max(self._host_free_ns, now_ns) + overhead
-            compute = round(self.cost.iteration_s(runs, len(sampled)) * 1e9)
+            compute = round(next(seconds) * 1e9)
             compute += max(0, self._host_free_ns - now_ns) - overhead
             if self.timeline is not None:
                 count, positions = len(runs), sum(steps)
@@ -153,12 +153,12 @@ class SimulatedWorker:
             now_ns += compute
             ended.append(now_ns)
             computed.append(compute)
-            self._clock.advance_to(now_ns)
+        self._clock.advance_to(now_ns)
         tokens = {}
         for row in sampled:
             assert row.sample is not None
             position, key = row.sample.position, row.sample.key
-            tokens[row.slot] = [self._draw(key, position + further) for further in range(1, len(ended) + 1)]
+            tokens[row.slot] = self._draws(key, position + 1, position + 1 + len(ended))
         return Repeats(tuple(ended), tuple(computed), tokens)
 
     def _ended(self, rows: tuple[Row, ...], start: int, compute: int) -> int:
@@ -233,11 +233,16 @@ class SimulatedWorker:
         return tuple(done)
 
     def _token(self, sample: Sample) -> int:
-        return self._draw(sample.key, sample.position)
+        (token,) = self._draws(sample.key, sample.position, sample.position + 1)
+        return token
 
-    def _draw(self, key: int, position: int) -> int:
-        # splitmix64: a fixed, well-mixed function of two integers
-        x = (key + position * 0x9E3779B97F4A7C15) & _MASK
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-        return (x ^ (x >> 31)) % self._model.vocab
+    def _draws(self, key: int, start: int, stop: int) -> list[int]:
+        """The tokens at positions [start, stop): splitmix64, a fixed, well-mixed function of two integers."""
+        mask, vocab = _MASK, self._model.vocab
+        tokens = []
+        for position in range(start, stop):
+            x = (key + position * 0x9E3779B97F4A7C15) & mask
+            x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+            x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+            tokens.append((x ^ (x >> 31)) % vocab)
+        return tokens

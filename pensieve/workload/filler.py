@@ -23,12 +23,13 @@ def filler(tokens: int, vocab: int, *names: object) -> TokenArray[int]:
     key = "/".join(str(name) for name in names).encode()
     if bits <= 8:
         return array("i", list(hashlib.shake_256(key).digest(tokens).translate(_mask(bits))))
-    pairs = bytearray(hashlib.shake_256(key).digest(2 * tokens))  # low byte, high byte
-    pairs[1::2] = pairs[1::2].translate(_mask(bits - 8))
-    drawn = array("H", pairs)
+    pairs = hashlib.shake_256(key).digest(2 * tokens)  # low byte, high byte
+    wide = bytearray(4 * tokens)
+    wide[0::4], wide[1::4] = pairs[0::2], pairs[1::2].translate(_mask(bits - 8))
+    drawn = array("i", bytes(wide))
     if sys.byteorder == "big":
         drawn.byteswap()
-    return array("i", drawn)
+    return drawn
 
 
 @lru_cache(maxsize=9)

@@ -66,7 +66,7 @@ def test_a_parent_that_runs_or_is_not_known_gives_nothing():
     system, held = first_turn(cache=kinds()["pensieve"])
     long = Request(5, "parent", 0, array("i", [*held, 1]), Length(50), Sampling(), continues=False)
     system.submit(long)
-    system.engine.step(None)
+    system.engine.step(system.clock.now_ns() + 1)  # one iteration: no other begins after that
     turn = ask(system, 6, "child", [*HISTORY, 7], fork=Fork("parent", len(HISTORY), takes_kv=True))
     assert turn.gpu_hit_tokens == 0
     system.engine.cache.check()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pensieve.cache.victims import VictimIndex
 from pensieve.eviction.base import EvictionPolicy, PolicyContext
 from pensieve.hint import Hint
-from pensieve.session import Chunk, Session, View
+from pensieve.session import Chunks, Session, View
 from tests.simulated import policy_context
 
 CHUNKS = 6
@@ -56,7 +56,7 @@ class World:
         self._note(True, session)
         session.start(self.now_s)
         self.index.remove_session(session)
-        session.chunks = [Chunk() for _ in range(CHUNKS)]
+        session.chunks = Chunks(CHUNKS)
         self.now_s += rng.choice((0.0, 0.25, 1.0))
         session.extend(range(rng.randint(1, 4)))
         session.hint = rng.choice(self.hints)
@@ -66,8 +66,8 @@ class World:
         session.stop(self.now_s)
         for chunk in range(CHUNKS):
             if rng.random() < 0.6:
-                session.chunks[chunk].view = View.DIRTY
-                self.index.add(session, chunk)
+                session.chunks.view[chunk] = View.DIRTY
+                self.index.changed(session, 1)
 
     def pass_time(self) -> None:
         self.now_s += self.rng.choice((0.0, 0.5, 3.0, 30.0, 500.0))
@@ -86,8 +86,8 @@ class World:
         return min(candidates)[3:] if candidates else None
 
     def take(self, session: Session, chunk: int) -> None:
-        session.chunks[chunk].view = View.NONE
-        self.index.remove(session, chunk)
+        session.chunks.view[chunk] = View.NONE
+        self.index.changed(session, -1)
 
     def _note(self, asked: bool, session: Session) -> None:
         self.events.append(Event(asked, session.number, self.now_s, len(session.tokens), session.turns, session.hint))

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pensieve.clock import VirtualClock
+from pensieve.cost.roofline import Roofline
 from pensieve.plan import Copy, Row, Sample, StepPlan
 from pensieve.worker.simulated import SimulatedWorker
 from tests.simulated import MACHINE, MODEL
@@ -99,3 +100,15 @@ def test_loads_of_successive_plans_share_the_link_one_after_the_other() -> None:
         ends.append((late.done, clock.now_s()))
     assert [done for done, _ in ends] == [(0,), (1,)]
     assert [at for _, at in ends] == pytest.approx([transfer, 2 * transfer], rel=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_the_iterations_that_follow_cost_what_each_alone_would(window: int | None, gpus: int):
+    model = replace(MODEL, sliding_window=window)
+    cost = Roofline(model, replace(MACHINE, gpus=gpus, link_bw=1e9), 4)
+    rows = [(10, 11), (47, 48), (300, 301), (20, 33)]
+    following = cost.following_s(rows, 3)
+    for further in range(1, 40):
+        alone = [(start + further * (stop - start), stop + further * (stop - start)) for start, stop in rows]
+        assert next(following) == cost.iteration_s(alone, 3)
