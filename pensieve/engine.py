@@ -200,7 +200,8 @@ class Engine:
         if result.failed and repeats is None:
             self._fail_copies(result.failed)
         misled = self._running_on(self.cache.void(result.unread)) if result.unread else []
-        self.scheduler.disk_reads.done((*result.done, *result.unread))
+        if self.scheduler.disk_reads is not None:
+            self.scheduler.disk_reads.done((*result.done, *result.unread))
         if result.step is None:
             self.cache.complete(result.done)
             self._start_over(misled)

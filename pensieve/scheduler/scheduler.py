@@ -104,7 +104,7 @@ class Scheduler:
         self.must_drain = False
         self._ahead = ahead
         self._loads = Loads(cost, cache.chunk_tokens) if settings.load_apart and cost is not None else None
-        self.disk_reads = DiskReads()
+        self.disk_reads: DiskReads | None = None  # until something is read
         self._computes = computes
         self._in_flight = False
         self.settings = settings
@@ -180,7 +180,8 @@ class Scheduler:
         self.queue.push_back(sequence)
 
     def _left(self, sequence: Sequence) -> None:
-        self.disk_reads.end(sequence)
+        if self.disk_reads is not None:
+            self.disk_reads.end(sequence)
         if self._loads is not None:
             self._loads.end(sequence)
 
@@ -268,6 +269,7 @@ class Scheduler:
         if self._loads is not None:
             self._loads.begin(sequence, admission.swap_in, now_s)
         if admission.disk_ticket is not None:
+            self.disk_reads = self.disk_reads or DiskReads()
             self.disk_reads.begin(sequence, admission.disk_ticket)
 
     # -- iterations ---------------------------------------------------------------------------------------------------
@@ -275,7 +277,7 @@ class Scheduler:
     def _compose(self, draft: _Draft, now_s: float) -> list[tuple[Sequence, Row]]:
         """The rows of the plan, and a block for each position they need."""
         running = [sequence for sequence in self.running if not sequence.closed] if self._ahead else self.running
-        joined = self.disk_reads.without(running)
+        joined: Many[Sequence] = running if self.disk_reads is None else self.disk_reads.without(running)
         if self._loads is not None:
             joined = self._loads.joined(joined, self.settings.max_batch_tokens, now_s)
         if joined is running:

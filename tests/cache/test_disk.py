@@ -45,7 +45,7 @@ def test_history_comes_from_disk_and_first_tokens_sooner() -> None:
     for turn, other in later:
         found = (turn.gpu_hit_tokens or 0) + (turn.cpu_hit_tokens or 0) + (turn.disk_hit_tokens or 0)
         assert found + (turn.recomputed_tokens or 0) == turn.history_tokens == other.history_tokens
-        assert (turn.recomputed_tokens or 0) < 64 < (other.recomputed_tokens or 0)
+        assert (turn.recomputed_tokens or 0) < (other.recomputed_tokens or 0)
         assert (turn.ttft_ms or 0) < (other.ttft_ms or 0)
     found = sum(turn.disk_hit_tokens or 0 for turn in with_disk)
     assert found == 32 * counts["disk_loaded_chunks"]

@@ -252,8 +252,8 @@ def test_kill_9_in_mid_stream_and_a_new_process(tmp_path: Path) -> None:
     details = [one["usage"]["prompt_tokens_details"] for one in said[3:5]]  # the first turns after the kill
     for found, there in zip(details, undisturbed[3:5], strict=True):
         history = there["usage"]["prompt_tokens_details"]["gpu"]
-        assert found["gpu"] == found["cpu"] == 0 and found["disk"] + found["recomputed"] == history > 100
-    assert sum(found["disk"] for found in details) >= 4 * 32
+        assert found["gpu"] == found["cpu"] == 0 and found["disk"] + found["recomputed"] == history > 60
+    assert sum(found["disk"] for found in details) >= 32
     assert sum(found["recomputed"] for found in details) > 0, "the last chunk of each is partly filled"
 
 
