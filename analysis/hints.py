@@ -106,7 +106,7 @@ def _plot(panel: Panel, worth: Sequence[Worth]) -> Plot:
         groups.append(
             marks.Group(one.name, "black", [marks.Bar(one.hit, colour, f"{one.hit.value:.1f}", f"{one.name}/hit")])
         )
-        bars = [] if one.gap is None else [marks.Bar(one.gap, colour, f"{one.gap.value:+.0f}", f"{one.name}/gap")]
+        bars = [] if one.gap is None else [marks.Bar(one.gap, colour, f"{round(one.gap.value):+d}", f"{one.name}/gap")]
         gaps.append(marks.Group(one.name, "black", bars, room=1))
     picture, grid = marks.bar_grid([groups], columns=2)
     left, right = grid[0]
@@ -122,7 +122,9 @@ def _plot(panel: Panel, worth: Sequence[Worth]) -> Plot:
     known = [one.bound for one in worth if one.bound is not None]
     lead = "Bars with their 95 % interval over seeds (and, of hits, conversations)"
     if known:
-        left.axvline(known[0], color="black", linewidth=0.8, linestyle=":", gid="bound")
+        left.axvline(known[0], color="black", linewidth=0.8, linestyle=":", gid="bound", zorder=0)
+        for text in left.texts:  # the values stand beside the bars, where the line passes
+            text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
         lead += f"; dotted: the {BOUND} of the trials without a hint. The gap of each seed is taken against itself"
     return Plot(panel, picture, lead, [_row(one) for one in worth], [_line(one) for one in worth])
 

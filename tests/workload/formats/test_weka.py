@@ -255,6 +255,7 @@ def real():
     return load(shared("weka"), "weka")
 
 
+@pytest.mark.slow
 def test_published_statistics(real):
     facts = real.facts
     assert facts["sessions_in_file"] == 159 and facts["sub_agents"] == 3
