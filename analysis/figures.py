@@ -20,7 +20,18 @@ from analysis.sweep import Source, all_sweeps, latest_of, open_source
 from pensieve.errors import MissingSeries, PensieveError, ResultsError
 from pensieve.results.places import LATEST, figures_folder
 
-FAMILIES = ("conversations", "caches", "load", "prefix", "interfaces", "decoding", "agents", "policies", "benchmarks")
+FAMILIES = (
+    "conversations",
+    "caches",
+    "policies",
+    "hints",
+    "load",
+    "prefix",
+    "interfaces",
+    "decoding",
+    "agents",
+    "benchmarks",
+)
 """Modules that register figures, in the order in which a report shows them."""
 for _family in FAMILIES:
     import_module(f"analysis.{_family}")

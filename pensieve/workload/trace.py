@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -104,7 +105,7 @@ def trace_workload(
             f"workload.hint={hint!r} is neither recorded nor none. What a perfect or a noisy hint is worth is measured with "
             "eviction=oracle_hint or eviction=noisy_hint_10, which read the schedule."
         )
-    recording = load(path, format, on_malformed)
+    recording, reuse = _read(path, format, on_malformed, _versions(path))
     inside, begun_before = windowed(recording, window_start_s, window_s)
     outliers = 0
     if recording.timed:
@@ -148,7 +149,7 @@ def trace_workload(
         "hint": hint,
         **rates,
         **(_timing(recording, time_scale, window_start_s, window_s) if recording.timed else {}),
-        **_reuse(recording),
+        **reuse,
     }
     return Playback(
         context,
@@ -239,6 +240,22 @@ def _timing(recording: Recording, scale: float, start_s: float, length_s: float 
         "window_s": length_s,
         "recorded_s": round(max(call.at_s or 0.0 for one in recording.conversations for call in one.calls), 3),
     }
+
+
+def _versions(path: str) -> tuple[tuple[str, int, int], ...]:
+    """What says whether a file, or those of a folder, are still the same."""
+    root = Path(path).expanduser()
+    files = sorted(root.iterdir()) if root.is_dir() else [root] if root.exists() else []
+    return tuple((str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files)
+
+
+@lru_cache(maxsize=1)
+def _read(
+    path: str, format: str, on_malformed: OnMalformed, versions: tuple[tuple[str, int, int], ...]
+) -> tuple[Recording, dict[str, Any]]:
+    """The recording, and what could be reused in it; once for all trials of a sweep. versions: of the files."""
+    recording = load(path, format, on_malformed)
+    return recording, _reuse(recording)
 
 
 def _reuse(recording: Recording) -> dict[str, Any]:

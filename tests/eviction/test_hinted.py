@@ -15,29 +15,18 @@ from pensieve.eviction.oracle_hint import OracleHint
 from pensieve.eviction.stop_reason import StopReasonFirst
 from pensieve.eviction.ttl import Ttl
 from pensieve.hint import Hint
-from pensieve.session import Chunk, Session, View
+from pensieve.session import Session, View
 from tests.simulated import policy_context
 
 
 def idle(number: int, last_active_s: float, hint: Hint | None = None, next_use_s: float | None = None) -> Session:
-    chunks = [Chunk(gpu=number, gpu_len=4, view=View.DIRTY)]
-    return Session(
-        f"s{number}", number, 0.0, last_active_s, hint=hint, next_use_s=next_use_s, chunks=chunks, turns=number % 7
-    )
+    return Session(f"s{number}", number, 0.0, last_active_s, hint=hint, next_use_s=next_use_s, turns=number % 7)
 
 
 def evicted(policy: EvictionPolicy, sessions: list[Session], now_s: float) -> list[int]:
-    """The numbers of the conversations in the order in which they are evicted."""
+    """The numbers of the conversations in the order of eviction (that the index keeps it: tests/cache/test_victims.py)."""
     index = VictimIndex(policy, View.DIRTY)
-    for session in sessions:
-        session.chunks[0].view = View.DIRTY
-        index.add(session, 0)
-    gone = []
-    for session, chunk in index.victims(now_s):
-        gone.append(session.number)
-        session.chunks[chunk].view = View.NONE
-        index.remove(session, chunk)
-    return gone
+    return [session.number for session in sorted(sessions, key=lambda session: index.rank(session, 0, now_s))]
 
 
 CALLS, ENDS = Hint("tool_use"), Hint("end_turn")

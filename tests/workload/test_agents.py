@@ -1,6 +1,7 @@
 import pytest
 
 from pensieve.errors import ConfigError
+from pensieve.hint import Hint
 from pensieve.metrics import summarise
 from pensieve.replay import replay
 from pensieve.workload.agents import AgentsWorkload
@@ -51,3 +52,10 @@ def test_an_agent_that_failed_stops_and_the_others_go_on():
 def test_fields_out_of_range_are_refused_by_name(fields):
     with pytest.raises(ConfigError, match=f"workload.{next(iter(fields))}="):
         AgentsWorkload(context(), **fields)
+
+
+def test_the_harness_says_which_tool_runs_and_for_how_long():
+    arrivals = drive(AgentsWorkload(context(), agents=1, steps=2, act_s=10.0))
+    said = [a.request.hint for a in arrivals if a.request.phase != "warmup"]
+    acting = Hint("tool_use", "act", expected_s=10.0)
+    assert said == [acting, Hint(expected_s=0.0), acting, Hint("end_turn")]
