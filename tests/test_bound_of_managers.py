@@ -35,7 +35,7 @@ MANAGERS: dict[str, tuple[Callable[..., Any], int, int]] = {  # with GPU and CPU
     "llama_slots": (partial(SlotCache, n_slots=2), 12, 0),
 }
 LIMIT_S = 60.0
-TRACES = int(os.environ.get("PENSIEVE_BOUND_TRACES", "1000"))
+TRACES = int(os.environ.get("PENSIEVE_BOUND_TRACES", "250"))
 """Of each manager, in the slow test against brute force."""
 
 

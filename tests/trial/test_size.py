@@ -26,11 +26,11 @@ LOAD = (
     "hardware=sim_h100",
     "workload=chat",
     "workload.pressure=0",
-    "workload.min_turns=3",
-    "workload.max_turns=3",
+    "workload.min_turns=2",
+    "workload.max_turns=2",
 )
-GPU = ["512 tokens", "1024 tokens", "2048 tokens", "4096 tokens", "8192 tokens"]
-CPU = ["0 tokens", "1024 tokens", "2048 tokens", "4096 tokens", "8192 tokens"]
+GPU = [f"{size} tokens" for size in (640, 768, 1024, 1536, 2304, 12288)]
+CPU = [f"{size} tokens" for size in (0, 512, 1024, 1536, 2304, 12288)]
 
 
 def listed(sizes):
@@ -69,25 +69,32 @@ def trials(outputs):
 
 @pytest.mark.slow
 def test_a_refined_map_answers_as_the_whole_one_and_its_interpolated_cells_are_near_it(outputs, capsys):
-    asked = ("slo.ttft_ms=0.42", "size.seeds=[3]")
+    asked = ("size.seeds=[3]",)
     status, refined = planned(outputs, *asked)
     first = capsys.readouterr()
     assert status == 0
-    assert first.out.startswith("To meet 0.42 ms at p90 you need "), "the answer comes first"
+    assert first.out.startswith("99% of what 12288 tokens of GPU and 12288 tokens of CPU KV find needs "), (
+        "the answer comes first"
+    )
     ran = trials(outputs)
-    assert ran == len(refined.cells) < 25
+    assert ran == len(refined.cells) < 36
     # The same command runs nothing; the whole map runs the others alone.
     planned(outputs, *asked)
     assert trials(outputs) == ran
     _, whole = planned(outputs, *asked, "size.refine=false")
-    assert trials(outputs) == len(whole.cells) == 25
-    assert (refined.knee, refined.meeting) == (whole.knee, whole.meeting)
+    assert trials(outputs) == len(whole.cells) == 36
+    assert refined.knee == whole.knee
     assert refined.sentence() == whole.sentence()
     between = refined.interpolated("found")
     assert set(between) == set(whole.cells) - set(refined.cells)
     off = [abs(value - whole.mean(place, "found")) for place, value in between.items()]
-    print(f"{len(off)} interpolated cells of 25: off by {sum(off) / len(off):.3f} in the mean, {max(off):.3f} at most")
-    assert max(off) < 0.1
+    print(f"{len(off)} interpolated cells of 36: off by {sum(off) / len(off):.3f} in the mean, {max(off):.3f} at most")
+    # An interpolated cell is on the right side of the knee, and off by less than the steepest step; no more is promised.
+    most = whole.mean(whole.question.corner, "found")
+    assert all(whole.reaches(place) == (value >= 0.99 * most) for place, value in between.items())
+    found = {place: whole.mean(place, "found") for place in whole.cells}
+    steps = [abs(found[i, j] - found[a, b]) for i, j in found for a, b in ((i - 1, j), (i, j - 1)) if (a, b) in found]
+    assert max(off) < max(steps)
     # Ten cells at random, each against a trial run by itself as runners/run.py does, and against its raw rows.
     store = open_store(outputs)
     for place in random.Random(0).sample(sorted(whole.cells), 10):
@@ -105,8 +112,8 @@ def test_a_refined_map_answers_as_the_whole_one_and_its_interpolated_cells_are_n
     other = run_trial(check(forced), resolved(forced), open_tracking(check(forced)), Job("", outputs / "y"), print)
     values = {m.name: m.value for m in store.metrics_of(other.trial_id) if not m.label}
     assert not other.reused
-    assert whole.mean((0, 4), "found") == 1 - values["miss_rate"]
-    assert whole.mean((0, 4), "ttft_ms_p90") == values["ttft_ms_p90"]
+    assert whole.mean((0, 5), "found") == 1 - values["miss_rate"]
+    assert whole.mean((0, 5), "ttft_ms_p90") == values["ttft_ms_p90"]
 
 
 def test_ctrl_c_keeps_what_is_there(outputs, monkeypatch, capsys):
