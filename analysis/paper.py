@@ -92,7 +92,8 @@ def paper_throughput(source: Source) -> Iterator[Plot]:
                 beyond = beyond or (difference is not None and abs(difference) > EXPLAINED_PCT)
                 table.append(
                     {
-                        "system": f"{name}, {statistic}",
+                        "system": name,
+                        "latency": statistic,
                         f"requests/s at\n{limit:g} ms/token": tables.estimated(rate),
                         f"over\n{reference}": "1" if name == reference else tables.estimated(ratio),
                         "the paper\nover vLLM": tables.NONE if paper is None else f"{paper:.2f}",

@@ -9,7 +9,6 @@ from pathlib import Path
 import psutil
 
 from pensieve.compose.schema import HardwareConfig
-from pensieve.cost.machine_profile import read_profile
 from pensieve.errors import ConfigError, HardwareMissing
 from pensieve.specs import HardwareSpec
 from pensieve.units import parse_capacity
@@ -191,6 +190,8 @@ def hardware_spec(hardware: HardwareConfig, device: Device) -> HardwareSpec:
     )
     if hardware.profile is None:
         return spec
+    from pensieve.cost.machine_profile import read_profile  # brings numpy, which a mistake need not wait for
+
     measured = read_profile(hardware.profile)
     return replace(
         spec,

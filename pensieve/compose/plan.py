@@ -9,7 +9,6 @@ from pensieve.compose.machine import Device, find_device, free_host_memory_bytes
 from pensieve.compose.schema import ModelConfig, TrialConfig
 from pensieve.compose.target import refuse_missing
 from pensieve.compose.weights import folder_architecture, weights_kind
-from pensieve.cost.machine_profile import read_profile
 from pensieve.errors import ConfigError, EngineMissing, HardwareMissing
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.units import format_bytes, parse_capacity
@@ -123,7 +122,11 @@ def plan_trial(config: TrialConfig) -> TrialPlan:
     ]
     disk_size = parse_capacity(config.cache.disk, "cache.disk")
     device = find_device(config.hardware)
-    profile = None if config.hardware.profile is None else read_profile(config.hardware.profile)
+    profile = None
+    if config.hardware.profile is not None:
+        from pensieve.cost.machine_profile import read_profile  # brings numpy, which a mistake need not wait for
+
+        profile = read_profile(config.hardware.profile)
     model = model_spec(config.model, device, str(profile.where["dtype"]) if profile and device.simulated else None)
     chunk = config.cache.chunk_tokens
     disk = disk_size.in_blocks(model.kv_bytes_per_token, chunk)  # of the machine, whose devices share it

@@ -53,7 +53,7 @@ def test_each_system_at_the_papers_latency_with_ratio_and_difference(store, draw
     assert float(ours["ratio_ci_low"]) == pytest.approx(1.5)
     assert (float(ours["paper"]), float(ours["difference_pct"])) == (1.36, pytest.approx(100 * (1.5 / 1.36 - 1)))
     assert found["prefix_cache", "p90"]["paper"] == ""  # the paper has no ratio of it
-    line = next(line for line in drawing.table if line["system"] == "pensieve, p90")
+    line = next(line for line in drawing.table if (line["system"], line["latency"]) == ("pensieve", "p90"))
     assert (line["the paper\nover vLLM"], line["difference"]) == ("1.36", "+10 %")
     assert "Simulated." in drawing.caption and "docs/paper.md" not in drawing.caption
 
