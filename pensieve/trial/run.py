@@ -240,11 +240,7 @@ def _run(
             if live is not None:
                 live.watch(occupancy)
             limit_bytes = memory_limit_bytes(config.hardware)
-            own = (
-                MemoryWatch(limit_bytes, this_process, every_s=OWN_S)
-                if limit_bytes is not None and not outside
-                else None
-            )
+            own = MemoryWatch(limit_bytes, this_process) if limit_bytes is not None and not outside else None
             with sampler, occupancy, own or nullcontext():
                 record = _replay(trial_id, system, workload, described, tracking, job, deadline, live)
             if live is not None:
