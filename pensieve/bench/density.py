@@ -21,7 +21,7 @@ from pensieve.errors import HardwareMissing, PensieveError, RequestFailed
 from pensieve.trial.jobs import compose_job
 
 OURS, PEER = "pensieve", "ray_keepalive"
-MOST = 64
+MOST = 128
 _TIMEOUT_S = 900.0
 _AGENTS = {
     "reason_tokens": 192,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
@@ -11,6 +12,7 @@ from types import TracebackType
 import psutil
 
 EVERY_S = 0.05
+SHARE = 0.05  # of a core, at most: a reading costs milliseconds of CPU a process, which whoever is measured would miss
 
 
 def resident_bytes(pid: int) -> int:
@@ -24,10 +26,10 @@ def resident_bytes(pid: int) -> int:
 
 
 class MemoryWatch:
-    """Reads, every EVERY_S, what the processes have resident together, while the block runs.
+    """Reads, every `every_s`, what the processes have resident together, while the block runs.
 
     processes: their ids and when each was started. limit_bytes: beyond it `kill` gets the one that was started last; None:
-    nothing is killed. A process may pass the limit for as long as one reading takes.
+    nothing is killed. Readings take no more than SHARE of a core, and a process may pass the limit between two of them.
     """
 
     def __init__(
@@ -35,10 +37,11 @@ class MemoryWatch:
         limit_bytes: int | None,
         processes: Callable[[], Mapping[int, float]],
         kill: Callable[[int], None] | None = None,
+        every_s: float = EVERY_S,
     ) -> None:
         self.limit_bytes = limit_bytes
         self.peak_bytes = 0
-        self._processes, self._kill = processes, kill
+        self._processes, self._kill, self._every_s = processes, kill, every_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="memory-watch", daemon=True)
 
@@ -61,8 +64,11 @@ class MemoryWatch:
         return self.limit_bytes is not None and self.peak_bytes > self.limit_bytes
 
     def _watch(self) -> None:
-        while not self._stop.wait(EVERY_S):
+        pause_s = self._every_s
+        while not self._stop.wait(pause_s):
+            began = time.thread_time()
             self.look()
+            pause_s = max(self._every_s, (time.thread_time() - began) / SHARE)
 
     def look(self) -> None:
         """One reading, and what follows from it."""

@@ -44,9 +44,8 @@ def test_memory_that_is_touched_counts_and_memory_that_is_only_promised_does_not
     assert resident_bytes(2**22 + 1) == 0, "a process that is gone"
 
 
-def test_a_watch_of_this_process_reads_while_the_block_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_watch, "EVERY_S", 0.001)
-    with MemoryWatch(1, this_process) as watch:
+def test_a_watch_of_this_process_reads_while_the_block_runs() -> None:
+    with MemoryWatch(1, this_process, every_s=0.001) as watch:
         while not watch.peak_bytes:
             pass
     assert watch.exceeded, "nothing was killed: no killer was given"

@@ -37,7 +37,7 @@ def test_the_out_of_memory_point_is_where_a_context_outgrows_the_device(baseline
     assert len(refused) == 3, "every agent meets it, and ends there"
     assert metrics["oom_turns", ""] == 3
     assert metrics["turns", "refused"] == 3
-    assert record.flags["oom"].startswith("3 turns did not fit into the GPU tier; the first: The request needs")
+    assert record.flags["oom"].startswith("3 turns did not get the memory they needed; the first: The request needs")
     assert all(turn.status == "completed" for turn in record.turns if turn.turn < 7)
 
 
