@@ -368,7 +368,7 @@ class Scheduler:
 
     @property
     def _awaits_loads(self) -> bool:
-        return self.disk_reads.expected or (self._loads is not None and self._loads.expected)
+        return any(waits is not None and waits.expected for waits in (self.disk_reads, self._loads))
 
     def _blocks_for(self, lengths: list[int], further: int) -> int:
         """That requests whose positions fill blocks up to these lengths take for so many more."""

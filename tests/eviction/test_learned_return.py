@@ -17,7 +17,7 @@ from pensieve.eviction.learned_return import LearnedReturn
 from pensieve.eviction.lru import Lru
 from pensieve.eviction.return_times import AGES, BINS, Forgetting, Habit, rates_of
 from pensieve.hint import Hint
-from pensieve.session import Chunk, Session, View
+from pensieve.session import Chunks, Session, View
 from tests.eviction.world import Key, World, context, holds
 
 EDGES = (0.0, *AGES, AGES[-1] * 1.4)
@@ -207,11 +207,11 @@ def test_what_clients_make_up_and_what_nobody_chooses_from_takes_bounded_room() 
     policy = LearnedReturn(context())
     index = VictimIndex(policy, View.DIRTY)
     for number in range(600):
-        session = Session(str(number % 3), number % 3, 0.0, float(number), chunks=[Chunk()])
+        session = Session(str(number % 3), number % 3, 0.0, float(number), chunks=Chunks(1))
         session.hint = Hint(tool=f"tool {number}")
         policy.rest(session, float(number))
-        session.chunks[0].view = View.DIRTY
-        index.add(session, 0)
+        session.chunks.view[0] = View.DIRTY
+        index.changed(session, 1)
         assert policy.bucket(session, 0)[0] is not None
         index.remove_session(session)
     assert len(policy._root.kinds) == 256
