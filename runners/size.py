@@ -5,7 +5,7 @@ from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 if (CHECKOUT / "pensieve").is_dir():
-    sys.path.insert(0, str(CHECKOUT))  # runs from any folder, installed or not
+    sys.path[0] = str(CHECKOUT)  # for this folder, whose profile.py is not the standard library's
 
 from pensieve.cli import size  # noqa: E402
 

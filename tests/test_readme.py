@@ -42,7 +42,8 @@ def typed(words, outputs, **environment):
 
 def test_no_block_is_left_out():
     """A new kind of block, or a command that none of these tests knows, shows here."""
-    known = {"runners/run.py", "runners/compare.py", "runners/chat.py"}  # the chat is driven in tests/server
+    known = {"runners/run.py", "runners/compare.py"}
+    known |= {"runners/chat.py", "runners/size.py", "runners/profile.py"}  # driven in tests/server, trial and cost
     assert [words for words in COMMANDS if words[0] == "python" and words[1] not in known] == []
     assert {words[0] for words in COMMANDS} == {"python", "make"}
     assert {language for language, _ in BLOCKS} == {"", "python", "yaml", "bibtex"}

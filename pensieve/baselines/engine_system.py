@@ -212,10 +212,11 @@ class EngineSystem(ABC):
         """
         engine = self.engine
         cache, scheduler = engine.cache, engine.scheduler
+        disk = {"disk_blocks_used": (cache.disk_blocks_used, "blocks")} if cache.disk_blocks else {}
         return {
             "gpu_blocks_used": (cache.gpu_blocks_used, "blocks"),
             "cpu_blocks_used": (cache.cpu_blocks_used, "blocks"),
-            "disk_blocks_used": (cache.disk_blocks_used, "blocks"),
+            **disk,
             "queue_length": (len(scheduler.queue), "requests"),
             "running_requests": (len(scheduler.running), "requests"),
         }

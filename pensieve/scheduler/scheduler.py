@@ -149,7 +149,7 @@ class Scheduler:
             # Nothing runs and nothing is on its way: lose idle KV rather than stand still, unless what was dropped for
             # want of CPU room is enough. More than once where the policy's choice was the head's own.
             still = self._admit(draft, now_s)
-            if still == lacking and not self.cache.drop(lacking, now_s):
+            if not self.running and still == lacking and not self.cache.drop(lacking, now_s):
                 break
             lacking = still
             rows = self._compose(draft, now_s)

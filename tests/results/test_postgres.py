@@ -149,7 +149,12 @@ def test_an_older_schema_is_upgraded(url, tmp_path, monkeypatch):
     trial = store.begin_trial(trial_fields())
     store.add_turns(trial, conversation_turns([1.0]))
     with store.database.writing() as connection:  # as version 0001 left it
-        for statement in ("DROP VIEW sweep_result", "DROP INDEX ix_metric_name_label", "DROP TABLE miss"):
+        for statement in (
+            "DROP VIEW sweep_result",
+            "DROP INDEX ix_metric_name_label",
+            "DROP TABLE miss",
+            "ALTER TABLE turn DROP COLUMN disk_hit_tokens",
+        ):
             connection.execute(text(statement))
         connection.execute(text(f"UPDATE {VERSION_TABLE} SET version_num = '0001'"))
     revision = (

@@ -61,6 +61,7 @@ def test_a_turn_record_is_a_turn_row() -> None:
         "anywhere_tokens",
         "missed",
         "misses",
+        "recomputed_s",
     )
     names = [f.name for f in fields(TurnRecord) if f.name not in elsewhere]
     assert sorted(names) == sorted(CONTRACT["turn"].split()[2:])

@@ -22,7 +22,7 @@ JOBS = 4
 @pytest.fixture(autouse=True)
 def no_figure(monkeypatch):
     """The figure costs two seconds a sweep and is drawn from the same rows."""
-    monkeypatch.setattr("pensieve.trial.sweep._draw", lambda *_: [])
+    monkeypatch.setattr("pensieve.trial.sweep.draw_figures", lambda *_: [])
 
 
 def query(outputs, text):

@@ -29,7 +29,7 @@ KILLED_WORKER = "A process of the launcher was killed"
 @pytest.fixture(autouse=True)
 def no_figure(monkeypatch):
     """The figure costs two seconds a sweep and is drawn from the same rows."""
-    monkeypatch.setattr("pensieve.trial.sweep._draw", lambda *_: [])
+    monkeypatch.setattr("pensieve.trial.sweep.draw_figures", lambda *_: [])
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ def typed(tmp_path, monkeypatch, capsys):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    monkeypatch.setattr("pensieve.trial.sweep._draw", lambda *_: [])
+    monkeypatch.setattr("pensieve.trial.sweep.draw_figures", lambda *_: [])
 
     def run(*arguments):
         GlobalHydra.instance().clear()

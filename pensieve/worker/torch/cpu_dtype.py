@@ -16,6 +16,7 @@ from itertools import product
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from time import perf_counter
+from typing import Any
 
 from pensieve.specs import ModelSpec
 from pensieve.user_cache import user_cache
@@ -24,6 +25,7 @@ from pensieve.worker.torch.kernels.compiler import processor
 _UNITS = frozenset({"amx_bf16", "avx512_bf16", "bf16"})  # as /proc/cpuinfo calls them; the last is ARM's
 _DECODE_ROWS, _PREFILL_ROWS = 4, 128
 _REPEATS = 7
+_LARGEST = 4096  # rows and columns of a matrix that is measured; a larger one takes as many times as long
 _SMALL = 16 * 2**20  # parameters: 64 MiB in float32, which caches hold; a step is then no longer its products
 
 _log = logging.getLogger(__name__)
@@ -98,18 +100,26 @@ def measure(shapes: Sequence[tuple[int, int, int]]) -> Measured:
     total = dict.fromkeys(product((_DECODE_ROWS, _PREFILL_ROWS), kinds), 0.0)
     with torch.inference_mode():
         for inside, outside, count in shapes:
-            layers = {
-                kind: Linear([torch.nn.Linear(inside, outside, bias=False, dtype=kind)], pack=True) for kind in kinds
-            }
+            part = min(inside, _LARGEST), min(outside, _LARGEST)
+            scale = count * inside * outside / (part[0] * part[1])
+            layers = {kind: Linear([_module(*part, kind)], pack=True) for kind in kinds}
             best = dict.fromkeys(total, float("inf"))
             for _, (rows, kind) in product(range(_REPEATS), total):
-                x = torch.ones(rows, inside, dtype=kind)
+                x = torch.ones(rows, part[0], dtype=kind)
                 began = perf_counter()
                 layers[kind](x)
                 best[rows, kind] = min(best[rows, kind], perf_counter() - began)
             for key, seconds in best.items():
-                total[key] += 1000 * count * seconds
+                total[key] += 1000 * scale * seconds
     return Measured(*total.values())
+
+
+def _module(inside: int, outside: int, dtype: Any) -> Any:
+    import torch
+
+    module = torch.nn.utils.skip_init(torch.nn.Linear, inside, outside, bias=False, dtype=dtype)
+    torch.nn.init.constant_(module.weight, 0.01)  # random numbers take longer to draw than to multiply
+    return module
 
 
 def _remembered(shapes: Sequence[tuple[int, int, int]]) -> Path | None:
