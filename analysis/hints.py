@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from analysis import marks, style
 from analysis.caches import BOUND, shares
 from analysis.estimates import over_seeds
+from analysis.policies import share_closed
 from analysis.registry import Plot, Row, columns, figure
 from analysis.sweep import Cell, Panel, Source
 from analysis.tables import estimated
@@ -24,8 +25,6 @@ KNOWN = {
     "belady": "time of return (belady)",
 }
 NOISY = "noisy_hint_"
-LEAST_GAP = 1e-3
-"""A tenth of a point of hit rate: what is closed of less says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +38,6 @@ class Worth:
     hit: Estimate
     bound: float | None
     gap: Estimate | None
-
-
-def hit_rates(cell: Cell) -> dict[tuple[int, int], float]:
-    """(seed, repeat) -> share of history tokens that was in either tier."""
-    gpu, cpu = cell.metric("gpu_hit_rate"), cell.metric("cpu_hit_rate")
-    return {key: gpu[key] + cpu[key] for key in gpu if key in cpu}
-
-
-def gap_closed(cell: Cell, without: Cell) -> dict[tuple[int, int], float]:
-    """(seed, repeat) -> share of the gap between `without` and its bound; each seed against itself."""
-    found, base, bound = hit_rates(cell), hit_rates(without), without.metric("bound_hit_rate")
-    keys = [key for key in found if key in base and bound.get(key, base[key]) - base[key] >= LEAST_GAP]
-    return {key: (found[key] - base[key]) / (bound[key] - base[key]) for key in keys}
 
 
 def _name(policy: str) -> str:
@@ -93,9 +79,8 @@ def _worth(source: Source, cell: Cell, without: Cell, policy: str) -> Worth:
     found = shares(source, cell)
     if found is None:
         raise source.lacks(f"turn with history whose engine says what it found, of {policy}")
-    closed = gap_closed(cell, without)
     bound = cell.metric("bound_hit_rate")
-    gap = over_seeds({key: 100 * share for key, share in closed.items()}) if closed else None
+    gap = share_closed(source, cell, without)
     return Worth(cell, _name(policy), found.hit, 100 * over_seeds(bound).value if bound else None, gap)
 
 

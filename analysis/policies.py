@@ -60,19 +60,29 @@ def _policy(source: Source, cell: Cell, start: Cell, size: str) -> Policy:
     name, hits = cell.at[AXIS], shares(source, cell)
     if hits is None:
         raise source.lacks(f"turn with history under {name}")
-    bounds: dict[int, list[float]] = {}
-    for (seed, _), bound in start.metric("bound_hit_rate").items():
-        bounds.setdefault(seed, []).append(bound)
+    bounds = bounds_of(start)
     if not bounds:
         raise source.lacks(f"bound of {START}")
-    by_seed = {seed: fmean(values) for seed, values in bounds.items()}
-    ratio = None if name == START else gap_closed(source.turns(cell), source.turns(start), by_seed)
-    closed = None
-    if ratio is not None:
-        whole = as_estimate(ratio)
-        low, high = (None if end is None else 100 * end for end in (whole.ci_low, whole.ci_high))
-        closed = Estimate(100 * whole.value, low, high, whole.n, whole.groups)
-    return Policy(name, size, cell, hits, 100 * fmean(by_seed.values()), closed)
+    closed = None if name == START else share_closed(source, cell, start)
+    return Policy(name, size, cell, hits, 100 * fmean(bounds.values()), closed)
+
+
+def bounds_of(cell: Cell) -> dict[int, float]:
+    """Seed -> what its trials could have found at most, as a share of history."""
+    bounds: dict[int, list[float]] = {}
+    for (seed, _), bound in cell.metric("bound_hit_rate").items():
+        bounds.setdefault(seed, []).append(bound)
+    return {seed: fmean(values) for seed, values in bounds.items()}
+
+
+def share_closed(source: Source, cell: Cell, start: Cell) -> Estimate | None:
+    """See gap_closed: in percent, with the interval of the conversations or seeds that it is paired by."""
+    ratio = gap_closed(source.turns(cell), source.turns(start), bounds_of(start))
+    if ratio is None:
+        return None
+    whole = as_estimate(ratio)
+    low, high = (None if end is None else 100 * end for end in (whole.ci_low, whole.ci_high))
+    return Estimate(100 * whole.value, low, high, whole.n, whole.groups)
 
 
 def _label(cell: Cell, size: str | None) -> str:
