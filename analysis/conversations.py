@@ -93,7 +93,15 @@ def _ideal(turns: pd.DataFrame) -> dict[int, Estimate]:
 
     All of it is measured; nothing is fitted.
     """
-    lost = turns[["cpu_hit_tokens", "recomputed_tokens", "resumed_swapped_tokens", "resumed_recomputed_tokens"]]
+    lost = turns[
+        [
+            "cpu_hit_tokens",
+            "disk_hit_tokens",
+            "recomputed_tokens",
+            "resumed_swapped_tokens",
+            "resumed_recomputed_tokens",
+        ]
+    ]
     nothing_lost = turns["recomputed_tokens"].notna() & (lost.fillna(0) == 0).all(axis=1)
     free = turns[nothing_lost & turns["new_tokens"].notna() & turns["queue_ms"].notna()].sort_values("new_tokens")
     known = turns[turns["new_tokens"].notna()]

@@ -190,7 +190,7 @@ def _live(verb: str, module: str) -> int:
         if status:
             sys.exit(status)
 
-    guarded(app)
+    guarded(app, verb)
     return 0
 
 

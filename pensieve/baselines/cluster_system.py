@@ -166,7 +166,9 @@ class ClusterSystem:
 
     def settings(self) -> dict[str, Any]:
         one, number = self._replicas[0].system.settings(), len(self._replicas)
-        sums = {name: one[name] * number for name in ("gpu_tokens", "cpu_tokens", "gpu_bytes", "cpu_bytes")}
+        sums = {
+            name: one[name] * number for name in ("gpu_tokens", "cpu_tokens", "disk_tokens", "gpu_bytes", "cpu_bytes")
+        }
         return {**one, **sums, "replicas": number}
 
     def close(self) -> None:

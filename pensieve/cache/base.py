@@ -250,6 +250,10 @@ class CacheManager(ABC):
     def release(self, session: Session, now_s: float) -> None:
         """Its request ended: its chunks may be evicted, and reserved blocks that were not used come back."""
 
+    def suspend(self, session: Session, now_s: float) -> None:
+        """As release, of a request that will go on: its turn is not over."""
+        self.release(session, now_s)
+
     def make_room_for(self, session: Session, now_s: float) -> None:
         """What is given up from now on is given up for a request of this conversation."""
         self.taker = Loss(session.name, now_s)

@@ -102,7 +102,8 @@ class DiskTier:
         blocks, lengths = (chunks.gpu, chunks.gpu_len) if on_gpu else (chunks.cpu, chunks.cpu_len)
         names = self._chain(session).upto(session.tokens, min(stop * size, session.computed))
         for index in range(start, stop):
-            if lengths[index] == size:
+            # The last token's KV may be there, of a turn that was undone, and not count: its chunk has no name.
+            if index < len(names) and lengths[index] == size:
                 self._store(names[index], on_gpu, blocks[index])
 
     def _store(self, name: BlockHash, on_gpu: bool, block: int) -> None:

@@ -109,6 +109,10 @@ class TwoTierCache(CacheManager):
         edited = edited_run(session, keep, suffix, residency.history)
         if edited:
             residency = replace(residency, missed=residency.missed + edited)
+        if (
+            self.disk is not None
+        ):  # one slot serves all conversations that begin alike, and nobody counts what that saves
+            residency = replace(residency, elsewhere=None, anywhere=None)
         if keep < len(session.tokens):
             self.truncate(session, keep)
         session.extend(suffix)
@@ -243,6 +247,9 @@ class TwoTierCache(CacheManager):
             self.policy.rest(session, now_s)
         self._stop(session, now_s)
 
+    def suspend(self, session: Session, now_s: float) -> None:
+        self._stop(session, now_s)
+
     def _stop(self, session: Session, now_s: float) -> None:
         session.stop(now_s)
         self._running -= 1
@@ -353,7 +360,8 @@ class TwoTierCache(CacheManager):
 
     def unmark_waiting(self, session: Session, arrival: int, now_s: float) -> None:
         super().unmark_waiting(session, arrival, now_s)
-        self._early.pop(session.number, None)
+        if not session.waiting or session.running:
+            self._early.pop(session.number, None)
         self.tiers.reorder(session)
 
     def fork(self, parent: Session, child: Session, length: int, takes_kv: bool) -> None:

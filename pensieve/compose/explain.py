@@ -49,8 +49,11 @@ def explain(error: BaseException, arguments: Sequence[str] = (), config_name: st
     return f"{type(error).__name__}: {_first_line(error)}"
 
 
-def explain_number(error: BaseException, arguments: Sequence[str]) -> str | None:
-    """The sentence for a number in the place of an option's name, at which Hydra raises a plain ValueError; else None."""
+def explain_value_error(error: BaseException, arguments: Sequence[str]) -> str | None:
+    """The sentence for what Hydra raises a plain ValueError at: a number in the place of an option's name, or flags that
+    exclude one another; else None."""
+    if isinstance(error, ValueError) and str(error).startswith("Only one of --run, --multirun"):
+        return "-m and --cfg cannot be combined; leave -m out to see the configuration of one trial."
     if not (isinstance(error, ValueError) and str(error).startswith("Config group override must be a string")):
         return None
     wrong = next(

@@ -16,7 +16,7 @@ START = "lru"
 
 
 def gap_closed(turns: pd.DataFrame, start: pd.DataFrame, bounds: Mapping[int, float]) -> PairedRatio | None:
-    """(hits - START's hits) / (bound - START's hits), in tokens on GPU and CPU, paired by seed and conversation.
+    """(hits - START's hits) / (bound - START's hits), in tokens on all tiers, paired by seed and conversation.
 
     turns, start: measured turns of the policy and of START, as frame.turn_frame gives them. bounds: bound_hit_rate of START's
     trials by seed. Negative where the policy finds less than START. The bound is of a whole trial, so for the interval each
@@ -28,7 +28,8 @@ def gap_closed(turns: pd.DataFrame, start: pd.DataFrame, bounds: Mapping[int, fl
         return None
     history = conversation_sums(known["history_tokens"])
     before, after = (
-        conversation_sums(part["gpu_hit_tokens"] + part["cpu_hit_tokens"].fillna(0)) for part in (known, found)
+        conversation_sums(part["gpu_hit_tokens"] + part[["cpu_hit_tokens", "disk_hit_tokens"]].fillna(0).sum(axis=1))
+        for part in (known, found)
     )
     keys = [key for key in history if key in after and key[0] in bounds]
     room = {key: bounds[key[0]] * history[key] - before[key] for key in keys}

@@ -24,6 +24,7 @@ class Served(NamedTuple):
     history_tokens: int | None
     gpu_hit_tokens: int | None
     cpu_hit_tokens: int | None
+    disk_hit_tokens: int | None = None
 
 
 def served(turn: Any) -> Served | None:
@@ -37,7 +38,7 @@ class Series:
     def __init__(self) -> None:
         self._ttft_ms: defaultdict[int, list[float]] = defaultdict(list)
         self._changed: set[int] = set()
-        self._history = self._gpu = self._cpu = 0
+        self._history = self._gpu = self._cpu = self._disk = 0
         self._turns = 0
 
     def add(self, turns: Iterable[Served]) -> None:
@@ -50,6 +51,7 @@ class Series:
                 self._history += one.history_tokens
                 self._gpu += one.gpu_hit_tokens
                 self._cpu += one.cpu_hit_tokens or 0
+                self._disk += one.disk_hit_tokens or 0
 
     def values(self, gauges: Mapping[str, float]) -> dict[str, float]:
         """By metric. A turn's median so far stands there when it has changed since the last call; the shares of history are
@@ -60,7 +62,10 @@ class Series:
             found[f"{LIVE}ttft_ms_p50/turn_{turn:02d}"] = median(self._ttft_ms[turn])
         self._changed.clear()
         if self._history:
-            rates = {"gpu": self._gpu, "cpu": self._cpu, "missed": self._history - self._gpu - self._cpu}
+            found_tokens = self._gpu + self._cpu + self._disk
+            rates = {"gpu": self._gpu, "cpu": self._cpu, "missed": self._history - found_tokens}
+            if self._disk:
+                rates["disk"] = self._disk
             found |= {f"{LIVE}history/{name}": tokens / self._history for name, tokens in rates.items()}
         return found
 

@@ -82,6 +82,7 @@ class SweepRow:
     throughput_output_tok_s: float | None
     gpu_hit_rate: float | None
     cpu_hit_rate: float | None
+    disk_hit_rate: float | None
     miss_rate: float | None
     bound_hit_rate: float | None
     gap_closed: PairedRatio | None
@@ -155,6 +156,7 @@ def _row(found: Evidence, group: TrialGroup, baseline: str, ttfts: Mapping[str, 
         throughput_output_tok_s=mean("throughput_output_tok_s"),
         gpu_hit_rate=mean("gpu_hit_rate"),
         cpu_hit_rate=mean("cpu_hit_rate"),
+        disk_hit_rate=mean("disk_hit_rate"),
         miss_rate=mean("miss_rate"),
         bound_hit_rate=mean("bound_hit_rate"),
         gap_closed=_gap_closed(found, group, baseline),
@@ -345,10 +347,10 @@ def _table(group: Mapping[str, str], rows: Sequence[SweepRow], axes: str = "") -
 
 
 def _hits(row: SweepRow) -> float | None:
-    """On both tiers together, which is what the bound bounds."""
+    """On all tiers together, which is what the bound bounds."""
     if row.gpu_hit_rate is None or row.cpu_hit_rate is None:
         return None
-    return row.gpu_hit_rate + row.cpu_hit_rate
+    return row.gpu_hit_rate + row.cpu_hit_rate + (row.disk_hit_rate or 0.0)
 
 
 def _closed(share: PairedRatio | None) -> str:

@@ -176,7 +176,7 @@ class Scheduler:
         self._left(sequence)
         self._slots.append(sequence.mislead())
         self.cache.mark_waiting(sequence.session, sequence.arrival, now_s)
-        self.cache.release(sequence.session, now_s)
+        self.cache.suspend(sequence.session, now_s)
         self.queue.push_back(sequence)
 
     def _left(self, sequence: Sequence) -> None:

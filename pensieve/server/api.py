@@ -498,7 +498,7 @@ def create_server(
 ) -> Server:
     """A server that is ready to answer.
 
-    mode: pensieve, gpu_only, stateless (or vllm, its alias), or another baseline in the engine. model: a name in conf/model,
+    mode: pensieve, gpu_only, stateless, or another baseline in the engine. model: a name in conf/model,
     a hub id, a folder written by save_pretrained, or a GGUF file; weights: hub (what was published: of a folder, its own),
     random or a folder, by default what the model says.
     gpu_cache, cpu_cache, disk_cache: "4GiB" or "8192 tokens". device: auto, cpu, cuda, or a simulated machine such as

@@ -298,6 +298,10 @@ def _add_routes(app: FastAPI, state: App) -> None:
         text = await _whole(request, feed)
         return _reply(feed, _finish(state, feed, responder, body, text))
 
+    @app.post("/v1/responses/compact", include_in_schema=False)
+    async def compact() -> Response:
+        raise NotFound("Responses are not compacted here: a conversation keeps all that was said.")
+
     @app.get("/v1/responses/{response_id}", responses=_errors(404))
     async def get_response(request: Request, response_id: str) -> Response:
         stored = state.responses.find(_tenant(request), response_id)

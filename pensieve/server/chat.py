@@ -184,7 +184,10 @@ class Conversation:
             self._server.gauges(),
         )
         block = settings["kv_bytes_per_token"] * self._server.chunk_tokens
-        gpu, cpu, disk = (gauges[f"{tier}_blocks_used"][0] * block / 1e9 for tier in ("gpu", "cpu", "disk"))
+        nothing = (0.0, "blocks")
+        gpu, cpu, disk = (
+            gauges.get(f"{tier}_blocks_used", nothing)[0] * block / 1e9 for tier in ("gpu", "cpu", "disk")
+        )
         recovered = [turn.record.recomputed_tokens or 0 for turn in self._turns]
         lines.append(
             f"KV held: {gpu:.3f} GB on GPU, {cpu:.3f} GB on CPU, {disk:.3f} GB on disk; "

@@ -83,12 +83,14 @@ def _load(state: App, config: Mapping[str, Any], http: uvicorn.Server) -> None:
             say(f"Turns are recorded as trial {recording.trial_id}.")
             state.on_close.append(recording.close)
         state.ready(server, kept)
-    except PensieveError as error:
+    except Exception as error:  # or nobody would learn why it never gets ready
         if server is not None:
             server.close()
         if kept is not None:
             kept.close()
-        state.failure = str(error)
+        if not isinstance(error, PensieveError):
+            log.exception("The server cannot start.")
+        state.failure = str(error) if isinstance(error, PensieveError) else f"The server cannot start: {error!r}."
         http.should_exit = True
         return
     state.on_close.insert(0, server.close)

@@ -30,7 +30,6 @@ class CompletionShape:
             "object": kind,
             "created": self._created,
             "model": self._model,
-            "system_fingerprint": None,
             "session_id": feed.turn.conversation.id,
             "choices": choices,
         }
@@ -74,7 +73,7 @@ class ChatShape(CompletionShape):
         return [self._frame(self.chunk_kind, feed, [choice])]
 
     def _said(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+        return {"message": {"role": "assistant", "content": text, "refusal": None, "annotations": []}}
 
     def _delta(self, piece: str, finish: str | None) -> dict[str, Any]:
         return {"delta": {} if finish is not None else {"content": piece}}

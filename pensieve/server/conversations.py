@@ -250,7 +250,10 @@ class Conversations:
         that is found by what both said."""
         with self.lock:
             known = self._all.setdefault(conversation.tenant, {})
-            assert conversation.id not in known and conversation.engine_name not in self._engine_names
+            while conversation.id in known:  # a name that was written twice, by whatever fault: both are kept
+                conversation.id, conversation.named = conversation.id + "~", False
+            while conversation.engine_name in self._engine_names:
+                conversation.engine_name += "~"
             known[conversation.id] = conversation
             self._engine_names.add(conversation.engine_name)
             bisect.insort_right(self._sorted.setdefault(conversation.tenant, []), conversation, key=lambda c: c.tokens)

@@ -78,6 +78,10 @@ def _nothing(*_: object) -> None:
     """Nobody keeps them."""
 
 
+_NOTHING_SAID = {"type": "function", "description": None, "parameters": None, "strict": None}
+"""Of a function tool, whose every field is in the answer."""
+
+
 class Responder:
     """One response on its way: the turn it makes, the object that clients get, and its events."""
 
@@ -147,7 +151,7 @@ class Responder:
             "temperature": 1.0 if b.temperature is None else b.temperature,
             "text": {"format": {"type": "text"}},
             "tool_choice": b.tool_choice if b.tool_choice is not None else "auto",
-            "tools": [{"type": "function", **tool["function"]} for tool in self._tools or ()],
+            "tools": [{**_NOTHING_SAID, **tool["function"]} for tool in self._tools or ()],
             "top_logprobs": 0,
             "top_p": 1.0 if b.top_p is None else b.top_p,
             "truncation": b.truncation or "disabled",

@@ -73,6 +73,7 @@ class StateFile:
         self._lock = threading.Lock()
         self._rows: dict[Conversation, _Row] = {}
         self._responses = 0
+        self._deleted_text = False  # and the write-ahead log may still hold it
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # it holds what people said
@@ -88,6 +89,7 @@ class StateFile:
         run("PRAGMA synchronous = NORMAL")  # a killed process loses nothing; a machine without power the last turns
         run("PRAGMA wal_autocheckpoint = 0")
         run("PRAGMA foreign_keys = ON")
+        run("PRAGMA secure_delete = ON")  # what was deleted is overwritten
         version = run("PRAGMA user_version").fetchone()[0]
         if version == 0 and not run("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             self._database.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {_VERSION}; COMMIT;")
@@ -167,6 +169,9 @@ class StateFile:
             if parent is not None:
                 self._rename(parent)  # whose name it may have taken
             if row is None:
+                for other in list(self._rows):  # or a fork that never settled has taken it before
+                    if other.tenant == conversation.tenant:
+                        self._rename(other)
                 row = self._rows[conversation] = self._insert(conversation)
             else:
                 self._rename(conversation)
@@ -187,6 +192,7 @@ class StateFile:
             "UPDATE conversation SET used_at = ?, keep_alive_s = ?, asked = ?, has_messages = ? WHERE id = ?",
             (c.used_at, c.keep_alive_s, c.asked, c.messages is not None, row.id),
         )
+        run("DELETE FROM piece WHERE conversation = ? AND start >= ?", (row.id, kept))  # what this replaces as a whole
         run("INSERT INTO piece VALUES (NULL, ?, ?, ?)", (row.id, kept, c.tokens[kept:].tobytes()))
         same = _in_common(row.marks, c.marks)
         run("DELETE FROM mark WHERE conversation = ? AND place >= ?", (row.id, same))
@@ -213,6 +219,7 @@ class StateFile:
             row = self._rows.pop(conversation, None)
             if row is not None:
                 self._database.execute("DELETE FROM conversation WHERE id = ?", (row.id,))
+                self._deleted_text = True
 
     def _added(self, response_id: str, stored: Stored) -> None:
         with self._writing(stored.conversation):
@@ -226,6 +233,7 @@ class StateFile:
     def _deleted(self, response_id: str) -> None:
         with self._writing(None):
             self._database.execute("DELETE FROM response WHERE id = ?", (response_id,))
+            self._deleted_text = True
 
     @contextmanager
     def _writing(self, conversation: Conversation | None) -> Iterator[None]:
@@ -242,17 +250,23 @@ class StateFile:
                 )
                 if self._database.in_transaction:
                     self._database.execute("ROLLBACK")
+                for other in self._rows.values():
+                    other.name = ""  # what was renamed is named again with the next turn
                 if conversation is not None:
                     self._rows.pop(conversation, None)
                     if before is not None:
                         self._rows[conversation] = _Row(before.id, "")
 
     def tidy(self) -> None:
-        """Fold a long write-ahead log into the file; for a thread that nobody waits for."""
+        """Fold a write-ahead log that is long, or that holds deleted text, into the file; for a thread that nobody waits
+        for, though a turn that ends meanwhile does."""
         with self._lock:
             try:
                 log_bytes = os.path.getsize(f"{self.path}-wal")
-                if log_bytes > _CHECKPOINT_PAGES * 4096:
+                if self._deleted_text:
+                    self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                    self._deleted_text = False
+                elif log_bytes > _CHECKPOINT_PAGES * 4096:
                     self._database.execute("PRAGMA wal_checkpoint(PASSIVE)")
             except (sqlite3.Error, OSError) as error:
                 log.error("%s cannot be tidied: %s", self.path, error)

@@ -23,7 +23,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from pensieve.compose.explain import explain, explain_number
+from pensieve.compose.explain import explain, explain_value_error
 from pensieve.errors import PensieveError
 
 INTERRUPTED = 130
@@ -98,7 +98,7 @@ def _run(app: Callable[[], object], config_name: str) -> None:
         sys.exit(1)
     except Exception as error:
         close_sweep("failed")
-        sentence = explain_number(error, sys.argv[1:])
+        sentence = explain_value_error(error, sys.argv[1:])
         if sentence is None:
             raise
         say(sentence)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from pensieve.bound import offline_bound
+from pensieve.cache.two_tier import TwoTierCache
 from pensieve.clock import VirtualClock
 from pensieve.compose import check, model_config, plan_trial, read_option
+from pensieve.cost.profile import Profile
 from pensieve.errors import ConfigError, HardwareMissing
+from pensieve.eviction.lru import Lru
 from pensieve.plan import DiskLoad, DiskStore, StepPlan
 from pensieve.record import TurnRecord
 from pensieve.server.api import server_of
 from pensieve.worker.simulated import SimulatedWorker
-from tests.simulated import MACHINE, MODEL
+from tests.simulated import MACHINE, MODEL, policy_context
 
 
 def talk(baseline: str = "pensieve", disk: str = "16384 tokens", disk_bw: float = 3e9) -> Any:
@@ -104,3 +109,28 @@ def test_the_disk_is_the_machines_and_what_cannot_be_is_refused() -> None:
         plan({"disk_bw": 0}, disk="1GB")
     with pytest.raises(HardwareMissing, match="depth=1"):
         plan({"simulated": False, "device": "cpu", "depth": 2}, disk="1GB")
+
+
+def test_a_chunk_that_only_an_undone_turn_has_filled_goes_nowhere() -> None:
+    """The last token of a turn is computed with the next one: if that is undone, its KV may be there, and does not count."""
+    cache = TwoTierCache(policy=Lru(policy_context(4, 8, 0)), chunk_tokens=4, gpu_blocks=8, cpu_blocks=0)
+    cache.use_disk(8, 0.0, 2, Profile(4, {128: 0.128, 256: 0.256}, 0.001, {}), {})
+    session = cache.open("a", 0.0)
+    cache.admit(session, 0, array("i", range(7)), None, 0.0)
+    cache.advance(session, [(0, 7)])
+    session.append(7)
+    cache.release(session, 1.0)
+    cache.admit(session, 8, array("i", range(8, 13)), None, 2.0)
+    cache.advance(session, [(7, 12)])
+    cache.release(session, 3.0)
+    cache.truncate(session, 8, computed=7)
+    cache.check()
+    assert cache.drop(2, 4.0) == 2
+    assert [work.key for work in cache.take_disk_work()] != [] and cache.disk_blocks_used == 1
+    cache.check()
+
+
+def test_where_one_slot_serves_many_there_is_no_bound() -> None:
+    turns, _, _ = talk()
+    assert sum(turn.disk_hit_tokens or 0 for turn in turns) > 0
+    assert offline_bound(turns, 2048 + 256 + 16384) is None

@@ -6,7 +6,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException
 
 from pensieve.compose import conf_folder
-from pensieve.compose.explain import explain, explain_crash, explain_number, is_the_users
+from pensieve.compose.explain import explain, explain_crash, explain_value_error, is_the_users
 from pensieve.errors import ConfigError, WorkerError
 from pensieve.units import parse_capacity
 
@@ -66,8 +66,13 @@ def test_several_values_without_m_and_a_number_in_the_place_of_a_name():
     assert "add -m" in explain(ambiguous)
     with initialize_config_dir(config_dir=str(conf_folder()), version_base="1.3"), pytest.raises(ValueError) as caught:
         compose(config_name="config", overrides=["model=3"])
-    assert explain_number(caught.value, ["seed=1x", "model=3"]).startswith("model=3 names no option")
-    assert explain_number(ValueError("another"), ["model=3"]) is None
+    assert explain_value_error(caught.value, ["seed=1x", "model=3"]).startswith("model=3 names no option")
+    assert explain_value_error(ValueError("another"), ["model=3"]) is None
+
+
+def test_m_with_cfg_says_which_to_leave_out():
+    both = ValueError("Only one of --run, --multirun, --cfg, --info and --shell_completion can be specified")
+    assert "leave -m out" in str(explain_value_error(both, ["-m", "--cfg", "job"]))
 
 
 def test_a_field_is_looked_for_in_the_commands_own_configuration():

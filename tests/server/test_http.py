@@ -259,3 +259,14 @@ def test_conversations_that_nobody_comes_back_to_are_given_up() -> None:
         assert until(lambda: state.server.conversations.expire() == 1)
         assert [one["id"] for one in client.get("/v1/sessions").json()["data"]] == ["long"]
         assert until(lambda: state.server.system.engine.cache.names() == ["long"] or not state.server.forget("none"))
+
+
+def test_answers_have_the_fields_that_the_published_schemas_ask_for(client: httpx.Client) -> None:
+    """What a compliance test of both APIs found missing, or of another type."""
+    tool = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
+    said = client.post("/v1/responses", json={"input": "Hi", "tools": [tool]}).json()
+    assert said["tools"] == [{**tool, "description": None, "strict": None}]
+    chat = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]}).json()
+    assert "system_fingerprint" not in chat, "it may be missing, and may not be null"
+    assert chat["choices"][0]["message"]["annotations"] == []
+    assert client.post("/v1/responses/compact", json={"input": "Hi"}).status_code == 404

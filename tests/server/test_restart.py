@@ -6,10 +6,11 @@ import logging
 import os
 import shutil
 import socket
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,34 @@ def test_what_is_known_after_a_kill_is_what_was_known_before(tmp_path: Path) -> 
         chat(client, "", messages=[*messages, {"role": "user", "content": "By what was said"}])
         assert len(app.server.conversations.find("alice", "named").marks) == len(before["alice", "named"][-1]) + 1  # type: ignore[union-attr]
     assert said["usage"]["prompt_tokens"] > 0
+
+
+def test_a_name_that_is_in_the_file_twice_keeps_no_server_from_starting(tmp_path: Path) -> None:
+    file = tmp_path / "state.db"
+    with served(file) as (_, client):
+        chat(client, "the first words", session_id="a")
+        chat(client, "other words", session_id="b")
+    with closing(sqlite3.connect(file, isolation_level=None)) as database:
+        database.execute(
+            "UPDATE conversation SET name = 'a', engine_name = (SELECT min(engine_name) FROM conversation)"
+        )
+    with served(file) as (app, client):
+        assert {name for _, name in known(app)} == {"a", "a~"}
+        chat(client, "go on", session_id="a")
+        chat(client, "go on", session_id="a~")
+    with served(file) as (app, _):
+        assert {name for _, name in known(app)} == {"a", "a~"}
+
+
+def test_what_was_said_by_the_forgotten_is_in_no_file(tmp_path: Path) -> None:
+    file = tmp_path / "state.db"
+    with served(file) as (app, client):
+        chat(client, "xyzzy plugh", session_id="gone")
+        assert client.delete("/v1/sessions/gone", headers=ALICE).status_code in (200, 204)
+        assert app.tidy is not None
+        app.tidy()
+        for part in tmp_path.iterdir():
+            assert b"xyzzy" not in part.read_bytes(), part.name
 
 
 def test_forgotten_conversations_leave_the_file(tmp_path: Path) -> None:

@@ -54,6 +54,13 @@ def composed(*overrides, name="size"):
     return cfg
 
 
+@pytest.mark.parametrize("experiment", ["policies", "paper_opt13b_sharegpt"])
+def test_an_experiment_of_a_sweep_composes_into_a_map(experiment):
+    """Its axes are left out: a map has its own."""
+    cfg = composed(f"experiment={experiment}")
+    assert "sweep" not in cfg
+
+
 def planned(outputs, *overrides):
     """Run a map in this process, and read it as figures do."""
     typed = [*LOAD, *MAP, *overrides]
