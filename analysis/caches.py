@@ -18,7 +18,13 @@ from analysis.results import by_conversation, values_of, varying_axes
 from analysis.sweep import Cell, Panel, Source
 from pensieve.statistics import FEWEST_GROUPS, Estimate
 
-PARTS = ("GPU hit", "CPU hit", "recomputed")
+PARTS = {
+    "GPU hit": "gpu_hit_pct",
+    "CPU hit": "cpu_hit_pct",
+    "disk hit": "disk_hit_pct",
+    "recomputed": "recomputed_pct",
+}
+"""What history is divided into, with the columns; disk is left out in sweeps that found nothing there."""
 SIZES = {"cache": "cache", "cache.gpu": "GPU cache (tokens)", "cache.cpu": "CPU cache (tokens)"}
 BOUND = "offline bound"
 A_ROW = 3  # baselines beside each other
@@ -26,16 +32,27 @@ A_ROW = 3  # baselines beside each other
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """gpu, hit (GPU, CPU and disk together) of all history tokens, in percent."""
+    """gpu, hit (all tiers together) of all history tokens, in percent. disk: of these the part on disk; None: the sweep found
+    nothing there."""
 
     gpu: Estimate
     hit: Estimate
+    disk: float | None = None
 
     @property
     def parts(self) -> dict[str, float]:
         """They sum to 100."""
-        values = (self.gpu.value, self.hit.value - self.gpu.value, 100.0 - self.hit.value)
-        return dict(zip(PARTS, values, strict=True))
+        cpu = self.hit.value - self.gpu.value - (self.disk or 0.0)
+        values = {"GPU hit": self.gpu.value, "CPU hit": cpu}
+        return {
+            **values,
+            **({} if self.disk is None else {"disk hit": self.disk}),
+            "recomputed": 100.0 - self.hit.value,
+        }
+
+
+def _has_disk(source: Source) -> bool:
+    return any((job.value("disk_hit_rate") or 0.0) > 0 for job in source.jobs)
 
 
 def shares(source: Source, cell: Cell) -> Shares | None:
@@ -46,7 +63,9 @@ def shares(source: Source, cell: Cell) -> Shares | None:
         return None
     gpu, history = 100 * turns["gpu_hit_tokens"], turns["history_tokens"]
     others = turns["cpu_hit_tokens"].fillna(0) + turns["disk_hit_tokens"].fillna(0)
-    return Shares(rate(gpu, history), rate(gpu + 100 * others, history))
+    on_disk = 100 * turns["disk_hit_tokens"].fillna(0)
+    disk = rate(on_disk, history).value if _has_disk(source) else None
+    return Shares(rate(gpu, history), rate(gpu + 100 * others, history), disk)
 
 
 def _draw_shares(axes: Axes, place: float, found: Shares, name: str, *, across: bool) -> None:
@@ -60,9 +79,8 @@ def _draw_shares(axes: Axes, place: float, found: Shares, name: str, *, across: 
             lines(place + aside, boundary.ci_low, boundary.ci_high, color="black", linewidth=0.8)
 
 
-def _share_columns(found: Shares | None) -> dict[str, float | None]:
-    parts = found.parts.values() if found else (None,) * len(PARTS)
-    return dict(zip(("gpu_hit_pct", "cpu_hit_pct", "recomputed_pct"), parts, strict=True))
+def _share_columns(found: Shares | None, parts: Iterable[str]) -> dict[str, float | None]:
+    return {PARTS[part]: found.parts[part] if found else None for part in parts}
 
 
 # The size of the cache
@@ -94,7 +112,8 @@ def hit_rates(source: Source) -> Iterator[Plot]:
             order = panel.values(axis)
             cells.sort(key=lambda cell: (panel.baselines.index(cell.baseline), order.index(cell.at[axis])))
         found = [shares(source, cell) for cell in cells]
-        if all(one is None for one in found):
+        parts = next((list(one.parts) for one in found if one is not None), None)
+        if parts is None:
             raise source.lacks("turn with history whose engine says what it found")
         bounds = [_bound(cell) for cell in cells]
         known = list(zip(cells, found, bounds, strict=True))
@@ -110,12 +129,12 @@ def hit_rates(source: Source) -> Iterator[Plot]:
             row[0].set_ylabel("history tokens (%)")
         if axis:
             grid[-1][(len(names) - 1) % wide // 2].set_xlabel(SIZES[axis])
-        lead, handles = "Shares of history tokens, with the 95 % intervals of both boundaries", style.parts_key(PARTS)
+        lead, handles = "Shares of history tokens, with the 95 % intervals of both boundaries", style.parts_key(parts)
         if any(bound is not None for bound in bounds):
             lead += f"; {BOUND}: what a policy that knows the future could find with the same room"
             handles.append(Line2D([], [], color="black", linewidth=1, label=BOUND))
         style.legend(picture, handles)
-        yield Plot(panel, picture, lead, [_hit_rate_row(*one, axis) for one in known])
+        yield Plot(panel, picture, lead, [_hit_rate_row(*one, axis, parts) for one in known])
 
 
 def _draw_sizes(
@@ -171,14 +190,14 @@ def _bound(cell: Cell) -> float | None:
     return 100.0 * over_seeds(values).value if values else None
 
 
-def _hit_rate_row(cell: Cell, found: Shares | None, bound: float | None, axis: str | None) -> Row:
+def _hit_rate_row(cell: Cell, found: Shares | None, bound: float | None, axis: str | None, parts: Iterable[str]) -> Row:
     trial = cell.trials[0]
     return {
         "baseline": cell.baseline,
         **({axis: cell.at[axis]} if axis else {}),
         "gpu_tokens": trial.gpu_tokens,
         "cpu_tokens": trial.cpu_tokens,
-        **_share_columns(found),
+        **_share_columns(found, parts),
         "gpu_ci_low": found.gpu.ci_low if found else None,
         "gpu_ci_high": found.gpu.ci_high if found else None,
         "hit_ci_low": found.hit.ci_low if found else None,
@@ -338,7 +357,9 @@ def _ablation_plot(one: Ablation, panel: Panel, lines: Sequence[Line]) -> Plot:
         label.set(color=style.colour(line.cell.baseline), fontweight="bold")
     lead = _lead(lines)
     if HITS in one.measures:
-        handles = style.parts_key(PARTS)
+        handles = style.parts_key(
+            next(list(one.parts) for line in lines for one in line.found if isinstance(one, Shares))
+        )
         if any(line.bound is not None for line in lines):
             handles.append(Line2D([], [], color="black", marker="|", linewidth=0, markersize=7, label=BOUND))
             lead += f"; {BOUND}: what a policy that knows the future could find with the same room"
@@ -365,7 +386,7 @@ def _ablation_row(one: Ablation, line: Line) -> Mapping[str, Any]:
         row[one.axis] = line.cell.at[one.axis]
     for measure, found in zip(one.measures, line.found, strict=True):
         row |= (
-            _share_columns(found)
+            _share_columns(found, found.parts)
             if isinstance(found, Shares)
             else columns(measure.name, found, prefix=f"{measure.name}_")
         )

@@ -28,7 +28,7 @@ WARNING = "#B00020"
 IDEAL = "ideal"  # the name of a line that no baseline drew
 
 # What a prompt's tokens met. Lightness alone tells them apart, and none is the colour of a baseline.
-PARTS = {"GPU hit": "#01665E", "CPU hit": "#5AB4AC", "recomputed": "#D9D9D9", "new": "#F6E8C3"}
+PARTS = {"GPU hit": "#01665E", "CPU hit": "#5AB4AC", "disk hit": "#C7EAE5", "recomputed": "#D9D9D9", "new": "#F6E8C3"}
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart, then Tol's muted one. The three of the default sweep
 # also differ in lightness.

@@ -64,24 +64,26 @@ def _benchmark(source: Source) -> bool:
 
 def _comparison(rows: Sequence[SweepRow]) -> Table:
     axes = list(rows[0].group)
+    disk = [("disk hit", "%")] if any(row.disk_hit_rate for row in rows) else []
     columns = [
         *((axis, "") for axis in axes), ("baseline", ""), ("trials", ""), ("TTFT first", "ms"), ("TTFT fifth", "ms"),
-        ("TTFT last", "ms"), ("output", "tok/s"), ("GPU hit", "%"), ("CPU hit", "%"), ("miss", "%"),
+        ("TTFT last", "ms"), ("output", "tok/s"), ("GPU hit", "%"), ("CPU hit", "%"), *disk, ("miss", "%"),
         ("outputs", "held against the others"),
     ]  # fmt: skip
-    texts = [[*row.group.values(), *_row(row)] for row in rows]
+    texts = [[*row.group.values(), *_row(row, bool(disk))] for row in rows]
     if all(text[-1] == NONE for text in texts):
         columns, texts = columns[:-1], [text[:-1] for text in texts]
     return Table(columns, texts, "Baselines side by side", words=len(axes) + 1)
 
 
-def _row(row: SweepRow) -> list[str]:
+def _row(row: SweepRow, on_disk: bool) -> list[str]:
+    disk = [row.disk_hit_rate] if on_disk else []
     return [
         row.baseline,
         str(row.trials),
         *(number(ms) for ms in (row.ttft_first_ms, row.ttft_fifth_ms, row.ttft_last_ms)),
         number(row.throughput_output_tok_s),
-        *(_percent(rate) for rate in (row.gpu_hit_rate, row.cpu_hit_rate, row.miss_rate)),
+        *(_percent(rate) for rate in (row.gpu_hit_rate, row.cpu_hit_rate, *disk, row.miss_rate)),
         _outputs(row),
     ]
 

@@ -81,8 +81,8 @@ class EvictionPolicy(ABC):
 
     def scores(self, session: Session, start: int, stop: int, now_s: float) -> Sequence[float]:
         """What `score` says of each chunk in [start, stop), told at once, for a policy under which equal scores in a bucket
-        go by last active. A policy need not have it: its victims are then chosen chunk by chunk."""
-        raise NotImplementedError
+        go by last active. A policy need not have it: its victims are then chosen chunk by chunk (see tells_scores)."""
+        raise NotImplementedError("nobody asks a policy that does not tell them")
 
 
 class _PlainPolicy(EvictionPolicy):

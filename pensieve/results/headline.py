@@ -98,11 +98,12 @@ def times(ratio: PairedRatio) -> str:
 
 def _sources(found: Evidence, group: TrialGroup) -> str:
     """Where Pensieve's history came from."""
-    shares = [_mean(found, group.trials[OURS], name) for name in ("gpu_hit_rate", "cpu_hit_rate", "miss_rate")]
-    gpu, cpu, missed = shares
+    names = ("gpu_hit_rate", "cpu_hit_rate", "disk_hit_rate", "miss_rate")
+    gpu, cpu, disk, missed = (_mean(found, group.trials[OURS], name) for name in names)
     if gpu is None or cpu is None or missed is None:
         return ""
-    return f"; of its history {gpu:.0%} was found on GPU, {cpu:.0%} came from CPU, {missed:.0%} was recomputed"
+    read = f"{disk:.0%} from disk, " if disk else ""
+    return f"; of its history {gpu:.0%} was found on GPU, {cpu:.0%} came from CPU, {read}{missed:.0%} was recomputed"
 
 
 def _of_alternatives(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:

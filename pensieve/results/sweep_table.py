@@ -323,7 +323,8 @@ def _table(group: Mapping[str, str], rows: Sequence[SweepRow], axes: str = "") -
     with_ratio = any(row.last_speedup for row in rows)
     names = ["\nn", "TTFT ms\nfirst", "\nfifth", "\nlast"]
     names += [f"{REFERENCE} / this,\nlast turn, geo. mean"] if with_ratio else []
-    names += ["out\ntok/s", "GPU\nhit %", "CPU\nhit %", "miss\n%"]
+    on_disk = any(row.disk_hit_rate for row in rows)
+    names += ["out\ntok/s", "GPU\nhit %", "CPU\nhit %", *(["disk\nhit %"] if on_disk else []), "miss\n%"]
     bounded = bool(axes) and any(row.bound_hit_rate is not None for row in rows)
     names += ["hits\n%", "bound\n%"] if bounded else []
     closed = any(row.gap_closed is not None for row in rows)
@@ -338,7 +339,8 @@ def _table(group: Mapping[str, str], rows: Sequence[SweepRow], axes: str = "") -
         cells += [_number(ms) for ms in (row.ttft_first_ms, row.ttft_fifth_ms, row.ttft_last_ms)]
         cells += [_ratio(row.last_speedup, row.baseline == REFERENCE)] if with_ratio else []
         cells.append(_number(row.throughput_output_tok_s))
-        cells += [_percent(rate) for rate in (row.gpu_hit_rate, row.cpu_hit_rate, row.miss_rate)]
+        disk = [row.disk_hit_rate] if on_disk else []
+        cells += [_percent(rate) for rate in (row.gpu_hit_rate, row.cpu_hit_rate, *disk, row.miss_rate)]
         cells += [_percent(_hits(row)), _percent(row.bound_hit_rate)] if bounded else []
         cells += [_closed(row.gap_closed)] if closed else []
         cells += [_outputs(row.outputs)] if checked else []
@@ -398,9 +400,7 @@ def _notes_on_rows(rows: Sequence[SweepRow]) -> list[str]:
         )
     bounds = {row.baseline: row.bound_hit_rate for row in rows if row.bound_hit_rate is not None}
     if bounds and len(rows) > 1 and len({row.baseline for row in rows}) == 1:
-        notes.append(
-            "bound: the most that GPU and CPU hits (hits) could have come to with this capacity, knowing the future."
-        )
+        notes.append("bound: the most that hits could have come to with this capacity, knowing the future.")
         if any(row.gap_closed is not None for row in rows):
             notes.append(
                 f"{START} to bound, closed: (hits - {START}'s hits) / (bound - {START}'s hits), paired by seed and "
@@ -408,9 +408,7 @@ def _notes_on_rows(rows: Sequence[SweepRow]) -> list[str]:
             )
     elif bounds and len(rows) == len({row.baseline for row in rows}):  # several groups: it is in the database
         named = ", ".join(f"{baseline} {_percent(bound)}" for baseline, bound in bounds.items())
-        notes.append(
-            f"Offline bound, the most that GPU and CPU hits could have come to with this capacity, in %: {named}."
-        )
+        notes.append(f"Offline bound, the most that hits could have come to with this capacity, in %: {named}.")
     return notes
 
 

@@ -124,7 +124,8 @@ def answered(
     given = {"queue_ms": 0.0, "finished_s": 1.0, **columns}
     return turn(
         session, number, ttft_ms, tokens=range(tokens), prompt_tokens=history + new, new_tokens=new,
-        history_tokens=history, gpu_hit_tokens=gpu, cpu_hit_tokens=cpu, recomputed_tokens=history - gpu - cpu, **given,
+        history_tokens=history, gpu_hit_tokens=gpu, cpu_hit_tokens=cpu,
+        recomputed_tokens=history - gpu - cpu - columns.get("disk_hit_tokens", 0), **given,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from analysis.caches import hit_rates, short
 from analysis.sweep import Source
 from pensieve.errors import MissingSeries
 from pensieve.results.store import ResultsStore
+from pensieve.results.sweep_table import sweep_table
 from tests.analysis.sweeps import answered, fill, flat
 from tests.results.trials import MEMORY, turn
 
@@ -126,3 +127,26 @@ def test_a_sweep_over_something_else_has_figures_of_its_own(store):
     axes = {"eviction": ["lru", "fifo"], "baseline": ["pensieve"]}
     source = fill(store, axes, lambda at, seed: [answered("a", 2, 5.0, history=10, gpu=5)], summary=True)
     assert not hit_rates.applies(source)
+
+
+def test_what_came_from_disk_is_a_part_of_its_own(tmp_path):
+    """By hand: of 100 tokens of history 30, 20 and 40 on GPU, CPU and disk; a sweep without any has no such part."""
+
+    def turns(disk):
+        return lambda at, seed: [
+            answered(name, turn, 5.0, history=100 * (turn - 1), gpu=30 * (turn - 1), cpu=20 * (turn - 1),
+                     disk_hit_tokens=disk * (turn - 1))
+            for name in "abc" for turn in (1, 2)
+        ]  # fmt: skip
+
+    for disk in (40, 0):
+        store = ResultsStore(MEMORY)
+        source = fill(store, {"baseline": ["pensieve"]}, turns(disk), summary=True)
+        [drawing] = hit_rates.draw(source, tmp_path / str(disk))
+        with drawing.csv.open(newline="") as file:
+            [row] = csv.DictReader(file)
+        found = {column: float(value) for column, value in row.items() if column.endswith("hit_pct") and value}
+        assert found == {"gpu_hit_pct": 30, "cpu_hit_pct": 20, **({"disk_hit_pct": 40} if disk else {})}
+        assert float(row["recomputed_pct"]) == 50 - disk
+        text = sweep_table(store, source.sweep.id).text()
+        assert ("disk" in text and "40.0" in text) is bool(disk)
