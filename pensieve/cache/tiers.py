@@ -206,18 +206,18 @@ class Tiers:
 
     def free_gpu(self, session: Session, start: int, stop: int, discarded: bool = False) -> None:
         """discarded: a launched plan may still write to the blocks."""
-        chunks = session.chunks
-        blocks = chunks.gpu[start:stop]
-        self.transfers.retire(True, session, start, blocks, discarded)
-        chunks.gpu[start:stop] = repeated(NO_BLOCK, len(blocks))
-        chunks.gpu_len[start:stop] = repeated(0, len(blocks))
+        self._free(True, session, start, stop, discarded)
 
     def free_cpu(self, session: Session, start: int, stop: int, discarded: bool = False) -> None:
+        self._free(False, session, start, stop, discarded)
+
+    def _free(self, on_gpu: bool, session: Session, start: int, stop: int, discarded: bool) -> None:
         chunks = session.chunks
-        blocks = chunks.cpu[start:stop]
-        self.transfers.retire(False, session, start, blocks, discarded)
-        chunks.cpu[start:stop] = repeated(NO_BLOCK, len(blocks))
-        chunks.cpu_len[start:stop] = repeated(0, len(blocks))
+        column, lengths = (chunks.gpu, chunks.gpu_len) if on_gpu else (chunks.cpu, chunks.cpu_len)
+        blocks = column[start:stop]
+        self.transfers.retire(on_gpu, session, start, blocks, discarded)
+        column[start:stop] = repeated(NO_BLOCK, len(blocks))
+        lengths[start:stop] = repeated(0, len(blocks))
 
     def move(self, source: Session, target: Session, count: int) -> None:
         """The first `count` chunks of an idle conversation to a new one, but for those that a copy reads or writes."""

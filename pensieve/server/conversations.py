@@ -220,7 +220,9 @@ class Conversations:
         child.keep_alive_s = parent.keep_alive_s
         last = parent.marks[-1].asked if parent.marks else 0
         child.parent, child.asked = parent.id, len(child.marks)
-        child.fork = Fork(parent.engine_name, keep, takes_kv=parent.idle and keep >= last)
+        child.restored = parent.restored
+        if not parent.restored:  # or the engine has nothing of the parent, and recalls what the child begins with
+            child.fork = Fork(parent.engine_name, keep, takes_kv=parent.idle and keep >= last)
 
     # -- progress -----------------------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ class Turn:
     ask: what it asks of the conversation, once it is this turn's time. tools: that the prompt shows. fits: ask for fewer
     tokens than `output` says where there is no room for as many. on_event: called in the engine's thread with each token
     and with the end. hint: what the client says of the time after the reply; how long it wants the conversation kept is the
-    conversation's. cut: somebody has cancelled it. asked, held (tokens of the conversation), was_restored: as of its start.
+    conversation's. cut: somebody has cancelled it. asked, held (tokens of the conversation): as of its start.
     """
 
     server: Server
@@ -56,7 +56,6 @@ class Turn:
     future: Future[Generation] = field(default_factory=Future)
     asked: Asked | None = None
     held: int = 0
-    was_restored: bool = False
     record: TurnRecord | None = None
     mark: Mark | None = None
     cut: bool = False
@@ -64,7 +63,7 @@ class Turn:
     def request(self) -> Request:
         """To be asked when the turns before it have ended; from then on it is the conversation's running turn."""
         conversation = self.conversation
-        self.held, self.was_restored = len(conversation.tokens), conversation.restored
+        self.held = len(conversation.tokens)
         asked = self.asked = self.ask(conversation)
         if self.fits and isinstance(self.output, Free):
             room = max(1, self.server.most_tokens - len(asked.prompt))

@@ -162,6 +162,20 @@ def test_what_is_known_after_a_kill_is_what_was_known_before(tmp_path: Path) -> 
     assert said["usage"]["prompt_tokens"] > 0
 
 
+def test_a_fork_of_a_restored_conversation_has_its_history(tmp_path: Path) -> None:
+    """The first thing said after a restart goes on from an older response: what both have in common was computed before."""
+    file = tmp_path / "state.db"
+    with served(file) as (_, client):
+        one = respond(client, "Something to keep, of several words")
+        respond(client, "And then?", one["id"])
+    with served(file) as (app, client):
+        found = respond(client, "Or else?", one["id"])["usage"]["input_tokens_details"]
+        assert found["recomputed"] > 10
+        [fork] = [talk for talk in app.server.conversations if talk.parent]  # type: ignore[union-attr]
+        causes = {miss.cause for mark in fork.marks[-1:] for miss in mark.turn.misses}
+        assert "restarted" in causes
+
+
 def test_a_name_that_is_in_the_file_twice_keeps_no_server_from_starting(tmp_path: Path) -> None:
     file = tmp_path / "state.db"
     with served(file) as (_, client):

@@ -92,6 +92,19 @@ def plain_generate(model: LoadedModel, prompt: Sequence[int], new_tokens: int) -
         model.module.set_attn_implementation(IMPLEMENTATION)
 
 
+def converse(model: LoadedModel, driver: Driver, turns: Iterable[tuple[int, int]]) -> None:
+    """Turns of (prompt tokens, reply tokens) in slot 0: every logit and every token is transformers' own."""
+    for turn, (length, output) in enumerate(turns):
+        row = driver.prompt_row(0, random_tokens(length, turn))
+        expected = plain_generate(model, driver.tokens[0], output)
+        driver.step(row)
+        driver.check_logits(0)
+        for _ in range(output - 1):
+            driver.step(driver.decode_row(0))
+            driver.check_logits(0)
+        assert driver.tokens[0][-output:].tolist() == expected
+
+
 class Driver:
     """Conversations in a started worker, one a slot. Blocks are handed out scattered, and hold NaN until they are written.
 

@@ -10,21 +10,12 @@ import pytest
 from pensieve.plan import Copy
 from pensieve.worker.torch.model import LoadedModel
 
-from .driver import Driver, plain_generate, plain_logits, random_tokens
+from .driver import Driver, converse, plain_generate, plain_logits, random_tokens
 
 
 @pytest.mark.parametrize("scatter", [True, False])
 def test_turns_of_one_conversation(model: LoadedModel, scatter: bool) -> None:
-    driver = Driver(model, scatter=scatter)
-    for turn, (length, output) in enumerate([(37, 9), (1, 4), (21, 12)]):
-        row = driver.prompt_row(0, random_tokens(length, turn))
-        expected = plain_generate(model, driver.tokens[0], output)
-        driver.step(row)
-        driver.check_logits(0)
-        for _ in range(output - 1):
-            driver.step(driver.decode_row(0))
-            driver.check_logits(0)
-        assert driver.tokens[0][-output:].tolist() == expected
+    converse(model, Driver(model, scatter=scatter), [(37, 9), (1, 4), (21, 12)])
 
 
 def test_ragged_batch(model: LoadedModel) -> None:

@@ -12,7 +12,7 @@ from pensieve.worker.torch.fused.int8 import FEW_ROWS, Int8Product, Int8Weights,
 from pensieve.worker.torch.kernels.compiler import find_compiler
 from pensieve.worker.torch.model import LoadedModel, load_model
 
-from ..driver import ARCHITECTURES, Driver, plain_generate, plain_logits, random_tokens, tiny_spec
+from ..driver import ARCHITECTURES, Driver, converse, plain_logits, random_tokens, tiny_spec
 
 try:
     find_compiler()
@@ -73,16 +73,7 @@ def test_turns_equal_transformers_on_the_rounded_weights(name: str) -> None:
     model = _quantised(name)
     assert model.forward.name == "fused, packed weights, int8 weights for few rows"
     assert model.self_check.against == "eager"
-    driver = Driver(model)
-    for turn, (length, output) in enumerate([(37, 6), (1, 4), (21, 6)]):
-        row = driver.prompt_row(0, random_tokens(length, turn))
-        expected = plain_generate(model, driver.tokens[0], output)
-        driver.step(row)
-        driver.check_logits(0)
-        for _ in range(output - 1):
-            driver.step(driver.decode_row(0))
-            driver.check_logits(0)
-        assert driver.tokens[0][-output:].tolist() == expected
+    converse(model, Driver(model), [(37, 6), (1, 4), (21, 6)])
 
 
 def test_a_quantised_model_is_near_the_one_that_it_was() -> None:
