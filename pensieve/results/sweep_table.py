@@ -249,7 +249,9 @@ def _budgets(trials: Sequence[Trial]) -> str | None:
     for trial in trials:
         if trial.gpu_tokens is not None:
             cpu = f" + CPU {trial.cpu_tokens:,}" if trial.cpu_tokens else ""
-            parts[f"{trial.baseline} GPU {trial.gpu_tokens:,}{cpu}"] = None
+            on_disk = int((trial.engine or {}).get("disk_tokens") or 0)
+            disk = f" + disk {on_disk:,}" if on_disk else ""
+            parts[f"{trial.baseline} GPU {trial.gpu_tokens:,}{cpu}{disk}"] = None
     sets = [trial.working_set_tokens for trial in trials if trial.working_set_tokens is not None]
     working = ""
     if sets:
