@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 pytest.importorskip("fastapi")
+from prometheus_client.parser import text_string_to_metric_families
 
 from pensieve.errors import ConfigError
 from pensieve.server import create_server
@@ -27,7 +28,7 @@ from pensieve.server.settings import ServeSettings
 from pensieve.server.state import StateFile
 from tests.server.live import PATIENCE_S, REAL, SIMULATED, serving, until
 from tests.server.test_chat import composed
-from tests.server.test_http import ALICE, BOB, KEYS, ask
+from tests.server.test_http import ALICE, BOB, KEYS, OPERATOR, ask
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 180.0
@@ -272,7 +273,9 @@ def test_a_disk_that_fails_costs_a_line_and_no_turn(tmp_path: Path, caplog: pyte
 def test_kill_9_in_mid_stream_and_a_new_process(tmp_path: Path) -> None:
     """Two processes of the command itself, with tiers that hold one conversation and a disk; the undisturbed run is in this
     process, which has room for all, and answers with the same tokens."""
-    before = [("Tell Alice a story", ALICE, 60), ("Tell Bob a story", BOB, 250), ("Go on", ALICE, 24)]
+    # Together more than the tiers hold, whenever copies are made: 14 blocks for about 20.
+    stories = [("Tell Alice a story", ALICE, 60), ("Tell Bob a story", BOB, 250), ("Tell us a story", OPERATOR, 250)]
+    before = [*stories, ("Go on", ALICE, 24)]
     after = [("Go on", BOB, 24), ("And on", ALICE, 24), ("And on", BOB, 24)]
     port = free_port()
     with process(tmp_path, port) as (first, client):
@@ -285,6 +288,8 @@ def test_kill_9_in_mid_stream_and_a_new_process(tmp_path: Path) -> None:
             first.kill()
             first.wait(PATIENCE_S)
     with process(tmp_path, port) as (_, client):
+        kept = text_string_to_metric_families(client.get("/metrics", headers=OPERATOR).text)
+        chunks = next(sample.value for family in kept for sample in family.samples if "disk_blocks_used" in sample.name)
         said += [chat(client, text, who, session_id="talk", max_tokens=most) for text, who, most in after]
     with served(None, REAL) as (_, client):
         whole = [*before, *after]
@@ -292,11 +297,11 @@ def test_kill_9_in_mid_stream_and_a_new_process(tmp_path: Path) -> None:
     for here, there in zip(said, undisturbed, strict=True):
         assert here["choices"] == there["choices"]
         assert here["usage"]["total_tokens"] == there["usage"]["total_tokens"]
-    details = [one["usage"]["prompt_tokens_details"] for one in said[3:5]]  # the first turns after the kill
-    for found, there in zip(details, undisturbed[3:5], strict=True):
+    details = [one["usage"]["prompt_tokens_details"] for one in said[4:6]]  # the first turns after the kill
+    for found, there in zip(details, undisturbed[4:6], strict=True):
         history = there["usage"]["prompt_tokens_details"]["gpu"]
         assert found["gpu"] == found["cpu"] == 0 and found["disk"] + found["recomputed"] == history > 60
-    assert sum(found["disk"] for found in details) >= 32
+    assert chunks > 0, "the second knows what the first wrote; whether it reads or computes it, measured times decide"
     assert sum(found["recomputed"] for found in details) > 0, "the last chunk of each is partly filled"
 
 
