@@ -29,17 +29,19 @@ def run_target(config: Mapping[str, Any], overrides: Mapping[str, str]) -> int:
     PensieveError where nothing could be measured.
     """
     target = str(config["target"])
+    if target not in ("all", *RECORDED, *CHECKS):
+        raise ConfigError(f"There is no target {target!r}; choose all, {', '.join((*RECORDED, *CHECKS))}.")
+    turns, seed = whole(config["bench"], "turns", 1), whole(config["bench"], "seed", 0)  # before torch is imported
+    if "bench.turns" in overrides and target != "soak":
+        raise ConfigError(f"bench.turns is how many turns target=soak runs; target={target} has no such number.")
     if target == "soak":
-        whole(config["bench"], "turns", 1)  # before torch is imported
         from pensieve.bench.soak import soak
 
-        return soak(whole(config["bench"], "turns", 1), whole(config["bench"], "seed", 0))
+        return soak(turns, seed)
     if target == "scan":
         from pensieve.bench.scan import main
 
         return main()
-    if target != "all" and target not in RECORDED:
-        raise ConfigError(f"There is no target {target!r}; choose all, {', '.join((*RECORDED, *CHECKS))}.")
     from pensieve.bench.command import run_command
 
     return run_command(target, ALL if target == "all" else (target,), config, overrides)

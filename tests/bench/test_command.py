@@ -91,6 +91,8 @@ def test_unknown_targets_and_options_are_one_sentence(config: dict[str, Any]) ->
         run_target({**config, "target": "kernels"}, {})
     with pytest.raises(ConfigError, match=r"bench\.repeats"):
         run_target({**config, "bench": {**config["bench"], "repeats": 0}}, {})
+    with pytest.raises(ConfigError, match=r"bench\.turns is how many turns target=soak runs"):
+        run_target(config, {"bench.turns": "1"})
     with pytest.raises(ConfigError, match=r"bench\.size='huge'"):
         run_target({**config, "bench": {**config["bench"], "size": "huge"}}, {})
     with pytest.raises(HardwareMissing, match="is simulated"):
@@ -108,6 +110,7 @@ FIELDS = [
     ("soak", {"turns": 0}),
     ("soak", {"seed": "abc"}),
     ("kernel", {"seed": "abc"}),
+    ("kernel", {"turns": "abc"}),
     ("kernel", {"repeats": 0}),
     ("kernel", {"model": "x"}),
 ]

@@ -120,7 +120,8 @@ def test_ordering_by_float32_keeps_what_ordering_the_scores_keeps() -> None:
     ("count", "temperature", "limit_ms"), [(64, 0.0, 0.2), (256, 0.0, 0.6), (64, 0.8, 0.4), (256, 0.8, 1.0)]
 )
 def test_host_time_of_a_batch(count: int, temperature: float, limit_ms: float) -> None:
-    """Of decode rows whose tokens are on the device, 64 blocks each: the best of many, since the machine may be busy."""
+    """Of decode rows whose tokens are on the device, 64 blocks each: the best of many, since the machine may be busy. The
+    limits are for a processor that sums 5,000 squares in 0.25 ms; a slower one has as much more time."""
     tables = BlockTables()
     for slot in range(count):
         tables.overwrite(slot, 0, range(slot * 64, slot * 64 + 64))
@@ -129,7 +130,8 @@ def test_host_time_of_a_batch(count: int, temperature: float, limit_ms: float) -
         for slot in range(count)
     ]
     best = min(_seconds(lambda: build_batch(rows, tables, {}, 32, CPU)) for _ in range(100))
-    assert best * 1e3 <= limit_ms
+    squares = min(_seconds(lambda: sum(number * number for number in range(5000))) for _ in range(100))
+    assert best * 1e3 <= limit_ms * max(1.0, squares * 1e3 / 0.25)
 
 
 def _seconds(work: object) -> float:
