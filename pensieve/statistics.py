@@ -19,8 +19,9 @@ their conversations. Every function draws from a generator of its own: equal dat
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 from typing import Literal
 
@@ -30,6 +31,7 @@ from numpy.typing import NDArray
 from pensieve.errors import MissingSeries
 
 Floats = NDArray[np.float64]
+Counts = NDArray[np.int32]
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
@@ -160,11 +162,11 @@ def _percentiles(
     ends: dict[float, tuple[float, float]] = {}
     if due:
         resamples = max(min(resamples, _FEWEST), min(resamples, _WORK // n))
-        weights = _draws(np.random.default_rng(seed), centres, resamples)
+        [weights] = _draws(centres, resamples, resamples, seed)
         replicates = np.empty((len(due), resamples))
         step = max(1, _BLOCK // n)
         for start in range(0, resamples, step):
-            drawn = weights[start : start + step][:, member]
+            drawn = np.take(weights[start : start + step], member, axis=1)
             replicates[:, start : start + step] = _weighted_percentiles(values, drawn, due)
         effective = _effective_groups(centres)
         ends = {p: _expanded(row, effective) for p, row in zip(due, replicates, strict=True)}
@@ -236,7 +238,8 @@ def fit_line(
     influences = [np.add.reduceat(part, starts) for part in (tilt, off / n - middle * tilt)]
     by_seed = [_by_seed(dict(zip(keys, map(float, part), strict=True))) for part in influences]
     if has_interval(_independent(by_seed[0])):
-        found = line(_draws(np.random.default_rng(seed), by_seed[0], resamples))
+        [weights] = _draws(by_seed[0], resamples, resamples, seed)
+        found = line(weights.astype(np.float64))
         ends = [_expanded(row, _effective_groups(part)) for row, part in zip(found, by_seed, strict=True)]
     estimates = [
         Estimate(float(v), low, high, n, seeds) for v, (low, high) in zip((slope, intercept), ends, strict=True)
@@ -268,24 +271,46 @@ def _percentile_has_interval(by_seed: Sequence[Floats], p: float) -> bool:
     return _independent(by_seed) * min(p, 1.0 - p) >= _GROUPS_BEYOND - 1e-9
 
 
-def _draws(rng: np.random.Generator, by_seed: Sequence[Floats], resamples: int) -> Floats:
-    """[resamples, values]: how often each value is drawn, when seeds are drawn first, then the sessions of each drawn seed.
-
-    A seed drawn twice draws its sessions twice, which in counts is one multinomial of twice as many draws.
-    """
-    seeds = rng.multinomial(len(by_seed), np.full(len(by_seed), 1.0 / len(by_seed)), size=resamples)
-    parts = [
-        rng.multinomial(seeds[:, index] * len(part), np.full(len(part), 1.0 / len(part)))
-        for index, part in enumerate(by_seed)
-    ]
-    return np.concatenate(parts, axis=1).astype(np.float64)
+def _draws(by_seed: Sequence[Floats], resamples: int, step: int, seed: int) -> Iterator[Counts]:
+    """[at most `step`, values] at a time: how often each value is drawn, when seeds are drawn first, then the sessions of
+    each drawn seed. They depend on how many values there are and not on the values, so that the many series of a trial
+    share them."""
+    sizes = tuple(map(len, by_seed))
+    if resamples * sum(sizes) <= _BLOCK:
+        yield from _kept_draws(sizes, resamples, step, seed)
+    else:
+        yield from _new_draws(sizes, resamples, step, seed)
 
 
-def _weighted_percentiles(ordered: Floats, weights: Floats, ps: Sequence[float]) -> Floats:
+@lru_cache(maxsize=8)
+def _kept_draws(sizes: tuple[int, ...], resamples: int, step: int, seed: int) -> tuple[Counts, ...]:
+    drawn = tuple(_new_draws(sizes, resamples, step, seed))
+    for part in drawn:
+        part.flags.writeable = False
+    return drawn
+
+
+def _new_draws(sizes: tuple[int, ...], resamples: int, step: int, seed: int) -> Iterator[Counts]:
+    """A seed drawn twice draws its sessions twice, which in counts is one multinomial of twice as many draws."""
+    rng = np.random.default_rng(seed)
+    for start in range(0, resamples, step):
+        rows = min(step, resamples - start)
+        seeds = rng.multinomial(len(sizes), np.full(len(sizes), 1.0 / len(sizes)), size=rows)
+        parts = [
+            rng.multinomial(seeds[:, index] * size, np.full(size, 1.0 / size)) for index, size in enumerate(sizes)
+        ]
+        yield np.concatenate(parts, axis=1).astype(np.int32)
+
+
+def _weighted_percentiles(ordered: Floats, weights: Counts, ps: Sequence[float]) -> Floats:
     """[ps, resamples]: nearest rank of ascending values, each repeated as often as its weight says."""
-    cumulated = np.cumsum(weights, axis=1)
-    total = cumulated[:, -1:]
-    return np.array([ordered[np.argmax(cumulated >= np.ceil(p * total - 1e-9), axis=1)] for p in ps])
+    rows, values = weights.shape
+    running = np.cumsum(weights, dtype=np.int64)  # over all rows, one after another: one search finds each row's rank
+    ends = running[values - 1 :: values]
+    starts = np.concatenate([[0], ends[:-1]])
+    ranks = [np.ceil(p * (ends - starts) - 1e-9).astype(np.int64) for p in ps]
+    firsts = np.arange(rows) * values
+    return np.array([ordered[np.searchsorted(running, starts + rank) - firsts] for rank in ranks])
 
 
 def _ratio_of_sums(
@@ -301,23 +326,24 @@ def _ratio_of_sums(
         return value, None, None
     starts = np.arange(groups) if len(tops) == 1 else np.cumsum([0, *(len(part) for part in tops[:-1])])
 
-    def measure(weights: Floats) -> tuple[Floats, Floats]:
+    def measure(weights: Counts) -> tuple[Floats, Floats]:
         """The ratio, and its standard error from what the independent groups are off it, for each row of weights."""
-        upper, lower = (np.add.reduceat(weights * part, starts, axis=1) for part in (top, bottom))
-        drawn = np.add.reduceat(weights, starts, axis=1) / np.diff([*starts, len(top)])
+        upper, lower, drawn = weights * top, weights * bottom, weights / 1.0
+        if len(tops) > 1:  # else each value is a group
+            upper, lower = (np.add.reduceat(part, starts, axis=1) for part in (upper, lower))
+            drawn = np.add.reduceat(weights, starts, axis=1) / np.diff([*starts, len(top)])
         with np.errstate(divide="ignore", invalid="ignore"):
             ratios = upper.sum(axis=1) / lower.sum(axis=1)
             squares = np.where(drawn > 0, (upper - ratios[:, None] * lower) ** 2 / drawn, 0.0).sum(axis=1)
             return ratios, np.sqrt(squares * groups / (groups - 1)) / np.abs(lower.sum(axis=1))
 
-    error = float(measure(np.ones((1, len(top))))[1][0])
-    rng = np.random.default_rng(seed)
-    step = max(1, _BLOCK // len(top))
-    scores = np.empty(resamples)
-    for start in range(0, resamples, step):
-        ratios, errors = measure(_draws(rng, tops, min(step, resamples - start)))
+    error = float(measure(np.ones((1, len(top)), dtype=np.int32))[1][0])
+    found = []
+    for weights in _draws(tops, resamples, max(1, _BLOCK // len(top)), seed):
+        ratios, errors = measure(weights)
         with np.errstate(divide="ignore", invalid="ignore"):
-            scores[start : start + len(ratios)] = np.where(errors > 1e-9 * error, (ratios - value) / errors, np.nan)
+            found.append(np.where(errors > 1e-9 * error, (ratios - value) / errors, np.nan))
+    scores = np.concatenate(found)
     scores = scores[np.isfinite(scores)]  # a resample of one group over and over says nothing
     reach = _student(groups)
     below = above = reach
