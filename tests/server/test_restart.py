@@ -177,6 +177,26 @@ def test_a_fork_of_a_restored_conversation_has_its_history(tmp_path: Path) -> No
         assert "restarted" in causes
 
 
+def test_a_conversation_deleted_before_it_was_asked_again_is_given_up_on_disk_too(tmp_path: Path) -> None:
+    file = tmp_path / "state.db"
+    with served(file) as (app, client):
+        chat(client, "Hello", session_id="deleted")
+        chat(client, "Hello again", session_id="asked")
+        one = respond(client, "Something to keep, of several words")
+        tokens = app.server.conversations.find("alice", "deleted").tokens  # type: ignore[union-attr]
+    with served(file) as (app, client):
+        disowned: list[Any] = []
+        engine = app.server.system.engine  # type: ignore[union-attr]
+        disown, engine.disown = engine.disown, lambda *told: (disowned.append(told), disown(*told))
+        chat(client, "Go on", session_id="asked")
+        assert respond(client, "x" * 5000, one["id"], instructions="A fork that is refused") == 400
+        for name in ("deleted", "asked"):
+            assert client.delete(f"/v1/sessions/{name}", headers=ALICE).status_code == 200
+        respond(client, "Another one", headers=BOB)  # the engine learns of it with the next turn
+        assert disowned == [("alice/deleted", "alice", tokens)]
+        engine.cache.check()
+
+
 def test_a_name_that_is_in_the_file_twice_keeps_no_server_from_starting(tmp_path: Path) -> None:
     file = tmp_path / "state.db"
     with served(file) as (_, client):
