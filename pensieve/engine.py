@@ -16,7 +16,7 @@ from pensieve.cost.base import CostModel, predicted_s
 from pensieve.idle_sessions import IdleSessions, MemoryLimits
 from pensieve.plan import Repeats, StepResult
 from pensieve.record import Event
-from pensieve.request import Request
+from pensieve.request import Request, TokenArray
 from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.scheduler.scheduler import Scheduler, Step
 from pensieve.scheduler.sequence import Sequence
@@ -142,6 +142,14 @@ class Engine:
             if known is not None and name not in self._under_way:
                 self._idle.remove(known)
                 self.cache.forget(known)
+
+    def disown(self, session: str, tenant: str, tokens: TokenArray[int]) -> None:
+        """What an earlier engine has left of a conversation is given up. tokens: all but the last had KV. Nothing happens
+        where it has been asked since: then it is this engine's to forget."""
+        if tokens and self.cache.find(session) is None:
+            known = self.cache.open(session, self.clock.now_s(), tenant)
+            self.cache.recall(known, tokens)
+            self.cache.forget(known)
 
     def step(self, until_ns: int | None) -> list[Event]:
         """One iteration, or finished copies, or nothing by `until_ns`; returns what requests got."""

@@ -243,6 +243,26 @@ def test_a_forgotten_conversation_leaves_the_disk(tmp_path: Path) -> None:
     talk.close()
 
 
+def test_what_an_earlier_engine_left_of_a_conversation_can_be_given_up(tmp_path: Path) -> None:
+    talk = Talk(tmp_path)
+    talk.ask("a", 90, tenant="alice")
+    push_out(talk)
+    tokens, held = talk.tokens("a"), talk.cache.places(talk.cache.sessions["a"]).count("D")
+    talk.close()
+    talk = Talk(tmp_path)
+    before = talk.disk.used
+    talk.engine.disown("a", "bob", tokens)
+    assert talk.disk.used == before, "nothing of it is his"
+    talk.engine.disown("a", "alice", tokens)
+    assert held > 0 and talk.disk.used == before - held
+    assert talk.cache.names() == []
+    talk.cache.check()
+    talk.ask("a", 20)
+    talk.engine.disown("a", "", talk.tokens("a"))
+    assert talk.cache.names() == ["a"], "it has been asked: it is this engine's"
+    talk.close()
+
+
 def test_another_tenant_finds_nothing(tmp_path: Path) -> None:
     talk = Talk(tmp_path)
     talk.ask("a", 90, tenant="alice")

@@ -10,7 +10,7 @@ from pensieve.clock import Clock
 from pensieve.errors import WorkerError
 from pensieve.plan import StartReport
 from pensieve.record import Event, TurnRecord
-from pensieve.request import Request
+from pensieve.request import Request, TokenArray
 
 __all__ = ["AnsweringSystem", "Capabilities", "Event", "Listener", "System"]
 
@@ -100,3 +100,6 @@ class AnsweringSystem(System, Protocol):
 
     def release(self, session: str) -> None:
         """`forget` one conversation without waiting until it is done; a listener may call it."""
+
+    def disown(self, session: str, tenant: str, tokens: TokenArray[int]) -> None:
+        """`release` a conversation of an earlier engine that this one was never asked for: the disk may have KV of it."""

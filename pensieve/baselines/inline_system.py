@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -15,7 +16,7 @@ from pensieve.cost.simulated import simulated_cost
 from pensieve.errors import WorkerError
 from pensieve.plan import StartReport
 from pensieve.record import Event
-from pensieve.request import Request
+from pensieve.request import Request, TokenArray
 from pensieve.worker.simulated import SimulatedWorker
 from pensieve.worker.timeline import Timeline
 
@@ -30,9 +31,8 @@ class InlineSystem(EngineSystem):
         """parts: as EngineSystem takes them, with a VirtualClock."""
         super().__init__(**parts)
         self._lock = threading.Lock()
-        self._inbox: deque[tuple[Request, Listener] | str] = (
-            deque()
-        )  # begun, or to be forgotten, while the engine was busy
+        # What was begun while the engine was busy, and what else it is to do.
+        self._inbox: deque[tuple[Request, Listener] | Callable[[], None]] = deque()
         self._inbox_lock = (
             threading.Lock()
         )  # held for a moment only, so whoever begins a request may hold locks of its own
@@ -61,7 +61,11 @@ class InlineSystem(EngineSystem):
 
     def release(self, session: str) -> None:
         with self._inbox_lock:
-            self._inbox.append(session)
+            self._inbox.append(lambda: self.engine.forget(session))
+
+    def disown(self, session: str, tenant: str, tokens: TokenArray[int]) -> None:
+        with self._inbox_lock:
+            self._inbox.append(lambda: self.engine.disown(session, tenant, tokens))
 
     def cancel(self, request_id: int, status: str) -> None:
         with self._lock:
@@ -125,8 +129,8 @@ class InlineSystem(EngineSystem):
         """The engine learns of what was begun and released."""
         while self._inbox:
             entry = self._inbox.popleft()
-            if isinstance(entry, str):
-                self.engine.forget(entry)
+            if callable(entry):
+                entry()
             else:
                 request, listener = entry
                 self._listeners[request.id] = listener
@@ -136,7 +140,7 @@ class InlineSystem(EngineSystem):
         with self._inbox_lock:
             self._ended = self._ended or why
             begun, self._inbox = self._inbox, deque()
-        self._listeners.update((entry[0].id, entry[1]) for entry in begun if not isinstance(entry, str))
+        self._listeners.update((entry[0].id, entry[1]) for entry in begun if not callable(entry))
         self._disappoint(WorkerError(self._ended))
 
     def _run(self, until_ns: int | None) -> list[Event]:

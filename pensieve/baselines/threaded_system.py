@@ -16,7 +16,7 @@ from pensieve.cost.base import CostModel
 from pensieve.errors import WorkerError
 from pensieve.plan import StartReport
 from pensieve.record import Event
-from pensieve.request import Request
+from pensieve.request import Request, TokenArray
 
 _Command = Callable[[], None]
 
@@ -52,6 +52,9 @@ class ThreadedSystem(EngineSystem):
 
     def release(self, session: str) -> None:
         self._inbox.put(lambda: self.engine.forget(session))
+
+    def disown(self, session: str, tenant: str, tokens: TokenArray[int]) -> None:
+        self._inbox.put(lambda: self.engine.disown(session, tenant, tokens))
 
     def cancel(self, request_id: int, status: str) -> None:
         self._inbox.put(lambda: self.engine.cancel(request_id, status))

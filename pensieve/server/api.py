@@ -103,7 +103,7 @@ class Server:
         self.system = system
         self.tokenizer = tokenizer
         self.template = ChatTemplate(tokenizer)
-        self.conversations = Conversations(system.release)
+        self.conversations = Conversations(self._released)
         self._observers: list[Callable[[Turn, TurnRecord], None]] = []
         self._seed = seed
         self._ids = itertools.count(1)
@@ -411,6 +411,12 @@ class Server:
         self.system.begin(request, turn)
         if turn.cut:  # before the engine knew of it
             self.system.cancel(turn.id, "cancelled")
+
+    def _released(self, conversation: Conversation) -> None:
+        if conversation.restored and conversation.begun:  # a fork that came to nothing leaves its parent what it has
+            self.system.disown(conversation.engine_name, conversation.tenant, conversation.tokens)
+        else:
+            self.system.release(conversation.engine_name)
 
     def _ended(self, turn: Turn, record: TurnRecord) -> None:
         """Called in the engine's thread."""

@@ -6,31 +6,23 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from importlib.resources import files
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Header, Request, Response
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
-from starlette.exceptions import HTTPException
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
-from pensieve.errors import (
-    CapacityError,
-    ConfigError,
-    ContextLengthError,
-    PensieveError,
-    RequestRefused,
-    TooManySessions,
-)
-from pensieve.record import Event
+from pensieve.errors import ConfigError, PensieveError
 from pensieve.server.api import Server
 from pensieve.server.completions import ChatShape, CompletionShape, completion_events, sse_data
 from pensieve.server.dialogue import Dialogue, Wish
+from pensieve.server.feed import Feed
 from pensieve.server.gate import Gate
 from pensieve.server.prometheus import Meters
+from pensieve.server.refusals import NotFound, Overloaded, answer_errors, documented
 from pensieve.server.responses import Responder, ResponseStore
 from pensieve.server.schemas import (
     ChatBody,
@@ -38,29 +30,18 @@ from pensieve.server.schemas import (
     ResponseBody,
     TokenizeBody,
     client_stops,
-    error_body,
     tools_of,
     wish_of,
 )
 from pensieve.server.settings import OPERATOR, ServeSettings, Tenants
 from pensieve.server.state import StateFile
 from pensieve.server.statistics import session_body, session_line
-from pensieve.server.text import TextStream
 from pensieve.server.turn import Turn
 
 log = logging.getLogger(__name__)
 
 SWEEP_S = 5.0  # how often conversations that nobody came back to are looked for
 _PREPARED_INLINE = 16_384  # bytes of a body: a longer one is encoded in another thread, so that others do not wait
-_CLOSED = 499  # the status of a request whose client has gone, as nginx logs it; nobody receives it
-
-
-class NotFound(PensieveError):
-    """There is no such thing, or it is another tenant's."""
-
-
-class Overloaded(PensieveError):
-    """As many turns are under way as there may be."""
 
 
 class App:
@@ -105,69 +86,6 @@ class App:
         return self.server
 
 
-class Feed:
-    """One turn in the event loop: its text pieces as they come, or its whole text.
-
-    tells_ids: a piece for each token, with its text if that is decided; take_ids gives its ids.
-    """
-
-    def __init__(self, app: App, stops: tuple[str, ...], tells_ids: bool = False) -> None:
-        assert app.server is not None
-        self._server = app.server
-        self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Event | None] = asyncio.Queue()  # None: the end
-        self._text = TextStream(app.server.tokenizer.decode, stops)
-        self.tells_ids = tells_ids
-        self._ids: list[int] = []
-        self.turn: Turn
-
-    def on_event(self, event: Event) -> None:
-        """In the engine's thread."""
-        self._loop.call_soon_threadsafe(self._events.put_nowait, event)
-
-    def started(self, turn: Turn) -> None:
-        self.turn = turn
-        turn.future.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._events.put_nowait, None))
-        if self._server.system.clock.virtual:
-            self._loop.run_in_executor(None, self._server.drive, turn.future)
-
-    async def pieces(self) -> AsyncGenerator[str, None]:
-        """Of a turn whose `on_event` is this one's. Raises what the turn ended with."""
-        try:
-            while (event := await self._events.get()) is not None:
-                if event.token is None:
-                    continue
-                self._ids.append(event.token)
-                piece = self._text.push(event.token)
-                if piece or self.tells_ids:
-                    yield piece
-            self.turn.future.result()
-            rest = self._text.finish()
-            if rest:
-                yield rest
-        finally:
-            self._left()
-
-    def take_ids(self) -> list[int]:
-        """Of the tokens that came since it was asked last."""
-        ids, self._ids = self._ids, []
-        return ids
-
-    async def whole(self) -> str:
-        """All of its text. Raises what the turn ended with."""
-        try:
-            while await self._events.get() is not None:
-                pass
-            return self.turn.future.result().text
-        finally:
-            self._left()
-
-    def _left(self) -> None:
-        """Whoever read this has all of it, or has gone."""
-        if not self.turn.future.done():
-            self._server.cancel_turn(self.turn)
-
-
 def create_app(state: App) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -179,9 +97,7 @@ def create_app(state: App) -> FastAPI:
 
     app = FastAPI(title="Pensieve", version="0.1.0", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(Gate, state=state)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(PensieveError, _refused)
-    app.add_exception_handler(HTTPException, _http)
+    answer_errors(app)
     _add_routes(app, state)
     return app
 
@@ -198,19 +114,6 @@ async def _sweep(state: App) -> None:
 Session = Annotated[str | None, Header(alias="X-Session-Id", max_length=256)]
 
 
-def _errors(*codes: int) -> dict[int | str, dict[str, Any]]:
-    """The error statuses that an operation documents."""
-    meanings = {
-        400: "It makes no sense",
-        401: "No key",
-        404: "There is no such thing",
-        413: "Too large",
-        429: "Try later",
-    }
-    meanings |= {503: "Not ready, or the engine failed", 403: "Not this way", 422: "It makes no sense", 409: "Busy"}
-    return {code: {"description": meanings[code]} for code in (400, 401, 403, 413, 429, 503, *codes)}
-
-
 def _add_routes(app: FastAPI, state: App) -> None:
     settings = state.settings
 
@@ -220,13 +123,12 @@ def _add_routes(app: FastAPI, state: App) -> None:
     def wished(body: Any, max_tokens: int | None, **fields: Any) -> Wish:
         return wish_of(body, settings, max_tokens, default_seed=seed(), **fields)
 
-    @app.post("/v1/chat/completions", responses=_errors(404))
+    @app.post("/v1/chat/completions", responses=documented(404))
     async def chat(request: Request, body: ChatBody, x_session_id: Session = None) -> Response:
         body.checked()
         _check_model(state, body.model)
-        state.admit()
         stops = state.dialogue.stops(client_stops(body.stop))
-        feed = Feed(state, stops)
+        feed = Feed(state.admit(), stops)
         messages = [message.plain() for message in body.messages]
         wish = wished(
             body,
@@ -242,17 +144,16 @@ def _add_routes(app: FastAPI, state: App) -> None:
         )
         shape = ChatShape("chatcmpl", state.model)
         if body.stream:
-            return await _sse(request, feed, completion_events(feed, shape, body.include_usage))
-        text = await _whole(request, feed)
+            return await feed.sent(request, completion_events(feed, shape, body.include_usage), _headers(feed))
+        text = await feed.whole(request)
         return _reply(feed, shape.whole(text, feed))
 
-    @app.post("/v1/completions", responses=_errors(404))
+    @app.post("/v1/completions", responses=documented(404))
     async def completions(request: Request, body: CompletionBody, x_session_id: Session = None) -> Response:
         prompt = body.checked()
         _check_model(state, body.model)
-        state.admit()
         stops = client_stops(body.stop)
-        feed = Feed(state, stops, tells_ids=bool(body.return_token_ids))
+        feed = Feed(state.admit(), stops, tells_ids=bool(body.return_token_ids))
         wish = wished(
             body,
             body.max_tokens,
@@ -266,11 +167,11 @@ def _add_routes(app: FastAPI, state: App) -> None:
         feed.started(await _prepare(request, begin))
         shape = CompletionShape("cmpl", state.model)
         if body.stream:
-            return await _sse(request, feed, completion_events(feed, shape, body.include_usage))
-        text = await _whole(request, feed)
+            return await feed.sent(request, completion_events(feed, shape, body.include_usage), _headers(feed))
+        text = await feed.whole(request)
         return _reply(feed, shape.whole(text, feed))
 
-    @app.post("/v1/responses", responses=_errors(404))
+    @app.post("/v1/responses", responses=documented(404))
     async def respond(request: Request, body: ResponseBody) -> Response:
         body.checked()
         _check_model(state, body.model)
@@ -279,10 +180,9 @@ def _add_routes(app: FastAPI, state: App) -> None:
             previous = state.responses.find(tenant, body.previous_response_id)
             if previous is None:
                 raise NotFound(f"There is no response {body.previous_response_id!r}.")
-        state.admit()
         tools = tools_of(body.tools)
         stops = state.dialogue.stops(())
-        feed = Feed(state, stops)
+        feed = Feed(state.admit(), stops)
         wish = wished(
             body,
             body.max_output_tokens,
@@ -294,37 +194,37 @@ def _add_routes(app: FastAPI, state: App) -> None:
         responder = Responder(body, state.model, tenant, tools)
         feed.started(await _prepare(request, partial(responder.begin, state.dialogue, previous, wish)))
         if body.stream:
-            return await _sse(request, feed, _response_events(state, feed, responder, body))
-        text = await _whole(request, feed)
+            return await feed.sent(request, _response_events(state, feed, responder, body), _headers(feed))
+        text = await feed.whole(request)
         return _reply(feed, _finish(state, feed, responder, body, text))
 
     @app.post("/v1/responses/compact", include_in_schema=False)
     async def compact() -> Response:
         raise NotFound("Responses are not compacted here: a conversation keeps all that was said.")
 
-    @app.get("/v1/responses/{response_id}", responses=_errors(404))
+    @app.get("/v1/responses/{response_id}", responses=documented(404))
     async def get_response(request: Request, response_id: str) -> Response:
         stored = state.responses.find(_tenant(request), response_id)
         if stored is None:
             raise NotFound(f"There is no response {response_id!r}.")
         return JSONResponse(stored.body)
 
-    @app.delete("/v1/responses/{response_id}", responses=_errors(404))
+    @app.delete("/v1/responses/{response_id}", responses=documented(404))
     async def delete_response(request: Request, response_id: str) -> Response:
         if not state.responses.delete(_tenant(request), response_id):
             raise NotFound(f"There is no response {response_id!r}.")
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
-    @app.get("/v1/models", responses=_errors())
+    @app.get("/v1/models", responses=documented())
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [_card(state)]})
 
-    @app.get("/v1/models/{model}", responses=_errors(404))
+    @app.get("/v1/models/{model}", responses=documented(404))
     async def model(model: str) -> Response:
         _check_model(state, model)
         return JSONResponse(_card(state))
 
-    @app.post("/tokenize", responses=_errors(404))
+    @app.post("/tokenize", responses=documented(404))
     async def tokenize(request: Request, body: TokenizeBody) -> Response:
         _check_model(state, body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -340,13 +240,13 @@ def _add_routes(app: FastAPI, state: App) -> None:
         assert state.server is not None
         return JSONResponse({"count": len(tokens), "max_model_len": state.server.most_tokens, "tokens": tokens})
 
-    @app.get("/v1/sessions", responses=_errors())
+    @app.get("/v1/sessions", responses=documented())
     async def sessions(request: Request) -> Response:
         assert state.server is not None
         known = sorted(state.server.conversations.of(_tenant(request)), key=lambda one: -one.used_at)
         return JSONResponse({"object": "list", "data": [session_line(state.server, one) for one in known]})
 
-    @app.get("/v1/sessions/{session_id:path}", responses=_errors(404))
+    @app.get("/v1/sessions/{session_id:path}", responses=documented(404))
     async def session(request: Request, session_id: str) -> Response:
         assert state.server is not None
         known = state.server.conversations.find(_tenant(request), session_id)
@@ -354,7 +254,7 @@ def _add_routes(app: FastAPI, state: App) -> None:
             raise NotFound(f"There is no session {session_id!r}.")
         return JSONResponse(session_body(state.server, known))
 
-    @app.delete("/v1/sessions/{session_id:path}", responses=_errors(404))
+    @app.delete("/v1/sessions/{session_id:path}", responses=documented(404))
     async def delete_session(request: Request, session_id: str) -> Response:
         assert state.server is not None
         if not await asyncio.to_thread(state.server.end_session, _tenant(request), session_id):
@@ -367,7 +267,7 @@ def _add_routes(app: FastAPI, state: App) -> None:
             return JSONResponse({"status": state.failure or "loading"}, status_code=503)
         return JSONResponse({"status": "ok", "model": state.model})
 
-    @app.get("/metrics", responses=_errors(404))
+    @app.get("/metrics", responses=documented(404))
     async def metrics(request: Request) -> Response:
         if state.tenants.required and _tenant(request) != OPERATOR:
             raise NotFound(f"Only the key of the tenant {OPERATOR!r} may read the metrics of all.")
@@ -452,30 +352,6 @@ async def _prepare(request: Request, begin: Callable[[], Turn]) -> Turn:
     return await asyncio.to_thread(begin)
 
 
-async def _whole(request: Request, feed: Feed) -> str:
-    """The whole text; a client that goes away meanwhile cancels its turn."""
-    return await _unless_gone(request, feed.whole())
-
-
-async def _unless_gone(request: Request, awaited: Coroutine[Any, Any, str]) -> str:
-    """What is awaited; if the client goes away before, it is cancelled."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    reading, leaving = asyncio.ensure_future(awaited), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait((reading, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not reading.done():
-            raise HTTPException(_CLOSED)
-        return await reading
-    finally:
-        leaving.cancel()
-        reading.cancel()
-        await asyncio.gather(reading, leaving, return_exceptions=True)
-
-
 def _headers(feed: Feed) -> dict[str, str]:
     name = feed.turn.conversation.id
     return {"X-Session-Id": name} if name.isascii() and name.isprintable() else {}
@@ -485,62 +361,5 @@ def _reply(feed: Feed, body: dict[str, Any]) -> Response:
     return JSONResponse(body, headers=_headers(feed))
 
 
-async def _sse(request: Request, feed: Feed, events: AsyncGenerator[str, None]) -> Response:
-    """Server-sent events; the response begins with the first one."""
-
-    async def first_event() -> str:
-        return await anext(events)
-
-    first = await _unless_gone(request, first_event())
-
-    async def all_events() -> AsyncIterator[str]:
-        try:
-            yield first
-            async for text in events:
-                yield text
-        except PensieveError as error:  # after the first byte: the status has been sent
-            yield sse_data(error_body(str(error), "server_error"))
-        finally:
-            await events.aclose()
-
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **_headers(feed)}
-    return StreamingResponse(all_events(), media_type="text/event-stream", headers=headers)
-
-
 def _named(event: dict[str, Any]) -> str:
     return f"event: {event['type']}\n{sse_data(event)}"
-
-
-_CODES: dict[type[Exception], str] = {
-    ContextLengthError: "context_length_exceeded",
-    CapacityError: "capacity_exceeded",
-}
-
-
-def _refused(_: Request, error: Exception) -> Response:
-    status, kind, code = 503, "server_error", None
-    headers = {}
-    if isinstance(error, ConfigError | RequestRefused):
-        status, kind = 400, "invalid_request_error"
-        code = _CODES.get(type(error))
-    elif isinstance(error, NotFound):
-        status, kind, code = 404, "not_found_error", "not_found"
-    elif isinstance(error, Overloaded | TooManySessions):
-        status, kind, code, headers = 429, "rate_limit_error", "overloaded", {"Retry-After": "1"}
-    return JSONResponse(error_body(str(error), kind, code), status_code=status, headers=headers)
-
-
-def _invalid(_: Request, error: Exception) -> Response:
-    """The first thing that is wrong, without what was sent: it may be anything."""
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first.get("loc", ())[1:])
-    message = f"{where}: {first['msg']}" if where else str(first["msg"])
-    clean = message.encode("utf-8", "replace").decode()
-    return JSONResponse(error_body(clean, "invalid_request_error", "invalid", where or None), status_code=400)
-
-
-def _http(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    return JSONResponse(error_body(str(error.detail), kind), status_code=error.status_code, headers=error.headers)

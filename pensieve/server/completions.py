@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pensieve.server.schemas import finish_reason, usage
 
 if TYPE_CHECKING:
-    from pensieve.server.app import Feed
+    from pensieve.server.feed import Feed
 
 
 class CompletionShape:

@@ -110,9 +110,9 @@ def _digest(before: bytes, value: object) -> bytes:
 
 class Conversations:
     """Thread-safe by `lock`, which callers hold over what must happen at once. released: told of each conversation that is
-    given up, by its name in the engine."""
+    given up."""
 
-    def __init__(self, released: Callable[[str], None], now: Callable[[], float] = time.time) -> None:
+    def __init__(self, released: Callable[[Conversation], None], now: Callable[[], float] = time.time) -> None:
         self.lock = threading.RLock()
         self._released, self._now = released, now
         self._most, self._most_tokens, self._keep_alive_s = math.inf, math.inf, math.inf
@@ -302,7 +302,7 @@ class Conversations:
             self._engine_names.discard(conversation.engine_name)
             if not known:
                 del self._all[conversation.tenant], self._sorted[conversation.tenant]
-        self._released(conversation.engine_name)
+        self._released(conversation)
         self.on_removed(conversation)
 
     def expire(self) -> int:

@@ -17,7 +17,7 @@ from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.worker.simulated import SimulatedWorker
 from tests.simulated import MACHINE, MODEL
 
-PATIENCE_S = 20.0  # after which a thread that should have come back is taken to hang
+PATIENCE_S = 100.0  # after which a thread that should have come back is taken to hang
 
 
 class HeldWorker:

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import uvicorn
 
+from pensieve.record import Event
 from pensieve.server import create_server
 from pensieve.server.api import Server
 from pensieve.server.app import App
@@ -18,7 +19,9 @@ from pensieve.server.command import uvicorn_config
 from pensieve.server.settings import ServeSettings, Tenants
 from pensieve.server.state import StateFile
 
-PATIENCE_S = 20.0
+PATIENCE_S = 100.0
+"""For what happens at once where nothing is wrong. No test may pass or fail by how fast a machine is: it waits for what it
+expects, and holds up the engine where something has to come before."""
 REAL = {"device": "cpu", "weights": "random", "gpu_cache": "4096 tokens", "cpu_cache": "4096 tokens"}
 SIMULATED = {"device": "sim_h100", "gpu_cache": "4096 tokens", "cpu_cache": "4096 tokens"}
 
@@ -51,6 +54,36 @@ def simulated(keys: dict[str, str] | None = None, **fields: Any) -> Iterator[tup
     with create_server(**SIMULATED) as server, serving(server, keys, **fields) as (state, url):  # noqa: SIM117
         with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
             yield state, client
+
+
+class Hold:
+    """A listener that holds up the engine's thread from an event on, until it is released."""
+
+    def __init__(self, events: int = 1) -> None:
+        self._events = events
+        self.reached, self._released = threading.Event(), threading.Event()
+
+    def __call__(self, _: Event) -> None:
+        self._events -= 1
+        if self._events == 0:
+            self.reached.set()
+            assert self._released.wait(PATIENCE_S)
+
+    def release(self) -> None:
+        self._released.set()
+
+
+@contextmanager
+def held(server: Server) -> Iterator[None]:
+    """Meanwhile the engine's thread stands still."""
+    hold = Hold()
+    turn = server._begin("~held", None, "x", hold, max_new_tokens=1, ignore_eos=True)
+    assert hold.reached.wait(PATIENCE_S)
+    try:
+        yield
+    finally:
+        hold.release()
+    turn.future.result(PATIENCE_S)
 
 
 def until(condition: Any, seconds: float = PATIENCE_S) -> bool:

@@ -10,14 +10,16 @@ import pytest
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
+from pensieve.record import Event  # noqa: E402
 from pensieve.server import create_server  # noqa: E402
-from tests.server.live import REAL, serving, until  # noqa: E402
+from pensieve.server.feed import Feed  # noqa: E402
+from tests.server.live import PATIENCE_S, REAL, Hold, held, serving, until  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[tuple[Any, Any]]:
     with create_server(**REAL) as server, serving(server) as (state, url):
-        yield state, openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=30)
+        yield state, openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -168,16 +170,36 @@ def test_a_response_that_is_not_stored_leaves_nothing(live: tuple[Any, Any]) -> 
     assert len(state.server.conversations) == before
 
 
-def test_a_client_that_goes_away_frees_what_it_held(live: tuple[Any, Any]) -> None:
+def test_a_client_that_goes_away_frees_what_it_held(live: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     state, client = live
+    ended: list[str] = []
+    state.server.observe(lambda _, record: ended.append(record.status))
+    hold, on_event = Hold(events=60), Feed.on_event
+
+    def told(feed: Feed, event: Event) -> None:
+        on_event(feed, event)
+        hold(event)
+
+    monkeypatch.setattr(Feed, "on_event", told)
     stream = chat(client, [{"role": "user", "content": "Long"}], max_tokens=3000, stream=True)
     next(iter(stream))
+    assert hold.reached.wait(PATIENCE_S)
     stream.close()
-    assert until(lambda: state.server.under_way == 0, 10)
-    with pytest.raises(openai.APITimeoutError):
-        chat(client.with_options(timeout=0.3), [{"role": "user", "content": "Long too"}], max_tokens=3000)
-    assert until(lambda: state.server.under_way == 0, 10)
+    assert until(lambda: all(turn.cut for turn in _asked(state.server))), "it was noticed"
+    hold.release()
+    assert until(lambda: state.server.under_way == 0)
+    assert ended == ["cancelled"]
+    with held(state.server):  # so that there is no reply within any time
+        with pytest.raises(openai.APITimeoutError):
+            chat(client.with_options(timeout=1), [{"role": "user", "content": "Long too"}], max_tokens=3000)
+        assert until(lambda: all(turn.cut for turn in _asked(state.server)))
+    assert until(lambda: state.server.under_way == 0)
     state.server.system.engine.cache.check()
+
+
+def _asked(server: Any) -> list[Any]:
+    """Turns under way, but for the one that holds up the engine."""
+    return [turn for turn in list(server._under_way.values()) if turn.conversation.id != "~held"]
 
 
 def test_what_is_not_supported_is_refused_by_name(client: Any) -> None:

@@ -11,6 +11,9 @@ import pytest
 
 import pensieve.server
 from pensieve.errors import CapacityError, ConfigError, RequestFailed
+from pensieve.record import Event
+from pensieve.server.api import Stream
+from tests.server.live import PATIENCE_S, Hold, held, until
 
 REAL = {"device": "cpu", "weights": "random", "gpu_cache": "1024 tokens", "cpu_cache": "1024 tokens"}
 SIMULATED = {"device": "sim_h100", "gpu_cache": "1024 tokens", "cpu_cache": "2048 tokens"}
@@ -49,9 +52,10 @@ def test_a_stop_string_is_not_streamed_and_is_no_part_of_the_conversation(server
 
 
 def test_futures_are_served_together_and_in_the_order_of_a_conversation(server: Any) -> None:
-    steps = server.get_statistics()["steps"]
-    futures = [server.submit(f"f{i}", text="Hello", max_new_tokens=8, ignore_eos=True) for i in range(4)]
-    second = server.submit("f0", text=" again", max_new_tokens=2, ignore_eos=True)
+    with held(server):
+        steps = server.get_statistics()["steps"]
+        futures = [server.submit(f"f{i}", text="Hello", max_new_tokens=8, ignore_eos=True) for i in range(4)]
+        second = server.submit("f0", text=" again", max_new_tokens=2, ignore_eos=True)
     wait([*futures, second])
     assert second.result().turn.prompt_tokens == 5 + 8 + 6
     assert len({tuple(f.result().token_ids) for f in futures}) == 1
@@ -68,14 +72,30 @@ def test_errors_come_out_of_futures_and_streams(simulated: Any) -> None:
     assert simulated.conversations.find("", "a") is None, "what never began leaves nothing"
 
 
-def test_cancelling_keeps_what_was_generated_and_frees_the_rest(server: Any) -> None:
+@pytest.fixture
+def early(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hold]:
+    """The engine is held up when the stream has some of its tokens, so that what comes then comes before its end."""
+    hold, happened = Hold(events=40), Stream.happened
+
+    def told(stream: Stream, event: Event) -> None:
+        happened(stream, event)
+        hold(event)
+
+    monkeypatch.setattr(Stream, "happened", told)
+    yield hold
+    hold.release()
+
+
+def test_cancelling_keeps_what_was_generated_and_frees_the_rest(server: Any, early: Hold) -> None:
     stream = server.stream("long", text="Hello", max_new_tokens=900, ignore_eos=True)
     first = next(iter(stream))
+    assert early.reached.wait(PATIENCE_S)
     waiting = server.submit("long", text="later", max_new_tokens=900)
     assert server.cancel("long") == 2
+    early.release()
     result = stream.result()
     assert result.turn.status == "cancelled"
-    assert 0 < len(result.token_ids) < 900
+    assert 40 <= len(result.token_ids) < 900
     assert result.text.startswith(first)
     assert server.wait(waiting).token_ids == []
     after = server.generate("long", text=" on", max_new_tokens=2, ignore_eos=True).turn
@@ -85,24 +105,28 @@ def test_cancelling_keeps_what_was_generated_and_frees_the_rest(server: Any) -> 
 
 
 def test_a_stream_that_is_cancelled_at_once_ends(server: Any) -> None:
-    stream = server.stream("at once", text="Hello", max_new_tokens=900)
-    stream.cancel()
+    with held(server):
+        stream = server.stream("at once", text="Hello", max_new_tokens=900)
+        stream.cancel()
     list(stream)
     assert stream.result().turn.status == "cancelled"
 
 
-def test_closing_ends_streams_and_futures() -> None:
+def test_closing_ends_streams_and_futures(early: Hold) -> None:
     server = pensieve.server.create_server(**REAL)
     running = server.stream("a", text="Hello", max_new_tokens=900, ignore_eos=True)
     next(iter(running))
+    assert early.reached.wait(PATIENCE_S)
     waiting = server.submit("a", text="Hello", max_new_tokens=900)
     closing = threading.Thread(target=server.close)
     closing.start()
+    assert until(lambda: not server.system._inbox.empty()), "the engine is told to end"  # type: ignore[attr-defined]
+    early.release()
     with pytest.raises(RequestFailed, match="closed"):
         running.result()
     with pytest.raises(RequestFailed, match="closed"):
-        waiting.result(timeout=20)
-    closing.join(20)
+        waiting.result(timeout=PATIENCE_S)
+    closing.join(PATIENCE_S)
     assert server.under_way == 0
 
 
