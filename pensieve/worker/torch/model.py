@@ -47,7 +47,8 @@ class LoadedModel:
     weights: "random", "hub" or the folder. revision: the commit that was loaded, where the hub gave one. module: the
     transformers model, the reference in tests; forward: what serves, over the same weights; forward_note: why it is not
     the fused one, "" where it is. attention: the backend it attends with, over which it was checked; attention_asked: the
-    one that was asked for; attention_note: why no better one, where auto chose. fell_back: see Choice.
+    one that was asked for; attention_note: why no better one, where auto chose. fell_back: see Choice. reused: an earlier
+    trial of this process has loaded it, in load_s.
     """
 
     module: Any
@@ -66,6 +67,7 @@ class LoadedModel:
     attention_asked: str = "auto"
     attention_note: str = ""
     fell_back: bool = False
+    reused: bool = False
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

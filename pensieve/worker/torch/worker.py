@@ -127,7 +127,8 @@ class TorchWorker:
             raise HardwareMissing(f"The first iterations do not fit beside {taken}. {sentence}") from error
         warmup_ms = (perf_counter_ns() - started) / 1e6
         self._disk_load_s = load_s
-        return StartReport(self.model.load_s, warmup_ms, self.settings(), self.model.eos_token_ids, load_s, kept)
+        loaded_s = None if self.model.reused else self.model.load_s
+        return StartReport(loaded_s, warmup_ms, self.settings(), self.model.eos_token_ids, load_s, kept)
 
     def settings(self) -> dict[str, Any]:
         """What runs, as torch and transformers themselves report it."""
@@ -154,6 +155,8 @@ class TorchWorker:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "weights": model.weights,
+            "model_reused": model.reused,
+            "model_load_s": model.load_s,
             "revision": model.revision,
             "self_check_difference": model.self_check.difference,
             "self_check_limit": model.self_check.limit,
