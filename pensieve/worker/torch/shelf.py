@@ -28,10 +28,10 @@ _READ = ("*.safetensors", "*.json")  # of a folder: what the model is made of
 
 @dataclass(slots=True)
 class _Shelf:
-    """models: at most one. pinned: page-locked memory that nobody uses now, at most one piece."""
+    """models: at most one. pinned: by device, page-locked memory that nobody uses now: one piece each."""
 
     models: dict[_Key, LoadedModel] = field(default_factory=dict)
-    pinned: list[NDArray[Any]] = field(default_factory=list)
+    pinned: dict[int, NDArray[Any]] = field(default_factory=dict)
 
 
 _open: list[_Shelf] = []
@@ -81,7 +81,7 @@ def kept_host_bytes() -> int:
         return 0
     models = (model for model in _open[-1].models.values() if model.device.type == "cpu")
     weights = sum(tensor.nbytes for model in models for tensor in _weights(model))
-    return weights + sum(memory.nbytes for memory in _open[-1].pinned)
+    return weights + sum(memory.nbytes for memory in _open[-1].pinned.values())
 
 
 def _weights(model: LoadedModel) -> Iterator[Any]:
@@ -142,20 +142,17 @@ def _again(model: LoadedModel) -> LoadedModel:
     return replace(model, reused=True)
 
 
-def take_pinned(size: int) -> NDArray[Any] | None:
-    """Page-locked memory of at least `size` bytes that an earlier worker gave back, holding what it left there; None where
-    there is none. What is too small is returned to the system: there is no room for both."""
-    if not _open or not _open[-1].pinned:
-        return None
-    memory = _open[-1].pinned.pop()
-    return memory if memory.nbytes >= size else None
+def take_pinned(device: int, size: int) -> NDArray[Any] | None:
+    """Memory page-locked for a device, of at least `size` bytes, that an earlier worker gave back, holding what it left
+    there; None where there is none. What is too small is returned to the system: there may be no room for both."""
+    memory = _open[-1].pinned.pop(device, None) if _open else None
+    return memory if memory is not None and memory.nbytes >= size else None
 
 
-def give_pinned(memory: NDArray[Any]) -> None:
+def give_pinned(device: int, memory: NDArray[Any]) -> None:
     """Page-locked memory that nobody uses any more: kept where a shelf is open. The larger of two pieces stays."""
-    if _open:
-        pinned = _open[-1].pinned
-        pinned[:] = [max([*pinned, memory], key=lambda piece: piece.nbytes)]
+    if _open and ((other := _open[-1].pinned.get(device)) is None or other.nbytes < memory.nbytes):
+        _open[-1].pinned[device] = memory
 
 
 def _release() -> None:
