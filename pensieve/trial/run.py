@@ -60,6 +60,7 @@ from pensieve.trial.mlflow_live import LiveRun
 from pensieve.trial.neighbours import Neighbours
 from pensieve.trial.samples import DeviceSampler, Occupancy
 from pensieve.trial.slo import judge_again
+from pensieve.trial.start_times import announce
 from pensieve.trial.terminal import command_line, raise_if_interrupted
 from pensieve.trial.tracking import Tracking
 from pensieve.units import format_bytes
@@ -228,6 +229,7 @@ def _run(
         if outside:
             shelf.empty()  # it loads its own model
         check_free_memory(plan)
+        announce(plan, tracking.store, say)
         trace = job.folder / TRACE_FILE if config.trial.profile else None
         forget_allocator_peak()
         system: System

@@ -79,6 +79,21 @@ class LoadedModel:
             return frozenset()
         return frozenset(ids) if isinstance(ids, list | tuple) else frozenset((int(ids),))
 
+    def served(self) -> dict[str, Any]:
+        """Which forward and attention serve, why no better ones, and how their self-check came out."""
+        return {
+            "forward": self.forward.name,
+            "forward_note": self.forward_note,
+            "attention_asked": self.attention_asked,
+            "attention_backend": self.attention.name,
+            "attention_version": self.attention.version,
+            "attention_note": self.attention_note,
+            "fell_back": self.fell_back,
+            "self_check_difference": self.self_check.difference,
+            "self_check_limit": self.self_check.limit,
+            "self_check_against": self.self_check.against,
+        }
+
 
 def load_model(
     spec: ModelSpec,

@@ -64,6 +64,11 @@ def is_open() -> bool:
     return bool(_open)
 
 
+def holds_model() -> bool:
+    """Whether a model is kept; another one may be asked for."""
+    return bool(_open) and bool(_open[-1].models)
+
+
 def empty() -> None:
     """Return the memory of what is kept, so that something else may have it; the shelf stays open."""
     if not _open:
