@@ -132,14 +132,15 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class StartReport:
-    """load_s: weights to memory. warmup_ms: from then until ready. settings: as the engine itself reports them.
+    """load_s: weights to memory; None where an earlier trial of the process has loaded them. warmup_ms: from then until
+    ready. settings: as the engine itself reports them.
 
     disk_load_s: seconds to read a chunk from the file store, measured where there is one; disk_kept: slot by key of what it
     holds from before, oldest first.
     eos: token ids that end a turn by the model's own account, which may name more than its tokenizer does.
     """
 
-    load_s: float
+    load_s: float | None
     warmup_ms: float
     settings: dict[str, Any] = field(default_factory=dict)
     eos: frozenset[int] = frozenset()

@@ -6,6 +6,7 @@ from typing import Any
 
 from pensieve.bench.session import Bench
 from pensieve.compose import read_option
+from pensieve.results.served_by import sentence, served_of
 from pensieve.specs import ModelSpec
 from pensieve.worker.torch.forward import TransformersForward
 from pensieve.worker.torch.model import LoadedModel, load_model
@@ -25,7 +26,11 @@ def load(bench: Bench) -> LoadedModel:
     """bench.model, or one that suits a machine of this kind. Raises PensieveError where it does not fit."""
     bench.model = bench.options.model or (ON_GPU if bench.on_gpu else ON_CPU)
     spec = spec_of(bench.model, str(bench.dtype).removeprefix("torch."))
-    return take_model(spec, "random", None, None, bench.options.seed, bench.machine.name, bench.threads)
+    model = take_model(spec, "random", None, None, bench.options.seed, bench.machine.name, bench.threads)
+    said = sentence(served_of(model.served()), [model.served()])
+    if said not in bench.sentences:
+        bench.sentences.append(said)
+    return model
 
 
 def plain_module(model: LoadedModel) -> Any:

@@ -12,6 +12,7 @@ from pensieve.compose.schema import HardwareConfig
 from pensieve.errors import ConfigError, HardwareMissing
 from pensieve.specs import HardwareSpec
 from pensieve.units import parse_capacity
+from pensieve.worker.torch import shelf
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -54,7 +55,8 @@ def host_memory_bytes() -> int:
 
 
 def free_host_memory_bytes() -> int:
-    return min(int(psutil.virtual_memory().available), host_memory_bytes())
+    """What a trial finds free, or gets: also what this process keeps for it."""
+    return min(int(psutil.virtual_memory().available) + shelf.kept_host_bytes(), host_memory_bytes())
 
 
 def cpu_label() -> str:

@@ -76,6 +76,7 @@ class Replica:
                 raise MemoryError(str(error)) from error
             raise
         self._offset_s = perf_counter() - clock.now_s()
+        assert report.load_s is not None, "a process of its own shares no model"
         self._started = Started(os.getpid(), report.load_s, perf_counter() - began)
 
     def started(self) -> Started:

@@ -17,6 +17,7 @@ from pensieve.results.fields import differences, field_of, flat, text_of
 from pensieve.results.frame import conversation_means, paired, turn_frame, values_of
 from pensieve.results.mixture import mixtures
 from pensieve.results.schema import Trial, current_trial
+from pensieve.results.served_by import footer
 from pensieve.results.store import ResultsStore
 from pensieve.statistics import has_interval, paired_ratio
 
@@ -158,6 +159,7 @@ def compare_trials(
         rows += found
     if len({trial.seed for trial in (*a, *b)}) == 1:
         notes.append("One seed: intervals are over its conversations and say nothing about other seeds.")
+    notes += footer([*a, *b])
     return ComparedTrials(rows, [note for note in notes if note])
 
 

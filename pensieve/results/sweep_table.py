@@ -24,6 +24,7 @@ from pensieve.results.frame import CONVERSATION, values_of
 from pensieve.results.gap import START, gap_closed
 from pensieve.results.headline import REFERENCE, advantages, headlines, last_turn_ratio, load_line, warnings
 from pensieve.results.schema import Sweep, Trial, TurnRow
+from pensieve.results.served_by import footer
 from pensieve.results.store import JobResult, ResultsStore
 from pensieve.results.tokens import TokenComparison, compare_tokens
 from pensieve.statistics import FEWEST_GROUPS, PairedRatio, median
@@ -222,6 +223,7 @@ def _notes(found: Evidence) -> list[str]:
     if any(trial.weights == "random" for trial in trials):
         speed = "" if simulated else ", speed is real"
         notes.append(f"Random weights: text is meaningless{speed}.")
+    notes += footer(trials)
     contended = sum(trial.contended for trial in trials)
     if contended:
         notes.append(

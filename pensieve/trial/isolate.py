@@ -1,7 +1,12 @@
-"""Run a trial in a process of its own: a native crash, or the out-of-memory killer, then costs that one trial."""
+"""Run a trial in a process of its own: a native crash, or the out-of-memory killer, then costs that one trial.
+
+Trials of a sweep may follow each other in one such process, which keeps the model (pensieve.worker.torch.shelf). A trial that
+does not complete ends its process, and the next one gets a new one.
+"""
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import logging
 import multiprocessing
@@ -9,8 +14,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -25,6 +31,7 @@ from pensieve.trial.liveness import end_with
 from pensieve.trial.mlflow_copy import copy_waiting
 from pensieve.trial.terminal import INTERRUPTED, raise_if_interrupted, remember_interrupts, say
 from pensieve.trial.tracking import Tracking, open_tracking
+from pensieve.worker.torch.shelf import open_shelf
 
 CRASH_FILE = "crash.log"  # in the job's folder: Python's stack, where a native crash left time to write it
 GRACE_S = 30.0  # beyond trial.timeout_s, for the imports before it and for a trial that ends itself in time
@@ -33,30 +40,84 @@ WAKE_S = 0.25
 log = logging.getLogger(__name__)
 
 
-def run_isolated(resolved: Mapping[str, Any], tracking: Tracking, job: Job, timeout_s: float | None) -> Outcome:
-    """One attempt in a new process. If the process dies, the trial is recorded as failed; Ctrl-C is passed on to it."""
+def run_isolated(
+    resolved: Mapping[str, Any], tracking: Tracking, job: Job, timeout_s: float | None, keeps: bool = False
+) -> Outcome:
+    """One attempt in another process. If that dies, the trial is recorded as failed; Ctrl-C is passed on to it.
+
+    keeps: in the process that completed the trial before this one, if that kept it too, and leave it to the next one; the
+    caller ends it by `end_kept`. Otherwise the process is new and ends with the trial, and one that was kept ends before.
+    """
     job.folder.mkdir(parents=True, exist_ok=True)
     crash = job.folder / CRASH_FILE
     crash.unlink(missing_ok=True)
-    spawn = multiprocessing.get_context("spawn")  # a fork would share the parent's CUDA context and threads
-    receiver, sender = spawn.Pipe(duplex=False)
-    asked = (dict(resolved), tracking.outputs, tracking.mlflow, job, this_process(), sender)
-    process = spawn.Process(target=_perform, args=asked, name=job.title)
-    process.start()
-    sender.close()
+    if not keeps:
+        end_kept()
+    apart = _kept.pop() if _kept and _kept[0].process.is_alive() else _start(tracking)
+    end_kept()  # one that is dead
+    outcome: Outcome | None = None
+    late = False
     try:
-        outcome, late = _wait(process, receiver, timeout_s)
+        apart.pipe.send(_Asked(dict(resolved), replace(job, mlflow_later=True)))
+        outcome, late = _wait(apart.process, apart.pipe, timeout_s)
+    except BrokenPipeError:
+        apart.process.join()  # it died before it was asked
     except KeyboardInterrupt:
-        _interrupt(process)
+        _interrupt(apart.process)
         raise
     finally:
-        if process.is_alive():
-            process.kill()
-        process.join()
-        receiver.close()
+        if keeps and outcome is not None and outcome.completed:
+            _kept.append(apart)
+        else:
+            _end(apart)
     if outcome is not None:
         return outcome
-    return _record_death(process, tracking, crash, timeout_s if late else None)
+    return _record_death(apart.process, tracking, crash, timeout_s if late else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A trial, as it is sent to the process that shall run it."""
+
+    resolved: dict[str, Any]
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
+class _Apart:
+    """A process that runs trials, and the pipe to it."""
+
+    process: SpawnProcess
+    pipe: Connection
+
+
+_kept: list[_Apart] = []
+"""The process that the next trial may run in, if there is one."""
+
+
+def _start(tracking: Tracking) -> _Apart:
+    spawn = multiprocessing.get_context("spawn")  # a fork would share the parent's CUDA context and threads
+    ours, its = spawn.Pipe()
+    process = spawn.Process(target=_perform, args=(tracking.outputs, tracking.mlflow, this_process(), its))
+    process.start()
+    its.close()
+    return _Apart(process, ours)
+
+
+def end_kept() -> None:
+    """End the process that was kept for the next trial, if there is one, and with it what it holds."""
+    while _kept:
+        _end(_kept.pop())
+
+
+atexit.register(end_kept)  # before multiprocessing waits for it, which has registered itself earlier
+
+
+def _end(apart: _Apart) -> None:
+    if apart.process.is_alive():
+        apart.process.kill()
+    apart.process.join()
+    apart.pipe.close()
 
 
 def _wait(process: SpawnProcess, receiver: Connection, timeout_s: float | None) -> tuple[Outcome | None, bool]:
@@ -70,7 +131,7 @@ def _wait(process: SpawnProcess, receiver: Connection, timeout_s: float | None) 
             return None, True
     try:
         outcome: Outcome = receiver.recv()
-    except EOFError:
+    except (EOFError, ConnectionResetError):
         process.join()
         return None, False
     return outcome, False
@@ -110,29 +171,49 @@ def _record_death(process: SpawnProcess, tracking: Tracking, crash: Path, late_s
 # -- in the process of its own ------------------------------------------------------------------------------------------
 
 
-def _perform(
-    resolved: dict[str, Any], outputs: Path, mlflow: bool, job: Job, parent: Owner, sender: Connection
-) -> None:
-    """One attempt; its outcome is sent through `sender`, and what it prints goes to stderr.
+def _perform(outputs: Path, mlflow: bool, parent: Owner, pipe: Connection) -> None:
+    """Trials one after another, as they are asked for through `pipe`, until nobody is there to ask for more. The outcome of
+    each is sent back, and what it prints goes to stderr.
 
-    The parent, to which the outcome goes, copies the trial to MLflow. An interrupted one has no outcome: it is copied here.
+    The parent, to which the outcomes go, copies the trials to MLflow. An interrupted one has no outcome: it is copied here.
     """
     os.setsid()  # Ctrl-C on the terminal reaches it once, through the parent
     os.dup2(2, 1)
     end_with(parent)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # even where the shell told our parent to ignore it
     remember_interrupts()
-    _log_to(job.folder)
-    with (job.folder / CRASH_FILE).open("w", encoding="utf-8") as crash:
+    with open_shelf():
+        while (asked := _next(pipe)) is not None:
+            with _logs_in(asked.job.folder):
+                try:
+                    pipe.send(_attempt(asked.resolved, outputs, mlflow, asked.job))
+                except KeyboardInterrupt:
+                    copy_waiting()
+                    sys.exit(INTERRUPTED)
+
+
+def _next(pipe: Connection) -> _Asked | None:
+    try:
+        asked: _Asked = pipe.recv()
+    except (EOFError, ConnectionResetError):
+        return None
+    return asked
+
+
+@contextmanager
+def _logs_in(folder: Path) -> Iterator[None]:
+    """Log as conf/hydra/job_logging does for a trial in the launcher's process. A native crash leaves its stack there."""
+    file, console = logging.FileHandler(folder / "isolated.log", delay=True), logging.StreamHandler(sys.stderr)
+    console.setLevel(logging.WARNING)
+    form = "[%(asctime)s][%(name)s][%(levelname)s] %(message)s"
+    logging.basicConfig(level=logging.INFO, format=form, handlers=[file, console], force=True)
+    with (folder / CRASH_FILE).open("w", encoding="utf-8") as crash:
         faulthandler.enable(crash)
         try:
-            sender.send(_attempt(resolved, outputs, mlflow, replace(job, mlflow_later=True)))
-        except KeyboardInterrupt:
-            copy_waiting()
-            sys.exit(INTERRUPTED)
+            yield
         finally:
             faulthandler.disable()
-    (job.folder / CRASH_FILE).unlink(missing_ok=True)
+    (folder / CRASH_FILE).unlink(missing_ok=True)
 
 
 def _attempt(resolved: dict[str, Any], outputs: Path, mlflow: bool, job: Job) -> Outcome:
@@ -146,11 +227,3 @@ def _attempt(resolved: dict[str, Any], outputs: Path, mlflow: bool, job: Job) ->
         return attempt_trial(plan, identity_of(plan, resolved, job.reproduces), resolved, tracking, job, say)
     except PensieveError as error:
         return Outcome(0, "failed", error=str(error))
-
-
-def _log_to(folder: Path) -> None:
-    """Log as conf/hydra/job_logging does for a trial in the launcher's process."""
-    file, console = logging.FileHandler(folder / "isolated.log", delay=True), logging.StreamHandler(sys.stderr)
-    console.setLevel(logging.WARNING)
-    form = "[%(asctime)s][%(name)s][%(levelname)s] %(message)s"
-    logging.basicConfig(level=logging.INFO, format=form, handlers=[file, console])

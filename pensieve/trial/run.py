@@ -60,9 +60,11 @@ from pensieve.trial.mlflow_live import LiveRun
 from pensieve.trial.neighbours import Neighbours
 from pensieve.trial.samples import DeviceSampler, Occupancy
 from pensieve.trial.slo import judge_again
+from pensieve.trial.start_times import announce
 from pensieve.trial.terminal import command_line, raise_if_interrupted
 from pensieve.trial.tracking import Tracking
 from pensieve.units import format_bytes
+from pensieve.worker.torch import shelf
 from pensieve.workload.base import Workload, WorkloadPlan
 from pensieve.workload.start_state import check_start, contamination
 from pensieve.workload.vllm_run import VllmRun
@@ -108,7 +110,7 @@ def run_trial(
         say(plan.budget())
     for attempts_left in range(config.trial.retries, -1, -1):
         if _isolated(plan):
-            outcome = run_isolated(resolved, tracking, job, config.trial.timeout_s)
+            outcome = run_isolated(resolved, tracking, job, config.trial.timeout_s, _shares_process(plan, job))
             if outcome.trial_id:
                 copy_trial(tracking, outcome.trial_id, config.experiment_name, job)
         else:
@@ -128,6 +130,13 @@ def _own(tracking: Tracking, job: Job, identity: Identity) -> Trial | None:
 def _isolated(plan: TrialPlan) -> bool:
     asked = plan.config.trial.isolate
     return plan.device.kind == "cuda" if asked == "auto" else asked
+
+
+def _shares_process(plan: TrialPlan, job: Job) -> bool:
+    """May an isolated trial run in the process of the one before it in the sweep, whose model it then finds? Not where a
+    process of its own was asked for, nor an engine of others, which may leave anything behind."""
+    t = plan.config.trial
+    return t.isolate == "auto" and job.sweep_id is not None and plan.config.baseline.engine is None and not t.profile
 
 
 def attempt_trial(
@@ -159,6 +168,7 @@ def attempt_trial(
         sentence = _sentence(error)
         log.info("trial %s failed", trial_id, exc_info=error)  # to the run folder's log, not to the terminal
         _close(tracking, trial_id, "failed", sentence, traceback.format_exc())
+        shelf.empty()  # it may have broken what the next one would use
         return Outcome(trial_id, "failed", error=sentence, permanent=isinstance(error, PERMANENT))
     finally:
         copy_trial(tracking, trial_id, config.experiment_name, job)
@@ -215,10 +225,13 @@ def _run(
     tokenizer = build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
     workload, described = build_workload(plan, tokenizer)
     with device_lock(plan.device, config.trial.exclusive, say):
+        outside = config.baseline.engine is not None
+        if outside:
+            shelf.empty()  # it loads its own model
         check_free_memory(plan)
+        announce(plan, tracking.store, say)
         trace = job.folder / TRACE_FILE if config.trial.profile else None
         forget_allocator_peak()
-        outside = config.baseline.engine is not None
         system: System
         if outside:
             system = build_outside(plan, tokenizer, described)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from rich import box
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from pensieve.metrics import Metric
 from pensieve.results.mlflow_store import URL_ENV, remote_url
+from pensieve.results.served_by import footer
 from pensieve.results.store import ResultsStore
 from pensieve.trial.tracking import Tracking
 
@@ -44,7 +46,7 @@ def summary(store: ResultsStore, trial_id: int) -> RenderableType:
     for title, name, unit in ROWS:
         if (name, "") in metrics:
             table.add_row(title, _text(metrics[(name, "")], unit))
-    return table
+    return Group(table, *(Text(line) for line in footer([trial])))
 
 
 def places(tracking: Tracking) -> list[str]:

@@ -35,6 +35,7 @@ from pensieve.results.sweep_table import SweepTable, sweep_table
 from pensieve.trial.fidelity import fidelity
 from pensieve.trial.fidelity_here import fidelity_here
 from pensieve.trial.identity import marks_of
+from pensieve.trial.isolate import end_kept
 from pensieve.trial.job import Job, Outcome
 from pensieve.trial.jobs import Jobs, fixed_overrides
 from pensieve.trial.liveness import end_with
@@ -51,6 +52,7 @@ from pensieve.trial.terminal import (
     sweep_is_closed,
 )
 from pensieve.trial.tracking import Tracking, open_tracking
+from pensieve.worker.torch import shelf
 
 BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 FIGURE_SCRIPT = "analysis/figures.py"
@@ -102,7 +104,8 @@ def current_membership() -> tuple[SweepMembership, int] | None:
 class OpenSweep:
     """A sweep whose jobs run. n_expected: 0 where a sweeper chooses them as it goes.
 
-    mlflow_later: MLflow is written when the jobs have ended and their table has been printed.
+    mlflow_later: MLflow is written when the jobs have ended and their table has been printed. keeps: the trials of this
+    process share a model until then.
     """
 
     config: TrialConfig
@@ -110,10 +113,12 @@ class OpenSweep:
     sweep_id: int
     n_expected: int
     mlflow_later: bool
+    keeps: bool = False
 
     def finish(self) -> bool:
         """After the jobs: table, MLflow, figures. Returns whether every trial completed."""
         sweep_is_closed()
+        self._return_memory()
         tracking = open_tracking(self.config, self.outputs)
         jobs = tracking.store.trials_of_sweep(self.sweep_id)
         completed = all(job.last.status == "completed" for job in jobs) and len(jobs) >= max(1, self.n_expected)
@@ -133,9 +138,15 @@ class OpenSweep:
 
     def close(self, status: str) -> None:
         """The sweep ends early. After Ctrl-C no table is shown."""
+        self._return_memory()
         tracking = open_tracking(self.config, self.outputs)
         table = self._set_status(tracking, status, shown=status != "interrupted")
         self._to_mlflow(tracking, table, status)
+
+    def _return_memory(self) -> None:
+        end_kept()
+        if self.keeps:
+            shelf.close()
 
     def _set_status(self, tracking: Tracking, status: str, shown: bool) -> SweepTable:
         tracking.store.interrupt_dead()
@@ -201,7 +212,10 @@ def open_sweep(
     # In a launcher's processes nobody would write what waits; a real trial takes so long that MLflow is looked at meanwhile.
     here = config.hydra.launcher.get("_target_") == BASIC_LAUNCHER
     later = here and all(plan.device.simulated for plan in plans)
-    sweep = OpenSweep(first, tracking.outputs, sweep_id, n_expected, later)
+    keeps = here and not all(plan.device.simulated for plan in plans)
+    sweep = OpenSweep(first, tracking.outputs, sweep_id, n_expected, later, keeps)
+    if keeps:
+        shelf.begin()
     close_at_exit(sweep.close)
     parent = None
     if tracking.mlflow and not later:

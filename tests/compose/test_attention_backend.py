@@ -29,16 +29,13 @@ def test_simulated_hardware_ignores_it() -> None:
 
 
 def test_the_model_is_loaded_with_it_and_with_the_size_of_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pensieve.worker.torch import model
-
     seen: dict[str, Any] = {}
 
     def load(*arguments: Any, **options: Any) -> None:
         seen.update(options)
         raise EngineMissing("enough seen")
 
-    monkeypatch.setattr("pensieve.worker.torch.shelf.load_model", load)
-    assert model.load_model is not load
+    monkeypatch.setattr("pensieve.worker.torch.model.load_model", load)
     with pytest.raises(EngineMissing, match="enough seen"):
         build_system(plan_trial(checked("hardware=cpu", "attention_backend=varlen", "cache.chunk_tokens=64")))
     assert (seen["attention"], seen["chunk_tokens"]) == ("varlen", 64)

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from pensieve.units import ceil_div
 from pensieve.worker.torch.attention import Iteration
 from pensieve.worker.torch.batch import Batch, Span
 from pensieve.worker.torch.forward import Forward
@@ -92,7 +91,8 @@ class _Bucket:
 class DecodeGraphs:
     """Replays forwards whose rows are all single positions, up to `most_rows` of them.
 
-    scratch: a block of the pool for the K and V of padding. A bucket is recorded when it is first needed, or by `warm_up`.
+    scratch: a block of the pool for the K and V of padding. max_blocks: of one row. A bucket is recorded when it is first
+    needed, or by `warm_up`.
     When recording fails, `note` says why, and from then on everything is left to the eager forward.
     """
 
@@ -104,12 +104,12 @@ class DecodeGraphs:
         chunk_tokens: int,
         scratch: int,
         most_rows: int,
-        max_context: int,
+        max_blocks: int,
         recorder: Recorder,
     ) -> None:
         self._forward, self._backend, self._pool, self._recorder = forward, backend, pool, recorder
         self._chunk_tokens, self._scratch = chunk_tokens, scratch
-        self._max_blocks = min(ceil_div(max_context, chunk_tokens), pool.shape[1] // chunk_tokens)
+        self._max_blocks = max_blocks
         self.buckets = buckets_up_to(most_rows)
         self.note = ""
         self._made: dict[int, _Bucket] = {}

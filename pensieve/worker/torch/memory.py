@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -24,7 +25,8 @@ def rounded(blocks: int, bits: int = _KEPT_BITS) -> int:
 
 def largest_rows(tokens: int, requests: int, max_context: int) -> tuple[list[Row], list[Row]]:
     """The two iterations that take most memory: one of the longest rows, and one of the most sampled rows. All are rows of
-    slot 0, so that they share its blocks; whether the last one is sampled, and of which slot, does not matter."""
+    slot 0, so that they share its blocks; whether the last one is sampled, and of which slot, does not matter. They are
+    drawn by chance from a limited set, for which the sampler takes most."""
     longest = min(tokens, max_context)
     long = [_prompt(min(longest, tokens - start)) for start in range(0, tokens, longest)]
     many = min(requests, tokens)
@@ -32,36 +34,63 @@ def largest_rows(tokens: int, requests: int, max_context: int) -> tuple[list[Row
 
 
 def _prompt(tokens: int) -> Row:
-    return Row(0, ((0, tokens),), (0,) * tokens, Sample(tokens))
+    return Row(0, ((0, tokens),), (0,) * tokens, Sample(tokens, temperature=1.0, top_p=0.9, top_k=2))
 
 
-def fitting_blocks(
-    model: LoadedModel, options: TorchOptions, block_bytes: int, iterate: Callable[[int, list[Row]], None]
-) -> int:
-    """GPU blocks that fit beside the weights and the largest iteration, whose memory is measured here.
+class Rehearsal(Protocol):
+    """A worker that tries what it will do, over a pool of few blocks."""
 
-    iterate(blocks, rows): performs an iteration over a pool of that many blocks and frees everything. Raises
-    HardwareMissing with the numbers, also where the iteration itself does not fit.
+    def stand(self, blocks: int) -> None:
+        """Allocate a pool of so many blocks."""
+        ...
+
+    def iterate(self, blocks: int, rows: list[Row]) -> None:
+        """Perform an iteration over the pool and keep nothing of it."""
+        ...
+
+    def record(self) -> None:
+        """Make what lives as long as the worker: graphs with their memory, standing plans."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """blocks: of the GPU tier. Beside them is reserved what was measured: iteration_bytes, of the largest iteration with its
+    sampler, while it runs; standing_bytes, of graphs and their pool, standing plans and libraries' workspaces."""
+
+    blocks: int
+    iteration_bytes: int
+    standing_bytes: int
+
+
+def find_room(model: LoadedModel, options: TorchOptions, block_bytes: int, rehearsal: Rehearsal) -> Room:
+    """GPU blocks that fit beside the weights, the largest iteration, and what the worker makes at its start, as measured.
+
+    Raises HardwareMissing with the numbers, also where the iteration itself does not fit.
     """
     device = model.device
     assert device.type == "cuda", "on a CPU memory is the machine's, and the configuration decides"
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
     tokens, requests, context = options.max_batch_tokens, options.max_batch_requests, model.spec.max_context
     blocks = ceil_div(min(tokens, context), block_bytes // model.spec.kv_bytes_per_token)
     try:
+        rehearsal.stand(blocks)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
         for rows in largest_rows(tokens, requests, context):
-            iterate(blocks, rows)
+            rehearsal.iterate(blocks, rows)
+        torch.cuda.synchronize(device)
+        working = torch.cuda.max_memory_allocated(device) - before
+        rehearsal.record()
         torch.cuda.synchronize(device)
     except torch.OutOfMemoryError as error:
         torch.cuda.empty_cache()
         raise HardwareMissing(_no_room(model, options, free, total, None)) from error
-    working = torch.cuda.max_memory_allocated(device) - before - blocks * block_bytes
     torch.cuda.empty_cache()
-    return blocks_in(model, options, free, total, working, block_bytes)
+    beside = torch.cuda.mem_get_info(device)[0] + blocks * block_bytes  # what stands, stands; the pool will be another
+    return Room(blocks_in(model, options, beside, total, working, block_bytes), working, free - beside)
 
 
 def blocks_in(model: LoadedModel, options: TorchOptions, free: int, total: int, working: int, block_bytes: int) -> int:
@@ -77,7 +106,8 @@ def _no_room(model: LoadedModel, options: TorchOptions, free: int, total: int, w
     needs = "more than that" if working is None else format_bytes(working)
     return (
         f"cache.gpu=auto finds no room on {model.device}: {format_bytes(free)} of {format_bytes(total)} are free beside the "
-        f"weights of {model.spec.name}, an iteration of {options.max_batch_tokens} tokens needs {needs}, and "
+        f"weights of {model.spec.name} and what else stands there, an iteration of {options.max_batch_tokens} tokens needs "
+        f"{needs}, and "
         f"hardware.memory_share={options.memory_share:g} bounds all of it; lower scheduler.max_batch_tokens, use a smaller "
         "model, or end what else uses the device."
     )

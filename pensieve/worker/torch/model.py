@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -46,7 +47,8 @@ class LoadedModel:
     weights: "random", "hub" or the folder. revision: the commit that was loaded, where the hub gave one. module: the
     transformers model, the reference in tests; forward: what serves, over the same weights; forward_note: why it is not
     the fused one, "" where it is. attention: the backend it attends with, over which it was checked; attention_asked: the
-    one that was asked for; attention_note: why no better one, where auto chose. fell_back: see Choice.
+    one that was asked for; attention_note: why no better one, where auto chose. fell_back: see Choice. reused: an earlier
+    trial of this process has loaded it, in load_s.
     """
 
     module: Any
@@ -65,6 +67,7 @@ class LoadedModel:
     attention_asked: str = "auto"
     attention_note: str = ""
     fell_back: bool = False
+    reused: bool = False
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -75,6 +78,21 @@ class LoadedModel:
         if ids is None:
             return frozenset()
         return frozenset(ids) if isinstance(ids, list | tuple) else frozenset((int(ids),))
+
+    def served(self) -> dict[str, Any]:
+        """Which forward and attention serve, why no better ones, and how their self-check came out."""
+        return {
+            "forward": self.forward.name,
+            "forward_note": self.forward_note,
+            "attention_asked": self.attention_asked,
+            "attention_backend": self.attention.name,
+            "attention_version": self.attention.version,
+            "attention_note": self.attention_note,
+            "fell_back": self.fell_back,
+            "self_check_difference": self.self_check.difference,
+            "self_check_limit": self.self_check.limit,
+            "self_check_against": self.self_check.against,
+        }
 
 
 def load_model(
@@ -153,9 +171,9 @@ def _module(
     if weights == "random":
         module = _random(spec, dtype, where, seed)
     elif weights == "hub":
-        module = _from_hub(spec, hub_id, revision, dtype)
+        module = _from_hub(spec, hub_id, revision, dtype, where)
     else:
-        module = _from_folder(spec, weights, dtype)
+        module = _from_folder(spec, weights, dtype, where)
     module = module.to(where).eval().requires_grad_(False)
     check_sizes(spec, module.config)
     if spec.quantization == "int8":
@@ -271,14 +289,14 @@ def _random(spec: ModelSpec, dtype: torch.dtype, device: torch.device, seed: int
     return module
 
 
-def _from_folder(spec: ModelSpec, path: str, dtype: torch.dtype) -> Any:
+def _from_folder(spec: ModelSpec, path: str, dtype: torch.dtype, device: torch.device) -> Any:
     if not (Path(path) / "config.json").is_file():
         raise WeightsMissing(
             f"model.weights={path} is not a model folder (it has no config.json); give a folder written by "
             "save_pretrained, or set model.weights=random (same speed, meaningless text)."
         )
     try:
-        return _pretrained(spec.name, path, None, dtype, local_files_only=True)
+        return _pretrained(spec.name, path, None, dtype, device, local_files_only=True)
     except (OSError, json.JSONDecodeError) as error:
         raise WeightsMissing(
             f"{path} holds no safetensors weights that can be read ({first_line(error)}); save the model again with "
@@ -286,18 +304,20 @@ def _from_folder(spec: ModelSpec, path: str, dtype: torch.dtype) -> Any:
         ) from error
 
 
-def _from_hub(spec: ModelSpec, hub_id: str | None, revision: str | None, dtype: torch.dtype) -> Any:
+def _from_hub(
+    spec: ModelSpec, hub_id: str | None, revision: str | None, dtype: torch.dtype, device: torch.device
+) -> Any:
     """The local cache first; the network only if that lacks it and one short question is answered."""
     if hub_id is None:
         raise WeightsMissing(f"Model {spec.name} has no published weights; set model.weights=random or a folder.")
     try:
-        return _pretrained(spec.name, hub_id, revision, dtype, local_files_only=True)
+        return _pretrained(spec.name, hub_id, revision, dtype, device, local_files_only=True)
     except OSError:
         pass  # not in the cache, or not wholly
     reason = why_not(hub_id, revision)
     if reason is None:
         try:
-            return _pretrained(spec.name, hub_id, revision, dtype, local_files_only=False)
+            return _pretrained(spec.name, hub_id, revision, dtype, device, local_files_only=False)
         except OSError as error:
             reason = first_line(error)
     raise WeightsMissing(
@@ -306,22 +326,47 @@ def _from_hub(spec: ModelSpec, hub_id: str | None, revision: str | None, dtype: 
     )
 
 
-def _pretrained(name: str, source: str, revision: str | None, dtype: torch.dtype, local_files_only: bool) -> Any:
+def _pretrained(
+    name: str, source: str, revision: str | None, dtype: torch.dtype, device: torch.device, local_files_only: bool
+) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    options = {"revision": revision, "local_files_only": local_files_only, "trust_remote_code": False}
+    options: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only, "trust_remote_code": False}
     try:
         config = AutoConfig.from_pretrained(source, **options)
         _check_config(name, config)
-        module = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=dtype, attn_implementation="eager", use_safetensors=True, **options
-        )
+        if device.type != "cpu" and find_spec("accelerate") is not None:
+            options["device_map"] = {"": device}  # each tensor goes there when it is read
+        with _segments_of_tensors():
+            module = AutoModelForCausalLM.from_pretrained(
+                source, config=config, dtype=dtype, attn_implementation="eager", use_safetensors=True, **options
+            )
     except (ValueError, KeyError) as error:
         raise UnsupportedModel(
             f"{source} is not a model that transformers can load here: {first_line(error)}"
         ) from error
     _check_settable(name, module)
     return module
+
+
+@contextmanager
+def _segments_of_tensors() -> Iterator[None]:
+    """Inside, torch's allocator takes the memory of each tensor by itself.
+
+    transformers would have it take one segment for all weights, to save calls. Projections that are joined afterwards leave
+    holes in it, and a segment with holes is never given back to the device: 1.6 GB of an 8B Llama.
+    """
+    from transformers import modeling_utils
+
+    name = "caching_allocator_warmup"
+    before = getattr(modeling_utils, name, None)
+    if before is not None:
+        setattr(modeling_utils, name, lambda *_: None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            setattr(modeling_utils, name, before)
 
 
 def _check_settable(name: str, module: Any) -> None:

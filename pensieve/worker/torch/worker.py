@@ -14,6 +14,7 @@ import torch
 from pensieve.clock import Clock
 from pensieve.errors import EngineMissing, HardwareMissing
 from pensieve.plan import Row, Sample, StartReport, StepPlan, StepResult
+from pensieve.units import ceil_div
 from pensieve.worker.pool_file import PoolFile
 from pensieve.worker.torch.attention import IMPLEMENTATION, Iteration
 from pensieve.worker.torch.batch import Batch, BlockTables, build_batch
@@ -21,7 +22,7 @@ from pensieve.worker.torch.flight import Flight, without_frames
 from pensieve.worker.torch.graphs import CudaRecorder, DecodeGraphs, Recorder
 from pensieve.worker.torch.kernels.base import CapturingBackend
 from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.memory import explain, fitting_blocks
+from pensieve.worker.torch.memory import Room, explain, find_room
 from pensieve.worker.torch.model import LoadedModel
 from pensieve.worker.torch.options import TorchOptions
 from pensieve.worker.torch.sampler import draw
@@ -77,6 +78,7 @@ class TorchWorker:
         self._link = link
         self._disk: DiskTransfer | None = None
         self._disk_load_s = 0.0
+        self._room: Room | None = None
 
     @property
     def tensors(self) -> KvTensors:
@@ -94,16 +96,11 @@ class TorchWorker:
         Raises HardwareMissing with the numbers.
         """
         block_bytes = self.chunk_tokens * self.model.spec.kv_bytes_per_token
-
-        def iterate(blocks: int, rows: list[Row]) -> None:
-            self._allocate(blocks, 0)
-            self._try(rows, blocks)
-            self._free()
-
         try:
-            return fitting_blocks(self.model, self.options, block_bytes, iterate)
+            self._room = find_room(self.model, self.options, block_bytes, _Rehearsal(self))
         finally:
             self._free()
+        return self._room.blocks
 
     def start(self, gpu_blocks: int, cpu_blocks: int) -> StartReport:
         """Allocate both tiers, measure how to copy between them, run the first forwards, which choose kernels, and record
@@ -115,7 +112,7 @@ class TorchWorker:
             load_s, kept = self._open_disk()
             self._warm_up(gpu_blocks)
             if recorder is not None:
-                self._make_graphs(recorder)
+                self._make_graphs(recorder, gpu_blocks)
             self._synchronize()  # the streams of the copies do not wait for what was zeroed here
         except (HardwareMissing, EngineMissing):
             self._free()
@@ -127,7 +124,8 @@ class TorchWorker:
             raise HardwareMissing(f"The first iterations do not fit beside {taken}. {sentence}") from error
         warmup_ms = (perf_counter_ns() - started) / 1e6
         self._disk_load_s = load_s
-        return StartReport(self.model.load_s, warmup_ms, self.settings(), self.model.eos_token_ids, load_s, kept)
+        loaded_s = None if self.model.reused else self.model.load_s
+        return StartReport(loaded_s, warmup_ms, self.settings(), self.model.eos_token_ids, load_s, kept)
 
     def settings(self) -> dict[str, Any]:
         """What runs, as torch and transformers themselves report it."""
@@ -143,24 +141,19 @@ class TorchWorker:
             "depth": self.depth,
             "graphs": "off" if graphs is None else graphs.note or "on",
             "graph_buckets": [] if graphs is None else list(graphs.buckets),
-            "forward": model.forward.name,
-            "forward_note": model.forward_note,
             "attention": IMPLEMENTATION,
-            "attention_asked": model.attention_asked,
-            "attention_backend": model.attention.name,
-            "attention_version": model.attention.version,
-            "attention_note": model.attention_note,
-            "fell_back": model.fell_back,
+            **model.served(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "weights": model.weights,
+            "model_reused": model.reused,
+            "model_load_s": model.load_s,
             "revision": model.revision,
-            "self_check_difference": model.self_check.difference,
-            "self_check_limit": model.self_check.limit,
-            "self_check_against": model.self_check.against,
             "chunk_tokens": self.chunk_tokens,
             "gpu_pool_bytes": tensors.gpu_bytes if tensors else 0,
             "cpu_pool_bytes": tensors.cpu_bytes if tensors else 0,
+            "iteration_bytes": self._room.iteration_bytes if self._room else None,
+            "standing_bytes": self._room.standing_bytes if self._room else None,
             "copies": copying.note if copying else "",
             "copies_measured": copying.figures if copying else {},
             "disk_load_s": self._disk_load_s,
@@ -383,7 +376,8 @@ class TorchWorker:
             return self.options.recorder
         return CudaRecorder(self.model.device) if self.model.device.type == "cuda" else None
 
-    def _make_graphs(self, recorder: Recorder) -> None:
+    def _make_graphs(self, recorder: Recorder, blocks: int) -> None:
+        """blocks: of the pool that a row can have."""
         backend, tensors = self.model.attention, self.tensors
         assert isinstance(backend, CapturingBackend)
         self._graphs = DecodeGraphs(
@@ -393,8 +387,25 @@ class TorchWorker:
             self.chunk_tokens,
             tensors.gpu_blocks - 1,
             min(self.options.max_batch_requests, self.options.max_batch_tokens),
-            self.model.spec.max_context,
+            min(ceil_div(self.model.spec.max_context, self.chunk_tokens), blocks),
             recorder,
         )
         with torch.inference_mode():
             self._graphs.warm_up()
+
+
+class _Rehearsal:
+    """What find_room asks of a worker that has not started."""
+
+    def __init__(self, worker: TorchWorker) -> None:
+        self._worker, self._recorder = worker, worker._recorder()
+
+    def stand(self, blocks: int) -> None:
+        self._worker._allocate(blocks, 0, scratch_blocks=0 if self._recorder is None else 1)
+
+    def iterate(self, blocks: int, rows: list[Row]) -> None:
+        self._worker._try(rows, blocks)
+
+    def record(self) -> None:
+        if self._recorder is not None:  # for rows as long as the model's context: the pool will be larger than this one
+            self._worker._make_graphs(self._recorder, self._worker.model.spec.max_context)

@@ -77,7 +77,7 @@ class Machine:
         self.capture: Capture | None = None
         self.actors: list[Actor] = []
         self.streams: list[Any] = []
-        self.pools: list[tuple[weakref.ref[Memory], Any]] = []
+        self.pools: list[weakref.ref[Memory]] = []
         self.default: Any = None
         self._watched = True
         self._pinned: dict[int, tuple[Memory, Any]] = {}  # by address; torch's own pinned memory is kept alive
@@ -191,12 +191,12 @@ class Machine:
     def watch_pool(self, tensor: torch.Tensor, memory: Memory, grain: int, name: str) -> None:
         memory.base = tensor.data_ptr()
         memory.divide(grain, name)
-        self.pools.append((weakref.ref(memory), tensor if memory.pinned else None))
+        self.pools.append(weakref.ref(memory))
 
     def at(self, address: int, size: int) -> Touched:
         """The cells of a pool behind an address. Raises RuntimeError where there is none. The newest pool first: one that is
         gone may still be known, and its addresses have been given out again."""
-        for reference, _ in reversed(self.pools):
+        for reference in reversed(self.pools):
             memory = reference()
             if memory is not None and memory.base <= address and address + size <= memory.base + memory.size:
                 return memory, memory.bytes_cells(address, size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from pensieve.plan import Row
 from pensieve.record import TurnRecord
 from pensieve.request import Length, Request
 from pensieve.scheduler.composition import SchedulerSettings
-from pensieve.worker.torch.memory import blocks_in, fitting_blocks, largest_rows, rounded
+from pensieve.worker.torch.memory import blocks_in, find_room, largest_rows, rounded
 from pensieve.worker.torch.model import LoadedModel
 from pensieve.worker.torch.options import TorchOptions
 from pensieve.worker.torch.worker import TorchWorker
@@ -153,50 +153,72 @@ def test_the_largest_iterations_reach_every_bound() -> None:
 
 @dataclass
 class Device:
-    """torch.cuda's accounts, scripted."""
+    """torch.cuda's accounts, scripted. pool, standing: what the rehearsal has allocated so far; peak: of its iterations."""
 
     free: int
     total: int
     peak: int
     allocated: int = 5 * GIB
+    pool: int = 0
+    standing: int = 0
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
             patch.setattr(torch.cuda, name, lambda *_: None)
-        patch.setattr(torch.cuda, "mem_get_info", lambda *_: (self.free, self.total))
-        patch.setattr(torch.cuda, "memory_allocated", lambda *_: self.allocated)
-        patch.setattr(torch.cuda, "max_memory_allocated", lambda *_: self.peak)
+        patch.setattr(torch.cuda, "mem_get_info", lambda *_: (self.free - self.pool - self.standing, self.total))
+        patch.setattr(torch.cuda, "memory_allocated", lambda *_: self.allocated + self.pool)
+        patch.setattr(torch.cuda, "max_memory_allocated", lambda *_: self.allocated + self.pool + self.peak)
 
 
-def test_what_is_measured_decides_how_much_fits(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+@dataclass
+class Scripted:
+    """A rehearsal over a scripted device. graphs: bytes that stay with the worker."""
+
+    device: Device
+    block_bytes: int
+    graphs: int = 0
+    error: Exception | None = None
+    seen: list[tuple[int, int]] = field(default_factory=list)
+
+    def stand(self, blocks: int) -> None:
+        self.device.pool = blocks * self.block_bytes
+
+    def iterate(self, blocks: int, rows: list[Row]) -> None:
+        if self.error is not None:
+            raise self.error
+        self.seen.append((blocks, sum(row.positions for row in rows)))
+
+    def record(self) -> None:
+        self.device.standing = self.graphs
+
+
+@pytest.mark.parametrize("graphs", [0, 3 * GIB])
+def test_what_is_measured_decides_how_much_fits(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch, graphs: int
+) -> None:
     model, options = replace(llama, device=torch.device("cuda")), TorchOptions(max_batch_tokens=100, memory_share=0.9)
     block = 8 * llama.spec.kv_bytes_per_token
-    seen: list[tuple[int, int]] = []
-
-    def iterate(blocks: int, rows: list[Row]) -> None:
-        seen.append((blocks, sum(row.positions for row in rows)))
-
-    used = 13 * block  # the pool of the measured iterations, which is not working memory
-    Device(free=60 * GIB, total=80 * GIB, peak=(5 + 2) * GIB + used).install(monkeypatch)
-    blocks = fitting_blocks(model, options, block, iterate)
-    room = 0.9 * 80 * GIB - 20 * GIB - 2 * GIB
-    assert room * 31 / 32 < blocks * block <= room
-    assert seen == [(13, 100), (13, 64)]
-    Device(free=9 * GIB, total=80 * GIB, peak=7 * GIB + used).install(monkeypatch)
-    with pytest.raises(
-        HardwareMissing, match=r"9.0 GiB of 80.0 GiB are free .* an iteration of 100 tokens needs 2.0 GiB"
-    ):
-        fitting_blocks(model, options, block, iterate)
+    device = Device(free=60 * GIB, total=80 * GIB, peak=2 * GIB)
+    device.install(monkeypatch)
+    rehearsal = Scripted(device, block, graphs)
+    found = find_room(model, options, block, rehearsal)
+    room = 0.9 * 80 * GIB - 20 * GIB - 2 * GIB - graphs
+    assert room * 31 / 32 < found.blocks * block <= room
+    assert (found.iteration_bytes, found.standing_bytes) == (2 * GIB, graphs)
+    assert rehearsal.seen == [(13, 100), (13, 64)]
+    device = Device(free=9 * GIB, total=80 * GIB, peak=2 * GIB)
+    device.install(monkeypatch)
+    with pytest.raises(HardwareMissing, match=r" of 80.0 GiB are free .* an iteration of 100 tokens needs 2.0 GiB"):
+        find_room(model, options, block, Scripted(device, block, graphs))
 
 
 def test_an_iteration_that_does_not_fit_is_a_sentence(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def iterate(blocks: int, rows: list[Row]) -> None:
-        raise torch.OutOfMemoryError("Tried to allocate")
-
-    Device(free=GIB, total=80 * GIB, peak=0).install(monkeypatch)
+    device = Device(free=GIB, total=80 * GIB, peak=0)
+    device.install(monkeypatch)
     model = replace(llama, device=torch.device("cuda"))
+    failing = Scripted(device, 4096, error=torch.OutOfMemoryError("Tried to allocate"))
     with pytest.raises(HardwareMissing, match=r"1.0 GiB of 80.0 GiB are free .* needs more than that"):
-        fitting_blocks(model, TorchOptions(), 4096, iterate)
+        find_room(model, TorchOptions(), 4096, failing)
 
 
 def test_a_share_of_nothing_is_refused(llama: LoadedModel) -> None:

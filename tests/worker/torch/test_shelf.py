@@ -1,7 +1,8 @@
 import gc
 import weakref
+from dataclasses import replace
 
-from pensieve.worker.torch.shelf import open_shelf, take_model
+from pensieve.worker.torch.shelf import empty, kept_host_bytes, open_shelf, take_model
 from tests.worker.torch.driver import tiny_spec
 
 
@@ -11,17 +12,55 @@ def take(seed=0):
 
 def test_an_open_shelf_gives_the_same_model_and_keeps_one():
     with open_shelf():
-        first = take()
-        assert take() is first
-        assert take(seed=1) is not first
-        assert take() is not first  # the other took its place
+        first, second = take(), take()
+        assert (first.reused, second.reused) == (False, True)
+        assert second.module is first.module and second.forward is first.forward
+        assert take(seed=1).module is not first.module
+        assert take().module is not first.module  # the other took its place
 
 
 def test_without_a_shelf_every_trial_loads_its_own():
     with open_shelf():
         first = take()
-    assert take() is not first
-    assert take() is not take()
+    assert take().module is not first.module
+    assert take().module is not take().module
+
+
+def test_a_folder_that_was_written_again_is_loaded_again(tmp_path):
+    first = take()
+    first.module.save_pretrained(tmp_path)
+    spec = tiny_spec("llama")
+    with open_shelf():
+        for changed, reused in ((False, False), (False, True), (True, False)):
+            if changed:
+                take(seed=1).module.save_pretrained(tmp_path)
+            model = take_model(spec, str(tmp_path), None, None, 0, "cpu", 1)
+            assert model.reused is reused
+
+
+def test_what_decides_a_model_loads_another():
+    """dtype and quantization are the spec's; attention and the blocks' size decide what was checked. Each differs from the
+    one before it, which alone is kept."""
+    spec, plain = tiny_spec("llama", num_hidden_layers=1), ("random", None, None, 0, "cpu", 1)
+    asked = [
+        (spec, *plain, "reference"),
+        (replace(spec, quantization="int8"), *plain, "reference"),
+        (spec, *plain, "reference", 16),
+        (replace(spec, dtype="bfloat16"), *plain, "reference", 16),
+        (replace(spec, dtype="bfloat16"), *plain, "auto", 16),
+    ]
+    with open_shelf():
+        assert [take_model(*one).reused for one in asked for _ in range(2)] == [False, True] * len(asked)
+
+
+def test_what_is_kept_counts_as_free_for_the_next_trial():
+    assert kept_host_bytes() == 0
+    with open_shelf():
+        model = take()
+        assert kept_host_bytes() == sum(p.nbytes for p in (*model.module.parameters(), *model.module.buffers())) > 0
+        empty()
+        assert kept_host_bytes() == 0 and not take().reused
+    assert kept_host_bytes() == 0
 
 
 def test_a_model_leaves_memory_before_the_next_one_comes():

@@ -54,14 +54,23 @@ class Copying:
     figures: Mapping[str, Mapping[str, float]]
 
 
+_Key = tuple[object, ...]
+_decided: dict[_Key, Copying] = {}
+"""What was measured in this process: by device, and all of the pools that the decision depends on."""
+
+
 def choose_copying(tensors: KvTensors, way: CopyWay = "auto") -> Copying:
-    """Measure and decide, each direction by itself. Only on a GPU, and before the pools hold anything: blocks are written
-    to, and zeroed again.
+    """Measure and decide, each direction by itself, once a process for pools alike; what was decided before must bring
+    every byte in these pools too. Only on a GPU, and before the pools hold anything: blocks are written to, and zeroed again.
 
     way: "dma" leaves out the kernel, "kernel" everything else. Raises EngineMissing where the kernel is asked for and
     cannot run.
     """
     assert tensors.device.type == "cuda" and tensors.cpu_blocks, "there is no link to measure"
+    key = _key(tensors, way)
+    known = _decided.get(key)
+    if known is not None and _still_copies(known, tensors):
+        return known
     kernel, missing = _find_kernel(tensors, way)
     if kernel is None and way == "kernel":
         raise EngineMissing(f"hardware.copies=kernel: {missing}; use hardware.copies=auto.")
@@ -70,7 +79,23 @@ def choose_copying(tensors: KvTensors, way: CopyWay = "auto") -> Copying:
     copying = decide_copying(tensors, way, engines, kernel, missing, stopwatch)
     copying = replace(copying, note="; ".join(filter(None, (copying.note, lacking))))
     _log.info("Copies between the tiers: %s", copying.note)
+    _decided[key] = copying
     return copying
+
+
+def _key(tensors: KvTensors, way: CopyWay) -> _Key:
+    fewest = min(tensors.gpu_blocks, tensors.cpu_blocks)
+    samples = tuple(samples_of(fewest, tensors.layer_block_bytes))
+    whole = tensors.gpu_blocks if way == "kernel" else None  # how long a run the kernel takes there
+    return tensors.device, tensors.dtype, tensors.layer_block_bytes, tensors.layers, way, samples, whole
+
+
+def _still_copies(copying: Copying, tensors: KvTensors) -> bool:
+    ways = ((copying.inward, tensors.cpu, tensors.gpu), (copying.outward, tensors.gpu, tensors.cpu))
+    try:
+        return not any(find_fault(copier, source, target) for copier, source, target in ways)
+    finally:
+        zero_samples(tensors.cpu, tensors.gpu)
 
 
 def decide_copying(

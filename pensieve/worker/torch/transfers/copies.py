@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from threading import get_ident
+from threading import local
 from typing import Any
 
 import numpy as np
@@ -73,13 +73,13 @@ class BatchCopier:
         self._call = find_batch_call() if call is None else call
         self._attributes = Attributes(source_order=STREAM_ORDER, flags=PREFER_OVERLAP)
         self._first, self._refused = ctypes.c_size_t(0), ctypes.c_size_t(0)
-        self._thread = 0
+        self._used = local()
 
     def prepare(self, haul: Haul) -> Callable[[int], None]:
         stream = torch.cuda.current_stream(gpu_of(haul.source, haul.target))
-        if self._thread != get_ident():
+        if not hasattr(self._used, "device"):
             stream.query()  # the driver, unlike the runtime, works only in threads that have used the device before
-            self._thread = get_ident()
+            self._used.device = True
         runs = np.array([(run.src, run.dst, run.blocks) for run in haul.runs], dtype=np.uint64)
         sizes = runs[:, 2] * np.uint64(haul.layer_block_bytes)
         sources = _addresses(haul.source, runs[:, 0])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from pensieve.worker.torch import shelf
 from pensieve.worker.torch.transfers.pinned import pinned_bytes
 
 
@@ -24,6 +25,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch, answer: int) -> list[tuple[Any, ...
         cudaHostRegister=register, cudaHostUnregister=lambda address: calls.append(("unregister", address))
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return calls
 
 
@@ -44,6 +46,33 @@ def test_exactly_the_bytes_asked_for_are_locked_and_given_back_with_the_last_vie
     del view
     gc.collect()
     assert calls[1:] == [("unregister", address)]
+
+
+def test_while_a_shelf_is_open_it_stays_locked_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeroed, also for less; what is too small goes before the larger one is locked."""
+    calls = runtime(monkeypatch, 0)
+    with shelf.open_shelf():
+        first = pinned_bytes(100_000)
+        address = first.data_ptr()
+        first.fill_(7)
+        del first
+        assert shelf.kept_host_bytes() == 100_000
+        second = pinned_bytes(60_000)
+        assert shelf.kept_host_bytes() == 0, "in use"
+        assert second.data_ptr() == address and len(second) == 60_000 and not second.any()
+        beside = pinned_bytes(50_000)
+        assert beside.data_ptr() != address, "the other one is in use"
+        del second, beside
+        assert shelf.kept_host_bytes() == 100_000, "the larger one, whole"
+        assert [call[0] for call in calls] == ["register", "register", "unregister"]
+        larger = pinned_bytes(200_000)
+        assert [call[0] for call in calls[3:]] == ["unregister", "register"]
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+        del larger
+        elsewhere = pinned_bytes(10)
+        assert [call[0] for call in calls[5:]] == ["register"], "what another device has locked does not serve"
+        del elsewhere
+    assert sorted(call[0] for call in calls[6:]) == ["unregister", "unregister"]
 
 
 def test_where_it_is_refused_torch_pins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,121 @@
+"""What a worker's start costs the second time in a process, and what cache.gpu=auto reserves beside the blocks."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from pensieve.clock import WallClock
+from pensieve.plan import Row, Sample
+from pensieve.specs import ModelSpec
+from pensieve.worker.torch import shelf
+from pensieve.worker.torch.kv_tensors import KvTensors
+from pensieve.worker.torch.model import load_model
+from pensieve.worker.torch.options import TorchOptions
+from pensieve.worker.torch.transfers import choice, copies
+from pensieve.worker.torch.worker import TorchWorker
+
+from .conftest import needs_triton
+from .serving import CHUNK, SIZES, Hand, tiny
+from .standin.machine import Machine
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "_decided", {})
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """One entry a measurement."""
+    entries: list[str] = []
+    decide = choice.decide_copying
+
+    def watched(tensors: KvTensors, way: choice.CopyWay, *rest: object) -> choice.Copying:
+        entries.append(way)
+        return decide(tensors, way, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(choice, "decide_copying", watched)
+    return entries
+
+
+def started(blocks: int = 40, way: choice.CopyWay = "dma", chunk: int = CHUNK) -> dict[str, object]:
+    worker = TorchWorker(tiny(), chunk, WallClock(), options=TorchOptions(graphs=False, copies=way))
+    settings = worker.start(blocks, blocks).settings
+    worker.close()
+    return settings
+
+
+def test_copies_are_measured_once_for_pools_alike(device: Machine, measured: list[str]) -> None:
+    first, second = started(), started()
+    assert len(measured) == 1 and first["copies_measured"]
+    assert (second["copies"], second["copies_measured"]) == (first["copies"], first["copies_measured"])
+    started(chunk=2 * CHUNK)
+    assert len(measured) == 2, "blocks of another size"
+    started(blocks=8)
+    assert len(measured) == 3, "too few blocks for the same samples"
+    started(way="auto")
+    assert len(measured) == 4
+
+
+def test_a_way_that_no_longer_brings_every_byte_is_measured_again(
+    device: Machine, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = started()["copies"]
+    kind = copies.BatchCopier if "a call a layer" in str(chosen) else copies.CallCopier
+    monkeypatch.setattr(kind, "prepare", lambda self, haul: lambda layer: None)  # copies nothing
+    assert started()["copies"] != chosen
+    assert len(measured) == 2
+
+
+def test_kept_pinned_memory_holds_nothing_of_the_worker_before(device: Machine) -> None:
+    """Blocks that one conversation left in the CPU tier are zero for the next worker, which swaps out and in as ever."""
+    with shelf.open_shelf():
+        hand = Hand(tiny(), TorchOptions(max_batch_requests=2, copies="dma"))
+        address = hand.worker.tensors.cpu.data_ptr()
+        hand.worker.tensors.cpu.fill_(7)
+        hand.close()
+        del hand
+        again = Hand(tiny(), TorchOptions(max_batch_requests=2, copies="dma"))
+        assert again.worker.tensors.cpu.data_ptr() == address
+        assert not again.worker.tensors.cpu.any()
+        assert again.worker.tensors.cpu.is_pinned()
+        again.prompt()
+        again.close()
+
+
+# -- cache.gpu=auto -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("graphs", [pytest.param(True, marks=needs_triton), False], ids=["graphs", "eager"])
+def test_what_auto_reserves_is_what_is_taken(device: Machine, graphs: bool) -> None:
+    """Counted on the device while a worker of that size starts, and while it samples from a limited set. The vocabulary is
+    large, so that the sampler takes more than the forward."""
+    options = TorchOptions(max_batch_tokens=8, max_batch_requests=4, memory_share=0.02, graphs=graphs)
+    spec = ModelSpec.from_architecture("wide", {**SIZES["llama"], "vocab_size": 4096})
+    model = load_model(spec, "random", None, None, 0, "cuda", threads=1, chunk_tokens=CHUNK)
+    block_bytes = CHUNK * model.spec.kv_bytes_per_token
+    worker = TorchWorker(model, CHUNK, WallClock(), options=options)
+    gc.collect()
+    before = device.allocated
+    blocks, room = worker.room(), worker._room
+    assert room is not None
+    gc.collect()
+    assert device.allocated == before, "nothing of the rehearsal stays"
+    settings = worker.start(blocks, 0).settings
+    gc.collect()
+    assert settings["graphs"] == ("on" if graphs else "off")
+    assert device.allocated - before - blocks * block_bytes == room.standing_bytes == settings["standing_bytes"]
+    assert (room.standing_bytes > block_bytes) is graphs, "more than the scratch block"
+    taken = {}
+    for temperature in (0.0, 1.0):
+        rows = [Row(0, ((0, 2),), (5, 6), Sample(2, temperature=temperature, top_p=0.9)) for _ in range(4)]
+        gc.collect()
+        device.peak = standing = device.allocated
+        worker._try(rows, 2)
+        taken[temperature] = device.peak - standing
+    assert taken[0.0] < taken[1.0] <= room.iteration_bytes < 2 * taken[1.0]
+    share = 0.02 * device.card.memory
+    assert share * 0.96 < standing + room.iteration_bytes <= share, "all of its share, but for the rounding"
+    worker.close()

@@ -1,0 +1,72 @@
+"""What served and how its self-check came out stands under every table of real trials."""
+
+from __future__ import annotations
+
+from io import StringIO
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pensieve.results.compare_trials import compare_trials, select_trials
+from pensieve.results.served_by import footer
+from pensieve.results.store import ResultsStore
+from pensieve.results.sweep_table import sweep_table
+from pensieve.trial.summary import summary
+from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep
+
+
+def settings(difference: float = 0.001, limit: float = 0.004, **changed: Any) -> dict[str, Any]:
+    served = {
+        "attention_backend": "triton", "attention_version": "3.9.0", "forward": "fused", "attention_note": "Not varlen: old.",
+        "forward_note": "", "fell_back": False, "self_check_against": "float32",
+    }  # fmt: skip
+    return {**served, "self_check_difference": difference, "self_check_limit": limit, **changed}
+
+
+def sweep_of(store: ResultsStore, **engines: Any) -> int:
+    sweep = open_sweep(store, n_expected=2 * len(engines), seed="0,1", baseline=",".join(engines))
+    jobs = [(seed, baseline) for seed in range(2) for baseline in engines]
+    for job, (seed, baseline) in enumerate(jobs):
+        engine = engines[baseline][seed] if isinstance(engines[baseline], list) else engines[baseline]
+        add_trial(store, sweep, job, baseline, conversation_turns([40.0, 50.0]), seed=seed, engine=engine)
+    return sweep
+
+
+def test_one_way_of_serving_is_one_sentence_with_the_check_that_was_nearest_to_its_limit() -> None:
+    store = ResultsStore(MEMORY)
+    sweep = sweep_of(store, pensieve=[settings(0.001), settings(0.003)], stateless=settings(0.0035, limit=0.008))
+    said = (
+        "Attention: triton 3.9.0, fused forward. Self-check passed: logits differ from those of the same weights in float32 "
+        "by 0.003, of 0.004 allowed."
+    )
+    trials = select_trials(store, "latest")
+    assert footer(trials) == [said]
+    assert said in sweep_table(store, sweep).notes
+    pairs = [[trial for trial in trials if trial.baseline == name] for name in ("pensieve", "stateless")]
+    assert said in compare_trials(store, *pairs).notes
+    text = StringIO()
+    Console(file=text, width=300).print(summary(store, trials[2].id))
+    assert trials[2].seed == 1 and said in text.getvalue()
+
+
+def test_several_ways_are_told_apart_and_a_fall_back_is_said_with_its_reason() -> None:
+    store = ResultsStore(MEMORY)
+    fell = settings(
+        1e-6, 1e-4, attention_backend="reference", attention_version="", fell_back=True, self_check_against="eager"
+    )
+    sweep_of(store, pensieve=settings(), stateless=fell)
+    first, second = footer(select_trials(store, "latest"))
+    assert first.startswith("Attention (pensieve): triton 3.9.0, ") and "Something better" not in first
+    assert second.startswith("Attention (stateless): reference, ") and "from the model's own by 1e-06" in second
+    assert second.endswith("Something better did not serve. Not varlen: old.")
+
+
+@pytest.mark.parametrize("engine", [None, {"engine": "vllm"}])
+def test_engines_of_others_and_simulated_trials_have_none(engine: dict[str, Any] | None) -> None:
+    store = ResultsStore(MEMORY)
+    sweep_of(store, pensieve=engine)
+    trials = select_trials(store, "latest")
+    assert footer(trials) == []
+    trials[0].simulated, trials[0].engine = True, settings()
+    assert footer(trials[:1]) == []

@@ -1,0 +1,128 @@
+"""Trials of a sweep share the model in memory; what they record is what each would have recorded alone."""
+
+import os
+
+import pytest
+import torch
+
+from pensieve.compose import plan_trial, resolved
+from pensieve.results.store import open_store
+from pensieve.results.tokens import read_tokens
+from pensieve.trial import Job, isolate, run_trial
+from pensieve.trial.run import _shares_process
+from pensieve.trial.tracking import Tracking
+from pensieve.worker.torch import shelf
+from tests.composed import SHORT, checked, composed
+
+REAL = (
+    "hardware=cpu", "hardware.threads=1", "model.architecture.num_hidden_layers=1", "trial.exclusive=false",
+    "workload.users=2", "workload.min_turns=2", "workload.max_turns=2", "workload.max_new_tokens=6",
+    "workload.pressure=0", "workload.think_time_s=0", "workload.request_interval=0", "tracking=local",
+    "tracking.mlflow=false",
+)  # fmt: skip
+COUNTED = ("session", "turn", "prompt_tokens", "history_tokens", "new_tokens", "output_tokens", "output_sha256")
+MEASURED = ("model_reused", "model_load_s", "cost")  # at each start
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
+    yield open_store(tmp_path)
+    isolate.end_kept()
+    while shelf.is_open():
+        shelf.close()
+
+
+def run(store, tmp_path, name, *overrides, sweep=None):
+    job = Job(name, tmp_path / name, sweep_id=sweep, preflight=False)
+    words = (*REAL, *overrides)
+    outcome = run_trial(
+        checked(*words), resolved(composed(*words)), Tracking(tmp_path, store, False, True), job, lambda _: None
+    )
+    assert outcome.completed, outcome.error
+    return store.trial(outcome.trial_id)
+
+
+def load_s(store, trial):
+    return next(metric.value for metric in store.metrics_of(trial.id) if metric.name == "load_s")
+
+
+@pytest.mark.slow
+def test_a_trial_with_the_model_of_the_one_before_is_the_same_trial(store, tmp_path):
+    """The one before has another cache."""
+    alone = run(store, tmp_path, "alone")
+    with shelf.open_shelf():
+        other = run(store, tmp_path, "other", "cache.gpu='8192 tokens'")
+        again = run(store, tmp_path, "again", "force=true")
+    assert [t.engine["model_reused"] for t in (alone, other, again)] == [False, False, True]
+    assert load_s(store, alone) > 0 and load_s(store, other) > 0 and load_s(store, again) is None
+    assert again.engine["model_load_s"] == other.engine["model_load_s"] != alone.engine["model_load_s"]
+    assert again.fingerprint == alone.fingerprint != other.fingerprint
+    assert again.platform == alone.platform
+    kept = [{k: v for k, v in t.engine.items() if k not in MEASURED} for t in (alone, again)]
+    assert kept[0] == kept[1]
+    assert store.turns_of(alone.id, *COUNTED) == store.turns_of(again.id, *COUNTED) != []
+    tokens, theirs = (read_tokens(store.artifacts_of(t.id, "tokens")[0].path) for t in (alone, again))
+    assert tokens.keys() == theirs.keys() and len(tokens) >= 4
+    for turn, own in tokens.items():
+        assert list(own.token_ids) == list(theirs[turn].token_ids)
+        assert list(own.margins) == list(theirs[turn].margins)
+
+
+def test_a_failed_trial_leaves_no_model_to_the_next_one(store, tmp_path, monkeypatch):
+    from pensieve.trial import run as run_module
+
+    def fails(*_):
+        assert shelf.kept_host_bytes() > 0
+        raise RuntimeError("it broke")
+
+    monkeypatch.setattr(run_module, "_replay", fails)
+    with shelf.open_shelf():
+        with pytest.raises(AssertionError, match="it broke"):
+            run(store, tmp_path, "first")
+        assert shelf.kept_host_bytes() == 0
+
+
+def test_threads_that_something_else_has_set_are_set_back(tmp_path):
+    spec = plan_trial(checked(*REAL)).model
+    with shelf.open_shelf():
+        shelf.take_model(spec, "random", None, None, 0, "cpu", 1)
+        torch.set_num_threads(2)
+        assert shelf.take_model(spec, "random", None, None, 0, "cpu", 1).reused
+        assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sweep", "shares"),
+    [
+        ((), 1, True),
+        ((), None, False),
+        (("trial.isolate=true",), 1, False),
+        (("trial.profile=true",), 1, False),
+        (("baseline=llama_cpp",), 1, False),
+    ],
+)
+def test_who_shares_a_process(overrides, sweep, shares, tmp_path):
+    pytest.importorskip("xllamacpp")
+    plan = plan_trial(checked("hardware=cpu", *overrides))
+    assert _shares_process(plan, Job("a", tmp_path, sweep_id=sweep)) is shares
+
+
+@pytest.mark.slow
+def test_a_process_serves_trials_until_one_needs_its_own(store, tmp_path):
+    """Simulated ones, so that no torch is loaded twice: what is asked is which process ran each."""
+    words = ("hardware=sim_h100", "tracking=local", "tracking.mlflow=false", *SHORT)
+    tracking = Tracking(tmp_path, store, False, True)
+
+    def pid_of(seed, keeps):
+        config = resolved(composed(*words, f"seed={seed}"))
+        outcome = isolate.run_isolated(config, tracking, Job("a", tmp_path / str(seed)), 100, keeps)
+        assert outcome.completed, outcome.error
+        return store.trial(outcome.trial_id).pid
+
+    first = pid_of(0, True)
+    assert first != os.getpid()
+    assert pid_of(1, True) == first
+    alone = pid_of(2, False)
+    assert alone != first and not isolate._kept
+    assert (tmp_path / "1" / "tokens.parquet").is_file()
