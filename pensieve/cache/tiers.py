@@ -36,14 +36,15 @@ the CPU block is the first that is given up when others need one.
 from __future__ import annotations
 
 from array import array
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
 from pensieve.cache.base import CacheCounters, Residency, Run
+from pensieve.cache.loops import Victim, runs_of
 from pensieve.cache.pool import BlockPool
-from pensieve.cache.victims import Victim, VictimIndex
+from pensieve.cache.victims import VictimIndex
 from pensieve.eviction.base import EvictionPolicy
 from pensieve.ledger import Cause, Loss, Missed, joined
 from pensieve.plan import Copy
@@ -372,14 +373,6 @@ def _view(gpu_len: int, cpu_len: int, copying: int) -> View:
     return View.CPU_ONLY if cpu_len else View.NONE
 
 
-def spans_of(victims: Iterable[Victim]) -> Iterator[tuple[int, int, int]]:
-    """The chunks of a choice as runs (session number, first chunk, stop), those of one conversation together."""
-    chunks: dict[int, list[int]] = defaultdict(list)
-    for _, _, _, number, chunk in victims:
-        chunks[number].append(chunk)
-    return ((number, start, stop) for number, own in chunks.items() for start, stop in runs_of(own))
-
-
 @dataclass(slots=True)
 class Transfer:
     """The copies of a run of chunks, from `first` on. outward: to CPU. from_disk: to GPU, and there are no CPU blocks.
@@ -636,11 +629,11 @@ class CpuRoom:
                 instead.append(least)
                 least = next(there, None)
         owners = tiers.cpu_only.sessions_of(instead)
-        for number, start, stop in spans_of(instead):
+        for number, start, stop in tiers.cpu_only.spans(instead):
             tiers.drop_cpu(owners[number], start, stop)
         given = set(lost)
         kept = [victim for victim in leaving if victim not in given] if lost else list(leaving)
-        for number, start, stop in spans_of(kept):
+        for number, start, stop in tiers.dirty.spans(kept):
             self._place(sessions[number], start, stop)
         return kept, lost
 
@@ -650,20 +643,6 @@ class CpuRoom:
         for first, end in runs_of(index for index in range(start, stop) if blocks[index] == NO_BLOCK):
             behind = blocks[first - 1] if first and blocks[first - 1] != NO_BLOCK else None
             blocks[first:end] = array("i", self._tiers.cpu.allocate_after(behind, end - first))
-
-
-def runs_of(indices: Iterable[int]) -> list[Run]:
-    """Ascending numbers as runs."""
-    listed = list(indices)
-    if listed and listed[-1] - listed[0] == len(listed) - 1:
-        return [(listed[0], listed[-1] + 1)]
-    runs: list[Run] = []
-    for index in listed:
-        if runs and runs[-1][1] == index:
-            runs[-1] = (runs[-1][0], index + 1)
-        else:
-            runs.append((index, index + 1))
-    return runs
 
 
 def residency_of(

@@ -10,9 +10,10 @@ from itertools import takewhile
 from pensieve.cache.base import Admission, CacheManager, Demand, Residency, Run, edited_run
 from pensieve.cache.disk import DiskTier
 from pensieve.cache.invariants import check_tiers
+from pensieve.cache.loops import Victim, runs_of
 from pensieve.cache.restore import RestoreMode, Restorer
-from pensieve.cache.tiers import CpuRoom, Tiers, missing_runs, residency_of, runs_of, spans_of
-from pensieve.cache.victims import Victim, VictimIndex
+from pensieve.cache.tiers import CpuRoom, Tiers, missing_runs, residency_of
+from pensieve.cache.victims import VictimIndex
 from pensieve.cost.base import CostModel
 from pensieve.eviction.base import EvictionPolicy, as_policy
 from pensieve.plan import Copy, DiskLoad, DiskStore
@@ -320,12 +321,12 @@ class TwoTierCache(CacheManager):
             return 0
         chosen = victims.choose(blocks, now_s, whole=True)
         sessions = victims.sessions_of(chosen)
-        for number, start, stop in spans_of(chosen):
+        for number, start, stop in victims.spans(chosen):
             take(sessions[number], start, stop)
         return len(chosen)
 
     def _copy_out(
-        self, chosen: Sequence[Victim], now_s: float, urgent: bool, giving: tuple[Session, list[int]] | None = None
+        self, chosen: list[Victim], now_s: float, urgent: bool, giving: tuple[Session, list[int]] | None = None
     ) -> tuple[Copy, ...]:
         """Dirty chunks; one for which there is no room on CPU is dropped. giving: see CpuRoom."""
         if not chosen:
@@ -333,9 +334,9 @@ class TwoTierCache(CacheManager):
         tiers = self.tiers
         sessions = tiers.dirty.sessions_of(chosen)
         kept, lost = CpuRoom(tiers, now_s, giving).give(chosen, sessions)
-        for number, start, stop in spans_of(lost):
+        for number, start, stop in tiers.dirty.spans(lost):
             tiers.drop_gpu(sessions[number], start, stop)
-        moves = [tiers.outward(sessions[number], start, stop) for number, start, stop in spans_of(kept)]
+        moves = [tiers.outward(sessions[number], start, stop) for number, start, stop in tiers.dirty.spans(kept)]
         return tiers.copy_out(moves, kept, urgent)
 
     def _take_gpu(self, count: int, now_s: float, behind: int | None = None) -> tuple[int, ...]:
