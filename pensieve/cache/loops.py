@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from pensieve.compiler import load_library
 from pensieve.errors import EngineMissing
+from pensieve.session import runs_of
 
 Victim = tuple[int, float, float, int, int]
 """A chunk by its rank, lowest first: level, score, last active, session number, chunk."""
@@ -136,17 +137,3 @@ def fastest_loops() -> Loops:
         return NativeLoops()
     except EngineMissing:
         return PLAIN
-
-
-def runs_of(indices: Iterable[int]) -> list[tuple[int, int]]:
-    """Ascending numbers as runs."""
-    listed = list(indices)
-    if listed and listed[-1] - listed[0] == len(listed) - 1:
-        return [(listed[0], listed[-1] + 1)]
-    runs: list[tuple[int, int]] = []
-    for index in listed:
-        if runs and runs[-1][1] == index:
-            runs[-1] = (runs[-1][0], index + 1)
-        else:
-            runs.append((index, index + 1))
-    return runs

@@ -39,17 +39,17 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 
 from pensieve.cache.base import CacheCounters, Residency, Run
-from pensieve.cache.loops import Victim, runs_of
+from pensieve.cache.loops import Victim
 from pensieve.cache.pool import BlockPool
 from pensieve.cache.victims import VictimIndex
 from pensieve.eviction.base import EvictionPolicy
 from pensieve.ledger import Cause, Loss, Missed, joined
 from pensieve.plan import Copy
 from pensieve.request import TokenArray
-from pensieve.session import NO_BLOCK, Session, View, chunks_of, repeated
+from pensieve.session import NO_BLOCK, Session, View, chunks_of, repeated, runs_of
 
 _Place = tuple[bool, int]  # on GPU?, block
 _BEFORE_THE_FIRST = -1  # the number of no plan
@@ -142,11 +142,17 @@ class Tiers:
         else:
             self.duplicates.pop((session.number, index), None)
 
-    def free_duplicate(self) -> None:
-        """Give up the CPU block of one of them; no KV is lost by it."""
-        key = next(iter(self.duplicates))
-        session, index = self.duplicates.pop(key), key[1]
-        self.free_cpu(session, index, index + 1)
+    def free_duplicates(self, count: int) -> None:
+        """Give up the CPU blocks of the oldest of them, of so many at most; no KV is lost by it."""
+        oldest = list(islice(self.duplicates, count))
+        place = 0
+        while place < len(oldest):
+            number, start = oldest[place]
+            stop = start
+            while place < len(oldest) and oldest[place] == (number, stop):
+                session = self.duplicates.pop((number, stop))
+                stop, place = stop + 1, place + 1
+            self.free_cpu(session, start, stop)
 
     def free_copy(self, session: Session, index: int) -> None:
         """Give up the CPU block of a clean chunk: its KV stays on GPU."""
@@ -613,8 +619,8 @@ class CpuRoom:
         where every CPU block holds what the policy would keep longer than the chunk, it is the chunk that should be lost."""
         tiers = self._tiers
         lacking = [victim for victim in leaving if sessions[victim[3]].chunks.cpu[victim[4]] == NO_BLOCK]
-        while tiers.cpu.free < len(lacking) and tiers.duplicates:
-            tiers.free_duplicate()
+        if tiers.cpu.free < len(lacking) and tiers.duplicates:
+            tiers.free_duplicates(len(lacking) - tiers.cpu.free)
         while tiers.cpu.free < len(lacking) and self._giving is not None and self._giving[1]:
             tiers.free_copy(self._giving[0], self._giving[1].pop())
         rest = lacking[tiers.cpu.free :]

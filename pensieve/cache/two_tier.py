@@ -10,7 +10,7 @@ from itertools import takewhile
 from pensieve.cache.base import Admission, CacheManager, Demand, Residency, Run, edited_run
 from pensieve.cache.disk import DiskTier
 from pensieve.cache.invariants import check_tiers
-from pensieve.cache.loops import Victim, runs_of
+from pensieve.cache.loops import Victim
 from pensieve.cache.restore import RestoreMode, Restorer
 from pensieve.cache.tiers import CpuRoom, Tiers, missing_runs, residency_of
 from pensieve.cache.victims import VictimIndex
@@ -18,7 +18,7 @@ from pensieve.cost.base import CostModel
 from pensieve.eviction.base import EvictionPolicy, as_policy
 from pensieve.plan import Copy, DiskLoad, DiskStore
 from pensieve.request import TokenArray
-from pensieve.session import NO_BLOCK, Session, View, chunks_of, repeated
+from pensieve.session import NO_BLOCK, Session, View, chunks_of, repeated, runs_of
 from pensieve.units import ceil_div
 
 _STAGES = 8  # an exchange that has no GPU block to begin with makes room for so large a part of it
@@ -207,9 +207,11 @@ class TwoTierCache(CacheManager):
             assert chunks.gpu_len[first] == start - first * size, "KV is computed in ascending order"
             chunks.gpu_len[first:last] = repeated(size, last - first)
             chunks.gpu_len[last] = stop - last * size
-            for index in range(first, last + 1):
-                if chunks.cpu[index] != NO_BLOCK:
-                    self.tiers.update_duplicate(session, index)
+            on_cpu = chunks.cpu[first : last + 1]
+            if on_cpu.count(NO_BLOCK) < len(on_cpu):
+                for index, block in enumerate(on_cpu, first):
+                    if block != NO_BLOCK:
+                        self.tiers.update_duplicate(session, index)
             session.advance(stop)
 
     def launched(self, step: int) -> None:

@@ -17,7 +17,7 @@ _Entry = tuple[float, float, int, int, int]  # policy order, last active, sessio
 _Head = tuple[int, float, float, int, int, int, _Key]  # level, score, last active, session number, chunk, stamp, key
 _COMPACT_BELOW = 64
 _STRETCH = 64  # chunks of a conversation whose scores are asked at once
-_MANY_CHOICES = 1000  # that justify a compiler
+_MANY = 5000  # chunks chosen, which justify a compiler
 _INFINITE = float("inf")
 _NOT_ENTERED = -1  # the stamp of a lead that no heap has an entry of
 
@@ -68,7 +68,8 @@ class VictimIndex:
         ] = []  # when it passes its next age, a tie-break, since when idle
         self._order_of_aging = count()
         self._loops: Loops = PLAIN
-        self._choices = 0
+        self._told = 0  # chunks, in all choices
+        self._floats = True  # are all scores, as far as is known
         self.chunks = 0
 
     def changed(self, session: Session, more: int) -> None:
@@ -163,13 +164,13 @@ class VictimIndex:
         """For a policy that tells the scores of a run: the first entries of the buckets and, of each conversation that has
         given up a chunk, the next one compete. Nothing moves in the heaps."""
         self._grow_older(now_s)
-        self._choices += 1
-        if self._choices == _MANY_CHOICES:
+        if self._told >= _MANY and self._loops is PLAIN and self._floats:
             self._loops = fastest_loops()
         chosen = self._loops.choose(self._first_of_each(now_s), count, whole, partial(self._stretch, now_s))
         if chosen is None:  # somebody's own policy tells scores that are no floats
-            self._loops = PLAIN
+            self._loops, self._floats = PLAIN, False
             chosen = PLAIN.choose(self._first_of_each(now_s), count, whole, partial(self._stretch, now_s))
+        self._told += len(chosen)
         return chosen
 
     def _first_of_each(self, now_s: float) -> list[Head]:

@@ -127,7 +127,7 @@ class Whole(RetentionValue):
 def test_many_choices_are_the_same_with_and_without_a_compiler(
     policy: type[RetentionValue], compiler: bool, monkeypatch: pytest.MonkeyPatch, native: NativeLoops
 ) -> None:
-    monkeypatch.setattr(victims, "_MANY_CHOICES", 3)
+    monkeypatch.setattr(victims, "_MANY", 100)
     if not compiler:
         monkeypatch.setattr(loops, "load_library", _missing)
     loops.fastest_loops.cache_clear()
