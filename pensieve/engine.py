@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
@@ -81,6 +82,8 @@ class Engine:
         self._arrived = 0  # requests, ever
         self.progressed = False
         """The last step performed a plan or finished copies; else only an arrival or time can change anything."""
+        self.counts_windows = False
+        """Whoever takes the events wants to know how many tokens a window gave a request before its last, not which."""
         self._events: list[Event] = []
 
     @property
@@ -284,12 +287,14 @@ class Engine:
         self.counters.steps += len(times_s)
         self.counters.compute_ns += sum(repeats.compute_ns)
         decodes = step.rows[: step.sampled]
-        emitted: list[list[int]] = []
+        emitted: list[TokenArray[int]] = []
+        ended_s = array("d", times_s)
         for sequence, _ in decodes:
             assert sequence.slot is not None
-            emitted.append(sequence.repeated(repeats.tokens[sequence.slot], times_s))
+            emitted.append(sequence.repeated(repeats.tokens[sequence.slot], ended_s))
+        compute_ms = [ns / 1e6 for ns in repeats.compute_ns]
         for sequence, _ in step.rows:
-            sequence.record.more_steps(repeats.compute_ns)
+            sequence.record.more_steps(compute_ms)
         if step.rows and not step.sampled:
             ((start, stop),) = step.rows[0][1]
             for further, compute_ns in enumerate(repeats.compute_ns, start=1):
@@ -297,16 +302,24 @@ class Engine:
                     step, [(start + further * step.tokens, stop + further * step.tokens)], compute_ns
                 )
         self.scheduler.repeated(step, [now_s, *times_s[:-1]])
-        ids = [sequence.request.id for sequence, _ in decodes]
-        *earlier, last = zip(*emitted, strict=True) if emitted else [()] * len(times_s)  # the tokens of each iteration
-        for at_s, tokens in zip(times_s, earlier, strict=False):
-            self._events += [Event("token", *each) for each in zip(ids, repeat(at_s), tokens)]
-        for (sequence, _), token in zip(decodes, last, strict=True):
-            self._events.append(Event("token", sequence.request.id, times_s[-1], token))
+        if emitted:
+            self._tell_earlier([sequence.request.id for sequence, _ in decodes], times_s[:-1], emitted)
+        for (sequence, _), tokens in zip(decodes, emitted, strict=True):
+            self._events.append(Event("token", sequence.request.id, times_s[-1], tokens[-1]))
             if sequence.generated >= sequence.max_new_tokens:
                 self._close(sequence, "completed", "length", times_s[-1])
             else:
                 sequence.decode_next()
+
+    def _tell_earlier(self, ids: list[int], times_s: list[float], emitted: list[TokenArray[int]]) -> None:
+        """What these requests got in iterations that ended at these times: all that a window emitted but the last."""
+        if self.counts_windows:
+            if times_s:
+                self._events += [Event("token", one, times_s[-1], tokens=len(times_s)) for one in ids]
+            return
+        *earlier, _ = zip(*emitted, strict=True)  # the tokens of each iteration
+        for at_s, tokens in zip(times_s, earlier, strict=True):
+            self._events += [Event("token", *each) for each in zip(ids, repeat(at_s), tokens)]
 
     def _count_prediction(self, step: Step, runs: Many[Run], compute_ns: int) -> None:
         """Of an iteration of these runs, where they are all of it."""

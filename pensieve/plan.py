@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pensieve.request import TokenArray
+
 
 @dataclass(frozen=True, slots=True)
 class Copy:
@@ -99,7 +101,7 @@ class Repeats:
 
     ended_ns: tuple[int, ...]
     compute_ns: tuple[int, ...]
-    tokens: dict[int, list[int]]
+    tokens: dict[int, TokenArray[int]]
 
 
 @dataclass(frozen=True, slots=True)

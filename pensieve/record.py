@@ -18,6 +18,9 @@ if TYPE_CHECKING:  # figures read records and load no cache
     from pensieve.cost.base import CostModel
 
 
+_UNKNOWN = array("d", (float("nan"),))
+
+
 @dataclass(slots=True)
 class TurnRecord:
     """The columns of table `turn` (units in the names; None: not known or never admitted), and the tokens themselves.
@@ -145,9 +148,9 @@ class TurnRecord:
         self.compute_ms = (self.compute_ms or 0.0) + compute_ns / 1e6
         self.transfer_ms = (self.transfer_ms or 0.0) + stall_ns / 1e6
 
-    def more_steps(self, compute_ns: Sequence[int]) -> None:
+    def more_steps(self, compute_ms: Sequence[float]) -> None:
         """As `step` for each, of iterations that waited for no transfer."""
-        self.compute_ms = reduce(add, [ns / 1e6 for ns in compute_ns], self.compute_ms or 0.0)
+        self.compute_ms = reduce(add, compute_ms, self.compute_ms or 0.0)  # `sum` compensates, in some versions
         self.transfer_ms = self.transfer_ms or 0.0
 
     def copied(self, column: Literal["h2d_bytes", "d2h_bytes"], count: int | None) -> None:
@@ -163,11 +166,11 @@ class TurnRecord:
         if self.first_token_s is None:
             self.first_token_s = now_s
 
-    def more_tokens(self, tokens: list[int], times_s: list[float]) -> None:
+    def more_tokens(self, tokens: TokenArray[int], times_s: TokenArray[float]) -> None:
         """Several at once, of a worker that knows no margins; not the first ones."""
         assert self.first_token_s is not None
         self.token_ids.extend(tokens)
-        self.margins.extend([float("nan")] * len(tokens))
+        self.margins.extend(_UNKNOWN * len(tokens))
         self.emitted_s.extend(times_s)
 
     def close(self, status: str, finish_reason: str | None, now_s: float, error: str | None = None) -> None:
@@ -229,10 +232,12 @@ class TurnRecord:
 
 class Event(NamedTuple):
     """What a request just got; a tuple, since there is one for each token. at_s: seconds of the system's clock. turn: set on
-    `finished` only."""
+    `finished` only. tokens: how many; more than one, of which only the number is told, where whoever polls has asked for no
+    more (Engine.counts_windows), and at_s is then that of the last of them."""
 
     kind: Literal["first_token", "token", "finished"]
     request_id: int
     at_s: float
     token: int | None = None
     turn: TurnRecord | None = None
+    tokens: int = 1

@@ -46,6 +46,13 @@ class ExpectsReuse(Protocol):
     def expect(self, session: str, next_use_s: float) -> None: ...
 
 
+@runtime_checkable
+class CountsTokens(Protocol):
+    """A system that can say of most tokens only how many they are (Event.tokens)."""
+
+    def count_windows(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ReplayRecord:
     """What one replay observed; `measurement` is what metrics.summarise takes.
@@ -192,6 +199,8 @@ class _Run:
         self.progress, self.keep_tokens = progress, keep_tokens
         self.log = None if system.can.keeps_sessions else SessionLog()
         self.expects = system if isinstance(system, ExpectsReuse) else None
+        if isinstance(system, CountsTokens):
+            system.count_windows()
         self.origin_ns = system.clock.now_ns()
         self.heap: list[tuple[int, int, int, Arrival | int]] = []  # ns, priority, sequence, and a request id to cancel
         self.sequence = count()
@@ -411,8 +420,8 @@ class _Run:
     def _take(self, events: Sequence[Event]) -> None:
         for event in events:
             if event.kind != "finished":
-                self.streamed[event.request_id] += 1
-                self.output_tokens += 1
+                self.streamed[event.request_id] += event.tokens
+                self.output_tokens += event.tokens
                 continue
             turn = event.turn
             assert turn is not None

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cache
 from typing import Any
 
 from pensieve.hint import Hint
@@ -98,7 +99,12 @@ _ONE = [bytes((view,)) for view in View]
 
 def repeated(value: int, count: int) -> TokenArray[int]:
     """A column of one value."""
-    return array("i", (value,)) * count
+    return _single(value) * count
+
+
+@cache
+def _single(value: int) -> TokenArray[int]:
+    return array("i", (value,))
 
 
 class Chunk:
@@ -241,6 +247,20 @@ class Session:
 def chunks_of(tokens: int, chunk_tokens: int) -> int:
     """How many chunks hold so many tokens; the last one may be partly filled."""
     return -(-tokens // chunk_tokens)
+
+
+def runs_of(indices: Iterable[int]) -> list[tuple[int, int]]:
+    """Ascending numbers as runs."""
+    listed = list(indices)
+    if listed and listed[-1] - listed[0] == len(listed) - 1:
+        return [(listed[0], listed[-1] + 1)]
+    runs: list[tuple[int, int]] = []
+    for index in listed:
+        if runs and runs[-1][1] == index:
+            runs[-1] = (runs[-1][0], index + 1)
+        else:
+            runs.append((index, index + 1))
+    return runs
 
 
 def common_prefix(a: TokenArray[int], b: TokenArray[int]) -> int:

@@ -78,7 +78,7 @@ def run_until(engine: Engine, clock: VirtualClock, until_ns: int | None, seen: l
         events = engine.step(until_ns)
         engine.cache.check()
         for event in events:
-            seen.append((event.kind, event.request_id, event.at_s, event.token))
+            seen.append((event.kind, event.request_id, event.at_s, event.token, event.tokens))
             if event.turn is not None:
                 seen.append(told(event.turn))
         if not events and clock.now_ns() == before and not engine.progressed:
@@ -134,6 +134,35 @@ def test_a_window_holds_a_prefill_while_others_wait_and_copies_are_under_way(
     assert copying > 3 or case != "two tiers"
 
 
+def test_who_counts_windows_gets_the_same_turns_and_as_many_tokens(monkeypatch: pytest.MonkeyPatch):
+    for seed in range(4):
+        singly, _, _ = drive(seed, monkeypatch, True)
+        make = Engine.__init__
+
+        def counting(engine: Engine, make: Any = make, **parts: Any) -> None:
+            make(engine, **parts)
+            engine.counts_windows = True
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "__init__", counting)
+            counted, _, _ = drive(seed, monkeypatch, True)
+        turns = [each for each in singly if each[0] not in KINDS]
+        assert [each for each in counted if each[0] not in KINDS] == turns
+        assert tokens_of_each(counted) == tokens_of_each(singly)
+        assert len(counted) < len(singly), "most tokens are not told one by one"
+
+
+KINDS = ("first_token", "token", "finished")
+
+
+def tokens_of_each(seen: list[Any]) -> dict[int, tuple[int, float]]:
+    """Of each request: how many tokens it was told of, and when the last of them came."""
+    found: dict[int, tuple[int, float]] = {}
+    for _, number, at_s, _, tokens in (each for each in seen if each[0] in KINDS[:2]):
+        found[number] = found.get(number, (0, 0.0))[0] + tokens, at_s
+    return found
+
+
 def test_a_window_ends_at_the_next_arrival():
     engine = make_engine(gpu_blocks=64, computes=False)
     engine.submit(request(0, "a", 4, 200))
@@ -143,7 +172,7 @@ def test_a_window_ends_at_the_next_arrival():
     seen: list[Any] = []
     run_until(engine, clock, until, seen)
     assert engine.busy and clock.now_ns() >= until
-    last = max(at_s for kind, _, at_s, _ in (each for each in seen if each[0] == "token"))
+    last = max(at_s for kind, _, at_s, _, _ in (each for each in seen if each[0] == "token"))
     before = sorted({each[2] for each in seen if each[0] == "token"})[-2]
     assert before * 1e9 < until <= last * 1e9, "no iteration begins after the arrival"
 

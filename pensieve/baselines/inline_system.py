@@ -38,6 +38,7 @@ class InlineSystem(EngineSystem):
         )  # held for a moment only, so whoever begins a request may hold locks of its own
         self._untold: list[Event] = []  # happened while somebody asked, for the next poll
         self._ended: str | None = None  # why nobody can ask any more
+        self._counts_windows = False
 
     def submit(self, request: Request) -> None:
         with self._lock:
@@ -76,6 +77,10 @@ class InlineSystem(EngineSystem):
         """When the schedule will ask this conversation again; only an offline policy reads it."""
         with self._lock:
             self.engine.expect(session, next_use_s)
+
+    def count_windows(self) -> None:
+        """From now on most tokens are told to whoever polls as a number of them alone (Event.tokens)."""
+        self._counts_windows = True
 
     def forget(self, session: str | None) -> None:
         with self._lock:
@@ -149,6 +154,7 @@ class InlineSystem(EngineSystem):
         assert isinstance(clock, VirtualClock)
         events = engine.take_events()
         finished = _any_finished(events)
+        engine.counts_windows = self._counts_windows and not self._listeners
         while not finished:
             if until_ns is not None and clock.now_ns() >= until_ns:
                 break

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from pensieve.cache.base import Run
 from pensieve.cache.block_hash import BlockHash, HashChain
-from pensieve.cache.tiers import missing_runs, runs_of
+from pensieve.cache.tiers import missing_runs
 from pensieve.cost.base import CostModel, predicted_s
 from pensieve.plan import DiskLoad, DiskStore
-from pensieve.session import Session
+from pensieve.session import Session, runs_of
 
 
 class DiskTier:

@@ -18,6 +18,7 @@ class BlockPool:
         self._length_at: dict[int, int] = {}  # first block of a free extent -> its length
         self._start_of: dict[int, int] = {}  # last block of a free extent -> its first
         self._classes: list[dict[int, None]] = [{} for _ in range(blocks.bit_length() + 1)]
+        self._sizes = 0  # a bit for each class that has an extent
         self.free = 0
         if blocks:
             self._put(0, blocks)
@@ -66,7 +67,7 @@ class BlockPool:
 
     def _longest(self) -> int:
         """The first block of a free extent of the longest class."""
-        return next(iter(next(sizes for sizes in reversed(self._classes) if sizes)))
+        return next(iter(self._classes[self._sizes.bit_length() - 1]))
 
     def _take(self, start: int, offset: int, count: int) -> None:
         """Blocks out of the free extent that begins at `start`."""
@@ -92,24 +93,27 @@ class BlockPool:
     def _find(self, count: int) -> int:
         # The next class up is surely long enough; then the own class may be; then the longest there is.
         wanted = (count - 1).bit_length() + 1 if count > 1 else 1
-        for size in range(wanted, len(self._classes)):
-            if self._classes[size]:
-                return next(iter(self._classes[size]))
-        for size in range(min(wanted, len(self._classes) - 1), -1, -1):
-            if self._classes[size]:
-                return next(iter(self._classes[size]))
-        raise AssertionError("no free extent although blocks are counted free")
+        assert self._sizes, "no free extent although blocks are counted free"
+        longer = self._sizes >> wanted
+        size = wanted + (longer & -longer).bit_length() - 1 if longer else self._sizes.bit_length() - 1
+        return next(iter(self._classes[size]))
 
     def _put(self, start: int, length: int) -> None:
         self._length_at[start] = length
         self._start_of[start + length - 1] = start
-        self._classes[length.bit_length()][start] = None
+        size = length.bit_length()
+        self._classes[size][start] = None
+        self._sizes |= 1 << size
         self.free += length
 
     def _cut(self, start: int) -> None:
         length = self._length_at.pop(start)
         del self._start_of[start + length - 1]
-        del self._classes[length.bit_length()][start]
+        size = length.bit_length()
+        same = self._classes[size]
+        del same[start]
+        if not same:
+            self._sizes &= ~(1 << size)
         self.free -= length
 
 

@@ -36,19 +36,20 @@ the CPU block is the first that is given up when others need one.
 from __future__ import annotations
 
 from array import array
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 
 from pensieve.cache.base import CacheCounters, Residency, Run
+from pensieve.cache.loops import Victim
 from pensieve.cache.pool import BlockPool
-from pensieve.cache.victims import Victim, VictimIndex
+from pensieve.cache.victims import VictimIndex
 from pensieve.eviction.base import EvictionPolicy
 from pensieve.ledger import Cause, Loss, Missed, joined
 from pensieve.plan import Copy
 from pensieve.request import TokenArray
-from pensieve.session import NO_BLOCK, Session, View, chunks_of, repeated
+from pensieve.session import NO_BLOCK, Session, View, chunks_of, repeated, runs_of
 
 _Place = tuple[bool, int]  # on GPU?, block
 _BEFORE_THE_FIRST = -1  # the number of no plan
@@ -141,11 +142,17 @@ class Tiers:
         else:
             self.duplicates.pop((session.number, index), None)
 
-    def free_duplicate(self) -> None:
-        """Give up the CPU block of one of them; no KV is lost by it."""
-        key = next(iter(self.duplicates))
-        session, index = self.duplicates.pop(key), key[1]
-        self.free_cpu(session, index, index + 1)
+    def free_duplicates(self, count: int) -> None:
+        """Give up the CPU blocks of the oldest of them, of so many at most; no KV is lost by it."""
+        oldest = list(islice(self.duplicates, count))
+        place = 0
+        while place < len(oldest):
+            number, start = oldest[place]
+            stop = start
+            while place < len(oldest) and oldest[place] == (number, stop):
+                session = self.duplicates.pop((number, stop))
+                stop, place = stop + 1, place + 1
+            self.free_cpu(session, start, stop)
 
     def free_copy(self, session: Session, index: int) -> None:
         """Give up the CPU block of a clean chunk: its KV stays on GPU."""
@@ -370,14 +377,6 @@ def _view(gpu_len: int, cpu_len: int, copying: int) -> View:
     if gpu_len:
         return View.CLEAN if cpu_len == gpu_len else View.DIRTY
     return View.CPU_ONLY if cpu_len else View.NONE
-
-
-def spans_of(victims: Iterable[Victim]) -> Iterator[tuple[int, int, int]]:
-    """The chunks of a choice as runs (session number, first chunk, stop), those of one conversation together."""
-    chunks: dict[int, list[int]] = defaultdict(list)
-    for _, _, _, number, chunk in victims:
-        chunks[number].append(chunk)
-    return ((number, start, stop) for number, own in chunks.items() for start, stop in runs_of(own))
 
 
 @dataclass(slots=True)
@@ -620,8 +619,8 @@ class CpuRoom:
         where every CPU block holds what the policy would keep longer than the chunk, it is the chunk that should be lost."""
         tiers = self._tiers
         lacking = [victim for victim in leaving if sessions[victim[3]].chunks.cpu[victim[4]] == NO_BLOCK]
-        while tiers.cpu.free < len(lacking) and tiers.duplicates:
-            tiers.free_duplicate()
+        if tiers.cpu.free < len(lacking) and tiers.duplicates:
+            tiers.free_duplicates(len(lacking) - tiers.cpu.free)
         while tiers.cpu.free < len(lacking) and self._giving is not None and self._giving[1]:
             tiers.free_copy(self._giving[0], self._giving[1].pop())
         rest = lacking[tiers.cpu.free :]
@@ -636,11 +635,11 @@ class CpuRoom:
                 instead.append(least)
                 least = next(there, None)
         owners = tiers.cpu_only.sessions_of(instead)
-        for number, start, stop in spans_of(instead):
+        for number, start, stop in tiers.cpu_only.spans(instead):
             tiers.drop_cpu(owners[number], start, stop)
         given = set(lost)
         kept = [victim for victim in leaving if victim not in given] if lost else list(leaving)
-        for number, start, stop in spans_of(kept):
+        for number, start, stop in tiers.dirty.spans(kept):
             self._place(sessions[number], start, stop)
         return kept, lost
 
@@ -650,20 +649,6 @@ class CpuRoom:
         for first, end in runs_of(index for index in range(start, stop) if blocks[index] == NO_BLOCK):
             behind = blocks[first - 1] if first and blocks[first - 1] != NO_BLOCK else None
             blocks[first:end] = array("i", self._tiers.cpu.allocate_after(behind, end - first))
-
-
-def runs_of(indices: Iterable[int]) -> list[Run]:
-    """Ascending numbers as runs."""
-    listed = list(indices)
-    if listed and listed[-1] - listed[0] == len(listed) - 1:
-        return [(listed[0], listed[-1] + 1)]
-    runs: list[Run] = []
-    for index in listed:
-        if runs and runs[-1][1] == index:
-            runs[-1] = (runs[-1][0], index + 1)
-        else:
-            runs.append((index, index + 1))
-    return runs
 
 
 def residency_of(

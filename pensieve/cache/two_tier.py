@@ -10,14 +10,15 @@ from itertools import takewhile
 from pensieve.cache.base import Admission, CacheManager, Demand, Residency, Run, edited_run
 from pensieve.cache.disk import DiskTier
 from pensieve.cache.invariants import check_tiers
+from pensieve.cache.loops import Victim
 from pensieve.cache.restore import RestoreMode, Restorer
-from pensieve.cache.tiers import CpuRoom, Tiers, missing_runs, residency_of, runs_of, spans_of
-from pensieve.cache.victims import Victim, VictimIndex
+from pensieve.cache.tiers import CpuRoom, Tiers, missing_runs, residency_of
+from pensieve.cache.victims import VictimIndex
 from pensieve.cost.base import CostModel
 from pensieve.eviction.base import EvictionPolicy, as_policy
 from pensieve.plan import Copy, DiskLoad, DiskStore
 from pensieve.request import TokenArray
-from pensieve.session import NO_BLOCK, Session, View, chunks_of, repeated
+from pensieve.session import NO_BLOCK, Session, View, chunks_of, repeated, runs_of
 from pensieve.units import ceil_div
 
 _STAGES = 8  # an exchange that has no GPU block to begin with makes room for so large a part of it
@@ -206,9 +207,11 @@ class TwoTierCache(CacheManager):
             assert chunks.gpu_len[first] == start - first * size, "KV is computed in ascending order"
             chunks.gpu_len[first:last] = repeated(size, last - first)
             chunks.gpu_len[last] = stop - last * size
-            for index in range(first, last + 1):
-                if chunks.cpu[index] != NO_BLOCK:
-                    self.tiers.update_duplicate(session, index)
+            on_cpu = chunks.cpu[first : last + 1]
+            if on_cpu.count(NO_BLOCK) < len(on_cpu):
+                for index, block in enumerate(on_cpu, first):
+                    if block != NO_BLOCK:
+                        self.tiers.update_duplicate(session, index)
             session.advance(stop)
 
     def launched(self, step: int) -> None:
@@ -320,12 +323,12 @@ class TwoTierCache(CacheManager):
             return 0
         chosen = victims.choose(blocks, now_s, whole=True)
         sessions = victims.sessions_of(chosen)
-        for number, start, stop in spans_of(chosen):
+        for number, start, stop in victims.spans(chosen):
             take(sessions[number], start, stop)
         return len(chosen)
 
     def _copy_out(
-        self, chosen: Sequence[Victim], now_s: float, urgent: bool, giving: tuple[Session, list[int]] | None = None
+        self, chosen: list[Victim], now_s: float, urgent: bool, giving: tuple[Session, list[int]] | None = None
     ) -> tuple[Copy, ...]:
         """Dirty chunks; one for which there is no room on CPU is dropped. giving: see CpuRoom."""
         if not chosen:
@@ -333,9 +336,9 @@ class TwoTierCache(CacheManager):
         tiers = self.tiers
         sessions = tiers.dirty.sessions_of(chosen)
         kept, lost = CpuRoom(tiers, now_s, giving).give(chosen, sessions)
-        for number, start, stop in spans_of(lost):
+        for number, start, stop in tiers.dirty.spans(lost):
             tiers.drop_gpu(sessions[number], start, stop)
-        moves = [tiers.outward(sessions[number], start, stop) for number, start, stop in spans_of(kept)]
+        moves = [tiers.outward(sessions[number], start, stop) for number, start, stop in tiers.dirty.spans(kept)]
         return tiers.copy_out(moves, kept, urgent)
 
     def _take_gpu(self, count: int, now_s: float, behind: int | None = None) -> tuple[int, ...]:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Iterator
+from functools import partial
 from itertools import count
-from typing import Any
 
+from pensieve.cache.loops import PLAIN, Head, Loops, Span, Stretch, Victim, fastest_loops
 from pensieve.eviction.base import EvictionPolicy, refuse_key, tells_scores
 from pensieve.session import Session, View
 
 _Key = tuple[int, Hashable, int]  # level, policy bucket, how many of the policy's ages have passed
 _Entry = tuple[float, float, int, int, int]  # policy order, last active, session number, chunk, stamp
 _Head = tuple[int, float, float, int, int, int, _Key]  # level, score, last active, session number, chunk, stamp, key
-Victim = tuple[int, float, float, int, int]
-"""A chunk by its rank, lowest first: level, score, last active, session number, chunk."""
 _COMPACT_BELOW = 64
 _STRETCH = 64  # chunks of a conversation whose scores are asked at once
+_MANY = 5000  # chunks chosen, which justify a compiler
 _INFINITE = float("inf")
 _NOT_ENTERED = -1  # the stamp of a lead that no heap has an entry of
 
@@ -35,33 +35,6 @@ class _Lead:
         self.key: _Key = (0, None, 0)
         self.since_s: float | None = None  # last active, as of the ages that have passed
         self.passed = 0
-
-
-class _Rest:
-    """What is left of a conversation that has given up chunks in a choice."""
-
-    __slots__ = ("_index", "_keys", "_now_s", "_place", "_session", "key")
-
-    def __init__(self, index: VictimIndex, session: Session, chunk: int, now_s: float) -> None:
-        self._index, self._session, self._now_s = index, session, now_s
-        self._keys = index.keys_of(session, chunk, now_s)
-        self._place = 0
-        self.key: Victim | None = self._keys[0]
-
-    def take(self, chosen: list[Victim], rival: Victim | None, most: int | None) -> None:
-        """Its first chunk, and all that go before the rival, until `most` are chosen."""
-        keys, place = self._keys, self._place
-        while True:
-            chosen.append(keys[place])
-            place += 1
-            if place == len(keys):
-                keys, place = self._index.keys_of(self._session, keys[-1][4] + 1, self._now_s), 0
-                if not keys:
-                    self.key = None
-                    return
-            if len(chosen) == most or (rival is not None and keys[place] > rival):
-                break
-        self._keys, self._place, self.key = keys, place, keys[place]
 
 
 class VictimIndex:
@@ -94,6 +67,9 @@ class VictimIndex:
             tuple[float, int, _Lead, float]
         ] = []  # when it passes its next age, a tie-break, since when idle
         self._order_of_aging = count()
+        self._loops: Loops = PLAIN
+        self._told = 0  # chunks, in all choices
+        self._floats = True  # are all scores, as far as is known
         self.chunks = 0
 
     def changed(self, session: Session, more: int) -> None:
@@ -137,6 +113,10 @@ class VictimIndex:
     def sessions_of(self, victims: Iterable[Victim]) -> dict[int, Session]:
         """Whose chunks these are, by session number, as long as they are in this index."""
         return {number: self._leads[number].session for number in {victim[3] for victim in victims}}
+
+    def spans(self, victims: list[Victim]) -> list[Span]:
+        """The chunks of a choice as runs, those of one conversation together."""
+        return self._loops.spans(victims)
 
     def victims(self, now_s: float) -> Iterator[tuple[Session, int]]:
         """Chunks in the order of eviction. After each one the caller must have removed it from this index (or stop)."""
@@ -184,31 +164,19 @@ class VictimIndex:
         """For a policy that tells the scores of a run: the first entries of the buckets and, of each conversation that has
         given up a chunk, the next one compete. Nothing moves in the heaps."""
         self._grow_older(now_s)
-        heads: list[Any] = []
-        for key in list(self._heaps):
-            head = self._head(key, now_s)
-            if head is not None:
-                heads.append((*head[:5], self._following(key, now_s)))
-        heapq.heapify(heads)
-        chosen: list[Victim] = []
-        exhausted = True
-        while heads and (len(chosen) < count or (whole and not exhausted)):
-            *_, number, chunk, source = heads[0]
-            if isinstance(source, _Rest):
-                heapq.heappop(heads)
-                rest = source
-            else:
-                following = next(source, None)
-                if following is None:
-                    heapq.heappop(heads)
-                else:
-                    heapq.heapreplace(heads, (*following, source))
-                rest = _Rest(self, self._leads[number].session, chunk, now_s)
-            rest.take(chosen, heads[0] if heads else None, None if whole else count)
-            exhausted = rest.key is None
-            if rest.key is not None:
-                heapq.heappush(heads, (*rest.key, rest))
+        if self._told >= _MANY and self._loops is PLAIN and self._floats:
+            self._loops = fastest_loops()
+        chosen = self._loops.choose(self._first_of_each(now_s), count, whole, partial(self._stretch, now_s))
+        if chosen is None:  # somebody's own policy tells scores that are no floats
+            self._loops, self._floats = PLAIN, False
+            chosen = PLAIN.choose(self._first_of_each(now_s), count, whole, partial(self._stretch, now_s))
+        self._told += len(chosen)
         return chosen
+
+    def _first_of_each(self, now_s: float) -> list[Head]:
+        """Of each bucket that has an entry."""
+        heads = ((key, self._head(key, now_s)) for key in list(self._heaps))
+        return [(*head[:5], self._following(key, now_s)) for key, head in heads if head is not None]
 
     def _following(self, key: _Key, now_s: float) -> Iterator[Victim]:
         """Behind the first entry of a bucket, in order."""
@@ -230,12 +198,14 @@ class VictimIndex:
         score = self._policy.score(key, order, now_s)
         return (1 if session.waiting else 0, score, session.last_active_s, session.number, chunk)
 
-    def keys_of(self, session: Session, chunk: int, now_s: float) -> list[Victim]:
-        """Ranks of the first run of its chunks from this one on, of its beginning if it is long; empty: there is none."""
+    def _stretch(self, now_s: float, number: int, chunk: int) -> Stretch | None:
+        """Of the first run of its chunks from this one on, of its beginning if it is long; None: there is none."""
+        session = self._leads[number].session
         start, stop = next(session.chunks.runs(self._view, chunk, len(session.chunks)), (0, 0))
+        if start == stop:
+            return None
         scores = self._policy.scores(session, start, min(stop, start + _STRETCH), now_s)
-        level, active, number = 1 if session.waiting else 0, session.last_active_s, session.number
-        return [(level, score, active, number, place) for place, score in enumerate(scores, start)]
+        return (1 if session.waiting else 0), session.last_active_s, start, scores
 
     def leads(self) -> dict[int, tuple[int, int]]:
         """For check(): session number -> (leading chunk, count)."""

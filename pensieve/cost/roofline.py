@@ -9,10 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from pensieve.cost.base import one_after_another
 from pensieve.specs import HardwareSpec, ModelSpec
 
 Run = tuple[int, int]
+
+_AT_ONCE = 128  # iterations of a window whose times are computed together
+_EXACT_BELOW = 1 << 62  # products of numpy's integers
 
 
 class Roofline:
@@ -45,8 +50,21 @@ class Roofline:
         tokens, pairs, kv_tokens = self._counts(runs)
         more = sum((stop - start) ** 2 for start, stop in runs)
         while True:
-            pairs, kv_tokens = pairs + more, kv_tokens + tokens
-            yield self._iteration_s(tokens, pairs, kv_tokens, sampled)
+            yield from self._iterations_s(tokens, pairs, more, kv_tokens, sampled)
+            pairs, kv_tokens = pairs + _AT_ONCE * more, kv_tokens + _AT_ONCE * tokens
+
+    def _iterations_s(self, tokens: int, pairs: int, more: int, kv_tokens: int, sampled: int) -> Iterable[float]:
+        """The next _AT_ONCE iterations, of so many more pairs each: to the bit what `_iteration_s` says of one."""
+        last_pairs, last_kv = pairs + _AT_ONCE * more, kv_tokens + (_AT_ONCE + 1) * tokens
+        if max(last_pairs * self._pair_flops, last_kv * self._kv_bytes) >= _EXACT_BELOW:
+            later = range(1, _AT_ONCE + 1)
+            return [self._iteration_s(tokens, pairs + i * more, kv_tokens + i * tokens, sampled) for i in later]
+        flops = np.arange(pairs + more, last_pairs + 1, more) * self._pair_flops
+        moved = np.arange(kv_tokens + 2 * tokens, last_kv + 1, tokens) * self._kv_bytes
+        attention = np.maximum(flops / self._flops_s, moved / self._bytes_s) / self.hardware.gpus
+        linear, reduce = self._linear_s(tokens, sampled), self._all_reduce_s(tokens)
+        seconds: list[float] = (linear + attention + reduce + self.hardware.step_overhead_s).tolist()
+        return seconds
 
     def _counts(self, runs: Iterable[Run]) -> tuple[int, int, int]:
         """Query positions, pairs of a query and a position it attends to, and positions that are read."""
@@ -58,10 +76,13 @@ class Roofline:
         return tokens, pairs, kv_tokens
 
     def _iteration_s(self, tokens: int, pairs: int, kv_tokens: int, sampled: int) -> float:
-        weights = self._layers_bytes + (self._head_bytes if sampled else 0)
-        linear = self._bound(tokens * self._linear_flops + sampled * self._head_flops, weights)
+        linear = self._linear_s(tokens, sampled)
         attention = self._bound(pairs * self._pair_flops, (kv_tokens + tokens) * self._kv_bytes)
         return linear + attention + self._all_reduce_s(tokens) + self.hardware.step_overhead_s
+
+    def _linear_s(self, tokens: int, sampled: int) -> float:
+        weights = self._layers_bytes + (self._head_bytes if sampled else 0)
+        return self._bound(tokens * self._linear_flops + sampled * self._head_flops, weights)
 
     def transfer_s(self, blocks: int, to_gpu: bool) -> float:
         """Blocks over the link between CPU and GPU; every GPU of the group moves its own share at once."""

@@ -228,12 +228,12 @@ class Sequence:
         """Further iterations of one plan took so many positions of its work: which."""
         return self._take(count)
 
-    def repeated(self, sampled: list[int], times_s: list[float]) -> list[int]:
+    def repeated(self, sampled: TokenArray[int], times_s: TokenArray[float]) -> TokenArray[int]:
         """Tokens of further iterations of one plan, each sampled at the position of the one before: returns those that count,
         and what follows is its work."""
         output = self.request.output
         if isinstance(output, Forced):
-            sampled = list(output.tokens[self.generated : self.generated + len(sampled)])
+            sampled = output.tokens[self.generated : self.generated + len(sampled)]
         self.session.extend(sampled)
         self.record.more_tokens(sampled, times_s)
         return sampled

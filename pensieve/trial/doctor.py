@@ -15,6 +15,7 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
+from pensieve.compiler import compiler_version, find_compiler
 from pensieve.compose import outputs_folder, read_option
 from pensieve.compose.folder import options
 from pensieve.compose.machine import cores, cpu_label, find_device, free_host_memory_bytes, host_memory_bytes
@@ -28,7 +29,6 @@ from pensieve.specs import DTYPE_BYTES, ModelSpec
 from pensieve.trial.summary import installed
 from pensieve.trial.terminal import console, say
 from pensieve.units import format_bytes, parse_capacity
-from pensieve.worker.torch.kernels.compiler import compiler_version, find_compiler
 
 EXTRAS = {
     "triton": "Triton kernels on a GPU",

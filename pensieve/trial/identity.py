@@ -84,7 +84,7 @@ def _outside_facts(plan: TrialPlan) -> dict[str, Any]:
 
 def _compiler() -> str | None:
     """None where attention_backend=native is given and no compiler is found; the start then says so."""
-    from pensieve.worker.torch.kernels.compiler import compiler_version, find_compiler
+    from pensieve.compiler import compiler_version, find_compiler
 
     try:
         return compiler_version(find_compiler()).replace(";", ",")

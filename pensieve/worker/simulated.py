@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from dataclasses import dataclass
+from operator import sub
+
+import numpy as np
 
 from pensieve.clock import VirtualClock
 from pensieve.cost.simulated import simulated_cost
 from pensieve.plan import Copy, DiskLoad, DiskStore, Repeats, Row, Sample, StartReport, StepPlan, StepResult
+from pensieve.request import TokenArray
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.worker.base import DISK_STAGING_BYTES
 from pensieve.worker.timeline import Timeline
 
 _MASK = (1 << 64) - 1
+_FEW = 12  # tokens that are drawn sooner one by one
 
 
 @dataclass(slots=True)
@@ -136,30 +142,35 @@ class SimulatedWorker:
         steps = [1 if row.sample is not None else row.positions for row in plan.rows]
         runs = [(row.runs[-1][1] - step, row.runs[-1][1]) for row, step in zip(plan.rows, steps, strict=True)]
         seconds = self.cost.following_s(runs, len(sampled))
-        copy_ends = self._outward[0].ends_ns if self._outward else None
-        ended: list[int] = []
-        computed: list[int] = []
-        for _ in range(plan.repeat - 1):
-            if plan.horizon_ns is not None and now_ns >= plan.horizon_ns:
+        until_ns = [plan.horizon_ns] if plan.horizon_ns is not None else []
+        until_ns += [self._outward[0].ends_ns] if self._outward else []
+        further = 0 if self._loading or self._reading else plan.repeat - 1
+        ends_ns, host_ns = min(until_ns, default=None), self._host_free_ns
+        begins: list[int] = []
+        for _ in range(further):
+            if ends_ns is not None and now_ns >= ends_ns:
                 break
-            if self._loading or self._reading or (copy_ends is not None and now_ns >= copy_ends):
-                break
-            self._host_free_ns = max(self._host_free_ns, now_ns) + overhead
+            begins.append(now_ns)
             compute = round(next(seconds) * 1e9)
-            compute += max(0, self._host_free_ns - now_ns) - overhead
-            if self.timeline is not None:
-                count, positions = len(runs), sum(steps)
-                self.timeline.add("compute", "iteration", now_ns, now_ns + compute, requests=count, positions=positions)
-            now_ns += compute
-            ended.append(now_ns)
-            computed.append(compute)
+            if host_ns > now_ns:  # of the overhead, what is still to come
+                host_ns += overhead
+                now_ns = host_ns + compute - overhead
+            else:
+                host_ns = now_ns + overhead
+                now_ns += compute
+        self._host_free_ns = host_ns
+        ended = [*begins[1:], now_ns] if begins else []
+        if self.timeline is not None:
+            count, positions = len(runs), sum(steps)
+            for start, end in zip(begins, ended, strict=True):
+                self.timeline.add("compute", "iteration", start, end, requests=count, positions=positions)
         self._clock.advance_to(now_ns)
         tokens = {}
         for row in sampled:
             assert row.sample is not None
             position, key = row.sample.position, row.sample.key
             tokens[row.slot] = self._draws(key, position + 1, position + 1 + len(ended))
-        return Repeats(tuple(ended), tuple(computed), tokens)
+        return Repeats(tuple(ended), tuple(map(sub, ended, begins)), tokens)
 
     def _ended(self, rows: tuple[Row, ...], start: int, compute: int) -> int:
         """When the plan's compute is done: no layer begins before its own loads have come."""
@@ -236,10 +247,15 @@ class SimulatedWorker:
         (token,) = self._draws(sample.key, sample.position, sample.position + 1)
         return token
 
-    def _draws(self, key: int, start: int, stop: int) -> list[int]:
+    def _draws(self, key: int, start: int, stop: int) -> TokenArray[int]:
         """The tokens at positions [start, stop): splitmix64, a fixed, well-mixed function of two integers."""
         mask, vocab = _MASK, self._model.vocab
-        tokens = []
+        if stop - start > _FEW:
+            many = np.arange(start, stop, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
+            many = (many ^ (many >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            many = (many ^ (many >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            return array("i", ((many ^ (many >> np.uint64(31))) % np.uint64(vocab)).astype("i").tobytes())
+        tokens = array("i")
         for position in range(start, stop):
             x = (key + position * 0x9E3779B97F4A7C15) & mask
             x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from array import array
 from functools import lru_cache
+
+import numpy as np
 
 from pensieve.request import TokenArray
 
@@ -24,12 +25,7 @@ def filler(tokens: int, vocab: int, *names: object) -> TokenArray[int]:
     if bits <= 8:
         return array("i", list(hashlib.shake_256(key).digest(tokens).translate(_mask(bits))))
     pairs = hashlib.shake_256(key).digest(2 * tokens)  # low byte, high byte
-    wide = bytearray(4 * tokens)
-    wide[0::4], wide[1::4] = pairs[0::2], pairs[1::2].translate(_mask(bits - 8))
-    drawn = array("i", bytes(wide))
-    if sys.byteorder == "big":
-        drawn.byteswap()
-    return drawn
+    return array("i", (np.frombuffer(pairs, "<u2") & ((1 << bits) - 1)).astype("i").tobytes())
 
 
 @lru_cache(maxsize=9)

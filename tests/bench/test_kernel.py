@@ -13,8 +13,8 @@ from pensieve.bench.kernel_inputs import (
     one_at_a_time,
     paged,
 )
+from pensieve.compiler import find_compiler
 from pensieve.errors import EngineMissing
-from pensieve.worker.torch.kernels.compiler import find_compiler
 from pensieve.worker.torch.kernels.reference import ReferenceBackend
 
 SHAPE = Shape(heads=4, kv_heads=2, dim=16, chunk=8)

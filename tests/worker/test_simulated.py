@@ -109,6 +109,22 @@ def test_the_iterations_that_follow_cost_what_each_alone_would(window: int | Non
     cost = Roofline(model, replace(MACHINE, gpus=gpus, link_bw=1e9), 4)
     rows = [(10, 11), (47, 48), (300, 301), (20, 33)]
     following = cost.following_s(rows, 3)
-    for further in range(1, 40):
+    for further in range(1, 400):
         alone = [(start + further * (stop - start), stop + further * (stop - start)) for start, stop in rows]
         assert next(following) == cost.iteration_s(alone, 3)
+
+
+def test_products_beyond_64_bits_are_exact_too():
+    """2 ** 25 positions of a model with 2 ** 40 FLOPs a pair: 2 ** 65 an iteration."""
+    cost = Roofline(replace(MODEL, heads=1 << 20, head_dim=1 << 16), MACHINE, 4)
+    following = cost.following_s([(1 << 25, (1 << 25) + 1)], 1)
+    for further in range(1, 200):
+        assert next(following) == cost.iteration_s([((1 << 25) + further, (1 << 25) + further + 1)], 1)
+
+
+def test_tokens_drawn_at_once_are_those_drawn_one_by_one():
+    worker, _ = started()
+    for key in (0, 1, (1 << 63) - 1, 0x9E3779B97F4A7C15 >> 1):
+        one_by_one = [token for at in range(3, 203) for token in worker._draws(key, at, at + 1)]
+        assert list(worker._draws(key, 3, 203)) == one_by_one
+        assert len(set(one_by_one)) > 40

@@ -18,9 +18,9 @@ from tempfile import NamedTemporaryFile
 from time import perf_counter
 from typing import Any
 
+from pensieve.compiler import processor
 from pensieve.specs import ModelSpec
 from pensieve.user_cache import user_cache
-from pensieve.worker.torch.kernels.compiler import processor
 
 _UNITS = frozenset({"amx_bf16", "avx512_bf16", "bf16"})  # as /proc/cpuinfo calls them; the last is ARM's
 _DECODE_ROWS, _PREFILL_ROWS = 4, 128

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pensieve.worker.torch.kernels.compiler import load_library
+from pensieve.compiler import load_library
 
 FEW_ROWS = 8
 """Up to so many rows are multiplied in C; more are a product with the packed float32 weights."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib.util
 import os
 
+from pensieve.compiler import find_compiler
 from pensieve.errors import ConfigError, EngineMissing
-from pensieve.worker.torch.kernels.compiler import find_compiler
 
 BACKENDS = ("reference", "native", "triton", "varlen", "flashinfer")
 ON_CPU = ("native", "reference")  # best first

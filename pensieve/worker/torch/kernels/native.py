@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pensieve.compiler import Library, load_library
 from pensieve.worker.torch.batch import Batch, Span
-from pensieve.worker.torch.kernels.compiler import Library, load_library
 from pensieve.worker.torch.kernels.reference import ReferencePlan, lowest_key, write
 
 _SOURCE = Path(__file__).with_name("native.c")

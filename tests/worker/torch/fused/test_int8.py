@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pensieve.compiler import find_compiler
 from pensieve.errors import EngineMissing
 from pensieve.worker.torch.fused.int8 import FEW_ROWS, Int8Product, Int8Weights, quantise, rounded
-from pensieve.worker.torch.kernels.compiler import find_compiler
 from pensieve.worker.torch.model import LoadedModel, load_model
 
 from ..driver import ARCHITECTURES, Driver, converse, plain_logits, random_tokens, tiny_spec

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pensieve.compiler import find_compiler
 from pensieve.errors import EngineMissing
-from pensieve.worker.torch.kernels.compiler import find_compiler
 from pensieve.worker.torch.kernels.native import NativeBackend, NativePlan
 
 from .cases import MIXED, Case, Heads, Runs, make_case

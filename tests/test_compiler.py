@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from pensieve import compiler
+from pensieve.compiler import find_compiler, load_library
 from pensieve.errors import EngineMissing
-from pensieve.worker.torch.kernels import compiler
-from pensieve.worker.torch.kernels.compiler import find_compiler, load_library
 
 try:
     find_compiler()
