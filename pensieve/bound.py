@@ -33,7 +33,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from pensieve.cost.base import CostModel
+from pensieve.cost.positions import PositionPrices
 from pensieve.metrics import Metric
 from pensieve.record import TurnRecord
 from pensieve.request import is_measured
@@ -41,17 +41,8 @@ from pensieve.request import is_measured
 LEVELS = 16
 
 
-class Prices:
-    """Seconds to compute positions of a conversation as part of a longer prefill: those of cost.positions_s, summed once."""
-
-    def __init__(self, cost: CostModel, chunk_tokens: int) -> None:
-        self._cost = cost
-        self._size = chunk_tokens
-        self._chunks: list[float] = []
-        self._sums = [0.0]  # of the leading chunks
-
-    def seconds(self, start: int, stop: int) -> float:
-        return self._below(stop) - self._below(start)
+class Prices(PositionPrices):
+    """What positions take, and the levels of worth that the relaxation counts in."""
 
     def levels(self, longest: int) -> list[tuple[int, float]]:
         """(position, seconds): from this position on each token is worth so much more. Summed, never less than the price of a
@@ -71,16 +62,6 @@ class Prices:
                 found.append((start * self._size, (roofs[stop - 1] - charged) / self._size))
                 start, charged = stop, roofs[stop - 1]
         return found
-
-    def _below(self, position: int) -> float:
-        self._price(position)
-        whole, rest = divmod(position, self._size)
-        return self._sums[whole] + (self._chunks[whole] * rest / self._size if rest else 0.0)
-
-    def _price(self, position: int) -> None:
-        for index in range(len(self._chunks), -(-position // self._size)):
-            self._chunks.append(self._cost.recompute_s((index + 1) * self._size))
-            self._sums.append(self._sums[-1] + self._chunks[-1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Literal
 from pensieve.cache.base import CacheManager, Run
 from pensieve.clock import Clock
 from pensieve.cost.base import CostModel, predicted_s
+from pensieve.cost.positions import PositionPrices
 from pensieve.idle_sessions import IdleSessions, MemoryLimits
 from pensieve.plan import Repeats, StepResult
 from pensieve.record import Event
@@ -78,6 +79,7 @@ class Engine:
         self._sequences: dict[int, Sequence] = {}  # requests under way, by id
         self._under_way: dict[str, int] = {}  # conversation -> its requests under way
         self._cost = cost
+        self._prices = PositionPrices(cost, cache.chunk_tokens) if cost is not None else None
         self._idle = IdleSessions(limits or MemoryLimits())
         self._arrived = 0  # requests, ever
         self.progressed = False
@@ -98,6 +100,7 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request; one that can never be served comes out of the next `step` as refused."""
+        self.cache.at(self.clock.now_ns())
         self._forget_surplus()  # may be this very conversation: whoever returns too late begins anew
         now_s = self.clock.now_s()
         known = self.cache.find(request.session)
@@ -127,6 +130,7 @@ class Engine:
         sequence = self._sequences.get(request_id)
         if sequence is None or sequence.closed:
             return
+        self.cache.at(self.clock.now_ns())
         self._close(sequence, status, None, self.clock.now_s())
         self._release(sequence)
 
@@ -140,6 +144,7 @@ class Engine:
         """Free conversations that have no request under way; what is in flight is collected first."""
         while self._launched:
             self._collect(None)
+        self.cache.at(self.clock.now_ns())
         for name in [session] if session is not None else self.cache.names():
             known = self.cache.find(name)
             if known is not None and name not in self._under_way:
@@ -177,6 +182,7 @@ class Engine:
         """The next iteration, and an end for the requests that turn out to be too large for the machine."""
         began = time.perf_counter_ns()
         now_s = self.clock.now_s()
+        self.cache.at(self.clock.now_ns())
         self._forget_surplus()
         expiry_ns = self._idle.next_expiry_ns
         horizon_ns = until_ns if expiry_ns is None or (until_ns is not None and until_ns < expiry_ns) else expiry_ns
@@ -206,6 +212,7 @@ class Engine:
     def _commit(self, result: StepResult) -> None:
         """What the worker has done becomes true for the cache and for the requests."""
         self._count_result(result)
+        self.cache.at(self.clock.now_ns() if result.ended_ns is None else result.ended_ns)
         self.cache.not_on_disk(result.unkept)
         repeats = result.repeats if result.repeats is not None and result.repeats.ended_ns else None
         if result.failed and repeats is None:
@@ -233,6 +240,7 @@ class Engine:
         else:  # its copies ended with the last iteration, if any did
             self._commit_rows(step, result, now_s, misled)
             self._commit_repeats(step, repeats, now_s)
+            self.cache.at(repeats.ended_ns[-1])
             self._fail_copies(result.failed)
             self.cache.complete(result.done)
         for sequence in step.members:
@@ -388,8 +396,8 @@ class Engine:
     ) -> None:
         """The request is over for whoever asked."""
         sequence.close(status, reason, now_s, error)
-        if self._cost is not None:
-            sequence.record.account(self._cost, self.cache.chunk_tokens)
+        if self._cost is not None and self._prices is not None:
+            sequence.record.account(self._cost, self._prices, self.cache.chunk_tokens)
         self._events.append(Event("finished", sequence.request.id, now_s, turn=sequence.record))
 
     def _release(self, sequence: Sequence) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pensieve.cost.base import CostModel, marginal_s, positions_s
+from pensieve.cost.base import CostModel, marginal_s
+from pensieve.cost.positions import PositionPrices
 
 Cause = Literal["new", "edited", "evicted", "expired", "restarted", "never_stored"]
 """new: never said before in this conversation. edited: other tokens stood in its place. evicted: its KV was given up for a
@@ -79,9 +80,9 @@ def ledger_of(missed: Sequence[Missed], ttft_ms: float, cost: CostModel, chunk_t
     )
 
 
-def seconds_of(missed: Iterable[Missed], below: int, cost: CostModel, chunk_tokens: int) -> float:
-    """What the cost model says the missed positions below `below` take, as part of a longer prefill."""
-    return sum(positions_s(cost, one.start, min(one.stop, below), chunk_tokens) for one in missed)
+def seconds_of(missed: Iterable[Missed], below: int, prices: PositionPrices) -> float:
+    """What the missed positions below `below` take, as part of a longer prefill."""
+    return prices.of((one.start, min(one.stop, below)) for one in missed if one.start < below)
 
 
 def joined(missed: Iterable[Missed]) -> tuple[Missed, ...]:

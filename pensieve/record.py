@@ -16,6 +16,7 @@ from pensieve.request import Request, TokenArray
 if TYPE_CHECKING:  # figures read records and load no cache
     from pensieve.cache.base import Admission, Residency
     from pensieve.cost.base import CostModel
+    from pensieve.cost.positions import PositionPrices
 
 
 _UNKNOWN = array("d", (float("nan"),))
@@ -77,6 +78,10 @@ class TurnRecord:
     recomputed_s: float | None = None
     """What the cost model says its recomputed_tokens take, as part of a longer prefill; None: there is none."""
     missed: tuple[Missed, ...] = ()
+    found: tuple[tuple[tuple[int, int], ...], ...] = ()
+    saved_s: tuple[float, ...] | None = None
+    """By tier (holding.TIERS): what the cost model says computing the positions found there would have taken. CPU positions
+    that were computed again all the same saved nothing. None: there is no cost model, or it was never admitted."""
     misses: tuple[Miss, ...] = ()
     """The ledger, of a turn that got a first token."""
     request_id: int = 0
@@ -129,10 +134,12 @@ class TurnRecord:
         self.elsewhere_tokens, self.anywhere_tokens = residency.elsewhere, residency.anywhere
         self.cpu_recomputed_tokens = admission.cpu_recomputed_tokens
         self.missed = residency.missed
+        self.found = admission.spared
 
     def read_again(self, found: Residency) -> None:
         """What was read from disk for its first admission was something else; this is where its history was after all."""
         self.disk_hit_tokens, self.recomputed_tokens = found.disk_hit, found.recomputed
+        self.found = (*self.found[:-1], found.on_disk)
 
     def explained(self, missed: tuple[Missed, ...]) -> None:
         """Why each prompt position without KV had none."""
@@ -185,13 +192,14 @@ class TurnRecord:
         self.output_tokens = len(self.token_ids)
         self.output_sha256 = hashlib.sha256(self.token_ids.tobytes()).hexdigest()
 
-    def account(self, cost: CostModel, chunk_tokens: int) -> None:
-        """What it computed again in seconds, and its ledger, once it is over."""
+    def account(self, cost: CostModel, prices: PositionPrices, chunk_tokens: int) -> None:
+        """What it computed again and what it found in seconds, and its ledger, once it is over."""
         if self.history_tokens is not None:
-            self.recomputed_s = seconds_of(self.missed, self.history_tokens, cost, chunk_tokens)
+            self.recomputed_s = seconds_of(self.missed, self.history_tokens, prices)
+            self.saved_s = tuple(prices.of(runs) for runs in self.found)
         if self.ttft_ms is not None and self.missed:
             self.misses = ledger_of(self.missed, self.ttft_ms, cost, chunk_tokens)
-        self.missed = ()
+        self.missed = self.found = ()
 
     # -- outside the engine -------------------------------------------------------------------------------------------
 

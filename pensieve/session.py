@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from pensieve.hint import Hint
+from pensieve.holding import Account
 from pensieve.ledger import Loss
 from pensieve.request import TokenArray
 
@@ -170,7 +171,8 @@ class Session:
     one does. turns: that were asked of it, whatever became of them. chunks: where a cache with chunk records has its KV.
     tenant: it shares no KV with conversations of others. hint: what its client said of the time after its last reply; None:
     nothing, or that turn did not come to its end. It stands until the next turn is over. memo: what the eviction policy has
-    noted of it. inherited: leading tokens that it began with and that another conversation had computed.
+    noted of it. inherited: leading tokens that it began with and that another conversation had computed. account: what it
+    has held of each tier, where that is counted.
     """
 
     name: str
@@ -189,6 +191,7 @@ class Session:
     hint: Hint | None = None
     memo: Any = None
     inherited: int = 0
+    account: Account | None = None
 
     def append(self, token: int) -> None:
         """A token was generated."""
@@ -227,11 +230,15 @@ class Session:
         """A request of it runs from now on."""
         self.running = True
         self.last_active_s = now_s
+        if self.account is not None:
+            self.account.start()
 
     def stop(self, now_s: float) -> None:
         """The request ended or was preempted. The last token it has is known, and its KV is for the next one to compute."""
         self.running = False
         self.last_active_s = now_s
+        if self.account is not None:
+            self.account.stop()
         self.computed = min(self.computed, max(len(self.tokens) - 1, 0))
 
     def mark_waiting(self, arrival: int) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pensieve.errors import ConfigError
 
+GIB = 2**30
 _BYTES = {
     "b": 1,
     "kb": 10**3,
@@ -15,7 +16,7 @@ _BYTES = {
     "tb": 10**12,
     "kib": 2**10,
     "mib": 2**20,
-    "gib": 2**30,
+    "gib": GIB,
     "tib": 2**40,
 }
 _TOKENS = {"token": 1, "tokens": 1, "tok": 1, "ktokens": 1000, "mtokens": 1_000_000}

@@ -16,6 +16,7 @@ from pensieve.cost.base import CostModel
 from pensieve.engine import Engine
 from pensieve.errors import WorkerError
 from pensieve.eviction.base import EvictionPolicy, PolicyContext
+from pensieve.holding import Held, Tier
 from pensieve.idle_sessions import MemoryLimits
 from pensieve.plan import StartReport
 from pensieve.record import Event, TurnRecord
@@ -145,6 +146,22 @@ class EngineSystem(ABC):
         to be called before the first request."""
         self.engine.cache.watch_content()
 
+    def count_holding(self) -> None:
+        """Count what each conversation holds of each tier; to be called before the first request."""
+        self.engine.cache.at(self.clock.now_ns())
+        self.engine.cache.count_holding()
+
+    def holdings(self) -> dict[tuple[str, Tier], Held]:
+        """By conversation and tier until now, where `count_holding` was called; for when nothing runs."""
+        cache = self.engine.cache
+        cache.at(self.clock.now_ns())
+        return {} if cache.holding is None else cache.holding.until_now()
+
+    @property
+    def block_bytes(self) -> int:
+        """Of KV in a block, all devices together."""
+        return self._chunk_tokens * self._model.kv_bytes_per_token
+
     @abstractmethod
     def begin(self, request: Request, listener: Listener) -> None:
         """See AnsweringSystem."""
@@ -183,12 +200,11 @@ class EngineSystem(ABC):
     def counters(self) -> dict[str, float]:
         engine = self.engine
         cache, scheduler, own = engine.cache.counters, engine.scheduler.counters, engine.counters
-        block_bytes = self._chunk_tokens * self._model.kv_bytes_per_token
         return {
             "evicted_chunks": cache.evicted_chunks,
             "dropped_chunks": cache.dropped_chunks,
-            "swapped_in_bytes": cache.swapped_in_blocks * block_bytes,
-            "swapped_out_bytes": cache.swapped_out_blocks * block_bytes,
+            "swapped_in_bytes": cache.swapped_in_blocks * self.block_bytes,
+            "swapped_out_bytes": cache.swapped_out_blocks * self.block_bytes,
             "suspended_requests": scheduler.preempted,
             "deferred_requests": scheduler.deferred,
             "steps": own.steps,

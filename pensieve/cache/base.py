@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pensieve.cost.base import CostModel
+from pensieve.holding import Holding
 from pensieve.ledger import Loss, Missed, joined
 from pensieve.plan import Copy, DiskLoad, DiskStore
 from pensieve.request import TokenArray
@@ -14,6 +15,26 @@ from pensieve.session import Session
 
 Run = tuple[int, int]
 """Half-open interval of positions."""
+
+
+def without(runs: Iterable[Run], gone: Iterable[Run]) -> tuple[Run, ...]:
+    """What is left of them."""
+    left = list(runs)
+    for first, last in gone:
+        parts = [((start, min(stop, first)), (max(start, last), stop)) for start, stop in left]
+        left = [part for both in parts for part in both if part[0] < part[1]]
+    return tuple(left)
+
+
+def merged(runs: Iterable[Run]) -> tuple[Run, ...]:
+    """Ascending intervals, neighbours as one."""
+    found: list[Run] = []
+    for start, stop in runs:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +45,7 @@ class Residency:
     elsewhere: at most so many leading tokens were in another conversation before, whose blocks may serve this one; anywhere:
     the same of any conversation, this one included. None: not known. They say what could have hit, not what did.
     missed: why those positions without KV that were computed before, or would have been but for an edit, have none.
+    on_cpu, on_disk: the positions that cpu_hit and disk_hit count.
     """
 
     prompt: int
@@ -35,6 +57,8 @@ class Residency:
     anywhere: int | None = None
     missed: tuple[Missed, ...] = ()
     disk_hit: int = 0
+    on_cpu: tuple[Run, ...] = ()
+    on_disk: tuple[Run, ...] = ()
 
     @property
     def recomputed(self) -> int:
@@ -46,14 +70,22 @@ class Residency:
 
     def with_disk(self, read: Iterable[Run]) -> Residency:
         """The same, with these positions found on disk."""
-        missed, found = list(self.missed), 0
+        missed, found = list(self.missed), []
         for start, stop in read:
             end = min(stop, self.history)
-            found += max(0, end - start)
+            if start < end:
+                found.append((start, end))
             left = [replace(one, stop=min(one.stop, start)) for one in missed]
             left += [replace(one, start=max(one.start, end)) for one in missed]
             missed = sorted((one for one in left if one.start < one.stop), key=lambda one: one.start)
-        return replace(self, disk_hit=self.disk_hit + found, missed=joined(missed))
+        hit = self.disk_hit + sum(stop - start for start, stop in found)
+        return replace(self, disk_hit=hit, missed=joined(missed), on_disk=(*self.on_disk, *found))
+
+    @property
+    def on_gpu(self) -> tuple[Run, ...]:
+        """The positions that gpu_hit and shared_hit count."""
+        elsewhere = [(one.start, one.stop) for one in self.missed if one.start < self.history]
+        return without(((0, self.history + self.shared_hit),), (*elsewhere, *self.on_cpu, *self.on_disk))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +122,13 @@ class Admission:
         """Where the history was, what is read from disk included."""
         return self.residency.with_disk(self.read) if self.read else self.residency
 
+    @property
+    def spared(self) -> tuple[tuple[Run, ...], ...]:
+        """The positions that were found and are not computed again, by tier (holding.TIERS)."""
+        found = self.found
+        loaded = without(found.on_cpu, self.work) if self.cpu_recomputed_tokens else found.on_cpu
+        return found.on_gpu, loaded, found.on_disk
+
 
 @dataclass(slots=True)
 class CacheCounters:
@@ -125,6 +164,8 @@ class CacheManager(ABC):
         self.counters = CacheCounters()
         self.taker = Loss("", 0.0)
         """For whose request room is being made: what is given up meanwhile is its doing. The scheduler says it."""
+        self.holding: Holding | None = None
+        """What each conversation holds, where that is counted."""
         self.sessions: dict[str, Session] = {}
         self._sessions_made = 0
 
@@ -257,6 +298,7 @@ class CacheManager(ABC):
     def make_room_for(self, session: Session, now_s: float) -> None:
         """What is given up from now on is given up for a request of this conversation."""
         self.taker = Loss(session.name, now_s)
+        self.at(round(now_s * 1e9))
 
     # -- evict --------------------------------------------------------------------------------------------------------
 
@@ -308,11 +350,29 @@ class CacheManager(ABC):
         where they can share; told before the first request, if at all."""
         return None
 
+    def count_holding(self) -> None:
+        """From now on count what each conversation holds of each tier (holding.py); told before the first request, and after
+        `use_disk`, if at all. Memory for it grows with the conversations ever asked."""
+        assert not self._sessions_made
+        self.holding = Holding()
+        self._count_blocks(self.holding)
+
+    @abstractmethod
+    def _count_blocks(self, holding: Holding) -> None:
+        """Its pools tell this of every block that they give and take."""
+
+    def at(self, now_ns: int) -> None:
+        """What is done to the cache from now on happens at this moment."""
+        if self.holding is not None:
+            self.holding.now_ns = now_ns
+
     def open(self, name: str, now_s: float, tenant: str = "") -> Session:
         """The conversation of that name, made if new."""
         session = self.sessions.get(name)
         if session is None:
             session = self.sessions[name] = Session(name, self._sessions_made, now_s, now_s, tenant=tenant)
+            if self.holding is not None:
+                session.account = self.holding.open(session.number, name)
             self._sessions_made += 1
         return session
 

@@ -12,12 +12,13 @@ decided before it have left: a slot may be given to another chunk while it is st
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-from pensieve.cache.base import Run
+from pensieve.cache.base import Run, without
 from pensieve.cache.block_hash import BlockHash, HashChain
 from pensieve.cache.tiers import missing_runs
 from pensieve.cost.base import CostModel, predicted_s
+from pensieve.holding import NOBODY_NOW, Holders
 from pensieve.plan import DiskLoad, DiskStore
 from pensieve.session import Session, runs_of
 
@@ -49,6 +50,7 @@ class DiskTier:
         self._chains: dict[int, HashChain] = {}  # by session number
         self._work: list[DiskStore | DiskLoad] = []
         self._reading: dict[int, int] = {}  # chunks by ticket
+        self._holders: Holders | None = None
 
     # -- query --------------------------------------------------------------------------------------------------------
 
@@ -83,7 +85,7 @@ class DiskTier:
         work = list(missing_runs(session, len(session.tokens), size))
         waiting = sum(self._reading.values())
         for first, stop in runs_of(wanted):
-            rest = list(_without(work, (first * size, stop * size)))
+            rest = list(without(work, ((first * size, stop * size),)))
             computes_s, rest_s = predicted_s(self._cost, work, size), predicted_s(self._cost, rest, size)
             first_layer_s = (waiting + (stop - first) / layers) * self._load_s
             reads_s = (waiting + stop - first) * self._load_s
@@ -104,13 +106,20 @@ class DiskTier:
         for index in range(start, stop):
             # The last token's KV may be there, of a turn that was undone, and not count: its chunk has no name.
             if index < len(names) and lengths[index] == size:
-                self._store(names[index], on_gpu, blocks[index])
+                self._store(names[index], on_gpu, blocks[index], session.number)
 
-    def _store(self, name: BlockHash, on_gpu: bool, block: int) -> None:
+    def _store(self, name: BlockHash, on_gpu: bool, block: int, holder: int) -> None:
         if name in self._slots:
             self._slots.move_to_end(name)
+            self._pass_on([self._slots[name]], holder)
             return
-        slot = self._free.pop() if self._free else self._slots.popitem(last=False)[1]
+        if self._free:
+            slot = self._free.pop()
+            if self._holders is not None:
+                self._holders.give(slot, 1, holder)
+        else:
+            slot = self._slots.popitem(last=False)[1]
+            self._pass_on([slot], holder)
         self._slots[name] = slot
         self._work.append(DiskStore(name, slot, on_gpu, block))
         self.counts["disk_stored_chunks"] += 1
@@ -123,7 +132,9 @@ class DiskTier:
         blocks = tuple(session.chunks.gpu[index] for index in indices)
         for name in chosen:
             self._slots.move_to_end(name)
-        self._work.append(DiskLoad(ticket, tuple(chosen), tuple(self._slots[name] for name in chosen), blocks))
+        slots = tuple(self._slots[name] for name in chosen)
+        self._pass_on(slots, session.number)
+        self._work.append(DiskLoad(ticket, tuple(chosen), slots, blocks))
         self._reading[ticket] = len(chosen)
         self.counts["disk_loaded_chunks"] += len(chosen)
 
@@ -144,6 +155,8 @@ class DiskTier:
             slot = self._slots.pop(name, None)
             if slot is not None:
                 self._free.append(slot)
+                if self._holders is not None:
+                    self._holders.take(slot, 1)
 
     # -- conversations ------------------------------------------------------------------------------------------------
 
@@ -158,6 +171,16 @@ class DiskTier:
         self.missing(list(self._chain(session).upto(session.tokens, session.computed)))
         del self._chains[session.number]
 
+    def count_holding(self, holders: Holders) -> None:
+        """From now on tell who pays for a slot: the conversation that wrote or read it last."""
+        self._holders = holders
+        for slot in self._slots.values():
+            holders.give(slot, 1, NOBODY_NOW)
+
+    def _pass_on(self, slots: Sequence[int], holder: int) -> None:
+        if self._holders is not None:
+            self._holders.pass_on(slots, holder)
+
     def check(self) -> None:
         """Assert that every slot is free or a chunk's."""
         assert sorted([*self._free, *self._slots.values()]) == list(range(self.slots))
@@ -167,11 +190,3 @@ class DiskTier:
         if chain is None:
             chain = self._chains[session.number] = HashChain(self._size, session.tenant)
         return chain
-
-
-def _without(runs: Iterable[Run], gone: Run) -> Iterator[Run]:
-    """What is left of them."""
-    for start, stop in runs:
-        for left in ((start, min(stop, gone[0])), (max(start, gone[1]), stop)):
-            if left[0] < left[1]:
-                yield left

@@ -55,14 +55,18 @@ def check_tiers(tiers: Tiers, sessions: Collection[Session]) -> None:
 def _check_pools(tiers: Tiers, sessions: Collection[Session]) -> None:
     """Every block is free, in quarantine, or a chunk's: exactly one of these."""
     for on_gpu, pool in ((True, tiers.gpu), (False, tiers.cpu)):
-        held = [
-            block
+        owned = [
+            (block, session.number)
             for session in sessions
             for chunk in session.chunks
             if (block := chunk.gpu if on_gpu else chunk.cpu) is not None
         ]
-        held += tiers.transfers.quarantined(on_gpu)
+        held = [*(block for block, _ in owned), *tiers.transfers.quarantined(on_gpu)]
         free = pool.free_blocks()
+        if pool.holders is not None:
+            assert all(pool.holders.of(block) is None for block in free)
+            assert all(pool.holders.of(block) is not None for block in held)
+            assert all(pool.holders.of(block) == number for block, number in owned), "another one pays"
         assert len(free) == pool.free
         assert len(held) == len(set(held)), "a block belongs to two chunks"
         assert not free & set(held), "a free block is in use"

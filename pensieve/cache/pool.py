@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from pensieve.holding import NOBODY_NOW, Holders
+
 
 class BlockPool:
     """Free blocks as maximal extents, so that neighbours can be handed out together.
@@ -20,11 +22,14 @@ class BlockPool:
         self._classes: list[dict[int, None]] = [{} for _ in range(blocks.bit_length() + 1)]
         self._sizes = 0  # a bit for each class that has an extent
         self.free = 0
+        self.holders: Holders | None = None
+        """Who pays for each block, where that is counted."""
         if blocks:
             self._put(0, blocks)
 
-    def allocate(self, count: int) -> tuple[int, ...]:
-        """`count` free blocks, in as few runs as the classes give quickly; the caller has checked that there are enough."""
+    def allocate(self, count: int, holder: int = NOBODY_NOW) -> tuple[int, ...]:
+        """`count` free blocks, in as few runs as the classes give quickly; the caller has checked that there are enough.
+        holder: the number of the conversation that pays for them."""
         assert count <= self.free, f"{count} blocks asked, {self.free} free"
         taken: list[int] = []
         while count:
@@ -33,12 +38,14 @@ class BlockPool:
             self._cut(start)
             used = min(length, count)
             taken.extend(range(start, start + used))
+            if self.holders is not None:
+                self.holders.give(start, used, holder)
             if used < length:
                 self._put(start + used, length - used)
             count -= used
         return tuple(taken)
 
-    def allocate_after(self, block: int | None, count: int) -> list[int]:
+    def allocate_after(self, block: int | None, count: int, holder: int = NOBODY_NOW) -> list[int]:
         """The blocks behind this one as far as they are free, so that chunks that come one after another lie in runs. The
         others in the middle of the longest free extents, where there is room to go on. The caller has checked that there are
         so many."""
@@ -54,12 +61,16 @@ class BlockPool:
                 offset = max(0, min(length // 2, length - lacking))
             used = min(length - offset, lacking)
             self._take(start, offset, used)
+            if self.holders is not None:
+                self.holders.give(start + offset, used, holder)
             taken.extend(range(start + offset, start + offset + used))
             block = taken[-1]
         return taken
 
     def release(self, blocks: Iterable[int]) -> None:
         for first, length in _extents(blocks):
+            if self.holders is not None:
+                self.holders.take(first, length)
             self._release(first, length)
 
     def free_blocks(self) -> set[int]:

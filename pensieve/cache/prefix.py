@@ -10,6 +10,7 @@ from pensieve.cache.block_hash import BlockHash, HashChain
 from pensieve.cache.one_tier import OneTier
 from pensieve.cache.pool import BlockPool
 from pensieve.eviction.base import EvictionPolicy
+from pensieve.holding import Holding
 from pensieve.ledger import Loss, Missed
 from pensieve.request import TokenArray
 from pensieve.session import Session, chunks_of
@@ -74,7 +75,7 @@ class PrefixCache(OneTier):
             return first, ()
         if count > self.available:
             return None
-        table.extend(self._take(count))
+        table.extend(self._take(session, count))
         return first, tuple(table[first:])
 
     def advance(self, session: Session, runs: Iterable[Run]) -> None:
@@ -134,6 +135,9 @@ class PrefixCache(OneTier):
 
     # -- how --------------------------------------------------------------------------------------------------------
 
+    def _count_blocks(self, holding: Holding) -> None:
+        self.gpu.holders = holding.column("gpu", self.gpu_blocks)
+
     def _match(self, session: Session, tokens: TokenArray[int], limit: int) -> list[int]:
         found = []
         for name in self._chains[session.number].upto(tokens, len(tokens))[: limit // self.chunk_tokens]:
@@ -151,7 +155,9 @@ class PrefixCache(OneTier):
         for block in matched:
             self._references[block] = self._references.get(block, 0) + 1
             self._idle.pop(block, None)
-        fresh = self._take(chunks_of(length + 1, self.chunk_tokens) - len(matched))
+        if self.gpu.holders is not None and matched:
+            self.gpu.holders.pass_on(matched, session.number)
+        fresh = self._take(session, chunks_of(length + 1, self.chunk_tokens) - len(matched))
         self._tables[session.number] = [*matched, *fresh]
         found = len(matched) * self.chunk_tokens
         self._computed[session.number] = found
@@ -174,12 +180,12 @@ class PrefixCache(OneTier):
         again = max(0, session.computed - found)
         return Admission(residency, ((found, length),), tuple(self._tables[session.number]), (), 0, again)
 
-    def _take(self, count: int) -> tuple[int, ...]:
+    def _take(self, session: Session, count: int) -> tuple[int, ...]:
         for _ in range(count - self.gpu.free):
             block = next(iter(self._idle))
             self._evict(block)
             self.gpu.release((block,))
-        blocks = self.gpu.allocate(count)
+        blocks = self.gpu.allocate(count, session.number)
         for block in blocks:
             self._references[block] = 1
         return blocks

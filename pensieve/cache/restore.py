@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from operator import gt
 from typing import Literal, get_args
 
-from pensieve.cache.base import CacheCounters, Run
+from pensieve.cache.base import CacheCounters, Run, merged
 from pensieve.cache.tiers import missing_runs
 from pensieve.cost.base import CostModel
 from pensieve.errors import ConfigError
@@ -58,7 +58,7 @@ class RestoreTimes:
         leading = Leading(on_cpu)
 
         def computes_longer(recomputed: int) -> bool:
-            below, _ = _cut_at(_merged(missing, leading.runs(recomputed)), on_cpu[recomputed][0])
+            below, _ = _cut_at(merged(sorted((*missing, *leading.runs(recomputed)))), on_cpu[recomputed][0])
             return self._alone_s(below) >= (backlog + chunks - recomputed) * self.cost.load_s()
 
         # What is computed before the loads are needed grows with the split and the time of the loads falls, so they cross
@@ -73,7 +73,7 @@ class RestoreTimes:
 
     def finish_s(self, missing: Sequence[Run], leading: Leading, recomputed: int, backlog: int) -> float:
         """Seconds until everything is there and computed, if the first `recomputed` chunks on CPU are not loaded."""
-        work = _merged(missing, leading.runs(recomputed))
+        work = merged(sorted((*missing, *leading.runs(recomputed))))
         loads = len(leading.chunks) - recomputed
         if not loads:
             return self._alone_s(work)
@@ -179,17 +179,6 @@ class Leading:
 
 def _tokens(runs: Iterable[Run]) -> int:
     return sum(stop - start for start, stop in runs)
-
-
-def _merged(missing: Sequence[Run], chunks: Sequence[Run]) -> list[Run]:
-    """Ascending and disjoint runs of both, neighbours joined."""
-    merged: list[Run] = []
-    for start, stop in sorted((*missing, *chunks)):
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], stop)
-        else:
-            merged.append((start, stop))
-    return merged
 
 
 def _cut_at(runs: Sequence[Run], position: int) -> tuple[list[Run], list[Run]]:

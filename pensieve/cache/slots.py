@@ -10,6 +10,7 @@ from pensieve.cache.base import Admission, Demand, Residency, Run
 from pensieve.cache.one_tier import OneTier
 from pensieve.errors import CapacityError, ConfigError
 from pensieve.eviction.base import EvictionPolicy
+from pensieve.holding import Holders, Holding
 from pensieve.ledger import Loss, Missed
 from pensieve.request import TokenArray, tokens_of
 from pensieve.session import Session, chunks_of, common_prefix
@@ -78,6 +79,7 @@ class SlotCache(OneTier):
         self.slot_prompt_similarity = slot_prompt_similarity
         self.slots = [Slot(number, tuple(range(number * each, (number + 1) * each))) for number in range(n_slots)]
         self._slot_of: dict[int, Slot] = {}
+        self._holders: Holders | None = None
         self._lost: dict[int, Loss] = {}  # conversation -> who has overwritten the slot it was in last
 
     @property
@@ -125,6 +127,9 @@ class SlotCache(OneTier):
             held = min(len(slot.tokens), len(session.tokens))
             if slot.session is None and held and _shared(slot, session) == held:
                 slot.tokens = tokens_of([])
+                slot.last = None
+                if self._holders is not None:
+                    self._holders.take(slot.blocks[0], len(slot.blocks))
         self._lost.pop(session.number, None)
         self.truncate(session, 0)
         del self.sessions[session.name], self._chains[session.number]
@@ -149,11 +154,23 @@ class SlotCache(OneTier):
         del slot.tokens[found:]
         if overwritten and slot.last is not None and slot.last is not session:
             self._lost[slot.last.number] = self.taker
+        self._pay(slot, session)
         slot.session = slot.last = session
         slot.tenant = session.tenant
         self._slot_of[session.number] = slot
         session.start(now_s)
         return found
+
+    def _count_blocks(self, holding: Holding) -> None:
+        self._holders = holding.column("gpu", self.gpu_blocks)
+
+    def _pay(self, slot: Slot, session: Session) -> None:
+        if self._holders is None:
+            return
+        if slot.last is None:
+            self._holders.give(slot.blocks[0], len(slot.blocks), session.number)
+        else:
+            self._holders.pass_on(slot.blocks, session.number)
 
     def _choose(self, session: Session) -> Slot:
         idle = [slot for slot in self.slots if slot.session is None]

@@ -41,7 +41,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
-from pensieve.cache.base import CacheCounters, Residency, Run
+from pensieve.cache.base import CacheCounters, Residency, Run, merged
 from pensieve.cache.loops import Victim
 from pensieve.cache.pool import BlockPool
 from pensieve.cache.victims import VictimIndex
@@ -237,6 +237,9 @@ class Tiers:
                 continue
             new.take(index, old, lost=self.taker)
             self._set_views(source, index, bytes(1))
+        for pool, blocks in ((self.gpu, new.gpu), (self.cpu, new.cpu)):
+            if pool.holders is not None:
+                pool.holders.pass_on([block for block in blocks if block != NO_BLOCK], target.number)
         self.update(target, 0, count)
 
     # -- copies -----------------------------------------------------------------------------------------------------
@@ -648,7 +651,7 @@ class CpuRoom:
         blocks = session.chunks.cpu
         for first, end in runs_of(index for index in range(start, stop) if blocks[index] == NO_BLOCK):
             behind = blocks[first - 1] if first and blocks[first - 1] != NO_BLOCK else None
-            blocks[first:end] = array("i", self._tiers.cpu.allocate_after(behind, end - first))
+            blocks[first:end] = array("i", self._tiers.cpu.allocate_after(behind, end - first, session.number))
 
 
 def residency_of(
@@ -661,6 +664,7 @@ def residency_of(
     found = min(history, keep)
     chunks = session.chunks
     missed = []
+    beside: list[Run] = []  # on CPU
     left = found
     for index, (on_gpu, on_cpu, loss) in enumerate(zip(chunks.gpu_len, chunks.cpu_len, chunks.lost, strict=True)):
         if left <= 0:
@@ -670,7 +674,9 @@ def residency_of(
             on_gpu, on_cpu = 0, max(on_gpu, on_cpu)
         gpu_hit += min(on_gpu, wanted)
         if on_gpu < wanted:
-            cpu_hit += max(0, min(on_cpu, wanted) - on_gpu)
+            if (stop := min(on_cpu, wanted)) > on_gpu:
+                cpu_hit += stop - on_gpu
+                beside.append((found - left + on_gpu, found - left + stop))
             resident = max(on_gpu, on_cpu)
             if resident < wanted:
                 start = found - left
@@ -680,7 +686,16 @@ def residency_of(
     missed.append(Missed(min(len(chunks) * chunk_tokens, found), found, "never_stored"))
     missed.append(Missed(found, history, "edited"))  # known to the workload, at another place
     elsewhere = min(found, session.inherited)
-    return Residency(prompt, history, gpu_hit, cpu_hit, elsewhere=elsewhere, anywhere=history, missed=joined(missed))
+    return Residency(
+        prompt,
+        history,
+        gpu_hit,
+        cpu_hit,
+        elsewhere=elsewhere,
+        anywhere=history,
+        missed=joined(missed),
+        on_cpu=merged(beside),
+    )
 
 
 def missing_runs(session: Session, length: int, chunk_tokens: int, cpu_too: bool = False) -> tuple[Run, ...]:

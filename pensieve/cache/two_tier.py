@@ -16,6 +16,7 @@ from pensieve.cache.tiers import CpuRoom, Tiers, missing_runs, residency_of
 from pensieve.cache.victims import VictimIndex
 from pensieve.cost.base import CostModel
 from pensieve.eviction.base import EvictionPolicy, as_policy
+from pensieve.holding import Holding
 from pensieve.plan import Copy, DiskLoad, DiskStore
 from pensieve.request import TokenArray
 from pensieve.session import NO_BLOCK, Session, View, chunks_of, repeated, runs_of
@@ -136,7 +137,7 @@ class TwoTierCache(CacheManager):
             return first, ()
         if count > self.available:
             return None
-        blocks = self._take_gpu(count, now_s, behind=session.chunks[-1].gpu if count == 1 and first else None)
+        blocks = self._take_gpu(session, count, now_s, behind=session.chunks[-1].gpu if count == 1 and first else None)
         session.chunks.add(count)
         session.chunks.gpu[first:] = array("i", blocks)
         return first, blocks
@@ -150,7 +151,7 @@ class TwoTierCache(CacheManager):
         self._running += 1
         tiers.pin(session)
         lacking = runs_of(index for index, block in enumerate(chunks.gpu) if block == NO_BLOCK)
-        blocks = self._take_gpu(sum(stop - start for start, stop in lacking), now_s)
+        blocks = self._take_gpu(session, sum(stop - start for start, stop in lacking), now_s)
         taken = 0
         for start, stop in lacking:
             chunks.gpu[start:stop] = array("i", blocks[taken : taken + stop - start])
@@ -306,7 +307,7 @@ class TwoTierCache(CacheManager):
         behind = [index for index, view in enumerate(chunks.view) if view == View.CPU_ONLY][:most]
         if not behind:
             return ()
-        for index, block in zip(behind, self._take_gpu(len(behind), now_s), strict=True):
+        for index, block in zip(behind, self._take_gpu(session, len(behind), now_s), strict=True):
             chunks.gpu[index] = block
         self._early.setdefault(session.number, set()).update(behind)
         return self.tiers.copy_in(session, runs_of(behind))
@@ -341,17 +342,25 @@ class TwoTierCache(CacheManager):
         moves = [tiers.outward(sessions[number], start, stop) for number, start, stop in tiers.dirty.spans(kept)]
         return tiers.copy_out(moves, kept, urgent)
 
-    def _take_gpu(self, count: int, now_s: float, behind: int | None = None) -> tuple[int, ...]:
-        """Free blocks, reclaimed from clean chunks (or, without a CPU tier, dropped) as far as they are lacking."""
+    def _take_gpu(self, session: Session, count: int, now_s: float, behind: int | None = None) -> tuple[int, ...]:
+        """Free blocks for it, reclaimed from clean chunks (or, without a CPU tier, dropped) as far as they are lacking."""
         pool = self.tiers.gpu
         lacking = count - pool.free
         taken = self.reclaim(lacking, now_s)
         if taken < lacking:
             assert not self.cpu_blocks, "admission took more blocks than are available"
             self.drop(lacking - taken, now_s)
-        return pool.allocate(count) if behind is None else tuple(pool.allocate_after(behind, count))
+        if behind is None:
+            return pool.allocate(count, session.number)
+        return tuple(pool.allocate_after(behind, count, session.number))
 
     # -- lifecycle ----------------------------------------------------------------------------------------------------
+
+    def _count_blocks(self, holding: Holding) -> None:
+        self.tiers.gpu.holders = holding.column("gpu", self.gpu_blocks)
+        self.tiers.cpu.holders = holding.column("cpu", self.cpu_blocks)
+        if self.disk is not None:
+            self.disk.count_holding(holding.column("disk", self.disk.slots))
 
     def expect(self, session: Session, next_use_s: float | None) -> None:
         super().expect(session, next_use_s)

@@ -31,7 +31,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-SCHEMA_VERSION = "0004"
+SCHEMA_VERSION = "0005"
 VERSION_TABLE = "pensieve_schema_version"
 """Shaped like Alembic's own (one row, `version_num`), under a name that an MLflow store in the same database does not
 use."""
@@ -265,6 +265,20 @@ miss_table = Table(  # the ledger: lines of one turn may share a cause
     Column("ms", Float, nullable=False),
 )
 """Why prompt tokens of a turn had no KV, see ledger.py: its tokens are prompt - hits, its ms the turn's ttft_ms."""
+
+
+holding_table = Table(
+    "holding",
+    Base.metadata,
+    Column("trial_id", ForeignKey("trial.id", ondelete=CASCADE), primary_key=True),
+    Column("session", Text, primary_key=True),
+    Column("tier", Text, primary_key=True),  # gpu, cpu, disk
+    Column("gib_s", Float, nullable=False),
+    Column("saved_s", Float, nullable=False),
+    Column("idle_gib_s", Float, nullable=False),
+)
+"""What a conversation held over the whole trial, see holding.py, and the seconds of prefill that what it found there saved,
+over all its turns, warm-up included. idle_gib_s: the part of gib_s while no request of it ran."""
 
 
 class ArtifactRow(Base):

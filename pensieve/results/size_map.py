@@ -24,6 +24,7 @@ from pensieve.errors import MissingSeries
 from pensieve.results.schema import Sweep
 from pensieve.results.store import JobResult, ResultsStore
 from pensieve.statistics import Estimate, bootstrap_mean
+from pensieve.units import GIB
 
 Place = tuple[int, int]
 """Indices of a cell's GPU size and CPU size, from the smallest on."""
@@ -40,8 +41,6 @@ SHOWN = {
     "bound": "share",
 }
 """What is told of a cell, with units. found: the share of tokens whose KV was found; bound: the most of it that could be."""
-
-GIB = 2**30
 
 
 class Prices(BaseModel):

@@ -18,6 +18,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from pensieve.errors import ResultsError, TrialRunning
+from pensieve.holding import Tier
 from pensieve.metrics import Metric
 from pensieve.record import TurnRecord
 from pensieve.results.database import Database
@@ -31,6 +32,7 @@ from pensieve.results.schema import (
     Trial,
     TurnRow,
     current_trial,
+    holding_table,
     miss_table,
     sample_table,
     sweep_result,
@@ -56,6 +58,16 @@ class Reading(NamedTuple):
     name: str
     value: float | None
     unit: str
+
+
+class Holding(NamedTuple):
+    """One row of table `holding`."""
+
+    session: str
+    tier: Tier
+    gib_s: float
+    saved_s: float
+    idle_gib_s: float
 
 
 class Artifact(NamedTuple):
@@ -308,6 +320,19 @@ class ResultsStore:
             for miss in turn.misses
         ]
         connection.execute(insert(miss_table), lines)
+
+    def add_holdings(self, trial_id: int, holdings: Iterable[Holding]) -> None:
+        rows = [{**one._asdict(), "trial_id": trial_id} for one in holdings]
+        if rows:
+            with self.database.writing() as connection:
+                connection.execute(insert(holding_table), rows)
+
+    def holdings_of(self, trial_id: int) -> list[Holding]:
+        """By conversation and tier; empty where they were not counted: outside engines, several replicas, older trials."""
+        c = holding_table.c
+        query = select(*(c[name] for name in Holding._fields)).where(c.trial_id == trial_id).order_by(c.session, c.tier)
+        with self.database.reading() as connection:
+            return [Holding(*row) for row in connection.execute(query)]
 
     def add_metrics(self, trial_id: int, metrics: Iterable[Metric]) -> None:
         """A value that is not finite is stored as null, since databases do not agree on how to store it."""

@@ -50,6 +50,7 @@ from pensieve.results.identity import Identity, explain_difference, input_files
 from pensieve.results.schema import Trial
 from pensieve.results.tokens import TokenFile
 from pensieve.trial.fidelity import fidelity_metrics
+from pensieve.trial.holding import holding_metrics, ledger_of_holding
 from pensieve.trial.identity import contended, identity_of
 from pensieve.trial.isolate import run_isolated
 from pensieve.trial.job import Job, Outcome
@@ -246,6 +247,7 @@ def _run(
             started = system.start()
             if isinstance(system, EngineSystem):
                 system.watch_content()
+                system.count_holding()
             deadline.check()
             tracking.store.set_trial(trial_id, **_effective(system, plan, described, started))
             sampler = DeviceSampler(tracking.store, trial_id, meter_of(plan.device), system.clock)
@@ -260,6 +262,7 @@ def _run(
                 live.end()
             others = neighbours.share()
             counted = system.counters()
+            held = system.holdings() if isinstance(system, EngineSystem) else {}
         finally:
             system.close()
     if timeline is not None:
@@ -283,8 +286,12 @@ def _run(
     metrics += sampler.metrics(start_s, end_s, output)
     metrics += _processes(counted if own is None else {"processes_peak_bytes": own.peak_bytes})
     metrics.append(Metric("allocator_peak_bytes", allocator_peak_bytes(plan.device), "bytes"))
-    prices = Prices(system.cost, system.engine.cache.chunk_tokens) if isinstance(system, EngineSystem) else None
+    prices = Prices(system.cost, system.chunk_tokens) if isinstance(system, EngineSystem) else None
     metrics += bound_metrics(record.turns, _capacity(system), prices)
+    if isinstance(system, EngineSystem) and prices is not None:
+        holdings = ledger_of_holding(held, record.turns, system.block_bytes)
+        tracking.store.add_holdings(trial_id, holdings)
+        metrics += holding_metrics(holdings, prices, record.turns, system.chunk_tokens)
     if isinstance(workload, VllmRun):
         metrics += fidelity_metrics(workload.real, workload.seen, record.turns)
     tracking.store.add_metrics(trial_id, metrics)

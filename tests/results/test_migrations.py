@@ -7,6 +7,7 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import inspect, text
+from sqlalchemy.exc import IntegrityError
 
 from pensieve.errors import ResultsError
 from pensieve.ledger import Miss
@@ -14,7 +15,7 @@ from pensieve.record import TurnRecord
 from pensieve.results import database, migrations
 from pensieve.results.database import Database
 from pensieve.results.schema import SCHEMA_VERSION, VERSION_TABLE, Base
-from pensieve.results.store import open_store
+from pensieve.results.store import Holding, open_store
 from tests.results.test_database import in_another_process
 from tests.results.test_schema import CONTRACT
 
@@ -107,7 +108,7 @@ def test_a_database_of_version_1_opens_and_reads(old):
 def test_version_2_adds_what_each_job_shows_and_finds_metrics_by_name(old):
     before = contents(old)
     open_store(old.parent)
-    assert {**contents(old), "turn": [], "miss": []} == {**before, "turn": [], "miss": []}
+    assert {**contents(old), "turn": [], "miss": [], "holding": []} == {**before, "turn": [], "miss": [], "holding": []}
     with sqlite3.connect(old) as connection:
         assert connection.execute("SELECT * FROM sweep_result ORDER BY job").fetchall() == [(1, 0, 1), (1, 1, 2)]
         plan = connection.execute(
@@ -214,3 +215,16 @@ def test_version_4_counts_history_found_on_disk(old):
     assert [t.disk_hit_tokens for t in store.turns_of(1)] == [0 if known else None for _, known in sorted(told)]
     store.add_turns(1, [TurnRecord("c", 0, ordinal=6, disk_hit_tokens=64)])
     assert [t.disk_hit_tokens for t in store.turns_of(1)][-1] == 64
+
+
+def test_version_5_adds_what_conversations_held_and_it_goes_with_its_trial(old):
+    store = open_store(old.parent)
+    assert store.holdings_of(1) == []
+    held = [Holding("a", "cpu", 1.5, 0.0, 1.5), Holding("a", "gpu", 2.5, 0.25, 2.0)]
+    store.add_holdings(1, held)
+    assert store.holdings_of(1) == held
+    with pytest.raises(IntegrityError):
+        store.add_holdings(1, held[:1])
+    with store.database.writing() as connection:
+        connection.execute(text("DELETE FROM trial WHERE id = 1"))
+        assert connection.execute(text("SELECT count(*) FROM holding")).scalar() == 0

@@ -1,0 +1,140 @@
+"""What keeping costs: how many blocks of each tier each conversation has held, and for how long.
+
+A block is held from the moment it is taken from its pool until it is back: while it is reserved, while it holds KV, and
+while it waits in quarantine. At any moment exactly one conversation pays for it, the last it was given to. Of blocks that
+several can use (full blocks of prefix_cache, chunks on disk) that is the one that began to run with it last, or wrote it:
+it is for the sake of its last use that the block is still there. A slot of llama_slots is paid for as a whole, by the
+conversation that ran in it last. KV that a fork takes with it is the child's from then on.
+
+Amounts are whole block-nanoseconds, so that nothing is lost by rounding: those of all conversations add up to the integral
+of what the tier has given away. A block costs the same work however many there are: the time is subtracted when it comes
+and added when it goes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+Tier = Literal["gpu", "cpu", "disk"]
+TIERS: tuple[Tier, ...] = ("gpu", "cpu", "disk")
+
+EARLIER = "(an earlier run)"
+"""Who pays for chunks that the file store had at the start, until somebody reads them."""
+
+NOBODY_NOW = -1  # the number of EARLIER: no conversation of this run
+_FREE = -2  # of a block that is in its pool
+
+
+class Held(NamedTuple):
+    """Of one conversation and tier. idle_block_ns: the part of it while no request of the conversation ran."""
+
+    block_ns: int
+    idle_block_ns: int
+
+
+class Account:
+    """Of one conversation, by tier: the blocks it has now, and the time of all it had. Those it still has count as though
+    they had been taken at time 0 and given back, so far, never: `until` adds the time that they have been held."""
+
+    __slots__ = ("_blocks", "_book", "_idle_ns", "_ns", "_running", "name")
+
+    def __init__(self, name: str, book: Holding) -> None:
+        self.name, self._book, self._running = name, book, False
+        self._blocks, self._ns, self._idle_ns = ([0] * len(TIERS) for _ in range(3))
+
+    def change(self, tier: int, blocks: int) -> None:
+        """It has so many more from now on, or fewer."""
+        block_ns = blocks * self._book.now_ns
+        self._blocks[tier] += blocks
+        self._ns[tier] -= block_ns
+        if not self._running:
+            self._idle_ns[tier] -= block_ns
+
+    def start(self) -> None:
+        """A request of it runs from now on."""
+        self._run(True)
+
+    def stop(self) -> None:
+        self._run(False)
+
+    def until_now(self, tier: int) -> Held:
+        open_ns = self._blocks[tier] * self._book.now_ns
+        return Held(self._ns[tier] + open_ns, self._idle_ns[tier] + (0 if self._running else open_ns))
+
+    def _run(self, running: bool) -> None:
+        assert running != self._running
+        self._running = running
+        sign = self._book.now_ns if running else -self._book.now_ns
+        for tier, blocks in enumerate(self._blocks):
+            self._idle_ns[tier] += sign * blocks
+
+
+class Holding:
+    """The accounts of all conversations. now_ns: the moment at which what follows happens, as whoever moves blocks says."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+        self._accounts = {NOBODY_NOW: Account(EARLIER, self)}
+
+    def open(self, number: int, name: str) -> Account:
+        """Of a new conversation; one that was forgotten and begins anew under its name gets another."""
+        account = self._accounts[number] = Account(name, self)
+        return account
+
+    def column(self, tier: Tier, blocks: int) -> Holders:
+        """Who pays for each block of a tier: all are free so far."""
+        return Holders(self._accounts, TIERS.index(tier), blocks)
+
+    def until_now(self) -> dict[tuple[str, Tier], Held]:
+        """By conversation and tier, where anything was held."""
+        found: dict[tuple[str, Tier], Held] = {}
+        for account in self._accounts.values():
+            for place, tier in enumerate(TIERS):
+                held = account.until_now(place)
+                if held.block_ns:
+                    before = found.get((account.name, tier), Held(0, 0))
+                    found[account.name, tier] = Held(*map(sum, zip(before, held, strict=True)))
+        return found
+
+
+class Holders:
+    """By block of one tier the number of the conversation that pays for it."""
+
+    def __init__(self, accounts: dict[int, Account], tier: int, blocks: int) -> None:
+        self._accounts, self._tier = accounts, tier
+        self._of = array("i", (_FREE,)) * blocks
+
+    def give(self, first: int, count: int, number: int) -> None:
+        """Free blocks from `first` on to this conversation."""
+        self._of[first : first + count] = array("i", (number,)) * count
+        self._accounts[number].change(self._tier, count)
+
+    def take(self, first: int, count: int) -> None:
+        """They are free again."""
+        self._leave(self._of[first : first + count])
+        self._of[first : first + count] = array("i", (_FREE,)) * count
+
+    def pass_on(self, blocks: Sequence[int], number: int) -> None:
+        """Blocks that are not free are this conversation's from now on."""
+        before = array("i", map(self._of.__getitem__, blocks))
+        if before.count(number) < len(before):
+            self._leave(before)
+            for block in blocks:
+                self._of[block] = number
+            self._accounts[number].change(self._tier, len(before))
+
+    def of(self, block: int) -> int | None:
+        """Who pays for it; None: it is free."""
+        number = self._of[block]
+        return None if number == _FREE else number
+
+    def _leave(self, owners: array[int]) -> None:
+        number, count = owners[0], len(owners)
+        if owners.count(number) == count:
+            self._accounts[number].change(self._tier, -count)
+            return
+        for number, count in Counter(owners).items():
+            self._accounts[number].change(self._tier, -count)

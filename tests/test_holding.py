@@ -1,0 +1,278 @@
+"""What each conversation holds of each tier adds up to what the tiers have given away, to the block and the nanosecond."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from pensieve.cache.base import CacheManager
+from pensieve.cache.block_hash import HashChain
+from pensieve.cache.disk import DiskTier
+from pensieve.cache.prefix import PrefixCache
+from pensieve.cache.slots import SlotCache
+from pensieve.cache.stateless import StatelessCache
+from pensieve.cache.two_tier import TwoTierCache
+from pensieve.clock import VirtualClock
+from pensieve.cost.base import positions_s
+from pensieve.engine import Engine
+from pensieve.eviction.lru import Lru
+from pensieve.holding import EARLIER, Held, Holding
+from pensieve.record import TurnRecord
+from pensieve.request import Fork, tokens_of
+from pensieve.session import Session
+from tests.simulated import MACHINE, make_engine, request
+from tests.test_bound_of_managers import Dear, trace
+from tests.test_windows import CASES, drive
+
+MANAGERS: dict[str, dict[str, Any]] = {
+    "pensieve": {"cache": TwoTierCache, "gpu_blocks": 12, "cpu_blocks": 8},
+    "pensieve, hybrid": {"cache": partial(TwoTierCache, restore="hybrid"), "gpu_blocks": 14, "cpu_blocks": 12},
+    "pensieve, no copies ahead": {"cache": TwoTierCache, "gpu_blocks": 12, "cpu_blocks": 8, "copy_ahead": "never"},
+    "pensieve, one step ahead": {"cache": TwoTierCache, "gpu_blocks": 12, "cpu_blocks": 8, "depth": 2},
+    "pensieve, late copies": {"cache": TwoTierCache, "gpu_blocks": 12, "cpu_blocks": 8, "late": True},
+    "pensieve, disk": {"cache": TwoTierCache, "gpu_blocks": 12, "cpu_blocks": 4, "slots": 20},
+    "gpu_only": {"cache": TwoTierCache, "gpu_blocks": 12, "cpu_blocks": 0},
+    "stateless": {"cache": StatelessCache, "gpu_blocks": 12},
+    "prefix_cache": {"cache": PrefixCache, "gpu_blocks": 12},
+    "llama_slots": {"cache": partial(SlotCache, n_slots=2), "gpu_blocks": 24},
+}
+
+
+class Priced(Dear):
+    """Loads take half of what computing does."""
+
+    def step_s(self) -> float:
+        return 1.0
+
+    def weights_s(self) -> float:
+        return 0.0
+
+    def load_s(self) -> float:
+        return 4.0
+
+
+def engine_of(name: str, rng: random.Random) -> Engine:
+    parts = {"chunk_tokens": 2, "max_batch_tokens": 8, "cost": Dear(), "policy": Lru, **MANAGERS[name]}
+    slots = parts.pop("slots", 0)
+    if parts.pop("late", False):
+        parts["late"] = rng
+    engine = make_engine(hardware=replace(MACHINE, disk_bw=1e9), **parts)
+    if slots:
+        kept = {bytes([number]) * 32: number for number in range(3)}
+        engine.cache.use_disk(slots, 1e-9, 4, Priced(), kept)  # type: ignore[arg-type]
+    engine.cache.set_cost_model(Priced(), 4, 8)  # type: ignore[arg-type]
+    engine.cache.count_holding()
+    return engine
+
+
+def used(cache: CacheManager) -> dict[str, int]:
+    """Blocks that are not free, as the pools themselves count them."""
+    if isinstance(cache, SlotCache):
+        return {"gpu": sum(len(slot.blocks) for slot in cache.slots if slot.last is not None), "cpu": 0, "disk": 0}
+    return {"gpu": cache.gpu_blocks_used, "cpu": cache.cpu_blocks_used, "disk": cache.disk_blocks_used}
+
+
+class Watch:
+    """Integrates what is used, by tier and by conversation, each time the clock is about to move: no account is asked."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.whole: Counter[str] = Counter()
+        self.own: Counter[tuple[str, str]] = Counter()
+        self.idle: Counter[tuple[str, str]] = Counter()
+        assert isinstance(engine.clock, VirtualClock)
+        engine.clock.on_advance = self.advance
+
+    def advance(self, ns: int) -> None:
+        cache, passed = self.engine.cache, ns - self.engine.clock.now_ns()
+        cache.check()
+        for tier, blocks in used(cache).items():
+            self.whole[tier] += blocks * passed
+        for session in cache.sessions.values() if isinstance(cache, TwoTierCache) else ():
+            for tier, column in (("gpu", session.chunks.gpu), ("cpu", session.chunks.cpu)):
+                block_ns = sum(block >= 0 for block in column) * passed
+                self.own[session.name, tier] += block_ns
+                self.idle[session.name, tier] += 0 if session.running else block_ns
+
+
+def held(engine: Engine) -> dict[tuple[str, str], Held]:
+    assert engine.cache.holding is not None
+    engine.cache.at(engine.clock.now_ns())
+    return engine.cache.holding.until_now()  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("name", MANAGERS)
+def test_accounts_add_up_to_what_the_tiers_gave_away(name: str) -> None:
+    """Random conversations that share openings, are edited, cancelled and forgotten, in little room."""
+    seen: Counter[str] = Counter()
+    for chance in range(12):
+        rng = random.Random(chance)
+        engine = engine_of(name, rng)
+        watch = Watch(engine)
+        trace(rng, engine, turns=14)
+        found = held(engine)
+        for tier in ("gpu", "cpu", "disk"):
+            assert sum(one.block_ns for (_, which), one in found.items() if which == tier) == watch.whole[tier]
+            seen[tier] += watch.whole[tier]
+        assert all(0 <= one.idle_block_ns <= one.block_ns for one in found.values())
+        # A block in quarantine has left its chunk and not its account; without copies and plans in flight there is none.
+        for (session, tier), block_ns in watch.own.items():
+            one = found.get((session, tier), Held(0, 0))
+            if name in ("gpu_only", "stateless", "pensieve, no copies ahead"):
+                assert one.idle_block_ns >= watch.idle[session, tier]
+            assert one.block_ns >= block_ns
+        if name in ("gpu_only", "stateless"):
+            assert {key: one.block_ns for key, one in found.items()} == {k: v for k, v in watch.own.items() if v}
+            assert {k: one.idle_block_ns for k, one in found.items()} == {k: watch.idle[k] for k in found}
+    tiers = {tier for tier in seen if seen[tier]}
+    assert tiers == {"gpu"} | ({"cpu"} if "pensieve" in name else set()) | ({"disk"} if "disk" in name else set())
+
+
+@pytest.mark.parametrize("case", ["two tiers", "gpu only", "prefix cache", "slots", "two tiers, short memory"])
+def test_windows_hold_what_single_iterations_hold(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that a repeated plan took counts from the iteration that needed it."""
+    make = CASES[case]["cache"]
+
+    def counting(**parts: Any) -> Any:
+        cache = make(**parts)
+        cache.count_holding()
+        return cache
+
+    parts = {**CASES[case], "cache": counting}
+    with_windows, single = (held(drive(3, monkeypatch, windows, **parts)[2]) for windows in (True, False))
+    assert with_windows == single
+    assert with_windows
+
+
+def test_stateless_holds_nothing_beyond_what_runs() -> None:
+    engine = make_engine(cache=StatelessCache, gpu_blocks=64)
+    engine.cache.count_holding()
+    for number in range(6):
+        engine.submit(request(number, "ab"[number % 2], 9, 5, turn=number))
+        while engine.busy:
+            engine.step(None)
+        assert isinstance(engine.clock, VirtualClock)
+        engine.clock.advance_to(engine.clock.now_ns() + 10**9)
+    found = held(engine)
+    assert set(found) == {("a", "gpu"), ("b", "gpu")}
+    assert all(one.block_ns > 0 == one.idle_block_ns for one in found.values())
+
+
+def moment(engine: Engine, ns: int) -> None:
+    assert isinstance(engine.clock, VirtualClock)
+    engine.clock.advance_to(ns)
+    engine.cache.at(ns)
+
+
+def test_a_shared_block_is_paid_by_who_ran_with_it_last() -> None:
+    """Eight tokens are two blocks; b begins as a did, so it takes those over, and its own third."""
+    engine = make_engine(cache=PrefixCache, gpu_blocks=16)
+    cache, said = engine.cache, array("i", range(1, 9))
+    cache.count_holding()
+    a, b = cache.open("a", 0.0), cache.open("b", 0.0)
+    cache.admit(a, 0, said, None, 0.0)
+    cache.advance(a, ((0, 8),))
+    moment(engine, 10)
+    cache.release(a, 0.0)  # the third block, reserved for its reply, goes
+    moment(engine, 30)
+    cache.admit(b, 0, array("i", [*said, 50]), None, 0.0)
+    moment(engine, 100)
+    cache.release(b, 0.0)
+    moment(engine, 1000)
+    assert held(engine) == {("a", "gpu"): Held(3 * 10 + 2 * 20, 2 * 20), ("b", "gpu"): Held(3 * 70 + 2 * 900, 2 * 900)}
+
+
+def test_kv_that_a_fork_takes_is_paid_by_the_child() -> None:
+    engine = make_engine(gpu_blocks=16)
+    engine.cache.count_holding()
+    engine.submit(request(0, "parent", 8, 2))
+    while engine.busy:
+        engine.step(None)
+    at_ns = engine.clock.now_ns()
+    before = held(engine)["parent", "gpu"]
+    moment(engine, at_ns + 1000)
+    engine.submit(request(1, "child", 3, 1, fork=Fork("parent", 8, takes_kv=True)))
+    engine.cache.check()
+    moment(engine, at_ns + 3000)
+    found = held(engine)
+    # Three blocks of nine positions; the two whole ones that both have in common change hands, less the last token's.
+    moved = found["child", "gpu"].block_ns // 2000
+    assert moved >= 1
+    assert found["parent", "gpu"].block_ns == before.block_ns + 3 * 3000 - moved * 2000
+
+
+def test_chunks_of_an_earlier_run_are_paid_by_nobody_until_they_are_read() -> None:
+    holding, said = Holding(), tokens_of([1, 2, 3, 4, 5])
+    one, two = HashChain(2, "").upto(said, 4)
+    tier = DiskTier(4, 2, 1e-9, 4, Priced(), {one: 1, two: 2}, {})  # type: ignore[arg-type]
+    tier.count_holding(holding.column("disk", 4))
+    session = Session("a", 0, 0.0, 0.0, account=holding.open(0, "a"))
+    session.recall(said)
+    session.chunks.add(2)
+    holding.now_ns = 50
+    tier.read(session, [(0, 1)], ticket=1)
+    holding.now_ns = 80
+    assert holding.until_now() == {(EARLIER, "disk"): Held(50 + 80, 50 + 80), ("a", "disk"): Held(30, 30)}
+    tier.missing([one, two])
+    holding.now_ns = 1000
+    assert holding.until_now() == {(EARLIER, "disk"): Held(50 + 80, 50 + 80), ("a", "disk"): Held(30, 30)}
+
+
+# -- seconds saved -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MANAGERS)
+def test_what_was_found_and_what_was_missed_are_the_whole_history_in_seconds(name: str) -> None:
+    tokens: Counter[int] = Counter()
+    again = 0
+    for chance in range(25):
+        rng = random.Random(chance)
+        engine = engine_of(name, rng)
+        for said in trace(rng, engine, turns=14):
+            turn = said.record
+            if turn.history_tokens is None:
+                assert turn.saved_s is None
+                continue
+            assert turn.saved_s is not None and turn.recomputed_s is not None
+            below = turn.history_tokens + (turn.shared_hit_tokens or 0)
+            whole = positions_s(Dear(), 0, below, 2)  # type: ignore[arg-type]
+            loaded = not turn.cpu_recomputed_tokens
+            again += turn.cpu_recomputed_tokens
+            if loaded:
+                assert sum(turn.saved_s) + turn.recomputed_s == pytest.approx(whole)
+            else:
+                assert sum(turn.saved_s) + turn.recomputed_s < whole
+            hits = (
+                (turn.gpu_hit_tokens or 0) + (turn.shared_hit_tokens or 0),
+                turn.cpu_hit_tokens,
+                turn.disk_hit_tokens,
+            )
+            for tier, (seconds, count) in enumerate(zip(turn.saved_s, hits, strict=True)):
+                assert (seconds > 0) == bool(count) or not loaded
+                tokens[tier] += count or 0
+    assert (again > 0) == (name == "pensieve, hybrid")
+    assert {tier for tier in tokens if tokens[tier]} == (
+        set()
+        if name == "stateless"
+        else {0} | ({1} if "pensieve" in name else set()) | ({2} if "disk" in name else set())
+    )
+
+
+def test_seconds_saved_by_hand() -> None:
+    """Dear: a chunk of four that ends at n takes n + 3 seconds. The second prompt finds the 11 positions that the first
+    turn computed: 7 + 11 + 3/4 of 15."""
+    engine = make_engine(gpu_blocks=16, cost=Dear())
+    turns: list[TurnRecord] = []
+    for number in range(2):
+        engine.submit(request(number, "a", 10, 2, turn=number + 1))
+        while engine.busy:
+            turns += [event.turn for event in engine.step(None) if event.turn is not None]
+    assert turns[0].saved_s == (0.0, 0.0, 0.0)
+    assert turns[1].gpu_hit_tokens == 11
+    assert turns[1].saved_s == (7 + 11 + 15 * 3 / 4, 0.0, 0.0)

@@ -1,0 +1,99 @@
+"""A trial's ledger of holding, held against its own rows: what was held, what was found, and what that saved."""
+
+from collections import defaultdict
+
+import pytest
+from sqlalchemy import text
+
+from pensieve.compose import plan_trial
+from pensieve.cost.base import positions_s
+from pensieve.cost.simulated import simulated_cost
+from tests.composed import checked
+from tests.trial.test_run import run, tracking  # noqa: F401  a fixture
+
+BUSY = (
+    "hardware=sim_h100", "cache=cramped", "workload.pressure=2", "workload.users=6", "workload.conversations=6",
+    "workload.min_turns=5", "workload.max_turns=5", "workload.think_time_s=0.5",
+)  # fmt: skip
+GIB = 1024**3
+
+
+def rows(tracking, trial, query):  # noqa: F811
+    with tracking.store.database.reading() as connection:
+        return connection.execute(text(query), {"trial": trial}).all()
+
+
+def by_tier(tracking, trial, column):  # noqa: F811
+    query = f"SELECT tier, sum({column}) FROM holding WHERE trial_id = :trial GROUP BY tier"
+    return dict(map(tuple, rows(tracking, trial, query)))
+
+
+def metrics(tracking, trial):  # noqa: F811
+    return {(one.name, one.label): one.value for one in tracking.store.metrics_of(trial)}
+
+
+@pytest.mark.parametrize("baseline", ["pensieve", "prefix_cache"])
+def test_sums_of_the_rows(tracking, baseline):  # noqa: F811
+    """Held: the readings of the pools' occupancy, summed over time. Saved, with recomputed: the whole history in seconds."""
+    words = (*BUSY, f"baseline={baseline}")
+    trial = run(tracking, *words).trial_id
+    found, held, plan = metrics(tracking, trial), by_tier(tracking, trial, "gib_s"), plan_trial(checked(*words))
+    block_gib = plan.chunk_tokens * plan.model.kv_bytes_per_token / GIB
+    assert set(held) == {"gpu", "cpu"} if baseline == "pensieve" else {"gpu"}
+    for tier, gib_s in held.items():
+        assert found["held_gib_s", tier] == pytest.approx(gib_s)
+        readings = rows(
+            tracking,
+            trial,
+            f"SELECT at_s, value FROM sample WHERE trial_id = :trial AND name = '{tier}_blocks_used' ORDER BY at_s",
+        )
+        assert len(readings) > 50
+        step_s = (readings[-1].at_s - readings[0].at_s) / (len(readings) - 1)
+        assert sum(one.value for one in readings) * step_s * block_gib == pytest.approx(gib_s, rel=0.03)
+    for name, column in (("held_idle_gib_s", "idle_gib_s"), ("saved_s", "saved_s")):
+        for tier, value in by_tier(tracking, trial, column).items():
+            assert found[name, tier] == pytest.approx(value)
+    assert all(0 <= idle <= held[tier] for tier, idle in by_tier(tracking, trial, "idle_gib_s").items())
+    cost = simulated_cost(plan.model, plan.hardware, plan.chunk_tokens)
+    turns = rows(tracking, trial, "SELECT * FROM turn WHERE trial_id = :trial AND history_tokens IS NOT NULL")
+    whole = sum(positions_s(cost, 0, one.history_tokens + one.shared_hit_tokens, plan.chunk_tokens) for one in turns)
+    again = [one for one in turns if one.recomputed_tokens]
+    saved = sum(by_tier(tracking, trial, "saved_s").values())
+    assert all(one.phase != "warmup" for one in again)
+    assert saved + found["recomputed_s", ""] == pytest.approx(whole)
+    hit = {one.session for one in turns if one.gpu_hit_tokens or one.cpu_hit_tokens or one.shared_hit_tokens}
+    assert hit == {one.session for one in tracking.store.holdings_of(trial) if one.saved_s}
+    assert len(hit) > 4 and again
+    told = {int(label): value for (name, label), value in found.items() if name == "prefill_s"}
+    assert sorted(told) == [32 * 2**n for n in range(len(told))]
+    assert max(told) <= max(one.prompt_tokens for one in turns) < 2 * max(told)
+    for tokens, seconds in told.items():
+        assert seconds == pytest.approx(positions_s(cost, 0, tokens, plan.chunk_tokens))
+
+
+def test_conversations_that_never_return_save_nothing(tracking):  # noqa: F811
+    words = [*BUSY, "workload.min_turns=1", "workload.max_turns=1"]
+    trial = run(tracking, *words).trial_id
+    saved, idle = (by_tier(tracking, trial, column) for column in ("saved_s", "idle_gib_s"))
+    assert set(saved.values()) == {0.0}
+    assert idle["gpu"] > 0
+
+
+def test_stateless_holds_what_runs_and_no_more(tracking):  # noqa: F811
+    trial = run(tracking, *BUSY, "baseline=stateless").trial_id
+    assert by_tier(tracking, trial, "idle_gib_s") == {"gpu": 0.0}
+    assert by_tier(tracking, trial, "saved_s") == {"gpu": 0.0}
+    held = defaultdict(float)
+    for one in tracking.store.holdings_of(trial):
+        held[one.session] += one.gib_s
+    # While it runs a turn holds its prompt's blocks, one to decode into, and those of its reply as they come.
+    plan = plan_trial(checked(*BUSY, "baseline=stateless"))
+    size = plan.chunk_tokens
+    least, most = defaultdict(float), defaultdict(float)
+    for one in rows(tracking, trial, "SELECT * FROM turn WHERE trial_id = :trial AND admitted_s IS NOT NULL"):
+        took_s, gib = one.finished_s - one.admitted_s, size * plan.model.kv_bytes_per_token / GIB
+        least[one.session] += took_s * gib * -(-(one.prompt_tokens + 1) // size)
+        most[one.session] += took_s * gib * -(-(one.prompt_tokens + one.output_tokens) // size)
+    assert set(held) == set(least)
+    for session, gib_s in held.items():
+        assert least[session] * (1 - 1e-9) <= gib_s <= most[session] * (1 + 1e-9)
