@@ -17,7 +17,7 @@ from pensieve.compose import build_system, build_tokenizer, check, check_free_me
 from pensieve.errors import WorkerError
 from pensieve.plan import StartReport
 from pensieve.record import Event, TurnRecord
-from pensieve.replicas.router import Errand
+from pensieve.replicas.errand import Errand
 from pensieve.request import Request
 
 CRASHED = 70  # the exit status of a replica whose engine stopped

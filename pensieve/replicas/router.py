@@ -1,69 +1,31 @@
-"""Which replica serves a turn: the routers of the simulated cluster, in the hooks of Ray Serve."""
+"""Which replica serves a turn: the routers of the simulated cluster, in the hooks of Ray Serve.
+
+Ray Serve sends this module's code about as values, and sets the class anew whenever it hears of the deployment: what has to
+stay is in pensieve.replicas.errand.
+"""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from pensieve.baselines.routing import ROUTERS
+from pensieve.replicas.errand import Candidate, Errand, register, slots_of
 from pensieve.request import Length, Request
-
-
-@dataclass(frozen=True, slots=True)
-class Errand:
-    """What the router reads of a call, its first argument. family: the conversation, or the one that it was forked from, so
-    that both are served by one replica. to: a replica by its id, whatever the router would choose. home: the replica of the
-    conversation's last turn, and held_tokens what it may hold of it."""
-
-    family: str = ""
-    turn: int = 0
-    to: str | None = None
-    home: str | None = None
-    held_tokens: int = 0
-
-
-@dataclass(slots=True)
-class Candidate:
-    """A running replica, as routing.Known. number: its slot."""
-
-    replica: Any
-    number: int
-    in_flight: int
-    held: int
-
-    def held_tokens(self, _: str) -> int:
-        return self.held
-
-
-def slots_of(before: Mapping[Any, int], replicas: Iterable[Any]) -> dict[Any, int]:
-    """A number for each replica, by its id: those that were there before keep theirs, a new one takes the lowest that is
-    free. So a replica that replaces a dead one gets the conversations that hash to it, and no others move."""
-    there = list(replicas)
-    slots = {one: before[one] for one in there if one in before}
-    free = iter(sorted(set(range(len(there) + len(slots))) - set(slots.values())))
-    for one in there:
-        if one not in slots:
-            slots[one] = next(free)
-    return slots
 
 
 class SessionRouter(RequestRouter):
     """Ray Serve makes one in each process that calls the replicas, and tells it which of them run. A turn waits for the
     replica that was chosen, however long its queue; if that one ends meanwhile, another is chosen."""
 
-    here: ClassVar[dict[str, SessionRouter]] = {}
-    """Of this process, by application."""
-
     def initialize_state(self, router: str = "affinity", seed: int = 0) -> None:
         """Called once, before any replica is known, with request_router_kwargs."""
         self._choose, self._seed = ROUTERS[router], seed
         self._slots: dict[ReplicaID, int] = {}
         self._routed: dict[ReplicaID, set[str]] = {}
-        SessionRouter.here[self.app_name] = self
+        register(self.app_name, self)
 
     @property
     def up(self) -> list[str]:

@@ -29,7 +29,8 @@ from pensieve.errors import EngineFailed, WorkerError
 from pensieve.plan import StartReport
 from pensieve.record import Event, TurnRecord
 from pensieve.replicas.engine import Begun, Described, EngineReplica, Told, moved
-from pensieve.replicas.router import Errand, SessionRouter
+from pensieve.replicas.errand import Errand, running, unregister
+from pensieve.replicas.router import SessionRouter
 from pensieve.request import Request
 
 ATTEMPTS = 3
@@ -222,8 +223,7 @@ class ReplicaSystem:
     @property
     def up(self) -> list[str]:
         """The ids of the replicas that run now."""
-        router = SessionRouter.here.get(self._app)
-        return [] if router is None else router.up
+        return running(self._app)
 
     @property
     def chunk_tokens(self) -> int:
@@ -275,7 +275,7 @@ class ReplicaSystem:
                 self._now(self._stop())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
-        SessionRouter.here.pop(self._app, None)
+        unregister(self._app)
         self._cluster.close()
         self._outbox.put([])
 

@@ -1,4 +1,4 @@
-"""Turns over several engines, with engines of this process in the place of actors: a replica's end costs time, and no reply."""
+"""Turns over several engines, which stand in this process for actors: a replica that ends costs time, and no reply."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from pensieve.plan import StepResult
 from pensieve.record import Event, TurnRecord
 from pensieve.replicas import engine as engine_module
 from pensieve.replicas.engine import EngineReplica
-from pensieve.replicas.router import Candidate, Errand, SessionRouter, slots_of
+from pensieve.replicas.errand import Candidate, Errand, running, slots_of, unregister
+from pensieve.replicas.router import SessionRouter
 from pensieve.replicas.system import ATTEMPTS, ReplicaSystem, Scaling
 from pensieve.request import Length, Request, Sampling, tokens_of
 from tests.baselines.systems import PATIENCE_S, HeldWorker, PricedSystem, parts
@@ -279,7 +280,7 @@ def test_times_are_those_of_the_callers_clock() -> None:
 def test_a_fork_is_served_where_the_conversation_is_that_it_comes_from() -> None:
     from pensieve.request import Fork
 
-    with replicas() as (system, actors):
+    with replicas() as (system, _):
         homes = []
         for place in range(6):
             name = f"talk {place}"
@@ -339,7 +340,6 @@ def router_of(name: str, running: list[Any]) -> SessionRouter:
     router = SessionRouter.__new__(SessionRouter)
     router._deployment_id = type("Deployment", (), {"app_name": f"test of {name}"})()
     router.initialize_state(name, 0)
-    SessionRouter.here.clear()
     ids = [one.replica_id for one in running]
     router._slots = slots_of({}, ids)
     router._routed = {one: set() for one in ids}
@@ -364,6 +364,25 @@ def test_ray_is_told_one_replica_that_of_the_hash() -> None:
         assert choice(router, running, Errand(session, 9)) == [chosen], "whichever turn it is"
     [left] = choice(router, running[:1], Errand("19"))
     assert left is running[0], "who has gone serves nobody"
+
+
+def test_which_replicas_run_is_known_after_ray_has_set_the_class_anew() -> None:
+    """As it does whenever it hears of the deployment: it has sent the class about as a value."""
+    from ray import cloudpickle
+
+    from pensieve.replicas import router as module
+
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        sent = cloudpickle.dumps(SessionRouter)
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+    router = router_of("affinity", [])
+    router._replicas = {one.replica_id: one for one in map(Running, NAMES)}  # type: ignore[misc]
+    cloudpickle.loads(sent)
+    assert running("test of affinity") == list(NAMES)
+    unregister("test of affinity")
+    assert running("test of affinity") == []
 
 
 def test_a_call_to_one_replica_reaches_it_and_a_call_to_none_that_is_left_reaches_somebody() -> None:
