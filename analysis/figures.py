@@ -27,6 +27,7 @@ FAMILIES = (
     "paper",
     "prefix",
     "interfaces",
+    "routing",
     "decoding",
     "agents",
     "policies",

@@ -51,6 +51,14 @@ COLOURS = {
     "partially_aware": "#88CCEE",
     "fully_aware": "#661100",
 }
+ROUTERS = {
+    "affinity": "#0072B2",
+    "random": "#D55E00",
+    "least_loaded": "#E69F00",
+    "prefix_aware": "#009E73",
+    "affinity_bounded": "#56B4E9",
+}
+"""Lines of one baseline behind several routers."""
 RC = {
     "figure.dpi": 300,  # as it is saved: letters have other widths at other resolutions
     "font.family": "DejaVu Sans",
@@ -83,16 +91,16 @@ _OTHERS = ("#B15928", "#6A3D9A", "#1B7837", "#A50026")
 
 
 def colour(baseline: str) -> str:
-    """The same in every figure; a baseline of the user's own gets one by its name."""
+    """The same in every figure, of a router too; a baseline of the user's own gets one by its name."""
     if baseline == IDEAL:
         return GREY
-    return COLOURS.get(baseline) or _OTHERS[zlib.crc32(baseline.encode()) % len(_OTHERS)]
+    return COLOURS.get(baseline) or ROUTERS.get(baseline) or _OTHERS[zlib.crc32(baseline.encode()) % len(_OTHERS)]
 
 
 def marker(baseline: str) -> str:
     """A second cue beside colour."""
-    names = list(COLOURS)
-    place = names.index(baseline) if baseline in COLOURS else zlib.crc32(baseline.encode())
+    names = [*COLOURS, *ROUTERS]
+    place = names.index(baseline) if baseline in names else zlib.crc32(baseline.encode())
     return MARKERS[place % len(MARKERS)]
 
 

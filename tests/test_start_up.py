@@ -58,6 +58,12 @@ mlflow_runs.log_trial = log_trial
 SHORT = ["hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2"]
 text = said(*SHORT)
 assert "Database:" in SAID["before MLflow"], text
+
+import importlib.util
+if importlib.util.find_spec("fastapi"):
+    import pensieve.server.command
+    found = loaded("ray", "grpc", "torch", "pensieve.replicas")
+    assert not found, ("serve", found)
 print("as it should be")
 """
 

@@ -172,7 +172,7 @@ class EngineSystem(ABC):
 
     def ask(self, request: Request) -> TurnRecord:
         """See AnsweringSystem."""
-        answer = _Answer()
+        answer = Answer()
         self.begin(request, answer)
         self.drive(answer.future)
         return answer.future.result()
@@ -281,7 +281,7 @@ class EngineSystem(ABC):
         }
 
 
-class _Answer:
+class Answer:
     """A listener that waits for the end."""
 
     def __init__(self) -> None:

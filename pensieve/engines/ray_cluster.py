@@ -31,6 +31,12 @@ def check_ray(baseline: str) -> None:
         raise EngineMissing(NO_RAY.format(baseline))
 
 
+def check_serve(field: str) -> None:
+    """Raises EngineMissing where Ray Serve is not installed. field: that asks for it."""
+    if importlib.util.find_spec("ray") is None or importlib.util.find_spec("grpc") is None:
+        raise EngineMissing(f"{field} above 1 needs Ray Serve; install it with pip install 'pensieve[ray]'.")
+
+
 def ray_version() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
@@ -46,11 +52,21 @@ class RayCluster:
     Ray's processes are children of a guard (EngineProcess), which ends all of them with this process. Ray listens on every
     interface whatever address it is given, so each cluster has a token of its own, without which nobody is served.
 
-    cpus: what tasks may ask for. killer: let Ray kill workers when the machine's memory is nearly full.
+    cpus: what tasks may ask for. killer: let Ray kill workers when the machine's memory is nearly full. environment: more
+    of it, for all processes of the cluster and for this one while it is open.
     """
 
-    def __init__(self, cpus: int, gpus: int = 0, *, killer: bool = True, start_timeout_s: float = 120.0) -> None:
+    def __init__(
+        self,
+        cpus: int,
+        gpus: int = 0,
+        *,
+        killer: bool = True,
+        start_timeout_s: float = 120.0,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._cpus, self._gpus, self._killer, self._timeout_s = cpus, gpus, killer, start_timeout_s
+        self._environment = dict(environment or {})
         self._process: EngineProcess | None = None
         self._folder: Path | None = None
         self._open = ExitStack()
@@ -62,7 +78,11 @@ class RayCluster:
         if ray.is_initialized():
             return
         self._folder = Path(tempfile.mkdtemp(prefix="ray-"))  # short: its sockets' paths may not exceed 107 characters
-        self._open.enter_context(own_environment({"RAY_memory_monitor_refresh_ms": "250" if self._killer else "0"}))
+        opened = (
+            self._folder / "s"
+        )  # Ray lets everybody read and write in the folder it gets, so that is inside of ours
+        killer = {"RAY_memory_monitor_refresh_ms": "250" if self._killer else "0"}
+        self._open.enter_context(own_environment({**killer, **self._environment}))
         address = f"{LOOPBACK}:{free_port()}"
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
         command += [
@@ -70,7 +90,7 @@ class RayCluster:
             f"--port={address.rpartition(':')[2]}",
             "--include-dashboard=false",
         ]
-        command += [f"--num-cpus={self._cpus}", f"--num-gpus={self._gpus}", f"--temp-dir={self._folder}"]
+        command += [f"--num-cpus={self._cpus}", f"--num-gpus={self._gpus}", f"--temp-dir={opened}"]
         command += [f"--object-store-memory={STORE_BYTES}", "--include-log-monitor=false"]
         self._process = process = EngineProcess("ray", command)
         process.wait_until(lambda: READY in process.log(), self._timeout_s)

@@ -165,7 +165,9 @@ class Sequence:
         forgotten = self.request.forgotten
         runs = [one for one in residency.missed if one.stop <= residency.history]
         if forgotten is not None and forgotten[1] == "restarted":
-            runs = [replace(one, cause="restarted") if one.cause == "never_stored" else one for one in runs]
+            # With known_tokens the conversation went on elsewhere: what was said there is in no token that the engine has.
+            lost = ("never_stored",) if self.request.known_tokens is None else ("never_stored", "edited")
+            runs = [replace(one, cause="restarted") if one.cause in lost else one for one in runs]
         place = residency.history + residency.shared_hit
         later = [one for one in residency.missed if one.stop > max(place, residency.history)]
         if forgotten is not None and not self.length_before and not residency.history:

@@ -15,6 +15,7 @@ from typing import Any
 from pensieve.baselines.base import AnsweringSystem
 from pensieve.chat_template import ChatTemplate
 from pensieve.compose import (
+    TrialPlan,
     build_system,
     build_tokenizer,
     check,
@@ -568,13 +569,23 @@ def _server(
 def server_of(fields: Mapping[str, Any], keeps_disk: bool = False) -> Server:
     """A server from the fields of a trial's configuration but `workload`: its requests come from callers. keeps_disk: as of
     build_system."""
-    config = check({**fields, "workload": read_option("workload", "chat")})
+    plan = plan_live(fields)
+    check_free_memory(plan)
+    tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, plan.device.simulated)
+    return Server(build_system(plan, tokenizer, keeps_disk=keeps_disk), tokenizer, plan.config.seed)
+
+
+def live_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a trial, of whose workload nothing is asked."""
+    return {**fields, "workload": read_option("workload", "chat")}
+
+
+def plan_live(fields: Mapping[str, Any]) -> TrialPlan:
+    """The plan of an engine that serves callers. Raises ConfigError for a policy that cannot."""
+    config = check(live_fields(fields))
     if needs_future(locate(str(config.eviction["_target_"]), f"eviction={config.eviction.get('name')}")):
         raise ConfigError(
             f"eviction={config.eviction.get('name')} needs a workload whose future is known, and live traffic has none; "
             "choose lru."
         )
-    plan = plan_trial(config)
-    check_free_memory(plan)
-    tokenizer = build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
-    return Server(build_system(plan, tokenizer, keeps_disk=keeps_disk), tokenizer, config.seed)
+    return plan_trial(config)

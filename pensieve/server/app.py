@@ -6,7 +6,8 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from importlib.resources import files
@@ -59,6 +60,8 @@ class App:
         self.restored = 0
         """Conversations that were there before this server was started."""
         self.tidy: Callable[[], None] | None = None
+        self.loop: Future[asyncio.AbstractEventLoop] = Future()
+        """That serves, in the process's main thread."""
 
     def ready(self, server: Server, state: StateFile | None = None) -> None:
         """From now on requests are served. state: where conversations are kept; raises ConfigError for one that cannot be
@@ -89,6 +92,7 @@ class App:
 def create_app(state: App) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        state.loop.set_result(asyncio.get_running_loop())
         sweeping = asyncio.ensure_future(_sweep(state))
         yield
         sweeping.cancel()

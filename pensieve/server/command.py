@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 import threading
 from collections.abc import Collection, Mapping
@@ -15,6 +16,7 @@ from pydantic import ValidationError
 from pensieve.compose import ModelConfig, outputs_folder, resolved
 from pensieve.compose.model_identity import model_identity
 from pensieve.compose.settings import explain_invalid
+from pensieve.engines.ray_cluster import check_serve
 from pensieve.errors import ConfigError, PensieveError
 from pensieve.server.api import Server, server_of
 from pensieve.server.app import App, create_app
@@ -41,7 +43,19 @@ def settings_of(config: Mapping[str, Any]) -> ServeSettings:
 
 def make_server(config: Mapping[str, Any], keeps_disk: bool = False) -> Server:
     """The engine that the configuration names, warm."""
-    return server_of({name: value for name, value in config.items() if name not in ("serve", "chat")}, keeps_disk)
+    return server_of(_trial_fields(config), keeps_disk)
+
+
+def make_replicas(config: Mapping[str, Any], settings: ServeSettings) -> Server:
+    """Several of them on Ray Serve, warm. Raises EngineMissing where Ray is not installed."""
+    check_serve("serve.replicas")
+    from pensieve.server.replicated import replicated_server
+
+    return replicated_server(_trial_fields(config), settings)
+
+
+def _trial_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name not in ("serve", "chat")}
 
 
 def serve(config: Mapping[str, Any], _typed: Collection[str] = ()) -> int:
@@ -77,7 +91,11 @@ def _load(state: App, config: Mapping[str, Any], http: uvicorn.Server) -> None:
     server = kept = None
     try:
         kept = open_state(state.settings, config)
-        server = make_server(config, keeps_disk=kept is not None)
+        if state.settings.replicas.most > 1:
+            server = make_replicas(config, state.settings)
+            state.loop.result().call_soon_threadsafe(_take_sigterm_back)
+        else:
+            server = make_server(config, keeps_disk=kept is not None)
         if state.settings.record:
             recording = start_recording(server, config)
             say(f"Turns are recorded as trial {recording.trial_id}.")
@@ -99,6 +117,11 @@ def _load(state: App, config: Mapping[str, Any], http: uvicorn.Server) -> None:
     say(
         f"{state.model} is ready at http://{_address(http, state.settings)}/ (v1 API, /metrics, page). Ctrl-C stops it."
     )
+
+
+def _take_sigterm_back() -> None:
+    """Ray's library puts a handler of its own below Python's, which ends the process at once; in the main thread."""
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
 def open_state(settings: ServeSettings, config: Mapping[str, Any]) -> StateFile | None:

@@ -1,0 +1,465 @@
+"""Several engines on Ray Serve, as one system: turns go where their conversation's KV is, and none is lost with a replica."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future, wait
+from concurrent.futures import TimeoutError as Late
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import ray
+from ray import serve
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.schema import LoggingConfig
+
+from pensieve.baselines.base import Capabilities, Listener
+from pensieve.baselines.engine_system import ENGINE_CLOSED, Answer
+from pensieve.baselines.outbox import Outbox
+from pensieve.clock import Clock, WallClock
+from pensieve.engines.ray_cluster import RayCluster
+from pensieve.errors import EngineFailed, WorkerError
+from pensieve.plan import StartReport
+from pensieve.record import Event, TurnRecord
+from pensieve.replicas.engine import Begun, Described, EngineReplica, Told, moved
+from pensieve.replicas.errand import Errand, running, unregister
+from pensieve.replicas.router import SessionRouter
+from pensieve.request import Request
+
+ATTEMPTS = 3
+"""A turn whose replica ended is asked again elsewhere, up to so many times in all: it may be what ends them."""
+CALL_S = 10.0  # a call that is no turn may take so long
+START_S = 60.0  # and the first one, for which Ray learns where the replicas are
+PLACES_S = 0.5  # for how long what replicas hold is told again without asking them
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """least, most: replicas. turns: under way a replica that autoscaling aims at; up_s, down_s: for how long the load must
+    have been above or below. drain_s: how long a replica that is to end may take for the turns it has."""
+
+    least: int
+    most: int
+    turns: float = 8.0
+    up_s: float = 10.0
+    down_s: float = 300.0
+    drain_s: float = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class _Ticket:
+    """A request on its way. told: its tokens so far, of whichever attempt; place: of the next one in this attempt. sent: as
+    what it was begun, at which replica. cut: the status with which somebody has ended it."""
+
+    request: Request
+    listener: Listener
+    told: list[int] = field(default_factory=list)
+    place: int = 0
+    sent: Begun | None = None
+    cut: str | None = None
+
+
+class ReplicaSystem:
+    """Replicas share nothing but what was said, which comes with every request, so one that ends loses KV and no text.
+
+    A turn that was under way there is asked again elsewhere, from its beginning; tokens that were told before are not told
+    again. The noise of sampling depends on the position alone, so they are the same ones; should rounding in 16 bits have
+    made another of one of them, the turn fails, rather than go on from what nobody was told.
+
+    Calls of Ray are made by one thread, in an event loop of its own; any thread may call anything here.
+    """
+
+    def __init__(
+        self,
+        fields: Mapping[str, Any],
+        scaling: Scaling,
+        router: str,
+        *,
+        seed: int = 0,
+        gpus: int = 0,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """fields: of a trial's configuration, which each replica builds its engine from. gpus: of one replica. environment:
+        of all its processes, over this one's."""
+        self.clock: Clock = WallClock()
+        self.can = Capabilities(keeps_sessions=False)
+        self._fields, self._scaling, self._router, self._seed, self._gpus = dict(fields), scaling, router, seed, gpus
+        self._app = f"pensieve-{id(self):x}"
+        self._cluster = RayCluster(scaling.most, gpus * scaling.most, environment=environment)
+        self._outbox = Outbox(self.clock, lambda: WorkerError(ENGINE_CLOSED) if self._closed else None)
+        self._closed = False
+        self._lock = threading.Lock()  # of what follows
+        self._tickets: dict[int, _Ticket] = {}
+        self._home: dict[str, tuple[str, int]] = {}  # of each conversation, the replica of its last turn and its tokens
+        self._served: dict[str, set[str]] = {}  # all replicas that may hold something of it
+        self._family: dict[str, str] = {}  # of forks, the conversation that they come from
+        self._ended: Counter[str] = Counter()  # by replicas that are gone, as far as they have told, and by this object
+        self._told: dict[str, Told] = {}
+        self._told_at = float("-inf")
+        self._ids = itertools.count(1)
+        self._loop = asyncio.new_event_loop()
+        self._thread: threading.Thread | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # -- the System ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> StartReport:
+        """Ray, then the replicas. Raises EngineFailed with the reason of a replica that cannot start."""
+        began = time.perf_counter()
+        try:
+            self._cluster.start()
+            logging.getLogger("ray.serve").setLevel(logging.WARNING)
+            self._handle = self._deployed()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="pensieve-replicas", daemon=True)
+            self._thread.start()
+            self._described: Described = self._now(self._describe(), START_S)
+        except BaseException:
+            self.close()
+            raise
+        report = self._described.report
+        warmup_ms = (time.perf_counter() - began - report.load_s) * 1e3
+        return StartReport(report.load_s, warmup_ms, self.settings(), report.eos)
+
+    def _deployed(self) -> Any:
+        s = self._scaling
+        # Its own proxy stays out: it reads no bodies, where most sessions are named, and asks nobody for a key.
+        serve.start(proxy_location="Disabled", logging_config=_QUIET)
+        scale: dict[str, Any] = {"num_replicas": s.least}
+        if s.most > s.least:
+            often_s = min(1.0, s.up_s or 1.0)
+            scale = {
+                "autoscaling_config": AutoscalingConfig(
+                    min_replicas=s.least,
+                    max_replicas=s.most,
+                    target_ongoing_requests=s.turns,
+                    upscale_delay_s=s.up_s,
+                    downscale_delay_s=s.down_s,
+                    metrics_interval_s=often_s,
+                    look_back_period_s=max(2.0, often_s),
+                )
+            }
+        deployment = serve.deployment(
+            EngineReplica,
+            name="engine",
+            ray_actor_options={"num_cpus": 1, "num_gpus": self._gpus},
+            max_ongoing_requests=1_000_000,  # who is let in is decided before, and a cancellation must never wait
+            graceful_shutdown_timeout_s=s.drain_s,
+            graceful_shutdown_wait_loop_s=0.2,
+            health_check_period_s=2.0,
+            max_constructor_retry_count=1,
+            logging_config=_QUIET,
+            request_router_config=RequestRouterConfig(
+                request_router_class=f"{SessionRouter.__module__}.{SessionRouter.__qualname__}",
+                request_router_kwargs={"router": self._router, "seed": self._seed},
+            ),
+            **scale,
+        )
+        try:
+            return serve.run(deployment.bind(self._fields), name=self._app, route_prefix=None)
+        except RuntimeError as error:
+            raise EngineFailed(f"The replicas cannot start: {_reason(str(error))}") from error
+
+    def submit(self, request: Request) -> None:
+        self._outbox.expect(request.id)
+        self.begin(request, _ToOutbox(self._outbox, request))
+
+    def begin(self, request: Request, listener: Listener) -> None:
+        ticket = _Ticket(request, listener)
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._tickets[request.id] = ticket
+        if closed:
+            listener.failed(WorkerError(ENGINE_CLOSED))
+        else:
+            self._soon(self._serve(ticket))
+
+    def cancel(self, request_id: int, status: str) -> None:
+        with self._lock:
+            ticket = self._tickets.get(request_id)
+            if ticket is None:
+                return
+            ticket.cut = ticket.cut or status
+        self._soon(self._cut(ticket))
+
+    def poll(self, until_s: float | None) -> list[Event]:
+        return self._outbox.poll(until_s)
+
+    def drive(self, awaited: Future[Any]) -> None:
+        wait((awaited,))
+
+    def ask(self, request: Request) -> TurnRecord:
+        answer = Answer()
+        self.begin(request, answer)
+        return answer.future.result()
+
+    def forget(self, session: str | None) -> None:
+        if session is not None:
+            self.release(session)
+            return
+        with self._lock:
+            for known in (self._home, self._served, self._family):
+                known.clear()
+        self._now(self._each("forget"))
+
+    def release(self, session: str) -> None:
+        with self._lock:
+            self._home.pop(session, None)
+            self._family.pop(session, None)
+            served = self._served.pop(session, set())
+        for replica in served.intersection(self.up):
+            self._soon(self._quietly(self._call("release", Errand(to=replica), session)))
+
+    @property
+    def up(self) -> list[str]:
+        """The ids of the replicas that run now."""
+        return running(self._app)
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self._described.chunk_tokens
+
+    def places(self, session: str) -> str:
+        """Where its KV is, in the replica of its last turn; up to PLACES_S old."""
+        home = self._home.get(session)
+        if home is None:
+            return ""
+        told = self._what_they_tell().get(home[0])
+        return "" if told is None else told.places.get(session, "")
+
+    def counters(self) -> dict[str, float]:
+        """Sums over the replicas, those that ended included up to when they were asked last; moved_turns: served elsewhere
+        than the turn before; restarted_requests: asked again since their replica ended."""
+        self._told_at = float("-inf")
+        found = Counter(self._ended)
+        for told in self._what_they_tell().values():
+            found.update(told.counters)
+        return dict(found)
+
+    def gauges(self) -> dict[str, tuple[float, str]]:
+        found: dict[str, tuple[float, str]] = {}
+        told = self._what_they_tell()
+        for one in told.values():
+            for name, (value, unit) in one.gauges.items():
+                found[name] = (found.get(name, (0.0, unit))[0] + value, unit)
+        return {**found, "replicas": (len(told), "replicas")}
+
+    def settings(self) -> dict[str, Any]:
+        """Of one replica; tokens and bytes of the tiers are those of the least number of them together."""
+        one, least = self._described.settings, self._scaling.least
+        summed = ("gpu_tokens", "cpu_tokens", "disk_tokens", "gpu_bytes", "cpu_bytes")
+        bounds = {"replicas": least, "most_replicas": self._scaling.most, "router": self._router}
+        return {**one, **{name: one[name] * least for name in summed}, **bounds}
+
+    def close(self) -> None:
+        """Requests under way end with WorkerError. Safe after a start that failed, and twice."""
+        with self._lock:
+            closed, self._closed = self._closed, True
+            tickets, self._tickets = list(self._tickets.values()), {}
+        if closed:
+            return
+        for ticket in tickets:
+            ticket.listener.failed(WorkerError(ENGINE_CLOSED))
+        if self._thread is not None:
+            with suppress(Exception):
+                self._now(self._stop())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+        unregister(self._app)
+        self._cluster.close()
+        self._outbox.put([])
+
+    # -- one turn -----------------------------------------------------------------------------------------------------
+
+    async def _serve(self, ticket: _Ticket) -> None:
+        try:
+            event = await self._answered(ticket)
+        except Exception as error:  # whatever it was, whoever asked must learn of it
+            log.error("A turn failed in its replica: %s", type(error).__name__)
+            event = _over(
+                ticket, "failed", self.clock.now_s(), f"The replica failed the request ({type(error).__name__})."
+            )
+        with self._lock:
+            if self._tickets.pop(ticket.request.id, None) is None:
+                return  # closed: it has been told
+        turn = event.turn
+        assert turn is not None
+        if turn.stands and ticket.sent is not None:
+            self._stands(ticket.request, turn, ticket.sent.replica)
+        ticket.listener.happened(event)
+
+    async def _answered(self, ticket: _Ticket) -> Event:
+        """Its last event, of the first attempt whose replica lives to tell it."""
+        for _ in range(ATTEMPTS):
+            try:
+                return await self._attempt(ticket)
+            except ray.exceptions.RayActorError:
+                self._ended["restarted_requests"] += 1
+                ticket.sent, ticket.place = None, 0
+                if ticket.cut is not None:
+                    return _over(ticket, ticket.cut, self.clock.now_s())
+        said = f"{ATTEMPTS} replicas ended while they served this request, so it is not tried again."
+        return _over(ticket, "failed", self.clock.now_s(), said)
+
+    async def _attempt(self, ticket: _Ticket) -> Event:
+        request, origin_s = ticket.request, self._origin_s
+        errand = self._errand(request)
+        asked = replace(request, id=next(self._ids), intended_s=request.intended_s + origin_s)
+        stream = self._handle.options(method_name="answer", stream=True).remote(errand, asked)
+        async for part in stream:
+            if isinstance(part, Begun):
+                ticket.sent = part
+                self._begun(request, errand, part.replica)
+                if ticket.cut is not None:
+                    await self._cut(ticket)
+                continue
+            for event in part:
+                told: Event = event._replace(request_id=request.id, at_s=event.at_s - origin_s)
+                if event.turn is not None:
+                    moved(event.turn, -origin_s)
+                    event.turn.request_id = request.id
+                    return told
+                assert event.token is not None
+                if self._is_new(ticket, event.token):
+                    ticket.listener.happened(told)
+        raise WorkerError("The replica's answer broke off.")
+
+    def _is_new(self, ticket: _Ticket, token: int) -> bool:
+        place, told = ticket.place, ticket.told
+        ticket.place += 1
+        if place < len(told):
+            if told[place] != token:
+                raise WorkerError("A reply that was begun by a replica that ended came out otherwise in another.")
+            return False
+        told.append(token)
+        return True
+
+    async def _cut(self, ticket: _Ticket) -> None:
+        sent = ticket.sent
+        if sent is not None:
+            cancel = self._call("cancel", Errand(to=sent.replica), sent.request_id, ticket.cut)
+            await self._quietly(cancel)
+
+    # -- where conversations are --------------------------------------------------------------------------------------
+
+    def _errand(self, request: Request) -> Errand:
+        with self._lock:
+            if request.fork is not None:
+                self._family[request.session] = self._family.get(request.fork.session, request.fork.session)
+            home, tokens = self._home.get(request.session, (None, 0))
+            return Errand(self._family.get(request.session, request.session), request.turn, None, home, tokens)
+
+    def _begun(self, request: Request, errand: Errand, replica: str) -> None:
+        with self._lock:
+            self._served.setdefault(request.session, set()).add(replica)
+            if errand.home not in (None, replica):
+                self._ended["moved_turns"] += 1
+
+    def _stands(self, request: Request, turn: TurnRecord, replica: str) -> None:
+        with self._lock:
+            self._home[request.session] = (replica, len(request.prompt) + len(turn.token_ids))
+
+    def _what_they_tell(self) -> dict[str, Told]:
+        """Of each replica that runs, up to PLACES_S old. One that does not answer in time is left out."""
+        if time.monotonic() - self._told_at > PLACES_S:
+            homes: dict[str, list[str]] = {}
+            with self._lock:
+                for session, (replica, _) in self._home.items():
+                    homes.setdefault(replica, []).append(session)
+            with suppress(Late):
+                found: list[Told] = self._now(self._each("tell", homes))
+                now = {one.replica: one for one in found}
+                for gone in self._told.keys() - set(self.up):
+                    self._ended.update(self._told[gone].counters)
+                self._told, self._told_at = now, time.monotonic()
+        return self._told
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _origin_s(self) -> float:
+        """Of this clock, in seconds since 1970."""
+        return time.time() - self.clock.now_s()
+
+    async def _describe(self) -> Described:
+        """The first call. It is one of the handle itself, which gets its router now and gives it to all that `options` makes
+        of it; before, each of those would make one of its own."""
+        described: Described = await self._handle.remote(Errand())
+        return described
+
+    async def _call(self, method: str, errand: Errand, *arguments: Any) -> Any:
+        return await self._handle.options(method_name=method).remote(errand, *arguments)
+
+    async def _each(self, method: str, homes: Mapping[str, list[str]] | None = None) -> list[Any]:
+        """What each replica answers, but for those that end meanwhile. homes: an argument for each."""
+        calls = [
+            self._call(method, Errand(to=one), *(() if homes is None else (tuple(homes.get(one, ())),)))
+            for one in self.up
+        ]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    async def _quietly(self, call: Coroutine[Any, Any, Any]) -> None:
+        """A call to a replica that may be gone, and with it what the call is about."""
+        with suppress(ray.exceptions.RayError):
+            await call
+
+    def _now(self, call: Coroutine[Any, Any, T], seconds: float = CALL_S) -> T:
+        """Called from other threads, which wait for it."""
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result(seconds)
+
+    def _soon(self, call: Coroutine[Any, Any, None]) -> None:
+        self._loop.call_soon_threadsafe(self._spawn, call)
+
+    def _spawn(self, call: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(call)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _stop(self) -> None:
+        others = list(self._tasks)
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+
+_QUIET = LoggingConfig(enable_access_log=False, log_level="WARNING")
+
+
+def _reason(text: str) -> str:
+    """The last line of Ray's account that says something."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "Ray does not say why."
+
+
+def _over(ticket: _Ticket, status: str, now_s: float, error: str | None = None) -> Event:
+    """The end of a request that no replica tells, with what was told of it."""
+    turn = TurnRecord.arrived(ticket.request, ticket.request.turn, ticket.request.intended_s)
+    for token in ticket.told:
+        turn.token(token, None, now_s)
+    turn.close(status, None, now_s, error)
+    return Event("finished", ticket.request.id, now_s, None, turn)
+
+
+@dataclass(frozen=True, slots=True)
+class _ToOutbox:
+    """The listener of a request that was submitted."""
+
+    outbox: Outbox
+    request: Request
+
+    def happened(self, event: Event) -> None:
+        self.outbox.put([event])
+
+    def failed(self, error: WorkerError) -> None:
+        """Poll raises it."""

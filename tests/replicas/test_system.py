@@ -1,0 +1,407 @@
+"""Turns over several engines, which stand in this process for actors: a replica that ends costs time, and no reply."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+pytest.importorskip("grpc")
+import ray
+from ray.serve.request_router import ReplicaID
+
+from pensieve.baselines.base import AnsweringSystem
+from pensieve.baselines.routing import affinity
+from pensieve.clock import WallClock
+from pensieve.plan import StepResult
+from pensieve.record import Event, TurnRecord
+from pensieve.replicas import engine as engine_module
+from pensieve.replicas.engine import EngineReplica
+from pensieve.replicas.errand import Candidate, Errand, running, slots_of, unregister
+from pensieve.replicas.router import SessionRouter
+from pensieve.replicas.system import ATTEMPTS, ReplicaSystem, Scaling
+from pensieve.request import Length, Request, Sampling, tokens_of
+from tests.baselines.systems import PATIENCE_S, HeldWorker, PricedSystem, parts
+
+NAMES = ("one", "two", "three")
+
+
+class Positional(HeldWorker):
+    """Each position and seed has a token of its own, as the noise of sampling has."""
+
+    def collect(self, until_ns: int | None) -> StepResult | None:
+        plan = self._plan
+        result = super().collect(until_ns)
+        if plan is None or result is None:
+            return result
+        drawn = {row.slot: row.sample.position % 89 for row in plan.rows if row.sample is not None}
+        return replace(result, tokens=drawn)
+
+
+class Died(ray.exceptions.RayActorError):
+    """As Ray tells that an actor's process is gone."""
+
+
+class Actors:
+    """Replicas, routed to as SessionRouter does. deadly: a replica ends after so many more of its answers' parts."""
+
+    def __init__(self, router: str) -> None:
+        self.router = router
+        self.alive: dict[str, EngineReplica] = {}
+        self.systems: list[AnsweringSystem] = []
+        self.slots: dict[str, int] = {}
+        self.deadly: dict[str, int] = {}
+        self.served: list[tuple[str, str, int]] = []  # replica, method, turn
+        for name in NAMES:
+            self.add(name)
+
+    def add(self, name: str) -> None:
+        replica = EngineReplica.__new__(EngineReplica)
+        clock = WallClock()
+        system = PricedSystem(worker=Positional(clock), clock=clock, **parts())
+        replica._id, replica._system, replica._report, replica._origin_s = name, system, system.start(), 1e9
+        self.alive[name] = replica
+        self.systems.append(system)
+        self.slots = slots_of(self.slots, self.alive)
+
+    def chosen(self, errand: Errand) -> str:
+        from pensieve.baselines.routing import ROUTERS
+
+        if errand.to is not None:
+            return errand.to if errand.to in self.alive else next(iter(self.alive))
+        known = [
+            Candidate(name, self.slots[name], 0, errand.held_tokens if name == errand.home else 0)
+            for name in self.alive
+        ]
+        request = Request(0, errand.family, errand.turn, tokens_of([]), Length(1))
+        found = ROUTERS[self.router](request, known, 0)
+        assert isinstance(found, Candidate)
+        return str(found.replica)
+
+    def options(self, method_name: str, stream: bool = False) -> Any:
+        class Method:
+            @staticmethod
+            def remote(errand: Errand, *arguments: Any) -> Any:
+                name = self.chosen(errand)
+                self.served.append((name, method_name, errand.turn))
+                call = getattr(self.alive[name], method_name)(errand, *arguments)
+                return self.streamed(name, call) if stream else call
+
+        return Method
+
+    async def streamed(self, name: str, parts: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        async for part in parts:
+            for one in [part] if not isinstance(part, list) else [[event] for event in part]:
+                if name in self.deadly:
+                    self.deadly[name] -= 1
+                    if self.deadly[name] < 0:
+                        self.alive.pop(name, None)
+                        raise Died
+                yield one
+
+
+class Heard:
+    """A listener that keeps all it is told."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.error: Exception | None = None
+        self.over, self.begun = threading.Event(), threading.Event()
+
+    def happened(self, event: Event) -> None:
+        self.events.append(event)
+        self.begun.set()
+        if event.turn is not None:
+            self.over.set()
+
+    def failed(self, error: Exception) -> None:
+        self.error = error
+        self.over.set()
+
+    @property
+    def tokens(self) -> list[int]:
+        return [event.token for event in self.events if event.token is not None]
+
+    @property
+    def turn(self) -> TurnRecord:
+        assert self.over.wait(PATIENCE_S) and self.error is None
+        [turn] = [event.turn for event in self.events if event.turn is not None]
+        return turn
+
+
+@contextmanager
+def replicas(router: str = "affinity") -> Iterator[tuple[ReplicaSystem, Actors]]:
+    actors = Actors(router)
+    system = ReplicaSystem({}, Scaling(3, 3), router)
+    system._handle = actors
+    system._thread = threading.Thread(target=system._loop.run_forever, daemon=True)
+    system._thread.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "_end_process", lambda error: None)  # which is this one
+        try:
+            yield system, actors
+        finally:
+            system.close()
+            for engine in actors.systems:
+                engine.close()
+
+
+def ask(
+    system: ReplicaSystem, number: int, session: str, turn: int, prompt: Any, tokens: int = 6, **fields: Any
+) -> Heard:
+    heard = Heard()
+    sampling = Sampling(temperature=1.0, seed=5)
+    request = Request(number, session, turn, tokens_of(prompt), Length(tokens), sampling, continues=False, **fields)
+    system.begin(request, heard)
+    return heard
+
+
+def talk(system: ReplicaSystem, session: str, turns: int, first: int = 1) -> list[TurnRecord]:
+    """Each turn's prompt is all that was said and 40 tokens more."""
+    said: list[int] = []
+    records = []
+    for turn in range(1, turns + 1):
+        said += [(turn * 7 + place) % 90 for place in range(40)]
+        forgotten = (len(said) - 40, "expired") if turn > 1 else None
+        record = ask(system, first + turn, session, turn, said, forgotten=forgotten).turn
+        assert record.status == "completed"
+        said += record.token_ids
+        records.append(record)
+    return records
+
+
+def test_every_turn_goes_where_the_consistent_hash_of_the_simulated_cluster_sends_it() -> None:
+    with replicas() as (system, actors):
+        records = {name: talk(system, f"alice/{name}", 3, 10 * place) for place, name in enumerate("abcdef")}
+    for name, turns in records.items():
+        request = Request(0, f"alice/{name}", 1, tokens_of([]), Length(1))
+        expected = affinity(request, [Candidate(one, actors.slots[one], 0, 0) for one in NAMES], 0)
+        assert isinstance(expected, Candidate)
+        assert [turn.recomputed_tokens for turn in turns] == [0, 0, 0]
+        assert all(turn.gpu_hit_tokens == turn.history_tokens for turn in turns) and turns[2].history_tokens == 91
+        assert system._home[f"alice/{name}"][0] == expected.replica
+    assert len({home for home, _ in system._home.values()}) > 1, "not all of them hash to one"
+
+
+def test_what_moves_is_history_that_is_computed_again_and_the_tokens_stay_the_same() -> None:
+    with replicas("random") as (system, _):
+        moving = talk(system, "a", 6)
+        counted = system._ended["moved_turns"]
+    with replicas() as (system, _):
+        staying = talk(system, "a", 6)
+        assert system._ended["moved_turns"] == 0
+    assert counted >= 2, "or random routing showed nothing"
+    assert [turn.token_ids for turn in moving] == [turn.token_ids for turn in staying]
+    assert [turn.history_tokens for turn in moving] == [turn.history_tokens for turn in staying]
+    assert sum(turn.recomputed_tokens or 0 for turn in moving) > 0
+    causes = {miss.cause for turn in moving for miss in turn.misses}
+    assert causes == {"new", "restarted"}
+    for turn in moving:
+        assert sum(miss.tokens for miss in turn.misses) == (turn.prompt_tokens or 0) - (turn.gpu_hit_tokens or 0)
+
+
+@pytest.mark.parametrize("parts", [0, 1, 4, 6])
+def test_a_replica_that_ends_in_mid_reply_costs_no_token_and_doubles_none(parts: int) -> None:
+    """Before anything, with nothing told, in the middle, and before the end."""
+    with replicas() as (system, actors):
+        undisturbed = talk(system, "a", 3)
+    with replicas() as (system, actors):
+        first = talk(system, "a", 2)
+        lost = system._home["a"][0]
+        actors.deadly[lost] = parts
+        said = [token for turn in range(1, 3) for token in (*_message(turn), *first[turn - 1].token_ids)]
+        heard = ask(system, 100, "a", 3, [*said, *_message(3)], forgotten=(len(said), "expired"))
+        turn = heard.turn
+        assert lost not in actors.alive and system._home["a"][0] != lost
+        assert system._ended["restarted_requests"] == 1
+    assert heard.tokens == list(undisturbed[2].token_ids) == list(turn.token_ids)
+    assert turn.request_id == 100 and {event.request_id for event in heard.events} == {100}
+    assert turn.history_tokens == undisturbed[2].history_tokens == turn.recomputed_tokens, "its history is not there"
+    assert undisturbed[2].recomputed_tokens == 0
+
+
+def _message(turn: int) -> list[int]:
+    return [(turn * 7 + place) % 90 for place in range(40)]
+
+
+def test_a_request_that_ends_every_replica_fails_in_the_end() -> None:
+    with replicas() as (system, actors):
+        actors.deadly = dict.fromkeys(NAMES, 3)
+        turn = ask(system, 1, "a", 1, _message(1)).turn
+        assert turn.status == "failed" and turn.error is not None and f"{ATTEMPTS} replicas" in turn.error
+        assert not turn.stands
+
+
+def test_a_reply_that_comes_out_otherwise_is_not_gone_on_with() -> None:
+    with replicas() as (system, actors):
+        lost = actors.chosen(Errand("a", 1))
+        actors.deadly[lost] = 4
+        told, real = [], system._is_new
+
+        def otherwise(ticket: Any, token: int) -> bool:
+            told.append(token)
+            return real(ticket, token + (lost not in actors.alive))
+
+        system._is_new = otherwise  # type: ignore[method-assign]
+        heard = ask(system, 1, "a", 1, _message(1))
+        assert heard.turn.status == "failed" and heard.tokens == told[:3]
+
+
+def test_who_cancels_is_heard_by_the_replica_that_serves_and_no_other() -> None:
+    with replicas() as (system, actors):
+        heard = ask(system, 1, "a", 1, _message(1), tokens=2_000)
+        assert heard.begun.wait(PATIENCE_S)
+        system.cancel(1, "cancelled")
+        turn = heard.turn
+        assert turn.status == "cancelled" and 0 < turn.output_tokens < 2_000 and turn.stands
+        assert list(turn.token_ids[: len(heard.tokens)]) == heard.tokens
+        [(cancelled, _, _)] = [one for one in actors.served if one[1] == "cancel"]
+        assert cancelled == system._home["a"][0]
+
+
+def test_times_are_those_of_the_callers_clock() -> None:
+    with replicas() as (system, _):
+        before = system.clock.now_s()
+        turn = ask(system, 1, "a", 1, _message(1), intended_s=before).turn
+        after = system.clock.now_s()
+        # The engines' clocks are set elsewhere by the stand-in: what they tell says so, and comes back as it was sent.
+        assert turn.intended_s == pytest.approx(before, abs=1e-3)
+        assert turn.finished_s is not None and turn.first_token_s is not None
+        assert turn.ttft_ms == pytest.approx((turn.first_token_s - turn.intended_s) * 1e3, abs=1e-2)
+        assert after > before
+
+
+def test_a_fork_is_served_where_the_conversation_is_that_it_comes_from() -> None:
+    from pensieve.request import Fork
+
+    with replicas() as (system, _):
+        homes = []
+        for place in range(6):
+            name = f"talk {place}"
+            ask(system, 10 * place + 1, name, 1, _message(1)).turn  # noqa: B018
+            ask(system, 10 * place + 2, f"{name} fork", 1, _message(1), fork=Fork(name, 30)).turn  # noqa: B018
+            ask(system, 10 * place + 3, f"{name} fork", 2, _message(1) + _message(2)).turn  # noqa: B018
+            homes.append((system._home[name][0], system._home[f"{name} fork"][0]))
+        assert all(parent == child for parent, child in homes) and len(set(homes)) > 1
+        system.release("talk 0 fork")
+        assert "talk 0 fork" not in system._home and "talk 0 fork" not in system._family
+
+
+def test_requests_under_way_are_told_when_the_system_is_closed() -> None:
+    with replicas() as (system, _):
+        heard = ask(system, 1, "a", 1, _message(1), tokens=2_000)
+        assert heard.begun.wait(PATIENCE_S)
+        system.close()
+        assert heard.over.wait(PATIENCE_S) and heard.error is not None and "closed" in str(heard.error)
+        late = ask(system, 2, "a", 1, _message(1))
+        assert late.over.wait(PATIENCE_S) and late.error is not None
+
+
+def test_an_engine_that_crashed_ends_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(engine_module.os, "_exit", ended.append)
+    loop = asyncio.new_event_loop()
+    engine_module._Relay(loop).failed(engine_module.WorkerError("The engine stopped."))
+    loop.close()
+    assert ended == [engine_module.CRASHED]
+
+
+# -- the router ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_replica_that_replaces_another_takes_its_slot_and_no_other_moves() -> None:
+    slots = slots_of({}, ["a", "b", "c"])
+    assert sorted(slots.values()) == [0, 1, 2]
+    after = slots_of(slots, ["a", "c", "new"])
+    assert {name: after[name] for name in "ac"} == {name: slots[name] for name in "ac"} and after["new"] == slots["b"]
+    assert slots_of(after, ["c"]) == {"c": after["c"]}
+    assert sorted(slots_of({"c": 2}, ["c", "d", "e"]).values()) == [0, 1, 2]
+
+
+class Running:
+    def __init__(self, name: str) -> None:
+        self.replica_id = ReplicaID(name, None)
+
+
+class Pending:
+    def __init__(self, errand: Errand, request_id: str = "r") -> None:
+        self.args = [errand]
+        self.routing_context = type("Context", (), {"should_backoff": False})()
+        self.metadata = type("Metadata", (), {"internal_request_id": request_id})()
+
+
+def router_of(name: str, running: list[Any]) -> SessionRouter:
+    router = SessionRouter.__new__(SessionRouter)
+    router._deployment_id = type("Deployment", (), {"app_name": f"test of {name}"})()
+    router.initialize_state(name, 0)
+    ids = [one.replica_id for one in running]
+    router._slots = slots_of({}, ids)
+    router._routed = {one: set() for one in ids}
+    return router
+
+
+def choice(router: SessionRouter, running: list[Any], errand: Errand) -> list[Any]:
+    pending: Any = Pending(errand)
+    [rank] = asyncio.run(router.choose_replicas(running, pending))
+    assert pending.routing_context.should_backoff, "or a full replica would be asked again without end"
+    return rank
+
+
+def test_ray_is_told_one_replica_that_of_the_hash() -> None:
+    running: list[Any] = [Running(name) for name in NAMES]
+    router = router_of("affinity", running)
+    for session in map(str, range(20)):
+        request = Request(0, session, 1, tokens_of([]), Length(1))
+        [chosen] = choice(router, running, Errand(session, 1))
+        expected = affinity(request, [Candidate(one, router._slots[one.replica_id], 0, 0) for one in running], 0)
+        assert isinstance(expected, Candidate) and chosen is expected.replica
+        assert choice(router, running, Errand(session, 9)) == [chosen], "whichever turn it is"
+    [left] = choice(router, running[:1], Errand("19"))
+    assert left is running[0], "who has gone serves nobody"
+
+
+def test_which_replicas_run_is_known_after_ray_has_set_the_class_anew() -> None:
+    """As it does whenever it hears of the deployment: it has sent the class about as a value."""
+    from ray import cloudpickle
+
+    from pensieve.replicas import router as module
+
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        sent = cloudpickle.dumps(SessionRouter)
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+    router = router_of("affinity", [])
+    router._replicas = {one.replica_id: one for one in map(Running, NAMES)}  # type: ignore[misc]
+    cloudpickle.loads(sent)
+    assert running("test of affinity") == list(NAMES)
+    unregister("test of affinity")
+    assert running("test of affinity") == []
+
+
+def test_a_call_to_one_replica_reaches_it_and_a_call_to_none_that_is_left_reaches_somebody() -> None:
+    running: list[Any] = [Running(name) for name in NAMES]
+    router = router_of("random", running)
+    assert choice(router, running, Errand(to="two")) == [running[1]]
+    assert choice(router, running, Errand(to="gone")) == running
+
+
+def test_prefix_aware_goes_home_until_home_is_too_busy() -> None:
+    running: list[Any] = [Running(name) for name in NAMES]
+    router = router_of("prefix_aware", running)
+    at_home = Errand("a", 2, home="three", held_tokens=500)
+    assert choice(router, running, at_home) == [running[2]]
+    for number in range(9):
+        pending: Any = Pending(at_home, str(number))
+        router.on_request_routed(pending, running[2].replica_id, None)
+    assert choice(router, running, at_home) != [running[2]]
+    for number in range(9):
+        router.on_request_completed(running[2].replica_id, str(number))
+        router.on_request_completed(running[2].replica_id, str(number))  # told twice, counted once
+    assert choice(router, running, at_home) == [running[2]]

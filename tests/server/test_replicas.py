@@ -1,0 +1,214 @@
+"""The server over several engines: what it refuses, and real replicas of which one is killed under load."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+pytest.importorskip("fastapi")
+from pensieve.compose import resolved
+from pensieve.errors import ConfigError, EngineMissing
+from pensieve.server import command, create_server
+from pensieve.server.app import App
+from pensieve.server.command import make_replicas, settings_of
+from pensieve.server.settings import Replicas, ServeSettings
+from pensieve.server.state import StateFile
+from tests.server.live import REAL, serving, until
+from tests.server.test_chat import composed
+from tests.server.test_http import ALICE, BOB, KEYS, OPERATOR
+
+START_S = 240.0
+REPLY_S = 120.0
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [(1, Replicas(1, 1)), (3, Replicas(3, 3)), ("2", Replicas(2, 2)), ("1..4", Replicas(1, 4))]
+)
+def test_a_number_of_replicas_or_its_bounds(given: object, meant: Replicas) -> None:
+    assert ServeSettings.model_validate({"replicas": given}).replicas == meant
+    assert ServeSettings().replicas == Replicas(1, 1)
+
+
+@pytest.mark.parametrize("given", [0, -1, "0..3", "4..1", "many", "1..", 1.5, True, None])
+def test_a_number_that_is_none_is_refused_in_one_sentence(given: object) -> None:
+    with pytest.raises(ConfigError, match=r"serve\.replicas") as refused:
+        settings_of({"serve": {"replicas": given}})
+    assert "\n" not in str(refused.value)
+
+
+def test_one_replica_is_in_this_process_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    class Made(Exception):
+        pass
+
+    def make(kind: str) -> Any:
+        def engine(*_: Any, **__: Any) -> None:
+            made.append(kind)
+            raise Made
+
+        return engine
+
+    monkeypatch.setattr(command, "make_server", make("one"))
+    monkeypatch.setattr(command, "make_replicas", make("several"))
+    for replicas in (1, "1..1", 2, "1..2"):
+        app = App(ServeSettings.model_validate({"replicas": replicas}), command.tenants_of(ServeSettings()), "tiny")
+        command._load(app, composed("hardware=sim_h100"), type("Http", (), {})())
+    assert made == ["one", "one", "several", "several"]
+
+
+def test_without_ray_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(EngineMissing, match=r"serve\.replicas.*pensieve\[ray\]"):
+        make_replicas(composed("hardware=sim_h100"), ServeSettings.model_validate({"replicas": 2}))
+
+
+def test_simulated_replicas_are_referred_to_where_they_are() -> None:
+    pytest.importorskip("ray")
+    pytest.importorskip("grpc")
+    with pytest.raises(ConfigError, match=r"hardware\.replicas"):
+        make_replicas(composed("hardware=sim_h100"), ServeSettings.model_validate({"replicas": 2}))
+
+
+# -- real ones ------------------------------------------------------------------------------------------------------------
+
+WHO = [(name, tenant) for tenant in ("alice", "bob", "operator") for name in ("talk", "other")]
+HEADERS = {"alice": ALICE, "bob": BOB, "operator": OPERATOR}
+
+
+def say(
+    client: httpx.Client, name: str, tenant: str, turn: int, begun: threading.Event | None = None
+) -> dict[str, Any]:
+    """One streamed turn of a conversation that all tenants call the same. begun: set at its second piece."""
+    body = {
+        "messages": [{"role": "user", "content": f"xyzzy{turn} says {tenant} of {name}"}],
+        "session_id": name,
+        "max_tokens": 96 if turn == 2 else 8,
+        "temperature": 0 if name == "talk" else 1,
+        "seed": 11,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    text, reason, usage, pieces = "", None, None, 0
+    with client.stream("POST", "/v1/chat/completions", json=body, headers=HEADERS[tenant]) as reply:
+        assert reply.status_code == 200, reply.read()
+        for line in reply.iter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            part = json.loads(line.removeprefix("data: "))
+            assert "error" not in part, part
+            usage = part.get("usage") or usage
+            for choice in part["choices"]:
+                text += choice["delta"].get("content") or ""
+                reason = choice["finish_reason"] or reason
+                pieces += 1
+                if begun is not None and pieces == 2:
+                    begun.set()
+    if begun is not None:
+        begun.set()
+    return {"text": text, "reason": reason, "usage": usage}
+
+
+def rounds(client: httpx.Client, kill: Any = None) -> dict[tuple[str, str, int], dict[str, Any]]:
+    """Three turns of each conversation, all at once; kill: called when all of the second have begun."""
+    said: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for turn in (1, 2, 3):
+        begun = [threading.Event() for _ in WHO]
+
+        def one(name: str, tenant: str, started: threading.Event, turn: int = turn) -> None:
+            said[name, tenant, turn] = say(client, name, tenant, turn, started)
+
+        asking = [threading.Thread(target=one, args=(*who, event)) for who, event in zip(WHO, begun, strict=True)]
+        for thread in asking:
+            thread.start()
+        if turn == 2 and kill is not None:
+            assert all(event.wait(REPLY_S) for event in begun)
+            kill()
+        for thread in asking:
+            thread.join(REPLY_S)
+            assert not thread.is_alive()
+    return said
+
+
+@contextmanager
+def over_http(server: Any, state: StateFile | None = None) -> Iterator[tuple[App, httpx.Client]]:
+    with serving(server, KEYS, state=state) as (app, url), httpx.Client(base_url=url, timeout=REPLY_S) as client:
+        yield app, client
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_kill_9_of_a_replica_under_load(tmp_path: Path) -> None:
+    """Two replicas of the tiny model; the undisturbed run is of one engine in this process."""
+    pytest.importorskip("ray")
+    pytest.importorskip("grpc")
+    before = _descendants()
+    config = composed(
+        "hardware=cpu", "hardware.threads=1", "model.weights=random", "cache.gpu=4096 tokens", "cache.cpu=4096 tokens"
+    )
+    file = tmp_path / "state.db"
+    server = make_replicas(resolved(config), ServeSettings.model_validate({"replicas": 2}))
+    try:
+        system: Any = server.system
+        folder = system._cluster._folder
+        assert folder.stat().st_mode & 0o77 == 0, "nobody else on this machine reads Ray's logs"
+        homes: list[dict[str, Any]] = []
+
+        def kill() -> None:
+            homes.append({session: home for session, (home, _) in system._home.items()})
+            os.kill(_replica_processes()[0], signal.SIGKILL)
+
+        with over_http(server, StateFile(file, "tiny")) as (app, client):
+            said = rounds(client, kill)
+            assert app.server is not None
+            turns = {(one.tenant, one.id): len(one.marks) for one in app.server.conversations}
+            told = client.get("/v1/sessions", headers=ALICE).json()["data"]
+            counted = system.counters()
+            assert until(lambda: len(system.up) == 2, START_S), "another replica takes the place of the dead one"
+        logs = [path for path in folder.rglob("*") if path.is_file() and "logs" in path.parts]
+        assert len(logs) > 5 and not [path for path in logs if b"xyzzy" in path.read_bytes()]
+    finally:
+        server.close()
+    assert until(lambda: not _descendants() - before), "Ray ends with the server"
+
+    with create_server(**REAL) as one, over_http(one) as (_, client):
+        undisturbed = rounds(client)
+    for key, here in said.items():
+        there = undisturbed[key]
+        assert (here["text"], here["reason"]) == (there["text"], there["reason"]), key
+        assert here["usage"]["total_tokens"] == there["usage"]["total_tokens"]
+    assert turns == {(tenant, name): 3 for name, tenant in WHO}, "none was asked twice, none is missing"
+    assert counted["restarted_requests"] >= 1
+    first = Counter(homes[0].values())
+    assert len(homes[0]) == len(WHO) and len(first) == 2, "both replicas served before the kill"
+    last = {session: home for session, (home, _) in system._home.items()}
+    dead = next(home for home in first if home not in last.values() or home not in system._told)
+    stayed = [session for session, home in homes[0].items() if home != dead]
+    assert all(last[session] == homes[0][session] for session in stayed), "only those of the dead one move"
+    found = [said[name, tenant, 2]["usage"]["prompt_tokens_details"] for name, tenant in WHO]
+    assert sum(one["recomputed"] > 0 for one in found) == len(WHO) - len(stayed)
+    assert sum(one["gpu"] > 0 for one in found) == len(stayed)
+    assert {one["id"] for one in told} == {"talk", "other"} and all(one["kv"] for one in told)
+
+
+def _descendants() -> set[int]:
+    return {one.pid for one in psutil.Process().children(recursive=True)}
+
+
+def _replica_processes() -> list[int]:
+    return [
+        one.pid
+        for one in psutil.Process().children(recursive=True)
+        if "ray::ServeReplica" in one.name() or any("ray::ServeReplica" in part for part in one.cmdline())
+    ]
