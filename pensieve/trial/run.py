@@ -19,6 +19,7 @@ from pensieve.compose import (
     TrialPlan,
     build_cluster,
     build_outside,
+    build_simulated,
     build_system,
     build_tokenizer,
     build_workload,
@@ -218,10 +219,12 @@ def _run(
         check_free_memory(plan)
         trace = job.folder / TRACE_FILE if config.trial.profile else None
         forget_allocator_peak()
-        outside = config.baseline.engine is not None
+        outside = config.baseline.engine is not None and not plan.device.simulated
         system: System
         if outside:
             system = build_outside(plan, tokenizer, described)
+        elif config.baseline.simulated is not None:
+            system = build_simulated(plan)
         elif config.hardware.router != "single":
             system = build_cluster(plan, tokenizer, described)
         else:

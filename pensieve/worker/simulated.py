@@ -237,12 +237,17 @@ class SimulatedWorker:
         return token
 
     def _draws(self, key: int, start: int, stop: int) -> list[int]:
-        """The tokens at positions [start, stop): splitmix64, a fixed, well-mixed function of two integers."""
-        mask, vocab = _MASK, self._model.vocab
-        tokens = []
-        for position in range(start, stop):
-            x = (key + position * 0x9E3779B97F4A7C15) & mask
-            x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-            x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
-            tokens.append((x ^ (x >> 31)) % vocab)
-        return tokens
+        return drawn_tokens(key, start, stop, self._model.vocab)
+
+
+def drawn_tokens(key: int, start: int, stop: int, vocab: int) -> list[int]:
+    """The tokens at positions [start, stop) of whoever computes nothing: splitmix64, a fixed, well-mixed function of two
+    integers."""
+    mask = _MASK
+    tokens = []
+    for position in range(start, stop):
+        x = (key + position * 0x9E3779B97F4A7C15) & mask
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+        tokens.append((x ^ (x >> 31)) % vocab)
+    return tokens
