@@ -9,6 +9,7 @@ import os
 import pickle
 import sys
 from array import array
+from contextlib import suppress
 from multiprocessing.connection import Listener
 from pathlib import Path
 from time import perf_counter
@@ -39,19 +40,16 @@ def host(asked, announce) -> None:  # type: ignore[no-untyped-def]
             "threads": torch.get_num_threads(),
         }
         announce(said)
-        with listener.accept() as connection:
+        with listener.accept() as connection, suppress(EOFError, ConnectionError):  # the client is gone
             serve(Wire(connection, asked["gbps"]), model)
 
 
 def serve(wire, model) -> None:  # type: ignore[no-untyped-def]
-    """Answer until the client is gone."""
+    """Answer until the client is gone, which raises EOFError or ConnectionError."""
     from pensieve.engines.disaggregated import messages
 
     while True:
-        try:
-            arrived = wire.receive()
-        except (EOFError, ConnectionError):
-            return
+        arrived = wire.receive()
         here = perf_counter()
         said = arrived.said
         try:
