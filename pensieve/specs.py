@@ -157,11 +157,12 @@ class HardwareSpec:
 
     flops: dense matrix rate in the model's dtype, FLOP/s. memory_bw: device memory, bytes/s. h2d_bw, d2h_bw: bytes/s.
     *_efficiency: share of the peak that real kernels reach. step_overhead_s: launch and host time of an iteration.
-    link_latency_s: of one all-reduce over the link. multiprocessors: of a device. graph_sizes: batches are padded to the
-    sizes that CUDA graphs were captured at. duplex_penalty: share of the rate each direction loses while both run (the paper
-    measured 18-20 %, section 5). disk_bw: bytes/s that the file store is read and written at. profile: the file of a machine
-    that was measured whole (cost.machine_profile), in place of all rates. overlaps: copies run beside compute, and not
-    before it.
+    link_latency_s: of one all-reduce over the link. network_gbps, network_latency_s: between a client and the model of a
+    disaggregated baseline, in 10^9 bit/s each way, and one way. multiprocessors: of a device. graph_sizes: batches are
+    padded to the sizes that CUDA graphs were captured at. duplex_penalty: share of the rate each direction loses while both
+    run (the paper measured 18-20 %, section 5). disk_bw: bytes/s that the file store is read and written at. profile: the
+    file of a machine that was measured whole (cost.machine_profile), in place of all rates. overlaps: copies run beside
+    compute, and not before it.
     """
 
     name: str
@@ -175,6 +176,8 @@ class HardwareSpec:
     d2h_bw: float = 0.0
     link_bw: float = 0.0
     link_latency_s: float = 0.0
+    network_gbps: float | None = None
+    network_latency_s: float = 0.0
     multiprocessors: int = 0
     graph_sizes: bool = False
     terms: Mapping[str, str] = field(default_factory=dict)

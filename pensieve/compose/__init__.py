@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from pensieve.compose.build import (
         build_cluster,
         build_outside,
+        build_simulated,
         build_system,
         build_workload,
         make_workload,
@@ -25,7 +26,15 @@ if TYPE_CHECKING:
     from pensieve.compose.weights import model_config
 
 _NAMES = {
-    "build": ("build_cluster", "build_outside", "build_system", "build_workload", "make_workload", "outside_engine"),
+    "build": (
+        "build_cluster",
+        "build_outside",
+        "build_simulated",
+        "build_system",
+        "build_workload",
+        "make_workload",
+        "outside_engine",
+    ),
     "folder": ("conf_folder", "options", "outputs_folder", "read_option"),
     "plan": ("TrialPlan", "plan_trial"),
     "preflight": ("check_free_memory",),
@@ -44,6 +53,7 @@ __all__ = [
     "TrialPlan",
     "build_cluster",
     "build_outside",
+    "build_simulated",
     "build_system",
     "build_tokenizer",
     "build_workload",

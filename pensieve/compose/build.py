@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pensieve.baselines.base import AnsweringSystem
+from pensieve.baselines.base import AnsweringSystem, System
 from pensieve.cache.base import CacheManager
 from pensieve.chat_template import ChatTemplate
 from pensieve.clock import Clock, VirtualClock, WallClock
@@ -30,6 +30,7 @@ from pensieve.eviction.base import EvictionPolicy, PolicyContext
 from pensieve.idle_sessions import MemoryLimits
 from pensieve.request import tokens_of
 from pensieve.scheduler.composition import Composition
+from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.tokenizer import Tokenizer
 from pensieve.worker.base import Worker
 from pensieve.worker.torch.threads import physical_cores
@@ -46,10 +47,11 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Parts:
     """The factories that the configuration names by dotted paths, with their checked fields bound. A baseline has a cache
-    manager or an engine of its own."""
+    manager or an engine of its own; simulated: what stands for that engine on a simulated machine."""
 
     cache: Callable[..., CacheManager] | None
     engine: Callable[[EngineSetup], OutsideEngine] | None
+    simulated: Callable[[ModelSpec, HardwareSpec, int], System] | None
     policy: Callable[[PolicyContext], EvictionPolicy]
     composition: Composition
     workload: Callable[[WorkloadContext], Workload]
@@ -64,11 +66,13 @@ def find_parts(config: TrialConfig, longest_tokens: int | None = None) -> Parts:
     Raises EngineMissing where a target is not there, ConfigError for a field that it does not take.
     """
     name, cache, engine = config.baseline.name, config.baseline.cache, config.baseline.engine
+    simulated = config.baseline.simulated
     if cache is not None and "longest_tokens" in cache and cache["longest_tokens"] is None:
         cache = {**cache, "longest_tokens": longest_tokens}
     return Parts(
         cache=None if cache is None else factory("baseline", {**cache, "name": name}, given=_CACHE_ARGUMENTS),
         engine=None if engine is None else factory("baseline", {**engine, "name": name}),
+        simulated=None if simulated is None else factory("baseline", {**simulated, "name": name}),
         policy=factory("eviction", config.eviction),
         composition=factory("scheduler", {**config.scheduler.composition, "name": config.scheduler.name}),
         workload=factory("workload", config.workload),
@@ -167,9 +171,16 @@ def _measured_before(plan: TrialPlan) -> CostModel | None:
 
 
 def outside_engine(
-    plan: TrialPlan, longest_tokens: int | None = None, tokenizer: Tokenizer | None = None
+    plan: TrialPlan,
+    longest_tokens: int | None = None,
+    tokenizer: Tokenizer | None = None,
+    weights: str | None = None,
 ) -> OutsideEngine:
-    """The engine of an outside baseline, not started and nothing of it imported yet. Raises EngineMissing, ConfigError."""
+    """The engine of an outside baseline, not started and nothing of it imported yet. weights: what it loads, see
+    weights.loadable; None: as the configuration names them, for an engine that is not going to start.
+
+    Raises EngineMissing, ConfigError.
+    """
     config = plan.config
     make = find_parts(config, longest_tokens).engine
     assert make is not None, f"baseline={config.baseline.name} is in the engine: build_system"
@@ -179,7 +190,7 @@ def outside_engine(
         EngineSetup(
             baseline=config.baseline.name,
             model=plan.model,
-            weights=config.model.weights,
+            weights=weights or config.model.weights,
             hub_id=config.model.hub_id,
             revision=config.model.revision,
             seed=config.model.seed,
@@ -194,13 +205,25 @@ def outside_engine(
             eos=frozenset(int(token) for token in listed),
             tokenizer=tokenizer,
             memory_bytes=memory_limit_bytes(config.hardware),
+            network_gbps=config.hardware.network_gbps,
         )
     )
 
 
 def build_outside(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan | None = None) -> OutsideSystem:
     """The system of an outside engine, not started yet."""
-    return OutsideSystem(outside_engine(plan, longest_context(described) if described else None, tokenizer))
+    longest = longest_context(described) if described else None
+    return OutsideSystem(outside_engine(plan, longest, tokenizer, weights=loadable(plan.config.model)))
+
+
+def build_simulated(plan: TrialPlan) -> System:
+    """What stands for an engine of others on a simulated machine, not started yet."""
+    config = plan.config
+    make = find_parts(config).simulated
+    assert make is not None, f"baseline={config.baseline.name} has nothing to simulate it: plan_trial refuses that"
+    if config.hardware.router != "single":
+        raise ConfigError("A cluster is of baselines in the engine; use hardware.router=single.")
+    return make(plan.model, plan.hardware, plan.chunk_tokens)
 
 
 def clock_and_worker(

@@ -177,6 +177,8 @@ def hardware_spec(hardware: HardwareConfig, device: Device) -> HardwareSpec:
         d2h_bw=hardware.d2h_bw,
         link_bw=hardware.link_bw,
         link_latency_s=hardware.link_latency_s,
+        network_gbps=hardware.network_gbps,
+        network_latency_s=hardware.network_latency_s,
         multiprocessors=hardware.multiprocessors,
         graph_sizes=hardware.graph_sizes,
         terms=hardware.terms.model_dump(),

@@ -111,7 +111,7 @@ def plan_trial(config: TrialConfig) -> TrialPlan:
         raise ConfigError(
             f"baseline={baseline.name} names no cache manager and no engine; give baseline.cache a _target_."
         )
-    if baseline.engine is not None and config.hardware.simulated:
+    if baseline.engine is not None and baseline.simulated is None and config.hardware.simulated:
         raise EngineMissing(
             f"baseline={baseline.name} runs for real, and hardware={config.hardware.name} is simulated; use "
             "hardware=local, or a baseline in the engine."

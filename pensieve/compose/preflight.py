@@ -20,7 +20,7 @@ def preflight(plan: TrialPlan) -> None:
     Raises EngineMissing, ConfigError, HardwareMissing, WeightsMissing, CapacityError.
     """
     find_parts(plan.config)
-    if plan.config.baseline.engine is not None:
+    if plan.config.baseline.engine is not None and not plan.device.simulated:
         tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=False)
         outside_engine(plan, tokenizer=tokenizer).check()
     check_capacity(plan)

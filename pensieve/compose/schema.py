@@ -65,12 +65,13 @@ class SchedulerConfig(_Group):
 
 
 class BaselineConfig(_Group):
-    """cache: the cache manager of a baseline in the engine. engine: an outside engine, in its place. missing: one that is
-    not supported yet."""
+    """cache: the cache manager of a baseline in the engine. engine: an outside engine, in its place; simulated: what stands
+    for that on a simulated machine. missing: one that is not supported yet."""
 
     name: str
     cache: dict[str, Any] | None = None
     engine: dict[str, Any] | None = None
+    simulated: dict[str, Any] | None = None
     cpu_tier: bool = False
     kv_budget: Literal["device", "total"] = "device"
     missing: str | None = None
@@ -97,7 +98,8 @@ class HardwareConfig(_Group):
     depth: plans in flight; auto: see plan.plans_in_flight. graphs: replay decode iterations (YAML reads a bare off as
     false). copies: what moves blocks between a GPU and the CPU tier. memory_share: what cache.gpu=auto may fill, by default
     nine tenths of a GPU and half of a CPU machine's free memory. profile: a file of runners/profile.py: what retention value
-    goes by on a real machine, and all times of a simulated one. replicas, router, failure_s, restart_s: a simulated cluster,
+    goes by on a real machine, and all times of a simulated one. network_gbps: between the client and the model of a
+    disaggregated baseline, in 10^9 bit/s. replicas, router, failure_s, restart_s: a simulated cluster,
     see baselines.cluster_system.
     """
 
@@ -118,6 +120,8 @@ class HardwareConfig(_Group):
     d2h_bw: Rate = 0.0
     link_bw: Rate = 0.0
     link_latency_s: Rate = 0.0
+    network_gbps: Annotated[float, Field(gt=0.0)] | None = None
+    network_latency_s: Rate = 0.0
     multiprocessors: Annotated[int, Field(ge=0)] = 0
     graph_sizes: bool = False
     terms: HardwareTerms = HardwareTerms()

@@ -20,7 +20,8 @@ class EngineSetup:
     cpu or cuda:N. kv_tokens, host_tokens: of KV on the device, and behind it in host memory. longest_tokens: of the
     longest conversation, where the workload knows it. batch_tokens, batch_requests: of one iteration. eos: ids that end a
     Free output. tokenizer: the model's, for engines that are asked in text. memory_bytes: what an engine's processes may have
-    resident together (hardware.cpu_memory); None: what the machine has.
+    resident together (hardware.cpu_memory); None: what the machine has. network_gbps: of the network between client and model
+    (hardware.network_gbps); None: as fast as it is.
     """
 
     baseline: str
@@ -40,6 +41,7 @@ class EngineSetup:
     eos: frozenset[int] = frozenset()
     tokenizer: Tokenizer | None = None
     memory_bytes: int | None = None
+    network_gbps: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,8 @@ class Reply:
     tokens: those that the channel has not been told; they have no times of their own, unless emitted_s says them. None:
     the engine does not report it: cached_tokens: prompt tokens whose KV it had; cached_on_host: of those, the ones
     that it had behind the device, in host memory; admitted_s, emitted_s: readings of
-    time.perf_counter; compute_ms: prompt and tokens, without its queue; *_bytes: of the bodies, over a network.
+    time.perf_counter; compute_ms: prompt and tokens, without its queue; transfer_ms: waited for what crossed a network;
+    *_bytes: of the bodies, over a network.
     """
 
     finish_reason: str | None = None
@@ -59,6 +62,7 @@ class Reply:
     cached_on_host: int | None = None
     admitted_s: float | None = None
     compute_ms: float | None = None
+    transfer_ms: float | None = None
     sent_bytes: int | None = None
     received_bytes: int | None = None
 

@@ -33,7 +33,7 @@ class OutsideSystem:
         self.clock: Clock = clock or WallClock()
         self.can = engine.can
         self._engine = engine
-        self._said: dict[str, TokenArray[int]] = {}
+        self._said = SaidLog()
         self._live: dict[int, _Exchange] = {}
         self._outbox = Outbox(self.clock, lambda: self._ended)
         self._threads: ThreadPoolExecutor | None = None
@@ -73,10 +73,7 @@ class OutsideSystem:
 
     def forget(self, session: str | None) -> None:
         """Raises ConfigError where the engine cannot."""
-        if session is None:
-            self._said.clear()
-        else:
-            self._said.pop(session, None)
+        self._said.forget(session)
         self._engine.forget(session)
 
     def counters(self) -> dict[str, float]:
@@ -126,16 +123,23 @@ class OutsideSystem:
             exchange.reply(reply)
         del self._live[request.id]
         turn = exchange.turn
-        if turn.stands:
-            said_before = request.prompt if not request.continues else self._said.get(request.session, array("i"))
-            whole = said_before + request.prompt if request.continues else said_before
-            self._said[request.session] = whole + turn.token_ids
+        self._said.note(request, turn)
         assert turn.finished_s is not None
         self.tell([Event("finished", request.id, turn.finished_s, turn=turn)])
 
     def own_time(self, perf_s: float) -> float:
         """A reading of time.perf_counter, which all processes of a machine share, by this system's clock."""
         return perf_s - self._offset_s
+
+    def history_of(self, request: Request) -> tuple[int, int]:
+        return self._said.history_of(request)
+
+
+class SaidLog:
+    """What each conversation said so far, for the record alone."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, TokenArray[int]] = {}
 
     def history_of(self, request: Request) -> tuple[int, int]:
         """Prompt tokens in all, and of those what was said before: all that a cache could have had, and at most all but the
@@ -149,6 +153,20 @@ class OutsideSystem:
         if request.known_tokens is None:
             found = min(found, max(len(said) - 1, 0))  # the last token of a turn has no KV
         return prompt, min(found, prompt - 1)
+
+    def note(self, request: Request, turn: TurnRecord) -> None:
+        """The turn has ended."""
+        if not turn.stands:
+            return
+        said_before = request.prompt if not request.continues else self._said.get(request.session, array("i"))
+        whole = said_before + request.prompt if request.continues else said_before
+        self._said[request.session] = whole + turn.token_ids
+
+    def forget(self, session: str | None) -> None:
+        if session is None:
+            self._said.clear()
+        else:
+            self._said.pop(session, None)
 
 
 class _Exchange:
@@ -189,7 +207,7 @@ class _Exchange:
             turn.generated(reply.tokens, told, None)
         if reply.admitted_s is not None:
             turn.admitted_s = self._system.own_time(reply.admitted_s)
-        turn.compute_ms = reply.compute_ms
+        turn.compute_ms, turn.transfer_ms = reply.compute_ms, reply.transfer_ms
         turn.sent_bytes, turn.received_bytes = reply.sent_bytes, reply.received_bytes
         turn.prompt_tokens, turn.history_tokens = self._prompt, self._history
         turn.new_tokens = self._prompt - self._history

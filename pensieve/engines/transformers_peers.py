@@ -26,7 +26,7 @@ WAKE_S = 0.25
 AT_ONCE = 256  # requests that wait in transformers' own queue
 
 
-def _eos(setup: EngineSetup, request: Request) -> list[int]:
+def end_tokens(setup: EngineSetup, request: Request) -> list[int]:
     """What ends a request; the first id beyond the vocabulary where nothing does."""
     output = request.output
     ends = setup.eos if isinstance(output, Free) and not output.ignore_eos else frozenset()
@@ -106,7 +106,7 @@ class NativePytorch:
         generation = GenerationConfig(
             do_sample=False,
             max_new_tokens=request.output.max_new_tokens,
-            eos_token_id=_eos(self._setup, request),
+            eos_token_id=end_tokens(self._setup, request),
             pad_token_id=0,
             use_cache=True,
         )
@@ -126,7 +126,7 @@ class NativePytorch:
         if self._keep:
             held = cache.get_seq_length()  # the last token has no KV
             self._keep_cache(request.session, _Kept(cache, (prompt + telling.tokens)[:held]))
-        ended = telling.tokens and telling.tokens[-1] in _eos(self._setup, request)
+        ended = telling.tokens and telling.tokens[-1] in end_tokens(self._setup, request)
         return Reply(
             "eos" if ended else "length",
             cached_tokens=cached,
@@ -239,7 +239,7 @@ class ContinuousBatching:
             request_id=name,
             max_new_tokens=request.output.max_new_tokens,
             record_timestamps=True,
-            eos_token_id=_eos(self._setup, request)[0],
+            eos_token_id=end_tokens(self._setup, request)[0],
         )
         result = mailbox.get()
         if isinstance(result, EngineFailed):

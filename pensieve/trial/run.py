@@ -19,6 +19,7 @@ from pensieve.compose import (
     TrialPlan,
     build_cluster,
     build_outside,
+    build_simulated,
     build_system,
     build_tokenizer,
     build_workload,
@@ -226,7 +227,7 @@ def _run(
     tokenizer = build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
     workload, described = build_workload(plan, tokenizer)
     with device_lock(plan.device, config.trial.exclusive, say):
-        outside = config.baseline.engine is not None
+        outside = config.baseline.engine is not None and not plan.device.simulated
         if outside:
             shelf.empty()  # it loads its own model
         check_free_memory(plan)
@@ -236,6 +237,8 @@ def _run(
         system: System
         if outside:
             system = build_outside(plan, tokenizer, described)
+        elif config.baseline.simulated is not None:
+            system = build_simulated(plan)
         elif config.hardware.router != "single":
             system = build_cluster(plan, tokenizer, described)
         else:

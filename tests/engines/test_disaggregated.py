@@ -1,0 +1,344 @@
+"""A model in another process than its client: the tokens of generate, and every byte and second accounted for.
+
+The model's side runs in a thread of the test, behind a real socket; one test at the end has it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import threading
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Client, Listener
+from typing import Any
+
+import psutil
+import pytest
+
+from pensieve.engines.disaggregated import messages, model_server, simulated
+from pensieve.engines.disaggregated.client import FullyAware, PartiallyAware, SemanticBlind
+from pensieve.engines.disaggregated.messages import KV, LOGITS
+from pensieve.engines.disaggregated.wire import PIECE_BYTES, Wire
+from pensieve.engines.system import OutsideSystem
+from pensieve.engines.transformers_peers import NativePytorch
+from pensieve.engines.weights import plain_module
+from pensieve.errors import ConfigError, WorkerError
+from pensieve.record import TurnRecord
+from pensieve.request import Free, Request
+from tests.engines.small import ARCHITECTURES, ask, prompt, served, setup_of
+
+KINDS = (FullyAware, PartiallyAware, SemanticBlind)
+FRAME = 4  # bytes that multiprocessing.connection puts before each piece
+
+
+class Proxy:
+    """Passes bytes between two sockets and counts them; it knows nothing of what they say."""
+
+    def __init__(self, port: int) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        self.outward = self.inward = 0
+        self._target = port
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        near, _ = self._server.accept()
+        far = socket.create_connection(("127.0.0.1", self._target))
+        threading.Thread(target=self._pass, args=(far, near, "inward"), daemon=True).start()
+        self._pass(near, far, "outward")
+
+    def _pass(self, source: socket.socket, target: socket.socket, way: str) -> None:
+        while data := source.recv(1 << 20):
+            setattr(self, way, getattr(self, way) + len(data))
+            target.sendall(data)
+        target.close()
+
+
+def in_thread(kind: type[Any], proxies: list[Proxy] | None = None) -> type[Any]:
+    class InThread(kind):  # type: ignore[misc]
+        def _begin(self, asked: Any) -> Any:
+            said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            threading.Thread(target=model_server.host, args=(asked, said.put), daemon=True).start()
+            return said.get(timeout=60)
+
+        def _connect(self, port: int, key: bytes) -> Any:
+            if proxies is None:
+                return super()._connect(port, key)
+            proxies.append(Proxy(port))
+            return super()._connect(proxies[-1].port, key)
+
+    return InThread
+
+
+@pytest.fixture
+def opened() -> Any:
+    systems = []
+
+    def begin(kind: type[Any], proxies: list[Proxy] | None = None, **changes: Any) -> OutsideSystem:
+        setup = changes.pop("setup", None) or setup_of(**changes)
+        system = OutsideSystem(in_thread(kind, proxies)(setup))
+        systems.append(system)
+        system.start()
+        return system
+
+    yield begin
+    for system in systems:
+        system.close()
+
+
+Opened = Callable[..., OutsideSystem]
+
+
+def generated(module: Any, tokens: array[int], count: int) -> list[int]:
+    """transformers' own generate."""
+    import torch
+
+    ids = torch.tensor([list(tokens)])
+    options = {"do_sample": False, "max_new_tokens": count, "eos_token_id": module.config.vocab_size, "pad_token_id": 0}
+    return module.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(tokens) :].tolist()  # type: ignore[no-any-return]
+
+
+def one(system: OutsideSystem, tokens: array[int], output: int = 6, number: int = 1, **fields: Any) -> TurnRecord:
+    [turn] = served(system, ask(number, f"s{number}", tokens, output, **fields))
+    assert turn.status == "completed", turn.error
+    return turn
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["llama", "tied_llama", "gpt2", "opt"])
+def test_the_tokens_are_those_of_generate(family: str, kind: type[Any], opened: Opened) -> None:
+    module, system = plain_module(setup_of(family)), opened(kind, family=family)
+    for number, length in enumerate((40, 7)):
+        turn = one(system, prompt(length), 8, number)
+        assert list(turn.token_ids) == generated(module, prompt(length), 8)
+        assert len(turn.emitted_s) == 8
+
+
+def test_sixteen_bits_cross_as_they_are(opened: Opened) -> None:
+    small = setup_of("wide_llama")
+    setup = replace(small, model=replace(small.model, dtype="bfloat16"))
+    module = plain_module(setup)
+    for kind in KINDS:
+        assert list(one(opened(kind, setup=setup), prompt(30), 6).token_ids) == generated(module, prompt(30), 6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bytes_are_those_that_a_proxy_on_the_socket_saw(kind: type[Any], opened: Opened) -> None:
+    proxies: list[Proxy] = []
+    system = opened(kind, proxies)
+    one(system, prompt(10), 1)  # the handshake of the connection is over, and all of its bytes have been seen
+    [proxy] = proxies
+    before = proxy.outward, proxy.inward
+    turn = one(system, prompt(40), 5, 2)
+    parameters = len(list(plain_module(setup_of()).parameters()))
+    pieces = {  # each way: a head a message, and a piece an array, which are all small here; KV crosses from step 2 on
+        FullyAware: (1, 5),
+        PartiallyAware: (5 + 4, 5 * 3),
+        SemanticBlind: (5 * (1 + parameters) + 4, 5 * 3),
+    }[kind]
+    seen = proxy.outward - before[0], proxy.inward - before[1]
+    assert seen == (turn.sent_bytes + FRAME * pieces[0], turn.received_bytes + FRAME * pieces[1])  # type: ignore[operator]
+
+
+@pytest.fixture
+def wires() -> Any:
+    with Listener(("127.0.0.1", 0)) as listener:
+        near, far = Wire(Client(listener.address)), Wire(listener.accept())  # type: ignore[arg-type]
+    yield near, far
+    near.close()
+    far.close()
+
+
+def test_a_large_array_arrives_whole_and_is_counted_alike_at_both_ends(wires: tuple[Wire, Wire]) -> None:
+    near, far = wires
+    data = os.urandom(2 * PIECE_BYTES + 12)
+    given = {"a": messages.Array("float32", (len(data) // 4,), data)}
+    sending = threading.Thread(target=near.send, args=({"x": 1}, given))
+    sending.start()
+    arrived = far.receive()
+    sending.join()
+    assert arrived.said == {"x": 1} and bytes(arrived.arrays["a"].data) == data
+    assert near.sent_bytes == far.received_bytes == messages.size({"x": 1}, given) > len(data)
+    assert (near.received_bytes, far.sent_bytes) == (0, 0)
+    with pytest.raises(AssertionError, match="without its data"):
+        near.send({}, {"a": messages.Array("float32", (3,), b"1234")})
+
+
+def test_no_piece_waits_until_the_one_before_is_acknowledged(wires: tuple[Wire, Wire]) -> None:
+    """Nagle's algorithm would add 40 ms to each step, and so make shipping look as slow as claimed."""
+    for wire in wires:
+        with socket.socket(fileno=os.dup(wire._connection.fileno())) as same:
+            assert same.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_what_crosses_grows_as_each_knows(opened: Opened) -> None:
+    """By differences, so that no constant of the format takes part; a number in a head may take up to 4 bytes more."""
+    setup, lengths, slack = setup_of(), (1, 2, 3, 4), 8
+    sent, received = {}, {}
+    for kind in KINDS:
+        system = opened(kind)
+        turns = [one(system, prompt(40), output, output) for output in lengths]
+        sent[kind] = [turn.sent_bytes or 0 for turn in turns]
+        received[kind] = [turn.received_bytes or 0 for turn in turns]
+        longer = one(system, prompt(90), 1, 9)
+        if kind is FullyAware:  # the prompt's own ids are all that a longer context adds, once
+            assert 0 <= (longer.sent_bytes or 0) - sent[kind][0] - 4 * 50 <= slack
+            assert abs((longer.received_bytes or 0) - received[kind][0]) <= slack
+
+    def steps(counts: list[int]) -> list[int]:
+        """Bytes of each step."""
+        return [after - before for before, after in zip([0, *counts], counts, strict=False)]
+
+    kv = setup.model.kv_bytes_per_token
+    parameters = sum(one.numel() * 4 for one in plain_module(setup).parameters())
+    logits = setup.model.vocab * 4
+    ids = steps(sent[PartiallyAware])
+    assert ids[0] == messages.size(messages.step(prompt(40))), "the first step has no KV to ship"
+    for place in (1, 2, 3):  # then the KV of all positions before, and one more each time
+        assert 0 <= ids[place] - kv * (40 + place - 1) < 200
+    assert abs((ids[3] - ids[2]) - kv) <= slack and abs((ids[2] - ids[1]) - kv) <= slack
+    for place, back in enumerate(steps(received[PartiallyAware])):
+        assert 0 <= back - kv * (40 + place) - logits < 250, "KV of the prompt comes back at once"
+    blind = steps(sent[SemanticBlind])
+    weights = [whole - own for whole, own in zip(blind, ids, strict=True)]
+    assert all(parameters <= each < parameters + 1500 for each in weights), "the weights, and what names them"
+    assert max(weights) - min(weights) <= slack, "the same at each step, whatever the context"
+    assert received[SemanticBlind] == received[PartiallyAware], "weights do not come back"
+    each = steps(sent[FullyAware])[1:], steps(received[FullyAware])[1:]
+    assert max(each[0]) <= slack and max(each[1]) < 60 and max(each[1]) - min(each[1]) <= slack
+
+
+def test_the_blind_ones_weights_come_with_each_step_and_are_gone_after_it() -> None:
+    import torch
+
+    from pensieve.engines.disaggregated.remote_model import RemoteModel, tensor_of, weight_arrays
+
+    setup = setup_of("tied_llama")
+    weights, model = weight_arrays(plain_module(setup)), RemoteModel(setup, keeps_weights=False)
+    with pytest.raises(KeyError):
+        model.step(prompt(8), {})
+    back, began, ended = model.step(prompt(8), weights)
+    assert ended > began
+    assert [parameter.numel() for parameter in model._module.parameters()] == [0] * len(weights)
+    doubled = {
+        name: replace(one, data=bytearray(tensor_of(one).mul(2).numpy().tobytes())) for name, one in weights.items()
+    }
+    other, _, _ = model.step(prompt(8), doubled)
+    assert not torch.equal(tensor_of(back[LOGITS]), tensor_of(other[LOGITS])), "it computes with what it was given"
+    again, _, _ = model.step(prompt(8), weights)
+    assert bytes(again[LOGITS].data) == bytes(back[LOGITS].data) and bytes(again[KV].data) == bytes(back[KV].data)
+
+
+def test_kv_that_was_changed_on_the_way_changes_the_answer() -> None:
+    import torch
+
+    from pensieve.engines.disaggregated.remote_model import RemoteModel, tensor_of
+
+    model = RemoteModel(setup_of(), keeps_weights=True)
+    first, _, _ = model.step(prompt(8), {})
+    right, _, _ = model.step(prompt(1), {KV: first[KV]})
+    spoilt = replace(first[KV], data=bytearray(len(first[KV].data)))
+    wrong, _, _ = model.step(prompt(1), {KV: spoilt})
+    assert right[KV].shape == wrong[KV].shape == (2, 2, 2, 9, 8)
+    assert not torch.equal(tensor_of(right[LOGITS]), tensor_of(wrong[LOGITS]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_parts_of_a_turn_are_within_it(kind: type[Any], opened: Opened) -> None:
+    system = opened(kind)
+    one(system, prompt(10), 1)
+    turn = one(system, prompt(40), 6, 2, intended_s=system.clock.now_s())
+    assert turn.queue_ms is not None and turn.compute_ms is not None and turn.transfer_ms is not None
+    assert turn.compute_ms > 0 and turn.transfer_ms > 0 and turn.queue_ms >= 0
+    assert turn.queue_ms + turn.compute_ms + turn.transfer_ms <= (turn.latency_ms or 0) + 0.01
+
+
+def test_a_cap_holds_back_each_message_and_is_in_the_record(opened: Opened) -> None:
+    gbps, plain = 0.004, opened(PartiallyAware)
+    slow = opened(PartiallyAware, network_gbps=gbps)
+    fast, paced = one(plain, prompt(60), 4), one(slow, prompt(60), 4)
+    assert fast.token_ids == paced.token_ids
+    assert abs((fast.sent_bytes or 0) - (paced.sent_bytes or 0)) <= 8, "it takes longer, and is not more"
+    least_ms = ((paced.sent_bytes or 0) + (paced.received_bytes or 0)) * 8 / (gbps * 1e9) * 1e3
+    assert least_ms > 200 and (paced.transfer_ms or 0) >= least_ms > (fast.transfer_ms or 0)
+    assert slow.settings()["network_gbps"] == gbps and "simulated by waiting" in slow.settings()["network"]
+    assert plain.settings()["network_gbps"] is None and "as fast as it is" in plain.settings()["network"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_end_of_sequence_ends_it_and_a_cancelled_request_leaves_the_next_alone(
+    kind: type[Any], opened: Opened
+) -> None:
+    module = plain_module(setup_of())
+    tokens = generated(module, prompt(60), 8)
+    system = opened(kind, eos=frozenset({tokens[3]}))
+    [turn] = served(system, Request(1, "a", 1, prompt(60), Free(8), continues=False))
+    assert list(turn.token_ids) == tokens[: tokens.index(tokens[3]) + 1] and turn.finish_reason == "eos"
+    system.submit(ask(2, "b", prompt(40), output=900))
+    while not system.poll(system.clock.now_s() + 0.01):  # until it has a first token
+        pass
+    system.cancel(2, "timeout")
+    ended: list[TurnRecord] = []
+    while not ended:
+        ended = [event.turn for event in system.poll(None) if event.turn is not None]
+    assert ended[0].status == "timeout" and 0 < ended[0].output_tokens < 900
+    [after] = served(system, ask(3, "c", prompt(30), output=5))
+    assert list(after.token_ids) == generated(module, prompt(30), 5)
+
+
+def test_what_cannot_be_served_says_so(opened: Opened) -> None:
+    system = opened(FullyAware)
+    [turn] = served(system, ask(1, "a", prompt(40), output=ARCHITECTURES["llama"]["max_position_embeddings"]))
+    assert (turn.status, turn.finish_reason) == ("refused", "context") and turn.sent_bytes is None
+    small = setup_of()
+    with pytest.raises(ConfigError, match=r"leave model\.quantization out"):
+        SemanticBlind(replace(small, model=replace(small.model, quantization="int8"))).check()
+
+
+def test_who_crosses_no_network_has_no_bytes() -> None:
+    system = OutsideSystem(NativePytorch(setup_of()))
+    system.start()
+    turn = one(system, prompt(20), 2)
+    assert turn.sent_bytes is turn.received_bytes is turn.transfer_ms is None
+    system.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_simulation_counts_what_a_socket_would_have_carried(kind: type[Any], opened: Opened) -> None:
+    from pensieve.specs import HardwareSpec
+
+    setup = setup_of()
+    machine = HardwareSpec("m", True, flops=1e12, memory_bw=1e11, h2d_bw=1e10, network_gbps=25, network_latency_s=1e-5)
+    twin = getattr(simulated, kind.__name__)(setup.model, machine, 32)
+    told = list(twin.tokens(40, 6))
+    turn = one(opened(kind), prompt(40), 6)
+    sent, received = sum(spent.sent for spent in told), sum(spent.received for spent in told)
+    assert abs(received - (turn.received_bytes or 0)) <= 6 * 8
+    missing = (turn.sent_bytes or 0) - sent
+    if kind is SemanticBlind:  # norms, and what names the weights: known to a module, not to a ModelSpec
+        norms = sum(one.numel() * 4 for one in plain_module(setup).parameters() if one.ndim == 1)
+        assert 6 * norms < missing < 6 * (norms + 1500)
+    else:
+        assert abs(missing) <= 6 * 8
+
+
+@pytest.mark.slow
+def test_the_process_of_the_model_is_killed_and_leaves_a_sentence() -> None:
+    engine = FullyAware(setup_of())
+    system = OutsideSystem(engine)
+    system.start()
+    try:
+        assert one(system, prompt(12), 3).received_bytes
+        assert engine._process is not None
+        family = psutil.Process(engine._process.pid).children(recursive=True)
+        model = next(child for child in family if "model_server.py" in " ".join(child.cmdline()))
+        os.kill(model.pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match="ended while it served requests"):
+            one(system, prompt(12), 3, 2)
+    finally:
+        system.close()
+    assert not model.is_running() or model.status() == psutil.STATUS_ZOMBIE
