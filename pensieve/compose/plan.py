@@ -158,17 +158,20 @@ def _check_divided(config: TrialConfig, device: Device, model: ModelSpec, disk_b
     if heads % gpus:
         fewer = next(count for count in range(gpus, 0, -1) if heads % count == 0)
         raise ConfigError(
-            f"hardware.gpus={gpus}: model={model.name} has {heads} KV heads, which cannot be divided evenly among {gpus}; use "
-            f"hardware.gpus={fewer}, or another model."
+            f"hardware.gpus={gpus}: model={model.name} has {heads} KV heads, which cannot be divided evenly among {gpus}; "
+            f"use hardware.gpus={fewer}, or another model."
         )
     whole = {
         f"baseline={config.baseline.name} is an engine of others": config.baseline.engine is not None,
-        f"model.quantization={config.model.quantization} rounds whole projections": config.model.quantization is not None,
+        f"model.quantization={config.model.quantization} rounds whole projections": config.model.quantization
+        is not None,
         f"cache.disk={config.cache.disk} keeps whole chunks": disk_blocks > 0,
         "trial.profile=true traces one process": config.trial.profile,
     }
     for reason in (reason for reason, asked in whole.items() if asked):
-        raise ConfigError(f"hardware.gpus={gpus} divides the model among processes, and {reason}; leave one of the two out.")
+        raise ConfigError(
+            f"hardware.gpus={gpus} divides the model among processes, and {reason}; leave one of the two out."
+        )
 
 
 def _check_disk(config: TrialConfig, device: Device, disk_blocks: int) -> None:

@@ -1,6 +1,4 @@
-"""The processes of a tensor-parallel worker: rank 0, which takes plans from the trial, and the others, which take them from it.
-
-    python -m pensieve.engines.ranks
+"""The processes of a tensor-parallel worker: rank 0, which takes plans from the trial, and the others, which follow.
 
 Rank 0 reads commands on its standard input, hands each to the others as it came, performs it with its own TorchWorker, and
 answers with what all of them did. They meet in the collectives of the forward only: between plans every process waits at a
@@ -215,7 +213,12 @@ class Together:
 
 
 def _follow(
-    setup: Setup, number: int, commands: Connection, words: Connection, others: Sequence[Connection], inherited: int | None
+    setup: Setup,
+    number: int,
+    commands: Connection,
+    words: Connection,
+    others: Sequence[Connection],
+    inherited: int | None,
 ) -> None:
     """Perform what rank 0 hands on until it closes the pipe. others, inherited: ends of pipes that belong to rank 0, which a
     fork has too: the pipes would not break with it."""
@@ -309,6 +312,7 @@ def _ended(code: int | None) -> str:
 
 
 def main() -> NoReturn:
+    """Rank 0, from its first command to its last."""
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print goes to the log
     source = sys.stdin.buffer
@@ -367,7 +371,3 @@ def _serve(setup: Setup, others: _Others, source: IO[bytes], answer: Callable[[A
             answer(Together.start(every))
         else:
             answer(min(every))
-
-
-if __name__ == "__main__":
-    main()

@@ -44,7 +44,7 @@ class TensorParallelWorker:
             **({} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}),
             **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
         }
-        command = [sys.executable, "-P", "-m", "pensieve.engines.ranks"]
+        command = [sys.executable, "-P", "-c", "from pensieve.engines.ranks import main; main()"]
         self._process = EngineProcess("tensor-parallel", command, environment, talk=True)
         try:
             self._send(pickle.dumps(replace(setup, store=Path(self._folder.name) / STORE)))
@@ -52,6 +52,11 @@ class TensorParallelWorker:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def pid(self) -> int:
+        """Of the process that all ranks descend from."""
+        return self._process.pid
 
     def room(self) -> int:
         """See TorchWorker.room; the least of all ranks."""
@@ -109,4 +114,6 @@ class TensorParallelWorker:
         said = self._process.last_lines()
         if not isinstance(error, EngineFailed) or not said:
             return error
-        return EngineFailed(f"{error} A model that is divided needs all its ranks. The last lines of their log:\n{said}")
+        return EngineFailed(
+            f"{error} A model that is divided needs all its ranks. The last lines of their log:\n{said}"
+        )

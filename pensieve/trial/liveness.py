@@ -116,7 +116,9 @@ def device_lock(device: Device, exclusive: bool, say: Callable[[str], None]) -> 
                 try:
                     lock.acquire(timeout=0)
                 except Timeout:
-                    say(f"Waiting for {device.label}: another trial runs on it (trial.exclusive=false would run beside it).")
+                    say(
+                        f"Waiting for {device.label}: another trial runs on it (trial.exclusive=false would run beside it)."
+                    )
                     lock.acquire()
             except OSError as error:
                 raise HardwareMissing(
