@@ -296,9 +296,7 @@ def _new_draws(sizes: tuple[int, ...], resamples: int, step: int, seed: int) -> 
     for start in range(0, resamples, step):
         rows = min(step, resamples - start)
         seeds = rng.multinomial(len(sizes), np.full(len(sizes), 1.0 / len(sizes)), size=rows)
-        parts = [
-            rng.multinomial(seeds[:, index] * size, np.full(size, 1.0 / size)) for index, size in enumerate(sizes)
-        ]
+        parts = [rng.multinomial(seeds[:, index] * size, np.full(size, 1.0 / size)) for index, size in enumerate(sizes)]
         yield np.concatenate(parts, axis=1).astype(np.int32)
 
 

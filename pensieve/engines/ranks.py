@@ -203,7 +203,7 @@ class Together:
         }
         return replace(
             first,
-            load_s=max(report.load_s for report in reports),
+            load_s=max((report.load_s for report in reports if report.load_s is not None), default=None),
             warmup_ms=max(report.warmup_ms for report in reports),
             settings={**first.settings, **pools},
         )

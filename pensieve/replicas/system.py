@@ -31,7 +31,7 @@ from pensieve.record import Event, TurnRecord
 from pensieve.replicas.engine import Begun, Described, EngineReplica, Told, moved
 from pensieve.replicas.errand import Errand, running, unregister
 from pensieve.replicas.router import SessionRouter
-from pensieve.request import Request
+from pensieve.request import Request, TokenArray
 
 ATTEMPTS = 3
 """A turn whose replica ended is asked again elsewhere, up to so many times in all: it may be what ends them."""
@@ -127,7 +127,7 @@ class ReplicaSystem:
             self.close()
             raise
         report = self._described.report
-        warmup_ms = (time.perf_counter() - began - report.load_s) * 1e3
+        warmup_ms = (time.perf_counter() - began - (report.load_s or 0.0)) * 1e3
         return StartReport(report.load_s, warmup_ms, self.settings(), report.eos)
 
     def _deployed(self) -> Any:
@@ -219,6 +219,9 @@ class ReplicaSystem:
             served = self._served.pop(session, set())
         for replica in served.intersection(self.up):
             self._soon(self._quietly(self._call("release", Errand(to=replica), session)))
+
+    def disown(self, session: str, tenant: str, tokens: TokenArray[int]) -> None:
+        """A replica's disk ends with it: none has KV of an earlier engine."""
 
     @property
     def up(self) -> list[str]:
