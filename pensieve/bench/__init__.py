@@ -19,7 +19,7 @@ RECORDED = {
 }
 """Targets whose results are trials: the module in this folder, and its function of a Bench."""
 
-CHECKS = ("soak", "scan")
+CHECKS = ("soak", "scan", "wire", "steady", "overload")
 
 
 def run_target(config: Mapping[str, Any], overrides: Mapping[str, str]) -> int:
@@ -38,6 +38,22 @@ def run_target(config: Mapping[str, Any], overrides: Mapping[str, str]) -> int:
         from pensieve.bench.scan import main
 
         return main()
+    if target == "wire":
+        from pensieve.bench.wire import ROUNDS, wire
+
+        given = config["bench"]
+        return wire(
+            config, ROUNDS if given["repeats"] is None else whole(given, "repeats", 20), whole(given, "seed", 0)
+        )
+    if target == "steady":
+        from pensieve.bench.steady import steady
+
+        given = config["bench"]
+        return steady(config, whole(given, "sessions", 1), whole(given, "minutes", 2), whole(given, "seed", 0))
+    if target == "overload":
+        from pensieve.bench.overload import overload
+
+        return overload(config, whole(config["bench"], "seed", 0))
     if target != "all" and target not in RECORDED:
         raise ConfigError(f"There is no target {target!r}; choose all, {', '.join((*RECORDED, *CHECKS))}.")
     from pensieve.bench.command import run_command
