@@ -19,7 +19,10 @@ RECORDED = {
 }
 """Targets whose results are trials: the module in this folder, and its function of a Bench."""
 
-CHECKS = ("soak", "scan")
+CHECKS = ("soak", "scan", "wire", "steady", "overload")
+
+_OF_ONE = {"turns": ("soak", 1), "sessions": ("steady", 1), "minutes": ("steady", 2)}
+"""Fields of bench that one target alone has: its name, and the least value."""
 
 
 def run_target(config: Mapping[str, Any], overrides: Mapping[str, str]) -> int:
@@ -31,17 +34,32 @@ def run_target(config: Mapping[str, Any], overrides: Mapping[str, str]) -> int:
     target = str(config["target"])
     if target not in ("all", *RECORDED, *CHECKS):
         raise ConfigError(f"There is no target {target!r}; choose all, {', '.join((*RECORDED, *CHECKS))}.")
-    turns, seed = whole(config["bench"], "turns", 1), whole(config["bench"], "seed", 0)  # before torch is imported
-    if "bench.turns" in overrides and target != "soak":
-        raise ConfigError(f"bench.turns is how many turns target=soak runs; target={target} has no such number.")
+    given = config["bench"]
+    seed = whole(given, "seed", 0)  # before torch is imported
+    own = {name: whole(given, name, least) for name, (_, least) in _OF_ONE.items()}
+    for name, (only, _) in _OF_ONE.items():
+        if f"bench.{name}" in overrides and target != only:
+            raise ConfigError(f"bench.{name} is a number of target={only}; target={target} has none.")
     if target == "soak":
         from pensieve.bench.soak import soak
 
-        return soak(turns, seed)
+        return soak(own["turns"], seed)
     if target == "scan":
         from pensieve.bench.scan import main
 
         return main()
+    if target == "wire":
+        from pensieve.bench.wire import ROUNDS, wire
+
+        return wire(config, ROUNDS if given["repeats"] is None else whole(given, "repeats", 20), seed)
+    if target == "steady":
+        from pensieve.bench.steady import steady
+
+        return steady(config, own["sessions"], own["minutes"], seed)
+    if target == "overload":
+        from pensieve.bench.overload import overload
+
+        return overload(config, seed)
     from pensieve.bench.command import run_command
 
     return run_command(target, ALL if target == "all" else (target,), config, overrides)

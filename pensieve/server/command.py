@@ -29,6 +29,10 @@ _SWITCH_S = (
     0.0005  # how long a thread may hold the interpreter while another waits: the engine's and the clients' share it
 )
 
+_KEEP_ALIVE_S = 75
+"""How long a connection may be idle. Clients built on httpx, OpenAI's own among them, use one again for up to 5 s; uvicorn's
+default is as long, so that it closed some of them in the face of the next message."""
+
 log = logging.getLogger(__name__)
 
 
@@ -83,6 +87,7 @@ def uvicorn_config(state: App) -> uvicorn.Config:
         access_log=False,
         timeout_graceful_shutdown=max(1, round(settings.drain_s)),
         server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
     )
 
 

@@ -26,7 +26,7 @@ CASES = {
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
     bench = {"size": "auto", "repeats": None, "model": "auto", "markdown": str(tmp_path / "table.md"), "only": None}
-    bench |= {"exclusive": False, "turns": 1, "seed": 0}
+    bench |= {"exclusive": False, "turns": 1, "sessions": 1, "minutes": 2, "seed": 0}
     hardware = {**read_option("hardware", "cpu"), "threads": 1}
     return {"target": "kernel", "bench": bench, "hardware": hardware, "tracking": read_option("tracking", "local")}
 
@@ -91,7 +91,7 @@ def test_unknown_targets_and_options_are_one_sentence(config: dict[str, Any]) ->
         run_target({**config, "target": "kernels"}, {})
     with pytest.raises(ConfigError, match=r"bench\.repeats"):
         run_target({**config, "bench": {**config["bench"], "repeats": 0}}, {})
-    with pytest.raises(ConfigError, match=r"bench\.turns is how many turns target=soak runs"):
+    with pytest.raises(ConfigError, match=r"bench\.turns is a number of target=soak"):
         run_target(config, {"bench.turns": "1"})
     with pytest.raises(ConfigError, match=r"bench\.size='huge'"):
         run_target({**config, "bench": {**config["bench"], "size": "huge"}}, {})

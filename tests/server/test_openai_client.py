@@ -12,6 +12,7 @@ pytest.importorskip("fastapi")
 
 from pensieve.record import Event  # noqa: E402
 from pensieve.server import create_server  # noqa: E402
+from pensieve.server.command import uvicorn_config  # noqa: E402
 from pensieve.server.feed import Feed  # noqa: E402
 from tests.server.live import PATIENCE_S, REAL, Hold, held, serving, until  # noqa: E402
 
@@ -200,6 +201,13 @@ def test_a_client_that_goes_away_frees_what_it_held(live: tuple[Any, Any], monke
 def _asked(server: Any) -> list[Any]:
     """Turns under way, but for the one that holds up the engine."""
     return [turn for turn in list(server._under_way.values()) if turn.conversation.id != "~held"]
+
+
+def test_a_connection_is_kept_longer_than_clients_use_it_again(live: tuple[Any, Any]) -> None:
+    """Else the server may close it while the next message is on its way."""
+    state, client = live
+    expires_s = client._client._transport._pool._keepalive_expiry
+    assert uvicorn_config(state).timeout_keep_alive > 2 * expires_s > 0
 
 
 def test_what_is_not_supported_is_refused_by_name(client: Any) -> None:
