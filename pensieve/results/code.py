@@ -43,6 +43,7 @@ NOT_CODE = (
     "trial/reproduce.py",
     "trial/size.py",
     "trial/size_question.py",
+    "trial/start_times.py",
     "trial/summary.py",
     "trial/sweep.py",
     "trial/terminal.py",

@@ -52,6 +52,6 @@ def sentence(served: Served, settings: Sequence[Mapping[str, Any]], baselines: s
     of = f" ({baselines})" if baselines else ""
     fell_back = f" Something better did not serve. {served.note}" if served.note else ""
     return (
-        f"Attention{of}: {served.attention}, {served.forward} forward. Self-check passed: logits differ from {right} by "
+        f"Attention{of}: {served.attention}; forward: {served.forward}. Self-check passed: logits differ from {right} by "
         f"{worst['self_check_difference']:.2g}, of {worst['self_check_limit']:.2g} allowed.{fell_back}"
     )

@@ -37,7 +37,7 @@ def test_one_way_of_serving_is_one_sentence_with_the_check_that_was_nearest_to_i
     store = ResultsStore(MEMORY)
     sweep = sweep_of(store, pensieve=[settings(0.001), settings(0.003)], stateless=settings(0.0035, limit=0.008))
     said = (
-        "Attention: triton 3.9.0, fused forward. Self-check passed: logits differ from those of the same weights in float32 "
+        "Attention: triton 3.9.0; forward: fused. Self-check passed: logits differ from those of the same weights in float32 "
         "by 0.003, of 0.004 allowed."
     )
     trials = select_trials(store, "latest")
@@ -57,8 +57,8 @@ def test_several_ways_are_told_apart_and_a_fall_back_is_said_with_its_reason() -
     )
     sweep_of(store, pensieve=settings(), stateless=fell)
     first, second = footer(select_trials(store, "latest"))
-    assert first.startswith("Attention (pensieve): triton 3.9.0, ") and "Something better" not in first
-    assert second.startswith("Attention (stateless): reference, ") and "from the model's own by 1e-06" in second
+    assert first.startswith("Attention (pensieve): triton 3.9.0; ") and "Something better" not in first
+    assert second.startswith("Attention (stateless): reference; ") and "from the model's own by 1e-06" in second
     assert second.endswith("Something better did not serve. Not varlen: old.")
 
 

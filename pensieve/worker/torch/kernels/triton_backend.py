@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ import triton.language as tl
 
 from pensieve.worker.torch.batch import Batch
 from pensieve.worker.torch.kernels.paged import attend_kernel, join_kernel, write_kernel
+from pensieve.worker.torch.kernels.residency import RESERVED_SHARED, resident_of
 from pensieve.worker.torch.kernels.work_list import (
     ITEM,
     JOIN,
@@ -28,7 +30,7 @@ from pensieve.worker.torch.transfers.pinned import send, sent
 
 _LOG2_E = math.log2(math.e)
 _LEAST_ROWS = 16  # of a tile: what tl.dot takes
-_PROGRAMS_PER_SM = 4
+_PROGRAMS_PER_SM = 4  # until the compiled kernel says how many a multiprocessor holds
 _JOIN_SPLITS = 16
 _WGMMA_ROWS = 64
 _LEAST_SHARED = 99 * 1024  # what every GPU since Ampere gives one program
@@ -55,31 +57,40 @@ class Tiles:
         return rows * padded_dim * itemsize + kv + rows * self.block_keys * itemsize
 
 
-# By bytes an element and by whether the launch has large tiles: the first that fits is taken. Chosen so that in
-# 16 bits hardly a register is spilled on sm_80, sm_89 and sm_90, and that two programs with large tiles share a
-# multiprocessor, since in a mixed batch most of them read keys for a single query. float32 products are unrolled, and take
-# a minute to compile when they are larger.
+# By bytes an element and by whether the launch has large tiles: the first that fits is taken. Chosen so that in 16 bits no
+# register is spilled with heads of 128 (docs/kernel_code.md has what each became): 128 x 64 with 8 warps spills on sm_80,
+# where 128 x 32 does not. float32 products are unrolled, and take a minute to compile when they are larger.
 _TILES = {
     (2, True): (
-        Tiles(64, 64, 4, 3),
-        Tiles(64, 64, 4, 2),
+        Tiles(128, 32, 8, 3),
+        Tiles(128, 32, 8, 2),
+        Tiles(64, 64, 8, 3),
         Tiles(64, 64, 8, 2),
         Tiles(64, 32, 8, 2),
         Tiles(64, 32, 8, 1),
         Tiles(32, 16, 4, 1),
     ),
-    (2, False): (Tiles(0, 64, 4, 3), Tiles(0, 64, 4, 2), Tiles(0, 32, 4, 2), Tiles(0, 16, 4, 1)),
+    (2, False): (Tiles(0, 64, 4, 3), Tiles(0, 32, 4, 3), Tiles(0, 32, 4, 2), Tiles(0, 16, 4, 1)),
     (4, True): (Tiles(32, 32, 8, 2), Tiles(32, 16, 8, 1)),
     (4, False): (Tiles(0, 32, 4, 2), Tiles(0, 16, 4, 1)),
 }
+_WGMMA_TILES = (Tiles(128, 64, 8, 3),)  # large ones in 16 bits, tried first where products read shared memory
 _MOST_ACCUMULATORS = {2: 2048, 4: 512}  # rows times head_dim of a tile, a warp: they live in registers
 
 
 def tiles_for(
     padded_dim: int, itemsize: int, small_rows: int, large: bool, shared_bytes: int, capability: int = 8
 ) -> Tiles:
-    """shared_bytes: what one program may have on this device. A launch with large tiles may hold small ones too."""
+    """shared_bytes: what one program may have on this device. A launch with large tiles may hold small ones too.
+
+    Of a launch of small tiles in 16 bits two programs shall share a multiprocessor: each has few warps, and computes while
+    the other waits for its keys. What a multiprocessor has is RESERVED_SHARED more than what one program may have.
+    """
     table = _TILES[itemsize, large]
+    if large and itemsize == 2 and capability >= 9:
+        table = (*_WGMMA_TILES, *table)
+    if not large and itemsize == 2:
+        shared_bytes = (shared_bytes + RESERVED_SHARED) // 2 - RESERVED_SHARED
     for tiles in table:
         rows = max(small_rows, tiles.large_rows)
         fits = tiles.shared_bytes(padded_dim, itemsize, rows, capability) <= shared_bytes
@@ -119,7 +130,8 @@ class Geometry:
             capability = properties.major
         return tiles_for(self.padded_dim, self.dtype.itemsize, self.small_rows, large, shared, capability)
 
-    def cutting(self, tiles: Tiles) -> Cutting:
+    def cutting(self, tiles: Tiles, programs: int = _PROGRAMS_PER_SM) -> Cutting:
+        """programs: on a multiprocessor at once."""
         multiprocessors = _INTERPRETED_SMS
         if self.device.type == "cuda":
             multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -127,7 +139,7 @@ class Geometry:
             small_queries=self.small_rows // self.group,
             large_queries=max(self.small_rows, tiles.large_rows) // self.group,
             block_keys=tiles.block_keys,
-            wanted_items=-(-multiprocessors * _PROGRAMS_PER_SM // self.kv_heads),
+            wanted_items=-(-multiprocessors * programs // self.kv_heads),
         )
 
 
@@ -147,6 +159,27 @@ class Launch:
     large: bool
 
 
+@dataclass(slots=True)
+class Learned:
+    """What a backend knows of its kernels since they were first launched. joined: places where the join kernel has been
+    launched, and so compiled. programs: of the attention kernel, how many a multiprocessor holds, by what decides its code.
+    """
+
+    joined: set[Geometry] = field(default_factory=set)
+    programs: dict[tuple[Geometry, Tiles, bool], int] = field(default_factory=dict)
+
+    def programs_of(self, geometry: Geometry, tiles: Tiles, large: bool) -> int:
+        return self.programs.get((geometry, tiles, large), _PROGRAMS_PER_SM)
+
+    def note(self, geometry: Geometry, tiles: Tiles, large: bool, compiled: Any) -> None:
+        """compiled: what a launch returned."""
+        key = (geometry, tiles, large)
+        if key in self.programs or geometry.device.type != "cuda":
+            return
+        found = resident_of(compiled, tiles.warps, torch.cuda.get_device_properties(geometry.device))
+        self.programs[key] = _PROGRAMS_PER_SM if found is None else found
+
+
 class _TritonPlan(ABC):
     """What a one-off and a standing plan share; they differ only in where the descriptors of the work are kept."""
 
@@ -156,9 +189,10 @@ class _TritonPlan(ABC):
     def _launch(self, geometry: Geometry, window: int | None) -> Launch:
         """Made at a window's first layer, kept for the others."""
 
-    def __init__(self, pool: torch.Tensor, chunk_tokens: int) -> None:
+    def __init__(self, pool: torch.Tensor, chunk_tokens: int, learned: Learned) -> None:
         assert chunk_tokens & (chunk_tokens - 1) == 0, "blocks hold a power of two of tokens"
         self._chunk_tokens = chunk_tokens
+        self._learned = learned
         self._launches: dict[int | None, Launch] = {}  # by window: layers alternate
 
     def write(self, pool: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -194,7 +228,7 @@ class _TritonPlan(ABC):
         scales = (scale * _LOG2_E, 1.0) if softcap is None else (scale / softcap * 2 * _LOG2_E, softcap * _LOG2_E)
         tiles = launch.tiles
         with torch.cuda.device_of(pool):
-            attend_kernel[(geometry.kv_heads, len(launch.items))](
+            compiled = attend_kernel[(geometry.kv_heads, len(launch.items))](
                 queries, k, v, output, launch.partial, launch.weight, launch.items, self._tables,
                 *scales, queries.stride(0), queries.stride(1), k.stride(0), k.stride(1),
                 HEADS=heads, GROUP=geometry.group, SOFTCAP=softcap is not None, WINDOW=window or 0,
@@ -204,6 +238,7 @@ class _TritonPlan(ABC):
                 HAS_LARGE=launch.large,
                 num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True,
             )  # fmt: skip
+            self._learned.note(geometry, tiles, launch.large, compiled)
             if len(launch.joins):
                 join_kernel[(heads, len(launch.joins))](
                     output, launch.partial, launch.weight, launch.joins,
@@ -214,22 +249,22 @@ class _TritonPlan(ABC):
 
 
 class OncePlan(_TritonPlan):
-    """For one batch: launches are as large as its work."""
+    """For one batch: launches are as large as its work. Where the join kernel has not been launched yet, a plan without joins
+    launches an empty one, so that no later request waits for the compiler when its context is split."""
 
-    def __init__(self, batch: Batch, pool: torch.Tensor, chunk_tokens: int, joined: set[Geometry]) -> None:
-        """joined: places where the join kernel has been launched already, and so compiled. Elsewhere a plan without joins
-        launches an empty one, so that no later request waits for the compiler when its context is split."""
-        super().__init__(pool, chunk_tokens)
-        self._joined = joined
+    def __init__(self, batch: Batch, pool: torch.Tensor, chunk_tokens: int, learned: Learned) -> None:
+        super().__init__(pool, chunk_tokens, learned)
         self._ranges = ranges_of(batch.spans)
         self._tables = sent(self._ranges.tables, pool.device)
 
     def _launch(self, geometry: Geometry, window: int | None) -> Launch:
         most = int((self._ranges.stop - self._ranges.start).max())
-        tiles = geometry.tiles(large=most * geometry.group > geometry.small_rows)
-        work = work_list(self._ranges, geometry.cutting(tiles), window)
-        nothing = np.zeros((0 if geometry in self._joined else 1, JOIN), dtype=np.int32)
-        self._joined.add(geometry)
+        large = most * geometry.group > geometry.small_rows
+        tiles = geometry.tiles(large)
+        programs = self._learned.programs_of(geometry, tiles, large)
+        work = work_list(self._ranges, geometry.cutting(tiles, programs), window)
+        nothing = np.zeros((0 if geometry in self._learned.joined else 1, JOIN), dtype=np.int32)
+        self._learned.joined.add(geometry)
         items, joins = (
             sent(part, geometry.device) for part in (work.items, work.joins if len(work.joins) else nothing)
         )
@@ -239,8 +274,8 @@ class OncePlan(_TritonPlan):
 class StandingPlan(_TritonPlan):
     """For single positions, up to a capacity: tensors and launches stay the same, as a captured graph needs."""
 
-    def __init__(self, pool: torch.Tensor, chunk_tokens: int, rows: int, max_blocks: int) -> None:
-        super().__init__(pool, chunk_tokens)
+    def __init__(self, pool: torch.Tensor, chunk_tokens: int, rows: int, max_blocks: int, learned: Learned) -> None:
+        super().__init__(pool, chunk_tokens, learned)
         self._rows = rows
         self._tables = torch.zeros(rows * max_blocks, dtype=torch.int32, device=pool.device)
         self._cuttings: dict[int | None, Cutting] = {}
@@ -261,7 +296,8 @@ class StandingPlan(_TritonPlan):
             "attend once outside a capture first: a list made inside would be made again at every replay"
         )
         tiles = geometry.tiles(large=False)
-        cutting = self._cuttings[window] = geometry.cutting(tiles)
+        programs = self._learned.programs_of(geometry, tiles, False)
+        cutting = self._cuttings[window] = geometry.cutting(tiles, programs)
         most = self._rows + cutting.wanted_items  # items, and so rows of partial results
         items, joins = (
             torch.zeros(size, dtype=torch.int32, device=geometry.device) for size in ((most, ITEM), (self._rows, JOIN))
@@ -305,14 +341,14 @@ class TritonBackend:
     captures = True
 
     def __init__(self) -> None:
-        self._joined: set[Geometry] = set()
+        self._learned = Learned()
 
     @cached_property
     def version(self) -> str:
         return str(triton.__version__)
 
     def plan(self, batch: Batch, pool: torch.Tensor, chunk_tokens: int) -> OncePlan:
-        return OncePlan(batch, pool, chunk_tokens, self._joined)
+        return OncePlan(batch, pool, chunk_tokens, self._learned)
 
     def standing(self, pool: torch.Tensor, chunk_tokens: int, rows: int, max_blocks: int) -> StandingPlan:
-        return StandingPlan(pool, chunk_tokens, rows, max_blocks)
+        return StandingPlan(pool, chunk_tokens, rows, max_blocks, self._learned)

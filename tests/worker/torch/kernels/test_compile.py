@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from pensieve.bench.kernel_code import attention_code, compiled
+from pensieve.worker.torch.kernels.residency import KNOWN
 
 from .conftest import INTERPRETED
 
@@ -17,69 +19,47 @@ pytestmark = [
         find_spec("triton") is None, reason="the extra triton is not installed: pip install 'pensieve[triton]'"
     ),
 ]
-POINTERS = {
-    "partial_ptr": "*fp32",
-    "weight_ptr": "*fp32",
-    "items_ptr": "*i32",
-    "tables_ptr": "*i32",
-    "joins_ptr": "*i32",
-}
-POINTERS |= {"slots_ptr": "*i64"}
 
 
 @pytest.mark.parametrize(
-    ("architecture", "shared", "dim", "large"),
-    [(90, 232448, 128, True), (80, 166912, 80, False), (86, 101376, 128, False)],
+    ("architecture", "large", "dim", "products"),
+    [
+        (80, False, 80, "mma"), (86, False, 128, "mma"), (89, False, 128, "mma"), (90, False, 128, "mma"),
+        (100, False, 128, "mma"), (80, True, 128, "mma"), (90, True, 128, "wgmma"),
+    ],
     ids=str,
-)
-def test_compiles_within_the_shared_memory_it_was_given(
-    architecture: int, shared: int, dim: int, large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+)  # fmt: skip
+def test_the_attention_kernel_becomes_what_its_tiles_promise(
+    architecture: int, large: bool, dim: int, products: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No register is spilled; K and V have two buffers each, and a step waits for its own copies alone while the next one's
+    two are under way; large tiles are 128 rows, whose products read shared memory where the GPU can."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    code = attention_code(architecture, large, dim)
+    most = KNOWN[architecture].shared_a_program
+    assert code.stack_bytes == 0 and code.registers <= 255
+    assert code.shared_bytes <= code.predicted_bytes <= most
+    assert code.predicted_bytes - code.shared_bytes <= (code.large_rows or 16) * code.block_keys * 2, (
+        "the weights at most"
+    )
+    assert code.buffers >= 2 and 2 in code.waits
+    assert "cp.async" in code.ptx
+    assert products in code.products
+    assert (code.large_rows, code.warps) == ((128, 8) if large else (0, 4))
+    assert code.programs >= (1 if large else 2)
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_the_small_kernels_compile_without_shared_copies(
+    architecture: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    import triton
-    import triton.language as tl
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from pensieve.worker.torch.kernels.paged import join_kernel, write_kernel
 
-    from pensieve.worker.torch.kernels.paged import attend_kernel, join_kernel, write_kernel
-    from pensieve.worker.torch.kernels.triton_backend import tiles_for
-
-    major = architecture // 10
-    tiles = tiles_for(128, 2, 16, large, shared, major)
-    sizes = {"HEADS": 32, "GROUP": 4, "SOFTCAP": False, "WINDOW": 0, "CHUNK": 32, "HEAD_DIM": dim, "PADDED_DIM": 128}
-    sizes |= {"SMALL_M": 16, "LARGE_M": max(16, tiles.large_rows), "BLOCK_N": tiles.block_keys, "DOT": tl.bfloat16}
-    sizes |= {"HAS_LARGE": large, "BLOCK_S": 16, "KV_HEADS": 8, "PADDED": 1024}
-    limits = {
-        attend_kernel: tiles.shared_bytes(128, 2, max(16, tiles.large_rows), major),
-        join_kernel: shared,
-        write_kernel: shared,
-    }
-    for kernel, limit in limits.items():
-        signature = {}
-        for name in kernel.arg_names:
-            pointer = POINTERS.get(name, "*bf16") if name.endswith("_ptr") else None
-            number = "fp32" if name.endswith("_scale") else "i32"
-            signature[name] = "constexpr" if name in sizes else pointer or number
-        constants = {(index,): sizes[name] for index, name in enumerate(kernel.arg_names) if name in sizes}
-        aligned = {
-            (i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if signature[n] in ("i32", "*bf16")
-        }
-        built = triton.compile(
-            ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned),
-            target=GPUTarget("cuda", architecture, 32),
-            options={"num_warps": tiles.warps, "num_stages": tiles.stages, "enable_fp_fusion": True},
-        )
-        assert built.metadata.shared <= limit <= shared
-        assert ("cp.async" in built.asm["ptx"]) == (kernel is attend_kernel), "keys are copied while others are used"
-        if kernel is attend_kernel:
-            _assert_pipelined(built.asm["ttgir"])
-
-
-def _assert_pipelined(ttgir: str) -> None:
-    """K and V have two buffers or more each, and a step waits for its own copies while the next one's two are under way."""
-    buffers = set(re.findall(r"local_alloc : \(\) -> !ttg.memdesc<(\d+)x\d+x\d+xbf16", ttgir))
-    waits = {int(number) for number in re.findall(r"async_wait[^\n]*num = (\d+)", ttgir)}
-    assert min(map(int, buffers)) >= 2 and 2 in waits, (buffers, waits)
+    join = compiled(join_kernel, architecture, 4, 1, HEADS=32, HEAD_DIM=128, PADDED_DIM=128, BLOCK_S=16)
+    write = compiled(write_kernel, architecture, 4, 1, KV_HEADS=8, HEAD_DIM=128, PADDED=1024)
+    for built in (join, write):
+        assert built.metadata.shared <= KNOWN[architecture].shared_a_program and "cp.async" not in built.asm["ptx"]
 
 
 @pytest.mark.parametrize("kibibytes", [99, 163, 227])
@@ -93,6 +73,7 @@ def test_tiles_fit_the_device(itemsize: int, kibibytes: int) -> None:
             assert tiles.shared_bytes(dim, itemsize, max(16, tiles.large_rows)) <= kibibytes * 1024
             assert (tiles.large_rows >= 32) == large
             assert tiles.stages > 1 or dim == 256, "keys are copied ahead, but for the largest heads"
+            assert tiles.stages == 3 or dim == 256 or itemsize == 4, "two steps ahead, also in 99 KiB"
 
 
 @pytest.mark.parametrize("architecture", [80, 90])

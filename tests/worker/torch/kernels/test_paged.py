@@ -54,6 +54,16 @@ def test_long_rows_are_split_along_their_keys(rows: list[Runs], window: int | No
     case.check(got, case.expected(None, window, None))
 
 
+def test_prompts_of_more_than_one_large_tile() -> None:
+    """128 rows: 64 queries with groups of two heads. One tile is full, one is not, and one belongs to a short prompt."""
+    case = make_case([[(10, 140)], [(30, 31)], [(0, 20)]], Heads(4, 2, 32), torch.bfloat16)
+    plan = TritonBackend().plan(case.batch, case.pool, case.chunk)
+    got = case.attend(plan, None, None, None)
+    launch = plan._launches[None]
+    assert launch.tiles.large_rows == 128 and int(launch.items[:, 2].max()) == 64
+    case.check(got, case.expected(None, None, None))
+
+
 def test_layers_of_one_iteration_may_differ_in_window_and_take_strided_queries() -> None:
     """As transformers passes them: [heads, tokens, head_dim] transposed. One plan, several layers."""
     case = make_case([[(60, 61)], [(0, 20)]])
