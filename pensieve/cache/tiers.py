@@ -661,10 +661,14 @@ def residency_of(
     found = min(history, keep)
     chunks = session.chunks
     missed = []
-    left = found
-    for index, (on_gpu, on_cpu, loss) in enumerate(zip(chunks.gpu_len, chunks.cpu_len, chunks.lost, strict=True)):
+    left, first = found, 0
+    whole = min(found // chunk_tokens, len(chunks))
+    if not early and chunks.gpu_len[:whole] == repeated(chunk_tokens, whole):  # as most turns find their history
+        gpu_hit, left, first = whole * chunk_tokens, found - whole * chunk_tokens, whole
+    for index in range(first, len(chunks)):
         if left <= 0:
             break
+        on_gpu, on_cpu, loss = chunks.gpu_len[index], chunks.cpu_len[index], chunks.lost[index]
         wanted = min(left, chunk_tokens)
         if index in early:
             on_gpu, on_cpu = 0, max(on_gpu, on_cpu)

@@ -136,9 +136,11 @@ class TwoTierCache(CacheManager):
             return first, ()
         if count > self.available:
             return None
-        blocks = self._take_gpu(count, now_s, behind=session.chunks[-1].gpu if count == 1 and first else None)
+        column = session.chunks.gpu
+        last = column[-1] if count == 1 and first else NO_BLOCK
+        blocks = self._take_gpu(count, now_s, behind=None if last == NO_BLOCK else last)
         session.chunks.add(count)
-        session.chunks.gpu[first:] = array("i", blocks)
+        column[first:] = array("i", blocks)
         return first, blocks
 
     def _start(self, session: Session, residency: Residency, now_s: float) -> Admission:
