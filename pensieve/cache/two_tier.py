@@ -151,7 +151,7 @@ class TwoTierCache(CacheManager):
         session.start(now_s)
         self._running += 1
         tiers.pin(session)
-        lacking = runs_of(index for index, block in enumerate(chunks.gpu) if block == NO_BLOCK)
+        lacking = chunks.without_gpu()
         blocks = self._take_gpu(sum(stop - start for start, stop in lacking), now_s)
         taken = 0
         for start, stop in lacking:
