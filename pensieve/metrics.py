@@ -14,13 +14,16 @@ of the replay that replay.MeasuredStretches defines: all but those in which only
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from pensieve.errors import CapacityError, MemoryRanOut
 from pensieve.plan import StartReport
 from pensieve.record import TurnRecord
-from pensieve.request import is_measured
+from pensieve.request import TokenArray, is_measured
 from pensieve.statistics import (
     Estimate,
     bootstrap_mean,
@@ -157,7 +160,8 @@ def tpot_ms(turn: TurnRecord) -> float | None:
     """(last token - first token) / (output tokens - 1); None below two tokens."""
     if turn.first_token_s is None or turn.finished_s is None or turn.output_tokens < 2:
         return None
-    last = turn.emitted_s[-1] if len(turn.emitted_s) else turn.finished_s
+    times_s = turn.times_s()
+    last = times_s[-1] if times_s else turn.finished_s
     return (last - turn.first_token_s) * 1e3 / (turn.output_tokens - 1)
 
 
@@ -166,8 +170,7 @@ def _normalized_latency_ms(turn: TurnRecord) -> float | None:
 
 
 def _gaps_ms(turn: TurnRecord) -> Sequence[float]:
-    emitted = turn.emitted_s
-    return [(emitted[index] - emitted[index - 1]) * 1e3 for index in range(1, len(emitted))]
+    return array("d", (np.diff(np.frombuffer(times_s)) * 1e3).tobytes()) if (times_s := turn.times_s()) else ()
 
 
 def _one(value: float | None) -> Sequence[float]:
@@ -185,10 +188,10 @@ def _series(
     wanted: Sequence[str] = ("mean", *PERCENTILES),
 ) -> list[Metric]:
     """Mean and percentiles of what `values_of` gives for each completed turn, by conversation."""
-    groups: dict[str, list[float]] = {}
+    groups: dict[str, TokenArray[float]] = {}  # eight bytes a value, of which there may be one a token
     for turn in turns:
         if turn.status == "completed" and len(values := values_of(turn)):
-            groups.setdefault(turn.session, []).extend(values)
+            groups.setdefault(turn.session, array("d")).extend(values)
     if not groups:
         return [Metric(f"{name}_{suffix}", None, unit, label, n=0, n_unit=n_unit) for suffix in wanted]
     estimates: dict[str, Estimate] = {}

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pensieve.ledger import Miss, Missed, ledger_of, seconds_of
@@ -19,7 +20,42 @@ if TYPE_CHECKING:  # figures read records and load no cache
     from pensieve.cost.positions import PositionPrices
 
 
+class TimesFile:
+    """Times of tokens in a file that has no name and is gone with whoever reads them: eight bytes a token, which are most of
+    what a turn leaves."""
+
+    def __init__(self) -> None:
+        self._file = TemporaryFile(buffering=0)  # noqa: SIM115 (closed with the last reader)
+        self._end = 0
+
+    def store(self, times_s: TokenArray[float]) -> StoredTimes:
+        data, place = times_s.tobytes(), self._end
+        while data:
+            data = data[self._file.write(data) :]
+        self._end = place + len(times_s) * times_s.itemsize
+        return StoredTimes(self, place, len(times_s))
+
+    def read(self, place: int, count: int) -> TokenArray[float]:
+        self._file.seek(place)
+        times_s: TokenArray[float] = array("d")
+        times_s.fromfile(self._file, count)
+        self._file.seek(self._end)
+        return times_s
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTimes:
+    file: TimesFile
+    place: int
+    count: int
+
+    def read(self) -> TokenArray[float]:
+        return self.file.read(self.place, self.count)
+
+
 _UNKNOWN = array("d", (float("nan"),))
+_NO_TOKENS: TokenArray[int] = array("i")  # of all records whose tokens were dropped, and that nobody adds to any more
+_NO_TIMES: TokenArray[float] = array("d")
 
 
 @dataclass(slots=True)
@@ -88,6 +124,8 @@ class TurnRecord:
     token_ids: TokenArray[int] = field(default_factory=lambda: array("i"))
     margins: TokenArray[float] = field(default_factory=lambda: array("d"))
     emitted_s: TokenArray[float] = field(default_factory=lambda: array("d"))
+    stored: StoredTimes | None = None
+    """Where emitted_s are, once they are in memory no more."""
 
     @classmethod
     def arrived(cls, request: Request, turn: int, now_s: float) -> TurnRecord:
@@ -233,9 +271,15 @@ class TurnRecord:
         self.intended_s -= origin_s
         self.emitted_s = array("d", (value - origin_s for value in self.emitted_s))
 
-    def drop_tokens(self) -> None:
-        """Whoever wanted the token ids has had them: only their number and digest stay."""
-        self.token_ids, self.margins = array("i"), array("d")
+    def drop_tokens(self, times: TimesFile) -> None:
+        """Whoever wanted the token ids has had them: only their number and digest stay, and their times in a file."""
+        self.token_ids, self.margins = _NO_TOKENS, _NO_TIMES
+        if self.emitted_s:
+            self.stored, self.emitted_s = times.store(self.emitted_s), _NO_TIMES
+
+    def times_s(self) -> TokenArray[float]:
+        """emitted_s, wherever they are."""
+        return self.emitted_s if self.stored is None else self.stored.read()
 
 
 class Event(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 
 from pensieve.baselines.base import Event, System
 from pensieve.metrics import Measurement, out_of_memory
-from pensieve.record import TurnRecord
+from pensieve.record import TimesFile, TurnRecord
 from pensieve.request import Request, TokenArray, is_measured
 from pensieve.statistics import nearest_rank
 from pensieve.window import find_window
@@ -95,7 +95,7 @@ def replay(
     on_turn: each finished turn. on_batch: the same turns, `batch_size` at a time and at the end, also when the replay is
     interrupted. progress: after each poll that brought news. deadline_s: seconds after which everything in flight is
     cancelled as a timeout and nothing more is sent. keep_tokens=False: token ids and margins are dropped from a turn
-    once on_batch has seen it.
+    once on_batch has seen it, and the times of its tokens go to a file (TurnRecord.times_s).
 
     Every submitted request finishes exactly once. Where the system keeps no sessions, the whole prompt is sent.
     """
@@ -196,7 +196,7 @@ class _Run:
     ) -> None:
         self.system, self.workload, self.plan = system, workload, workload.describe()
         self.on_turn, self.on_batch, self.batch_size = on_turn, on_batch, batch_size
-        self.progress, self.keep_tokens = progress, keep_tokens
+        self.progress, self.times = progress, None if keep_tokens else TimesFile()
         self.log = None if system.can.keeps_sessions else SessionLog()
         self.expects = system if isinstance(system, ExpectsReuse) else None
         if isinstance(system, CountsTokens):
@@ -249,9 +249,9 @@ class _Run:
         self.batched = len(self.turns)
         if batch and self.on_batch is not None:
             self.on_batch(batch)
-        if not self.keep_tokens:
+        if self.times is not None:
             for turn in batch:
-                turn.drop_tokens()
+                turn.drop_tokens(self.times)
 
     def record(self) -> ReplayRecord:
         window = find_window(

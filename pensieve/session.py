@@ -86,6 +86,14 @@ class Chunks:
             yield start, end
             start = end
 
+    def without_gpu(self) -> list[tuple[int, int]]:
+        """Runs of chunks that have no GPU block."""
+        column = self.gpu
+        lacking = column.count(NO_BLOCK)
+        if not lacking or lacking == len(column):
+            return [(0, lacking)] if lacking else []
+        return runs_of(index for index, block in enumerate(column) if block == NO_BLOCK)
+
     def take(self, index: int, other: Chunks, lost: Loss) -> None:
         """This chunk gets what another conversation's of the same index has, which that one loses."""
         for name in ("gpu", "gpu_len", "cpu", "cpu_len", "lost"):

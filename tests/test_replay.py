@@ -295,16 +295,21 @@ def test_rows_stream_out_in_batches_also_when_interrupted():
 
 
 def test_tokens_can_be_let_go_once_they_were_seen():
-    lengths = []
-    record = replay(
-        ScriptedSystem(),
-        chat(),
-        on_batch=lambda rows: lengths.extend(len(t.token_ids) for t in rows),
-        keep_tokens=False,
-    )
+    lengths, times = [], []
+
+    def on_batch(rows):
+        lengths.extend(len(turn.token_ids) for turn in rows)
+        times.extend(turn.emitted_s for turn in rows)
+
+    record = replay(ScriptedSystem(), chat(), on_batch=on_batch, keep_tokens=False, batch_size=3)
     assert lengths == [turn.output_tokens for turn in record.turns]
     assert min(lengths) > 0
-    assert all(len(turn.token_ids) == 0 and len(turn.emitted_s) > 0 for turn in record.turns)
+    assert all(len(turn.token_ids) == len(turn.emitted_s) == 0 for turn in record.turns), "memory holds neither"
+    assert [turn.times_s() for turn in record.turns] == times
+    assert [turn.times_s() for turn in reversed(record.turns)] == times[::-1], "in any order"
+    kept = replay(ScriptedSystem(), chat())
+    assert [turn.times_s() for turn in kept.turns] == times
+    assert summarise(record.measurement) == summarise(kept.measurement)
 
 
 def test_progress_counts_streamed_tokens_and_ends_with_all_of_them():

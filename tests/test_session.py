@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 from array import array
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 import pensieve
-from pensieve.session import Session, common_prefix
+from pensieve.session import NO_BLOCK, Chunks, Session, common_prefix
 
 SOURCES = Path(pensieve.__file__).parent
 OWN = {"tokens", "computed", "waiting", "running"}
@@ -61,6 +62,15 @@ def test_the_common_prefix_ends_at_the_first_difference(length: int) -> None:
     if length < 100:
         other[length] = -1
         assert common_prefix(one, other) == length
+
+
+@pytest.mark.parametrize("column", [[], [NO_BLOCK], [3], [3, NO_BLOCK, NO_BLOCK, 5, NO_BLOCK], [NO_BLOCK] * 4, [1, 2]])
+def test_runs_without_a_gpu_block_are_the_chunks_that_have_none(column: list[int]) -> None:
+    chunks = Chunks(len(column))
+    chunks.gpu[:] = array("i", column)
+    runs = chunks.without_gpu()
+    assert [i for start, stop in runs for i in range(start, stop)] == [i for i, x in enumerate(column) if x == NO_BLOCK]
+    assert all(stop < start for (_, stop), (start, _) in pairwise(runs)), "runs are as long as they come"
 
 
 def _written(node: ast.AST) -> bool:

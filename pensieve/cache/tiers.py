@@ -40,6 +40,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
+from operator import lt
 
 from pensieve.cache.base import CacheCounters, Residency, Run, merged
 from pensieve.cache.loops import Victim
@@ -91,7 +92,9 @@ class Tiers:
         """It runs no longer: blocks without KV come back, and the other chunks may be evicted."""
         chunks = session.chunks
         self.transfers.unpin(session)
-        for index, (block, there, copied) in enumerate(zip(chunks.gpu, chunks.gpu_len, chunks.cpu_len, strict=True)):
+        lacks = 0 in chunks.gpu_len or any(map(lt, chunks.gpu_len, chunks.cpu_len))
+        columns = zip(chunks.gpu, chunks.gpu_len, chunks.cpu_len, strict=True) if lacks else ()
+        for index, (block, there, copied) in enumerate(columns):
             if (not there or there < copied) and block != NO_BLOCK:
                 # Reserved, lost by a failed copy, or computed again but not as far as the copy on CPU.
                 self.transfers.abandon(session, index, index + 1)
@@ -317,7 +320,7 @@ class Tiers:
                 if not session.running:
                     self.free_gpu(session, start, stop, discarded=True)
         for start, stop in moved.existing():
-            for index in range(start, stop):
+            for index in range(start, stop) if 0 in chunks.cpu_len[start:stop] else ():
                 if not chunks.cpu_len[index] and not chunks.copying[index] and chunks.cpu[index] != NO_BLOCK:
                     self.free_cpu(session, index, index + 1)  # its copy failed
         return lost
@@ -665,10 +668,14 @@ def residency_of(
     chunks = session.chunks
     missed = []
     beside: list[Run] = []  # on CPU
-    left = found
-    for index, (on_gpu, on_cpu, loss) in enumerate(zip(chunks.gpu_len, chunks.cpu_len, chunks.lost, strict=True)):
+    left, first = found, 0
+    whole = min(found // chunk_tokens, len(chunks))
+    if not early and chunks.gpu_len[:whole] == repeated(chunk_tokens, whole):  # as most turns find their history
+        gpu_hit, left, first = whole * chunk_tokens, found - whole * chunk_tokens, whole
+    for index in range(first, len(chunks)):
         if left <= 0:
             break
+        on_gpu, on_cpu, loss = chunks.gpu_len[index], chunks.cpu_len[index], chunks.lost[index]
         wanted = min(left, chunk_tokens)
         if index in early:
             on_gpu, on_cpu = 0, max(on_gpu, on_cpu)

@@ -137,9 +137,11 @@ class TwoTierCache(CacheManager):
             return first, ()
         if count > self.available:
             return None
-        blocks = self._take_gpu(session, count, now_s, behind=session.chunks[-1].gpu if count == 1 and first else None)
+        column = session.chunks.gpu
+        last = column[-1] if count == 1 and first else NO_BLOCK
+        blocks = self._take_gpu(session, count, now_s, behind=None if last == NO_BLOCK else last)
         session.chunks.add(count)
-        session.chunks.gpu[first:] = array("i", blocks)
+        column[first:] = array("i", blocks)
         return first, blocks
 
     def _start(self, session: Session, residency: Residency, now_s: float) -> Admission:
@@ -150,7 +152,7 @@ class TwoTierCache(CacheManager):
         session.start(now_s)
         self._running += 1
         tiers.pin(session)
-        lacking = runs_of(index for index, block in enumerate(chunks.gpu) if block == NO_BLOCK)
+        lacking = chunks.without_gpu()
         blocks = self._take_gpu(session, sum(stop - start for start, stop in lacking), now_s)
         taken = 0
         for start, stop in lacking:

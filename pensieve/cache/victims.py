@@ -108,6 +108,9 @@ class VictimIndex:
         whole = whole and self._whole
         if self._policy.version != self._version:
             self._reorder()
+        if count == 1 and self._merges and not whole:
+            self._grow_older(now_s)
+            return [min(heads)[:5]] if (heads := self._heads(now_s)) else []
         return (self._merge if self._merges else self._one_by_one)(count, now_s, whole)
 
     def sessions_of(self, victims: Iterable[Victim]) -> dict[int, Session]:
@@ -123,7 +126,7 @@ class VictimIndex:
         if self._policy.version != self._version:
             self._reorder()
         self._grow_older(now_s)
-        heads = [head for key in list(self._heaps) if (head := self._head(key, now_s)) is not None]
+        heads = self._heads(now_s)
         heapq.heapify(heads)
         touched = self._touched = []
         try:
@@ -174,9 +177,11 @@ class VictimIndex:
         return chosen
 
     def _first_of_each(self, now_s: float) -> list[Head]:
-        """Of each bucket that has an entry."""
-        heads = ((key, self._head(key, now_s)) for key in list(self._heaps))
-        return [(*head[:5], self._following(key, now_s)) for key, head in heads if head is not None]
+        """Of each bucket that has an entry, and those behind it."""
+        return [(*head[:5], self._following(head[6], now_s)) for head in self._heads(now_s)]
+
+    def _heads(self, now_s: float) -> list[_Head]:
+        return [head for key in list(self._heaps) if (head := self._head(key, now_s)) is not None]
 
     def _following(self, key: _Key, now_s: float) -> Iterator[Victim]:
         """Behind the first entry of a bucket, in order."""

@@ -60,6 +60,8 @@ class Sequence:
     in_flight: int = 0
     awaited: int = 0
     closed: bool = False
+    _common: tuple[int, int] | None = None
+    """Of the conversation when its prompt was held against it: its length, and the common prefix."""
 
     @classmethod
     def arrive(
@@ -114,13 +116,16 @@ class Sequence:
 
     def kept(self) -> int:
         """Leading tokens of the conversation that its admission keeps: all, if it was preempted; else those that the prompt
-        begins with. The last prompt token is always computed anew, since its logits give the first output token."""
+        begins with. The last prompt token is always computed anew, since its logits give the first output token. To be asked
+        of the head of the queue only: nothing changes its conversation while it waits there."""
         held, prompt = self.session.tokens, self.request.prompt
         if self.preempted:
             return len(held)
         if self.request.continues:
             return len(held) if prompt else len(held) - 1
-        return min(common_prefix(held, prompt), len(prompt) - 1)
+        if self._common is None or self._common[0] != len(held):
+            self._common = len(held), common_prefix(held, prompt)
+        return min(self._common[1], len(prompt) - 1)
 
     def suffix(self, keep: int) -> TokenArray[int]:
         """The tokens of the prompt after the first `keep`."""

@@ -55,7 +55,7 @@ CREATE INDEX response_of ON response(conversation);
 _Said = tuple[Message, list[int] | None]
 """A message, and the model's own tokens where it said it."""
 
-_NOT_KEPT = ("token_ids", "margins", "emitted_s", "missed", "misses")
+_NOT_KEPT = ("token_ids", "margins", "emitted_s", "stored", "missed", "misses")
 _TURN_FIELDS = tuple(field.name for field in dataclasses.fields(TurnRecord) if field.name not in _NOT_KEPT)
 
 

@@ -19,6 +19,7 @@ def test_every_block_is_free_or_handed_out_once(blocks: int, moves: list[tuple[b
         assert len(held) == len(set(held))
         assert pool.free_blocks() == set(range(blocks)) - set(held)
         assert pool.free == blocks - len(held)
+        assert pool._sizes == sum(1 << size for size, extents in enumerate(pool._classes) if extents)
 
 
 def test_freed_neighbours_merge_and_are_handed_out_as_one_run() -> None:

@@ -1,3 +1,4 @@
+import hashlib
 from array import array
 
 import pytest
@@ -19,3 +20,10 @@ def test_names_decide_and_fewer_tokens_are_the_beginning_of_more():
     others = [filler(50, 32_000, *names) for names in ((0, "a"), (1, "a"), (0, "b"))]
     assert all(others[i] != others[j] for i in range(3) for j in range(i))
     assert filler(0, 97, "a") == array("i")
+
+
+def test_ids_are_pairs_of_bytes_under_a_mask():
+    """Drawn by hand: low byte first, of a digest of the names."""
+    pairs = hashlib.shake_256(b"0/a").digest(2 * 300)
+    by_hand = [(pairs[2 * i] + 256 * pairs[2 * i + 1]) % 16_384 for i in range(300)]
+    assert list(filler(300, 32_000, 0, "a")) == by_hand
