@@ -13,9 +13,11 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from analysis import registry, style, tables
 from analysis.registry import Drawing, Figure
-from analysis.results import ResultsStore, open_store
+from analysis.results import Prices, ResultsStore, open_store
 from analysis.sweep import Source, all_sweeps, latest_of, open_source
 from pensieve.errors import MissingSeries, PensieveError, ResultsError
 from pensieve.results.places import LATEST, figures_folder
@@ -32,6 +34,7 @@ FAMILIES = (
     "agents",
     "policies",
     "hints",
+    "ledgers",
     "sizes",
     "benchmarks",
 )
@@ -167,8 +170,24 @@ def source_options(description: str) -> argparse.ArgumentParser:
         "--allow-mixed", action="store_true",
         help="draw simulated and real, contended, differently weighted or differently coded trials in one panel; it says so",
     )  # fmt: skip
+    found.add_argument(
+        "--prices", type=_prices, metavar="NAME=VALUE,...",
+        help=f"what an hour of it costs: {', '.join(Prices.model_fields)}, as of runners/size.py (default: none)",
+    )  # fmt: skip
     found.set_defaults(baselines=None)
     return found
+
+
+def _prices(text: str) -> Prices:
+    """gpu_hour=2,cpu_gib_hour=0.004"""
+    given = dict(part.strip().partition("=")[::2] for part in text.split(","))
+    try:
+        return Prices.model_validate(given)
+    except ValidationError:
+        names = ", ".join(Prices.model_fields)
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not NAME=NUMBER,... with numbers from 0 on for {names}"
+        ) from None
 
 
 def guarded(options: argparse.Namespace, draw: Callable[[], None]) -> int:
@@ -197,7 +216,7 @@ def chosen_store(options: argparse.Namespace) -> ResultsStore:
 
 def chosen_source(store: ResultsStore, options: argparse.Namespace, sweep_id: int | None) -> Source:
     wanted = [name.strip() for name in options.baselines.split(",")] if options.baselines else []
-    return open_source(store, sweep_id, wanted, options.allow_mixed)
+    return open_source(store, sweep_id, wanted, options.allow_mixed, options.prices)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -21,6 +21,7 @@ KNOWN = {
     "stop_reason": "stop reason, a priority",
     "ttl": "stop reason, a time to live",
     "hinted": "seconds the client expects",
+    "learned_return": "learned times of return",
     "oracle_hint": "“soon”, always right",
     "belady": "time of return (belady)",
 }

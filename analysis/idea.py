@@ -3,8 +3,8 @@
     python runners/run.py -m hardware=sim_a100_80g model=llama3_8b cache=small seed=0 baseline=pensieve,stateless
     python analysis/idea.py [--sweep N] [--to docs/idea.png]
 
-Each bar is the prompt of one turn, from its row of table `turn`: what was found on the GPU, what came back from CPU memory,
-what was computed again, and what is new.
+Each bar is the prompt of one turn, from its row of table `turn`: what was found on the GPU, what came back from CPU memory
+or disk, what was computed again, and what is new.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ SHOWN = ("pensieve", "stateless")
 PARTS = {
     "GPU hit": "gpu_hit_tokens",
     "CPU hit": "cpu_hit_tokens",
+    "disk hit": "disk_hit_tokens",
     "recomputed": "recomputed_tokens",
     "new": "new_tokens",
 }
@@ -57,7 +58,7 @@ def telling(talks: Mapping[str, Turns]) -> str:
     """The conversation that shows most: whose least part of GPU hit, CPU hit and recomputed tokens is the largest."""
 
     def least(name: str) -> tuple[int, str]:
-        sums = [sum(turn[column] for turn in talks[name]) for column in list(PARTS.values())[:3]]
+        sums = [sum(turn[PARTS[part]] for turn in talks[name]) for part in ("GPU hit", "CPU hit", "recomputed")]
         return min(sums), name
 
     return max(talks, key=least)
@@ -77,12 +78,13 @@ def draw(store: ResultsStore, sweep_id: int, path: Path) -> list[Path]:
     if not both:
         raise MissingSeries(f"No conversation of sweep {sweep_id} was completed under both; run `{COMMAND}`.")
     session = telling(both)
+    shown = [part for part in PARTS if part != "disk hit" or any(turn[PARTS[part]] for turn in both[session])]
     figure, grid = style.new_grid(2.6, rows=2, sharex=True, sharey=True)
     for [axes], name in zip(grid, SHOWN, strict=True):
         turns = talks[name][session]
         bottom = [0] * len(turns)
-        for part, column in PARTS.items():
-            heights = [turn[column] for turn in turns]
+        for part in shown:
+            heights = [turn[PARTS[part]] or 0 for turn in turns]
             axes.bar(
                 [turn["turn"] for turn in turns], heights, bottom=bottom, color=style.PARTS[part],
                 edgecolor=style.EDGE, linewidth=0.4, label=part,
@@ -93,7 +95,7 @@ def draw(store: ResultsStore, sweep_id: int, path: Path) -> list[Path]:
         axes.set_ylabel("prompt tokens")
     grid[-1][0].set_xlabel("turn of the conversation")
     grid[-1][0].set_xticks([turn["turn"] for turn in talks["pensieve"][session]])
-    style.legend(figure, style.parts_key(list(PARTS)))
+    style.legend(figure, style.parts_key(shown))
     trial, other = (jobs[name].trial for name in SHOWN)
     assert trial is not None and other is not None
     title = "Where a conversation's tokens are when its next message comes"

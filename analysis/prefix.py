@@ -65,9 +65,10 @@ def steps_of(source: Source, cell: Cell) -> pd.DataFrame:
         f"{phase}_{kinds[key]}" if phase in ("rewarm", "throughput") and key in kinds else phase
         for key, phase in zip(conversations_of(turns), turns["phase"], strict=True)
     ]
-    # An engine that reports cached tokens only has no CPU tier of ours: null there means none.
+    # An engine that reports cached tokens only has no other tier of ours: null there means none.
     shared = turns["shared_hit_tokens"].fillna(0)
-    turns["cached"] = turns["gpu_hit_tokens"] + turns["cpu_hit_tokens"].fillna(0) + shared
+    others = turns["cpu_hit_tokens"].fillna(0) + turns["disk_hit_tokens"].fillna(0)
+    turns["cached"] = turns["gpu_hit_tokens"] + others + shared
     turns["unseen"] = turns["new_tokens"] - shared
     found = turns[(turns["status"] == "completed") & turns["ttft_ms"].notna() & turns["latency_ms"].notna()]
     for name in PROBES:

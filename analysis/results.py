@@ -19,10 +19,11 @@ from pensieve.results.frame import (
 )
 from pensieve.results.gap import START, gap_closed
 from pensieve.results.headline import REFERENCE
+from pensieve.results.holding import Worth, prefill_seconds
 from pensieve.results.mixture import Mixture, mixtures
 from pensieve.results.schema import Sweep, SweepTrial, Trial
-from pensieve.results.size_map import Place, SizeMap, is_map, read_map, spaced
-from pensieve.results.store import JobResult, ResultsStore, open_store
+from pensieve.results.size_map import Place, Prices, SizeMap, is_map, read_map, spaced
+from pensieve.results.store import Holding, JobResult, ResultsStore, open_store
 
 __all__ = [
     "PROBES",
@@ -30,14 +31,17 @@ __all__ = [
     "START",
     "ByConversation",
     "Claim",
+    "Holding",
     "JobResult",
     "Mixture",
     "Place",
+    "Prices",
     "ResultsStore",
     "SizeMap",
     "Sweep",
     "SweepTrial",
     "Trial",
+    "Worth",
     "axis_value",
     "by_conversation",
     "by_round",
@@ -50,6 +54,7 @@ __all__ = [
     "open_store",
     "paired",
     "positive_ratio",
+    "prefill_seconds",
     "read_claims",
     "read_map",
     "spaced",

@@ -14,6 +14,7 @@ from sqlalchemy import select
 from analysis.provenance import Provenance, trace
 from analysis.results import (
     JobResult,
+    Prices,
     ResultsStore,
     Sweep,
     SweepTrial,
@@ -81,12 +82,14 @@ class Panel:
 
 @dataclass
 class Source:
-    """A sweep as figures read it. wanted: only these baselines. allow_mixed: see provenance.trace."""
+    """A sweep as figures read it. wanted: only these baselines. allow_mixed: see provenance.trace. prices: of what it ran
+    on, where whoever reads it gives some."""
 
     store: ResultsStore
     sweep: Sweep
     wanted: Sequence[str] = ()
     allow_mixed: bool = False
+    prices: Prices = field(default_factory=Prices)
     jobs: Sequence[JobResult] = field(init=False)
     _frames: dict[tuple[int, bool], pd.DataFrame] = field(init=False, default_factory=dict, repr=False)
 
@@ -95,7 +98,7 @@ class Source:
 
     def of_baselines(self, names: Sequence[str]) -> Source:
         """The same sweep with these baselines alone."""
-        return Source(self.store, self.sweep, names, self.allow_mixed)
+        return Source(self.store, self.sweep, names, self.allow_mixed, self.prices)
 
     @property
     def command(self) -> str:
@@ -227,13 +230,17 @@ class Source:
 
 
 def open_source(
-    store: ResultsStore, sweep_id: int | None = None, wanted: Sequence[str] = (), allow_mixed: bool = False
+    store: ResultsStore,
+    sweep_id: int | None = None,
+    wanted: Sequence[str] = (),
+    allow_mixed: bool = False,
+    prices: Prices | None = None,
 ) -> Source:
     """A sweep by its id, or the latest. Raises MissingSeries where there is none."""
     sweep = store.latest_sweep() if sweep_id is None else store.sweep(sweep_id)
     if sweep is None:
         raise MissingSeries(f"There is no sweep in the results database; run `{DEFAULT_COMMAND}` first.")
-    return Source(store, sweep, wanted, allow_mixed)
+    return Source(store, sweep, wanted, allow_mixed, prices or Prices())
 
 
 def latest_of(store: ResultsStore, workload: str) -> int | None:

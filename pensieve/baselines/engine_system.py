@@ -125,6 +125,7 @@ class EngineSystem(ABC):
             cache.cpu_blocks,
             self._hardware.one_memory,
             self._cost.hidden_copies(),
+            self._scheduler_settings.high_watermark(cache.gpu_blocks),
         )
         if self._copy_choice.note:
             _log.info("Copies ahead of time: %s, since %s.", self._copy_choice.mode, self._copy_choice.note)

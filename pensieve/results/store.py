@@ -21,6 +21,7 @@ from pensieve.errors import ResultsError, TrialRunning
 from pensieve.holding import Tier
 from pensieve.metrics import Metric
 from pensieve.record import TurnRecord
+from pensieve.request import PREPARING
 from pensieve.results.database import Database
 from pensieve.results.process import Owner, is_alive, this_process
 from pensieve.results.schema import (
@@ -299,6 +300,18 @@ class ResultsStore:
         )
         with self.database.reading() as connection:
             return connection.execute(query).all()
+
+    def miss_sums(self, trial_id: int) -> Sequence[Row[Any]]:
+        """Over measured turns that completed: cause, evicted_by, tokens, ms."""
+        c = miss_table.c
+        query = (
+            select(c.cause, c.evicted_by, func.sum(c.tokens).label("tokens"), func.sum(c.ms).label("ms"))
+            .join(TurnRow, TurnRow.id == c.turn_id)
+            .where(c.trial_id == trial_id, TurnRow.status == "completed", TurnRow.phase.not_in(PREPARING))
+            .group_by(c.cause, c.evicted_by)
+        )
+        with self.database.reading() as connection:
+            return list(connection.execute(query))
 
     def _add_misses(self, connection: Connection, trial_id: int, turns: Sequence[TurnRecord]) -> None:
         """Of turns that were inserted just now: the newest of the trial, found by their ordinals."""

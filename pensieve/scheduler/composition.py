@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import get_args
@@ -76,6 +77,10 @@ class SchedulerSettings:
             )
         if not 0 <= self.admission_reserve < 1:
             raise ConfigError("scheduler.admission_reserve is a share of the GPU blocks, at least 0 and below 1.")
+
+    def high_watermark(self, gpu_blocks: int) -> int:
+        """Blocks that are free or clean when copies ahead of time stop."""
+        return math.ceil(self.swap_out_stop * gpu_blocks)
 
     @property
     def is_unified(self) -> bool:

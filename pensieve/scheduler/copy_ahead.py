@@ -25,13 +25,27 @@ class CopyChoice:
     note: str = ""
 
 
-def choose_copy_ahead(asked: AskedCopyAhead, cpu_blocks: int, one_memory: bool, hidden: float | None) -> CopyChoice:
+def choose_copy_ahead(
+    asked: AskedCopyAhead, cpu_blocks: int, one_memory: bool, hidden: float | None, kept_clean: int = 0
+) -> CopyChoice:
     """one_memory: both tiers are the same memory. hidden: the share of the copies' time that passes beside an iteration, as
-    measured; None: not measured."""
+    measured; None: not measured. kept_clean: GPU blocks that the paper's mode keeps free or clean.
+
+    A CPU tier of fewer blocks than those cannot hold their copies: the paper's mode then drops chunks from the GPU ahead of
+    time to keep the others free, and both tiers together hold less than the GPU alone (G - kept_clean + C blocks of G).
+    """
     if asked != "auto":
         return CopyChoice(asked)
     if not cpu_blocks:
         return CopyChoice("paper", "there is no CPU tier to copy to")
+    choice = _by_link(one_memory, hidden)
+    if choice.mode == "paper" and cpu_blocks < kept_clean:
+        held = f"the CPU tier holds {cpu_blocks} blocks, fewer than the {kept_clean} of the GPU tier that would be kept clean"
+        return CopyChoice("spare", held)
+    return choice
+
+
+def _by_link(one_memory: bool, hidden: float | None) -> CopyChoice:
     if not one_memory:
         return CopyChoice("paper", "the CPU tier is another memory")
     if hidden is None:

@@ -118,7 +118,7 @@ class Scheduler:
         self._unsent = _Draft()  # admissions that no plan has told the worker of
         ahead_of_time = settings.copy_ahead != "never"
         self._low_watermark = math.ceil(settings.swap_out_start * cache.gpu_blocks) if ahead_of_time else 0
-        self._high_watermark = math.ceil(settings.swap_out_stop * cache.gpu_blocks)
+        self._high_watermark = settings.high_watermark(cache.gpu_blocks)
         self._reserve = math.ceil(settings.admission_reserve * cache.gpu_blocks)
 
     def refusal(self, sequence: Sequence) -> RequestRefused | None:

@@ -15,19 +15,20 @@ from pensieve.results.tokens import read_tokens
 
 _COLUMNS = (
     "session", "turn", "phase", "label", "iteration", "status", "finish_reason", "finished_s", "ttft_ms", "gpu_hit_tokens",
-    "cpu_hit_tokens", "recomputed_tokens",
+    "cpu_hit_tokens", "disk_hit_tokens", "recomputed_tokens",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class SaidTurn:
-    """One turn as text. source: where its history came from, in tokens: (GPU, CPU, recomputed); None where not counted."""
+    """One turn as text. source: where its history came from, in tokens: (GPU, CPU, disk, recomputed); None where not
+    counted."""
 
     turn: int
     message: str
     reply: str
     ttft_ms: float | None
-    source: tuple[int | None, int | None, int | None]
+    source: tuple[int | None, int | None, int | None, int | None]
 
 
 def conversation_of(store: ResultsStore, trial_id: int, session: str | None = None) -> tuple[str, Sequence[SaidTurn]]:
@@ -57,7 +58,7 @@ def conversation_of(store: ResultsStore, trial_id: int, session: str | None = No
             continue
         reply = tokens[row.session, row.turn].token_ids if (row.session, row.turn) in tokens else ()
         if row.session == chosen:
-            source = (row.gpu_hit_tokens, row.cpu_hit_tokens, row.recomputed_tokens)
+            source = (row.gpu_hit_tokens, row.cpu_hit_tokens, row.disk_hit_tokens, row.recomputed_tokens)
             message, answer = tokenizer.decode(list(request.prompt)), tokenizer.decode([int(one) for one in reply])
             said.append(SaidTurn(row.turn, message, answer, row.ttft_ms, source))
         record = TurnRecord(row.session, row.turn, phase=row.phase, label=row.label, iteration=row.iteration)
@@ -71,9 +72,10 @@ def conversation_of(store: ResultsStore, trial_id: int, session: str | None = No
 def conversation_lines(said: Iterable[SaidTurn]) -> Iterable[str]:
     """The conversation as a page: each turn's time and sources, what the user sent, and what the model answered."""
     for turn in said:
-        gpu, cpu, recomputed = ("–" if count is None else f"{count:,}" for count in turn.source)
+        gpu, cpu, disk, recomputed = ("–" if count is None else f"{count:,}" for count in turn.source)
         ttft = "–" if turn.ttft_ms is None else f"{turn.ttft_ms:,.0f} ms"
-        sources = f"{gpu} tokens on GPU, {cpu} from CPU, {recomputed} recomputed"
+        on_disk = f", {disk} from disk" if turn.source[2] else ""
+        sources = f"{gpu} tokens on GPU, {cpu} from CPU{on_disk}, {recomputed} recomputed"
         yield f"turn {turn.turn}: first token after {ttft}; history: {sources}"
         yield f"  > {_indented(turn.message)}"
         yield f"    {_indented(turn.reply)}"

@@ -38,6 +38,19 @@ def test_each_bar_is_a_prompt_and_its_parts_are_the_rows(store, drawn, tmp_path)
     assert drawn["idea"].clipped == []
 
 
+def test_what_came_from_disk_is_a_part_of_its_own(store, drawn, tmp_path):
+    def turns(at, seed):
+        disk = 80 if at["baseline"] == "pensieve" else 0
+        return [answered("a", 1, 5.0), answered("a", 2, 5.0, history=100, gpu=disk // 8, disk_hit_tokens=disk)]
+
+    source = fill(store, {"baseline": ["pensieve", "stateless"]}, turns)
+    idea.draw(store, source.sweep.id, tmp_path / "idea.png")
+    bars = drawn["idea"].bars
+    assert bars["pensieve/disk hit"] == [(0, 0), (10, 80)]
+    assert bars["pensieve/recomputed"][1] == (90, 10)
+    assert bars["stateless/recomputed"][1] == (0, 100)
+
+
 def test_without_one_of_the_two_it_says_which_and_how(store, tmp_path):
     source = fill(store, {"baseline": ["pensieve"]}, turns_of)
     with pytest.raises(MissingSeries, match=r"no completed trial of stateless; run `python runners/run\.py -m"):

@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 
 import pytest
+from sqlalchemy import text
 
 from analysis import figures, prefix, style
 from analysis.prefix import (
@@ -141,6 +142,17 @@ def test_the_cascade_stacks_what_was_cached_recomputed_and_new(drawn, tmp_path):
     rows = rows_of(tmp_path, "cascade-workload.blocks-512_256")
     again = next(row for row in rows if (row["baseline"], row["step"]) == ("pensieve", "rewarm_miss"))
     assert float(again["ttft_ms_median"]) == pytest.approx(66.0, abs=1.0)
+
+
+def test_what_the_cascade_calls_cached_may_come_from_disk(drawn, store, tmp_path):
+    """The same history, found on disk in place of the GPU, is as much cached."""
+    source = prefix_sweep(store, {"pensieve": FAST}, blocks=("512/256",))
+    with store.database.writing() as connection:
+        connection.execute(text("UPDATE turn SET disk_hit_tokens = gpu_hit_tokens, gpu_hit_tokens = 0"))
+    cascade.draw(source, tmp_path)
+    [stem] = [name for name in drawn if name.startswith("cascade")]
+    cached = {row["step"]: float(row["cached_tokens"]) for row in rows_of(tmp_path, stem)}
+    assert cached["rewarm_hit"] == 767.0
 
 
 def test_an_engine_without_counts_is_named_in_the_cascade(drawn, store, tmp_path):

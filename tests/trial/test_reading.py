@@ -9,7 +9,7 @@ from pensieve.errors import ResultsError
 from pensieve.results.tokens import read_tokens
 from pensieve.tokenizer import ByteTokenizer
 from pensieve.trial import Job, run_trial
-from pensieve.trial.reading import conversation_lines, conversation_of
+from pensieve.trial.reading import SaidTurn, conversation_lines, conversation_of
 from pensieve.trial.tracking import open_tracking
 from tests.composed import SHORT, checked, composed
 
@@ -42,6 +42,14 @@ def test_messages_come_from_the_workload_and_replies_from_the_kept_tokens(ran):
         assert turn.ttft_ms == rows[turn.turn].ttft_ms
     page = "\n".join(conversation_lines(said))
     assert "turn 2: first token after" in page and f"{second.source[0]} tokens on GPU" in page
+
+
+def test_history_from_disk_is_told_where_there_is_some():
+    with_disk, without = (SaidTurn(2, "Hello", "Hi", 5.0, (10, 20, disk, 40)) for disk in (30, 0))
+    assert next(iter(conversation_lines([with_disk]))).endswith(
+        "10 tokens on GPU, 20 from CPU, 30 from disk, 40 recomputed"
+    )
+    assert next(iter(conversation_lines([without]))).endswith("20 from CPU, 40 recomputed")
 
 
 def test_another_conversation_by_name_and_a_sentence_for_an_unknown_one(ran):

@@ -1,0 +1,452 @@
+"""miss_causes, holding, holding_table, break_even: why KV was missing, what keeping it took, and what that saved."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from analysis import marks, style, tables
+from analysis.estimates import over_seeds
+from analysis.registry import Plot, Row, columns, figure
+from analysis.results import Holding, Worth, is_map, prefill_seconds
+from analysis.sweep import Cell, Source
+from pensieve.errors import MissingSeries
+from pensieve.holding import Tier
+from pensieve.statistics import Estimate
+
+COMMAND = "python runners/run.py -m"
+CAUSES = {
+    "new": "#F6E8C3",
+    "edited": "#DFC27D",
+    "evicted": "#A6611A",
+    "expired": "#80CDC1",
+    "restarted": "#018571",
+    "never_stored": "#BABABA",
+}
+TIERS: Mapping[Tier, str] = {"gpu": "#01665E", "cpu": "#D8A13B", "disk": "#7B5EA7"}
+MARKERS = {"gpu": "o", "cpu": "^", "disk": "s"}
+LINES: Mapping[Tier, str] = {"gpu": "-", "cpu": "--", "disk": ":"}
+SHOWN = 4  # names of those who evicted most
+
+
+# -- misses --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Of one baseline and cause, a trial: tokens missed, and seconds of first tokens that took. by: who evicted most of them,
+    with the share of the tokens."""
+
+    cell: Cell
+    cause: str
+    tokens: Estimate
+    seconds: Estimate
+    by: Sequence[tuple[str, float]]
+
+
+def _lost(source: Source, cell: Cell) -> list[Lost]:
+    tokens: dict[str, dict[tuple[int, int], float]] = defaultdict(dict)
+    ms: dict[str, dict[tuple[int, int], float]] = defaultdict(dict)
+    evictors: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for trial in cell.trials:
+        at = trial.seed, trial.repeat
+        for row in source.store.miss_sums(trial.id):
+            tokens[row.cause][at] = tokens[row.cause].get(at, 0.0) + row.tokens
+            ms[row.cause][at] = ms[row.cause].get(at, 0.0) + row.ms
+            if row.evicted_by:
+                evictors[row.cause][row.evicted_by] += row.tokens
+    keys = [(trial.seed, trial.repeat) for trial in cell.trials]
+    found = []
+    for cause in CAUSES:
+        if cause in tokens:
+            whole = sum(tokens[cause].values())
+            most = sorted(evictors[cause].items(), key=lambda one: (-one[1], one[0]))[:SHOWN]
+            found.append(
+                Lost(
+                    cell,
+                    cause,
+                    over_seeds({key: tokens[cause].get(key, 0.0) for key in keys}),
+                    over_seeds({key: ms[cause].get(key, 0.0) / 1e3 for key in keys}),
+                    [(name, count / whole) for name, count in most],
+                )
+            )
+    return found
+
+
+def _has_misses(source: Source) -> bool:
+    return not is_map(source.sweep) and any(source.store.miss_sums(trial.id) for trial in source.trials)
+
+
+@figure(
+    "miss_causes",
+    "Why prompt tokens had no KV",
+    shows="what was computed for first tokens and how long that took, by why its KV was missing",
+    command=COMMAND,
+    applies=_has_misses,
+)
+def miss_causes(source: Source) -> Iterator[Plot]:
+    for panel in source.panels():
+        found = {cell.baseline: _lost(source, cell) for cell in panel.cells}
+        if not any(found.values()):
+            raise source.lacks("turn with a ledger of misses")
+        picture, grid = style.new_grid(0.26 * len(found) + 0.35, 1, 2, sharey=True)
+        left, right = grid[0]
+        for place, (name, lost) in enumerate(found.items()):
+            _stack(left, place, name, "tokens", [(one.cause, one.tokens.value / 1e3) for one in lost])
+            _stack(right, place, name, "seconds", [(one.cause, one.seconds.value) for one in lost])
+        for axes in (left, right):
+            axes.grid(visible=False, axis="y")
+            axes.grid(visible=True, axis="x", color="#E3E3E3", linewidth=0.6)
+            axes.tick_params(axis="y", length=0)
+            axes.set_yticks(range(len(found)), list(found))
+            axes.set_ylim(len(found) - 0.5, -0.5)
+            for label in axes.get_yticklabels():
+                label.set(color=style.colour(label.get_text()), fontweight="bold")
+        left.set_xlabel("prompt tokens (1000)")
+        right.set_xlabel("TTFT (s)")
+        seen = [cause for cause in CAUSES if any(one.cause == cause for lost in found.values() for one in lost)]
+        style.legend(
+            picture,
+            [
+                Patch(facecolor=CAUSES[cause], edgecolor=style.EDGE, linewidth=0.4, label=cause.replace("_", " "))
+                for cause in seen
+            ],
+        )
+        lead = (
+            "Sums over the measured turns of a trial, mean of its seeds; the time to first token, queueing included, is "
+            "divided by what the cost model says each position takes. The CSV has the 95 % interval over seeds"
+        )
+        every = [one for lost in found.values() for one in lost]
+        yield Plot(panel, picture, lead, [_lost_row(one) for one in every], [_lost_line(one) for one in every])
+
+
+def _stack(axes: Axes, place: int, name: str, kind: str, parts: Iterable[tuple[str, float]]) -> None:
+    start = 0.0
+    for cause, length in parts:
+        [bar] = axes.barh(
+            [place], [length], left=[start], height=0.72, color=CAUSES[cause], edgecolor=style.EDGE, linewidth=0.4
+        )
+        bar.set_gid(f"{name}/{kind}/{cause}")
+        start += length
+
+
+def _lost_row(one: Lost) -> Row:
+    return {
+        "baseline": one.cell.baseline,
+        "cause": one.cause,
+        **columns("tokens", one.tokens, prefix="tokens_"),
+        **columns("seconds", one.seconds, prefix="seconds_"),
+        "evicted_most_by": " ".join(f"{name}:{share:.3f}" for name, share in one.by),
+        "trials": one.cell.ids,
+    }
+
+
+def _lost_line(one: Lost) -> Mapping[str, str]:
+    return {
+        "baseline": one.cell.baseline,
+        "cause": one.cause.replace("_", " "),
+        "tokens": tables.estimated(one.tokens),
+        "of TTFT (s)": tables.estimated(one.seconds),
+        "most for": ", ".join(f"{name} {share:.0%}" for name, share in one.by[:1]) or tables.NONE,
+    }
+
+
+# -- holding -------------------------------------------------------------------------------------------------------------
+
+
+def _has_holdings(source: Source) -> bool:
+    return not is_map(source.sweep) and any(source.has_metric("held_gib_s", tier) for tier in TIERS)
+
+
+def _holdings(source: Source, cell: Cell) -> list[tuple[int, Holding]]:
+    """With the trial of each."""
+    return [(trial.id, one) for trial in cell.trials for one in source.store.holdings_of(trial.id)]
+
+
+def _worth(source: Source, cell: Cell) -> Worth | None:
+    return Worth.of(cell.trials[0], source.prices)
+
+
+def _basis(source: Source) -> str:
+    if source.prices.given:
+        said = ", ".join(f"{name} {value:g}" for name, value in source.prices.model_dump().items() if value is not None)
+        return f"at the prices {said}"
+    return "at equal GiB·s: a second of prefill is worth the whole GPU tier for that second"
+
+
+@figure(
+    "holding",
+    "What keeping KV took, and what it saved",
+    shows="GiB·s held idle against seconds of prefill saved, by conversation and tier, with the line where both are even",
+    command=COMMAND,
+    applies=_has_holdings,
+)
+def holding(source: Source) -> Iterator[Plot]:
+    """A part for each baseline; both axes logarithmic, with what saved nothing at the lower edge."""
+    for panel in source.panels():
+        cells = [cell for cell in panel.cells if _holdings(source, cell)]
+        if not cells:
+            raise source.lacks("trial with a ledger of holding")
+        picture, grid = style.new_grid(1.5 * -(-len(cells) // 2) + 0.2, -(-len(cells) // 2), min(2, len(cells)),
+                                       sharex=True, sharey=True)  # fmt: skip
+        flat = [axes for row in grid for axes in row]
+        rows: list[Row] = []
+        everything = [one for cell in cells for _, one in _holdings(source, cell) if one.idle_gib_s > 0]
+        saved = [one.saved_s for one in everything if one.saved_s > 0]
+        evens = [
+            one.idle_gib_s / gib
+            for cell in cells
+            if (worth := _worth(source, cell)) is not None
+            for one in everything
+            if (gib := worth.gib(one.tier)) is not None
+        ]
+        floor = min(saved + evens, default=1.0) / 3  # below every line: who saved nothing has not paid back
+        top = max(saved + evens, default=1.0)
+        for axes, cell in zip(flat, cells, strict=False):
+            own, worth = _holdings(source, cell), _worth(source, cell)
+            for tier, colour in TIERS.items():
+                points = [
+                    (one.idle_gib_s, max(one.saved_s, floor)) for _, one in own if one.tier == tier and one.idle_gib_s
+                ]
+                if points:
+                    axes.plot(
+                        *zip(*points, strict=True), linestyle="none", marker=MARKERS[tier], markersize=2.6, color=colour,
+                        alpha=0.6, markeredgewidth=0, gid=f"{cell.baseline}/{tier}",
+                    )  # fmt: skip
+            axes.set(xscale="log", yscale="log")
+            axes.grid(visible=True, axis="x", color="#E3E3E3", linewidth=0.6)
+            if not any(one.idle_gib_s for _, one in own):
+                axes.text(0.5, 0.5, "nothing is kept", transform=axes.transAxes, ha="center", color=style.GREY)
+            _even(axes, cell.baseline, worth, everything)
+            axes.set_title(cell.baseline, fontweight="bold", color=style.colour(cell.baseline))
+            rows += [_holding_row(cell, trial, one, worth) for trial, one in own]
+        for axes in flat[len(cells) :]:
+            axes.set_visible(False)
+        flat[0].set_ylim(floor * 0.6, top * 2)
+        for row in grid:
+            row[0].set_ylabel("prefill saved (s)")
+        for axes in grid[-1]:
+            axes.set_xlabel("held idle (GiB·s)")
+        tiers = [tier for tier in TIERS if any(one.tier == tier for one in everything)]
+        style.legend(
+            picture,
+            [
+                *(
+                    Line2D(
+                        [],
+                        [],
+                        color=TIERS[tier],
+                        marker=MARKERS[tier],
+                        linewidth=0,
+                        markersize=3,
+                        label=tier.upper() if tier != "disk" else tier,
+                    )
+                    for tier in tiers
+                ),
+                Line2D([], [], color="black", linewidth=0.9, label="even"),
+            ],
+        )
+        lead = (
+            "A point a conversation and tier of a trial; above the line it has saved more than keeping it took, "
+            f"{_basis(source)}. At the lower edge: nothing was saved. What ran is not counted as kept"
+        )
+        yield Plot(panel, picture, lead, rows)
+
+
+def _even(axes: Axes, name: str, worth: Worth | None, everything: Sequence[Holding]) -> None:
+    """One line where all tiers cost the same, else one a tier."""
+    if worth is None or not everything:
+        return
+    xs = (min(one.idle_gib_s for one in everything), max(one.idle_gib_s for one in everything))
+    held = {one.tier for one in everything}
+    known = {tier: gib for tier in TIERS if tier in held and (gib := worth.gib(tier)) is not None}
+    same = len(set(known.values())) == 1
+    for tier, gib in known.items():
+        if not same or tier == next(iter(known)):
+            axes.plot(
+                xs, [x / gib for x in xs], color="black" if same else TIERS[tier], linewidth=0.9,
+                gid=f"{name}/even" if same else f"{name}/even/{tier}",
+            )  # fmt: skip
+
+
+def _holding_row(cell: Cell, trial: int, one: Holding, worth: Worth | None) -> Row:
+    return {
+        "baseline": cell.baseline,
+        "trial": trial,
+        "session": one.session,
+        "tier": one.tier,
+        "gib_s": one.gib_s,
+        "idle_gib_s": one.idle_gib_s,
+        "saved_s": one.saved_s,
+        "paid_back": None if worth is None else worth.paid_back(one.saved_s, one.idle_gib_s, one.tier),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Of one baseline and tier, a trial. worthwhile: the share of its conversations that have paid back, in percent."""
+
+    cell: Cell
+    tier: str
+    conversations: float
+    held: Estimate
+    idle: Estimate
+    saved: Estimate
+    paid_back: float | None
+    worthwhile: float | None
+
+
+def _kept(source: Source, cell: Cell) -> Iterator[Kept]:
+    every, worth = _holdings(source, cell), _worth(source, cell)
+    for tier in TIERS:
+        own = [one for _, one in every if one.tier == tier]
+        if not own:
+            continue
+        held, idle, saved = (
+            over_seeds(cell.metric(name, tier)) for name in ("held_gib_s", "held_idle_gib_s", "saved_s")
+        )
+        idling = [one for one in own if one.idle_gib_s]
+        backs = [] if worth is None else [worth.paid_back(one.saved_s, one.idle_gib_s, one.tier) for one in idling]
+        known = [one for one in backs if one is not None]
+        yield Kept(
+            cell,
+            tier,
+            len(own) / len(cell.trials),
+            held,
+            idle,
+            saved,
+            None if worth is None else worth.paid_back(saved.value, idle.value, own[0].tier),
+            100 * sum(one >= 1 for one in known) / len(known) if known else None,
+        )
+
+
+@figure(
+    "holding_table",
+    "What keeping KV took, and what it saved",
+    shows="GiB·s held, seconds of prefill saved and whether one paid for the other, by baseline and tier",
+    command=COMMAND,
+    applies=_has_holdings,
+)
+def holding_table(source: Source) -> Iterator[Plot]:
+    for panel in source.panels():
+        found = [one for cell in panel.cells for one in _kept(source, cell)]
+        if not found:
+            raise source.lacks("trial with a ledger of holding")
+        lines = [_kept_line(one) for one in found]
+        lead = (
+            "Sums over a whole trial, mean of its seeds, below it the 95 % interval. Paid back: seconds saved over what the "
+            f"idle GiB·s are worth, {_basis(source)}; worth it: conversations that have paid back"
+        )
+        yield Plot(panel, tables.draw(lines), lead, [_kept_row(one) for one in found], lines)
+
+
+def _kept_row(one: Kept) -> Row:
+    return {
+        "baseline": one.cell.baseline,
+        "tier": one.tier,
+        "conversations": one.conversations,
+        **columns("gib_s", one.held, prefix="gib_s_"),
+        **columns("idle_gib_s", one.idle, prefix="idle_gib_s_"),
+        **columns("saved_s", one.saved, prefix="saved_s_"),
+        "paid_back": one.paid_back,
+        "worthwhile_pct": one.worthwhile,
+        "trials": one.cell.ids,
+    }
+
+
+def _kept_line(one: Kept) -> Mapping[str, str]:
+    return {
+        "baseline": one.cell.baseline,
+        "tier": one.tier,
+        "held (GiB·s)": tables.estimated(one.held),
+        "idle (GiB·s)": tables.estimated(one.idle),
+        "saved (s)": tables.estimated(one.saved),
+        "paid back": tables.NONE if one.paid_back is None else f"{one.paid_back:.2g}×",
+        "worth it": tables.NONE if one.worthwhile is None else f"{one.worthwhile:.0f} %",
+    }
+
+
+# -- break-even ----------------------------------------------------------------------------------------------------------
+
+
+@figure(
+    "break_even",
+    "How long it pays to keep idle KV",
+    shows="the idle time up to which keeping so many tokens costs less than computing them again",
+    command=COMMAND,
+    applies=lambda source: _has_holdings(source) and any(prefill_seconds(job.metrics) for job in source.jobs),
+)
+def break_even(source: Source) -> Iterator[Plot]:
+    for panel in source.panels():
+        rows = [row for cell in panel.cells for row in _break_evens(source, cell)]
+        if not rows:
+            raise MissingSeries(
+                f"No tier of sweep {source.sweep.id} has a price beside one of the GPUs; give gpu_hour and gpu_gib_hour or "
+                "cpu_gib_hour to --prices, or none of them."
+            )
+        picture, axes = style.new_axes(1.5)
+        of: dict[tuple[str, Tier], list[tuple[int, float]]] = defaultdict(list)
+        for row in rows:
+            of[row["baseline"], row["tier"]].append((row["tokens"], row["break_even_s"]))
+        alike: dict[tuple[tuple[int, float], ...], list[tuple[str, Tier]]] = defaultdict(list)
+        for key, points in of.items():  # baselines with the same GPUs and memory have the same line
+            alike[tuple(points)].append(key)
+        few = len(alike) <= len(TIERS)
+        for order, (line, keys) in enumerate(alike.items()):
+            names, tiers = list(dict.fromkeys(name for name, _ in keys)), list(dict.fromkeys(tier for _, tier in keys))
+            label = " and ".join(tiers) if few else f"{' and '.join(tiers)}, {names[0]}"
+            axes.plot(
+                *zip(*line, strict=True), color=TIERS[tiers[0]] if few else style.colour(names[0]),
+                linestyle=LINES[tiers[0]], marker=MARKERS[tiers[0]], markersize=3, linewidth=1.2,
+                gid=f"{','.join(names)}/{','.join(tiers)}", label=label, zorder=3 - order / 100,
+            )  # fmt: skip
+        marks.mark_counts(axes, sorted({row["tokens"] for row in rows})[::2])
+        if marks.wide([row["break_even_s"] for row in rows]):
+            marks.plain_log(axes, "y")
+        else:
+            axes.set_ylim(bottom=0)
+        axes.set_xlabel("leading tokens of a conversation")
+        axes.set_ylabel("idle time (s)")
+        style.legend(picture)
+        lead = f"Idle time at which keeping costs what computing again costs, {_basis(source)}"
+        yield Plot(panel, picture, lead, rows, _break_even_lines(rows))
+
+
+def _break_evens(source: Source, cell: Cell) -> Iterator[Row]:
+    worth = _worth(source, cell)
+    prefill = max((prefill_seconds(job.metrics) for job in cell.jobs), key=len, default={})
+    for tier in TIERS if worth is not None else ():
+        for tokens, seconds in prefill.items() if cell.metric("held_gib_s", tier) else ():
+            assert worth is not None
+            even_s = worth.break_even_s(tokens, seconds, tier)
+            if even_s is not None:
+                yield {
+                    "baseline": cell.baseline,
+                    "tier": tier,
+                    "tokens": tokens,
+                    "prefill_s": seconds,
+                    "gib": tokens * worth.token_gib,
+                    "break_even_s": even_s,
+                    "trials": cell.ids,
+                }
+
+
+def _break_even_lines(rows: Sequence[Row]) -> list[Mapping[str, str]]:
+    """A line for each number of tokens that any baseline has, with the idle time in each baseline's tiers."""
+    heads = list(dict.fromkeys((row["baseline"], row["tier"]) for row in rows))
+    found = {(row["tokens"], row["baseline"], row["tier"]): row["break_even_s"] for row in rows}
+    lines: list[Mapping[str, str]] = []
+    for tokens in sorted({row["tokens"] for row in rows}):
+        cells = {f"{name}\n{tier} (s)": found.get((tokens, name, tier)) for name, tier in heads}
+        lines.append(
+            {
+                "tokens": f"{tokens:,}",
+                **{head: tables.NONE if value is None else f"{value:,.3g}" for head, value in cells.items()},
+            }
+        )
+    return lines

@@ -1,0 +1,59 @@
+"""What keeping KV is worth: break-even idle times, and whether what conversations held has paid for itself.
+
+A second of prefill saved is a second of all GPUs. With prices it is worth what they cost; a GiB·s costs what its tier does.
+Without prices GiB·s of one tier count as those of another: for as long as it computes a prompt, the machine keeps its whole
+GPU tier waiting, so a second saved is worth as many GiB·s as that tier has GiB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from pensieve.holding import Tier
+from pensieve.metrics import Metric
+from pensieve.results.schema import Trial
+from pensieve.results.size_map import Prices
+from pensieve.units import GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """Of one trial: the exchange between seconds of prefill and GiB·s."""
+
+    prices: Prices
+    gpu_gib: float
+    devices: int
+    token_gib: float
+
+    @classmethod
+    def of(cls, trial: Trial, prices: Prices) -> Worth | None:
+        """None where the trial does not say how much it can hold."""
+        if not trial.gpu_bytes or not trial.kv_bytes_per_token:
+            return None
+        return cls(prices, trial.gpu_bytes / GIB, trial.device_count or 1, trial.kv_bytes_per_token / GIB)
+
+    def gib(self, tier: Tier) -> float | None:
+        """GiB·s of a tier that a second of prefill is worth; None: prices are given, and not that of the tier or of the
+        GPUs, or one is 0."""
+        if not self.prices.given:
+            return self.gpu_gib
+        price = {"gpu": self.prices.gpu_gib_hour, "cpu": self.prices.cpu_gib_hour}.get(tier)
+        return self.prices.gpu_hour * self.devices / price if price and self.prices.gpu_hour else None
+
+    def break_even_s(self, tokens: int, prefill_s: float, tier: Tier) -> float | None:
+        """How long `tokens` of KV may be idle in a tier before keeping them costs more than computing them again."""
+        worth = self.gib(tier)
+        return None if worth is None else prefill_s * worth / (tokens * self.token_gib)
+
+    def paid_back(self, saved_s: float, idle_gib_s: float, tier: Tier) -> float | None:
+        """What was saved over what it cost to keep; 1: even. None: nothing was kept, or the tier has no price."""
+        worth = self.gib(tier)
+        return None if worth is None or not idle_gib_s else saved_s * worth / idle_gib_s
+
+
+def prefill_seconds(metrics: Mapping[tuple[str, str], Metric] | Iterable[Metric]) -> dict[int, float]:
+    """Tokens -> seconds that computing them from the first on takes, as the trial has recorded; ascending."""
+    listed = metrics.values() if isinstance(metrics, Mapping) else metrics
+    found = {int(one.label): one.value for one in listed if one.name == "prefill_s" and one.value is not None}
+    return dict(sorted(found.items()))
