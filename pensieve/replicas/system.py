@@ -170,7 +170,13 @@ class ReplicaSystem:
             raise EngineFailed(f"The replicas cannot start: {_reason(str(error))}") from error
 
     def submit(self, request: Request) -> None:
+        """Its prompt begins with all that the conversation holds."""
         self._outbox.expect(request.id)
+        _, held = self._home.get(request.session, (None, 0))
+        if (
+            held and request.forgotten is None and request.known_tokens is None
+        ):  # by the replica that may serve it now, at the latest
+            request = replace(request, forgotten=(held, "expired"))
         self.begin(request, _ToOutbox(self._outbox, request))
 
     def begin(self, request: Request, listener: Listener) -> None:
