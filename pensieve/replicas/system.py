@@ -118,7 +118,9 @@ class ReplicaSystem:
         began = time.perf_counter()
         try:
             self._cluster.start()
-            logging.getLogger("ray.serve").setLevel(logging.WARNING)
+            logging.getLogger("ray.serve").setLevel(
+                logging.ERROR
+            )  # a slow answer is no news of a machine that computes
             self._handle = self._deployed()
             self._thread = threading.Thread(target=self._loop.run_forever, name="pensieve-replicas", daemon=True)
             self._thread.start()
@@ -281,6 +283,8 @@ class ReplicaSystem:
                 self._now(self._stop())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
+            with suppress(Exception):  # whatever it finds gone by now
+                self._handle.shutdown()  # its router reports its load to Ray as long as it is there
         unregister(self._app)
         self._cluster.close()
         self._outbox.put([])

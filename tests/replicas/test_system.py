@@ -84,6 +84,9 @@ class Actors:
         assert isinstance(found, Candidate)
         return str(found.replica)
 
+    def shutdown(self) -> None:
+        """Nobody is told of its load."""
+
     def options(self, method_name: str, stream: bool = False) -> Any:
         class Method:
             @staticmethod

@@ -181,6 +181,10 @@ def test_kill_9_of_a_replica_under_load(tmp_path: Path) -> None:
     finally:
         server.close()
     assert until(lambda: not _descendants() - before), "Ray ends with the server"
+    import ray
+
+    with pytest.raises(ray.exceptions.RaySystemError):
+        ray.nodes()  # and whatever is left of it in this process starts no other
 
     with create_server(**REAL) as one, over_http(one) as (_, client):
         undisturbed = rounds(client)
