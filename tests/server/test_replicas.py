@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -79,6 +80,23 @@ def test_simulated_replicas_are_referred_to_where_they_are() -> None:
     pytest.importorskip("grpc")
     with pytest.raises(ConfigError, match=r"hardware\.replicas"):
         make_replicas(composed("hardware=sim_h100"), ServeSettings.model_validate({"replicas": 2}))
+
+
+def test_sigterm_is_the_servers_again_after_a_library_took_it() -> None:
+    """As Ray's does, below Python's handler, which then is never called."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        c_signal = ctypes.CDLL(None).signal
+        c_signal.argtypes, c_signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+        c_signal(signal.SIGTERM, 1)  # SIG_IGN
+        signal.raise_signal(signal.SIGTERM)
+        assert heard == []
+        command._take_sigterm_back()
+        signal.raise_signal(signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 # -- real ones ------------------------------------------------------------------------------------------------------------
@@ -169,6 +187,8 @@ def test_kill_9_of_a_replica_under_load(tmp_path: Path) -> None:
             homes.append({session: home for session, (home, _) in system._home.items()})
             os.kill(_replica_processes()[0], signal.SIGKILL)
 
+        told = _strangers_are_told()
+        assert "UNAUTHENTICATED" in told <= {"UNAUTHENTICATED", "UNIMPLEMENTED"}, "without Ray's token nobody is served"
         with over_http(server, StateFile(file, "tiny")) as (app, client):
             said = rounds(client, kill)
             assert app.server is not None
@@ -204,6 +224,28 @@ def test_kill_9_of_a_replica_under_load(tmp_path: Path) -> None:
     assert sum(one["recomputed"] > 0 for one in found) == len(WHO) - len(stayed)
     assert sum(one["gpu"] > 0 for one in found) == len(stayed)
     assert {one["id"] for one in told} == {"talk", "other"} and all(one["kv"] for one in told)
+
+
+def _strangers_are_told() -> set[str]:
+    """Each port that a replica listens on, called as replicas call each other, without Ray's token."""
+    import grpc
+
+    found = set()
+    ports = [
+        one.laddr.port
+        for one in psutil.Process(_replica_processes()[0]).net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN
+    ]
+    assert ports, "Ray Serve's replicas listen"
+    for port in ports:
+        with grpc.insecure_channel(f"127.0.0.2:{port}") as channel:
+            call = channel.unary_unary("/ray.serve.ASGIService/HandleRequest")
+            try:
+                call(b"", timeout=20)
+                found.add("OK")
+            except grpc.RpcError as error:
+                found.add(error.code().name)
+    return found
 
 
 def _descendants() -> set[int]:
