@@ -33,7 +33,7 @@ def check_ray(baseline: str) -> None:
 
 def check_serve(field: str) -> None:
     """Raises EngineMissing where Ray Serve is not installed. field: that asks for it."""
-    if importlib.util.find_spec("ray") is None or importlib.util.find_spec("grpc") is None:
+    if importlib.util.find_spec("ray") is None or importlib.util.find_spec("grpc_reflection") is None:
         raise EngineMissing(f"{field} above 1 needs Ray Serve; install it with pip install 'pensieve[ray]'.")
 
 

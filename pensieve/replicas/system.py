@@ -35,7 +35,8 @@ from pensieve.request import Request
 
 ATTEMPTS = 3
 """A turn whose replica ended is asked again elsewhere, up to so many times in all: it may be what ends them."""
-CALL_S = 10.0  # a call that is no turn may take so long
+CALL_S = 30.0  # a call that is no turn may take so long
+GLANCE_S = 2.0  # and one that somebody makes who may be told what was so a moment ago
 START_S = 60.0  # and the first one, for which Ray learns where the replicas are
 PLACES_S = 0.5  # for how long what replicas hold is told again without asking them
 
@@ -249,8 +250,10 @@ class ReplicaSystem:
         """Sums over the replicas, those that ended included up to when they were asked last; moved_turns: served elsewhere
         than the turn before; restarted_requests: asked again since their replica ended."""
         self._told_at = float("-inf")
-        found = Counter(self._ended)
-        for told in self._what_they_tell().values():
+        told_now = self._what_they_tell(CALL_S).values()
+        with self._lock:
+            found = Counter(self._ended)
+        for told in told_now:
             found.update(told.counters)
         return dict(found)
 
@@ -314,7 +317,8 @@ class ReplicaSystem:
             try:
                 return await self._attempt(ticket)
             except ray.exceptions.RayActorError:
-                self._ended["restarted_requests"] += 1
+                with self._lock:
+                    self._ended["restarted_requests"] += 1
                 ticket.sent, ticket.place = None, 0
                 if ticket.cut is not None:
                     return _over(ticket, ticket.cut, self.clock.now_s())
@@ -379,7 +383,7 @@ class ReplicaSystem:
         with self._lock:
             self._home[request.session] = (replica, len(request.prompt) + len(turn.token_ids))
 
-    def _what_they_tell(self) -> dict[str, Told]:
+    def _what_they_tell(self, patience_s: float = GLANCE_S) -> dict[str, Told]:
         """Of each replica that runs, up to PLACES_S old. One that does not answer in time is left out."""
         if time.monotonic() - self._told_at > PLACES_S:
             homes: dict[str, list[str]] = {}
@@ -387,11 +391,11 @@ class ReplicaSystem:
                 for session, (replica, _) in self._home.items():
                     homes.setdefault(replica, []).append(session)
             with suppress(Late):
-                found: list[Told] = self._now(self._each("tell", homes))
-                now = {one.replica: one for one in found}
-                for gone in self._told.keys() - set(self.up):
-                    self._ended.update(self._told[gone].counters)
-                self._told, self._told_at = now, time.monotonic()
+                found: list[Told] = self._now(self._each("tell", homes), patience_s)
+                with self._lock:
+                    for gone in self._told.keys() - set(self.up):
+                        self._ended.update(self._told[gone].counters)
+                    self._told, self._told_at = {one.replica: one for one in found}, time.monotonic()
         return self._told
 
     # -- calls --------------------------------------------------------------------------------------------------------

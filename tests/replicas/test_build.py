@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("ray")
-pytest.importorskip("grpc")
+pytest.importorskip("grpc_reflection")
 
 from pensieve.compose import check, plan_trial
 from pensieve.errors import ConfigError, HardwareMissing

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("ray")
-pytest.importorskip("grpc")
+pytest.importorskip("grpc_reflection")
 import ray
 from ray.serve.request_router import ReplicaID
 
@@ -294,6 +294,24 @@ def test_a_fork_is_served_where_the_conversation_is_that_it_comes_from() -> None
         assert all(parent == child for parent, child in homes) and len(set(homes)) > 1
         system.release("talk 0 fork")
         assert "talk 0 fork" not in system._home and "talk 0 fork" not in system._family
+
+
+def test_counts_of_a_replica_that_ended_stay_in_the_sum_and_gauges_are_of_those_that_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with replicas() as (system, actors):
+        monkeypatch.setattr(ReplicaSystem, "up", property(lambda _: list(actors.alive)))
+        talk(system, "a", 3)
+        before = system.counters()
+        lost = system._home["a"][0]
+        assert system.places("a").count("G") and not system.places("nobody")
+        assert system.gauges()["replicas"] == (3, "replicas")
+        del actors.alive[lost]
+        after = system.counters()
+        assert after["steps"] == before["steps"] > 0
+        assert after["batched_tokens"] == before["batched_tokens"] > 120
+        assert system.gauges()["replicas"] == (2, "replicas") and system.places("a") == ""
+        assert system.counters() == after, "counted once, however often somebody asks"
 
 
 def test_requests_under_way_are_told_when_the_system_is_closed() -> None:

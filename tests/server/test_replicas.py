@@ -77,7 +77,7 @@ def test_without_ray_one_sentence_says_what_to_install(monkeypatch: pytest.Monke
 
 def test_simulated_replicas_are_referred_to_where_they_are() -> None:
     pytest.importorskip("ray")
-    pytest.importorskip("grpc")
+    pytest.importorskip("grpc_reflection")
     with pytest.raises(ConfigError, match=r"hardware\.replicas"):
         make_replicas(composed("hardware=sim_h100"), ServeSettings.model_validate({"replicas": 2}))
 
@@ -170,7 +170,7 @@ def over_http(server: Any, state: StateFile | None = None) -> Iterator[tuple[App
 def test_kill_9_of_a_replica_under_load(tmp_path: Path) -> None:
     """Two replicas of the tiny model; the undisturbed run is of one engine in this process."""
     pytest.importorskip("ray")
-    pytest.importorskip("grpc")
+    pytest.importorskip("grpc_reflection")
     before = _descendants()
     config = composed(
         "hardware=cpu", "hardware.threads=1", "model.weights=random", "cache.gpu=4096 tokens", "cache.cpu=4096 tokens"
