@@ -34,7 +34,10 @@ def build_replicas(
 def _check_room(plan: TrialPlan, most: int, gpus: int) -> None:
     free = free_device_bytes(plan.device)
     if not gpus:
-        check_memory(plan, free // most)
+        try:
+            check_memory(plan, free // most)
+        except HardwareMissing as error:
+            raise HardwareMissing(f"Of {most} replicas each has its share of this machine's memory: {error}") from error
         return
     import torch
 

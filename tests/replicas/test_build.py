@@ -37,7 +37,7 @@ def test_replicas_that_do_not_fit_together_are_refused_before_any_starts(monkeyp
     need = plan.model.weight_bytes + plan.gpu_bytes + plan.cpu_bytes + plan.activation_bytes
     monkeypatch.setattr(build_module, "free_device_bytes", lambda _: 3 * need)
     build_replicas(plan, Scaling(1, 3), "affinity")
-    with pytest.raises(HardwareMissing, match="are free"):
+    with pytest.raises(HardwareMissing, match=r"Of 4 replicas.*are free"):
         build_replicas(plan, Scaling(1, 4), "affinity")
 
 
