@@ -170,7 +170,10 @@ class ReplicaSystem:
         try:
             return serve.run(deployment.bind(self._fields), name=self._app, route_prefix=None)
         except RuntimeError as error:
-            raise EngineFailed(f"The replicas cannot start: {_reason(str(error))}") from error
+            told = str(error)
+            with suppress(Exception):  # Ray tells the cause by another way, if it still can
+                told = serve.status().applications[self._app].deployments["engine"].message or told
+            raise EngineFailed(f"The replicas cannot start: {reason_in(told)}") from error
 
     def submit(self, request: Request) -> None:
         """Its prompt begins with all that the conversation holds."""
@@ -450,10 +453,12 @@ class ReplicaSystem:
 _QUIET = LoggingConfig(enable_access_log=False, log_level="WARNING")
 
 
-def _reason(text: str) -> str:
-    """The last line of Ray's account that says something."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "Ray does not say why."
+def reason_in(account: str) -> str:
+    """Of Ray's account of a replica that could not start, with its traceback: the sentence of our own error, else the last
+    line that says something."""
+    lines = [line.strip() for line in account.splitlines() if line.strip()]
+    ours = [line for line in lines if line.startswith("pensieve.errors.")]
+    return ours[-1].partition(": ")[2] if ours else lines[-1] if lines else "Ray does not say why."
 
 
 def _over(ticket: _Ticket, status: str, now_s: float, error: str | None = None) -> Event:

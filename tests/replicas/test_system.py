@@ -25,7 +25,7 @@ from pensieve.replicas import engine as engine_module
 from pensieve.replicas.engine import EngineReplica
 from pensieve.replicas.errand import Candidate, Errand, running, slots_of, unregister
 from pensieve.replicas.router import SessionRouter
-from pensieve.replicas.system import ATTEMPTS, ReplicaSystem, Scaling
+from pensieve.replicas.system import ATTEMPTS, ReplicaSystem, Scaling, reason_in
 from pensieve.request import Length, Request, Sampling, tokens_of
 from tests.baselines.systems import PATIENCE_S, HeldWorker, PricedSystem, parts
 
@@ -322,6 +322,18 @@ def test_requests_under_way_are_told_when_the_system_is_closed() -> None:
         assert heard.over.wait(PATIENCE_S) and heard.error is not None and "closed" in str(heard.error)
         late = ask(system, 2, "a", 1, _message(1))
         assert late.over.wait(PATIENCE_S) and late.error is not None
+
+
+def test_why_no_replica_starts_is_told_in_the_words_of_our_own_error() -> None:
+    account = """The deployment failed to start 1 times in a row. Error:
+    ray::ServeReplica:engine.initialize_and_get_metadata()
+      File "engine.py", line 66, in __init__
+    pensieve.errors.EngineMissing: Triton is not here: install it.
+
+    """
+    assert reason_in(account) == "Triton is not here: install it."
+    assert reason_in("Something\n  else went wrong \n\n") == "else went wrong"
+    assert "does not say" in reason_in("")
 
 
 def test_an_engine_that_crashed_ends_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
