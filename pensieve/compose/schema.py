@@ -99,8 +99,8 @@ class HardwareConfig(_Group):
     false). copies: what moves blocks between a GPU and the CPU tier. memory_share: what cache.gpu=auto may fill, by default
     nine tenths of a GPU and half of a CPU machine's free memory. profile: a file of runners/profile.py: what retention value
     goes by on a real machine, and all times of a simulated one. network_gbps: between the client and the model of a
-    disaggregated baseline, in 10^9 bit/s. replicas, router, failure_s, restart_s: a simulated cluster,
-    see baselines.cluster_system.
+    disaggregated baseline, in 10^9 bit/s. replicas, router, failure_s, restart_s: a simulated cluster, see
+    baselines.cluster_system; replicas, router of a real machine: see pensieve.replicas.
     """
 
     name: str
@@ -138,13 +138,13 @@ class HardwareConfig(_Group):
     restart_s: Rate = 30.0
 
     @model_validator(mode="after")
-    def _cluster_is_simulated(self) -> HardwareConfig:
+    def _replicas_are_routed(self) -> HardwareConfig:
         if self.router == "single" and (self.replicas > 1 or self.failure_s is not None):
             raise ValueError(
                 "hardware.replicas and hardware.failure_s need a router: set hardware.router=affinity, say"
             )
-        if self.router != "single" and not self.simulated:
-            raise ValueError("hardware.router is for simulated machines; use hardware=sim_h100, say")
+        if self.failure_s is not None and not self.simulated:
+            raise ValueError("hardware.failure_s is for simulated machines; use hardware=sim_h100, say")
         return self
 
 

@@ -33,7 +33,7 @@ def check_ray(baseline: str) -> None:
 
 def check_serve(field: str) -> None:
     """Raises EngineMissing where Ray Serve is not installed. field: that asks for it."""
-    if importlib.util.find_spec("ray") is None or importlib.util.find_spec("grpc") is None:
+    if importlib.util.find_spec("ray") is None or importlib.util.find_spec("grpc_reflection") is None:
         raise EngineMissing(f"{field} above 1 needs Ray Serve; install it with pip install 'pensieve[ray]'.")
 
 
@@ -75,6 +75,7 @@ class RayCluster:
         """A Ray that this process is connected to already serves, and is left as it is. Raises EngineFailed."""
         import ray
 
+        _start_none_by_the_way()
         if ray.is_initialized():
             return
         self._folder = Path(tempfile.mkdtemp(prefix="ray-"))  # short: its sockets' paths may not exceed 107 characters
@@ -142,6 +143,14 @@ def own_environment(more: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _start_none_by_the_way() -> None:
+    """A call of Ray in a process that is connected to none starts one, open to everybody and in nobody's care: what is left
+    of a cluster in other threads would do so after its end."""
+    from ray._private import auto_init_hook
+
+    auto_init_hook.enable_auto_connect = False
 
 
 def _read_token_again() -> None:

@@ -35,7 +35,8 @@ from pensieve.request import Request, TokenArray
 
 ATTEMPTS = 3
 """A turn whose replica ended is asked again elsewhere, up to so many times in all: it may be what ends them."""
-CALL_S = 10.0  # a call that is no turn may take so long
+CALL_S = 30.0  # a call that is no turn may take so long
+GLANCE_S = 2.0  # and one that somebody makes who may be told what was so a moment ago
 START_S = 60.0  # and the first one, for which Ray learns where the replicas are
 PLACES_S = 0.5  # for how long what replicas hold is told again without asking them
 
@@ -118,7 +119,9 @@ class ReplicaSystem:
         began = time.perf_counter()
         try:
             self._cluster.start()
-            logging.getLogger("ray.serve").setLevel(logging.WARNING)
+            logging.getLogger("ray.serve").setLevel(
+                logging.ERROR
+            )  # a slow answer is no news of a machine that computes
             self._handle = self._deployed()
             self._thread = threading.Thread(target=self._loop.run_forever, name="pensieve-replicas", daemon=True)
             self._thread.start()
@@ -167,10 +170,19 @@ class ReplicaSystem:
         try:
             return serve.run(deployment.bind(self._fields), name=self._app, route_prefix=None)
         except RuntimeError as error:
-            raise EngineFailed(f"The replicas cannot start: {_reason(str(error))}") from error
+            told = str(error)
+            with suppress(Exception):  # Ray tells the cause by another way, if it still can
+                told = serve.status().applications[self._app].deployments["engine"].message or told
+            raise EngineFailed(f"The replicas cannot start: {reason_in(told)}") from error
 
     def submit(self, request: Request) -> None:
+        """Its prompt begins with all that the conversation holds."""
         self._outbox.expect(request.id)
+        _, held = self._home.get(request.session, (None, 0))
+        if (
+            held and request.forgotten is None and request.known_tokens is None
+        ):  # by the replica that may serve it now, at the latest
+            request = replace(request, forgotten=(held, "expired"))
         self.begin(request, _ToOutbox(self._outbox, request))
 
     def begin(self, request: Request, listener: Listener) -> None:
@@ -244,8 +256,10 @@ class ReplicaSystem:
         """Sums over the replicas, those that ended included up to when they were asked last; moved_turns: served elsewhere
         than the turn before; restarted_requests: asked again since their replica ended."""
         self._told_at = float("-inf")
-        found = Counter(self._ended)
-        for told in self._what_they_tell().values():
+        told_now = self._what_they_tell(CALL_S).values()
+        with self._lock:
+            found = Counter(self._ended)
+        for told in told_now:
             found.update(told.counters)
         return dict(found)
 
@@ -278,6 +292,8 @@ class ReplicaSystem:
                 self._now(self._stop())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
+            with suppress(Exception):  # whatever it finds gone by now
+                self._handle.shutdown()  # its router reports its load to Ray as long as it is there
         unregister(self._app)
         self._cluster.close()
         self._outbox.put([])
@@ -307,7 +323,8 @@ class ReplicaSystem:
             try:
                 return await self._attempt(ticket)
             except ray.exceptions.RayActorError:
-                self._ended["restarted_requests"] += 1
+                with self._lock:
+                    self._ended["restarted_requests"] += 1
                 ticket.sent, ticket.place = None, 0
                 if ticket.cut is not None:
                     return _over(ticket, ticket.cut, self.clock.now_s())
@@ -372,7 +389,7 @@ class ReplicaSystem:
         with self._lock:
             self._home[request.session] = (replica, len(request.prompt) + len(turn.token_ids))
 
-    def _what_they_tell(self) -> dict[str, Told]:
+    def _what_they_tell(self, patience_s: float = GLANCE_S) -> dict[str, Told]:
         """Of each replica that runs, up to PLACES_S old. One that does not answer in time is left out."""
         if time.monotonic() - self._told_at > PLACES_S:
             homes: dict[str, list[str]] = {}
@@ -380,11 +397,11 @@ class ReplicaSystem:
                 for session, (replica, _) in self._home.items():
                     homes.setdefault(replica, []).append(session)
             with suppress(Late):
-                found: list[Told] = self._now(self._each("tell", homes))
-                now = {one.replica: one for one in found}
-                for gone in self._told.keys() - set(self.up):
-                    self._ended.update(self._told[gone].counters)
-                self._told, self._told_at = now, time.monotonic()
+                found: list[Told] = self._now(self._each("tell", homes), patience_s)
+                with self._lock:
+                    for gone in self._told.keys() - set(self.up):
+                        self._ended.update(self._told[gone].counters)
+                    self._told, self._told_at = {one.replica: one for one in found}, time.monotonic()
         return self._told
 
     # -- calls --------------------------------------------------------------------------------------------------------
@@ -439,10 +456,12 @@ class ReplicaSystem:
 _QUIET = LoggingConfig(enable_access_log=False, log_level="WARNING")
 
 
-def _reason(text: str) -> str:
-    """The last line of Ray's account that says something."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "Ray does not say why."
+def reason_in(account: str) -> str:
+    """Of Ray's account of a replica that could not start, with its traceback: the sentence of our own error, else the last
+    line that says something."""
+    lines = [line.strip() for line in account.splitlines() if line.strip()]
+    ours = [line for line in lines if line.startswith("pensieve.errors.")]
+    return ours[-1].partition(": ")[2] if ours else lines[-1] if lines else "Ray does not say why."
 
 
 def _over(ticket: _Ticket, status: str, now_s: float, error: str | None = None) -> Event:

@@ -575,14 +575,9 @@ def server_of(fields: Mapping[str, Any], keeps_disk: bool = False) -> Server:
     return Server(build_system(plan, tokenizer, keeps_disk=keeps_disk), tokenizer, plan.config.seed)
 
 
-def live_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a trial, of whose workload nothing is asked."""
-    return {**fields, "workload": read_option("workload", "chat")}
-
-
 def plan_live(fields: Mapping[str, Any]) -> TrialPlan:
     """The plan of an engine that serves callers. Raises ConfigError for a policy that cannot."""
-    config = check(live_fields(fields))
+    config = check({**fields, "workload": read_option("workload", "chat")})
     if needs_future(locate(str(config.eviction["_target_"]), f"eviction={config.eviction.get('name')}")):
         raise ConfigError(
             f"eviction={config.eviction.get('name')} needs a workload whose future is known, and live traffic has none; "

@@ -10,6 +10,7 @@ from typing import Any
 
 from pensieve.compose import TrialPlan, outside_engine
 from pensieve.compose.weights import weights_identity
+from pensieve.engines.ray_cluster import ray_version
 from pensieve.errors import EngineMissing
 from pensieve.results.identity import Identity, identify
 
@@ -58,6 +59,7 @@ def device_facts(plan: TrialPlan) -> dict[str, Any]:
     recorded = hardware.graphs == "auto" and kind == "cuda" and attention in CAPTURING and not plan.device.divided
     return {
         **device,
+        **({} if hardware.router == "single" else {"ray": ray_version()}),
         "threads": hardware.threads or physical_cores(),
         "dtype": plan.model.dtype,
         "attention": attention,

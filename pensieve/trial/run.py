@@ -30,6 +30,7 @@ from pensieve.compose.explain import explain, explain_crash
 from pensieve.compose.machine import memory_limit_bytes
 from pensieve.compose.preflight import preflight
 from pensieve.engines.memory_watch import MemoryWatch, this_process, with_children
+from pensieve.engines.ray_cluster import check_serve
 from pensieve.errors import (
     ConfigError,
     EngineMissing,
@@ -240,7 +241,7 @@ def _run(
         elif config.baseline.simulated is not None:
             system = build_simulated(plan)
         elif config.hardware.router != "single":
-            system = build_cluster(plan, tokenizer, described)
+            system = build_cluster(plan, tokenizer, described) if plan.device.simulated else _replicas(plan)
         else:
             system = build_system(plan, tokenizer, trace, described)
         neighbours = Neighbours()
@@ -436,6 +437,16 @@ def trial_columns(plan: TrialPlan, identity: Identity, resolved: Mapping[str, An
         "config": dict(resolved),
         "environment": {**environment(), "inputs": input_files(resolved), "command": command_line()},
     }
+
+
+def _replicas(plan: TrialPlan) -> System:
+    """Real ones. Raises EngineMissing where Ray Serve is not installed."""
+    check_serve("hardware.replicas")
+    from pensieve.replicas.build import build_replicas
+    from pensieve.replicas.system import Scaling
+
+    hardware = plan.config.hardware
+    return build_replicas(plan, Scaling(hardware.replicas, hardware.replicas), hardware.router)
 
 
 def _effective(system: System, plan: TrialPlan, described: WorkloadPlan, started: StartReport) -> dict[str, Any]:

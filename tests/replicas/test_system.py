@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("ray")
-pytest.importorskip("grpc")
+pytest.importorskip("grpc_reflection")
 import ray
 from ray.serve.request_router import ReplicaID
 
@@ -25,7 +25,7 @@ from pensieve.replicas import engine as engine_module
 from pensieve.replicas.engine import EngineReplica
 from pensieve.replicas.errand import Candidate, Errand, running, slots_of, unregister
 from pensieve.replicas.router import SessionRouter
-from pensieve.replicas.system import ATTEMPTS, ReplicaSystem, Scaling
+from pensieve.replicas.system import ATTEMPTS, ReplicaSystem, Scaling, reason_in
 from pensieve.request import Length, Request, Sampling, tokens_of
 from tests.baselines.systems import PATIENCE_S, HeldWorker, PricedSystem, parts
 
@@ -83,6 +83,9 @@ class Actors:
         found = ROUTERS[self.router](request, known, 0)
         assert isinstance(found, Candidate)
         return str(found.replica)
+
+    def shutdown(self) -> None:
+        """Nobody is told of its load."""
 
     def options(self, method_name: str, stream: bool = False) -> Any:
         class Method:
@@ -293,6 +296,24 @@ def test_a_fork_is_served_where_the_conversation_is_that_it_comes_from() -> None
         assert "talk 0 fork" not in system._home and "talk 0 fork" not in system._family
 
 
+def test_counts_of_a_replica_that_ended_stay_in_the_sum_and_gauges_are_of_those_that_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with replicas() as (system, actors):
+        monkeypatch.setattr(ReplicaSystem, "up", property(lambda _: list(actors.alive)))
+        talk(system, "a", 3)
+        before = system.counters()
+        lost = system._home["a"][0]
+        assert system.places("a").count("G") and not system.places("nobody")
+        assert system.gauges()["replicas"] == (3, "replicas")
+        del actors.alive[lost]
+        after = system.counters()
+        assert after["steps"] == before["steps"] > 0
+        assert after["batched_tokens"] == before["batched_tokens"] > 120
+        assert system.gauges()["replicas"] == (2, "replicas") and system.places("a") == ""
+        assert system.counters() == after, "counted once, however often somebody asks"
+
+
 def test_requests_under_way_are_told_when_the_system_is_closed() -> None:
     with replicas() as (system, _):
         heard = ask(system, 1, "a", 1, _message(1), tokens=2_000)
@@ -301,6 +322,18 @@ def test_requests_under_way_are_told_when_the_system_is_closed() -> None:
         assert heard.over.wait(PATIENCE_S) and heard.error is not None and "closed" in str(heard.error)
         late = ask(system, 2, "a", 1, _message(1))
         assert late.over.wait(PATIENCE_S) and late.error is not None
+
+
+def test_why_no_replica_starts_is_told_in_the_words_of_our_own_error() -> None:
+    account = """The deployment failed to start 1 times in a row. Error:
+    ray::ServeReplica:engine.initialize_and_get_metadata()
+      File "engine.py", line 66, in __init__
+    pensieve.errors.EngineMissing: Triton is not here: install it.
+
+    """
+    assert reason_in(account) == "Triton is not here: install it."
+    assert reason_in("Something\n  else went wrong \n\n") == "else went wrong"
+    assert "does not say" in reason_in("")
 
 
 def test_an_engine_that_crashed_ends_its_process(monkeypatch: pytest.MonkeyPatch) -> None:

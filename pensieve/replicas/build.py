@@ -1,0 +1,49 @@
+"""Replicas from a plan: what is checked before they start, and what each of them gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pensieve.compose.machine import free_device_bytes
+from pensieve.compose.plan import TrialPlan
+from pensieve.compose.preflight import check_memory
+from pensieve.compose.weights import check_weights
+from pensieve.errors import HardwareMissing
+from pensieve.replicas.system import ReplicaSystem, Scaling
+from pensieve.worker.torch.threads import physical_cores
+
+
+def build_replicas(
+    plan: TrialPlan, scaling: Scaling, router: str, environment: Mapping[str, str] | None = None
+) -> ReplicaSystem:
+    """The system of a real machine's replicas, not started yet. environment: as of ReplicaSystem.
+
+    Raises HardwareMissing where so many do not fit: before the first of them starts, not after the last. WeightsMissing.
+    """
+    assert not plan.device.simulated
+    config = plan.config
+    gpus = config.hardware.gpus if plan.device.kind == "cuda" else 0
+    _check_room(plan, scaling.most, gpus)
+    check_weights(config.model)
+    fields = config.model_dump()
+    threads = config.hardware.threads or max(1, physical_cores() // scaling.most)
+    fields["hardware"] = {**fields["hardware"], "threads": threads, "replicas": 1, "router": "single"}
+    return ReplicaSystem(fields, scaling, router, seed=config.seed, gpus=gpus, environment=environment)
+
+
+def _check_room(plan: TrialPlan, most: int, gpus: int) -> None:
+    free = free_device_bytes(plan.device)
+    if not gpus:
+        try:
+            check_memory(plan, free // most)
+        except HardwareMissing as error:
+            raise HardwareMissing(f"Of {most} replicas each has its share of this machine's memory: {error}") from error
+        return
+    import torch
+
+    count = torch.cuda.device_count()
+    if count < most * gpus:
+        raise HardwareMissing(
+            f"{most} replicas with hardware.gpus={gpus} need {most * gpus} GPUs, and this machine has {count}; use fewer."
+        )
+    check_memory(plan, free)

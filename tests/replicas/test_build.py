@@ -1,0 +1,48 @@
+"""From a plan to replicas that are not started: what each of them gets, and what is refused before any starts."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("ray")
+pytest.importorskip("grpc_reflection")
+
+from pensieve.compose import check, plan_trial
+from pensieve.errors import ConfigError, HardwareMissing
+from pensieve.replicas import build as build_module
+from pensieve.replicas.build import build_replicas
+from pensieve.replicas.system import Scaling
+from pensieve.trial.identity import device_facts
+from tests.composed import checked
+
+REAL = ("hardware=replicas", "hardware.device=cpu", "model.weights=random")
+
+
+def test_each_replica_gets_the_configuration_of_one_engine_and_its_share_of_the_cores() -> None:
+    config = checked(*REAL, "hardware.replicas=2", "hardware.router=random", "eviction=lru")
+    plan = plan_trial(config)
+    one = check(build_replicas(plan, Scaling(2, 2), "random")._fields)
+    assert (one.hardware.replicas, one.hardware.router) == (1, "single")
+    assert one.hardware.threads is not None and 1 <= one.hardware.threads <= max(1, build_module.physical_cores() // 2)
+    for group in ("model", "cache", "eviction", "scheduler", "baseline", "seed", "attention_backend"):
+        assert getattr(one, group) == getattr(config, group)
+    same = {"threads", "replicas", "router"}
+    assert one.hardware.model_dump(exclude=same) == config.hardware.model_dump(exclude=same)
+    given = plan_trial(checked(*REAL, "hardware.threads=3"))
+    assert build_replicas(given, Scaling(2, 4), "affinity")._fields["hardware"]["threads"] == 3
+
+
+def test_replicas_that_do_not_fit_together_are_refused_before_any_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_trial(checked(*REAL))
+    need = plan.model.weight_bytes + plan.gpu_bytes + plan.cpu_bytes + plan.activation_bytes
+    monkeypatch.setattr(build_module, "free_device_bytes", lambda _: 3 * need)
+    build_replicas(plan, Scaling(1, 3), "affinity")
+    with pytest.raises(HardwareMissing, match=r"Of 4 replicas.*are free"):
+        build_replicas(plan, Scaling(1, 4), "affinity")
+
+
+def test_failures_are_of_simulated_replicas_and_real_ones_are_marked_by_their_ray() -> None:
+    with pytest.raises(ConfigError, match="failure_s"):
+        checked(*REAL, "+hardware.failure_s=5")
+    assert "ray" in device_facts(plan_trial(checked(*REAL)))
+    assert "ray" not in device_facts(plan_trial(checked("hardware=cpu", "model.weights=random")))
