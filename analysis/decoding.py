@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import floor, log10
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
@@ -152,7 +153,7 @@ class Share:
 
 @figure(
     "disaggregation",
-    "A decoded token where the model is in another process",
+    "A token decoded in another process",
     shows="latency of a decoded token by part, and bytes each way, by what the model's process keeps",
     command=CROSSING,
     applies=lambda source: source.has_workload("decode") and source.has_metric("sent_bytes"),
@@ -165,14 +166,15 @@ def disaggregation(source: Source) -> Iterator[Plot]:
         for axes, groups in zip(grid, sides, strict=True):
             marks.bars(axes, groups, names=axes is grid[0])
         times = [found.value for share in shares for found in share.ms.values() if found and found.value]
-        if marks.wide(times):
-            grid[0].set_xscale("symlog", linthresh=1.0)
-            grid[0].set_xticks([0, *(tick for tick in (1, 10, 100, 1e3, 1e4) if tick <= max(times))])
-            grid[0].tick_params(axis="x", labelsize=6)
-            grid[0].xaxis.set_minor_locator(NullLocator())
+        crossed = [found.value for share in shares for found in share.crossed.values() if found]
+        for axes, values, what in zip(grid, (times, crossed), ("ms", "bytes"), strict=True):
+            axes.set_xlabel(f"{what} a token{' (log)' if marks.wide(values) else ''}")
+            if marks.wide(values):  # the bars have their values beside them: one tick is enough to read the scale by
+                axes.set_xscale("symlog", linthresh=1.0)
+                axes.set_xticks([0, 10 ** floor(log10(max(values)))])
+                axes.xaxis.set_minor_locator(NullLocator())
         grid[0].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        grid[0].set_xlabel("ms a token")
-        _scale(grid[1], [found.value for share in shares for found in share.crossed.values() if found])
+        grid[1].xaxis.set_major_formatter(FuncFormatter(lambda value, _: _size(value)))
         simulated = any(trial.simulated for share in shares for trial in share.cell.trials)
         counted = "computed from the model's shapes, simulated" if simulated else "counted as they were serialised"
         lead = (
@@ -207,13 +209,18 @@ def _parts(share: Share) -> Group:
         Bar(
             found,
             colour,
-            f"{'all' if part == 'latency' else part} {found.value:,.3g}",
+            f"{'all' if part == 'latency' else part} {_ms(found.value)}",
             f"{name}/{part}",
             part != "latency",
         )
         for part, found in shown.items()
     ]
     return Group(name, colour, bars, room=3)
+
+
+def _ms(value: float) -> str:
+    """Three digits, and all of those before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _ways(share: Share) -> Group:
