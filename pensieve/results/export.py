@@ -69,8 +69,9 @@ def baseline_report(store: ResultsStore, jobs: Sequence[JobResult]) -> dict[str,
     total_ms: arrival to last token. per_token_ms: total over generated tokens, null without any. prompt_tokens,
     new_tokens: the median run's, history included in the prompt. batch_size: the most runs that were served at once.
     *_mb: 10^6 bytes moved between host and device for the turn (record.TurnRecord says which), null where they were not
-    counted. queue_ms, compute_ms, transfer_ms: of total_ms, before admission, computing, and waiting for copies or a network.
-    sent_bytes, received_bytes: over a network, as the client serialised them. gpu_util_pct, memory_bw_gbps: the trial's, null where the device does not tell. p95: nearest rank.
+    counted. queue_ms, compute_ms, transfer_ms: of total_ms, before admission, computing, and waiting for copies or a
+    network. sent_bytes, received_bytes: over a network, as the client serialised them. gpu_util_pct, memory_bw_gbps: the
+    trial's, null where the device does not tell. p95: nearest rank.
     """
     runs: list[dict[str, Any]] = []
     prompts: list[int] = []
