@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import floor, log10
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
@@ -21,6 +22,7 @@ from pensieve.errors import MissingSeries
 from pensieve.statistics import Estimate
 
 COMMAND = "python runners/run.py experiment=llm_decode -m"
+CROSSING = "python runners/run.py experiment=disaggregated_decode -m"
 WAYS = {"network": ("sent_bytes", "received_bytes"), "GPU-CPU": ("h2d_bytes", "d2h_bytes")}
 
 
@@ -132,17 +134,119 @@ def _size(value: float) -> str:
 
 
 def _rows(cost: Cost) -> list[Row]:
-    empty = {"value": None, "ci_low": None, "ci_high": None, "n": 0, "n_seeds": 0}
     found = {
         **{f"per_token_ms_{name}": one for name, one in cost.per_token_ms.items()},
         **{f"bytes_per_token {way}": one for way, one in cost.bytes_per_token.items()},
     }
+    return _quantities(cost.cell, found)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One baseline, a token: mean over requests of what each took, by part, and of the bytes that crossed each way; None: not
+    counted there."""
+
+    cell: Cell
+    ms: Mapping[str, Estimate | None]
+    crossed: Mapping[str, Estimate | None]
+
+
+@figure(
+    "disaggregation",
+    "A token decoded in another process",
+    shows="latency of a decoded token by part, and bytes each way, by what the model's process keeps",
+    command=CROSSING,
+    applies=lambda source: source.has_workload("decode") and source.has_metric("sent_bytes"),
+)
+def disaggregation(source: Source) -> Iterator[Plot]:
+    for panel in source.panels():
+        shares = [_share(source, cell) for cell in panel.cells]
+        sides = [[_parts(share) for share in shares], [_ways(share) for share in shares]]
+        picture, [grid] = marks.bar_grid(sides[:1], columns=2)
+        for axes, groups in zip(grid, sides, strict=True):
+            marks.bars(axes, groups, names=axes is grid[0])
+        times = [found.value for share in shares for found in share.ms.values() if found and found.value]
+        crossed = [found.value for share in shares for found in share.crossed.values() if found]
+        for axes, values, what in zip(grid, (times, crossed), ("ms", "bytes"), strict=True):
+            axes.set_xlabel(f"{what} a token{' (log)' if marks.wide(values) else ''}")
+            if marks.wide(values):  # the bars have their values beside them: one tick is enough to read the scale by
+                axes.set_xscale("symlog", linthresh=1.0)
+                axes.set_xticks([0, 10 ** floor(log10(max(values)))])
+                axes.xaxis.set_minor_locator(NullLocator())
+        grid[0].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        grid[1].xaxis.set_major_formatter(FuncFormatter(lambda value, _: _size(value)))
+        simulated = any(trial.simulated for share in shares for trial in share.cell.trials)
+        counted = "computed from the model's shapes, simulated" if simulated else "counted as they were serialised"
+        lead = (
+            "Time: mean over requests of latency, and of what of it was computing and waiting for the network, over output "
+            f"tokens, with the 95 % interval; bytes: {counted}, over output tokens"
+        )
+        yield Plot(panel, picture, lead, [row for share in shares for row in _quantities(share.cell, _named(share))])
+
+
+def _share(source: Source, cell: Cell) -> Share:
+    turns = source.turns(cell)
+    turns = turns[turns["phase"] == "throughput"]
+    tokens = turns["output_tokens"].where(turns["output_tokens"] > 0)
+
+    def each(column: str) -> Estimate | None:
+        values = by_conversation((turns[column] / tokens).dropna())
+        return estimates.mean(values) if values else None
+
+    ms = {part: each(f"{part}_ms") for part in ("latency", "queue", "compute", "transfer")}
+    if ms["latency"] is None:
+        raise MissingSeries(
+            f"Sweep {source.sweep.id} has no completed request of baseline {cell.baseline} that decodes by itself; run "
+            f"`{CROSSING}`."
+        )
+    return Share(cell, ms, {way: each(f"{way}_bytes") for way in ("sent", "received")})
+
+
+def _parts(share: Share) -> Group:
+    name, colour = share.cell.baseline, style.colour(share.cell.baseline)
+    shown = {part: found for part, found in share.ms.items() if found is not None and part != "queue"}
+    bars = [
+        Bar(
+            found,
+            colour,
+            f"{'all' if part == 'latency' else part} {_ms(found.value)}",
+            f"{name}/{part}",
+            part != "latency",
+        )
+        for part, found in shown.items()
+    ]
+    return Group(name, colour, bars, room=3)
+
+
+def _ms(value: float) -> str:
+    """Three digits, and all of those before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _ways(share: Share) -> Group:
+    name, colour = share.cell.baseline, style.colour(share.cell.baseline)
+    bars = [
+        Bar(found, colour, f"{way} {_size(found.value)}", f"{name}/{way}", way == "received")
+        for way, found in share.crossed.items()
+        if found is not None
+    ]
+    nothing = Bar(Estimate(0.0, None, None, 0, 0), colour, "no network", f"{name}/none")
+    return Group(name, colour, bars or [nothing], room=3)
+
+
+def _named(share: Share) -> dict[str, Estimate | None]:
+    times = {f"{part}_ms_per_token": found for part, found in share.ms.items()}
+    return {**times, **{f"{way}_bytes_per_token": found for way, found in share.crossed.items()}}
+
+
+def _quantities(cell: Cell, found: Mapping[str, Estimate | None]) -> list[Row]:
+    empty = {"value": None, "ci_low": None, "ci_high": None, "n": 0, "n_seeds": 0}
     return [
         {
-            "baseline": cost.cell.baseline,
+            "baseline": cell.baseline,
             "quantity": quantity,
             **(columns("value", one) if one else empty),
-            "trials": cost.cell.ids,
+            "trials": cell.ids,
         }
         for quantity, one in found.items()
     ]

@@ -24,6 +24,10 @@ NOTES = {
     "memory_bw_gbps": "null: the traffic of the device's memory was not measured, and it is never estimated",
     "host_to_device_mb": "null: this engine does not count what it copies",
     "device_to_host_mb": "null: this engine does not count what it copies",
+    "compute_ms": "null: this engine does not tell what it computed apart from what it waited for",
+    "transfer_ms": "null: this engine does not tell what it waited for copies or a network",
+    "sent_bytes": "null: no network that anybody counts lies between client and model",
+    "received_bytes": "null: no network that anybody counts lies between client and model",
 }
 """Why a field of a run is null."""
 
@@ -65,7 +69,9 @@ def baseline_report(store: ResultsStore, jobs: Sequence[JobResult]) -> dict[str,
     total_ms: arrival to last token. per_token_ms: total over generated tokens, null without any. prompt_tokens,
     new_tokens: the median run's, history included in the prompt. batch_size: the most runs that were served at once.
     *_mb: 10^6 bytes moved between host and device for the turn (record.TurnRecord says which), null where they were not
-    counted. gpu_util_pct, memory_bw_gbps: the trial's, null where the device does not tell. p95: nearest rank.
+    counted. queue_ms, compute_ms, transfer_ms: of total_ms, before admission, computing, and waiting for copies or a
+    network. sent_bytes, received_bytes: over a network, as the client serialised them. gpu_util_pct, memory_bw_gbps: the
+    trial's, null where the device does not tell. p95: nearest rank.
     """
     runs: list[dict[str, Any]] = []
     prompts: list[int] = []
@@ -87,6 +93,11 @@ def baseline_report(store: ResultsStore, jobs: Sequence[JobResult]) -> dict[str,
                     "memory_bw_gbps": bandwidth,
                     "host_to_device_mb": _megabytes(turn.h2d_bytes),
                     "device_to_host_mb": _megabytes(turn.d2h_bytes),
+                    "queue_ms": turn.queue_ms,
+                    "compute_ms": turn.compute_ms,
+                    "transfer_ms": turn.transfer_ms,
+                    "sent_bytes": turn.sent_bytes,
+                    "received_bytes": turn.received_bytes,
                 }
             )
             if turn.prompt_tokens is not None:
@@ -109,6 +120,8 @@ def baseline_report(store: ResultsStore, jobs: Sequence[JobResult]) -> dict[str,
             "mean_per_token_ms": fmean(each_token) if each_token else None,
         },
         "notes": {name: note for name, note in NOTES.items() if all(run[name] is None for run in runs)},
+        "simulated": trial.simulated,
+        "network": (trial.engine or {}).get("network"),
     }
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from pensieve import create_server
-from pensieve.compose import gguf, model_config, plan_trial, resolved
+from pensieve.compose import build_outside, build_tokenizer, gguf, model_config, plan_trial, resolved
 from pensieve.compose.weights import check_weights, own_folder, weights_identity, weights_kind
 from pensieve.errors import EngineMissing, WeightsMissing
 from pensieve.trial.identity import identity_of
 from tests.chat import dialogue
 from tests.composed import checked, composed
+from tests.engines.small import ask, prompt, served
 from tests.tiny_gguf import write_gguf
 
 pytest.importorskip("gguf")
@@ -156,3 +157,13 @@ def test_without_the_packages_that_read_it_it_says_how_to_get_them(
     monkeypatch.setattr(gguf.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(EngineMissing, match=r"pip install 'pensieve\[gguf\]'"):
         gguf.check_gguf(file)
+
+
+def test_an_engine_of_others_loads_the_folder_of_the_file(source: Path) -> None:
+    plan = plan_trial(checked("baseline=native_pytorch", "model=hf", f"model.gguf_file={source}", "hardware=cpu"))
+    assert plan.config.model.weights == "gguf"
+    system = build_outside(plan, build_tokenizer(plan.config.model, plan.model.vocab, simulated=False))
+    system.start()
+    [turn] = served(system, ask(1, "a", prompt(12, vocab=200), output=3))
+    system.close()
+    assert (turn.status, turn.output_tokens) == ("completed", 3), turn.error

@@ -12,14 +12,15 @@ from tests.results.trials import add_trial, conversation_turns, open_sweep, turn
 FIELDS = ["baseline", "model_id", "prompt_tokens", "new_tokens", "batch_size", "runs", "aggregates"]
 RUN_FIELDS = [
     "run_id", "total_ms", "per_token_ms", "tokens_generated", "gpu_util_pct", "memory_bw_gbps", "host_to_device_mb",
-    "device_to_host_mb",
+    "device_to_host_mb", "queue_ms", "compute_ms", "transfer_ms", "sent_bytes", "received_bytes",
 ]  # fmt: skip
 
 
 def served(session, number, admitted_s, finished_s, **changed):
     fields = {
         "intended_s": admitted_s - 0.5, "admitted_s": admitted_s, "finished_s": finished_s, "prompt_tokens": 40,
-        "latency_ms": (finished_s - admitted_s + 0.5) * 1e3, "h2d_bytes": 2_000_000, **changed,
+        "latency_ms": (finished_s - admitted_s + 0.5) * 1e3, "h2d_bytes": 2_000_000, "queue_ms": 500.0,
+        "transfer_ms": 300.0, "sent_bytes": 4096, **changed,
     }  # fmt: skip
     return turn(session, number, tokens=(1, 2, 3, 4), **fields)
 
@@ -37,14 +38,15 @@ def test_a_report_has_the_fields_and_the_numbers(tmp_path):
     trial = add_trial(store, sweep, 0, "pensieve", turns, {"gpu_util_pct": 55.0})
     (job,) = store.trials_of_sweep(sweep)
     report = baseline_report(store, [job])
-    assert list(report) == [*FIELDS, "notes"]
-    assert list(report["notes"]) == ["memory_bw_gbps", "device_to_host_mb"]
+    assert list(report) == [*FIELDS, "notes", "simulated", "network"]
+    assert list(report["notes"]) == ["memory_bw_gbps", "device_to_host_mb", "compute_ms", "received_bytes"]
     assert "never estimated" in report["notes"]["memory_bw_gbps"]
     assert [list(run) for run in report["runs"]] == [RUN_FIELDS] * 3
     assert [run["run_id"] for run in report["runs"]] == [f"{trial}/a/1", f"{trial}/b/1", f"{trial}/a/2"]
     assert report["runs"][0] == {
         "run_id": f"{trial}/a/1", "total_ms": 2500.0, "per_token_ms": 625.0, "tokens_generated": 4,
         "gpu_util_pct": 55.0, "memory_bw_gbps": None, "host_to_device_mb": 2.0, "device_to_host_mb": None,
+        "queue_ms": 500.0, "compute_ms": None, "transfer_ms": 300.0, "sent_bytes": 4096, "received_bytes": None,
     }  # fmt: skip
     assert (report["baseline"], report["model_id"]) == ("pensieve", "tiny")
     assert (report["prompt_tokens"], report["new_tokens"]) == (40, 4)

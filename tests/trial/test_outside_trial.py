@@ -5,6 +5,8 @@ import pytest
 from pensieve.compose import plan_trial, resolved
 from pensieve.compose.preflight import preflight
 from pensieve.errors import EngineMissing, UnsupportedModel
+from pensieve.results.export import baseline_report
+from pensieve.results.store import JobResult
 from pensieve.results.tokens import compare_tokens
 from pensieve.trial import Job, run_trial
 from pensieve.trial.identity import identity_of
@@ -76,3 +78,23 @@ def test_its_version_and_its_fields_make_another_trial():
 
     assert fingerprint() == fingerprint()
     assert fingerprint() != fingerprint("baseline.engine.n_parallel=2")
+
+
+def test_what_crosses_a_network_is_in_the_rows_the_metrics_and_the_export_and_simulated_it_says_so(tracking):
+    words = ("tracking=local", "model=llama3_8b", "cache=small", "workload=decode", "workload.iterations=3",
+             "workload.discard=1", "baseline=semantic_blind")  # fmt: skip
+    job = Job("test", tracking.outputs / "runs" / "blind")
+    outcome = run_trial(checked(*words), resolved(composed(*words)), tracking, job, lambda _: None)
+    assert outcome.completed, outcome.error
+    store, trial = tracking.store, tracking.store.trial(outcome.trial_id)
+    assert trial.simulated and trial.engine["network"].startswith("simulated: 25 Gbps")
+    rows = [turn for turn in store.turns_of(trial.id) if turn.phase == "throughput"]
+    metrics = {m.name: m.value for m in store.metrics_of(trial.id) if not m.label}
+    for way in ("sent_bytes", "received_bytes"):
+        assert metrics[way] == sum(getattr(turn, way) for turn in rows) > 50 * 2 * 50 * 1e5
+        assert metrics[f"{way}_per_token"] == pytest.approx(metrics[way] / 100)
+    report = baseline_report(store, [JobResult(0, False, trial, trial)])
+    assert report["simulated"] and report["network"] == trial.engine["network"]
+    assert [run["sent_bytes"] for run in report["runs"]] == [turn.sent_bytes for turn in rows]
+    for run in report["runs"]:
+        assert run["queue_ms"] + run["compute_ms"] + run["transfer_ms"] == pytest.approx(run["total_ms"], abs=1e-3)
