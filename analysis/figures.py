@@ -25,6 +25,7 @@ FAMILIES = (
     "caches",
     "load",
     "paper",
+    "beyond",
     "prefix",
     "interfaces",
     "decoding",
