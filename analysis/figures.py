@@ -27,6 +27,7 @@ FAMILIES = (
     "caches",
     "load",
     "paper",
+    "beyond",
     "prefix",
     "interfaces",
     "routing",

@@ -160,9 +160,10 @@ class HardwareSpec:
     link_latency_s: of one all-reduce over the link. network_gbps, network_latency_s: between a client and the model of a
     disaggregated baseline, in 10^9 bit/s each way, and one way. multiprocessors: of a device. graph_sizes: batches are
     padded to the sizes that CUDA graphs were captured at. duplex_penalty: share of the rate each direction loses while both
-    run (the paper measured 18-20 %, section 5). disk_bw: bytes/s that the file store is read and written at. profile: the
-    file of a machine that was measured whole (cost.machine_profile), in place of all rates. overlaps: copies run beside
-    compute, and not before it.
+    run (the paper measured 18-20 %, section 5). fragment_s: of each contiguous piece that a copy between the tiers consists
+    of, beside its bytes. pipelined_swap_in: a layer's compute waits for its own part of a swap-in, not for all of it (section
+    4.3.3). disk_bw: bytes/s that the file store is read and written at. profile: the file of a machine that was measured
+    whole (cost.machine_profile), in place of all rates. overlaps: copies run beside compute, and not before it.
     """
 
     name: str
@@ -187,6 +188,8 @@ class HardwareSpec:
     memory_efficiency: float = 1.0
     step_overhead_s: float = 0.0
     duplex_penalty: float = 0.0
+    fragment_s: float = 0.0
+    pipelined_swap_in: bool = True
     disk_bw: float = 0.0
     profile: str | None = None
     overlaps: bool = True
@@ -196,3 +199,7 @@ class HardwareSpec:
     def one_memory(self) -> bool:
         """Both tiers of the cache are the same memory."""
         return not self.simulated and self.device == "cpu"
+
+    def load_parts(self, layers: int) -> int:
+        """In how many parts a load to the GPU comes; the compute of each waits for that part alone."""
+        return layers if self.pipelined_swap_in else 1

@@ -13,6 +13,7 @@ from pensieve.baselines.base import Capabilities, Listener
 from pensieve.cache.base import CacheManager
 from pensieve.clock import Clock
 from pensieve.cost.base import CostModel
+from pensieve.cost.mistaken import mistaken
 from pensieve.engine import Engine
 from pensieve.errors import WorkerError
 from pensieve.eviction.base import EvictionPolicy, PolicyContext
@@ -102,7 +103,11 @@ class EngineSystem(ABC):
             self._gpu_blocks = self._measure_gpu_blocks()
         self._report = report = self._worker.start(self._gpu_blocks, self._cpu_blocks)
         size = self._chunk_tokens
-        self._cost = self._cost or self._prices(report)
+        settings = self._scheduler_settings
+        self._cost = mistaken(
+            self._cost or self._prices(report), settings.cost_error, settings.cost_error_context, size
+        )
+        parts = self._hardware.load_parts(self._model.layers)
         context = PolicyContext(
             chunk_tokens=size,
             gpu_blocks=self._gpu_blocks,
@@ -117,11 +122,11 @@ class EngineSystem(ABC):
             gpu_blocks=self._gpu_blocks,
             cpu_blocks=self._cpu_blocks,
         )
-        cache.set_cost_model(self._cost, self._model.layers, self._scheduler_settings.max_batch_tokens)
+        cache.set_cost_model(self._cost, parts, settings.max_batch_tokens)
         if self._disk_blocks:
-            cache.use_disk(self._disk_blocks, report.disk_load_s, self._model.layers, self._cost, report.disk_kept)
+            cache.use_disk(self._disk_blocks, report.disk_load_s, parts, self._cost, report.disk_kept)
         self._copy_choice = choose_copy_ahead(
-            self._scheduler_settings.copy_ahead,
+            settings.copy_ahead,
             cache.cpu_blocks,
             self._hardware.one_memory,
             self._cost.hidden_copies(),
@@ -131,7 +136,7 @@ class EngineSystem(ABC):
             _log.info("Copies ahead of time: %s, since %s.", self._copy_choice.mode, self._copy_choice.note)
         self.engine = Engine(
             cache=cache,
-            settings=replace(self._scheduler_settings, copy_ahead=self._copy_choice.mode),
+            settings=replace(settings, copy_ahead=self._copy_choice.mode),
             worker=self._worker,
             clock=self.clock,
             max_context=self._model.max_context,

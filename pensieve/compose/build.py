@@ -142,6 +142,8 @@ def _engine_system(
         copy_ahead=s.copy_ahead,
         load_apart=s.load_apart,
         admit_beyond_budget=s.admit_beyond_budget,
+        cost_error=s.cost_error,
+        cost_error_context=s.cost_error_context,
     )
     clock, worker, gpu_blocks = clock_and_worker(plan, trace, keeps_disk)
     kind: type[InlineSystem | ThreadedSystem] = InlineSystem if clock.virtual else ThreadedSystem

@@ -10,7 +10,7 @@ from typing import Any
 
 from pensieve.errors import ConfigError
 
-BASES = ("base", "base_sim")
+BASES = ("base", "base_sim", "base_beyond")
 """Files of a group that hold what its options share."""
 
 

@@ -203,6 +203,8 @@ def hardware_spec(hardware: HardwareConfig, device: Device) -> HardwareSpec:
         memory_efficiency=hardware.memory_efficiency,
         step_overhead_s=hardware.step_overhead_s,
         duplex_penalty=hardware.duplex_penalty,
+        fragment_s=hardware.fragment_s,
+        pipelined_swap_in=hardware.pipelined_swap_in,
         disk_bw=hardware.disk_bw,
         profile=hardware.profile,
         source=hardware.source,

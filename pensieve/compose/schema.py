@@ -50,7 +50,7 @@ class CacheConfig(_Group):
 
 class SchedulerConfig(_Group):
     """composition: the function that makes a batch, by its `_target_`. The shares are of the GPU blocks. copy_ahead: see
-    scheduler.copy_ahead."""
+    scheduler.copy_ahead. cost_error, cost_error_context: see cost.mistaken."""
 
     name: str
     composition: dict[str, Any]
@@ -62,6 +62,8 @@ class SchedulerConfig(_Group):
     copy_ahead: AskedCopyAhead
     load_apart: bool
     admit_beyond_budget: bool = True
+    cost_error: Annotated[float, Field(gt=0.0)] = 1.0
+    cost_error_context: Rate = 1.0
 
 
 class BaselineConfig(_Group):
@@ -128,7 +130,9 @@ class HardwareConfig(_Group):
     compute_efficiency: Share = 1.0
     memory_efficiency: Share = 1.0
     step_overhead_s: Rate = 0.0
-    duplex_penalty: Share = 0.0
+    duplex_penalty: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    fragment_s: Rate = 0.0
+    pipelined_swap_in: bool = True
     disk_bw: Rate = 0.0
     profile: str | None = None
     source: str = ""
@@ -145,6 +149,12 @@ class HardwareConfig(_Group):
             )
         if self.failure_s is not None and not self.simulated:
             raise ValueError("hardware.failure_s is for simulated machines; use hardware=sim_h100, say")
+        return self
+
+    @model_validator(mode="after")
+    def _real_copies_are_as_they_are(self) -> HardwareConfig:
+        if not self.simulated and not self.pipelined_swap_in:
+            raise ValueError("hardware.pipelined_swap_in=false is for simulated machines; use hardware=sim_h100, say")
         return self
 
 

@@ -154,7 +154,8 @@ class ProfiledCost:
     def following_s(self, runs: Sequence[Run], sampled: int) -> Iterator[float]:
         return one_after_another(self.iteration_s, runs, sampled)
 
-    def transfer_s(self, blocks: int, to_gpu: bool) -> float:
+    def transfer_s(self, blocks: int, to_gpu: bool, runs: int = 1) -> float:
+        """runs: not asked; what pieces cost is in the time of a block that was measured."""
         return blocks * (self._profile.h2d_block_s if to_gpu else self._profile.d2h_block_s)
 
     def recompute_s(self, context_tokens: int) -> float:

@@ -24,6 +24,7 @@ from typing import Any
 
 from pensieve.cost.base import one_after_another
 from pensieve.cost.kernel_tables import AttentionGrid, Curve, KernelTable, Shape, all_reduce, nearest
+from pensieve.cost.roofline import transfer_s
 from pensieve.errors import ConfigError
 from pensieve.specs import HardwareSpec, ModelSpec
 
@@ -80,10 +81,10 @@ class MeasuredCost:
             + self.hardware.step_overhead_s
         )
 
-    def transfer_s(self, blocks: int, to_gpu: bool) -> float:
-        """Blocks over the link between CPU and GPU; every GPU of the group moves its own share at once."""
-        size = blocks * self.chunk_tokens * self.model.kv_bytes_per_token / self.hardware.gpus
-        return size / (self.hardware.h2d_bw if to_gpu else self.hardware.d2h_bw)
+    def transfer_s(self, blocks: int, to_gpu: bool, runs: int = 1) -> float:
+        """See SimulatedCost."""
+        size = blocks * self.chunk_tokens * self.model.kv_bytes_per_token
+        return transfer_s(self.hardware, size, runs * self.model.layers, to_gpu)
 
     def recompute_s(self, context_tokens: int) -> float:
         most = min(2048, self._kernels.most_tokens)

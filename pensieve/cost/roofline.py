@@ -84,10 +84,9 @@ class Roofline:
         weights = self._layers_bytes + (self._head_bytes if sampled else 0)
         return self._bound(tokens * self._linear_flops + sampled * self._head_flops, weights)
 
-    def transfer_s(self, blocks: int, to_gpu: bool) -> float:
-        """Blocks over the link between CPU and GPU; every GPU of the group moves its own share at once."""
-        size = blocks * self.chunk_tokens * self._kv_bytes / self.hardware.gpus
-        return size / (self.hardware.h2d_bw if to_gpu else self.hardware.d2h_bw)
+    def transfer_s(self, blocks: int, to_gpu: bool, runs: int = 1) -> float:
+        """See SimulatedCost."""
+        return transfer_s(self.hardware, blocks * self.chunk_tokens * self._kv_bytes, runs * self.model.layers, to_gpu)
 
     def recompute_s(self, context_tokens: int) -> float:
         known = self._recompute_s.get(context_tokens)  # asked for each chunk of each miss
@@ -126,3 +125,10 @@ class Roofline:
 def causal_pairs(query_tokens: int, kv_tokens: int) -> int:
     """Pairs of a query and a position it attends to, of a causal row of so many queries that ends at `kv_tokens`."""
     return query_tokens * kv_tokens - query_tokens * (query_tokens - 1) // 2
+
+
+def transfer_s(hardware: HardwareSpec, size: int, pieces: int, to_gpu: bool) -> float:
+    """So many bytes between CPU and GPU in `pieces`, which copy engines take one by one. Every GPU of a group moves its
+    own share of each at once."""
+    rate = hardware.h2d_bw if to_gpu else hardware.d2h_bw
+    return size / hardware.gpus / rate + pieces * hardware.fragment_s

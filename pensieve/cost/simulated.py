@@ -23,8 +23,8 @@ class SimulatedCost(CostModel, Protocol):
         """The iterations that follow one of these rows, each of which goes on by as many positions as it has; without end."""
         ...
 
-    def transfer_s(self, blocks: int, to_gpu: bool) -> float:
-        """Blocks over the link between CPU and GPU."""
+    def transfer_s(self, blocks: int, to_gpu: bool, runs: int = 1) -> float:
+        """Blocks over the link between CPU and GPU, in so many runs of blocks that are neighbours in both."""
         ...
 
     def extrapolated(self) -> dict[str, Any]:

@@ -53,7 +53,8 @@ class SchedulerSettings:
     by whoever starts the engine. load_apart: a request whose KV is
     on CPU joins the batch when what is left of its load fits an iteration (see Loads); the paper's engine waits for it.
     admit_beyond_budget: admit whoever fits into memory, so that what it has on the CPU is loaded before its turn to
-    compute; False: only while this iteration has positions left, as vLLM does.
+    compute; False: only while this iteration has positions left, as vLLM does. cost_error, cost_error_context: see
+    cost.mistaken.
     """
 
     composition: Composition = unified
@@ -65,6 +66,8 @@ class SchedulerSettings:
     copy_ahead: AskedCopyAhead = "paper"
     load_apart: bool = False
     admit_beyond_budget: bool = True
+    cost_error: float = 1.0
+    cost_error_context: float = 1.0
 
     def __post_init__(self) -> None:
         if self.max_batch_tokens < 1 or self.max_batch_requests < 1:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import sub
 
 import numpy as np
@@ -15,6 +18,7 @@ from pensieve.plan import Copy, DiskLoad, DiskStore, Repeats, Row, Sample, Start
 from pensieve.request import TokenArray
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.worker.base import DISK_STAGING_BYTES
+from pensieve.worker.block_runs import merge_copies
 from pensieve.worker.timeline import Timeline
 
 _MASK = (1 << 64) - 1
@@ -22,13 +26,112 @@ _FEW = 12  # tokens that are drawn sooner one by one
 
 
 @dataclass(slots=True)
-class _UnderWay:
-    """Copies of one plan in one direction. blocks: those that swap-ins fill on the GPU, layer after layer."""
+class UnderWay:
+    """Copies that end together. count: their blocks. blocks: those that loads fill on the GPU, layer after layer."""
 
     tickets: tuple[int, ...]
     begins_ns: int
     ends_ns: int
+    count: int
     blocks: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class _Queued:
+    """earliest_ns: not before that. left_ns: what it would still take alone."""
+
+    copies: UnderWay
+    earliest_ns: int
+    left_ns: float
+
+
+Way = deque[UnderWay]
+"""The oldest first, each after the one before it."""
+
+
+def done_by(way: Way, now_ns: int) -> Iterable[UnderWay]:
+    """What is done by now, each once: it leaves the queue."""
+    while way and way[0].ends_ns <= now_ns:
+        yield way.popleft()
+
+
+class DuplexLink:
+    """Copies to the GPU (`inward`) and to the CPU (`outward`), each way one after the other. While both ways are busy each
+    loses `penalty` of its rate, whichever plans the copies are of; so a copy that begins moves the ends of those under way.
+    """
+
+    def __init__(self, penalty: float) -> None:
+        self.inward: Way = deque()
+        self.outward: Way = deque()
+        self._inward: deque[_Queued] = deque()  # not done yet, as of _at_ns
+        self._outward: deque[_Queued] = deque()
+        self._at_ns = 0.0
+        self._rate = 1 - penalty
+
+    def inward_free_ns(self, now_ns: int) -> int:
+        return max(now_ns, self._inward[-1].copies.ends_ns) if self._inward else now_ns
+
+    def outward_free_ns(self, now_ns: int) -> int:
+        return max(now_ns, self._outward[-1].copies.ends_ns) if self._outward else now_ns
+
+    def copy_in(self, tickets: tuple[int, ...], blocks: frozenset[int], work_ns: int, now_ns: int) -> UnderWay:
+        """Behind all that goes the same way: it takes work_ns if nothing goes the other way meanwhile."""
+        self._go_on(now_ns)
+        begins = self.inward_free_ns(now_ns)
+        copies = UnderWay(tickets, begins, begins + work_ns, len(blocks), blocks)
+        self.inward.append(copies)
+        self._inward.append(_Queued(copies, begins, work_ns))
+        self._share(self._outward, begins)
+        return copies
+
+    def copy_out(self, tickets: tuple[int, ...], count: int, work_ns: int, now_ns: int, after_loads: bool) -> UnderWay:
+        """As copy_in. after_loads: not before all that was to go in by now is there."""
+        self._go_on(now_ns)
+        earliest = self.inward_free_ns(now_ns) if after_loads else now_ns
+        begins = max(self.outward_free_ns(now_ns), earliest)
+        copies = UnderWay(tickets, begins, begins + work_ns, count)
+        self.outward.append(copies)
+        self._outward.append(_Queued(copies, earliest, work_ns))
+        self._share(self._inward, begins)
+        return copies
+
+    def _share(self, other: deque[_Queued], begins_ns: int) -> None:
+        """When all ends, where what begins at begins_ns meets what goes the other way."""
+        if self._rate < 1 and other and other[-1].copies.ends_ns > begins_ns:
+            ways = [deque(_Queued(one.copies, one.earliest_ns, one.left_ns) for one in way) for way in self._ways]
+            for copies, at_ns in self._through(ways, math.inf):
+                copies.ends_ns = round(at_ns)
+            for way in self._ways:
+                for before, one in pairwise(way):
+                    one.copies.begins_ns = max(one.earliest_ns, before.copies.ends_ns)
+
+    def _go_on(self, now_ns: int) -> None:
+        """What is left to do at now_ns."""
+        for _ in self._through(self._ways, now_ns):
+            pass
+        self._at_ns = max(self._at_ns, now_ns)
+
+    @property
+    def _ways(self) -> list[deque[_Queued]]:
+        return [self._inward, self._outward]
+
+    def _through(self, ways: list[deque[_Queued]], until_ns: float) -> Iterator[tuple[UnderWay, float]]:
+        """Copy from _at_ns until then, and take off the queues what is done, with the time at which it was."""
+        at = self._at_ns
+        while at < until_ns and any(ways):
+            busy = [way for way in ways if way and way[0].earliest_ns <= at]
+            rate = self._rate if len(busy) == 2 else 1.0
+            following: list[float] = [way[0].earliest_ns for way in ways if way and way[0].earliest_ns > at]
+            following += [at + way[0].left_ns / rate for way in busy]
+            until = min(until_ns, *following)
+            for way in busy:
+                head = way[0]
+                if at + head.left_ns / rate <= until:
+                    way.popleft()
+                    yield head.copies, until
+                else:
+                    head.left_ns -= (until - at) * rate
+            at = until
 
 
 class SimulatedWorker:
@@ -36,11 +139,11 @@ class SimulatedWorker:
 
     A plan waits for the swap-ins that bring blocks below its rows' positions, its own or an earlier plan's, and overlaps
     with them by layer (paper section 4.3.3): with L layers, a transfer of T that begins with the plan and compute C, it
-    takes max(T/L + C, T + C/L); a machine that cannot overlap them copies first. Others go on meanwhile, one after the
-    other. Swap-outs follow the swap-ins launched so far, unless urgent: then both directions run at once and each loses
-    `duplex_penalty` of its rate. Tokens are a function of (Sample.key, position), so that baselines can be compared token
-    for token here too. The host prepares one plan after the other, each in the overhead of a step; with depth 2 it does so
-    while the plan before runs.
+    takes max(T/L + C, T + C/L), or T + C where swap-ins are not pipelined; a machine that cannot overlap them copies first.
+    Others go on meanwhile, one after the other. Swap-outs follow the swap-ins launched so far, unless urgent. While both
+    directions copy, each loses `duplex_penalty` of its rate. Tokens are a function of (Sample.key, position), so that
+    baselines can be compared token for token here too. The host prepares one plan after the other, each in the overhead of a
+    step; with depth 2 it does so while the plan before runs.
     """
 
     computes = False
@@ -58,13 +161,10 @@ class SimulatedWorker:
         self._block_bytes = chunk_tokens * model.kv_bytes_per_token
         self._launched: deque[tuple[StepPlan, int]] = deque()  # with the time from which it is prepared
         self._tables: dict[int, list[int]] = {}
-        # Each direction performs its copies one after the other, so the oldest is done first.
-        self._loading: deque[_UnderWay] = deque()
-        self._outward: deque[_UnderWay] = deque()
-        self._reading: deque[_UnderWay] = deque()
+        self._load_parts = hardware.load_parts(model.layers)
+        self._link = DuplexLink(hardware.duplex_penalty)
+        self._reading: Way = deque()
         self._unkept: list[bytes] = []
-        self._h2d_free_ns = 0
-        self._d2h_free_ns = 0
         self._disk_read_ns = self._disk_written_ns = 0
         self._host_free_ns = self._prepared_ns = 0
 
@@ -88,7 +188,7 @@ class SimulatedWorker:
         if self._launched:
             plan, self._prepared_ns = self._launched.popleft()
             return self._perform(plan)
-        copying = [copies[0].ends_ns for copies in (self._loading, self._outward, self._reading) if copies]
+        copying = [way[0].ends_ns for way in self._ways() if way]
         if not copying:
             return None
         ends = min(copying)
@@ -99,23 +199,24 @@ class SimulatedWorker:
 
     def close(self) -> None:
         self._launched.clear()
+        for way in self._ways():
+            for copies in way:
+                self._over(way, copies)
 
     def _perform(self, plan: StepPlan) -> StepResult:
         start = self._clock.now_ns()
         for slot, first_chunk, blocks in plan.tables:
             self._tables.setdefault(slot, [])[first_chunk : first_chunk + len(blocks)] = blocks
         blocks_in = sum(len(copy.src) for copy in plan.swap_in)
-        both = bool(blocks_in) and any(copy.urgent for copy in plan.swap_out)
-        slowed = 1 / (1 - self._hardware.duplex_penalty) if both else 1.0
-        self._start_loading(plan.swap_in, start, slowed)
-        self._start_outward(plan.swap_out, start, slowed)
+        self._start_copies(plan, start)
         self._start_disk(plan.disk, start)
         sampled = [row for row in plan.rows if row.sample is not None]
         compute_s = self.cost.iteration_s((run for row in plan.rows for run in row.runs), len(sampled))
         compute = round(compute_s * 1e9)
         if plan.rows:  # of the overhead, what is still to come
             compute += max(0, self._prepared_ns - start) - round(self._hardware.step_overhead_s * 1e9)
-        begins = start if self._hardware.overlaps else max(start, self._h2d_free_ns, self._d2h_free_ns)
+        link = self._link
+        begins = start if self._hardware.overlaps else max(link.inward_free_ns(start), link.outward_free_ns(start))
         ended = self._ended(plan.rows, begins, compute)
         self._clock.advance_to(ended)
         if self.timeline is not None and plan.rows:
@@ -143,8 +244,8 @@ class SimulatedWorker:
         runs = [(row.runs[-1][1] - step, row.runs[-1][1]) for row, step in zip(plan.rows, steps, strict=True)]
         seconds = self.cost.following_s(runs, len(sampled))
         until_ns = [plan.horizon_ns] if plan.horizon_ns is not None else []
-        until_ns += [self._outward[0].ends_ns] if self._outward else []
-        further = 0 if self._loading or self._reading else plan.repeat - 1
+        until_ns += [self._link.outward[0].ends_ns] if self._link.outward else []
+        further = 0 if self._link.inward or self._reading else plan.repeat - 1
         ends_ns, host_ns = min(until_ns, default=None), self._host_free_ns
         begins: list[int] = []
         for _ in range(further):
@@ -174,41 +275,36 @@ class SimulatedWorker:
 
     def _ended(self, rows: tuple[Row, ...], start: int, compute: int) -> int:
         """When the plan's compute is done: no layer begins before its own loads have come."""
-        ended, layers = start + compute, self._model.layers
-        for link in (self._loading, self._reading):
-            for loading in reversed(link):  # whatever waits for a later load waits for the earlier ones too
+        ended, parts = start + compute, self._load_parts
+        for way in (self._link.inward, self._reading):
+            for loading in reversed(way):  # whatever waits for a later load waits for the earlier ones too
                 if loading.ends_ns <= start:
                     break
                 if any(self._needs(row, loading) for row in rows):
-                    first = loading.begins_ns + round((loading.ends_ns - loading.begins_ns) / layers)
-                    ended = max(ended, first + compute, loading.ends_ns + round(compute / layers))
+                    first = loading.begins_ns + round((loading.ends_ns - loading.begins_ns) / parts)
+                    ended = max(ended, first + compute, loading.ends_ns + round(compute / parts))
                     break
         return ended
 
-    def _needs(self, row: Row, loading: _UnderWay) -> bool:
+    def _needs(self, row: Row, loading: UnderWay) -> bool:
         last = (row.runs[-1][1] - 1) // self._chunk_tokens
         return not loading.blocks.isdisjoint(self._tables[row.slot][: last + 1])
 
-    def _start_loading(self, copies: tuple[Copy, ...], now_ns: int, slowed: float) -> None:
-        """All copies of a plan together, a layer at a time."""
-        if copies:
-            blocks = frozenset(block for copy in copies for block in copy.dst)
-            begins = max(self._h2d_free_ns, now_ns)
-            seconds = self.cost.transfer_s(len(blocks), to_gpu=True) * slowed
-            self._h2d_free_ns = begins + round(seconds * 1e9)
-            tickets = tuple(copy.ticket for copy in copies)
-            self._loading.append(_UnderWay(tickets, begins, self._h2d_free_ns, blocks))
-            if self.timeline is not None:
-                self.timeline.add("CPU to GPU", "swap in", begins, self._h2d_free_ns, blocks=len(blocks))
+    def _start_copies(self, plan: StepPlan, now_ns: int) -> None:
+        """Swap-ins all together, a layer at a time; swap-outs one after the other."""
+        if plan.swap_in:
+            blocks = frozenset(block for copy in plan.swap_in for block in copy.dst)
+            seconds = self.cost.transfer_s(len(blocks), to_gpu=True, runs=self._runs(plan.swap_in))
+            tickets = tuple(copy.ticket for copy in plan.swap_in)
+            self._link.copy_in(tickets, blocks, round(seconds * 1e9), now_ns)
+        for copy in plan.swap_out:
+            count = len(copy.src)
+            seconds = self.cost.transfer_s(count, to_gpu=False, runs=self._runs((copy,)))
+            self._link.copy_out((copy.ticket,), count, round(seconds * 1e9), now_ns, after_loads=not copy.urgent)
 
-    def _start_outward(self, copies: tuple[Copy, ...], now_ns: int, slowed: float) -> None:
-        for copy in copies:
-            begins = max(self._d2h_free_ns, now_ns if copy.urgent else max(now_ns, self._h2d_free_ns))
-            seconds = self.cost.transfer_s(len(copy.src), to_gpu=False) * (slowed if copy.urgent else 1.0)
-            self._d2h_free_ns = begins + round(seconds * 1e9)
-            self._outward.append(_UnderWay((copy.ticket,), begins, self._d2h_free_ns))
-            if self.timeline is not None:
-                self.timeline.add("GPU to CPU", "swap out", begins, self._d2h_free_ns, blocks=len(copy.src))
+    def _runs(self, copies: tuple[Copy, ...]) -> int:
+        """Counted only where each costs something."""
+        return len(merge_copies(copies)) if self._hardware.fragment_s else 1
 
     def _start_disk(self, work: tuple[DiskStore | DiskLoad, ...], now_ns: int) -> None:
         """Reads go first, and push what is still to be written back; that takes memory, of which there is so much."""
@@ -217,7 +313,7 @@ class SimulatedWorker:
                 begins, takes = max(self._disk_read_ns, now_ns), round(self._disk_s() * len(one.dst) * 1e9)
                 self._disk_read_ns = ends = begins + takes
                 self._disk_written_ns += takes if self._disk_written_ns > now_ns else 0
-                self._reading.append(_UnderWay((one.ticket,), begins, ends, frozenset(one.dst)))
+                self._reading.append(UnderWay((one.ticket,), begins, ends, len(one.dst), frozenset(one.dst)))
             else:
                 begins = max(self._disk_written_ns, self._disk_read_ns, now_ns)
                 if (begins - now_ns) / 1e9 * self._hardware.disk_bw > DISK_STAGING_BYTES:
@@ -237,11 +333,17 @@ class SimulatedWorker:
 
     def _finished_copies(self) -> tuple[int, ...]:
         now = self._clock.now_ns()
-        done: list[int] = []
-        for copies in (self._loading, self._outward, self._reading):
-            while copies and copies[0].ends_ns <= now:
-                done += copies.popleft().tickets
-        return tuple(done)
+        return tuple(ticket for way in self._ways() for one in done_by(way, now) for ticket in self._over(way, one))
+
+    def _ways(self) -> tuple[Way, Way, Way]:
+        return self._link.inward, self._link.outward, self._reading
+
+    def _over(self, way: Way, copies: UnderWay) -> tuple[int, ...]:
+        """Its tickets. Only now is it drawn: what began after it may have delayed its end."""
+        if self.timeline is not None and way is not self._reading:
+            lane, name = ("CPU to GPU", "swap in") if way is self._link.inward else ("GPU to CPU", "swap out")
+            self.timeline.add(lane, name, copies.begins_ns, copies.ends_ns, blocks=copies.count)
+        return copies.tickets
 
     def _token(self, sample: Sample) -> int:
         (token,) = self._draws(sample.key, sample.position, sample.position + 1)

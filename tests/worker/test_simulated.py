@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from pensieve.worker.simulated import SimulatedWorker
 from tests.simulated import MACHINE, MODEL
 
 
-def started(**changes: float) -> tuple[SimulatedWorker, VirtualClock]:
+def started(**changes: Any) -> tuple[SimulatedWorker, VirtualClock]:
     clock = VirtualClock()
     worker = SimulatedWorker(MODEL, replace(MACHINE, **changes), clock, 4)
     worker.start(16, 16)
@@ -128,3 +129,21 @@ def test_tokens_drawn_at_once_are_those_drawn_one_by_one():
         one_by_one = [token for at in range(3, 203) for token in worker._draws(key, at, at + 1)]
         assert list(worker._draws(key, 3, 203)) == one_by_one
         assert len(set(one_by_one)) > 40
+
+
+def test_a_swap_in_that_is_not_pipelined_comes_before_the_compute() -> None:
+    worker, clock = started(h2d_bw=1e6, pipelined_swap_in=False)
+    compute = worker.cost.iteration_s([(0, 40)], 1)
+    transfer = worker.cost.transfer_s(4, to_gpu=True)
+    result = perform(worker, StepPlan(0, (ROW,), TABLE, swap_in=(Copy(1, (0, 1, 2, 3), (4, 5, 6, 7)),)))
+    assert clock.now_s() == pytest.approx(transfer + compute, rel=1e-6)
+    assert result.stall_ns == pytest.approx(transfer * 1e9, rel=1e-6)
+
+
+def test_pipelining_changes_nothing_where_nothing_is_loaded() -> None:
+    ends = []
+    for pipelined in (True, False):
+        worker, clock = started(pipelined_swap_in=pipelined)
+        perform(worker, StepPlan(0, (ROW,), TABLE, swap_out=(Copy(2, (9,), (9,)),)))
+        ends.append(clock.now_s())
+    assert ends[0] == ends[1]

@@ -8,14 +8,7 @@ from typing import Protocol
 
 import torch
 
-
-@dataclass(frozen=True, slots=True)
-class BlockRun:
-    """`blocks` consecutive blocks from `src` on, copied to as many from `dst` on."""
-
-    src: int
-    dst: int
-    blocks: int
+from pensieve.worker.block_runs import BlockRun
 
 
 @dataclass(frozen=True, slots=True)

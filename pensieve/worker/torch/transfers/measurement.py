@@ -10,7 +10,8 @@ from time import perf_counter
 
 import torch
 
-from pensieve.worker.torch.transfers.link import BlockRun, Copier, Haul, gpu_of
+from pensieve.worker.block_runs import BlockRun
+from pensieve.worker.torch.transfers.link import Copier, Haul, gpu_of
 
 _RUNS, _BYTES = 256, 64 * 2**20  # of the largest sample in one layer: 8K tokens in blocks of 32, all apart
 _COUNTS, _LENGTHS = (4, 16, 64), (2, 4, 8, 16)

@@ -14,24 +14,12 @@ import torch
 from numpy.typing import NDArray
 
 from pensieve.plan import Copy
+from pensieve.worker.block_runs import BlockRun, merge_copies
 from pensieve.worker.torch.kv_tensors import KvTensors
 from pensieve.worker.torch.transfers.lanes import CudaLink
-from pensieve.worker.torch.transfers.link import BlockRun, Haul, Link, Mark
+from pensieve.worker.torch.transfers.link import Haul, Link, Mark
 
 _POLL_S = 5e-5
-
-
-def merge_copies(copies: Sequence[Copy]) -> list[BlockRun]:
-    """Join blocks that are adjacent in source and target alike. Copies of one direction may be done in any order."""
-    pairs = sorted(pair for copy in copies for pair in zip(copy.src, copy.dst, strict=True))
-    runs: list[BlockRun] = []
-    for src, dst in pairs:
-        last = runs[-1] if runs else None
-        if last is not None and src == last.src + last.blocks and dst == last.dst + last.blocks:
-            runs[-1] = BlockRun(last.src, last.dst, last.blocks + 1)
-        else:
-            runs.append(BlockRun(src, dst, 1))
-    return runs
 
 
 class Attending(Protocol):

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from pensieve.specs import ModelSpec
+from pensieve.worker.block_runs import BlockRun
 from pensieve.worker.torch.kv_tensors import KvTensors
 from pensieve.worker.torch.transfers.choice import decide_copying
 from pensieve.worker.torch.transfers.copies import CallCopier, KernelCopier
-from pensieve.worker.torch.transfers.link import BlockRun, Copier, Haul
+from pensieve.worker.torch.transfers.link import Copier, Haul
 from pensieve.worker.torch.transfers.measurement import Took
 
 LAYERS, BLOCKS = 3, 40

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import torch
 
+from pensieve.worker.block_runs import BlockRun
 from pensieve.worker.torch.kv_tensors import KvTensors
 from pensieve.worker.torch.transfers.copies import copy_runs
-from pensieve.worker.torch.transfers.link import BlockRun, Haul
+from pensieve.worker.torch.transfers.link import Haul
 from tests.worker.torch.driver import tiny_spec
 
 BLOCKS = 48

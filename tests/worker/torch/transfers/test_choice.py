@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from pensieve.errors import EngineMissing, HardwareMissing
+from pensieve.worker.block_runs import BlockRun
 from pensieve.worker.torch.kv_tensors import KvTensors
 from pensieve.worker.torch.transfers.choice import Copying, CopyWay, decide_copying, limits_of
 from pensieve.worker.torch.transfers.copies import Limits, SplitCopier
-from pensieve.worker.torch.transfers.link import BlockRun, Copier, Haul
+from pensieve.worker.torch.transfers.link import Copier, Haul
 from pensieve.worker.torch.transfers.measurement import Sample, Took
 from tests.worker.torch.transfers.named import BLOCKS, Named, tensors
 

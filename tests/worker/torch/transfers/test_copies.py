@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from pensieve.errors import EngineMissing
+from pensieve.worker.block_runs import BlockRun
 from pensieve.worker.torch.transfers import driver
 from pensieve.worker.torch.transfers.copies import BatchCopier, CallCopier, Limits, SplitCopier
 from pensieve.worker.torch.transfers.driver import BATCH_CALL, Attributes
-from pensieve.worker.torch.transfers.link import BlockRun, Copier, Haul
+from pensieve.worker.torch.transfers.link import Copier, Haul
 from tests.worker.torch.transfers.named import RUNS, Named, tensors
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from pensieve.worker.block_runs import BlockRun
 from pensieve.worker.torch.transfers import measurement
-from pensieve.worker.torch.transfers.link import BlockRun, Haul
+from pensieve.worker.torch.transfers.link import Haul
 from pensieve.worker.torch.transfers.measurement import CudaStopwatch, samples_of, scattered
 
 

@@ -5,9 +5,9 @@ import random
 import torch
 
 from pensieve.plan import Copy
+from pensieve.worker.block_runs import BlockRun, merge_copies
 from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.transfers.link import BlockRun
-from pensieve.worker.torch.transfers.transfer import Transfer, merge_copies
+from pensieve.worker.torch.transfers.transfer import Transfer
 from tests.worker.torch.driver import tiny_spec
 
 
