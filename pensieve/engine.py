@@ -30,6 +30,7 @@ _LONG_ROW = 128  # positions of a row whose time the cost model should tell
 class EngineCounters:
     """Times in ns. schedule: scheduler and cache, on the wall, also where the worker is simulated. predicted, predictable:
     the cost model's time and the measured one, of the iterations that computed a single row of at least _LONG_ROW positions.
+    plan_bytes, plan_ns, sent_plans: of plans that went to several processes.
     """
 
     steps: int = 0
@@ -42,6 +43,9 @@ class EngineCounters:
     predicted_ns: int = 0
     predictable_ns: int = 0
     forgotten_sessions: int = 0
+    plan_bytes: int = 0
+    plan_ns: int = 0
+    sent_plans: int = 0
 
 
 class Engine:
@@ -236,6 +240,9 @@ class Engine:
         counters.stall_ns += result.stall_ns
         counters.h2d_bytes += result.h2d_bytes
         counters.d2h_bytes += result.d2h_bytes
+        counters.plan_bytes += result.plan_bytes
+        counters.plan_ns += result.plan_ns
+        counters.sent_plans += result.plan_bytes > 0
 
     def _count_copies(self, step: Step, result: StepResult) -> None:
         """The bytes that the step moved, to the turns that waited for them. Blocks are equally large; of a step that failed

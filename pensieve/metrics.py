@@ -7,7 +7,7 @@ records cannot give is a metric without a value, not a guess.
 
 What counts cover: recomputed_tokens, h2d_bytes, sent_bytes and received_bytes are what was done for measured turns, summed
 over them; so is recomputed_s, by the cost model, without what preempted requests computed a second time. d2h_bytes,
-swapped_*_bytes, evicted_chunks, dropped_chunks, suspended_requests, deferred_requests, schedule_ms_mean and
+swapped_*_bytes, evicted_chunks, dropped_chunks, suspended_requests, deferred_requests, schedule_ms_mean, plan_*_mean and
 cost_model_error_pct are of work that may be for no turn or for several, so they are the system's counts over the stretches
 of the replay that replay.MeasuredStretches defines: all but those in which only turns that prepare others are served.
 """
@@ -116,6 +116,7 @@ def summarise(measurement: Measurement, started: StartReport | None = None, slo:
         *_counts(measurement, measured),
         *_start(started),
         _schedule(measurement),
+        *_sent_plans(measurement),
         _cost_model_error(measurement),
         _send_lag(measurement),
         _out_of_memory(measured),
@@ -325,6 +326,16 @@ def _schedule(measurement: Measurement) -> Metric:
     steps, total = measurement.counters.get("steps"), measurement.counters.get("schedule_ms")
     value = total / steps if steps and total is not None else None
     return Metric("schedule_ms_mean", value, "ms", n=int(steps) if steps is not None else None, n_unit="steps")
+
+
+def _sent_plans(measurement: Measurement) -> list[Metric]:
+    """Size of a plan and its way to the last of several processes; nothing where plans stay in one."""
+    plans = measurement.counters.get("sent_plans", 0.0)
+    return [
+        Metric(f"{name}_mean", measurement.counters[name] / plans, unit, n=int(plans), n_unit="plans")
+        for name, unit in (("plan_bytes", "bytes"), ("plan_ms", "ms"))
+        if plans
+    ]
 
 
 def _send_lag(measurement: Measurement) -> Metric:

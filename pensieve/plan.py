@@ -111,7 +111,8 @@ class StepResult:
     the file store does not hold. With an error, nothing that this plan wrote is valid, and its tickets are in no result,
     neither in this one nor in a later one. repeats: what came after the first iteration, which all else here is about.
     ended_ns: the clock at the end of the iteration; None where the plan computed nothing. step None: only copies finished.
-    stall_ns: compute that waited for a transfer. error: the sentence that fails this plan's requests.
+    stall_ns: compute that waited for a transfer. error: the sentence that fails this plan's requests. plan_bytes, plan_ns: of
+    a plan that went to several processes: its size on the way, and the time from the launch until the last of them had it.
     """
 
     step: int | None
@@ -127,6 +128,8 @@ class StepResult:
     h2d_bytes: int = 0
     d2h_bytes: int = 0
     error: str | None = None
+    plan_bytes: int = 0
+    plan_ns: int = 0
     repeats: Repeats | None = None
 
 

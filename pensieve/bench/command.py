@@ -40,6 +40,11 @@ def run_command(name: str, targets: Sequence[str], config: Mapping[str, Any], ov
             f"target={name} measures a real device, and hardware={hardware.name} is simulated; use hardware=local, "
             f"or target={' or '.join(SIMULATED)}."
         )
+    if machine.divided:
+        raise ConfigError(
+            f"hardware.gpus={machine.count}: benchmarks measure one device; use hardware.gpus=1, or run a trial "
+            "(python runners/run.py)."
+        )
     tracking = open_named(tracked)
     threads = _use_threads(hardware.threads, machine)
     records = Record(tracking.store, name, overrides, machine)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from pensieve.baselines.cluster_system import ClusterSystem
     from pensieve.baselines.inline_system import InlineSystem
     from pensieve.baselines.threaded_system import ThreadedSystem
+    from pensieve.engines.tensor_parallel import TensorParallelWorker
     from pensieve.worker.torch.options import DiskOptions, TorchOptions
 
 
@@ -215,6 +216,10 @@ def clock_and_worker(
         virtual = VirtualClock()
         simulated = SimulatedWorker(plan.model, plan.hardware, virtual, plan.chunk_tokens, depth)
         return virtual, simulated, plan.gpu_blocks
+    if plan.device.divided:
+        wall = WallClock()
+        divided = _divided_worker(plan, wall)
+        return wall, divided, divided.room if plan.gpu_measured else plan.gpu_blocks
     from pensieve.worker.torch.shelf import take_model
     from pensieve.worker.torch.worker import TorchWorker
 
@@ -234,6 +239,30 @@ def clock_and_worker(
     from pensieve.worker.torch.profiled import ProfiledWorker
 
     return clock, ProfiledWorker(worker, trace), gpu_blocks
+
+
+def _divided_worker(plan: TrialPlan, clock: Clock) -> TensorParallelWorker:
+    """A process for each device. The type, the sizes and the seed are decided here, once for all of them."""
+    from pensieve.engines.rank_messages import Setup
+    from pensieve.engines.tensor_parallel import TensorParallelWorker
+
+    config, device = plan.config, plan.device
+    m, s = config.model, config.scheduler
+    threads = config.hardware.threads or physical_cores()
+    options = torch_options(config.hardware, device, s.max_batch_tokens, s.max_batch_requests)
+    setup = Setup(
+        model=plan.model,
+        weights=loadable(m),
+        hub_id=m.hub_id,
+        revision=m.revision,
+        seed=m.seed,
+        devices=device.names,
+        threads=max(1, threads // device.count),
+        attention=config.attention_backend,
+        chunk_tokens=plan.chunk_tokens,
+        options=replace(options, graphs=False),  # a graph would have the collectives of its forward in it
+    )
+    return TensorParallelWorker(setup, clock)
 
 
 def _disk_options(plan: TrialPlan, keeps: bool) -> DiskOptions:

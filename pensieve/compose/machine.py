@@ -18,7 +18,8 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """name: for torch ("cpu", "cuda:0") or "sim". identity: names the device's lock; a GPU's UUID.
+    """name: for torch ("cpu", "cuda:0") or "sim", of the first where there are several. identity: names the device's lock; a
+    GPU's UUID. others: identities of the further GPUs of a tensor-parallel trial. On a CPU count is processes.
 
     gpu_bytes: memory for the weights and the GPU tier. cpu_bytes: for the CPU tier. shared: both are the same memory.
     """
@@ -30,6 +31,20 @@ class Device:
     count: int
     gpu_bytes: int
     cpu_bytes: int
+    others: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """For torch, of all of them."""
+        if self.kind != "cuda":
+            return (self.name,) * self.count
+        first = int(self.name.partition(":")[2])
+        return tuple(f"cuda:{first + number}" for number in range(self.count))
+
+    @property
+    def divided(self) -> bool:
+        """A real model runs on several of them, a process each."""
+        return self.count > 1 and not self.simulated
 
     @property
     def simulated(self) -> bool:
@@ -96,25 +111,24 @@ def find_device(hardware: HardwareConfig) -> Device:
     number = asked.partition(":")[2] or "0"
     if not number.isdecimal():
         raise ConfigError(f"hardware.device={asked!r} is unknown; it is auto, cpu, cuda or cuda:<index>.")
-    index = int(number)
-    if index >= torch.cuda.device_count():
+    index, there = int(number), torch.cuda.device_count()
+    if index >= there:
+        raise HardwareMissing(f"hardware.device={asked} does not exist; this machine has {there} GPU(s).")
+    if index + hardware.gpus > there:
         raise HardwareMissing(
-            f"hardware.device={asked} does not exist; this machine has {torch.cuda.device_count()} GPU(s)."
+            f"hardware.gpus={hardware.gpus}: from cuda:{index} on this machine has {there - index} GPU(s); use "
+            f"hardware.gpus={there - index}, or simulate more with hardware=sim_a100_80g hardware.gpus={hardware.gpus}."
         )
-    if hardware.gpus > 1:
-        raise HardwareMissing(
-            f"hardware.gpus={hardware.gpus}: a real model runs on one GPU in this version; use hardware.gpus=1, "
-            "or simulate several with hardware=sim_a100_80g hardware.gpus=4."
-        )
-    properties = torch.cuda.get_device_properties(index)
+    each = [torch.cuda.get_device_properties(index + number) for number in range(hardware.gpus)]
     return Device(
         kind="cuda",
         name=f"cuda:{index}",
-        identity=f"GPU-{properties.uuid}",
-        label=str(properties.name),
-        count=1,
-        gpu_bytes=int(properties.total_memory),
+        identity=f"GPU-{each[0].uuid}",
+        label=str(each[0].name),
+        count=hardware.gpus,
+        gpu_bytes=hardware.gpus * min(int(one.total_memory) for one in each),
         cpu_bytes=host_memory_bytes(),
+        others=tuple(f"GPU-{one.uuid}" for one in each[1:]),
     )
 
 
@@ -124,20 +138,21 @@ def free_device_bytes(device: Device) -> int:
     if device.kind == "cuda":
         import torch
 
-        free, _ = torch.cuda.mem_get_info(device.name)
-        return int(free) + int(torch.cuda.memory_reserved(device.name))
+        free = (torch.cuda.mem_get_info(name)[0] + torch.cuda.memory_reserved(name) for name in device.names)
+        return int(min(free)) * device.count
     return free_host_memory_bytes() if device.kind == "cpu" else device.gpu_bytes
 
 
 def _cpu(hardware: HardwareConfig) -> Device:
-    if hardware.gpus > 1:
+    if hardware.gpus > cores():
         raise HardwareMissing(
-            f"hardware.gpus={hardware.gpus}: this trial would run on the CPU, which is one device; use hardware.gpus=1, or "
-            f"simulate several with hardware=sim_a100_80g hardware.gpus={hardware.gpus}."
+            f"hardware.gpus={hardware.gpus}: on the CPU each of them is a process with a core to itself, and there are "
+            f"{cores()} cores; use hardware.gpus={cores()} or fewer, or simulate several GPUs with hardware=sim_a100_80g "
+            f"hardware.gpus={hardware.gpus}."
         )
     limit = memory_limit_bytes(hardware)
     memory = host_memory_bytes() if limit is None else min(limit, host_memory_bytes())
-    return Device("cpu", "cpu", "cpu", cpu_label(), 1, memory, memory)
+    return Device("cpu", "cpu", "cpu", cpu_label(), hardware.gpus, memory, memory)
 
 
 def memory_limit_bytes(hardware: HardwareConfig) -> int | None:

@@ -130,6 +130,8 @@ def plan_trial(config: TrialConfig) -> TrialPlan:
     model = model_spec(config.model, device, str(profile.where["dtype"]) if profile and device.simulated else None)
     chunk = config.cache.chunk_tokens
     disk = disk_size.in_blocks(model.kv_bytes_per_token, chunk)  # of the machine, whose devices share it
+    if device.divided:
+        _check_divided(config, device, model, disk)
     _check_disk(config, device, disk)
     if profile is not None:
         profile.refuse_other(model, chunk)
@@ -148,6 +150,28 @@ def plan_trial(config: TrialConfig) -> TrialPlan:
         disk_blocks=disk if baseline.cpu_tier else 0,
     )
     return _sized(plan, total) if plan.gpu_auto else plan
+
+
+def _check_divided(config: TrialConfig, device: Device, model: ModelSpec, disk_blocks: int) -> None:
+    """Raises ConfigError where the model cannot be divided among the devices, or with it what else is asked for."""
+    gpus, heads = device.count, model.kv_heads
+    if heads % gpus:
+        fewer = next(count for count in range(gpus, 0, -1) if heads % count == 0)
+        raise ConfigError(
+            f"hardware.gpus={gpus}: model={model.name} has {heads} KV heads, which cannot be divided evenly among {gpus}; "
+            f"use hardware.gpus={fewer}, or another model."
+        )
+    whole = {
+        f"baseline={config.baseline.name} is an engine of others": config.baseline.engine is not None,
+        f"model.quantization={config.model.quantization} rounds whole projections": config.model.quantization
+        is not None,
+        f"cache.disk={config.cache.disk} keeps whole chunks": disk_blocks > 0,
+        "trial.profile=true traces one process": config.trial.profile,
+    }
+    for reason in (reason for reason, asked in whole.items() if asked):
+        raise ConfigError(
+            f"hardware.gpus={gpus} divides the model among processes, and {reason}; leave one of the two out."
+        )
 
 
 def _check_disk(config: TrialConfig, device: Device, disk_blocks: int) -> None:

@@ -17,7 +17,7 @@ GPU_USABLE = 0.95
 def preflight(plan: TrialPlan) -> None:
     """Check parts, then memory, then weights: a machine too small for a model needs no advice on downloading it.
 
-    Raises EngineMissing, ConfigError, HardwareMissing, WeightsMissing, CapacityError.
+    Raises EngineMissing, ConfigError, HardwareMissing, WeightsMissing, UnsupportedModel, CapacityError.
     """
     find_parts(plan.config)
     if plan.config.baseline.engine is not None:
@@ -27,6 +27,10 @@ def preflight(plan: TrialPlan) -> None:
     check_memory(plan)
     if not plan.device.simulated:
         check_weights(plan.config.model)
+    if plan.device.divided:
+        from pensieve.worker.torch.sharding import refuse_unsharded  # brings torch
+
+        refuse_unsharded(plan.model, plan.device.count)
     build_workload(plan, build_tokenizer(plan.config.model, plan.model.vocab, plan.device.simulated))
 
 

@@ -25,7 +25,8 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def _die_with_guard() -> None:
+def die_with_parent() -> None:
+    """Linux kills this process when the one that started it ends."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -42,7 +43,7 @@ def main(life: int, command: list[str]) -> int:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     os.set_inheritable(life, False)
     try:
-        child = subprocess.Popen(command, preexec_fn=_die_with_guard)
+        child = subprocess.Popen(command, preexec_fn=die_with_parent)
     except OSError as error:
         print(f"{command[0]} cannot be run: {error.strerror}", file=sys.stderr)
         return 127

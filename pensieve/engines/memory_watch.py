@@ -83,6 +83,15 @@ def this_process() -> Mapping[int, float]:
     return {os.getpid(): 0.0}
 
 
+def with_children() -> Mapping[int, float]:
+    """This process and all that it has started."""
+    found = dict(this_process())
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            found[child.pid] = child.create_time()
+    return found
+
+
 def forbid_more(limit_bytes: int) -> None:
     """This process gets no more private memory than that from the kernel (RLIMIT_DATA): one large allocation fails before
     any watch could see it. Nothing happens where the system has no such limit."""

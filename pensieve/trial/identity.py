@@ -55,7 +55,7 @@ def device_facts(plan: TrialPlan) -> dict[str, Any]:
 
     hardware, kind = plan.config.hardware, plan.device.kind
     attention = expected(plan.config.attention_backend, kind, plan.model.dtype, plan.chunk_tokens)
-    recorded = hardware.graphs == "auto" and kind == "cuda" and attention in CAPTURING
+    recorded = hardware.graphs == "auto" and kind == "cuda" and attention in CAPTURING and not plan.device.divided
     return {
         **device,
         "threads": hardware.threads or physical_cores(),

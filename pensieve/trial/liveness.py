@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -96,9 +96,11 @@ class Deadline:
             )
 
 
-def lock_file(device: Device) -> Path:
-    """One file for each device of this machine, in the temporary folder that all users share: their trials count too."""
-    return Path(tempfile.gettempdir()) / f"pensieve-{re.sub(r'[^A-Za-z0-9-]', '-', device.identity)}.lock"
+def lock_files(device: Device) -> list[Path]:
+    """One file for each device of this machine, in the temporary folder that all users share: their trials count too. Several
+    are always taken in this order, so that nobody waits in a circle."""
+    identities = sorted((device.identity, *device.others))
+    return [Path(tempfile.gettempdir()) / f"pensieve-{re.sub(r'[^A-Za-z0-9-]', '-', one)}.lock" for one in identities]
 
 
 @contextmanager
@@ -107,20 +109,21 @@ def device_lock(device: Device, exclusive: bool, say: Callable[[str], None]) -> 
     if device.simulated or not exclusive:
         yield
         return
-    path = lock_file(device)
-    lock = FileLock(path, mode=0o666)
-    try:
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            say(f"Waiting for {device.label}: another trial runs on it (trial.exclusive=false would run beside it).")
-            lock.acquire()
-    except OSError as error:
-        raise HardwareMissing(
-            f"The lock {path} of {device.label} cannot be taken ({error.strerror}); delete it if nobody else uses the "
-            "device, or use trial.exclusive=false."
-        ) from error
-    try:
+    with ExitStack() as held:
+        for path in lock_files(device):
+            lock = FileLock(path, mode=0o666)
+            try:
+                try:
+                    lock.acquire(timeout=0)
+                except Timeout:
+                    say(
+                        f"Waiting for {device.label}: another trial runs on it (trial.exclusive=false would run beside it)."
+                    )
+                    lock.acquire()
+            except OSError as error:
+                raise HardwareMissing(
+                    f"The lock {path} of {device.label} cannot be taken ({error.strerror}); delete it if nobody else uses "
+                    "the device, or use trial.exclusive=false."
+                ) from error
+            held.callback(lock.release)
         yield
-    finally:
-        lock.release()

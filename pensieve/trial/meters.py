@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 import psutil
@@ -38,7 +40,7 @@ def meter_of(device: Device) -> Meter | None:
     if device.simulated:
         return None
     if device.kind != "cuda":
-        return CpuMeter()
+        return CpuMeter(device.divided)
     try:
         return NvmlMeter(device.identity, device.name)
     except Exception as error:  # no library, no permission, a partition without counters: the trial runs all the same
@@ -55,9 +57,10 @@ def forget_allocator_peak() -> None:
 
 
 def allocator_peak_bytes(device: Device) -> int | None:
-    """Sum of the devices' peaks of torch's allocator since forget_allocator_peak; None where torch uses no CUDA."""
+    """Sum of the devices' peaks of torch's allocator since forget_allocator_peak; None where torch uses no CUDA, or where it
+    is used by other processes."""
     torch = _cuda()
-    if torch is None or device.kind != "cuda":
+    if torch is None or device.kind != "cuda" or device.divided:
         return None
     return sum(int(torch.cuda.max_memory_allocated(number)) for number in range(torch.cuda.device_count()))
 
@@ -70,25 +73,39 @@ def _cuda() -> Any:
 
 
 class CpuMeter:
-    """This process without its children: cpu_util_pct of all cores it may use, memory_bytes resident."""
+    """This process, cpu_util_pct of all cores it may use, memory_bytes resident. children: with those that it has started,
+    where they compute; memory that several share is then counted for each."""
 
     device = "cpu"
 
-    def __init__(self) -> None:
-        self._process = psutil.Process()
+    def __init__(self, children: bool = False) -> None:
+        self._processes = {os.getpid(): psutil.Process()}
+        self._children = children
         self._cores = cores()
-        self._process.cpu_percent(None)  # the first answer is always 0
+        self._measured()  # the first answer of a process is always 0
 
     def read(self) -> list[Quantity]:
-        with self._process.oneshot():
-            load = self._process.cpu_percent(None) / self._cores
-            return [
-                Quantity("cpu_util_pct", load, "%"),
-                Quantity("memory_bytes", float(self._process.memory_info().rss), "bytes"),
-            ]
+        load, memory = self._measured()
+        return [Quantity("cpu_util_pct", load / self._cores, "%"), Quantity("memory_bytes", memory, "bytes")]
 
     def close(self) -> None:
         pass
+
+    def _measured(self) -> tuple[float, float]:
+        """Per cent of a core, and bytes."""
+        load = memory = 0.0
+        for process in self._all():
+            with suppress(psutil.NoSuchProcess), process.oneshot():  # it may have ended meanwhile
+                load += process.cpu_percent(None)
+                memory += process.memory_info().rss
+        return load, memory
+
+    def _all(self) -> list[psutil.Process]:
+        """The same objects at each reading: they know how much time had passed at the last one."""
+        if self._children:
+            for child in self._processes[os.getpid()].children(recursive=True):
+                self._processes.setdefault(child.pid, child)
+        return list(self._processes.values())
 
 
 class NvmlMeter:

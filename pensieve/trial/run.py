@@ -28,7 +28,7 @@ from pensieve.compose import (
 from pensieve.compose.explain import explain, explain_crash
 from pensieve.compose.machine import memory_limit_bytes
 from pensieve.compose.preflight import preflight
-from pensieve.engines.memory_watch import MemoryWatch, this_process
+from pensieve.engines.memory_watch import MemoryWatch, this_process, with_children
 from pensieve.errors import (
     ConfigError,
     EngineMissing,
@@ -240,7 +240,8 @@ def _run(
             if live is not None:
                 live.watch(occupancy)
             limit_bytes = memory_limit_bytes(config.hardware)
-            own = MemoryWatch(limit_bytes, this_process) if limit_bytes is not None and not outside else None
+            ours = with_children if plan.device.divided else this_process
+            own = MemoryWatch(limit_bytes, ours) if limit_bytes is not None and not outside else None
             with sampler, occupancy, own or nullcontext():
                 record = _replay(trial_id, system, workload, described, tracking, job, deadline, live)
             if live is not None:

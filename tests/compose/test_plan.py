@@ -1,6 +1,8 @@
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from pensieve.compose import plan_trial
 from pensieve.compose.machine import Device, find_device
@@ -141,6 +143,56 @@ def test_weights_that_cannot_be_had(monkeypatch, tmp_path):
     check_weights(checked().model)
 
 
-def test_a_cpu_is_one_device():
-    with pytest.raises(HardwareMissing, match=r"hardware\.gpus=8: .* the CPU.*hardware=sim_a100_80g hardware\.gpus=8"):
+def test_a_cpu_has_no_more_devices_than_cores(monkeypatch):
+    monkeypatch.setattr("pensieve.compose.machine.cores", lambda: 2)
+    with pytest.raises(
+        HardwareMissing, match=r"hardware\.gpus=8: on the CPU .* 2 cores.*=sim_a100_80g hardware\.gpus=8"
+    ):
         find_device(HardwareConfig(name="cpu", simulated=False, device="cpu", gpus=8))
+    device = find_device(HardwareConfig(name="cpu", simulated=False, device="cpu", gpus=2))
+    assert (device.count, device.names, device.divided) == (2, ("cpu", "cpu"), True)
+    assert device.gpu_bytes == find_device(HardwareConfig(name="cpu", simulated=False, device="cpu")).gpu_bytes
+
+
+TWO = ("hardware=cpu", "hardware.gpus=2", "model.weights=random")
+
+
+def test_a_model_is_divided_by_its_kv_heads(monkeypatch):
+    monkeypatch.setattr("pensieve.compose.machine.cores", lambda: 4)
+    one, two = (plan_trial(checked(*TWO, "cache.gpu=64MiB", f"hardware.gpus={gpus}")) for gpus in (1, 2))
+    assert two.gpu_blocks == 2 * one.gpu_blocks, "cache.gpu is a device's"
+    assert two.hardware.gpu_memory_bytes * 2 == one.hardware.gpu_memory_bytes, "and a CPU's memory is shared"
+    heads = two.model.kv_heads
+    with pytest.raises(
+        ConfigError, match=rf"has {heads} KV heads, .* among 3; use hardware\.gpus={1 if heads % 2 else 2}"
+    ):
+        plan_trial(checked(*TWO, "hardware.gpus=3"))
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("cache.disk=1GiB", r"cache\.disk=1GiB"),
+        ("model.quantization=int8", r"model\.quantization=int8"),
+        ("trial.profile=true", r"trial\.profile=true"),
+        ("baseline=llama_cpp", "baseline=llama_cpp"),
+    ],
+)
+def test_what_one_process_does_alone_is_refused_with_several(monkeypatch, override, named):
+    monkeypatch.setattr("pensieve.compose.machine.cores", lambda: 2)
+    with pytest.raises(ConfigError, match=rf"hardware\.gpus=2 divides .* {named} .*leave one of the two out"):
+        plan_trial(checked(*TWO, override))
+
+
+def test_more_gpus_than_there_are(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    one = SimpleNamespace(uuid="0", name="a GPU", total_memory=100)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**{**vars(one), "uuid": str(index)})
+    )
+    with pytest.raises(HardwareMissing, match=r"hardware\.gpus=4: from cuda:1 on this machine has 3 GPU.*gpus=3"):
+        find_device(HardwareConfig(name="cuda", simulated=False, device="cuda:1", gpus=4))
+    device = find_device(HardwareConfig(name="cuda", simulated=False, device="cuda:1", gpus=3))
+    assert (device.names, device.gpu_bytes) == (("cuda:1", "cuda:2", "cuda:3"), 300)
+    assert (device.identity, device.others) == ("GPU-1", ("GPU-2", "GPU-3"))

@@ -25,6 +25,7 @@ from pensieve.worker.torch.fused.int8 import quantise
 from pensieve.worker.torch.kernels.base import AttentionBackend
 from pensieve.worker.torch.kernels.choose import load_backend, order
 from pensieve.worker.torch.self_check import SelfCheck
+from pensieve.worker.torch.sharding import Ranks, refuse_unsharded, shard_random
 from pensieve.worker.torch.threads import physical_cores
 
 # Run through the plug without an error, or seem to, and are wrong: attention with sinks, chunked attention, latent KV.
@@ -41,7 +42,8 @@ _TIED_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in memory, checked. spec: as it runs, so size caches by this one.
+    """A model in memory, checked. spec: as it runs, so size caches by this one. ranks: the processes that have it together,
+    None where this one has all of it; spec then has the heads of this process.
 
     weights: "random", "hub" or the folder. revision: the commit that was loaded, where the hub gave one. module: the
     transformers model, the reference in tests; forward: what serves, over the same weights; forward_note: why it is not
@@ -65,6 +67,7 @@ class LoadedModel:
     attention_asked: str = "auto"
     attention_note: str = ""
     fell_back: bool = False
+    ranks: Ranks | None = None
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -88,6 +91,7 @@ def load_model(
     fused: bool = True,
     attention: str = "auto",
     chunk_tokens: int = 32,
+    ranks: Ranks | None = None,
 ) -> LoadedModel:
     """Load through transformers (safetensors only, never remote code) and check against eager attention.
 
@@ -95,10 +99,14 @@ def load_model(
     save_pretrained. device: auto, cpu, cuda or cuda:N. threads: CPU threads, all physical cores by default. fused: use
     the fused forward where the architecture has one and it passes the check; otherwise transformers' modules.
     attention: a backend's name, or auto for the best that loads and passes the check with blocks of `chunk_tokens`.
+    ranks: load this process's part, by transformers' plan for the model and in transformers' modules; all of them load at
+    once, and all compute in every forward.
     Raises WeightsMissing, HardwareMissing, UnsupportedModel, EngineMissing for a backend that cannot run here.
     """
     where = resolve_device(device)
-    _check_memory(spec, where)
+    _check_memory(spec, where, 1 if ranks is None else ranks.count)
+    if ranks is not None:
+        refuse_unsharded(spec, ranks.count)
     dtype = getattr(torch, spec.dtype)
     names = order(attention, where)
     if attention != "auto":  # said before minutes are spent on the weights
@@ -109,8 +117,9 @@ def load_model(
     started = perf_counter()
     with quiet_transformers():
         try:
-            module = _module(spec, weights, hub_id, revision, seed, where)
-            chosen = choose(module, spec, where, dtype, fused, names, chunk_tokens)
+            module = _module(spec, weights, hub_id, revision, seed, where, ranks)
+            part = spec if ranks is None else ranks.part_of(spec)
+            chosen = choose(module, part, where, dtype, fused and ranks is None, names, chunk_tokens)
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise HardwareMissing(
                 f"Model {spec.name} needs {format_bytes(spec.weight_bytes)} for its weights, more than {where} has left; "
@@ -119,8 +128,8 @@ def load_model(
     return LoadedModel(
         module=module,
         forward=chosen.forward,
-        forward_note=chosen.forward_note,
-        spec=spec,
+        forward_note=chosen.forward_note if ranks is None else "sharded by transformers' plan for the architecture",
+        spec=part,
         config=module.config,
         device=where,
         dtype=dtype,
@@ -133,6 +142,7 @@ def load_model(
         attention_asked=attention,
         attention_note=chosen.attention_note,
         fell_back=chosen.fell_back,
+        ranks=ranks,
     )
 
 
@@ -147,15 +157,21 @@ def load_module(
 
 
 def _module(
-    spec: ModelSpec, weights: str, hub_id: str | None, revision: str | None, seed: int, where: torch.device
+    spec: ModelSpec,
+    weights: str,
+    hub_id: str | None,
+    revision: str | None,
+    seed: int,
+    where: torch.device,
+    ranks: Ranks | None = None,
 ) -> Any:
     dtype = getattr(torch, spec.dtype)
     if weights == "random":
-        module = _random(spec, dtype, where, seed)
+        module = _random(spec, dtype, where, seed) if ranks is None else _random_part(spec, dtype, seed, ranks)
     elif weights == "hub":
-        module = _from_hub(spec, hub_id, revision, dtype)
+        module = _from_hub(spec, hub_id, revision, dtype, ranks)
     else:
-        module = _from_folder(spec, weights, dtype)
+        module = _from_folder(spec, weights, dtype, ranks)
     module = module.to(where).eval().requires_grad_(False)
     check_sizes(spec, module.config)
     if spec.quantization == "int8":
@@ -182,10 +198,11 @@ def resolve_device(device: str) -> torch.device:
     return torch.device("cpu")
 
 
-def _check_memory(spec: ModelSpec, device: torch.device) -> None:
-    """Before anything is allocated: a CPU machine grants more memory than it has, and kills the process later."""
+def _check_memory(spec: ModelSpec, device: torch.device, parts: int) -> None:
+    """Before anything is allocated: a CPU machine grants more memory than it has, and kills the process later. parts: of the
+    model, on as many devices where they are GPUs."""
     on_gpu = device.type == "cuda"
-    total = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
+    total = torch.cuda.mem_get_info(device)[1] * parts if on_gpu else psutil.virtual_memory().total
     if spec.weight_bytes > total:
         raise HardwareMissing(
             f"Model {spec.name} needs {format_bytes(spec.weight_bytes)} for its weights in {spec.dtype}, and {device} has "
@@ -271,14 +288,20 @@ def _random(spec: ModelSpec, dtype: torch.dtype, device: torch.device, seed: int
     return module
 
 
-def _from_folder(spec: ModelSpec, path: str, dtype: torch.dtype) -> Any:
+def _random_part(spec: ModelSpec, dtype: torch.dtype, seed: int, ranks: Ranks) -> Any:
+    module = shard_random(spec, ranks, lambda: _random(spec, dtype, torch.device("cpu"), seed))
+    _check_settable(spec.name, module)
+    return module
+
+
+def _from_folder(spec: ModelSpec, path: str, dtype: torch.dtype, ranks: Ranks | None) -> Any:
     if not (Path(path) / "config.json").is_file():
         raise WeightsMissing(
             f"model.weights={path} is not a model folder (it has no config.json); give a folder written by "
             "save_pretrained, or set model.weights=random (same speed, meaningless text)."
         )
     try:
-        return _pretrained(spec.name, path, None, dtype, local_files_only=True)
+        return _pretrained(spec.name, path, None, dtype, ranks, local_files_only=True)
     except (OSError, json.JSONDecodeError) as error:
         raise WeightsMissing(
             f"{path} holds no safetensors weights that can be read ({first_line(error)}); save the model again with "
@@ -286,18 +309,20 @@ def _from_folder(spec: ModelSpec, path: str, dtype: torch.dtype) -> Any:
         ) from error
 
 
-def _from_hub(spec: ModelSpec, hub_id: str | None, revision: str | None, dtype: torch.dtype) -> Any:
+def _from_hub(
+    spec: ModelSpec, hub_id: str | None, revision: str | None, dtype: torch.dtype, ranks: Ranks | None
+) -> Any:
     """The local cache first; the network only if that lacks it and one short question is answered."""
     if hub_id is None:
         raise WeightsMissing(f"Model {spec.name} has no published weights; set model.weights=random or a folder.")
     try:
-        return _pretrained(spec.name, hub_id, revision, dtype, local_files_only=True)
+        return _pretrained(spec.name, hub_id, revision, dtype, ranks, local_files_only=True)
     except OSError:
         pass  # not in the cache, or not wholly
     reason = why_not(hub_id, revision)
     if reason is None:
         try:
-            return _pretrained(spec.name, hub_id, revision, dtype, local_files_only=False)
+            return _pretrained(spec.name, hub_id, revision, dtype, ranks, local_files_only=False)
         except OSError as error:
             reason = first_line(error)
     raise WeightsMissing(
@@ -306,7 +331,9 @@ def _from_hub(spec: ModelSpec, hub_id: str | None, revision: str | None, dtype: 
     )
 
 
-def _pretrained(name: str, source: str, revision: str | None, dtype: torch.dtype, local_files_only: bool) -> Any:
+def _pretrained(
+    name: str, source: str, revision: str | None, dtype: torch.dtype, ranks: Ranks | None, local_files_only: bool
+) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     options = {"revision": revision, "local_files_only": local_files_only, "trust_remote_code": False}
@@ -314,8 +341,9 @@ def _pretrained(name: str, source: str, revision: str | None, dtype: torch.dtype
         config = AutoConfig.from_pretrained(source, **options)
         _check_config(name, config)
         module = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=dtype, attn_implementation="eager", use_safetensors=True, **options
-        )
+            source, config=config, dtype=dtype, attn_implementation="eager", use_safetensors=True, **options,
+            **({} if ranks is None else ranks.options()),
+        )  # fmt: skip
     except (ValueError, KeyError) as error:
         raise UnsupportedModel(
             f"{source} is not a model that transformers can load here: {first_line(error)}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -32,7 +31,8 @@ def upcast(module: Any, layers: int) -> Iterator[None]:
             hook.remove()
 
 
-_Raised = dict[int, tuple[torch.Tensor, torch.Tensor]]  # by id: what is float32 now, and its own data
+_Place = tuple[dict[str, torch.Tensor | None], str]  # a module's own parameters or buffers, and a name among them
+_Raised = dict[int, list[tuple[_Place, torch.Tensor]]]  # by the id of the part: where its weights belong
 
 
 def _parts(module: Any, layers: int) -> Iterator[Any]:
@@ -44,24 +44,31 @@ def _parts(module: Any, layers: int) -> Iterator[Any]:
     yield from (part for part in module.modules() if part not in inside and list(_weights(part, recurse=False)))
 
 
-def _weights(part: Any, recurse: bool) -> Iterator[torch.Tensor]:
-    every = chain(part.parameters(recurse=recurse), part.buffers(recurse=recurse))
-    return (tensor for tensor in every if tensor.dtype in _HALVES)
+def _weights(part: Any, recurse: bool) -> Iterator[tuple[_Place, torch.Tensor]]:
+    for module in part.modules() if recurse else (part,):
+        for own in (module._parameters, module._buffers):
+            for name, tensor in own.items():
+                if tensor is not None and tensor.dtype in _HALVES:
+                    yield (own, name), tensor
 
 
 def _raise(raised: _Raised) -> Callable[..., None]:
+    """Tensors are exchanged, not their data: one that is divided among processes (a DTensor) would keep its own."""
+
     def hook(part: Any, _: Any) -> None:
-        for tensor in list(_weights(part, recurse=True)):
-            raised[id(tensor)] = tensor, tensor.data
-            tensor.data = tensor.data.float()
+        raised[id(part)] = found = list(_weights(part, recurse=True))
+        for (own, name), tensor in found:
+            whole = tensor.detach().float()
+            own[name] = (
+                torch.nn.Parameter(whole, requires_grad=False) if isinstance(tensor, torch.nn.Parameter) else whole
+            )
 
     return hook
 
 
 def _lower(raised: _Raised) -> Callable[..., None]:
     def hook(part: Any, *_: Any) -> None:
-        for tensor in chain(part.parameters(), part.buffers()):
-            if id(tensor) in raised:
-                tensor.data = raised.pop(id(tensor))[1]
+        for (own, name), tensor in raised.pop(id(part), []):
+            own[name] = tensor
 
     return hook

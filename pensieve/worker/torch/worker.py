@@ -40,7 +40,9 @@ class TorchWorker:
     A plan's swap-ins are started first, then its swap-outs, then its forward, which waits for the loads it needs, and
     sampling. Copies that outlast their plan are reported by a later `collect`. The token that a slot sampled last stays on
     the device for the next plan, so that nothing but the tokens' copy is ever waited for. An exception on the device
-    becomes StepResult.error; tables of that plan stand, its copies are over, and the worker goes on.
+    becomes StepResult.error; tables of that plan stand, its copies are over, and the worker goes on. Where several processes
+    have the model together, all perform every plan, rank 0 draws the tokens for all, and an exception in a launch is raised:
+    the others wait inside of the forward, and none of them can go on.
 
     stall_ns is the time for which compute waited for copies: on a CPU all of their time, over a link (a GPU's, or its
     stand-in) the part of the swap-ins that the layers' own work did not cover.
@@ -138,6 +140,8 @@ class TorchWorker:
         return {
             "engine": "torch",
             "device": torch.cuda.get_device_name(model.device) if on_gpu else "cpu",
+            "ranks": 1 if model.ranks is None else model.ranks.count,
+            "collectives": "none" if model.ranks is None else model.ranks.backend,
             "dtype": str(model.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "depth": self.depth,
@@ -184,6 +188,8 @@ class TorchWorker:
                 if plan.rows:
                     self._start(flight)
         except Exception as failure:  # anything the device or the model's code raises fails this step only
+            if self.model.ranks is not None:
+                raise
             flight.error = without_frames(failure)
         flight.h2d_bytes, flight.d2h_bytes = transfer.h2d_bytes - h2d, transfer.d2h_bytes - d2h
 
@@ -250,12 +256,16 @@ class TorchWorker:
             flight.ended_ns = self._clock.now_ns()
 
     def _sample(self, flight: Flight, batch: Batch, logits: torch.Tensor) -> None:
-        drawn = draw(logits, batch.draws)
-        slots = tuple(slot for slot, _ in batch.sampled)
+        ranks, slots = self.model.ranks, tuple(slot for slot, _ in batch.sampled)
+        drawn = draw(logits, batch.draws) if ranks is None or ranks.first else None
+        tokens = self._last_tokens.new_zeros(len(slots)) if drawn is None else drawn.tokens
+        if ranks is not None:
+            tokens = ranks.agree(tokens.contiguous())
         self._make_room_for(max(slots))
         assert batch.sampled_slots is not None
-        self._last_tokens.index_copy_(0, batch.sampled_slots, drawn.tokens)
-        flight.send(slots, drawn)
+        self._last_tokens.index_copy_(0, batch.sampled_slots, tokens)
+        if drawn is not None:
+            flight.send(slots, drawn)
         if self.keep_logits:
             flight.logits = {slot: row.float().cpu().clone() for slot, row in zip(slots, logits, strict=True)}
 

@@ -1,0 +1,252 @@
+"""A model divided between two processes: every token is transformers' own, wherever its history was; they end together."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache as remember
+from typing import Any
+
+import psutil
+import pytest
+
+from pensieve.baselines.threaded_system import ThreadedSystem
+from pensieve.cache.two_tier import TwoTierCache
+from pensieve.clock import WallClock
+from pensieve.engine import Engine
+from pensieve.engines.rank_messages import Setup, launch, launched, receive, send
+from pensieve.engines.ranks import Together
+from pensieve.engines.tensor_parallel import TensorParallelWorker
+from pensieve.errors import UnsupportedModel, WorkerError
+from pensieve.eviction.retention_value import RetentionValue
+from pensieve.plan import Copy, Row, Sample, StartReport, StepPlan, StepResult
+from pensieve.record import TurnRecord
+from pensieve.request import Length, Request, Sampling
+from pensieve.scheduler.composition import SchedulerSettings
+from pensieve.specs import HardwareSpec
+from pensieve.worker.torch.options import TorchOptions
+from pensieve.worker.torch.sharding import refuse_unsharded
+from pensieve.worker.torch.worker import TorchWorker
+from tests.simulated import policy_context
+from tests.worker.torch.driver import plain_generate, random_tokens, tiny_model, tiny_spec
+
+CHUNK = 8
+PATIENCE_S = 20.0
+load = remember(tiny_model)
+
+
+class Served:
+    """An engine over a worker that is started anew with these pools."""
+
+    def __init__(self, worker: Any, gpu_blocks: int, cpu_blocks: int, **settings: Any) -> None:
+        policy = RetentionValue(policy_context(CHUNK, gpu_blocks, cpu_blocks))
+        self.cache = TwoTierCache(policy=policy, chunk_tokens=CHUNK, gpu_blocks=gpu_blocks, cpu_blocks=cpu_blocks)
+        self.started: StartReport = worker.start(gpu_blocks, cpu_blocks)
+        self.engine = Engine(
+            cache=self.cache,
+            settings=SchedulerSettings(**settings),
+            worker=worker,
+            clock=WallClock(),
+            max_context=512,
+        )
+
+    def run(self, *requests: Request) -> dict[int, TurnRecord]:
+        for request in requests:
+            self.engine.submit(request)
+        finished: dict[int, TurnRecord] = {}
+        while self.engine.busy:
+            finished |= {e.request_id: e.turn for e in self.engine.step(None) if e.turn is not None}
+            self.cache.check()
+        assert {turn.status for turn in finished.values()} == {"completed"}
+        return finished
+
+    def history(self, session: str) -> list[int]:
+        known = self.cache.find(session)
+        return [] if known is None else list(known.tokens)
+
+
+def exact_turns(served: Served, reference: Any, turns: int, sessions: str, output: int) -> list[TurnRecord]:
+    """Rounds of one request a session, all of a round at once; each reply is transformers' generate over its history."""
+    number, records = 0, []
+    for turn in range(1, turns + 1):
+        batch, expected = [], {}
+        for session in sessions:
+            number += 1
+            prompt = random_tokens(11 + 5 * (number % 4), number)
+            batch.append(Request(number, session, turn, prompt, Length(output)))
+            expected[number] = plain_generate(reference, [*served.history(session), *prompt], output)
+        finished = served.run(*batch)
+        assert {n: list(record.token_ids) for n, record in finished.items()} == expected
+        records += finished.values()
+    return records
+
+
+def setup(name: str = "llama", ranks: int = 2, **changes: Any) -> Setup:
+    return Setup(
+        model=tiny_spec(name, **changes), weights="random", hub_id=None, revision=None, seed=0,
+        devices=("cpu",) * ranks, threads=1, attention="auto", chunk_tokens=CHUNK, options=TorchOptions(),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[TensorParallelWorker]:
+    """Two processes of a Llama with 4 heads and 2 KV heads: one KV head each."""
+    worker = TensorParallelWorker(setup(), WallClock())
+    yield worker
+    worker.close()
+
+
+# -- what needs the processes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_gpu_hit_cpu_restore_dropped_and_recomputed_equal_generate(group: TensorParallelWorker) -> None:
+    served = Served(group, gpu_blocks=20, cpu_blocks=10)
+    records = exact_turns(served, load("llama"), turns=4, sessions="abcd", output=5)
+    for where in ("gpu_hit_tokens", "cpu_hit_tokens", "recomputed_tokens"):
+        assert sum(getattr(record, where) or 0 for record in records) > 0, f"no {where}: the test shows nothing"
+    counters = served.engine.counters
+    assert counters.sent_plans == counters.steps > 0
+    assert counters.plan_bytes > 100 * counters.steps and counters.plan_ns > 0
+    block_bytes = CHUNK * tiny_spec("llama").kv_bytes_per_token
+    assert counters.h2d_bytes == served.cache.counters.swapped_in_blocks * block_bytes, (
+        "both halves of a block are counted"
+    )
+    assert served.started.settings["ranks"] == 2 and served.started.settings["collectives"] == "gloo"
+    assert served.started.settings["gpu_pool_bytes"] == 20 * block_bytes, "each rank has its heads of the pool, no more"
+
+
+@pytest.mark.slow
+def test_preempted_requests_equal_generate(group: TensorParallelWorker) -> None:
+    served = Served(group, gpu_blocks=8, cpu_blocks=8)
+    prompts = {number: random_tokens(20, number) for number in (1, 2)}
+    finished = served.run(*(Request(n, f"s{n}", 1, prompt, Length(24)) for n, prompt in prompts.items()))
+    assert served.engine.scheduler.counters.preempted > 0
+    for number, prompt in prompts.items():
+        assert list(finished[number].token_ids) == plain_generate(load("llama"), prompt, 24)
+
+
+@pytest.mark.slow
+def test_tokens_drawn_by_chance_are_those_of_one_process(group: TensorParallelWorker) -> None:
+    def drawn(worker: Any) -> list[list[int]]:
+        requests = [Request(n, f"s{n}", 1, random_tokens(9, n), Length(10)) for n in (1, 2)]
+        for request in requests:
+            request.sampling = Sampling(temperature=1.0, top_p=0.9, seed=5)
+        finished = Served(worker, gpu_blocks=20, cpu_blocks=0).run(*requests)
+        return [list(finished[number].token_ids) for number in (1, 2)]
+
+    assert drawn(group) == drawn(TorchWorker(load("llama"), CHUNK, WallClock()))
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_engine_with_its_name_and_leaves_nobody(group: TensorParallelWorker) -> None:
+    """The last test of the group: it is gone afterwards."""
+    system = ThreadedSystem(
+        model=tiny_spec("llama"), hardware=HardwareSpec("cpu", simulated=False, device="cpu"), worker=group,
+        clock=WallClock(), cache=TwoTierCache, policy=RetentionValue, scheduler=SchedulerSettings(),
+        gpu_blocks=20, cpu_blocks=0, chunk_tokens=CHUNK,
+    )  # fmt: skip
+    guard = psutil.Process(group.pid)
+    rank_0 = guard.children()[0]
+    everybody = [guard, *guard.children(recursive=True)]
+    (other,) = rank_0.children()
+    system.start()
+    try:
+        system.submit(Request(1, "a", 1, random_tokens(9, 1), Length(140)))
+        assert until(lambda: any(event.kind == "token" for event in system.poll(system.clock.now_s() + 0.1)))
+        os.kill(other.pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match=rf"Rank 1 of 2 \(process {other.pid}\) was killed by signal 9"):
+            until(lambda: bool(system.poll(system.clock.now_s() + 1.0)) and False)
+    finally:
+        system.close()
+    assert until(lambda: not any(process.is_running() for process in everybody))
+
+
+# -- what needs none --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("gpt2", "has no tensor-parallel plan"), ("opt", "has no tensor-parallel plan")]
+)
+def test_an_architecture_without_a_plan_is_refused(name: str, why: str) -> None:
+    with pytest.raises(UnsupportedModel, match=rf"hardware\.gpus=2: .*{why} for {name}.*use hardware\.gpus=1"):
+        refuse_unsharded(tiny_spec(name), 2)
+
+
+def test_a_plan_that_gives_every_process_all_heads_is_refused() -> None:
+    """Phi-3 gathers its fused projection before it is cut into queries, keys and values."""
+    spec = replace(tiny_spec("llama"), name="phi", model_type="phi3")
+    with pytest.raises(UnsupportedModel, match=r"plan for phi3, .* gives every process all KV heads"):
+        refuse_unsharded(spec, 2)
+    refuse_unsharded(tiny_spec("llama"), 2)
+
+
+def test_a_copy_has_ended_when_it_has_on_all_ranks() -> None:
+    together = Together(2)
+    first = together.result([StepResult(1, {0: 7}, done=(1, 2)), StepResult(1, done=(2,))])
+    assert first is not None and (first.done, first.tokens) == ((2,), {0: 7})
+    assert together.result([None, None]) is None
+    second = together.result([None, StepResult(None, done=(1,))])
+    assert second is not None and (second.step, second.done) == (None, (1,))
+
+
+def test_a_copy_that_failed_on_one_rank_has_failed() -> None:
+    for results in (
+        [StepResult(1, failed=(4,)), StepResult(1, done=(4,))],
+        [StepResult(1, done=(4,)), StepResult(1, failed=(4,))],
+    ):
+        together = Together(2)
+        both = together.result(results)
+        assert both is not None and (both.done, both.failed) == ((), (4,))
+        again = together.result([StepResult(2, done=(4,)), StepResult(2, done=(4,))])
+        assert again is not None and (again.done, again.failed) == ((4,), ()), "a ticket may be used again"
+
+
+def test_times_are_the_slowest_rank_s_and_bytes_are_all_of_them() -> None:
+    slow = StepResult(3, ended_ns=90, compute_ns=8, stall_ns=1, h2d_bytes=10, d2h_bytes=2, plan_bytes=50, plan_ns=4)
+    fast = StepResult(
+        3, {1: 5}, {1: 0.5}, ended_ns=70, compute_ns=6, stall_ns=3, h2d_bytes=10, d2h_bytes=2, plan_bytes=50
+    )
+    assert Together(2).result([fast, slow]) == StepResult(
+        3, {1: 5}, {1: 0.5}, ended_ns=90, compute_ns=8, stall_ns=3, h2d_bytes=20, d2h_bytes=4, plan_bytes=50, plan_ns=4
+    )
+
+
+def test_a_start_has_the_pools_of_all_and_the_slowest_load() -> None:
+    settings = {"gpu_pool_bytes": 100, "cpu_pool_bytes": 10, "dtype": "float32"}
+    whole = Together.start([StartReport(1.0, 30.0, settings), StartReport(2.0, 20.0, settings)])
+    assert (whole.load_s, whole.warmup_ms) == (2.0, 30.0)
+    assert whole.settings == {"gpu_pool_bytes": 200, "cpu_pool_bytes": 20, "dtype": "float32"}
+
+
+def test_a_plan_arrives_as_it_was_sent() -> None:
+    rows = (
+        Row(0, ((0, 8), (16, 20)), tuple(range(12))),
+        Row(3, ((7, 8),), None, Sample(8, key=2**63 + 1, temperature=0.7, top_p=0.9, top_k=5)),
+    )
+    plan = StepPlan(4, rows, ((0, 0, (5, 6)),), (Copy(1, (0, 1), (2, 3)),), (Copy(2, (4,), (5,), urgent=True),))
+    before_ns = time.perf_counter_ns()
+    arrived, sent_ns = launched(launch(plan))
+    assert arrived == plan and before_ns <= sent_ns <= time.perf_counter_ns()
+
+
+def test_a_message_that_was_cut_off_is_none() -> None:
+    stream = io.BytesIO()
+    send(stream, b"whole")
+    stream.seek(0)
+    assert receive(stream) == b"whole" and receive(stream) is None
+    stream.seek(0)
+    assert receive(io.BytesIO(stream.read()[:-1])) is None
+
+
+def until(holds: Callable[[], bool]) -> bool:
+    ends = time.monotonic() + PATIENCE_S
+    while not holds():
+        if time.monotonic() > ends:
+            return False
+        time.sleep(0.02)
+    return True
