@@ -251,3 +251,11 @@ def test_out_of_memory_is_a_refusal_for_capacity_and_no_other():
     turns = [turn(f"s{n}", status=status, finish_reason=why) for n, (status, why) in enumerate(reasons)]
     metric = table(summarise(measurement(*turns)))["oom_turns", ""]
     assert (metric.value, metric.n) == (1.0, 4)
+
+
+def test_plans_have_a_size_and_a_way_only_where_they_go_to_other_processes():
+    metrics = summarise(measurement(turn(), counters={"sent_plans": 4.0, "plan_bytes": 1200.0, "plan_ms": 2.0}))
+    assert (value(metrics, "plan_bytes_mean"), value(metrics, "plan_ms_mean")) == (300.0, 0.5)
+    assert (table(metrics)["plan_ms_mean", ""].n, table(metrics)["plan_ms_mean", ""].n_unit) == (4, "plans")
+    alone = table(summarise(measurement(turn(), counters={"sent_plans": 0.0, "plan_bytes": 0.0, "plan_ms": 0.0})))
+    assert not {("plan_bytes_mean", ""), ("plan_ms_mean", "")} & set(alone), "a zero would look like a measurement"

@@ -268,7 +268,7 @@ def clock_and_worker(
 
 def _divided_worker(plan: TrialPlan, clock: Clock) -> TensorParallelWorker:
     """A process for each device. The type, the sizes and the seed are decided here, once for all of them."""
-    from pensieve.engines.ranks import Setup
+    from pensieve.engines.rank_messages import Setup
     from pensieve.engines.tensor_parallel import TensorParallelWorker
 
     config, device = plan.config, plan.device

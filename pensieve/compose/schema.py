@@ -95,7 +95,8 @@ class HardwareTerms(_Group):
 
 
 class HardwareConfig(_Group):
-    """A real machine needs device, gpus and threads only; the rates are for the simulated ones.
+    """A real machine needs device, gpus and threads only; the rates are for the simulated ones. gpus: devices that a model is
+    divided among; on a CPU, processes.
 
     depth: plans in flight; auto: see plan.plans_in_flight. graphs: replay decode iterations (YAML reads a bare off as
     false). copies: what moves blocks between a GPU and the CPU tier. memory_share: what cache.gpu=auto may fill, by default

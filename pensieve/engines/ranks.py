@@ -12,80 +12,25 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import struct
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from pensieve.engines.guard import die_with_parent
+from pensieve.engines.rank_messages import COLLECT, LAUNCH, ROOM, START, Failure, Setup, launched, receive, send
 from pensieve.errors import EngineFailed, PensieveError
-from pensieve.plan import StartReport, StepPlan, StepResult
-from pensieve.specs import ModelSpec
+from pensieve.plan import StartReport, StepResult
 
 if TYPE_CHECKING:
-    from pensieve.worker.torch.options import TorchOptions
     from pensieve.worker.torch.worker import TorchWorker
 
-_LENGTH = struct.Struct("<Q")
-_SENT = struct.Struct("<q")
 BLAME_S = 2.0  # how long rank 0, when it fails, waits to hear that another one failed first
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What all ranks start from. model, weights, hub_id, revision, seed, threads, attention, chunk_tokens: as load_model
-    takes them, threads of each. devices: one a rank, "cpu" or "cuda:N". store: the file by which they find each other, which
-    TensorParallelWorker names."""
-
-    model: ModelSpec
-    weights: str
-    hub_id: str | None
-    revision: str | None
-    seed: int
-    devices: tuple[str, ...]
-    threads: int
-    attention: str
-    chunk_tokens: int
-    options: TorchOptions
-    store: Path | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """The last answer: nothing comes after it."""
-
-    error: PensieveError
-
-
-def send(stream: IO[bytes], data: bytes) -> None:
-    """One message."""
-    stream.write(_LENGTH.pack(len(data)))
-    stream.write(data)
-    stream.flush()
-
-
-def receive(stream: IO[bytes]) -> bytes | None:
-    """The next message; None where the other end is gone."""
-    head = stream.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return None
-    data = stream.read(*_LENGTH.unpack(head))
-    return data if len(data) == _LENGTH.unpack(head)[0] else None
-
-
-# Commands: a letter, then what it needs. A plan also says when it was sent, on the clock that all processes share.
-LAUNCH, COLLECT, START, ROOM = b"L", b"C", b"S", b"R"
-
-
-def launch_command(plan: StepPlan) -> bytes:
-    return LAUNCH + _SENT.pack(time.perf_counter_ns()) + pickle.dumps(plan, pickle.HIGHEST_PROTOCOL)
 
 
 class MachineClock:
@@ -124,9 +69,9 @@ class Rank:
         """The answer; None also where there is none to give."""
         letter, data = command[:1], command[1:]
         if letter == LAUNCH:
-            plan = pickle.loads(data[_SENT.size :])
-            began_ns = max(self._ready_ns, *_SENT.unpack_from(data))  # what it waited for us to be ready is not the way
-            self._sent.append((len(command), max(0, time.perf_counter_ns() - began_ns)))
+            plan, sent_ns = launched(command)
+            began_ns = max(self._ready_ns, sent_ns)  # what it waited for us to be ready is not the way
+            self._sent.append((len(command), time.perf_counter_ns() - began_ns))
             self.worker.launch(plan)
             answer: Any = None
         elif letter == COLLECT:

@@ -17,7 +17,7 @@ from typing import Any
 
 from pensieve.clock import Clock
 from pensieve.engines.process import EngineProcess
-from pensieve.engines.ranks import COLLECT, ROOM, START, Failure, Setup, launch_command, receive, send
+from pensieve.engines.rank_messages import COLLECT, ROOM, START, Failure, Setup, launch, receive, send
 from pensieve.errors import EngineFailed, PensieveError
 from pensieve.plan import StartReport, StepPlan, StepResult
 
@@ -70,7 +70,7 @@ class TensorParallelWorker:
         return report
 
     def launch(self, plan: StepPlan) -> None:
-        self._send(launch_command(plan))
+        self._send(launch(plan))
 
     def collect(self, until_ns: int | None) -> StepResult | None:
         self._send(COLLECT)

@@ -69,6 +69,8 @@ def profile(config: Mapping[str, Any], _typed: Collection[str] = ()) -> int:
         raise HardwareMissing(
             f"hardware={plan.config.hardware.name} is simulated, and a profile is of a real machine; use hardware=local."
         )
+    if plan.device.divided:
+        raise ConfigError(f"hardware.gpus={plan.device.count}: a profile is of one device; use hardware.gpus=1.")
     with device_lock(plan.device, plan.config.trial.exclusive, say):
         check_free_memory(plan)
         found = measure_machine(plan, settings.rounds, settings.budget_s)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
+import subprocess
 
 import pytest
 
 from pensieve.engines import memory_watch
-from pensieve.engines.memory_watch import MemoryWatch, resident_bytes, this_process
+from pensieve.engines.memory_watch import MemoryWatch, resident_bytes, this_process, with_children
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, limit: int | None, held: dict[int, int]) -> tuple[MemoryWatch, list[int]]:
@@ -42,6 +43,15 @@ def test_memory_that_is_touched_counts_and_memory_that_is_only_promised_does_not
             promised[page] = 1
         assert resident_bytes(os.getpid()) - before > 0.9 * size
     assert resident_bytes(2**22 + 1) == 0, "a process that is gone"
+
+
+def test_what_this_process_has_started_counts_with_it() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            assert {os.getpid(), child.pid} <= set(with_children())
+            assert set(this_process()) == {os.getpid()}
+        finally:
+            child.kill()
 
 
 def test_a_watch_of_this_process_reads_while_the_block_runs() -> None:

@@ -18,11 +18,12 @@ from pensieve.baselines.threaded_system import ThreadedSystem
 from pensieve.cache.two_tier import TwoTierCache
 from pensieve.clock import WallClock
 from pensieve.engine import Engine
-from pensieve.engines.ranks import Setup, Together, receive, send
+from pensieve.engines.rank_messages import Setup, launch, launched, receive, send
+from pensieve.engines.ranks import Together
 from pensieve.engines.tensor_parallel import TensorParallelWorker
 from pensieve.errors import UnsupportedModel, WorkerError
 from pensieve.eviction.retention_value import RetentionValue
-from pensieve.plan import StartReport, StepResult
+from pensieve.plan import Copy, Row, Sample, StartReport, StepPlan, StepResult
 from pensieve.record import TurnRecord
 from pensieve.request import Length, Request, Sampling
 from pensieve.scheduler.composition import SchedulerSettings
@@ -220,6 +221,17 @@ def test_a_start_has_the_pools_of_all_and_the_slowest_load() -> None:
     whole = Together.start([StartReport(1.0, 30.0, settings), StartReport(2.0, 20.0, settings)])
     assert (whole.load_s, whole.warmup_ms) == (2.0, 30.0)
     assert whole.settings == {"gpu_pool_bytes": 200, "cpu_pool_bytes": 20, "dtype": "float32"}
+
+
+def test_a_plan_arrives_as_it_was_sent() -> None:
+    rows = (
+        Row(0, ((0, 8), (16, 20)), tuple(range(12))),
+        Row(3, ((7, 8),), None, Sample(8, key=2**63 + 1, temperature=0.7, top_p=0.9, top_k=5)),
+    )
+    plan = StepPlan(4, rows, ((0, 0, (5, 6)),), (Copy(1, (0, 1), (2, 3)),), (Copy(2, (4,), (5,), urgent=True),))
+    before_ns = time.perf_counter_ns()
+    arrived, sent_ns = launched(launch(plan))
+    assert arrived == plan and before_ns <= sent_ns <= time.perf_counter_ns()
 
 
 def test_a_message_that_was_cut_off_is_none() -> None:

@@ -2,6 +2,7 @@ import tempfile
 import threading
 
 import pytest
+from filelock import FileLock, Timeout
 
 from pensieve.compose.machine import Device
 from pensieve.trial.liveness import device_lock, lock_files
@@ -37,6 +38,17 @@ def test_the_second_waits_and_says_so():
 def test_no_lock_where_none_is_due(device, exclusive):
     with device_lock(device, exclusive, print):
         assert not any(path.exists() for path in lock_files(device))
+
+
+def test_the_gpus_of_a_divided_model_are_all_locked_in_one_order():
+    two = Device("cuda", "cuda:0", "GPU-b", "H100", 2, 1, 1, others=("GPU-a",))
+    assert [path.name for path in lock_files(two)] == ["pensieve-GPU-a.lock", "pensieve-GPU-b.lock"]
+    with device_lock(two, True, print):
+        for one in ("GPU-a", "GPU-b"):
+            with pytest.raises(Timeout):
+                FileLock(lock_files(Device("cuda", "cuda:0", one, "H100", 1, 1, 1))[0]).acquire(timeout=0)
+    for path in lock_files(two):
+        FileLock(path).acquire(timeout=0).lock.release()
 
 
 def test_a_gpu_is_locked_by_its_uuid():

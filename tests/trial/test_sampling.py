@@ -1,11 +1,14 @@
 import hashlib
 import inspect
 import re
+import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from pensieve.clock import WallClock
@@ -117,6 +120,18 @@ class NvmlError(Exception):
     pass
 
 
+def test_the_processes_of_a_divided_model_are_metered_with_their_trial():
+    with subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            resident = psutil.Process(child.pid).memory_info().rss
+            alone, whole = ({q.name: q.value for q in CpuMeter(children).read()} for children in (False, True))
+            assert whole["memory_bytes"] - alone["memory_bytes"] > resident / 2 > 0
+        finally:
+            child.kill()
+    assert isinstance(meter_of(replace(CPU, count=2)), CpuMeter)
+    assert meter_of(replace(CPU, count=2))._children and not meter_of(CPU)._children
+
+
 def fake_nvml(**changed):
     def refuses(*_):
         raise NvmlError("Not Supported")
@@ -181,6 +196,7 @@ def test_the_peak_of_torchs_own_allocator(monkeypatch):
     assert reset == [0, 1]
     assert meters.allocator_peak_bytes(GPU) == 742
     assert meters.allocator_peak_bytes(CPU) is None
+    assert meters.allocator_peak_bytes(replace(GPU, count=2)) is None, "others use it, and nobody asked them"
     cuda.is_initialized = lambda: False  # nobody may start CUDA by asking
     assert meters.allocator_peak_bytes(GPU) is None
     monkeypatch.delitem(sys.modules, "torch")
