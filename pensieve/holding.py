@@ -114,6 +114,10 @@ class Holders:
 
     def take(self, first: int, count: int) -> None:
         """They are free again."""
+        if count == 1:  # prefix_cache evicts block by block
+            self._accounts[self._of[first]].change(self._tier, -1)
+            self._of[first] = _FREE
+            return
         self._leave(self._of[first : first + count])
         self._of[first : first + count] = array("i", (_FREE,)) * count
 
