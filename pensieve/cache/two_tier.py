@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
 
 from pensieve.cache.base import Admission, CacheManager, Demand, Residency, Run, edited_run
 from pensieve.cache.disk import DiskTier
@@ -294,7 +293,7 @@ class TwoTierCache(CacheManager):
         dropped = self.counters.dropped_chunks
         outward: tuple[Copy, ...] = ()
         if most > 0:
-            others = [*takewhile(lambda victim: victim[3] != session.number, tiers.dirty.choose(most, now_s))]
+            others = self._of_others(tiers.dirty, session, View.DIRTY, most, now_s)
             outward = self._copy_out(others, now_s, urgent=True, giving=(session, clean))
         loads = loads or self._load_early(session, now_s)  # where chunks were dropped there are blocks now
         stuck = self.settled and not tiers.transfers.in_flight and dropped == self.counters.dropped_chunks
@@ -309,6 +308,10 @@ class TwoTierCache(CacheManager):
         behind = [index for index, view in enumerate(chunks.view) if view == View.CPU_ONLY][:most]
         if not behind:
             return ()
+        tiers, lacking = self.tiers, len(behind) - self.tiers.gpu.free
+        if lacking > 0:  # not for chunks of its own, or the next plan would load those again, and so on
+            others = self._of_others(tiers.clean, session, View.CLEAN, lacking, now_s)
+            self._each(tiers.clean, tiers.reclaim, others)
         for index, block in zip(behind, self._take_gpu(session, len(behind), now_s), strict=True):
             chunks.gpu[index] = block
         self._early.setdefault(session.number, set()).update(behind)
@@ -325,10 +328,18 @@ class TwoTierCache(CacheManager):
         if blocks <= 0 or not victims.chunks:
             return 0
         chosen = victims.choose(blocks, now_s, whole=True)
+        self._each(victims, take, chosen)
+        return len(chosen)
+
+    def _each(self, victims: VictimIndex, take: Callable[[Session, int, int], None], chosen: list[Victim]) -> None:
         sessions = victims.sessions_of(chosen)
         for number, start, stop in victims.spans(chosen):
             take(sessions[number], start, stop)
-        return len(chosen)
+
+    def _of_others(self, victims: VictimIndex, session: Session, view: View, count: int, now_s: float) -> list[Victim]:
+        """At most so many victims, none of this conversation, whatever its own chunks are worth to the policy."""
+        own = session.chunks.view.count(view)
+        return [victim for victim in victims.choose(count + own, now_s) if victim[3] != session.number][:count]
 
     def _copy_out(
         self, chosen: list[Victim], now_s: float, urgent: bool, giving: tuple[Session, list[int]] | None = None

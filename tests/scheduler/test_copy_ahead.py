@@ -141,6 +141,31 @@ def test_the_head_changes_places_with_what_leaves_the_gpu() -> None:
     cache.check()
 
 
+def test_the_head_does_not_give_up_its_own_chunks_for_its_own_chunks() -> None:
+    """It waits for more than there is, and was active before all others: for the policy its chunks are the first to go."""
+    cache = TwoTierCache(policy=Lru(policy_context(4, 14, 20)), chunk_tokens=4, gpu_blocks=14, cpu_blocks=20)
+    for number, name in enumerate("ab"):
+        idle(cache, name, 6 - 2 * number)
+        cache.complete([copy.ticket for copy in cache.swap_out(6, 1.0, urgent=False)])
+    running = cache.open("running", 0.0)
+    cache.admit(running, 0, array("i", range(23)), None, 2.0)  # six blocks, two of them from the oldest
+    a, b = cache.find("a"), cache.find("b")
+    assert a is not None and b is not None
+    assert sorted(cache.places(a)) == [*"BBBBCC"] and cache.places(b) == "BBBB"
+    cache.mark_waiting(a, 1, 3.0)
+    cache.mark_waiting(b, 2, 3.0)
+    loaded = 0
+    for _ in range(20):
+        demand = cache.demand(a, 20, 50)
+        lacking = demand.blocks + demand.own_available - cache.available
+        assert lacking > 0
+        loads, outs = cache.exchange(a, lacking, 3.0)
+        loaded += sum(len(copy.src) for copy in loads)
+        cache.complete([copy.ticket for copy in (*loads, *outs)])
+        cache.check()
+    assert cache.places(a) == "BBBBBB" and loaded == 2
+
+
 @pytest.mark.parametrize("mode", ["spare", "never"])
 def test_random_traces_keep_every_invariant(mode: str) -> None:
     found = 0
