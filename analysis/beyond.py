@@ -170,6 +170,9 @@ def finding(of: Factor, found: Sequence[Section]) -> str:
     parts = []
     for one in found:
         others = [change for change in one.changes if change.value != of.reference]
+        if not others:
+            parts.append(f"at {one.name} only {of.value(of.reference)} was measured")
+            continue
         if all(change.same for change in others):
             parts.append(f"at {one.name} no turn differs")
             continue

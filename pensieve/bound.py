@@ -33,7 +33,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from pensieve.cost.positions import PositionPrices
+from pensieve.cost.base import PositionPrices
 from pensieve.metrics import Metric
 from pensieve.record import TurnRecord
 from pensieve.request import is_measured

@@ -13,8 +13,7 @@ from typing import Literal
 
 from pensieve.cache.base import CacheManager, Run
 from pensieve.clock import Clock
-from pensieve.cost.base import CostModel, predicted_s
-from pensieve.cost.positions import PositionPrices
+from pensieve.cost.base import CostModel, PositionPrices, predicted_s
 from pensieve.idle_sessions import IdleSessions, MemoryLimits
 from pensieve.plan import Repeats, StepResult
 from pensieve.record import Event
@@ -68,11 +67,13 @@ class Engine:
         decode_text: Callable[[Many[int]], str] | None = None,
         limits: MemoryLimits | None = None,
         cost: CostModel | None = None,
+        believed: CostModel | None = None,
     ) -> None:
+        """cost: what records go by. believed: what decisions go by, where that is another one."""
         assert worker.depth in (1, 2), "one plan in flight, or one more that is made before it is collected"
         self.cache = cache
         self.scheduler = Scheduler(
-            cache, settings, max_context, ahead=worker.depth > 1, cost=cost, computes=worker.computes
+            cache, settings, max_context, ahead=worker.depth > 1, cost=believed or cost, computes=worker.computes
         )
         self.worker = worker
         self.clock = clock

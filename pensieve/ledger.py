@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pensieve.cost.base import CostModel, marginal_s
-from pensieve.cost.positions import PositionPrices
+from pensieve.cost.base import CostModel, PositionPrices, marginal_s
 
 Cause = Literal["new", "edited", "evicted", "expired", "restarted", "never_stored"]
 """new: never said before in this conversation. edited: other tokens stood in its place. evicted: its KV was given up for a

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
@@ -16,8 +18,7 @@ from pensieve.request import Request, TokenArray
 
 if TYPE_CHECKING:  # figures read records and load no cache
     from pensieve.cache.base import Admission, Residency
-    from pensieve.cost.base import CostModel
-    from pensieve.cost.positions import PositionPrices
+    from pensieve.cost.base import CostModel, PositionPrices
 
 
 class TimesFile:
@@ -30,16 +31,20 @@ class TimesFile:
 
     def store(self, times_s: TokenArray[float]) -> StoredTimes:
         data, place = times_s.tobytes(), self._end
-        while data:
-            data = data[self._file.write(data) :]
-        self._end = place + len(times_s) * times_s.itemsize
+        written = 0
+        while written < len(data):
+            written += os.pwrite(self._file.fileno(), data[written:], place + written)
+        self._end = place + len(data)
         return StoredTimes(self, place, len(times_s))
 
     def read(self, place: int, count: int) -> TokenArray[float]:
-        self._file.seek(place)
         times_s: TokenArray[float] = array("d")
-        times_s.fromfile(self._file, count)
-        self._file.seek(self._end)
+        left, size = place, count * times_s.itemsize
+        while left < place + size:
+            data = os.pread(self._file.fileno(), place + size - left, left)
+            assert data, "nobody else has the file"
+            times_s.frombytes(data)
+            left += len(data)
         return times_s
 
 
@@ -275,7 +280,8 @@ class TurnRecord:
         """Whoever wanted the token ids has had them: only their number and digest stay, and their times in a file."""
         self.token_ids, self.margins = _NO_TOKENS, _NO_TIMES
         if self.emitted_s:
-            self.stored, self.emitted_s = times.store(self.emitted_s), _NO_TIMES
+            with suppress(OSError):  # where there is no room for them, they stay in memory
+                self.stored, self.emitted_s = times.store(self.emitted_s), _NO_TIMES
 
     def times_s(self) -> TokenArray[float]:
         """emitted_s, wherever they are."""

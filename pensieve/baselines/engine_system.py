@@ -104,16 +104,15 @@ class EngineSystem(ABC):
         self._report = report = self._worker.start(self._gpu_blocks, self._cpu_blocks)
         size = self._chunk_tokens
         settings = self._scheduler_settings
-        self._cost = mistaken(
-            self._cost or self._prices(report), settings.cost_error, settings.cost_error_context, size
-        )
+        true = self._cost = self._cost or self._prices(report)  # what is recorded goes by
+        believed = mistaken(true, settings.cost_error, settings.cost_error_context, size)
         parts = self._hardware.load_parts(self._model.layers)
         context = PolicyContext(
             chunk_tokens=size,
             gpu_blocks=self._gpu_blocks,
             cpu_blocks=self._cpu_blocks,
-            recompute_s=self._cost.recompute_s,
-            load_s=self._cost.load_s(),
+            recompute_s=believed.recompute_s,
+            load_s=believed.load_s(),
             seed=self._seed,
         )
         cache = self._make_cache(
@@ -122,14 +121,14 @@ class EngineSystem(ABC):
             gpu_blocks=self._gpu_blocks,
             cpu_blocks=self._cpu_blocks,
         )
-        cache.set_cost_model(self._cost, parts, settings.max_batch_tokens)
+        cache.set_cost_model(believed, parts, settings.max_batch_tokens)
         if self._disk_blocks:
-            cache.use_disk(self._disk_blocks, report.disk_load_s, parts, self._cost, report.disk_kept)
+            cache.use_disk(self._disk_blocks, report.disk_load_s, parts, believed, report.disk_kept)
         self._copy_choice = choose_copy_ahead(
             settings.copy_ahead,
             cache.cpu_blocks,
             self._hardware.one_memory,
-            self._cost.hidden_copies(),
+            believed.hidden_copies(),
             self._scheduler_settings.high_watermark(cache.gpu_blocks),
         )
         if self._copy_choice.note:
@@ -143,7 +142,8 @@ class EngineSystem(ABC):
             eos=report.eos | self._tokenizer.eos_ids if self._tokenizer else report.eos,
             decode_text=self._tokenizer.decode if self._tokenizer else None,
             limits=self._limits,
-            cost=self._cost,
+            cost=true,
+            believed=believed,
         )
         return report
 

@@ -364,7 +364,9 @@ class CacheManager(ABC):
     def at(self, now_ns: int) -> None:
         """What is done to the cache from now on happens at this moment."""
         if self.holding is not None:
-            self.holding.now_ns = now_ns
+            self.holding.now_ns = max(
+                self.holding.now_ns, now_ns
+            )  # with plans in flight one ends before the next was made
 
     def open(self, name: str, now_s: float, tenant: str = "") -> Session:
         """The conversation of that name, made if new."""

@@ -1,4 +1,4 @@
-/* The inner loops of a choice of victims: what merge.py says in Python, to the same result.
+/* The inner loops of a choice of victims: what loops.py says in Python, to the same result.
 
    Compiled when choices have become many, for the Python that runs (Python.h), and called with the interpreter's lock held.
    Scores are compared as the doubles they are; a score or a time that is no float (somebody's own policy) gives None, and the

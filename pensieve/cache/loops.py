@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from threading import Thread
 from typing import Any, Protocol
 
 from pensieve.compiler import load_library
@@ -129,6 +130,18 @@ class NativeLoops:
 
 
 PLAIN = PlainLoops()
+
+
+def loops_when_ready() -> Loops:
+    """fastest_loops, once a thread has them; PLAIN until then: no plan waits for a compiler."""
+    global _making
+    if _making is None:
+        _making = Thread(target=fastest_loops, name="pensieve-loops", daemon=True)
+        _making.start()
+    return PLAIN if _making.is_alive() else fastest_loops()
+
+
+_making: Thread | None = None
 
 
 @cache

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from functools import partial
 from itertools import count
 
-from pensieve.cache.loops import PLAIN, Head, Loops, Span, Stretch, Victim, fastest_loops
+from pensieve.cache.loops import PLAIN, Head, Loops, Span, Stretch, Victim, loops_when_ready
 from pensieve.eviction.base import EvictionPolicy, refuse_key, tells_scores
 from pensieve.session import Session, View
 
@@ -168,7 +168,7 @@ class VictimIndex:
         given up a chunk, the next one compete. Nothing moves in the heaps."""
         self._grow_older(now_s)
         if self._told >= _MANY and self._loops is PLAIN and self._floats:
-            self._loops = fastest_loops()
+            self._loops = loops_when_ready()
         chosen = self._loops.choose(self._first_of_each(now_s), count, whole, partial(self._stretch, now_s))
         if chosen is None:  # somebody's own policy tells scores that are no floats
             self._loops, self._floats = PLAIN, False

@@ -268,13 +268,13 @@ class ResultsStore:
         fields = {"finished_at": now, "heartbeat_at": now, **fields}
         self.set_trial(trial_id, status=status, error=error, traceback=traceback, **fields)
 
-    def close_trial_of(self, pid: int, error: str, traceback: str | None) -> int | None:
-        """Mark the running trial of a dead process of this host as failed; returns its id, None if it had none."""
+    def close_trial_of(self, pid: int, error: str, traceback: str | None, status: str = "failed") -> int | None:
+        """Mark the running trial of a process of this host as failed, or as `status`; returns its id, None if it had none."""
         with self.database.writing() as connection:
             which = (Trial.pid == pid) & (Trial.host == this_process().host) & (Trial.status == "running")
             found = connection.scalar(select(Trial.id).where(which))
             if found is not None:
-                ended = {"status": "failed", "error": error, "traceback": traceback, "finished_at": _now()}
+                ended = {"status": status, "error": error, "traceback": traceback, "finished_at": _now()}
                 connection.execute(update(Trial).where(Trial.id == found).values(**ended))
         return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from pensieve.cost.positions import PositionPrices
+from pensieve.cost.base import PositionPrices
 from pensieve.holding import TIERS, Held, Tier
 from pensieve.metrics import Metric
 from pensieve.record import TurnRecord

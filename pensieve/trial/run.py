@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -81,6 +82,8 @@ TRACE_FILE = "trace.json.gz"
 
 ORPHAN_S = 3.0  # how long a process without its sweep may take to notice, on a busy machine
 
+_INTERRUPTED = "Interrupted by the user; the same command runs it again."
+
 PERMANENT = (ConfigError, EngineMissing, PolicyError, UnsupportedModel, RequestRefused)
 """Errors that every attempt of the same configuration meets."""
 
@@ -153,7 +156,11 @@ def attempt_trial(
     """One attempt in this process; the trial is reused only where another process completes it meanwhile."""
     config = plan.config
     deadline = Deadline(config.trial.timeout_s)
-    begun = _begin(trial_columns(plan, identity, resolved), tracking, config.force)
+    try:
+        begun = _begin(trial_columns(plan, identity, resolved), tracking, config.force)
+    except KeyboardInterrupt:  # its row may be there already
+        tracking.store.close_trial_of(os.getpid(), _INTERRUPTED, None, "interrupted")
+        raise
     if isinstance(begun, Trial):
         return _reuse(begun, config, tracking, job, say)
     trial_id = begun
@@ -165,7 +172,7 @@ def attempt_trial(
         with tracking.store.database.held(), Heartbeat(tracking.store, trial_id), live as watcher:
             _run(trial_id, plan, tracking, job, deadline, say, watcher)
     except KeyboardInterrupt:
-        _close(tracking, trial_id, "interrupted", "Interrupted by the user; the same command runs it again.", None)
+        _close(tracking, trial_id, "interrupted", _INTERRUPTED, None)
         raise
     except Exception as error:
         sentence = _sentence(error)

@@ -100,7 +100,8 @@ class DuplexLink:
         if self._rate < 1 and other and other[-1].copies.ends_ns > begins_ns:
             ways = [deque(_Queued(one.copies, one.earliest_ns, one.left_ns) for one in way) for way in self._ways]
             for copies, at_ns in self._through(ways, math.inf):
-                copies.ends_ns = round(at_ns)
+                if copies.ends_ns > self._at_ns:  # else it was told to be done, but for a part of a nanosecond
+                    copies.ends_ns = round(at_ns)
             for way in self._ways:
                 for before, one in pairwise(way):
                     one.copies.begins_ns = max(one.earliest_ns, before.copies.ends_ns)

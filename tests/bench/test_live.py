@@ -145,6 +145,6 @@ def test_requests_come_as_often_as_they_should_whatever_becomes_of_them() -> Non
 
 @pytest.mark.parametrize("field", ["sessions", "minutes"])
 def test_what_is_no_number_is_refused_before_a_server_is_started(field: str) -> None:
-    bench = {"sessions": 200, "minutes": 5, "seed": 0, "repeats": None, field: 0}
+    bench = {"turns": 1, "sessions": 200, "minutes": 5, "seed": 0, "repeats": None, field: 0}
     with pytest.raises(ConfigError, match=f"bench.{field}"):
         run_target({"target": "steady", "bench": bench}, {})

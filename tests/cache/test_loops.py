@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from threading import Event
 from typing import Any
 
 import pytest
@@ -79,6 +80,7 @@ def test_both_choose_the_same(native: NativeLoops, drawn: list[Any], most: int, 
     assert native.spans(plain) == PLAIN.spans(plain)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 1 << 40)), unique=True).map(sorted))
 def test_both_find_the_same_spans(native: NativeLoops, places: list[tuple[int, int]]) -> None:
     victims = [(0, 1.0, 1.0, number, chunk) for number, chunk in places]
@@ -131,6 +133,7 @@ def test_many_choices_are_the_same_with_and_without_a_compiler(
     if not compiler:
         monkeypatch.setattr(loops, "load_library", _missing)
     loops.fastest_loops.cache_clear()
+    monkeypatch.setattr(victims, "loops_when_ready", loops.fastest_loops)
     index = VictimIndex(policy(policy_context()), View.DIRTY)
     for number in range(5):
         session = Session(str(number), number, 0.0, number / 2, chunks=Chunks(90))
@@ -139,6 +142,19 @@ def test_many_choices_are_the_same_with_and_without_a_compiler(
     choices = [index.choose(70, 9.0) for _ in range(5)]
     assert choices == [choices[0]] * 5 and len(choices[0]) == 70
     assert (index._loops is not PLAIN) == (compiler and policy is RetentionValue)
+    loops.fastest_loops.cache_clear()
+
+
+def test_no_choice_waits_for_a_compiler(monkeypatch: pytest.MonkeyPatch, native: NativeLoops) -> None:
+    monkeypatch.setattr(loops, "_making", None)
+    monkeypatch.setattr(loops, "NativeLoops", lambda: compiled.wait(20) and native)
+    loops.fastest_loops.cache_clear()
+    compiled = Event()
+    assert loops.loops_when_ready() is PLAIN
+    assert loops.loops_when_ready() is PLAIN
+    compiled.set()
+    loops._making.join(20)
+    assert loops.loops_when_ready() is native
     loops.fastest_loops.cache_clear()
 
 

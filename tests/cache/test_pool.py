@@ -1,11 +1,12 @@
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pensieve.cache.pool import BlockPool
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.lists(st.tuples(st.booleans(), st.integers(1, 12), st.integers(0, 100)), max_size=60))
 def test_every_block_is_free_or_handed_out_once(blocks: int, moves: list[tuple[bool, int, int]]) -> None:
     pool, held = BlockPool(blocks), []

@@ -53,6 +53,18 @@ def test_where_no_decision_weighs_computing_against_loading_a_factor_changes_no_
     assert times(*plain, "scheduler.cost_error=7.0") == times(*plain)
 
 
+def test_what_is_recorded_goes_by_the_true_prices() -> None:
+    """Of the same trial, decided the same way: seconds recomputed and saved are no decision."""
+    plain = ("scheduler.load_apart=false", "baseline.cache.restore=load")
+    found = []
+    for error in ("1.0", "7.0"):
+        record, system = replayed(*PRESSED, *plain, f"scheduler.cost_error={error}")
+        seconds = [(turn.recomputed_s, turn.saved_s) for turn in record.turns]
+        found.append((seconds, system.cost.recompute_s(512)))
+    assert found[0] == found[1]
+    assert any(recomputed for recomputed, _ in found[0][0])
+
+
 def test_a_hybrid_restore_computes_more_where_computing_looks_cheap() -> None:
     hybrid = ("scheduler.load_apart=false", "baseline.cache.restore=hybrid", "hardware.h2d_bw=1e9")
     found = {

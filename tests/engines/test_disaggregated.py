@@ -278,15 +278,18 @@ def test_an_end_of_sequence_ends_it_and_a_cancelled_request_leaves_the_next_alon
     system = opened(kind, eos=frozenset({tokens[3]}))
     [turn] = served(system, Request(1, "a", 1, prompt(60), Free(8), continues=False))
     assert list(turn.token_ids) == tokens[: tokens.index(tokens[3]) + 1] and turn.finish_reason == "eos"
-    system.submit(ask(2, "b", prompt(40), output=900))
-    while not system.poll(system.clock.now_s() + 0.01):  # until it has a first token
-        pass
-    system.cancel(2, "timeout")
-    ended: list[TurnRecord] = []
-    while not ended:
-        ended = [event.turn for event in system.poll(None) if event.turn is not None]
+    for number in range(2, 12):  # a busy machine may come too late once, and hear the whole reply
+        system.submit(ask(number, "b", prompt(40), output=900))
+        while not system.poll(system.clock.now_s() + 0.01):  # until it has a first token
+            pass
+        system.cancel(number, "timeout")
+        ended: list[TurnRecord] = []
+        while not ended:
+            ended = [event.turn for event in system.poll(None) if event.turn is not None]
+        if ended[0].status != "completed":
+            break
     assert ended[0].status == "timeout" and 0 < ended[0].output_tokens < 900
-    [after] = served(system, ask(3, "c", prompt(30), output=5))
+    [after] = served(system, ask(20, "c", prompt(30), output=5))
     assert list(after.token_ids) == generated(module, prompt(30), 5)
 
 

@@ -225,13 +225,17 @@ def test_our_own_server_over_the_wire(tmp_path: Path) -> None:
     with create_server(**small) as plain:
         expected = turns(plain.system, stream=True)
     for stream, header in ((True, None), (False, "X-Session-Id")):
+        told: list[Any] = []
         with create_server(**small) as server, serving(server) as (_, url):
+            server.observe(lambda _, record, told=told: told.append(record))
             system = opened(url + "/v1", session_header=header)
             got = turns(system, stream)
             system.close()
         assert [list(one.token_ids) for one in got] == [list(one.token_ids) for one in expected]
         for name in ("history_tokens", "gpu_hit_tokens", "cpu_hit_tokens", "recomputed_tokens"):
-            assert [getattr(one, name) for one in got] == [getattr(one, name) for one in expected], name
+            # What is on the GPU at a moment hangs on measured times; what came over the wire is what the server counted.
+            assert [getattr(one, name) for one in got] == [getattr(one, name) for one in told], name
+        assert [one.history_tokens for one in got] == [one.history_tokens for one in expected]
         assert sum(one.cpu_hit_tokens for one in got) > 0
         if stream:
             assert all(len(one.emitted_s) == 7 for one in got), "each token came by itself"

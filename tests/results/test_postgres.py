@@ -153,6 +153,7 @@ def test_an_older_schema_is_upgraded(url, tmp_path, monkeypatch):
             "DROP VIEW sweep_result",
             "DROP INDEX ix_metric_name_label",
             "DROP TABLE miss",
+            "DROP TABLE holding",
             "ALTER TABLE turn DROP COLUMN disk_hit_tokens",
         ):
             connection.execute(text(statement))

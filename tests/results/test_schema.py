@@ -65,6 +65,7 @@ def test_a_turn_record_is_a_turn_row() -> None:
         "missed",
         "misses",
         "recomputed_s",
+        "stored",
     )
     names = [f.name for f in fields(TurnRecord) if f.name not in elsewhere]
     assert sorted(names) == sorted(CONTRACT["turn"].split()[2:])

@@ -6,6 +6,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from subprocess import PIPE
 from types import SimpleNamespace
 
 import psutil
@@ -121,9 +122,12 @@ class NvmlError(Exception):
 
 
 def test_the_processes_of_a_divided_model_are_metered_with_their_trial():
-    with subprocess.Popen(["sleep", "60"]) as child:
+    program = "held = b'x' * 60_000_000; print(len(held), flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=PIPE, stdout=PIPE, text=True) as child:
         try:
+            assert child.stdout is not None and child.stdout.readline() == "60000000\n"
             resident = psutil.Process(child.pid).memory_info().rss
+            assert resident > 60e6
             alone, whole = ({q.name: q.value for q in CpuMeter(children).read()} for children in (False, True))
             assert whole["memory_bytes"] - alone["memory_bytes"] > resident / 2 > 0
         finally:
