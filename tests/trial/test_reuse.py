@@ -126,3 +126,25 @@ def test_a_process_serves_trials_until_one_needs_its_own(store, tmp_path):
     alone = pid_of(2, False)
     assert alone != first and not isolate._kept
     assert (tmp_path / "1" / "tokens.parquet").is_file()
+
+
+@pytest.mark.parametrize("overrides", [("hardware=replicas", "hardware.device=cpu"), ("hardware.gpus=2",)])
+def test_the_model_that_was_kept_makes_room_where_other_processes_load_it(store, tmp_path, monkeypatch, overrides):
+    from pensieve.trial import run as run_module
+
+    class Met(Exception):
+        """The trial has gone far enough."""
+
+    def starts(*_):
+        raise Met(f"{shelf.kept_host_bytes()} bytes are kept")
+
+    monkeypatch.setattr("pensieve.compose.machine.cores", lambda: 2)
+    for name in ("_replicas", "build_system"):
+        monkeypatch.setattr(run_module, name, starts)
+    words = (*REAL, *overrides)
+    with shelf.open_shelf():
+        shelf.take_model(plan_trial(checked(*REAL)).model, "random", None, None, 0, "cpu", 1)
+        job = Job("a", tmp_path / "a", preflight=False)
+        config, plain = checked(*words), resolved(composed(*words))
+        outcome = run_trial(config, plain, Tracking(tmp_path, store, False, True), job, lambda _: None)
+    assert outcome.error is not None and "0 bytes are kept" in outcome.error
