@@ -156,8 +156,8 @@ class Engine:
                 self.cache.forget(known)
 
     def disown(self, session: str, tenant: str, tokens: TokenArray[int]) -> None:
-        """`forget` a conversation, and give up what an earlier engine has left of it. tokens: all but the last had KV. Nothing
-        happens where it has a request under way."""
+        """`forget` a conversation, and give up what an earlier engine has left of it. tokens: all but the last had KV.
+        Nothing happens where it has a request under way."""
         self.forget(session)  # it may have been asked since, and the turn come to nothing
         if tokens and self.cache.find(session) is None:
             known = self.cache.open(session, self.clock.now_s(), tenant)

@@ -36,7 +36,8 @@ class Meter(Protocol):
 
 
 def meter_of(device: Device, elsewhere: bool = False) -> Meter | None:
-    """elsewhere: processes that this one starts compute. None for a simulated device, which has no load, and where the driver's library cannot be used."""
+    """elsewhere: processes that this one has started compute. None for a simulated device, which has no load, and where the
+    driver's library cannot be used."""
     if device.simulated:
         return None
     if device.kind != "cuda":

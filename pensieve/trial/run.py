@@ -139,7 +139,7 @@ def _shares_process(plan: TrialPlan, job: Job) -> bool:
     """May an isolated trial run in the process of the one before it in the sweep, whose model it then finds? Not where a
     process of its own was asked for, nor an engine of others, which may leave anything behind."""
     t = plan.config.trial
-    return t.isolate == "auto" and job.sweep_id is not None and plan.config.baseline.engine is None and not t.profile
+    return t.isolate == "auto" and job.keeps and plan.config.baseline.engine is None and not t.profile
 
 
 def attempt_trial(
@@ -254,7 +254,9 @@ def _run(
                 system.count_holding()
             deadline.check()
             tracking.store.set_trial(trial_id, **_effective(system, plan, described, started))
-            sampler = DeviceSampler(tracking.store, trial_id, meter_of(plan.device, plan.computes_elsewhere), system.clock)
+            sampler = DeviceSampler(
+                tracking.store, trial_id, meter_of(plan.device, plan.computes_elsewhere), system.clock
+            )
             occupancy = Occupancy(tracking.store, trial_id, system)
             if live is not None:
                 live.watch(occupancy)
