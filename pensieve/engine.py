@@ -157,8 +157,9 @@ class Engine:
                 self.cache.forget(known)
 
     def disown(self, session: str, tenant: str, tokens: TokenArray[int]) -> None:
-        """What an earlier engine has left of a conversation is given up. tokens: all but the last had KV. Nothing happens
-        where it has been asked since: then it is this engine's to forget."""
+        """`forget` a conversation, and give up what an earlier engine has left of it. tokens: all but the last had KV.
+        Nothing happens where it has a request under way."""
+        self.forget(session)  # it may have been asked since, and the turn come to nothing
         if tokens and self.cache.find(session) is None:
             known = self.cache.open(session, self.clock.now_s(), tenant)
             self.cache.recall(known, tokens)

@@ -15,6 +15,7 @@ import pytest
 from pensieve.errors import HardwareMissing
 from pensieve.worker.pool_file import PoolFile
 from tests.disk import CHUNK, OTHERS, Talk
+from tests.worker.torch.driver import random_tokens
 
 
 def push_out(talk: Talk, tokens: int = 150) -> None:
@@ -259,7 +260,11 @@ def test_what_an_earlier_engine_left_of_a_conversation_can_be_given_up(tmp_path:
     talk.cache.check()
     talk.ask("a", 20)
     talk.engine.disown("a", "", talk.tokens("a"))
-    assert talk.cache.names() == ["a"], "it has been asked: it is this engine's"
+    assert talk.cache.names() == [], "it has been asked since: that goes, too"
+    talk.engine.submit(talk.request("b", 20))
+    talk.engine.disown("b", "", random_tokens(20, 9))
+    assert talk.cache.names() == ["b"], "it has a request under way"
+    talk.engine.run()
     talk.close()
 
 

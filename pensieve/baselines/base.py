@@ -102,4 +102,4 @@ class AnsweringSystem(System, Protocol):
         """`forget` one conversation without waiting until it is done; a listener may call it."""
 
     def disown(self, session: str, tenant: str, tokens: TokenArray[int]) -> None:
-        """`release` a conversation of an earlier engine that this one was never asked for: the disk may have KV of it."""
+        """`release` a conversation of an earlier engine, no turn of which has stood in this one: the disk may have KV."""

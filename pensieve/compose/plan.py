@@ -50,6 +50,16 @@ class TrialPlan:
         return self.chunk_tokens * self.model.kv_bytes_per_token
 
     @property
+    def replicated(self) -> bool:
+        """Real engines of their own behind a router, which is all that runs in the trial's process."""
+        return self.config.hardware.router != "single" and not self.device.simulated
+
+    @property
+    def computes_elsewhere(self) -> bool:
+        """A real model in the engine runs in processes that the trial starts, not in its own."""
+        return self.device.divided or self.replicated
+
+    @property
     def gpu_auto(self) -> bool:
         """cache.gpu=auto. On a real GPU gpu_blocks is then an estimate, and the started worker measures how many fit."""
         return self.config.cache.gpu == AUTO
@@ -132,6 +142,8 @@ def plan_trial(config: TrialConfig) -> TrialPlan:
     disk = disk_size.in_blocks(model.kv_bytes_per_token, chunk)  # of the machine, whose devices share it
     if device.divided:
         _check_divided(config, device, model, disk)
+    if config.hardware.router != "single" and not device.simulated:
+        _check_replicated(config)
     _check_disk(config, device, disk)
     if profile is not None:
         profile.refuse_other(model, chunk)
@@ -171,6 +183,20 @@ def _check_divided(config: TrialConfig, device: Device, model: ModelSpec, disk_b
     for reason in (reason for reason, asked in whole.items() if asked):
         raise ConfigError(
             f"hardware.gpus={gpus} divides the model among processes, and {reason}; leave one of the two out."
+        )
+
+
+def _check_replicated(config: TrialConfig) -> None:
+    """Raises ConfigError for what real replicas do not do."""
+    if config.baseline.engine is not None:
+        raise ConfigError(
+            f"hardware.router={config.hardware.router} starts replicas of our engine, and baseline={config.baseline.name} is "
+            "an engine of others; use hardware=local, or a baseline in the engine."
+        )
+    if config.trial.profile:
+        raise ConfigError(
+            f"trial.profile=true traces one process, and hardware.router={config.hardware.router} starts one for each "
+            "replica; use hardware=local, or leave trial.profile out."
         )
 
 

@@ -233,7 +233,8 @@ class ReplicaSystem:
             self._soon(self._quietly(self._call("release", Errand(to=replica), session)))
 
     def disown(self, session: str, tenant: str, tokens: TokenArray[int]) -> None:
-        """A replica's disk ends with it: none has KV of an earlier engine."""
+        """A replica's disk ends with it: none has KV of an earlier engine, but one may have begun a turn."""
+        self.release(session)
 
     @property
     def up(self) -> list[str]:

@@ -12,7 +12,8 @@ class Job:
 
     sweep_id: None for a single run. preflight: False where the sweep has done it for all its jobs. reproduces: the trial
     that this one repeats, to be compared with it. mlflow_later: its copy in MLflow waits for mlflow_copy.copy_waiting. bar:
-    show how far it is; not where several trials run at once.
+    show how far it is; not where several trials run at once. keeps: the process that an isolated trial runs in may stay for
+    the next one, since whoever runs both ends it when they are over.
     """
 
     title: str
@@ -24,6 +25,7 @@ class Job:
     preflight: bool = True
     reproduces: int | None = None
     bar: bool = True
+    keeps: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,12 +35,13 @@ class Meter(Protocol):
     def close(self) -> None: ...
 
 
-def meter_of(device: Device) -> Meter | None:
-    """None for a simulated device, which has no load, and where the driver's library cannot be used."""
+def meter_of(device: Device, elsewhere: bool = False) -> Meter | None:
+    """elsewhere: processes that this one has started compute. None for a simulated device, which has no load, and where the
+    driver's library cannot be used."""
     if device.simulated:
         return None
     if device.kind != "cuda":
-        return CpuMeter(device.divided)
+        return CpuMeter(elsewhere)
     try:
         return NvmlMeter(device.identity, device.name)
     except Exception as error:  # no library, no permission, a partition without counters: the trial runs all the same
@@ -56,11 +57,11 @@ def forget_allocator_peak() -> None:
             torch.cuda.reset_peak_memory_stats(number)
 
 
-def allocator_peak_bytes(device: Device) -> int | None:
+def allocator_peak_bytes(device: Device, elsewhere: bool = False) -> int | None:
     """Sum of the devices' peaks of torch's allocator since forget_allocator_peak; None where torch uses no CUDA, or where it
-    is used by other processes."""
+    is used by other processes (`elsewhere`)."""
     torch = _cuda()
-    if torch is None or device.kind != "cuda" or device.divided:
+    if torch is None or device.kind != "cuda" or elsewhere:
         return None
     return sum(int(torch.cuda.max_memory_allocated(number)) for number in range(torch.cuda.device_count()))
 

@@ -142,7 +142,7 @@ def _shares_process(plan: TrialPlan, job: Job) -> bool:
     """May an isolated trial run in the process of the one before it in the sweep, whose model it then finds? Not where a
     process of its own was asked for, nor an engine of others, which may leave anything behind."""
     t = plan.config.trial
-    return t.isolate == "auto" and job.sweep_id is not None and plan.config.baseline.engine is None and not t.profile
+    return t.isolate == "auto" and job.keeps and plan.config.baseline.engine is None and not t.profile
 
 
 def attempt_trial(
@@ -236,8 +236,8 @@ def _run(
     workload, described = build_workload(plan, tokenizer)
     with device_lock(plan.device, config.trial.exclusive, say):
         outside = config.baseline.engine is not None and not plan.device.simulated
-        if outside:
-            shelf.empty()  # it loads its own model
+        if outside or plan.computes_elsewhere:
+            shelf.empty()  # others load the model
         check_free_memory(plan)
         announce(plan, tracking.store, say)
         trace = job.folder / TRACE_FILE if config.trial.profile else None
@@ -261,12 +261,14 @@ def _run(
                 system.count_holding()
             deadline.check()
             tracking.store.set_trial(trial_id, **_effective(system, plan, described, started))
-            sampler = DeviceSampler(tracking.store, trial_id, meter_of(plan.device), system.clock)
+            sampler = DeviceSampler(
+                tracking.store, trial_id, meter_of(plan.device, plan.computes_elsewhere), system.clock
+            )
             occupancy = Occupancy(tracking.store, trial_id, system)
             if live is not None:
                 live.watch(occupancy)
             limit_bytes = memory_limit_bytes(config.hardware)
-            ours = with_children if plan.device.divided else this_process
+            ours = with_children if plan.computes_elsewhere else this_process
             own = MemoryWatch(limit_bytes, ours) if limit_bytes is not None and not outside else None
             with sampler, occupancy, own or nullcontext():
                 record = _replay(trial_id, system, workload, described, tracking, job, deadline, live)
@@ -297,7 +299,7 @@ def _run(
     output = next((metric.value for metric in metrics if metric.name == "throughput_output_tok_s"), None)
     metrics += sampler.metrics(start_s, end_s, output)
     metrics += _processes(counted if own is None else {"processes_peak_bytes": own.peak_bytes})
-    metrics.append(Metric("allocator_peak_bytes", allocator_peak_bytes(plan.device), "bytes"))
+    metrics.append(Metric("allocator_peak_bytes", allocator_peak_bytes(plan.device, plan.computes_elsewhere), "bytes"))
     prices = Prices(system.cost, system.chunk_tokens) if isinstance(system, EngineSystem) else None
     metrics += bound_metrics(record.turns, _capacity(system), prices)
     if isinstance(system, EngineSystem) and prices is not None:

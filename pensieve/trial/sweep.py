@@ -64,7 +64,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SweepMembership:
-    """What a job reads about its sweep. owner: the process of the sweep; when it is gone, its jobs end too."""
+    """What a job reads about its sweep. owner: the process of the sweep; when it is gone, its jobs end too.
+
+    keeps: see Job.
+    """
 
     sweep_id: int
     mlflow_run_id: str | None
@@ -73,6 +76,7 @@ class SweepMembership:
     axes: tuple[str, ...] = ()
     owner: Owner | None = None
     mlflow_later: bool = False
+    keeps: bool = False
 
 
 def write_membership(config: DictConfig, membership: SweepMembership) -> None:
@@ -221,7 +225,7 @@ def open_sweep(
     if tracking.mlflow and not later:
         parent = start_parent(tracking.outputs, tracking.store, sweep_id, first.experiment_name)
     names = tuple(jobs.axes) if jobs else ()
-    membership = SweepMembership(sweep_id, parent, n_expected, tracking.outputs, names, this_process(), later)
+    membership = SweepMembership(sweep_id, parent, n_expected, tracking.outputs, names, this_process(), later, keeps)
     write_membership(config, membership)
     say(_announcement(jobs, axes))
     return sweep
@@ -346,6 +350,7 @@ def _record(cfg: DictConfig, config: TrialConfig, tracking: Tracking, membership
             mlflow_run_id=membership.mlflow_run_id,
             mlflow_later=membership.mlflow_later,
             preflight=False,
+            keeps=membership.keeps,
         )
         outcome = run_trial(config, resolved(cfg), tracking, job, say)
     except Exception as error:  # before there was a trial to record it in; the others go on

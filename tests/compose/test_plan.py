@@ -184,6 +184,25 @@ def test_what_one_process_does_alone_is_refused_with_several(monkeypatch, overri
         plan_trial(checked(*TWO, override))
 
 
+REPLICAS = ("hardware=replicas", "hardware.device=cpu", "model.weights=random")
+
+
+@pytest.mark.parametrize(
+    ("override", "advice"),
+    [("baseline=llama_cpp", "a baseline in the engine"), ("trial.profile=true", "leave trial.profile out")],
+)
+def test_what_real_replicas_do_not_do_is_refused(override, advice):
+    with pytest.raises(ConfigError, match=f"{override}.*use hardware=local, or {advice}"):
+        plan_trial(checked(*REPLICAS, override))
+
+
+def test_who_computes_in_other_processes(monkeypatch):
+    monkeypatch.setattr("pensieve.compose.machine.cores", lambda: 2)
+    simulated = ("hardware=sim_h100", "hardware.router=affinity", "hardware.replicas=2")
+    for overrides, elsewhere in ((TWO, True), (REPLICAS, True), (("hardware=cpu",), False), (simulated, False)):
+        assert plan_trial(checked(*overrides)).computes_elsewhere is elsewhere
+
+
 def test_more_gpus_than_there_are(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)

@@ -264,7 +264,7 @@ def test_a_cap_holds_back_each_message_and_is_in_the_record(opened: Opened) -> N
     assert fast.token_ids == paced.token_ids
     assert abs((fast.sent_bytes or 0) - (paced.sent_bytes or 0)) <= 8, "it takes longer, and is not more"
     least_ms = ((paced.sent_bytes or 0) + (paced.received_bytes or 0)) * 8 / (gbps * 1e9) * 1e3
-    assert least_ms > 200 and (paced.transfer_ms or 0) >= least_ms > (fast.transfer_ms or 0)
+    assert least_ms > 200 and (paced.transfer_ms or 0) >= least_ms
     assert slow.settings()["network_gbps"] == gbps and "simulated by waiting" in slow.settings()["network"]
     assert plain.settings()["network_gbps"] is None and "as fast as it is" in plain.settings()["network"]
 

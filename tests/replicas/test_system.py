@@ -192,6 +192,17 @@ def test_every_turn_goes_where_the_consistent_hash_of_the_simulated_cluster_send
     assert len({home for home, _ in system._home.values()}) > 1, "not all of them hash to one"
 
 
+def test_what_is_known_of_a_restored_conversation_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first turn here need not have stood."""
+    with replicas() as (system, actors):
+        monkeypatch.setattr(ReplicaSystem, "up", property(lambda _: list(actors.alive)))
+        talk(system, "a", 1)
+        system.disown("a", "", tokens_of([1, 2]))
+        assert not system._home and not system._served
+        talk(system, "a", 1, 2)
+        assert [method for _, method, _ in actors.served].count("release") == 1
+
+
 def test_what_moves_is_history_that_is_computed_again_and_the_tokens_stay_the_same() -> None:
     with replicas("random") as (system, _):
         moving = talk(system, "a", 6)

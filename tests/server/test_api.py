@@ -203,6 +203,20 @@ def test_a_conversation_that_the_engine_forgot_by_itself_goes_on_from_its_tokens
     assert (turn.turn, turn.prompt_tokens, turn.gpu_hit_tokens) == (2, 6, 0)
 
 
+def test_a_restored_conversation_whose_first_turn_came_to_nothing_leaves_nothing_behind(simulated: Any) -> None:
+    simulated.generate("talk", prompt_ids=[5, 6, 7], max_new_tokens=2)
+    talk = simulated.conversations.find("", "talk")
+    with create_server(**SIMULATED) as s:
+        s.conversations.restore(talk)
+        turn = s.submit("talk", [5], max_new_tokens=4)
+        s.cancel("talk")
+        s.wait(turn)
+        assert talk.restored and s.system.engine.cache.names() == [talk.engine_name]
+        s.end_session("", "talk")
+        s.generate("other", prompt_ids=[1], max_new_tokens=1)  # the engine learns of it with the next turn
+        assert talk.engine_name not in s.system.engine.cache.names()
+
+
 @pytest.mark.parametrize("weights", [None, "hub", "random"])
 def test_a_folder_speaks_with_its_own_tokenizer_whatever_its_weights(tmp_path: Path, weights: str | None) -> None:
     words = Backend(WordLevel({f"w{i}": i for i in range(320)}, unk_token="w0"))

@@ -1,14 +1,20 @@
 """Trials of a sweep share the model in memory; what they record is what each would have recorded alone."""
 
 import os
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from hydra.types import RunMode
+from omegaconf import OmegaConf
 
 from pensieve.compose import plan_trial, resolved
 from pensieve.results.store import open_store
 from pensieve.results.tokens import read_tokens
 from pensieve.trial import Job, isolate, run_trial
+from pensieve.trial import sweep as sweep_module
+from pensieve.trial.job import Outcome
 from pensieve.trial.run import _shares_process
 from pensieve.trial.tracking import Tracking
 from pensieve.worker.torch import shelf
@@ -93,19 +99,50 @@ def test_threads_that_something_else_has_set_are_set_back(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "sweep", "shares"),
+    ("overrides", "keeps", "shares"),
     [
-        ((), 1, True),
-        ((), None, False),
-        (("trial.isolate=true",), 1, False),
-        (("trial.profile=true",), 1, False),
-        (("baseline=llama_cpp",), 1, False),
+        ((), True, True),
+        ((), False, False),
+        (("trial.isolate=true",), True, False),
+        (("trial.profile=true",), True, False),
+        (("baseline=llama_cpp",), True, False),
     ],
 )
-def test_who_shares_a_process(overrides, sweep, shares, tmp_path):
+def test_who_shares_a_process(overrides, keeps, shares, tmp_path):
     pytest.importorskip("xllamacpp")
     plan = plan_trial(checked("hardware=cpu", *overrides))
-    assert _shares_process(plan, Job("a", tmp_path, sweep_id=sweep)) is shares
+    assert _shares_process(plan, Job("a", tmp_path, sweep_id=1, keeps=keeps)) is shares
+
+
+@pytest.mark.parametrize(
+    ("launcher", "keeps"),
+    [
+        (sweep_module.BASIC_LAUNCHER, True),
+        ("hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher", False),
+    ],
+)
+def test_a_process_is_kept_only_where_the_process_of_the_sweep_runs_its_trials(
+    store, tmp_path, monkeypatch, launcher, keeps
+):
+    """In a launcher's processes nobody would end it, and its model would stay on the device."""
+    monkeypatch.setattr(sweep_module, "close_at_exit", lambda _: None)
+    hydra = {
+        "launcher": {"_target_": launcher}, "sweeper": {}, "overrides": {"task": []}, "mode": "MULTIRUN",
+        "sweep": {"dir": str(tmp_path / "sweep")}, "job": {"num": 0},
+    }  # fmt: skip
+    config = OmegaConf.create({"hydra": hydra})
+    opened = sweep_module.open_sweep(config, None, [composed(*REAL)], [plan_trial(checked(*REAL))])
+    monkeypatch.setattr(sweep_module.HydraConfig, "initialized", lambda: True)
+    monkeypatch.setattr(
+        sweep_module.HydraConfig, "get", lambda: SimpleNamespace(**{**config.hydra, "mode": RunMode.MULTIRUN})
+    )
+    membership, _ = sweep_module.current_membership()
+    assert opened.keeps is membership.keeps is keeps
+    jobs = []
+    monkeypatch.setattr(sweep_module, "run_trial", lambda *given: jobs.append(given[3]) or Outcome(1, "failed"))
+    monkeypatch.setattr(sweep_module, "_folder", lambda *_: tmp_path)
+    sweep_module._of_sweep(composed(*REAL), replace(membership, owner=None), 0)
+    assert jobs[0].keeps is keeps
 
 
 @pytest.mark.slow
@@ -126,3 +163,25 @@ def test_a_process_serves_trials_until_one_needs_its_own(store, tmp_path):
     alone = pid_of(2, False)
     assert alone != first and not isolate._kept
     assert (tmp_path / "1" / "tokens.parquet").is_file()
+
+
+@pytest.mark.parametrize("overrides", [("hardware=replicas", "hardware.device=cpu"), ("hardware.gpus=2",)])
+def test_the_model_that_was_kept_makes_room_where_other_processes_load_it(store, tmp_path, monkeypatch, overrides):
+    from pensieve.trial import run as run_module
+
+    class Met(Exception):
+        """The trial has gone far enough."""
+
+    def starts(*_):
+        raise Met(f"{shelf.kept_host_bytes()} bytes are kept")
+
+    monkeypatch.setattr("pensieve.compose.machine.cores", lambda: 2)
+    for name in ("_replicas", "build_system"):
+        monkeypatch.setattr(run_module, name, starts)
+    words = (*REAL, *overrides)
+    with shelf.open_shelf():
+        shelf.take_model(plan_trial(checked(*REAL)).model, "random", None, None, 0, "cpu", 1)
+        job = Job("a", tmp_path / "a", preflight=False)
+        config, plain = checked(*words), resolved(composed(*words))
+        outcome = run_trial(config, plain, Tracking(tmp_path, store, False, True), job, lambda _: None)
+    assert outcome.error is not None and "0 bytes are kept" in outcome.error

@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from subprocess import PIPE
 from types import SimpleNamespace
@@ -132,8 +131,8 @@ def test_the_processes_of_a_divided_model_are_metered_with_their_trial():
             assert whole["memory_bytes"] - alone["memory_bytes"] > resident / 2 > 0
         finally:
             child.kill()
-    assert isinstance(meter_of(replace(CPU, count=2)), CpuMeter)
-    assert meter_of(replace(CPU, count=2))._children and not meter_of(CPU)._children
+    assert isinstance(meter_of(CPU, elsewhere=True), CpuMeter)
+    assert meter_of(CPU, elsewhere=True)._children and not meter_of(CPU)._children
 
 
 def fake_nvml(**changed):
@@ -200,7 +199,7 @@ def test_the_peak_of_torchs_own_allocator(monkeypatch):
     assert reset == [0, 1]
     assert meters.allocator_peak_bytes(GPU) == 742
     assert meters.allocator_peak_bytes(CPU) is None
-    assert meters.allocator_peak_bytes(replace(GPU, count=2)) is None, "others use it, and nobody asked them"
+    assert meters.allocator_peak_bytes(GPU, elsewhere=True) is None, "others use it, and nobody asked them"
     cuda.is_initialized = lambda: False  # nobody may start CUDA by asking
     assert meters.allocator_peak_bytes(GPU) is None
     monkeypatch.delitem(sys.modules, "torch")
