@@ -33,15 +33,31 @@ NAMES = ("one", "two", "three")
 
 
 class Positional(HeldWorker):
-    """Each position and seed has a token of its own, as the noise of sampling has."""
+    """Each position and seed has a token of its own, as the noise of sampling has. held_at: the position whose token it does
+    not compute before `gate` is opened."""
+
+    held_at: int | None = None
 
     def collect(self, until_ns: int | None) -> StepResult | None:
         plan = self._plan
+        if plan is not None and self.held_at in {row.sample.position for row in plan.rows if row.sample is not None}:
+            self.gate.clear()
+            self.held_at = None
         result = super().collect(until_ns)
         if plan is None or result is None:
             return result
         drawn = {row.slot: row.sample.position % 89 for row in plan.rows if row.sample is not None}
         return replace(result, tokens=drawn)
+
+
+class OpenedByCancel(PricedSystem):
+    """Its worker computes again when a cancellation has come."""
+
+    _worker: Positional
+
+    def cancel(self, request_id: int, status: str) -> None:
+        super().cancel(request_id, status)
+        self._worker.gate.set()
 
 
 class Died(ray.exceptions.RayActorError):
@@ -55,6 +71,7 @@ class Actors:
         self.router = router
         self.alive: dict[str, EngineReplica] = {}
         self.systems: list[AnsweringSystem] = []
+        self.workers: list[Positional] = []
         self.slots: dict[str, int] = {}
         self.deadly: dict[str, int] = {}
         self.served: list[tuple[str, str, int]] = []  # replica, method, turn
@@ -64,11 +81,18 @@ class Actors:
     def add(self, name: str) -> None:
         replica = EngineReplica.__new__(EngineReplica)
         clock = WallClock()
-        system = PricedSystem(worker=Positional(clock), clock=clock, **parts())
+        worker = Positional(clock)
+        system = OpenedByCancel(worker=worker, clock=clock, **parts())
         replica._id, replica._system, replica._report, replica._origin_s = name, system, system.start(), 1e9
         self.alive[name] = replica
         self.systems.append(system)
+        self.workers.append(worker)
         self.slots = slots_of(self.slots, self.alive)
+
+    def hold(self, position: int) -> None:
+        """Whoever comes to this token of a turn waits with it until a cancellation comes, or the end of the test."""
+        for worker in self.workers:
+            worker.held_at = position
 
     def chosen(self, errand: Errand) -> str:
         from pensieve.baselines.routing import ROUTERS
@@ -151,6 +175,8 @@ def replicas(router: str = "affinity") -> Iterator[tuple[ReplicaSystem, Actors]]
             yield system, actors
         finally:
             system.close()
+            for worker in actors.workers:
+                worker.gate.set()
             for engine in actors.systems:
                 engine.close()
 
@@ -258,11 +284,12 @@ def test_a_reply_that_comes_out_otherwise_is_not_gone_on_with() -> None:
 
 def test_who_cancels_is_heard_by_the_replica_that_serves_and_no_other() -> None:
     with replicas() as (system, actors):
-        heard = ask(system, 1, "a", 1, _message(1), tokens=2_000)
+        actors.hold(60)
+        heard = ask(system, 1, "a", 1, _message(1), tokens=200)
         assert heard.begun.wait(PATIENCE_S)
         system.cancel(1, "cancelled")
         turn = heard.turn
-        assert turn.status == "cancelled" and 0 < turn.output_tokens < 2_000 and turn.stands
+        assert turn.status == "cancelled" and 0 < turn.output_tokens < 200 and turn.stands
         assert list(turn.token_ids[: len(heard.tokens)]) == heard.tokens
         [(cancelled, _, _)] = [one for one in actors.served if one[1] == "cancel"]
         assert cancelled == system._home["a"][0]
@@ -315,8 +342,9 @@ def test_counts_of_a_replica_that_ended_stay_in_the_sum_and_gauges_are_of_those_
 
 
 def test_requests_under_way_are_told_when_the_system_is_closed() -> None:
-    with replicas() as (system, _):
-        heard = ask(system, 1, "a", 1, _message(1), tokens=2_000)
+    with replicas() as (system, actors):
+        actors.hold(60)
+        heard = ask(system, 1, "a", 1, _message(1), tokens=200)
         assert heard.begun.wait(PATIENCE_S)
         system.close()
         assert heard.over.wait(PATIENCE_S) and heard.error is not None and "closed" in str(heard.error)
