@@ -186,8 +186,7 @@ def test_tenants_see_nothing_of_each_other() -> None:
 
 def test_prefixes_are_not_shared_between_tenants_where_blocks_are() -> None:
     from pensieve.server import create_server
-    from tests.baselines.systems import Side
-from tests.server.live import SIMULATED, serving
+    from tests.server.live import SIMULATED, serving
 
     text = "a prompt that both of them send, long enough for two chunks of thirty-two tokens"
     with create_server("prefix_cache", **SIMULATED) as server, serving(server, KEYS) as (_, url):
@@ -221,8 +220,7 @@ def test_a_full_queue_sheds_and_recovers() -> None:
     from pensieve.server.api import Server
     from pensieve.tokenizer import ByteTokenizer
     from tests.baselines.systems import threaded
-    from tests.baselines.systems import Side
-from tests.server.live import serving
+    from tests.server.live import serving
 
     system, worker = threaded()
     assert isinstance(system, ThreadedSystem)
