@@ -104,8 +104,10 @@ class ReplicaSystem:
         self._home: dict[str, tuple[str, int]] = {}  # of each conversation, the replica of its last turn and its tokens
         self._served: dict[str, set[str]] = {}  # all replicas that may hold something of it
         self._family: dict[str, str] = {}  # of forks, the conversation that they come from
-        self._ended: Counter[str] = Counter()  # by replicas that are gone, as far as they have told, and by this object
-        self._told: dict[str, Told] = {}
+        self._counted: Counter[str] = Counter()  # by this object
+        self._asking = threading.Lock()  # of what follows; taken before the other lock
+        self._told: dict[str, Told] = {}  # by replicas that run, when they answered last
+        self._told_counters: dict[str, dict[str, float]] = {}  # the same of all there ever were
         self._told_at = float("-inf")
         self._ids = itertools.count(1)
         self._loop = asyncio.new_event_loop()
@@ -256,12 +258,12 @@ class ReplicaSystem:
     def counters(self) -> dict[str, float]:
         """Sums over the replicas, those that ended included up to when they were asked last; moved_turns: served elsewhere
         than the turn before; restarted_requests: asked again since their replica ended."""
-        self._told_at = float("-inf")
-        told_now = self._what_they_tell(CALL_S).values()
-        with self._lock:
-            found = Counter(self._ended)
-        for told in told_now:
-            found.update(told.counters)
+        with self._asking:
+            self._ask_all(CALL_S)
+            with self._lock:
+                found = Counter(self._counted)
+            for counters in self._told_counters.values():
+                found.update(counters)
         return dict(found)
 
     def gauges(self) -> dict[str, tuple[float, str]]:
@@ -325,7 +327,7 @@ class ReplicaSystem:
                 return await self._attempt(ticket)
             except ray.exceptions.RayActorError:
                 with self._lock:
-                    self._ended["restarted_requests"] += 1
+                    self._counted["restarted_requests"] += 1
                 ticket.sent, ticket.place = None, 0
                 if ticket.cut is not None:
                     return _over(ticket, ticket.cut, self.clock.now_s())
@@ -384,26 +386,36 @@ class ReplicaSystem:
         with self._lock:
             self._served.setdefault(request.session, set()).add(replica)
             if errand.home not in (None, replica):
-                self._ended["moved_turns"] += 1
+                self._counted["moved_turns"] += 1
 
     def _stands(self, request: Request, turn: TurnRecord, replica: str) -> None:
         with self._lock:
             self._home[request.session] = (replica, len(request.prompt) + len(turn.token_ids))
 
-    def _what_they_tell(self, patience_s: float = GLANCE_S) -> dict[str, Told]:
-        """Of each replica that runs, up to PLACES_S old. One that does not answer in time is left out."""
-        if time.monotonic() - self._told_at > PLACES_S:
-            homes: dict[str, list[str]] = {}
-            with self._lock:
-                for session, (replica, _) in self._home.items():
-                    homes.setdefault(replica, []).append(session)
-            with suppress(Late):
-                found: list[Told] = self._now(self._each("tell", homes), patience_s)
-                with self._lock:
-                    for gone in self._told.keys() - set(self.up):
-                        self._ended.update(self._told[gone].counters)
-                    self._told, self._told_at = {one.replica: one for one in found}, time.monotonic()
+    def _what_they_tell(self) -> dict[str, Told]:
+        """Of each replica that runs, up to PLACES_S old; older where one does not answer in time."""
+        if self._asking.acquire(timeout=GLANCE_S):
+            try:
+                if time.monotonic() - self._told_at > PLACES_S:
+                    self._ask_all(GLANCE_S)
+            finally:
+                self._asking.release()
         return self._told
+
+    def _ask_all(self, patience_s: float) -> None:
+        """By one thread at a time, so that what is told never gets older. For a replica that does not answer stands what it
+        told before; it is not asked again at once, or everybody would wait for it."""
+        homes: dict[str, list[str]] = {}
+        with self._lock:
+            for session, (replica, _) in self._home.items():
+                homes.setdefault(replica, []).append(session)
+        found: list[Told] = []
+        with suppress(Late):
+            found = self._now(self._each("tell", homes, patience_s), 2 * patience_s)
+        self._told_counters.update((one.replica, one.counters) for one in found)
+        told = self._told | {one.replica: one for one in found}
+        self._told = {name: told[name] for name in self.up if name in told}
+        self._told_at = time.monotonic()
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -421,12 +433,16 @@ class ReplicaSystem:
     async def _call(self, method: str, errand: Errand, *arguments: Any) -> Any:
         return await self._handle.options(method_name=method).remote(errand, *arguments)
 
-    async def _each(self, method: str, homes: Mapping[str, list[str]] | None = None) -> list[Any]:
-        """What each replica answers, but for those that end meanwhile. homes: an argument for each."""
-        calls = [
-            self._call(method, Errand(to=one), *(() if homes is None else (tuple(homes.get(one, ())),)))
-            for one in self.up
-        ]
+    async def _each(
+        self, method: str, homes: Mapping[str, list[str]] | None = None, patience_s: float = CALL_S
+    ) -> list[Any]:
+        """What each replica answers, but for those that end meanwhile or take longer. homes: an argument for each."""
+
+        async def in_time(to: str, *arguments: Any) -> Any:
+            async with asyncio.timeout(patience_s):
+                return await self._call(method, Errand(to=to), *arguments)
+
+        calls = [in_time(one, *(() if homes is None else (tuple(homes.get(one, ())),))) for one in self.up]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import cache as remember
 from typing import Any
@@ -24,7 +26,7 @@ from pensieve.engines.tensor_parallel import TensorParallelWorker
 from pensieve.errors import UnsupportedModel, WorkerError
 from pensieve.eviction.retention_value import RetentionValue
 from pensieve.plan import Copy, Row, Sample, StartReport, StepPlan, StepResult
-from pensieve.record import TurnRecord
+from pensieve.record import Event, TurnRecord
 from pensieve.request import Length, Request, Sampling
 from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.specs import HardwareSpec
@@ -35,7 +37,7 @@ from tests.simulated import policy_context
 from tests.worker.torch.driver import plain_generate, random_tokens, tiny_model, tiny_spec
 
 CHUNK = 8
-PATIENCE_S = 20.0
+PATIENCE_S = 100.0  # for what happens at once where nothing is wrong
 load = remember(tiny_model)
 
 
@@ -67,6 +69,23 @@ class Served:
     def history(self, session: str) -> list[int]:
         known = self.cache.find(session)
         return [] if known is None else list(known.tokens)
+
+
+class Talking:
+    """A listener that holds the engine up from the first token until `on` is set."""
+
+    def __init__(self) -> None:
+        self.begun, self.on = threading.Event(), threading.Event()
+        self.over: Future[TurnRecord] = Future()
+
+    def happened(self, event: Event) -> None:
+        self.begun.set()
+        assert self.on.wait(PATIENCE_S)
+        if event.turn is not None:
+            self.over.set_result(event.turn)
+
+    def failed(self, error: WorkerError) -> None:
+        self.over.set_exception(error)
 
 
 def exact_turns(served: Served, reference: Any, turns: int, sessions: str, output: int) -> list[TurnRecord]:
@@ -155,13 +174,16 @@ def test_a_rank_that_dies_ends_the_engine_with_its_name_and_leaves_nobody(group:
     everybody = [guard, *guard.children(recursive=True)]
     (other,) = rank_0.children()
     system.start()
+    talking = Talking()
     try:
-        system.submit(Request(1, "a", 1, random_tokens(9, 1), Length(140)))
-        assert until(lambda: any(event.kind == "token" for event in system.poll(system.clock.now_s() + 0.1)))
+        system.begin(Request(1, "a", 1, random_tokens(9, 1), Length(140)), talking)
+        assert talking.begun.wait(PATIENCE_S)
         os.kill(other.pid, signal.SIGKILL)
+        talking.on.set()
         with pytest.raises(WorkerError, match=rf"Rank 1 of 2 \(process {other.pid}\) was killed by signal 9"):
-            until(lambda: bool(system.poll(system.clock.now_s() + 1.0)) and False)
+            talking.over.result(PATIENCE_S)
     finally:
+        talking.on.set()
         system.close()
     assert until(lambda: not any(process.is_running() for process in everybody))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,26 +23,43 @@ from pensieve.clock import WallClock
 from pensieve.plan import StepResult
 from pensieve.record import Event, TurnRecord
 from pensieve.replicas import engine as engine_module
+from pensieve.replicas import system as system_module
 from pensieve.replicas.engine import EngineReplica
 from pensieve.replicas.errand import Candidate, Errand, running, slots_of, unregister
 from pensieve.replicas.router import SessionRouter
 from pensieve.replicas.system import ATTEMPTS, ReplicaSystem, Scaling, reason_in
 from pensieve.request import Length, Request, Sampling, tokens_of
-from tests.baselines.systems import PATIENCE_S, HeldWorker, PricedSystem, parts
+from tests.baselines.systems import PATIENCE_S, HeldWorker, PricedSystem, Side, parts
 
 NAMES = ("one", "two", "three")
 
 
 class Positional(HeldWorker):
-    """Each position and seed has a token of its own, as the noise of sampling has."""
+    """Each position and seed has a token of its own, as the noise of sampling has. held_at: the position whose token it does
+    not compute before `gate` is opened."""
+
+    held_at: int | None = None
 
     def collect(self, until_ns: int | None) -> StepResult | None:
         plan = self._plan
+        if plan is not None and self.held_at in {row.sample.position for row in plan.rows if row.sample is not None}:
+            self.gate.clear()
+            self.held_at = None
         result = super().collect(until_ns)
         if plan is None or result is None:
             return result
         drawn = {row.slot: row.sample.position % 89 for row in plan.rows if row.sample is not None}
         return replace(result, tokens=drawn)
+
+
+class OpenedByCancel(PricedSystem):
+    """Its worker computes again when a cancellation has come."""
+
+    _worker: Positional
+
+    def cancel(self, request_id: int, status: str) -> None:
+        super().cancel(request_id, status)
+        self._worker.gate.set()
 
 
 class Died(ray.exceptions.RayActorError):
@@ -55,8 +73,11 @@ class Actors:
         self.router = router
         self.alive: dict[str, EngineReplica] = {}
         self.systems: list[AnsweringSystem] = []
+        self.workers: list[Positional] = []
         self.slots: dict[str, int] = {}
         self.deadly: dict[str, int] = {}
+        self.mute: set[str] = set()  # replicas that do not answer what is no turn
+        self.failing: set[str] = set()  # replicas where such a call fails
         self.served: list[tuple[str, str, int]] = []  # replica, method, turn
         for name in NAMES:
             self.add(name)
@@ -64,11 +85,18 @@ class Actors:
     def add(self, name: str) -> None:
         replica = EngineReplica.__new__(EngineReplica)
         clock = WallClock()
-        system = PricedSystem(worker=Positional(clock), clock=clock, **parts())
+        worker = Positional(clock)
+        system = OpenedByCancel(worker=worker, clock=clock, **parts())
         replica._id, replica._system, replica._report, replica._origin_s = name, system, system.start(), 1e9
         self.alive[name] = replica
         self.systems.append(system)
+        self.workers.append(worker)
         self.slots = slots_of(self.slots, self.alive)
+
+    def hold(self, position: int) -> None:
+        """Whoever comes to this token of a turn waits with it until a cancellation comes, or the end of the test."""
+        for worker in self.workers:
+            worker.held_at = position
 
     def chosen(self, errand: Errand) -> str:
         from pensieve.baselines.routing import ROUTERS
@@ -94,9 +122,18 @@ class Actors:
                 name = self.chosen(errand)
                 self.served.append((name, method_name, errand.turn))
                 call = getattr(self.alive[name], method_name)(errand, *arguments)
-                return self.streamed(name, call) if stream else call
+                return self.streamed(name, call) if stream else self.answered(name, call)
 
         return Method
+
+    async def answered(self, name: str, call: Any) -> Any:
+        if name in self.mute:
+            call.close()
+            await asyncio.Event().wait()
+        if name in self.failing:
+            call.close()
+            raise Died
+        return await call
 
     async def streamed(self, name: str, parts: AsyncIterator[Any]) -> AsyncIterator[Any]:
         async for part in parts:
@@ -151,6 +188,8 @@ def replicas(router: str = "affinity") -> Iterator[tuple[ReplicaSystem, Actors]]
             yield system, actors
         finally:
             system.close()
+            for worker in actors.workers:
+                worker.gate.set()
             for engine in actors.systems:
                 engine.close()
 
@@ -206,10 +245,10 @@ def test_what_is_known_of_a_restored_conversation_goes_with_it(monkeypatch: pyte
 def test_what_moves_is_history_that_is_computed_again_and_the_tokens_stay_the_same() -> None:
     with replicas("random") as (system, _):
         moving = talk(system, "a", 6)
-        counted = system._ended["moved_turns"]
+        counted = system._counted["moved_turns"]
     with replicas() as (system, _):
         staying = talk(system, "a", 6)
-        assert system._ended["moved_turns"] == 0
+        assert system._counted["moved_turns"] == 0
     assert counted >= 2, "or random routing showed nothing"
     assert [turn.token_ids for turn in moving] == [turn.token_ids for turn in staying]
     assert [turn.history_tokens for turn in moving] == [turn.history_tokens for turn in staying]
@@ -233,7 +272,7 @@ def test_a_replica_that_ends_in_mid_reply_costs_no_token_and_doubles_none(parts:
         heard = ask(system, 100, "a", 3, [*said, *_message(3)], forgotten=(len(said), "expired"))
         turn = heard.turn
         assert lost not in actors.alive and system._home["a"][0] != lost
-        assert system._ended["restarted_requests"] == 1
+        assert system._counted["restarted_requests"] == 1
     assert heard.tokens == list(undisturbed[2].token_ids) == list(turn.token_ids)
     assert turn.request_id == 100 and {event.request_id for event in heard.events} == {100}
     assert turn.history_tokens == undisturbed[2].history_tokens == turn.recomputed_tokens, "its history is not there"
@@ -269,11 +308,12 @@ def test_a_reply_that_comes_out_otherwise_is_not_gone_on_with() -> None:
 
 def test_who_cancels_is_heard_by_the_replica_that_serves_and_no_other() -> None:
     with replicas() as (system, actors):
-        heard = ask(system, 1, "a", 1, _message(1), tokens=2_000)
+        actors.hold(60)
+        heard = ask(system, 1, "a", 1, _message(1), tokens=200)
         assert heard.begun.wait(PATIENCE_S)
         system.cancel(1, "cancelled")
         turn = heard.turn
-        assert turn.status == "cancelled" and 0 < turn.output_tokens < 2_000 and turn.stands
+        assert turn.status == "cancelled" and 0 < turn.output_tokens < 200 and turn.stands
         assert list(turn.token_ids[: len(heard.tokens)]) == heard.tokens
         [(cancelled, _, _)] = [one for one in actors.served if one[1] == "cancel"]
         assert cancelled == system._home["a"][0]
@@ -325,9 +365,72 @@ def test_counts_of_a_replica_that_ended_stay_in_the_sum_and_gauges_are_of_those_
         assert system.counters() == after, "counted once, however often somebody asks"
 
 
+def test_counts_neither_dip_nor_double_while_a_replica_does_not_answer_or_is_not_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with replicas() as (system, actors):
+        there = list(NAMES)
+        monkeypatch.setattr(ReplicaSystem, "up", property(lambda _: list(there)))
+        talk(system, "a", 2)
+        before, home = system.counters(), system._home["a"][0]
+        assert before["steps"] > 0
+        actors.failing = {home}
+        assert system.counters() == before
+        actors.failing = set()
+        there.remove(home)
+        assert system.counters() == before and system.places("a") == ""
+        there.append(home)
+        assert system.counters() == before, "it is the same one"
+
+
+def test_who_looks_waits_once_for_a_replica_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    with replicas() as (system, actors):
+        monkeypatch.setattr(ReplicaSystem, "up", property(lambda _: list(actors.alive)))
+        monkeypatch.setattr(system_module, "PLACES_S", 1e6)
+        monkeypatch.setattr(system_module, "GLANCE_S", 0.05)
+        monkeypatch.setattr(system_module, "CALL_S", 0.2)
+        talk(system, "a", 2)
+        home = system._home["a"][0]
+        actors.mute = set(NAMES) - {home}
+        ends = time.monotonic() + PATIENCE_S
+        while not system.counters().get("steps"):  # the one that answers is told of, as soon as it is quick enough
+            assert time.monotonic() < ends
+        system._told_at = float("-inf")
+        assert system.places("a").count("G")
+        asked = len(actors.served)
+        assert system.places("a").count("G") and system.gauges()
+        assert len(actors.served) == asked
+
+
+def test_what_is_told_never_gets_older(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that was on its way while a turn was served, and one that was asked for after it."""
+    with replicas() as (system, actors):
+        monkeypatch.setattr(ReplicaSystem, "up", property(lambda _: list(actors.alive)))
+        late, on_its_way, real = threading.Event(), threading.Event(), system._each
+
+        async def each(*arguments: Any) -> Any:
+            answers = await real(*arguments)
+            if not on_its_way.is_set():
+                on_its_way.set()
+                await asyncio.to_thread(late.wait, PATIENCE_S)
+            return answers
+
+        monkeypatch.setattr(system, "_each", each)
+        first = Side(system.counters)
+        assert on_its_way.wait(PATIENCE_S)
+        talk(system, "a", 1)
+        second = Side(system.counters)
+        assert not second.ends_within(0.1)
+        late.set()
+        assert first.ended() and second.ended()
+        assert first.result["steps"] == 0 < second.result["steps"]
+        assert sum(one.counters["steps"] for one in system._told.values()) == second.result["steps"]
+
+
 def test_requests_under_way_are_told_when_the_system_is_closed() -> None:
-    with replicas() as (system, _):
-        heard = ask(system, 1, "a", 1, _message(1), tokens=2_000)
+    with replicas() as (system, actors):
+        actors.hold(60)
+        heard = ask(system, 1, "a", 1, _message(1), tokens=200)
         assert heard.begun.wait(PATIENCE_S)
         system.close()
         assert heard.over.wait(PATIENCE_S) and heard.error is not None and "closed" in str(heard.error)
