@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
@@ -37,9 +38,8 @@ class LiveServer:
 def live_server(config: Mapping[str, Any], fields: Sequence[str] = ()) -> Iterator[LiveServer]:
     """Warm. config: of the bench command, whose hardware and model it takes. fields: further overrides of serve. Its outputs
     are in a folder of their own, which goes with it. Raises EngineFailed."""
-    hardware, model, port = config["hardware"], config["bench"]["model"], free_port()
-    chosen = [f"hardware={hardware['name']}", f"serve.port={port}", *fields]
-    chosen += [f"hardware.threads={hardware['threads']}"] if hardware.get("threads") else []
+    model, port = config["bench"]["model"], free_port()
+    chosen = [*hardware_overrides(config["hardware"]), f"serve.port={port}", *fields]
     chosen += ["model.weights=random"] if model == "auto" else [f"model={model}", "model.weights=random"]
     command = [sys.executable, "-c", "from pensieve.cli import main; main()", "serve", *chosen]
     with tempfile.TemporaryDirectory(prefix="pensieve-serve-") as outputs:
@@ -50,6 +50,20 @@ def live_server(config: Mapping[str, Any], fields: Sequence[str] = ()) -> Iterat
             yield LiveServer(port, server)
         finally:
             process.close()
+
+
+def hardware_overrides(hardware: Mapping[str, Any]) -> list[str]:
+    """What makes another command compose this very machine, whatever of it was typed. hardware: resolved."""
+    fields = _flat("++hardware", {name: value for name, value in hardware.items() if name != "name"})
+    return [f"hardware={hardware['name']}", *fields]
+
+
+def _flat(path: str, value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _flat(f"{path}.{name}", inner)
+    else:
+        yield f"{path}={json.dumps(value, ensure_ascii=False)}"
 
 
 def _healthy(port: int) -> bool:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         build_system,
         build_workload,
         make_workload,
+        model_is_loaded,
         outside_engine,
     )
     from pensieve.compose.folder import conf_folder, options, outputs_folder, read_option
@@ -33,6 +34,7 @@ _NAMES = {
         "build_system",
         "build_workload",
         "make_workload",
+        "model_is_loaded",
         "outside_engine",
     ),
     "folder": ("conf_folder", "options", "outputs_folder", "read_option"),
@@ -62,6 +64,7 @@ __all__ = [
     "conf_folder",
     "make_workload",
     "model_config",
+    "model_is_loaded",
     "options",
     "outputs_folder",
     "outside_engine",

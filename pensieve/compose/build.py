@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pensieve.baselines.base import AnsweringSystem, System
 from pensieve.cache.base import CacheManager
@@ -33,6 +33,7 @@ from pensieve.scheduler.composition import Composition
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.tokenizer import Tokenizer
 from pensieve.worker.base import Worker
+from pensieve.worker.torch import shelf
 from pensieve.worker.torch.threads import physical_cores
 from pensieve.workload.base import Workload, WorkloadContext, WorkloadPlan
 from pensieve.workload.cache_state import in_state
@@ -245,15 +246,9 @@ def clock_and_worker(
         wall = WallClock()
         divided = _divided_worker(plan, wall)
         return wall, divided, divided.room if plan.gpu_measured else plan.gpu_blocks
-    from pensieve.worker.torch.shelf import take_model
     from pensieve.worker.torch.worker import TorchWorker
 
-    m, clock = plan.config.model, WallClock()
-    threads = plan.config.hardware.threads
-    attention = plan.config.attention_backend
-    model = take_model(
-        plan.model, loadable(m), m.hub_id, m.revision, m.seed, plan.device.name, threads, attention, plan.chunk_tokens
-    )
+    clock, model = WallClock(), shelf.take_model(*_asked_model(plan))
     options = torch_options(hardware, plan.device, scheduler.max_batch_tokens, scheduler.max_batch_requests)
     if plan.disk_blocks:
         options = replace(options, disk=_disk_options(plan, keeps_disk))
@@ -264,6 +259,21 @@ def clock_and_worker(
     from pensieve.worker.torch.profiled import ProfiledWorker
 
     return clock, ProfiledWorker(worker, trace), gpu_blocks
+
+
+def model_is_loaded(plan: TrialPlan) -> bool:
+    """Whether this process has kept the model that it would load for this plan."""
+    here = plan.config.baseline.engine is None and not plan.device.simulated and not plan.computes_elsewhere
+    return here and shelf.holds_model(*_asked_model(plan))
+
+
+def _asked_model(plan: TrialPlan) -> tuple[Any, ...]:
+    """Arguments of shelf.take_model."""
+    config, m = plan.config, plan.config.model
+    return (
+        *(plan.model, loadable(m), m.hub_id, m.revision, m.seed, plan.device.name, config.hardware.threads),
+        *(config.attention_backend, plan.chunk_tokens),
+    )
 
 
 def _divided_worker(plan: TrialPlan, clock: Clock) -> TensorParallelWorker:

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 
-from pensieve.compose import TrialPlan
+from pensieve.compose import TrialPlan, model_is_loaded
 from pensieve.compose.weights import local_weights
 from pensieve.results.environment import host
 from pensieve.results.schema import MetricRow, Trial
 from pensieve.results.store import ResultsStore
 from pensieve.units import format_bytes
-from pensieve.worker.torch import shelf
 
 WORTH_SAYING_S = 10.0  # of a start whose time is known
 LARGE_BYTES = 2**30  # weights whose start takes long enough to wonder, where it is not known
@@ -36,8 +35,8 @@ Seconds = Callable[[], float | None]
 
 
 def announce(plan: TrialPlan, store: ResultsStore, say: Callable[[str], None]) -> None:
-    """Say what the start of a real trial will take, where somebody would wonder; not where its model is in memory."""
-    if shelf.holds_model():
+    """Say what the start of a real trial will take, where somebody would wonder; not where its own model is in memory."""
+    if model_is_loaded(plan):
         return
     found = sentence(plan, last_start(plan, store), lambda: reading_s(plan), lambda: locking_s(plan))
     if found is not None:
@@ -76,15 +75,19 @@ def _about(seconds: float | None) -> str:
 
 
 def last_start(plan: TrialPlan, store: ResultsStore) -> LastStart | None:
-    """Of the newest completed trial that loaded this model by itself on this host's device."""
+    """Of the newest completed trial that loaded this model by itself on as many of this host's devices, and in as many
+    replicas."""
     names = ("load_s", "engine_warmup_ms")
+    model, hardware = plan.config.model, plan.config.hardware
     query = (
         select(Trial.id, MetricRow.name, MetricRow.value)
         .join(MetricRow, MetricRow.trial_id == Trial.id)
         .where(Trial.status == "completed", Trial.simulated.is_(False), Trial.host == host())
         .where(Trial.model == plan.model.name, Trial.dtype == plan.model.dtype, Trial.weights == plan.weights)
         .where(Trial.device == plan.device.label, MetricRow.name.in_(names))
-        .where(Trial.baseline == plan.config.baseline.name)
+        .where(Trial.baseline == plan.config.baseline.name, Trial.device_count == plan.device.count)
+        .where(Trial.config["model"]["quantization"].as_string() == model.quantization)
+        .where(func.coalesce(Trial.config["hardware"]["replicas"].as_integer(), 1) == hardware.replicas)
         .order_by(Trial.id.desc())
     )
     by_trial: dict[int, dict[str, float]] = {}

@@ -11,15 +11,19 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from hydra import compose
 
 from pensieve.bench import overload as overload_module
 from pensieve.bench import run_target
 from pensieve.bench import steady as steady_module
 from pensieve.bench import wire as wire_module
+from pensieve.bench.live_server import hardware_overrides
 from pensieve.bench.overload import Outcome, overload
 from pensieve.bench.steady import Seen, slope, steady
 from pensieve.bench.wire import Timed, wire
+from pensieve.compose import resolved
 from pensieve.errors import ConfigError
+from tests.composed import hydra_session
 
 EVERY_S, SAMPLES = 0.5, 480
 
@@ -145,6 +149,21 @@ def test_requests_come_as_often_as_they_should_whatever_becomes_of_them() -> Non
 
 @pytest.mark.parametrize("field", ["sessions", "minutes"])
 def test_what_is_no_number_is_refused_before_a_server_is_started(field: str) -> None:
-    bench = {"turns": 1, "sessions": 200, "minutes": 5, "seed": 0, "repeats": None, field: 0}
+    bench = {"turns": 300, "sessions": 200, "minutes": 5, "seed": 0, "repeats": None, field: 0}
     with pytest.raises(ConfigError, match=f"bench.{field}"):
         run_target({"target": "steady", "bench": bench}, {})
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ("hardware=cpu", "hardware.threads=2", "hardware.cpu_memory='4 GiB'", "hardware.depth=1"),
+        ("hardware=sim_rtx4090", "hardware.h2d_bw=1e9", "+hardware.failure_s=30", "hardware.gpus=2"),
+    ],
+)
+def test_the_server_gets_the_machine_that_was_asked_for(typed: tuple[str, ...]) -> None:
+    with hydra_session():
+        asked = resolved(compose("bench", [*typed]))["hardware"]
+        plain = resolved(compose("serve", [typed[0]]))["hardware"]
+        found = resolved(compose("serve", hardware_overrides(asked)))["hardware"]
+    assert found == asked != plain

@@ -173,7 +173,7 @@ def test_the_model_that_was_kept_makes_room_where_other_processes_load_it(store,
         """The trial has gone far enough."""
 
     def starts(*_):
-        raise Met(f"{shelf.kept_host_bytes()} bytes are kept")
+        raise Met(f"kept: {shelf.kept_host_bytes()} bytes")
 
     monkeypatch.setattr("pensieve.compose.machine.cores", lambda: 2)
     for name in ("_replicas", "build_system"):
@@ -184,4 +184,4 @@ def test_the_model_that_was_kept_makes_room_where_other_processes_load_it(store,
         job = Job("a", tmp_path / "a", preflight=False)
         config, plain = checked(*words), resolved(composed(*words))
         outcome = run_trial(config, plain, Tracking(tmp_path, store, False, True), job, lambda _: None)
-    assert outcome.error is not None and "0 bytes are kept" in outcome.error
+    assert outcome.error is not None and "kept: 0 bytes" in outcome.error

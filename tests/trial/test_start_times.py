@@ -56,6 +56,7 @@ def test_the_last_start_is_one_of_the_same_model_that_loaded_it(plan, monkeypatc
     sweep = open_sweep(store)
     here = {
         "model": plan.model.name, "dtype": plan.model.dtype, "weights": plan.weights, "device": plan.device.label,
+        "device_count": 1, "config": plan.config.model_dump(mode="json"),
     }  # fmt: skip
 
     def add(job, load_s, warmup_ms, **changed):
@@ -67,6 +68,17 @@ def test_the_last_start_is_one_of_the_same_model_that_loaded_it(plan, monkeypatc
     add(1, None, 5.0)  # found its model in memory
     for job, (field, value) in enumerate((("model", "x"), ("dtype", "float16"), ("device", "y")), 2):
         add(job, 1.0, 1.0, **{field: value})
+    rounded = plan.config.model.model_copy(update={"quantization": "int8"})
+    replicated = plan.config.hardware.model_copy(update={"replicas": 2, "router": "random"})
+    others = {
+        5: replace(plan, device=replace(plan.device, count=2)),
+        6: replace(plan, config=plan.config.model_copy(update={"model": rounded})),
+        7: replace(plan, config=plan.config.model_copy(update={"hardware": replicated})),
+    }
+    for job, other in others.items():
+        assert last_start(other, store) is None
+        ids = add(job, 2.0, 1.0, device_count=other.device.count, config=other.config.model_dump(mode="json"))
+        assert last_start(other, store) == LastStart(ids, 2.0, 0.001)
     assert last_start(plan, store) == LastStart(wanted, 12.0, 30.0)
     monkeypatch.setattr(start_times, "host", lambda: "another machine")
     assert last_start(plan, store) is None
@@ -87,6 +99,11 @@ def test_a_model_in_memory_needs_no_announcement(plan, monkeypatch):
     said = []
     announce(plan, ResultsStore(MEMORY), said.append)
     assert said == ["a sentence"]
-    monkeypatch.setattr(shelf, "holds_model", lambda: True)
-    announce(plan, ResultsStore(MEMORY), said.append)
-    assert len(said) == 1
+    other, own = (plan_trial(checked("hardware=cpu", f"model.seed={seed}")) for seed in (1, 0))
+    monkeypatch.setattr("pensieve.worker.torch.model.load_model", lambda *_, **__: "a model")
+    with shelf.open_shelf():
+        shelf.take_model(own.model, "random", None, None, 0, "cpu", None, "auto", own.chunk_tokens)
+        announce(own, ResultsStore(MEMORY), said.append)
+        assert len(said) == 1
+        announce(other, ResultsStore(MEMORY), said.append)
+        assert len(said) == 2, "it will be loaded in the place of that one"

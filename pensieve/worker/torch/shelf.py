@@ -64,11 +64,6 @@ def is_open() -> bool:
     return bool(_open)
 
 
-def holds_model() -> bool:
-    """Whether a model is kept; another one may be asked for."""
-    return bool(_open) and bool(_open[-1].models)
-
-
 def empty() -> None:
     """Return the memory of what is kept, so that something else may have it; the shelf stays open."""
     if not _open:
@@ -118,8 +113,7 @@ def take_model(
 
     if not _open:
         return load()
-    files = _files(weights, hub_id, revision)
-    key = (spec, weights, hub_id, revision, seed, device, threads, attention, chunk_tokens, files)
+    key = _key(spec, weights, hub_id, revision, seed, device, threads, attention, chunk_tokens)
     models = _open[-1].models
     if key in models:
         return _again(models[key])
@@ -128,6 +122,39 @@ def take_model(
         _release()
     models[key] = load()
     return models[key]
+
+
+def holds_model(
+    spec: ModelSpec,
+    weights: str,
+    hub_id: str | None,
+    revision: str | None,
+    seed: int,
+    device: str,
+    threads: int | None = None,
+    attention: str = "auto",
+    chunk_tokens: int = 32,
+) -> bool:
+    """Whether take_model would load nothing."""
+    if not _open or not _open[-1].models:
+        return False
+    key = _key(spec, weights, hub_id, revision, seed, device, threads, attention, chunk_tokens)
+    return key in _open[-1].models
+
+
+def _key(
+    spec: ModelSpec,
+    weights: str,
+    hub_id: str | None,
+    revision: str | None,
+    seed: int,
+    device: str,
+    threads: int | None,
+    attention: str,
+    chunk_tokens: int,
+) -> _Key:
+    files = _files(weights, hub_id, revision)
+    return (spec, weights, hub_id, revision, seed, device, threads, attention, chunk_tokens, files)
 
 
 def _files(weights: str, hub_id: str | None, revision: str | None) -> object:
