@@ -247,8 +247,12 @@ def _add_routes(app: FastAPI, state: App) -> None:
     @app.get("/v1/sessions", responses=documented())
     async def sessions(request: Request) -> Response:
         assert state.server is not None
-        known = sorted(state.server.conversations.of(_tenant(request)), key=lambda one: -one.used_at)
-        return JSONResponse({"object": "list", "data": [session_line(state.server, one) for one in known]})
+        server, known = (
+            state.server,
+            sorted(state.server.conversations.of(_tenant(request)), key=lambda one: -one.used_at),
+        )
+        lines = await asyncio.to_thread(lambda: [session_line(server, one) for one in known])  # replicas are asked
+        return JSONResponse({"object": "list", "data": lines})
 
     @app.get("/v1/sessions/{session_id:path}", responses=documented(404))
     async def session(request: Request, session_id: str) -> Response:
@@ -256,7 +260,7 @@ def _add_routes(app: FastAPI, state: App) -> None:
         known = state.server.conversations.find(_tenant(request), session_id)
         if known is None:
             raise NotFound(f"There is no session {session_id!r}.")
-        return JSONResponse(session_body(state.server, known))
+        return JSONResponse(await asyncio.to_thread(session_body, state.server, known))
 
     @app.delete("/v1/sessions/{session_id:path}", responses=documented(404))
     async def delete_session(request: Request, session_id: str) -> Response:
@@ -275,7 +279,8 @@ def _add_routes(app: FastAPI, state: App) -> None:
     async def metrics(request: Request) -> Response:
         if state.tenants.required and _tenant(request) != OPERATOR:
             raise NotFound(f"Only the key of the tenant {OPERATOR!r} may read the metrics of all.")
-        return PlainTextResponse(state.meters.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        text = await asyncio.to_thread(state.meters.text)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     if settings.page:
         html = files("pensieve.server").joinpath("page.html").read_text(encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import quote
@@ -15,6 +16,7 @@ pytest.importorskip("fastapi")
 
 from pensieve.errors import ConfigError
 from pensieve.server.settings import ServeSettings, tenants_of
+from tests.baselines.systems import Side
 from tests.server.live import PATIENCE_S, simulated, until
 
 KEYS = {"key-of-alice": "alice", "key-of-bob": "bob", "key-of-operator": "operator"}
@@ -120,6 +122,36 @@ def test_metrics_count_turns_and_where_prompts_were_found() -> None:
             assert counted == sum(usage["prompt_tokens_details"][place] for usage in usages)
         assert float(told["pensieve_sessions"]) == 1
         assert float(told["pensieve_gpu_blocks_used"]) > 0
+
+
+@pytest.mark.parametrize("path", ["/v1/sessions", "/v1/sessions/a", "/metrics"])
+def test_an_engine_that_is_slow_to_tell_what_it_holds_holds_up_nobody_else(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As replicas are, which are asked over the network."""
+    with simulated() as (state, client):
+        assert ask(client, session_id="a").status_code == 200
+        asked, others_are_served = threading.Event(), threading.Event()
+
+        def slowly(real: Any) -> Any:
+            def told(*arguments: Any) -> Any:
+                asked.set()
+                assert others_are_served.wait(PATIENCE_S)
+                return real(*arguments)
+
+            return told
+
+        assert state.server is not None
+        system = state.server.system
+        for name in ("places", "gauges"):
+            monkeypatch.setattr(system, name, slowly(getattr(system, name)))
+        looking = Side(client.get, path)
+        assert asked.wait(PATIENCE_S)
+        try:
+            assert client.get("/health", timeout=PATIENCE_S / 2).status_code == 200
+        finally:
+            others_are_served.set()
+        assert looking.ended() and looking.result.status_code == 200
 
 
 def test_tenants_see_nothing_of_each_other() -> None:
