@@ -8,7 +8,7 @@ from pensieve.compose.machine import free_device_bytes
 from pensieve.compose.plan import TrialPlan
 from pensieve.compose.preflight import check_memory
 from pensieve.compose.weights import check_weights
-from pensieve.errors import HardwareMissing
+from pensieve.errors import ConfigError, HardwareMissing
 from pensieve.replicas.system import ReplicaSystem, Scaling
 from pensieve.worker.torch.threads import physical_cores
 
@@ -27,6 +27,10 @@ def build_replicas(
     assert not plan.device.simulated
     config = plan.config
     gpus = config.hardware.gpus if plan.device.kind == "cuda" else 0
+    if gpus and ":" in config.hardware.device:
+        raise ConfigError(
+            f"hardware.device={config.hardware.device} with replicas: each gets GPUs of its own; use hardware.device=cuda."
+        )
     _check_room(plan, scaling.most, gpus)
     check_weights(config.model)
     fields = config.model_dump()
