@@ -139,7 +139,7 @@ def say(client: httpx.Client, name: str, tenant: str, turn: int, run: str, begun
     body = {
         "messages": [{"role": "user", "content": f"xyzzy{turn} says {tenant} of {name}"}],
         "session_id": run + name,
-        "max_tokens": 64 if turn == 2 else 8,
+        "max_tokens": 192 if turn == 2 else 8,  # long enough to be under way when a replica is killed
         "temperature": 0 if name == "talk" else 1,
         "seed": 11,
         "stream": True,
