@@ -20,7 +20,7 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 @dataclass(frozen=True, slots=True)
 class Device:
     """name: for torch ("cpu", "cuda:0") or "sim", of the first where there are several. identity: names the device's lock; a
-    GPU's UUID. others: identities of the further GPUs of a tensor-parallel trial. On a CPU count is processes.
+    GPU's UUID. others: identities of the further GPUs of the trial. On a CPU count is processes.
 
     gpu_bytes: memory for the weights and the GPU tier. cpu_bytes: for the CPU tier. shared: both are the same memory.
     """
@@ -121,14 +121,15 @@ def find_device(hardware: HardwareConfig) -> Device:
             f"hardware.gpus={hardware.gpus}: from cuda:{index} on this machine has {there - index} GPU(s); use "
             f"hardware.gpus={there - index}, or simulate more with hardware=sim_a100_80g hardware.gpus={hardware.gpus}."
         )
-    each = [torch.cuda.get_device_properties(index + number) for number in range(hardware.gpus)]
+    taken = min(hardware.gpus * hardware.replicas, there - index)  # whether they suffice is for replicas to check
+    each = [torch.cuda.get_device_properties(index + number) for number in range(taken)]
     return Device(
         kind="cuda",
         name=f"cuda:{index}",
         identity=f"GPU-{each[0].uuid}",
         label=str(each[0].name),
         count=hardware.gpus,
-        gpu_bytes=hardware.gpus * min(int(one.total_memory) for one in each),
+        gpu_bytes=hardware.gpus * min(int(one.total_memory) for one in each[: hardware.gpus]),
         cpu_bytes=host_memory_bytes(),
         others=tuple(f"GPU-{one.uuid}" for one in each[1:]),
     )

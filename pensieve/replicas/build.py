@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from pensieve.compose.machine import free_device_bytes
 from pensieve.compose.plan import TrialPlan
 from pensieve.compose.preflight import check_memory
 from pensieve.compose.weights import check_weights
-from pensieve.errors import HardwareMissing
+from pensieve.errors import ConfigError, HardwareMissing
 from pensieve.replicas.system import ReplicaSystem, Scaling
 from pensieve.worker.torch.threads import physical_cores
 
 
 def build_replicas(
-    plan: TrialPlan, scaling: Scaling, router: str, environment: Mapping[str, str] | None = None
+    plan: TrialPlan,
+    scaling: Scaling,
+    router: str,
+    environment: Mapping[str, str] | None = None,
+    connected: Callable[[], object] | None = None,
 ) -> ReplicaSystem:
-    """The system of a real machine's replicas, not started yet. environment: as of ReplicaSystem.
+    """The system of a real machine's replicas, not started yet. environment, connected: as of ReplicaSystem.
 
     Raises HardwareMissing where so many do not fit: before the first of them starts, not after the last. WeightsMissing.
     """
     assert not plan.device.simulated
     config = plan.config
     gpus = config.hardware.gpus if plan.device.kind == "cuda" else 0
+    if gpus and ":" in config.hardware.device:
+        raise ConfigError(
+            f"hardware.device={config.hardware.device} with replicas: each gets GPUs of its own; use hardware.device=cuda."
+        )
     _check_room(plan, scaling.most, gpus)
     check_weights(config.model)
     fields = config.model_dump()
     threads = config.hardware.threads or max(1, physical_cores() // scaling.most)
     fields["hardware"] = {**fields["hardware"], "threads": threads, "replicas": 1, "router": "single"}
-    return ReplicaSystem(fields, scaling, router, seed=config.seed, gpus=gpus, environment=environment)
+    return ReplicaSystem(
+        fields, scaling, router, seed=config.seed, gpus=gpus, environment=environment, connected=connected
+    )
 
 
 def _check_room(plan: TrialPlan, most: int, gpus: int) -> None:

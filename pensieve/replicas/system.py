@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as Late
 from contextlib import suppress
@@ -89,15 +89,18 @@ class ReplicaSystem:
         seed: int = 0,
         gpus: int = 0,
         environment: Mapping[str, str] | None = None,
+        connected: Callable[[], object] | None = None,
     ) -> None:
         """fields: of a trial's configuration, which each replica builds its engine from. gpus: of one replica. environment:
-        of all its processes, over this one's."""
+        of all its processes, over this one's. connected: called when this process is connected to Ray, before any replica
+        starts; what it raises ends the start."""
         self.clock: Clock = WallClock()
         self.can = Capabilities(keeps_sessions=False)
         self._fields, self._scaling, self._router, self._seed, self._gpus = dict(fields), scaling, router, seed, gpus
         self._app = f"pensieve-{id(self):x}"
         self._cluster = RayCluster(scaling.most, gpus * scaling.most, environment=environment)
         self._outbox = Outbox(self.clock, lambda: WorkerError(ENGINE_CLOSED) if self._closed else None)
+        self._connected = connected
         self._closed = False
         self._lock = threading.Lock()  # of what follows
         self._tickets: dict[int, _Ticket] = {}
@@ -121,6 +124,8 @@ class ReplicaSystem:
         began = time.perf_counter()
         try:
             self._cluster.start()
+            if self._connected is not None:
+                self._connected()
             logging.getLogger("ray.serve").setLevel(
                 logging.ERROR
             )  # a slow answer is no news of a machine that computes

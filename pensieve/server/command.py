@@ -6,7 +6,8 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,14 @@ def make_server(config: Mapping[str, Any], keeps_disk: bool = False) -> Server:
     return server_of(_trial_fields(config), keeps_disk)
 
 
-def make_replicas(config: Mapping[str, Any], settings: ServeSettings) -> Server:
-    """Several of them on Ray Serve, warm. Raises EngineMissing where Ray is not installed."""
+def make_replicas(
+    config: Mapping[str, Any], settings: ServeSettings, connected: Callable[[], object] | None = None
+) -> Server:
+    """Several of them on Ray Serve, warm. connected: as of ReplicaSystem. Raises EngineMissing where Ray is not installed."""
     check_serve("serve.replicas")
     from pensieve.server.replicated import replicated_server
 
-    return replicated_server(_trial_fields(config), settings)
+    return replicated_server(_trial_fields(config), settings, connected)
 
 
 def _trial_fields(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,8 +100,9 @@ def _load(state: App, config: Mapping[str, Any], http: uvicorn.Server) -> None:
     try:
         kept = open_state(state.settings, config)
         if state.settings.replicas.most > 1:
-            server = make_replicas(config, state.settings)
-            state.loop.result().call_soon_threadsafe(_take_sigterm_back)
+            loop = state.loop.result()  # once it has ended, calling it raises RuntimeError: nothing is to load any more
+            connected = partial(loop.call_soon_threadsafe, _take_sigterm_back)
+            server = make_replicas(config, state.settings, connected)
         else:
             server = make_server(config, keeps_disk=kept is not None)
         if state.settings.record:
@@ -111,6 +115,9 @@ def _load(state: App, config: Mapping[str, Any], http: uvicorn.Server) -> None:
             server.close()
         if kept is not None:
             kept.close()
+        if http.should_exit:  # it was stopped, and what was loading with it
+            log.info("Stopped while the engine was loading: %s", error)
+            return
         if not isinstance(error, PensieveError):
             log.exception("The server cannot start.")
         state.failure = str(error) if isinstance(error, PensieveError) else f"The server cannot start: {error!r}."

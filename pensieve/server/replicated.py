@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pensieve.compose import build_tokenizer
@@ -13,8 +13,11 @@ from pensieve.server.api import Server, plan_live
 from pensieve.server.settings import ServeSettings
 
 
-def replicated_server(fields: Mapping[str, Any], settings: ServeSettings) -> Server:
-    """Conversations, tenants and HTTP are in this process; the replicas hold engines and KV, and nothing else."""
+def replicated_server(
+    fields: Mapping[str, Any], settings: ServeSettings, connected: Callable[[], object] | None = None
+) -> Server:
+    """Conversations, tenants and HTTP are in this process; the replicas hold engines and KV, and nothing else. connected: as
+    of ReplicaSystem."""
     plan, (least, most) = plan_live(fields), settings.replicas
     if plan.device.simulated:
         raise ConfigError(
@@ -24,5 +27,6 @@ def replicated_server(fields: Mapping[str, Any], settings: ServeSettings) -> Ser
         )
     scaling = Scaling(least, most, settings.replica_turns, settings.scale_up_s, settings.scale_down_s, settings.drain_s)
     tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=False)
-    system = build_replicas(plan, scaling, settings.router, {settings.keys_env: ""})  # the replicas know no clients
+    without_keys = {settings.keys_env: ""}  # the replicas know no clients
+    system = build_replicas(plan, scaling, settings.router, without_keys, connected)
     return Server(system, tokenizer, plan.config.seed)

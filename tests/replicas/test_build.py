@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 pytest.importorskip("ray")
 pytest.importorskip("grpc_reflection")
 
 from pensieve.compose import check, plan_trial
+from pensieve.compose.machine import find_device
 from pensieve.errors import ConfigError, HardwareMissing
 from pensieve.replicas import build as build_module
 from pensieve.replicas.build import build_replicas
@@ -39,6 +44,38 @@ def test_replicas_that_do_not_fit_together_are_refused_before_any_starts(monkeyp
     build_replicas(plan, Scaling(1, 3), "affinity")
     with pytest.raises(HardwareMissing, match=r"Of 4 replicas.*are free"):
         build_replicas(plan, Scaling(1, 4), "affinity")
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """A machine with so many, as torch tells of it."""
+
+    def properties(index: int) -> Any:
+        return SimpleNamespace(uuid=f"uuid-{index}", name="H100", total_memory=80 * 2**30)
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    monkeypatch.setattr("torch.cuda.get_device_properties", properties)
+
+
+@pytest.mark.parametrize(("replicas", "gpus_each", "taken"), [(1, 1, 1), (2, 1, 2), (2, 2, 4), (3, 2, 4)])
+def test_every_gpu_of_the_replicas_is_locked(
+    replicas: int, gpus_each: int, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(monkeypatch, 4)
+    hardware = checked("hardware=replicas", f"hardware.replicas={replicas}", f"hardware.gpus={gpus_each}").hardware
+    device = find_device(hardware.model_copy(update={"device": "cuda"}))
+    assert [device.identity, *device.others] == [f"GPU-uuid-{number}" for number in range(taken)]
+    assert device.count == gpus_each and device.gpu_bytes == gpus_each * 80 * 2**30, "a replica's"
+
+
+def test_a_gpu_by_its_number_is_refused_for_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each replica sees its own GPUs only, from 0 on."""
+    plan = plan_trial(checked(*REAL))
+    hardware = plan.config.hardware.model_copy(update={"device": "cuda:1"})
+    config = plan.config.model_copy(update={"hardware": hardware})
+    on_gpu = replace(plan, config=config, device=replace(plan.device, kind="cuda", name="cuda:1"))
+    with pytest.raises(ConfigError, match=r"hardware\.device=cuda:1 .*use hardware\.device=cuda\.$"):
+        build_replicas(on_gpu, Scaling(2, 2), "affinity")
 
 
 def test_failures_are_of_simulated_replicas_and_real_ones_are_marked_by_their_ray() -> None:

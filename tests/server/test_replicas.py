@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import json
 import os
@@ -63,8 +64,38 @@ def test_one_replica_is_in_this_process_as_ever(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(command, "make_replicas", make("several"))
     for replicas in (1, "1..1", 2, "1..2"):
         app = App(ServeSettings.model_validate({"replicas": replicas}), command.tenants_of(ServeSettings()), "tiny")
-        command._load(app, composed("hardware=sim_h100"), type("Http", (), {})())
+        app.loop.set_result(asyncio.new_event_loop())
+        command._load(app, composed("hardware=sim_h100"), http(should_exit=False))
+        app.loop.result().close()
     assert made == ["one", "one", "several", "several"]
+
+
+def http(should_exit: bool) -> Any:
+    return type("Http", (), {"should_exit": should_exit})()
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_who_is_stopped_while_replicas_load_has_not_failed(stopped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    pytest.importorskip("grpc_reflection")
+    from pensieve.replicas.system import ReplicaSystem, Scaling
+
+    steps: list[str] = []
+
+    def make(_: Any, __: Any, connected: Any) -> Any:
+        system: Any = ReplicaSystem({}, Scaling(2, 2), "affinity", connected=connected)
+        monkeypatch.setattr(system._cluster, "start", lambda: steps.append("ray"))
+        monkeypatch.setattr(system._cluster, "close", lambda: steps.append("closed"))
+        monkeypatch.setattr(system, "_deployed", lambda: steps.append("replicas"))
+        system.start()
+
+    monkeypatch.setattr(command, "make_replicas", make)
+    app = App(ServeSettings.model_validate({"replicas": 2}), command.tenants_of(ServeSettings()), "tiny")
+    app.loop.set_result(asyncio.new_event_loop())
+    app.loop.result().close()
+    command._load(app, composed("hardware=sim_h100"), http(should_exit=stopped))
+    assert steps == ["ray", "closed"], "no replica is started any more"
+    assert (app.failure is None) == stopped
 
 
 def test_without_ray_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +139,7 @@ def say(client: httpx.Client, name: str, tenant: str, turn: int, run: str, begun
     body = {
         "messages": [{"role": "user", "content": f"xyzzy{turn} says {tenant} of {name}"}],
         "session_id": run + name,
-        "max_tokens": 64 if turn == 2 else 8,
+        "max_tokens": 192 if turn == 2 else 8,  # long enough to be under way when a replica is killed
         "temperature": 0 if name == "talk" else 1,
         "seed": 11,
         "stream": True,
