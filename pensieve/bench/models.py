@@ -10,7 +10,7 @@ from pensieve.results.served_by import sentence, served_of
 from pensieve.specs import ModelSpec
 from pensieve.worker.torch.forward import TransformersForward
 from pensieve.worker.torch.model import LoadedModel, load_model
-from pensieve.worker.torch.shelf import take_model
+from pensieve.worker.torch.shelf import ModelAsked, take_model
 
 CHUNK = 32  # tokens of a KV block
 ON_GPU, ON_CPU = "llama3_8b", "llama_25m"  # the shape that the goals of target=cpu_path are for: 24.7M parameters
@@ -26,7 +26,7 @@ def load(bench: Bench) -> LoadedModel:
     """bench.model, or one that suits a machine of this kind. Raises PensieveError where it does not fit."""
     bench.model = bench.options.model or (ON_GPU if bench.on_gpu else ON_CPU)
     spec = spec_of(bench.model, str(bench.dtype).removeprefix("torch."))
-    model = take_model(spec, "random", None, None, bench.options.seed, bench.machine.name, bench.threads)
+    model = take_model(ModelAsked(spec, "random", None, None, bench.options.seed, bench.machine.name, bench.threads))
     said = sentence(served_of(model.served()), [model.served()])
     if said not in bench.sentences:
         bench.sentences.append(said)

@@ -26,7 +26,7 @@ from pensieve.replay import replay
 from pensieve.request import is_measured
 from pensieve.trial.jobs import compose_job
 from pensieve.trial.liveness import device_lock
-from pensieve.worker.torch.shelf import take_model
+from pensieve.worker.torch.shelf import ModelAsked, take_model
 
 BASELINES = ("pensieve", "gpu_only", "stateless", "prefix_cache", "llama_slots")
 OURS, WORST, PEER = "pensieve", "stateless", "transformers_cb"
@@ -217,7 +217,7 @@ def _peer(bench: Bench, cell: Cell, load: int) -> Point:
     tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, False)
     m, settings = plan.config.model, plan.config.scheduler
     threads = plan.config.hardware.threads
-    model = take_model(plan.model, m.weights, m.hub_id, m.revision, m.seed, plan.device.name, threads)
+    model = take_model(ModelAsked(plan.model, m.weights, m.hub_id, m.revision, m.seed, plan.device.name, threads))
     workload, _ = build_workload(plan, tokenizer)
     kv_tokens = plan.gpu_blocks * plan.chunk_tokens
     system = TransformersSystem(plain_module(model), kv_tokens, settings.max_batch_tokens, settings.max_batch_requests)

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pensieve.baselines.base import AnsweringSystem, System
 from pensieve.cache.base import CacheManager
@@ -248,7 +248,7 @@ def clock_and_worker(
         return wall, divided, divided.room if plan.gpu_measured else plan.gpu_blocks
     from pensieve.worker.torch.worker import TorchWorker
 
-    clock, model = WallClock(), shelf.take_model(*_asked_model(plan))
+    clock, model = WallClock(), shelf.take_model(_asked_model(plan))
     options = torch_options(hardware, plan.device, scheduler.max_batch_tokens, scheduler.max_batch_requests)
     if plan.disk_blocks:
         options = replace(options, disk=_disk_options(plan, keeps_disk))
@@ -264,15 +264,21 @@ def clock_and_worker(
 def model_is_loaded(plan: TrialPlan) -> bool:
     """Whether this process has kept the model that it would load for this plan."""
     here = plan.config.baseline.engine is None and not plan.device.simulated and not plan.computes_elsewhere
-    return here and shelf.holds_model(*_asked_model(plan))
+    return here and shelf.holds_model(_asked_model(plan))
 
 
-def _asked_model(plan: TrialPlan) -> tuple[Any, ...]:
-    """Arguments of shelf.take_model."""
+def _asked_model(plan: TrialPlan) -> shelf.ModelAsked:
     config, m = plan.config, plan.config.model
-    return (
-        *(plan.model, loadable(m), m.hub_id, m.revision, m.seed, plan.device.name, config.hardware.threads),
-        *(config.attention_backend, plan.chunk_tokens),
+    return shelf.ModelAsked(
+        spec=plan.model,
+        weights=loadable(m),
+        hub_id=m.hub_id,
+        revision=m.revision,
+        seed=m.seed,
+        device=plan.device.name,
+        threads=config.hardware.threads,
+        attention=config.attention_backend,
+        chunk_tokens=plan.chunk_tokens,
     )
 
 

@@ -18,7 +18,7 @@ from pensieve.engines import process
 from pensieve.engines.process import EngineProcess, free_port
 from pensieve.errors import EngineFailed
 
-PATIENCE_S = 20.0
+PATIENCE_S = 100.0
 
 
 def until(holds: Callable[[], bool]) -> bool:

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cache as remember
@@ -33,6 +33,7 @@ from pensieve.specs import HardwareSpec
 from pensieve.worker.torch.options import TorchOptions
 from pensieve.worker.torch.sharding import refuse_unsharded
 from pensieve.worker.torch.worker import TorchWorker
+from tests.engines.test_process import until
 from tests.simulated import policy_context
 from tests.worker.torch.driver import plain_generate, random_tokens, tiny_model, tiny_spec
 
@@ -263,12 +264,3 @@ def test_a_message_that_was_cut_off_is_none() -> None:
     assert receive(stream) == b"whole" and receive(stream) is None
     stream.seek(0)
     assert receive(io.BytesIO(stream.read()[:-1])) is None
-
-
-def until(holds: Callable[[], bool]) -> bool:
-    ends = time.monotonic() + PATIENCE_S
-    while not holds():
-        if time.monotonic() > ends:
-            return False
-        time.sleep(0.02)
-    return True

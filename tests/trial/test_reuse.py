@@ -92,9 +92,9 @@ def test_a_failed_trial_leaves_no_model_to_the_next_one(store, tmp_path, monkeyp
 def test_threads_that_something_else_has_set_are_set_back(tmp_path):
     spec = plan_trial(checked(*REAL)).model
     with shelf.open_shelf():
-        shelf.take_model(spec, "random", None, None, 0, "cpu", 1)
+        shelf.take_model(shelf.ModelAsked(spec, "random", None, None, 0, "cpu", 1))
         torch.set_num_threads(2)
-        assert shelf.take_model(spec, "random", None, None, 0, "cpu", 1).reused
+        assert shelf.take_model(shelf.ModelAsked(spec, "random", None, None, 0, "cpu", 1)).reused
         assert torch.get_num_threads() == 1
 
 
@@ -180,7 +180,7 @@ def test_the_model_that_was_kept_makes_room_where_other_processes_load_it(store,
         monkeypatch.setattr(run_module, name, starts)
     words = (*REAL, *overrides)
     with shelf.open_shelf():
-        shelf.take_model(plan_trial(checked(*REAL)).model, "random", None, None, 0, "cpu", 1)
+        shelf.take_model(shelf.ModelAsked(plan_trial(checked(*REAL)).model, "random", None, None, 0, "cpu", 1))
         job = Job("a", tmp_path / "a", preflight=False)
         config, plain = checked(*words), resolved(composed(*words))
         outcome = run_trial(config, plain, Tracking(tmp_path, store, False, True), job, lambda _: None)

@@ -102,7 +102,7 @@ def test_a_model_in_memory_needs_no_announcement(plan, monkeypatch):
     other, own = (plan_trial(checked("hardware=cpu", f"model.seed={seed}")) for seed in (1, 0))
     monkeypatch.setattr("pensieve.worker.torch.model.load_model", lambda *_, **__: "a model")
     with shelf.open_shelf():
-        shelf.take_model(own.model, "random", None, None, 0, "cpu", None, "auto", own.chunk_tokens)
+        shelf.take_model(shelf.ModelAsked(own.model, "random", None, None, 0, "cpu", None, "auto", own.chunk_tokens))
         announce(own, ResultsStore(MEMORY), said.append)
         assert len(said) == 1
         announce(other, ResultsStore(MEMORY), said.append)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pensieve.hub import commit
 from pensieve.specs import ModelSpec
@@ -22,8 +22,24 @@ if TYPE_CHECKING:
 
     from pensieve.worker.torch.model import LoadedModel
 
-_Key = tuple[object, ...]
 _READ = ("*.safetensors", "*.json")  # of a folder: what the model is made of
+
+
+class ModelAsked(NamedTuple):
+    """What decides a loaded model, beside its files: arguments of load_model."""
+
+    spec: ModelSpec
+    weights: str
+    hub_id: str | None
+    revision: str | None
+    seed: int
+    device: str
+    threads: int | None = None
+    attention: str = "auto"
+    chunk_tokens: int = 32
+
+
+_Key = tuple[ModelAsked, object]
 
 
 @dataclass(slots=True)
@@ -89,32 +105,19 @@ def _weights(model: LoadedModel) -> Iterator[Any]:
     yield from model.module.buffers()
 
 
-def take_model(
-    spec: ModelSpec,
-    weights: str,
-    hub_id: str | None,
-    revision: str | None,
-    seed: int,
-    device: str,
-    threads: int | None = None,
-    attention: str = "auto",
-    chunk_tokens: int = 32,
-) -> LoadedModel:
-    """load_model, or what it gave before for the same arguments and files where a shelf is open; then it is `reused`.
+def take_model(asked: ModelAsked) -> LoadedModel:
+    """What load_model gives, or gave before for the same question and files where a shelf is open; then it is `reused`.
 
     Without a shelf each call loads its own. Raises what load_model raises.
     """
     from pensieve.worker.torch.model import load_model
 
     def load() -> LoadedModel:
-        return load_model(
-            spec, weights, hub_id, revision, seed, device, threads, attention=attention, chunk_tokens=chunk_tokens
-        )
+        return load_model(**asked._asdict())
 
     if not _open:
         return load()
-    key = _key(spec, weights, hub_id, revision, seed, device, threads, attention, chunk_tokens)
-    models = _open[-1].models
+    key, models = _key(asked), _open[-1].models
     if key in models:
         return _again(models[key])
     if models:
@@ -124,37 +127,13 @@ def take_model(
     return models[key]
 
 
-def holds_model(
-    spec: ModelSpec,
-    weights: str,
-    hub_id: str | None,
-    revision: str | None,
-    seed: int,
-    device: str,
-    threads: int | None = None,
-    attention: str = "auto",
-    chunk_tokens: int = 32,
-) -> bool:
+def holds_model(asked: ModelAsked) -> bool:
     """Whether take_model would load nothing."""
-    if not _open or not _open[-1].models:
-        return False
-    key = _key(spec, weights, hub_id, revision, seed, device, threads, attention, chunk_tokens)
-    return key in _open[-1].models
+    return bool(_open and _open[-1].models) and _key(asked) in _open[-1].models
 
 
-def _key(
-    spec: ModelSpec,
-    weights: str,
-    hub_id: str | None,
-    revision: str | None,
-    seed: int,
-    device: str,
-    threads: int | None,
-    attention: str,
-    chunk_tokens: int,
-) -> _Key:
-    files = _files(weights, hub_id, revision)
-    return (spec, weights, hub_id, revision, seed, device, threads, attention, chunk_tokens, files)
+def _key(asked: ModelAsked) -> _Key:
+    return asked, _files(asked.weights, asked.hub_id, asked.revision)
 
 
 def _files(weights: str, hub_id: str | None, revision: str | None) -> object:

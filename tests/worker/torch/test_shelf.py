@@ -2,12 +2,12 @@ import gc
 import weakref
 from dataclasses import replace
 
-from pensieve.worker.torch.shelf import empty, kept_host_bytes, open_shelf, take_model
+from pensieve.worker.torch.shelf import ModelAsked, empty, kept_host_bytes, open_shelf, take_model
 from tests.worker.torch.driver import tiny_spec
 
 
 def take(seed=0):
-    return take_model(tiny_spec("llama"), "random", None, None, seed, "cpu", 1)
+    return take_model(ModelAsked(tiny_spec("llama"), "random", None, None, seed, "cpu", 1))
 
 
 def test_an_open_shelf_gives_the_same_model_and_keeps_one():
@@ -34,7 +34,7 @@ def test_a_folder_that_was_written_again_is_loaded_again(tmp_path):
         for changed, reused in ((False, False), (False, True), (True, False)):
             if changed:
                 take(seed=1).module.save_pretrained(tmp_path)
-            model = take_model(spec, str(tmp_path), None, None, 0, "cpu", 1)
+            model = take_model(ModelAsked(spec, str(tmp_path), None, None, 0, "cpu", 1))
             assert model.reused is reused
 
 
@@ -50,7 +50,7 @@ def test_what_decides_a_model_loads_another():
         (replace(spec, dtype="bfloat16"), *plain, "auto", 16),
     ]
     with open_shelf():
-        assert [take_model(*one).reused for one in asked for _ in range(2)] == [False, True] * len(asked)
+        assert [take_model(ModelAsked(*one)).reused for one in asked for _ in range(2)] == [False, True] * len(asked)
 
 
 def test_what_is_kept_counts_as_free_for_the_next_trial():
