@@ -222,7 +222,8 @@ def holding(source: Source) -> Iterator[Plot]:
             axes.grid(visible=True, axis="x", color="#E3E3E3", linewidth=0.6)
             if not any(one.idle_gib_s for _, one in own):
                 axes.text(0.5, 0.5, "nothing is kept", transform=axes.transAxes, ha="center", color=style.GREY)
-            _even(axes, cell.baseline, worth, everything)
+            else:
+                _even(axes, cell.baseline, worth, everything)
             axes.set_title(cell.baseline, fontweight="bold", color=style.colour(cell.baseline))
             rows += [_holding_row(cell, trial, one, worth) for trial, one in own]
         for axes in flat[len(cells) :]:
