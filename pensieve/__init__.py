@@ -13,7 +13,7 @@ __all__ = ["Generation", "PensieveError", "Server", "create_server"]
 __getattr__ = from_modules(
     __name__,
     {
-        "create_server": "pensieve.server.api",
+        "create_server": "pensieve.server.create",
         "Server": "pensieve.server.api",
         "Generation": "pensieve.server.api",
         "PensieveError": "pensieve.errors",

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 _PUBLIC = {
-    "create_server": "pensieve.server.api",
+    "create_server": "pensieve.server.create",
     "Server": "pensieve.server.api",
     "Stream": "pensieve.server.api",
     "Generation": "pensieve.server.api",

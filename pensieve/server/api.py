@@ -1,4 +1,4 @@
-"""The programmatic server: one call to make it, one call a turn, from any number of threads."""
+"""The programmatic server: one call a turn, from any number of threads."""
 
 from __future__ import annotations
 
@@ -7,29 +7,15 @@ import queue
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Any
 
 from pensieve.baselines.base import AnsweringSystem
 from pensieve.chat_template import ChatTemplate
-from pensieve.compose import (
-    TrialPlan,
-    build_system,
-    build_tokenizer,
-    check,
-    check_free_memory,
-    model_config,
-    options,
-    plan_trial,
-    read_option,
-)
 from pensieve.compose.explain import explain_crash
-from pensieve.compose.folder import ended, nearest
-from pensieve.compose.target import locate
-from pensieve.errors import ConfigError, EngineMissing, PensieveError, RequestFailed, WorkerError
-from pensieve.eviction.base import needs_future
+from pensieve.errors import ConfigError, PensieveError, RequestFailed, WorkerError
 from pensieve.hint import Hint
 from pensieve.record import Event, TurnRecord
 from pensieve.request import Free, Length, Sampling, stops_of, text_of, tokens_of
@@ -39,7 +25,7 @@ from pensieve.server.turn import Generation, Turn, error_of
 from pensieve.stop import before_stop
 from pensieve.tokenizer import Tokenizer
 
-__all__ = ["Generation", "Server", "Stream", "create_server"]
+__all__ = ["Generation", "Server", "Stream", "as_arguments"]
 
 _ARGUMENTS = {
     "cache.gpu": "gpu_cache",
@@ -200,7 +186,7 @@ class Server:
         except WorkerError as error:
             raise RequestFailed(explain_crash(error)) from error
         except PensieveError as error:
-            error.args = (_as_arguments(str(error)),)
+            error.args = (as_arguments(str(error)),)
             raise
 
     def drive(self, future: Future[Any]) -> None:
@@ -491,96 +477,8 @@ _HITS = ("gpu_hit_tokens", "cpu_hit_tokens", "disk_hit_tokens")
 _COUNTED = ("prompt_tokens", "history_tokens", *_HITS, "recomputed_tokens", "new_tokens")
 
 
-def create_server(
-    mode: str = "pensieve",
-    model: str = "tiny",
-    weights: str | None = None,
-    gpu_cache: str = "4096 tokens",
-    cpu_cache: str = "8192 tokens",
-    eviction: str = "retention_value",
-    device: str = "auto",
-    seed: int = 0,
-    scheduler: str = "unified",
-    disk_cache: str = "0 tokens",
-) -> Server:
-    """A server that is ready to answer.
-
-    mode: pensieve, gpu_only, stateless, or another baseline in the engine. model: a name in conf/model,
-    a hub id, a folder written by save_pretrained, or a GGUF file; weights: hub (what was published: of a folder, its own),
-    random or a folder, by default what the model says.
-    gpu_cache, cpu_cache, disk_cache: "4GiB" or "8192 tokens". device: auto, cpu, cuda, or a simulated machine such as
-    sim_h100. Raises the errors of pensieve.errors, each a sentence that says what to do.
-    """
-    try:
-        return _server(mode, model, weights, gpu_cache, cpu_cache, disk_cache, eviction, device, seed, scheduler)
-    except PensieveError as error:
-        raise type(error)(_as_arguments(str(error))) from error
-
-
-def _as_arguments(sentence: str) -> str:
+def as_arguments(sentence: str) -> str:
+    """The same sentence for callers of create_server: fields are called as its arguments are."""
     for field, argument in _ARGUMENTS.items():
         sentence = sentence.replace(field, argument)
     return sentence
-
-
-def _baseline(mode: str) -> dict[str, Any]:
-    """The option of conf/baseline. Raises EngineMissing for an outside engine, ConfigError for an unknown mode."""
-    known = [name for name in options("baseline") if read_option("baseline", name)["cache"]]
-    if mode in options("baseline") and mode not in known:
-        raise EngineMissing(
-            f"mode={mode!r} is an outside engine, and create_server starts ours only; compare with it in trials "
-            f"(python runners/run.py baseline=pensieve,{mode} -m). Of ours, mode='prefix_cache' shares full blocks as vLLM "
-            "does, and mode='stateless' keeps nothing between turns."
-        )
-    if mode not in known:
-        raise ConfigError(ended(f"There is no mode {mode!r}{nearest(mode, known)}"))
-    return read_option("baseline", mode)
-
-
-def _server(
-    mode: str,
-    model: str,
-    weights: str | None,
-    gpu_cache: str,
-    cpu_cache: str,
-    disk_cache: str,
-    eviction: str,
-    device: str,
-    seed: int,
-    scheduler: str,
-) -> Server:
-    hardware = {"auto": "local"}.get(device, device)
-    baseline = _baseline(mode)
-    chosen = model_config(model, **({} if weights is None else {"weights": weights}))
-    return server_of(
-        {
-            "seed": seed,
-            "model": chosen.model_dump(),
-            "cache": {"name": "api", "gpu": gpu_cache, "cpu": cpu_cache, "disk": disk_cache},
-            "eviction": read_option("eviction", eviction),
-            "scheduler": read_option("scheduler", scheduler),
-            "baseline": baseline,
-            "hardware": read_option("hardware", hardware),
-            "tracking": read_option("tracking", "off"),
-        }
-    )
-
-
-def server_of(fields: Mapping[str, Any], keeps_disk: bool = False) -> Server:
-    """A server from the fields of a trial's configuration but `workload`: its requests come from callers. keeps_disk: as of
-    build_system."""
-    plan = plan_live(fields)
-    check_free_memory(plan)
-    tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, plan.device.simulated)
-    return Server(build_system(plan, tokenizer, keeps_disk=keeps_disk), tokenizer, plan.config.seed)
-
-
-def plan_live(fields: Mapping[str, Any]) -> TrialPlan:
-    """The plan of an engine that serves callers. Raises ConfigError for a policy that cannot."""
-    config = check({**fields, "workload": read_option("workload", "chat")})
-    if needs_future(locate(str(config.eviction["_target_"]), f"eviction={config.eviction.get('name')}")):
-        raise ConfigError(
-            f"eviction={config.eviction.get('name')} needs a workload whose future is known, and live traffic has none; "
-            "choose lru."
-        )
-    return plan_trial(config)

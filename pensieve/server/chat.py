@@ -19,7 +19,8 @@ from pensieve.errors import ConfigError, PensieveError
 from pensieve.ledger import Miss
 from pensieve.record import TurnRecord
 from pensieve.request import Free, Sampling
-from pensieve.server.api import Server, Stream, server_of
+from pensieve.server.api import Server, Stream
+from pensieve.server.create import server_of
 from pensieve.server.dialogue import Dialogue, Wish
 from pensieve.trial.terminal import console, say
 from pensieve.units import ceil_div

@@ -19,8 +19,9 @@ from pensieve.compose.model_identity import model_identity
 from pensieve.compose.settings import explain_invalid
 from pensieve.engines.ray_cluster import check_serve
 from pensieve.errors import ConfigError, PensieveError
-from pensieve.server.api import Server, server_of
+from pensieve.server.api import Server
 from pensieve.server.app import App, create_app
+from pensieve.server.create import server_of
 from pensieve.server.recording import start_recording
 from pensieve.server.settings import ServeSettings, tenants_of
 from pensieve.server.state import StateFile

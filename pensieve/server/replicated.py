@@ -9,7 +9,8 @@ from pensieve.compose import build_tokenizer
 from pensieve.errors import ConfigError
 from pensieve.replicas.build import build_replicas
 from pensieve.replicas.system import Scaling
-from pensieve.server.api import Server, plan_live
+from pensieve.server.api import Server
+from pensieve.server.create import plan_live
 from pensieve.server.settings import ServeSettings
 
 

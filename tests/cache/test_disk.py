@@ -17,7 +17,7 @@ from pensieve.errors import ConfigError, HardwareMissing
 from pensieve.eviction.lru import Lru
 from pensieve.plan import DiskLoad, DiskStore, StepPlan
 from pensieve.record import TurnRecord
-from pensieve.server.api import server_of
+from pensieve.server.create import server_of
 from pensieve.worker.simulated import SimulatedWorker
 from tests.simulated import MACHINE, MODEL, policy_context
 

@@ -12,7 +12,7 @@ pytest.importorskip("fastapi")
 from pensieve.errors import ConfigError, TrialRunning
 from pensieve.results.schema import miss_table
 from pensieve.results.store import open_store
-from pensieve.server.api import server_of
+from pensieve.server.create import server_of
 from pensieve.server.recording import start_recording
 from tests.server.test_chat import composed
 

@@ -1,0 +1,94 @@
+"""Make a server: from the arguments of the API, or from the fields of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pensieve.compose import (
+    TrialPlan,
+    build_system,
+    build_tokenizer,
+    check,
+    check_free_memory,
+    model_config,
+    options,
+    plan_trial,
+    read_option,
+)
+from pensieve.compose.folder import ended, nearest
+from pensieve.compose.target import locate
+from pensieve.errors import ConfigError, EngineMissing, PensieveError
+from pensieve.eviction.base import needs_future
+from pensieve.server.api import Server, as_arguments
+
+
+def create_server(
+    mode: str = "pensieve",
+    model: str = "tiny",
+    weights: str | None = None,
+    gpu_cache: str = "4096 tokens",
+    cpu_cache: str = "8192 tokens",
+    eviction: str = "retention_value",
+    device: str = "auto",
+    seed: int = 0,
+    scheduler: str = "unified",
+    disk_cache: str = "0 tokens",
+) -> Server:
+    """A server that is ready to answer.
+
+    mode: pensieve, gpu_only, stateless, or another baseline in the engine. model: a name in conf/model,
+    a hub id, a folder written by save_pretrained, or a GGUF file; weights: hub (what was published: of a folder, its own),
+    random or a folder, by default what the model says.
+    gpu_cache, cpu_cache, disk_cache: "4GiB" or "8192 tokens". device: auto, cpu, cuda, or a simulated machine such as
+    sim_h100. Raises the errors of pensieve.errors, each a sentence that says what to do.
+    """
+    try:
+        return server_of(
+            {
+                "seed": seed,
+                "model": model_config(model, **({} if weights is None else {"weights": weights})).model_dump(),
+                "cache": {"name": "api", "gpu": gpu_cache, "cpu": cpu_cache, "disk": disk_cache},
+                "eviction": read_option("eviction", eviction),
+                "scheduler": read_option("scheduler", scheduler),
+                "baseline": _baseline(mode),
+                "hardware": read_option("hardware", "local" if device == "auto" else device),
+                "tracking": read_option("tracking", "off"),
+            }
+        )
+    except PensieveError as error:
+        raise type(error)(as_arguments(str(error))) from error
+
+
+def _baseline(mode: str) -> dict[str, Any]:
+    """The option of conf/baseline. Raises EngineMissing for an outside engine, ConfigError for an unknown mode."""
+    known = [name for name in options("baseline") if read_option("baseline", name)["cache"]]
+    if mode in options("baseline") and mode not in known:
+        raise EngineMissing(
+            f"mode={mode!r} is an outside engine, and create_server starts ours only; compare with it in trials "
+            f"(python runners/run.py baseline=pensieve,{mode} -m). Of ours, mode='prefix_cache' shares full blocks as vLLM "
+            "does, and mode='stateless' keeps nothing between turns."
+        )
+    if mode not in known:
+        raise ConfigError(ended(f"There is no mode {mode!r}{nearest(mode, known)}"))
+    return read_option("baseline", mode)
+
+
+def server_of(fields: Mapping[str, Any], keeps_disk: bool = False) -> Server:
+    """A server from the fields of a trial's configuration but `workload`: its requests come from callers. keeps_disk: as of
+    build_system."""
+    plan = plan_live(fields)
+    check_free_memory(plan)
+    tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, plan.device.simulated)
+    return Server(build_system(plan, tokenizer, keeps_disk=keeps_disk), tokenizer, plan.config.seed)
+
+
+def plan_live(fields: Mapping[str, Any]) -> TrialPlan:
+    """The plan of an engine that serves callers. Raises ConfigError for a policy that cannot."""
+    config = check({**fields, "workload": read_option("workload", "chat")})
+    if needs_future(locate(str(config.eviction["_target_"]), f"eviction={config.eviction.get('name')}")):
+        raise ConfigError(
+            f"eviction={config.eviction.get('name')} needs a workload whose future is known, and live traffic has none; "
+            "choose lru."
+        )
+    return plan_trial(config)
