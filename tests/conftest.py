@@ -21,7 +21,7 @@ def pytest_configure():
 
 @pytest.fixture(autouse=True, scope="session")
 def _yaml_read_once():
-    """Hydra reads the files of a configuration anew each time that it composes: a third of its time, of a short sweep a fourth.
+    """Hydra reads the files of a configuration anew each time that it composes: a third of the time that this takes.
 
     A file is another one when its time or its size is.
     """

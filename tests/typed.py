@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TextIO
 
 import pandas  # noqa: F401  from here on: what a short sweep imports late is imported here once
-import pyarrow.parquet
+import pyarrow.parquet  # noqa: F401
 import scipy.stats  # noqa: F401
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
