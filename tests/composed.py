@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
+from functools import cache
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -34,6 +36,11 @@ def hydra_session() -> Iterator[None]:
 
 
 def composed(*overrides: str) -> DictConfig:
+    return deepcopy(_composed(overrides))  # a test may change its own
+
+
+@cache
+def _composed(overrides: tuple[str, ...]) -> DictConfig:
     with hydra_session():
         cfg = compose(config_name="config", overrides=[*SMALL, *overrides])
     assert isinstance(cfg, DictConfig)

@@ -1,16 +1,55 @@
-"""For all tests: one thread for torch, as workers of pytest-xdist share the cores, and MLflow stores as copies of one."""
+"""For all tests: one thread for torch, as workers of pytest-xdist share the cores; MLflow stores are copies of one, and a
+file of conf/ is read once."""
 
+import copy
+import dataclasses
+import functools
 import os
 import shutil
 import sys
 
 import pytest
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.plugins import Plugins
 
 from pensieve.results import mlflow_store
 
 
 def pytest_configure():
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; for the processes that tests start, too
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _yaml_read_once():
+    """Hydra reads the files of a configuration anew each time that it composes: a third of the time that this takes.
+
+    A file is another one when its time or its size is.
+    """
+    Plugins.instance()  # registers the sources
+    with pytest.MonkeyPatch.context() as patch:
+        for scheme in ("file", "pkg"):
+            source = SourcesRegistry.instance().resolve(scheme)
+            patch.setattr(source, "load_config", _reading_once(source.load_config))
+        yield
+
+
+def _reading_once(load):
+    read = {}
+
+    @functools.wraps(load)
+    def load_config(self, config_path):
+        file = os.path.join(self.path, self._normalize_file_name(config_path))
+        try:
+            found = os.stat(file)
+            state = (found.st_mtime_ns, found.st_size, found.st_ino)
+        except OSError:  # in a package, which does not change, or missing: then load says so
+            state = None
+        key = (self.provider, file, state)
+        if key not in read:
+            read[key] = load(self, config_path)
+        return dataclasses.replace(read[key], config=copy.deepcopy(read[key].config))  # Hydra takes its defaults out
+
+    return load_config
 
 
 @pytest.fixture(scope="session")

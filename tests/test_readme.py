@@ -1,10 +1,7 @@
 """README.md as a newcomer types it: each block runs or, where it takes minutes or a GPU, is checked up to its first trial."""
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ from pensieve.compose import check, options, plan_trial
 from pensieve.trial.jobs import compose_jobs, plan_jobs
 from tests.composed import hydra_session
 from tests.test_recipes import NAMED, blocks_of
+from tests.typed import typed
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 README = (CHECKOUT / "README.md").read_text()
@@ -28,16 +26,6 @@ COMMANDS = [
 ]
 SWEEPS = [words[2:] for words in COMMANDS if words[1] == "runners/run.py"]
 SIMULATED = [arguments for arguments in SWEEPS if any(text.startswith("hardware=sim_") for text in arguments)]
-
-
-def typed(words, outputs, **environment):
-    """A command of the README, in a process of its own as the shell starts it."""
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    given = {"PENSIEVE_OUTPUTS": str(outputs), "PYTHONPATH": str(CHECKOUT), "HF_HUB_OFFLINE": "1", **environment}
-    words = [sys.executable, *words[1:]] if words[0] == "python" else words
-    done = subprocess.run(words, cwd=CHECKOUT, env={**inherited, **given}, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return done.stdout
 
 
 def test_no_block_is_left_out():
@@ -85,15 +73,16 @@ def test_every_policy_is_in_the_page_that_the_readme_sends_to():
 
 @pytest.mark.slow
 def test_the_simulated_sweep_runs_and_is_compared_as_typed(tmp_path):
+    """With one of its five seeds: its other trials differ in nothing that is typed."""
     outputs = tmp_path / "outputs"
-    said = typed(
-        ["python", "runners/run.py", *SIMULATED[0], "tracking.mlflow=false"], outputs
-    )  # MLflow copies the rest
-    assert "stateless" in said
-    [compared] = [words for words in COMMANDS if words[1] == "runners/compare.py"]
-    table = typed(compared, outputs)
-    assert "ttft_ms_mean" in table
-    assert "is better" in table
+    swept = typed("runners/run.py", *SIMULATED[0], "seed=0", "tracking.mlflow=false", outputs=outputs, cwd=CHECKOUT)
+    assert swept.returncode == 0, swept.stderr
+    assert "stateless" in swept.stdout
+    [(program, *arguments)] = [words[1:] for words in COMMANDS if words[1] == "runners/compare.py"]
+    compared = typed(program, *arguments, outputs=outputs, cwd=CHECKOUT)
+    assert compared.returncode == 0, compared.stderr
+    assert "ttft_ms_mean" in compared.stdout
+    assert "is better" in compared.stdout
 
 
 @pytest.mark.slow

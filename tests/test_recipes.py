@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.typed import typed
+
 CHECKOUT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+UNFINISHED = shutil.ignore_patterns("*.pyc.*")  # what an interpreter beside this one is about to rename
 NAMED = re.compile(r"# ([\w/]+\.(?:py|yaml))\b")
 
 
@@ -55,7 +58,7 @@ def patched(text, diff):
 
 
 def run_commands(blocks, cwd, outputs, checkout=CHECKOUT):
-    """The recipe's commands; MLflow, which only copies the database, is left out."""
+    """The recipe's commands; MLflow, which only copies the database, is left out. Changed code needs new processes."""
     given = {name: value for name, value in os.environ.items() if name not in ("PYTEST_CURRENT_TEST", "PYTHONPATH")}
     environment = {**given, "PENSIEVE_OUTPUTS": str(outputs), "PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1"}
     commands = [line for language, content in blocks if not language for line in content.splitlines()]
@@ -64,14 +67,11 @@ def run_commands(blocks, cwd, outputs, checkout=CHECKOUT):
         python, script, *arguments = shlex.split(command)
         assert python == "python"
         extra = ["tracking.mlflow=false"] if script == "runners/run.py" else []
-        done = subprocess.run(
-            [sys.executable, str(checkout / script), *arguments, *extra],
-            cwd=cwd,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
+        if checkout == CHECKOUT:
+            done = typed(script, *arguments, *extra, outputs=outputs, cwd=cwd)
+        else:
+            words = [sys.executable, str(checkout / script), *arguments, *extra]
+            done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stderr
 
 
@@ -90,7 +90,7 @@ def copy(tmp_path):
     """A checkout that a recipe may change."""
     root = tmp_path / "checkout"
     for folder in ("pensieve", "analysis", "conf", "runners"):
-        shutil.copytree(CHECKOUT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(CHECKOUT / folder, root / folder, ignore=UNFINISHED)  # what is compiled stays compiled
     return root
 
 

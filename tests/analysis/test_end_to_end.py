@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from analysis import figures
+from tests.typed import typed
+
 SWEEP = (
     "hardware=sim_h100",
     "model=llama3_8b",
@@ -26,14 +24,9 @@ SWEEP = (
 
 
 @pytest.mark.slow
-def test_a_sweep_draws_its_figures_and_they_can_be_drawn_again(tmp_path):
-    def python(script, *arguments):
-        env = {**os.environ, "PENSIEVE_OUTPUTS": str(tmp_path)}
-        return subprocess.run(
-            [sys.executable, str(ROOT / script), *arguments], cwd=tmp_path, env=env, capture_output=True, text=True
-        )
-
-    swept = python("runners/run.py", *SWEEP)
+def test_a_sweep_draws_its_figures_and_they_can_be_drawn_again(tmp_path, drawn, monkeypatch, capsys):
+    """The sweep draws them in a new process; again means their data, which `drawn` does not render."""
+    swept = typed("runners/run.py", *SWEEP, outputs=tmp_path, figures=True)
     assert swept.returncode == 0, swept.stderr
     names = ("ttft_by_turn", "speedup", "hit_rates")
     for name in names:
@@ -48,9 +41,9 @@ def test_a_sweep_draws_its_figures_and_they_can_be_drawn_again(tmp_path):
             ["cold"],
         )
         assert len(told["trials"]) == 2 and told["incomplete"] == 0
-    again = python("analysis/figures.py", "--to", str(tmp_path / "again"))
-    assert again.returncode == 0, again.stderr
+    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
+    assert figures.main(["--to", str(tmp_path / "again")]) == 0
     for name in names:
         csv = f"{name}.csv"
         assert (tmp_path / "again" / csv).read_text() == (tmp_path / "figures" / "latest" / csv).read_text()
-    assert "hotness; run `python runners/run.py experiment=hotness -m`" in again.stderr
+    assert "hotness; run `python runners/run.py experiment=hotness -m`" in capsys.readouterr().err

@@ -12,6 +12,7 @@ import pytest
 
 from pensieve import cli
 from pensieve.trial.terminal import command_line
+from tests.test_recipes import UNFINISHED
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -35,11 +36,10 @@ def installed(tmp_path):
     site, cwd = tmp_path / "site", tmp_path / "cwd"
     cwd.mkdir()
     wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
-    skipped = shutil.ignore_patterns("__pycache__")
     for package in wheel["packages"]:
-        shutil.copytree(CHECKOUT / package, site / package, ignore=skipped)
+        shutil.copytree(CHECKOUT / package, site / package, ignore=UNFINISHED)  # what is compiled stays compiled
     for source, target in wheel["force-include"].items():
-        shutil.copytree(CHECKOUT / source, site / target, ignore=skipped)
+        shutil.copytree(CHECKOUT / source, site / target, ignore=UNFINISHED)
     script = tmp_path / "bin" / "pensieve"  # without a suffix, as pip writes it
     script.parent.mkdir()
     script.write_text(SCRIPT)

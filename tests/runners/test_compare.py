@@ -1,10 +1,6 @@
 """python runners/compare.py and workload.inspect=true, as a user types them."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -13,8 +9,8 @@ from pensieve.trial import Job, run_trial
 from pensieve.trial.tracking import open_tracking
 from tests.composed import SHORT as SHORTER
 from tests.composed import checked, composed
+from tests.typed import typed
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 SHORT = [
     "hardware=sim_h100",
     "workload.pressure=0",
@@ -25,10 +21,7 @@ SHORT = [
 
 
 def run(outputs, script, *arguments):
-    env = {key: text for key, text in os.environ.items() if key not in ("PYTEST_CURRENT_TEST", "HYDRA_FULL_ERROR")}
-    env |= {"PENSIEVE_OUTPUTS": str(outputs), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(CHECKOUT / "runners" / script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=env, cwd=outputs.parent, timeout=120)
+    return typed(f"runners/{script}", *arguments, outputs=outputs)
 
 
 @pytest.mark.slow

@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from pensieve.cli import results as results_verb
-from tests.runners.sweeping import SHORT, start
-from tests.runners.test_run import run
+from tests.runners.test_run import SHORT, run
 
 pytestmark = pytest.mark.slow  # the sweep, in a process of its own
 
@@ -21,9 +20,8 @@ ARGUMENTS = (*SHORT, "-m", "seed=0", "baseline=pensieve,stateless", "tracking.ml
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
     outputs = tmp_path_factory.mktemp("results") / "outputs"
-    process = start(outputs, *ARGUMENTS)
-    process.join(100)
-    assert process.exitcode == 0, (outputs / "said.txt").read_text()
+    done = run(outputs, *ARGUMENTS)
+    assert done.returncode == 0, done.stderr
     return outputs
 
 

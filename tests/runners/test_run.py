@@ -1,4 +1,4 @@
-"""The command lines a user types, in processes of their own."""
+"""The command lines a user types, in processes of their own: new ones where it matters, else forks of this one."""
 
 import contextlib
 import os
@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.typed import typed
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 SHORT = ["hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2"]
 
@@ -20,11 +22,16 @@ def outputs(tmp_path):
     return tmp_path / "outputs"
 
 
-def run(outputs, *arguments, cwd=None, script="run.py", **environment):
+def run(outputs, *arguments, script="run.py", **given):
+    return typed(f"runners/{script}", *arguments, outputs=outputs, **given)
+
+
+def started(outputs, *arguments, script="run.py", **environment):
+    """In a new process, which imports everything itself."""
     env = {k: v for k, v in os.environ.items() if k not in ("PYTEST_CURRENT_TEST", "HYDRA_FULL_ERROR")}
     env |= {"PENSIEVE_OUTPUTS": str(outputs), "HF_HUB_OFFLINE": "1", **environment}
     command = [sys.executable, str(CHECKOUT / "runners" / script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=env, cwd=cwd or outputs.parent, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, env=env, cwd=outputs.parent, timeout=120)
 
 
 def rows(outputs, query):
@@ -124,7 +131,7 @@ def test_no_traceback_for_what_a_user_mistypes(outputs):
 
 
 def test_the_whole_trace_on_request(outputs):
-    done = run(outputs, "model=lama3_8b", HYDRA_FULL_ERROR="1")
+    done = started(outputs, "model=lama3_8b", HYDRA_FULL_ERROR="1")
     assert done.returncode != 0
     assert "Traceback" in done.stderr
 
@@ -139,7 +146,7 @@ def test_a_failed_trial_is_recorded_and_the_exit_status_says_so(outputs):
 
 @pytest.mark.slow
 def test_help_and_configuration(outputs):
-    shown = run(outputs, "--help")
+    shown = started(outputs, "--help")
     assert shown.returncode == 0, shown.stderr
     for text in ("baseline: ", "sim_a100_80g", "runners/doctor.py", "group.field=value"):
         assert text in shown.stdout
@@ -201,7 +208,7 @@ def test_ctrl_c_is_one_line_and_130(outputs):
 
 @pytest.mark.slow
 def test_the_doctor(outputs):
-    done = run(outputs, script="doctor.py")
+    done = started(outputs, script="doctor.py")
     assert done.returncode == 0, done.stdout + done.stderr
     for text in ("Python", "torch", "llama3_8b", "none yet", "python runners/run.py -m"):
         assert text in done.stdout

@@ -1,0 +1,128 @@
+"""A command as a user types it, in a fork of this warm interpreter: it pays no imports, which take most of a short command.
+
+What only a new process shows (what it imports, where it finds its packages) has tests that start one: test_start_up.py,
+runners/test_bare.py and runners/test_command.py.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import warnings
+from pathlib import Path
+from typing import TextIO
+
+import pandas  # noqa: F401  from here on: what a short sweep imports late is imported here once
+import pyarrow.parquet  # noqa: F401
+import scipy.stats  # noqa: F401
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
+from hydra.core.singleton import Singleton
+
+import pensieve.baselines.profiling
+import pensieve.baselines.threaded_system
+import pensieve.cache.stateless
+import pensieve.cache.two_tier
+import pensieve.eviction.retention_value
+import pensieve.trial.hydra_app
+import pensieve.worker.simulated
+import pensieve.workload.chat  # noqa: F401
+from pensieve.trial import sweep
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+FORK = multiprocessing.get_context("fork")
+
+
+def typed(
+    script: str,
+    *arguments: str,
+    outputs: Path,
+    cwd: Path | None = None,
+    checkout: Path = CHECKOUT,
+    figures: bool = False,
+    timeout_s: float = 120.0,
+    **environment: str,
+) -> subprocess.CompletedProcess[str]:
+    """`python SCRIPT ARGUMENTS` in `cwd`, by default the parent of `outputs`.
+
+    script: relative to `checkout`. figures: a sweep draws its figures, which takes it seconds.
+    Raises AssertionError after `timeout_s`.
+    """
+    kept = {k: v for k, v in os.environ.items() if k not in ("PYTEST_CURRENT_TEST", "HYDRA_FULL_ERROR")}
+    given = {**kept, "PENSIEVE_OUTPUTS": str(outputs), "HF_HUB_OFFLINE": "1", **environment}
+    words = [str(checkout / script), *arguments]
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = FORK.Process(
+            target=_run, args=(words, given, cwd or outputs.parent, environment.get("PYTHONPATH"), figures, out, err)
+        )
+        process.start()
+        process.join(timeout_s)
+        if process.exitcode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+        said = [_all_of(file) for file in (out, err)]
+        assert process.exitcode is not None and process.exitcode >= 0, (words, process.exitcode, *said)
+        return subprocess.CompletedProcess(words, process.exitcode, *said)
+
+
+def _all_of(file: TextIO) -> str:
+    file.seek(0)
+    return file.read()
+
+
+def _run(
+    words: list[str], given: dict[str, str], cwd: Path, added: str | None, figures: bool, out: TextIO, err: TextIO
+) -> None:
+    os.setsid()
+    gc.freeze()  # or the first collection copies every page of the parent
+    atexit._clear()  # the parent's
+    for number, file in ((1, out), (2, err)):
+        os.dup2(file.fileno(), number)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+    warnings.resetwarnings()
+    for hidden in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):  # as by default
+        warnings.simplefilter("ignore", hidden)
+    warnings.showwarning = _show
+    if not figures:
+        sweep.draw_figures = lambda *_: []
+    GlobalHydra.instance().clear()
+    os.environ.clear()
+    os.environ.update(given)
+    os.chdir(cwd)
+    sys.argv = words
+    sys.path.insert(0, str(Path(words[0]).parent))
+    if added is not None:
+        sys.path[1:1] = added.split(os.pathsep)
+        Singleton._instances.pop(Plugins, None)  # Hydra looks for its plugins again
+    status = _status_of(words[0])
+    threading._shutdown()  # type: ignore[attr-defined]  # as an interpreter ends: threads, what was left for the end, files
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _status_of(script: str) -> int:
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as left:
+        if isinstance(left.code, str):
+            print(left.code, file=sys.stderr)
+        return left.code if isinstance(left.code, int) else int(left.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _show(message, category, filename, lineno, file=None, line=None):  # type: ignore[no-untyped-def]
+    sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
