@@ -27,18 +27,21 @@ rounded up to LEVELS steps, which only adds to what could be saved. Where all po
 from __future__ import annotations
 
 import heapq
+from array import array
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+import numpy as np
+
 from pensieve.cost.base import PositionPrices
 from pensieve.metrics import Metric
 from pensieve.record import TurnRecord
-from pensieve.request import is_measured
+from pensieve.request import TokenArray, is_measured
 
 LEVELS = 16
+_WIDTH = 9
 
 
 class Prices(PositionPrices):
@@ -93,9 +96,9 @@ class _Uses:
     of prompts that are no history. histories: the length of each."""
 
     idle: list[Idle] = field(default_factory=list)
-    found: list[int] = field(default_factory=list)
+    found: TokenArray[int] = field(default_factory=lambda: array("q"))
     beyond: int = 0
-    histories: list[int] = field(default_factory=list)
+    histories: TokenArray[int] = field(default_factory=lambda: array("q"))
     prompt_tokens: int = 0
 
 
@@ -118,31 +121,47 @@ def offline_bound(turns: Iterable[TurnRecord], capacity_tokens: int, prices: Pri
 
 
 def _uses_of(turns: Iterable[TurnRecord]) -> _Uses | None:
-    conversations: dict[str, list[TurnRecord]] = defaultdict(list)
+    numbers: dict[str, int] = {}
+    rows = array("d")  # _WIDTH numbers a turn, whole ones among them, which floats hold exactly
     for turn in turns:
         if turn.history_tokens is None:
             continue  # never admitted
         if turn.admitted_s is None or turn.elsewhere_tokens is None or turn.anywhere_tokens is None:
             return None
-        conversations[turn.session].append(turn)
+        assert turn.prompt_tokens is not None
+        rows.extend(
+            (
+                numbers.setdefault(turn.session, len(numbers)),
+                turn.admitted_s,
+                turn.admitted_s if turn.finished_s is None else turn.finished_s,
+                turn.history_tokens,
+                min(turn.elsewhere_tokens, turn.history_tokens),
+                turn.anywhere_tokens,
+                turn.prompt_tokens,
+                turn.output_tokens,
+                is_measured(turn.phase),
+            )
+        )
+    table = np.frombuffer(rows).reshape(-1, _WIDTH)
     uses = _Uses()
-    for members in conversations.values():
-        members.sort(key=lambda turn: turn.admitted_s or 0.0)
-        known, since_s = 0, 0.0
-        for turn in members:
-            assert turn.history_tokens is not None and turn.admitted_s is not None and turn.prompt_tokens is not None
-            assert turn.elsewhere_tokens is not None and turn.anywhere_tokens is not None
-            if is_measured(turn.phase):
-                shared = min(turn.elsewhere_tokens, turn.history_tokens)
-                uses.histories.append(turn.history_tokens)
-                uses.found.append(shared)
-                uses.prompt_tokens += turn.prompt_tokens
-                uses.beyond += max(0, turn.anywhere_tokens - turn.history_tokens)
-                own = min(turn.history_tokens, known) - shared
-                if own > 0:
-                    uses.idle.append(Idle(min(since_s, turn.admitted_s), turn.admitted_s, own, shared))
-            known = max(known, turn.prompt_tokens + turn.output_tokens)
-            since_s = turn.admitted_s if turn.finished_s is None else turn.finished_s
+    conversation, known, since_s = None, 0, 0.0
+    for row in np.lexsort(
+        (table[:, 1], table[:, 0])
+    ):  # by conversation and admission, as they came where both are equal
+        number, admitted_s, finished_s, *counts, measured = table[row].tolist()
+        history, shared, anywhere, prompt, output = map(int, counts)
+        if number != conversation:
+            conversation, known, since_s = number, 0, 0.0
+        if measured:
+            uses.histories.append(history)
+            uses.found.append(shared)
+            uses.prompt_tokens += prompt
+            uses.beyond += max(0, anywhere - history)
+            own = min(history, known) - shared
+            if own > 0:
+                uses.idle.append(Idle(min(since_s, admitted_s), admitted_s, own, shared))
+        known = max(known, prompt + output)
+        since_s = finished_s
     return uses
 
 

@@ -24,6 +24,7 @@ from pensieve.scheduler.sequence import Sequence
 from pensieve.session import Session
 from pensieve.worker.base import Worker
 
+_LOOKED_AT = 4  # conversations that are over, whenever one more is: of four that are kept three have KV at least
 _LONG_ROW = 128  # positions of a row whose time the cost model should tell
 
 
@@ -87,6 +88,7 @@ class Engine:
         self._prices = PositionPrices(cost, cache.chunk_tokens) if cost is not None else None
         self._idle = IdleSessions(limits or MemoryLimits())
         self._arrived = 0  # requests, ever
+        self._over: deque[Session] = deque()  # conversations that will not be asked again
         self.progressed = False
         """The last step performed a plan or finished copies; else only an arrival or time can change anything."""
         self.counts_windows = False
@@ -155,6 +157,19 @@ class Engine:
             if known is not None and name not in self._under_way:
                 self._idle.remove(known)
                 self.cache.forget(known)
+
+    def ended(self, session: str) -> None:
+        """Nobody will ask this conversation again. Its KV stays until others need the blocks, as that of any other would,
+        and what else is kept of it goes then: its tokens, its chunks' records. So nothing changes for others."""
+        known = self.cache.find(session)
+        if known is not None and not self._idle.limited:
+            self._over.append(known)
+        for _ in range(min(_LOOKED_AT, len(self._over))):
+            over = self._over.popleft()
+            if over.name in self._under_way or not self.cache.let_go(over):
+                self._over.append(over)
+            else:
+                self._idle.remove(over)
 
     def disown(self, session: str, tenant: str, tokens: TokenArray[int]) -> None:
         """`forget` a conversation, and give up what an earlier engine has left of it. tokens: all but the last had KV.

@@ -14,8 +14,8 @@ and added when it goes.
 from __future__ import annotations
 
 from array import array
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 Tier = Literal["gpu", "cpu", "disk"]
@@ -25,6 +25,8 @@ EARLIER = "(an earlier run)"
 """Who pays for chunks that the file store had at the start, until somebody reads them."""
 
 NOBODY_NOW = -1  # the number of EARLIER: no conversation of this run
+_BEYOND = 1 << 63
+_LOOKED_AT = 4  # conversations that may hold nothing any more, whenever one more is over
 _FREE = -2  # of a block that is in its pool
 
 
@@ -64,6 +66,13 @@ class Account:
         open_ns = self._blocks[tier] * self._book.now_ns
         return Held(self._ns[tier] + open_ns, self._idle_ns[tier] + (0 if self._running else open_ns))
 
+    def total(self) -> array[int] | None:
+        """By tier all that it held, and the idle part of it; None: it has not given everything back, or it is too much for 64
+        bits."""
+        if any(self._blocks) or max(self._ns) >= _BEYOND:
+            return None
+        return array("q", (ns for both in zip(self._ns, self._idle_ns, strict=True) for ns in both))
+
     def _run(self, running: bool) -> None:
         assert running != self._running
         self._running = running
@@ -78,11 +87,27 @@ class Holding:
     def __init__(self) -> None:
         self.now_ns = 0
         self._accounts = {NOBODY_NOW: Account(EARLIER, self)}
+        self._closing: deque[int] = deque()  # conversations that will not be asked again and may still hold something
+        # Of those that hold nothing any more, in columns: the number, the name, and what Account.total says.
+        self._numbers, self._names, self._totals = array("q"), list[str](), array("q")
 
     def open(self, number: int, name: str) -> Account:
         """Of a new conversation; one that was forgotten and begins anew under its name gets another."""
         account = self._accounts[number] = Account(name, self)
         return account
+
+    def close(self, number: int) -> None:
+        """Of a conversation that will not be asked again: once it holds nothing, a few numbers are all that is kept of it."""
+        self._closing.append(number)
+        for _ in range(min(_LOOKED_AT, len(self._closing))):
+            number = self._closing.popleft()
+            total = self._accounts[number].total()
+            if total is None:
+                self._closing.append(number)
+                continue
+            self._numbers.append(number)
+            self._names.append(self._accounts.pop(number).name)
+            self._totals.extend(total)
 
     def column(self, tier: Tier, blocks: int) -> Holders:
         """Who pays for each block of a tier: all are free so far."""
@@ -91,13 +116,24 @@ class Holding:
     def until_now(self) -> dict[tuple[str, Tier], Held]:
         """By conversation and tier, where anything was held."""
         found: dict[tuple[str, Tier], Held] = {}
-        for account in self._accounts.values():
-            for place, tier in enumerate(TIERS):
-                held = account.until_now(place)
+        for name, by_tier in self._in_order():
+            for tier, held in zip(TIERS, by_tier, strict=True):
                 if held.block_ns:
-                    before = found.get((account.name, tier), Held(0, 0))
-                    found[account.name, tier] = Held(*map(sum, zip(before, held, strict=True)))
+                    before = found.get((name, tier), Held(0, 0))
+                    found[name, tier] = Held(*map(sum, zip(before, held, strict=True)))
         return found
+
+    def _in_order(self) -> Iterator[tuple[str, list[Held]]]:
+        """Of each conversation, the first one first."""
+        over = {number: place for place, number in enumerate(self._numbers)}
+        width = 2 * len(TIERS)
+        for number in sorted((*over, *self._accounts)):
+            if number in over:
+                ns = self._totals[over[number] * width : (over[number] + 1) * width]
+                yield self._names[over[number]], [Held(*ns[at : at + 2]) for at in range(0, width, 2)]
+            else:
+                account = self._accounts[number]
+                yield account.name, [account.until_now(place) for place in range(len(TIERS))]
 
 
 class Holders:

@@ -37,6 +37,11 @@ class IdleSessions:
         self.tokens = 0
 
     @property
+    def limited(self) -> bool:
+        """What it is told of decides who is forgotten."""
+        return self._ttl_ns is not None or self._most_tokens is not None
+
+    @property
     def next_expiry_ns(self) -> int | None:
         """When `take_surplus` will have a conversation to forget for its age; None: never, as things stand."""
         if self._ttl_ns is None or not self._idle:

@@ -15,8 +15,10 @@ of the replay that replay.MeasuredStretches defines: all but those in which only
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +34,9 @@ from pensieve.statistics import (
     enough_for,
     nearest_rank,
     paired_ratio,
+    spread,
 )
+from pensieve.turn_log import chosen
 
 PERCENTILES = {"p50": 0.50, "p90": 0.90, "p99": 0.99}
 STATUSES = ("completed", "timeout", "cancelled", "refused", "failed")
@@ -45,6 +49,8 @@ COUNTS = {
     "suspended_requests": "requests",
     "deferred_requests": "requests",
 }
+MOST_IN_MEMORY = 5_000_000
+"""Values of one series, such as the times between tokens, of which memory holds all and resamples them: some 250 MB."""
 BYTES = ("h2d_bytes", "d2h_bytes", "sent_bytes", "received_bytes")
 FOR_NO_TURN = ("d2h_bytes",)  # also copied ahead of time: only the system's counter has all of it
 
@@ -104,12 +110,12 @@ def summarise(measurement: Measurement, started: StartReport | None = None, slo:
 
     A trial's throughputs are one value each and get no interval here: across seeds they do.
     """
-    measured = [turn for turn in measurement.turns if is_measured(turn.phase)]
-    warmup = [turn for turn in measurement.turns if turn.phase == "warmup"]
+    measured = chosen(measurement.turns, lambda turn: is_measured(turn.phase))
+    warmup = chosen(measurement.turns, lambda turn: turn.phase == "warmup")
     metrics = [
         *_series("ttft_ms", measured, lambda turn: _one(turn.ttft_ms)),
         *_series("tpot_ms", measured, lambda turn: _one(tpot_ms(turn))),
-        *_series("itl_ms", measured, _gaps_ms, n_unit="tokens"),
+        *_gaps(measured),
         *_series("latency_ms", measured, lambda turn: _one(turn.latency_ms)),
         *_series("normalized_latency_ms", measured, lambda turn: _one(_normalized_latency_ms(turn)), unit="ms/token"),
         *_series("queue_ms", measured, lambda turn: _one(turn.queue_ms)),
@@ -126,20 +132,17 @@ def summarise(measurement: Measurement, started: StartReport | None = None, slo:
         *_phases(measured),
         *(_slo(measurement, measured, slo) if slo is not None and slo != Slo() else ()),
     ]
-    for status in STATUSES:
-        found = sum(turn.status == status for turn in measured)
-        metrics.append(Metric("turns", float(found), "turns", status, n=len(measured), n_unit="turns"))
-    for number in sorted({turn.turn for turn in measured}):
-        of_turn = [turn for turn in measured if turn.turn == number]
-        metrics += _series("ttft_ms", of_turn, lambda turn: _one(turn.ttft_ms), f"turn={number}", wanted=("p50",))
+    found = Counter(turn.status for turn in measured)
+    metrics += [Metric("turns", float(found[one]), "turns", one, n=len(measured), n_unit="turns") for one in STATUSES]
+    metrics += _by_turn(measured)
     for label in sorted({turn.label for turn in measured} - {""}):
-        of_label = [turn for turn in measured if turn.label == label]
+        of_label = chosen(measured, lambda turn, label=label: turn.label == label)  # type: ignore[misc]
         metrics += _series("ttft_ms", of_label, lambda turn: _one(turn.ttft_ms), label)
         metrics += _series("latency_ms", of_label, lambda turn: _one(turn.latency_ms), label)
         metrics += _rates(of_label, label)
     for label in sorted({turn.label for turn in warmup} - {""}):
         metrics += _series(
-            "warmup_ms", [t for t in warmup if t.label == label], lambda turn: _one(turn.latency_ms), label
+            "warmup_ms", (t for t in warmup if t.label == label), lambda turn: _one(turn.latency_ms), label
         )
     return metrics
 
@@ -151,7 +154,7 @@ def thin_percentiles(metrics: Iterable[Metric]) -> list[str]:
 
 def slo_metrics(turns: Sequence[TurnRecord], start_s: float, end_s: float, slo: Slo) -> list[Metric]:
     """Those of `summarise` that depend on the objective; turns: all of a trial, [start_s, end_s]: its window."""
-    measured = [turn for turn in turns if is_measured(turn.phase)]
+    measured = chosen(turns, lambda turn: is_measured(turn.phase))
     measurement = Measurement(turns, start_s, end_s, measured_from_s=start_s, ended_s=end_s)
     return _slo(measurement, measured, slo) if slo != Slo() else []
 
@@ -192,6 +195,47 @@ def _series(
     for turn in turns:
         if turn.status == "completed" and len(values := values_of(turn)):
             groups.setdefault(turn.session, array("d")).extend(values)
+    return _summary(name, groups, label, unit, n_unit, wanted)
+
+
+def _by_turn(measured: Iterable[TurnRecord]) -> list[Metric]:
+    """Median time to first token of the first turns, of the second ones, and so on."""
+    sessions: dict[str, int] = {}
+    found: dict[int, tuple[TokenArray[int], TokenArray[float]]] = {}  # the session and the value of each turn
+    for turn in measured:
+        members, values = found.setdefault(turn.turn, (array("q"), array("d")))
+        if turn.status == "completed" and turn.ttft_ms is not None:
+            members.append(sessions.setdefault(turn.session, len(sessions)))
+            values.append(turn.ttft_ms)
+    metrics: list[Metric] = []
+    for number, (members, values) in sorted(found.items()):
+        groups: dict[int, TokenArray[float]] = {}
+        for member, value in zip(members, values, strict=True):
+            groups.setdefault(member, array("d")).append(value)
+        metrics += _summary("ttft_ms", groups, f"turn={number}", "ms", "turns", ("p50",))
+    return metrics
+
+
+def _gaps(measured: Sequence[TurnRecord]) -> list[Metric]:
+    """Times between tokens, of which there is one for nearly each token: so many are not held in memory, and have no
+    interval."""
+    if sum(turn.output_tokens for turn in measured) <= MOST_IN_MEMORY:
+        return _series("itl_ms", measured, _gaps_ms, n_unit="tokens")
+    completed = chosen(measured, lambda turn: turn.status == "completed")
+    mean, percentiles, n = spread(lambda: map(_gaps_ms, completed), list(PERCENTILES.values()))
+    found = dict(zip(("mean", *PERCENTILES), (mean, *percentiles), strict=True))
+    return [Metric(f"itl_ms_{suffix}", value, "ms", n=n, n_unit="tokens") for suffix, value in found.items()]
+
+
+def _summary(
+    name: str,
+    groups: Mapping[Any, Sequence[float]],
+    label: str,
+    unit: str,
+    n_unit: str,
+    wanted: Sequence[str],
+) -> list[Metric]:
+    """Of values by conversation."""
     if not groups:
         return [Metric(f"{name}_{suffix}", None, unit, label, n=0, n_unit=n_unit) for suffix in wanted]
     estimates: dict[str, Estimate] = {}
@@ -209,22 +253,19 @@ def _metric(name: str, estimate: Estimate, unit: str, label: str, n_unit: str) -
 
 def _throughputs(measurement: Measurement, measured: Sequence[TurnRecord]) -> list[Metric]:
     start, end = measurement.measure_start_s, measurement.measure_end_s
-    inside = [
-        turn
-        for turn in measured
-        if turn.status == "completed" and turn.finished_s is not None and start <= turn.finished_s <= end
-    ]
+    inside = outputs = prompts = 0
+    total_known = True
+    for turn in measured:
+        if turn.status == "completed" and turn.finished_s is not None and start <= turn.finished_s <= end:
+            inside, outputs = inside + 1, outputs + turn.output_tokens
+            prompts += turn.prompt_tokens or 0
+            total_known &= turn.prompt_tokens is not None
     seconds = 0.0 if _none_inside(measurement, measured) else end - start
-    outputs = sum(turn.output_tokens for turn in inside)
-    prompts = sum(turn.prompt_tokens or 0 for turn in inside)
-    total_known = all(turn.prompt_tokens is not None for turn in inside)
     everything = sum(turn.output_tokens for turn in measured if turn.status == "completed")
     return [
-        _per_second("throughput_req_s", len(inside), seconds, "requests/s", len(inside)),
-        _per_second("throughput_output_tok_s", outputs, seconds, "tokens/s", len(inside)),
-        _per_second(
-            "throughput_total_tok_s", prompts + outputs if total_known else None, seconds, "tokens/s", len(inside)
-        ),
+        _per_second("throughput_req_s", inside, seconds, "requests/s", inside),
+        _per_second("throughput_output_tok_s", outputs, seconds, "tokens/s", inside),
+        _per_second("throughput_total_tok_s", prompts + outputs if total_known else None, seconds, "tokens/s", inside),
         _per_second(
             "makespan_output_tok_s",
             everything,
@@ -237,9 +278,14 @@ def _throughputs(measurement: Measurement, measured: Sequence[TurnRecord]) -> li
 
 def _none_inside(measurement: Measurement, measured: Sequence[TurnRecord]) -> bool:
     """Turns completed, but all of them outside of the window: it then says nothing of how fast they were served."""
-    ends = [turn.finished_s for turn in measured if turn.status == "completed" and turn.finished_s is not None]
     start, end = measurement.measure_start_s, measurement.measure_end_s
-    return bool(ends) and not any(start <= at <= end for at in ends)
+    ended = False
+    for turn in measured:
+        if turn.status == "completed" and turn.finished_s is not None:
+            ended = True
+            if start <= turn.finished_s <= end:
+                return False
+    return ended
 
 
 def _per_second(name: str, count: float | None, seconds: float, unit: str, turns: int) -> Metric:
@@ -247,9 +293,9 @@ def _per_second(name: str, count: float | None, seconds: float, unit: str, turns
     return Metric(name, value, unit, n=turns, n_unit="turns")
 
 
-def _rates(turns: Iterable[TurnRecord], label: str = "") -> list[Metric]:
+def _rates(turns: Sequence[TurnRecord], label: str = "") -> list[Metric]:
     """Shares of history and of prompt tokens, sums over sums; turns that were never admitted have no counts."""
-    known = [turn for turn in turns if turn.history_tokens is not None and turn.prompt_tokens is not None]
+    known = chosen(turns, lambda turn: turn.history_tokens is not None and turn.prompt_tokens is not None)
 
     def rate(
         name: str, parts_of: Callable[[TurnRecord], Sequence[int | None]], whole_of: Callable[[TurnRecord], int]
@@ -285,13 +331,13 @@ def _rates(turns: Iterable[TurnRecord], label: str = "") -> list[Metric]:
 def _counts(measurement: Measurement, measured: Sequence[TurnRecord]) -> list[Metric]:
     counters = measurement.counters
     counts: dict[str, float | None] = {name: counters.get(name) for name in COUNTS}
-    admitted = [turn for turn in measured if turn.recomputed_tokens is not None]
+    admitted = chosen(measured, lambda turn: turn.recomputed_tokens is not None)
     if admitted:
         counts["recomputed_tokens"] = float(
             sum((turn.recomputed_tokens or 0) + turn.resumed_recomputed_tokens for turn in admitted)
         )
     metrics = [Metric(name, value, COUNTS[name]) for name, value in counts.items()]
-    priced = [turn.recomputed_s for turn in measured if turn.recomputed_s is not None]
+    priced = array("d", (turn.recomputed_s for turn in measured if turn.recomputed_s is not None))
     metrics.append(Metric("recomputed_s", sum(priced) if priced else None, "s", n=len(priced), n_unit="turns"))
     outputs = sum(turn.output_tokens for turn in measured)
     for name in BYTES:
@@ -307,7 +353,7 @@ def _moved_for(measured: Sequence[TurnRecord], name: str) -> float | None:
     """Bytes over all of them; None where one that completed was not counted, or none was."""
     if any(getattr(turn, name) is None and turn.status == "completed" for turn in measured):
         return None
-    counted = [value for turn in measured if (value := getattr(turn, name)) is not None]
+    counted = array("q", (value for turn in measured if (value := getattr(turn, name)) is not None))
     return float(sum(counted)) if counted else None
 
 
@@ -361,7 +407,7 @@ def out_of_memory(turn: TurnRecord) -> bool:
 def _phases(measured: Sequence[TurnRecord]) -> list[Metric]:
     """What only workloads with these phases can give: hit against miss, streaming against not, decoding by itself."""
     metrics: list[Metric] = []
-    decoded = [turn for turn in measured if turn.phase == "throughput"]
+    decoded = chosen(measured, lambda turn: turn.phase == "throughput")
     if decoded:
         metrics += _series("total_ms", decoded, lambda turn: _one(turn.latency_ms))
         metrics += _series("per_token_ms", decoded, lambda turn: _one(_normalized_latency_ms(turn)), unit="ms/token")

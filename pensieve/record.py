@@ -6,7 +6,6 @@ import hashlib
 import os
 from array import array
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
@@ -21,41 +20,42 @@ if TYPE_CHECKING:  # figures read records and load no cache
     from pensieve.cost.base import CostModel, PositionPrices
 
 
-class TimesFile:
-    """Times of tokens in a file that has no name and is gone with whoever reads them: eight bytes a token, which are most of
-    what a turn leaves."""
+class ScratchFile:
+    """A file that has no name and is gone with whoever reads it: for what finished turns leave, of which the times of their
+    tokens are the most, eight bytes each."""
 
     def __init__(self) -> None:
         self._file = TemporaryFile(buffering=0)  # noqa: SIM115 (closed with the last reader)
         self._end = 0
 
-    def store(self, times_s: TokenArray[float]) -> StoredTimes:
-        data, place = times_s.tobytes(), self._end
-        written = 0
+    def append(self, data: bytes) -> int:
+        """Returns where it begins; raises OSError where there is no room for it."""
+        place, written = self._end, 0
         while written < len(data):
             written += os.pwrite(self._file.fileno(), data[written:], place + written)
         self._end = place + len(data)
-        return StoredTimes(self, place, len(times_s))
+        return place
 
-    def read(self, place: int, count: int) -> TokenArray[float]:
-        times_s: TokenArray[float] = array("d")
-        left, size = place, count * times_s.itemsize
-        while left < place + size:
-            data = os.pread(self._file.fileno(), place + size - left, left)
+    def read(self, place: int, size: int) -> bytes:
+        parts: list[bytes] = []
+        while size:
+            data = os.pread(self._file.fileno(), size, place)
             assert data, "nobody else has the file"
-            times_s.frombytes(data)
-            left += len(data)
-        return times_s
+            parts.append(data)
+            place, size = place + len(data), size - len(data)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTimes:
-    file: TimesFile
+    """Times of tokens, in seconds."""
+
+    file: ScratchFile
     place: int
     count: int
 
     def read(self) -> TokenArray[float]:
-        return self.file.read(self.place, self.count)
+        return array("d", self.file.read(self.place, 8 * self.count))
 
 
 _UNKNOWN = array("d", (float("nan"),))
@@ -276,12 +276,13 @@ class TurnRecord:
         self.intended_s -= origin_s
         self.emitted_s = array("d", (value - origin_s for value in self.emitted_s))
 
-    def drop_tokens(self, times: TimesFile) -> None:
-        """Whoever wanted the token ids has had them: only their number and digest stay, and their times in a file."""
+    def drop_tokens(self, file: ScratchFile) -> None:
+        """Whoever wanted the token ids has had them: only their number and digest stay, and their times in a file. Raises
+        OSError where there is no room for them; they then stay in memory."""
         self.token_ids, self.margins = _NO_TOKENS, _NO_TIMES
         if self.emitted_s:
-            with suppress(OSError):  # where there is no room for them, they stay in memory
-                self.stored, self.emitted_s = times.store(self.emitted_s), _NO_TIMES
+            place = file.append(self.emitted_s.tobytes())
+            self.stored, self.emitted_s = StoredTimes(file, place, len(self.emitted_s)), _NO_TIMES
 
     def times_s(self) -> TokenArray[float]:
         """emitted_s, wherever they are."""

@@ -15,11 +15,12 @@ from typing import Protocol, runtime_checkable
 
 from pensieve.baselines.base import Event, System
 from pensieve.metrics import Measurement, out_of_memory
-from pensieve.record import TimesFile, TurnRecord
+from pensieve.record import TurnRecord
 from pensieve.request import Request, TokenArray, is_measured
 from pensieve.statistics import nearest_rank
+from pensieve.turn_log import TurnLog, chosen
 from pensieve.window import find_window
-from pensieve.workload.base import Arrival, Workload, WorkloadPlan, out_of_work
+from pensieve.workload.base import Arrival, KnowsEnds, Workload, WorkloadPlan, out_of_work
 
 CANCEL, ARRIVE = 0, 1  # at equal times a cancellation goes first: what it frees serves the arrival
 SLACK_NS = 2  # an idle system may stop a rounding error before the time it was told
@@ -51,6 +52,13 @@ class CountsTokens(Protocol):
     """A system that can say of most tokens only how many they are (Event.tokens)."""
 
     def count_windows(self) -> None: ...
+
+
+@runtime_checkable
+class ForgetsEnded(Protocol):
+    """A system that gives up what it keeps of a conversation that is over, as soon as that changes nothing for others."""
+
+    def ended(self, session: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +103,7 @@ def replay(
     on_turn: each finished turn. on_batch: the same turns, `batch_size` at a time and at the end, also when the replay is
     interrupted. progress: after each poll that brought news. deadline_s: seconds after which everything in flight is
     cancelled as a timeout and nothing more is sent. keep_tokens=False: token ids and margins are dropped from a turn
-    once on_batch has seen it, and the times of its tokens go to a file (TurnRecord.times_s).
+    once on_batch has seen it, and all else goes to a file, from which the record reads it back (turn_log.py).
 
     Every submitted request finishes exactly once. Where the system keeps no sessions, the whole prompt is sent.
     """
@@ -196,9 +204,11 @@ class _Run:
     ) -> None:
         self.system, self.workload, self.plan = system, workload, workload.describe()
         self.on_turn, self.on_batch, self.batch_size = on_turn, on_batch, batch_size
-        self.progress, self.times = progress, None if keep_tokens else TimesFile()
+        self.progress, self.keep_tokens = progress, keep_tokens
         self.log = None if system.can.keeps_sessions else SessionLog()
         self.expects = system if isinstance(system, ExpectsReuse) else None
+        self.forgets = system if isinstance(system, ForgetsEnded) else None
+        self.ends = workload if isinstance(workload, KnowsEnds) else None
         if isinstance(system, CountsTokens):
             system.count_windows()
         self.origin_ns = system.clock.now_ns()
@@ -209,12 +219,13 @@ class _Run:
         self.in_flight: dict[int, Request] = {}  # as sent
         self.sent_s: dict[int, float] = {}
         self.overdue: set[int] = set()  # past their deadline in a system that cannot cancel
-        self.ordinals: dict[int, int] = {}
+        self.ordinals: dict[int, int] = {}  # of those that are not over
+        self.scheduled = 0
         self.due: dict[str, list[int]] = {}  # of each session, when the arrivals in the heap are due
         self.arrived: dict[str, int] = {}  # the first arrival of each measured session
         self.streamed: Counter[int] = Counter()
         self.output_tokens = 0
-        self.turns: list[TurnRecord] = []
+        self.turns = TurnLog()
         self.batched = 0
         self.lags: TokenArray[float] = array("d")
         self.stretches = MeasuredStretches(system.counters)
@@ -245,24 +256,24 @@ class _Run:
             self._take(events)
 
     def flush(self) -> None:
-        batch = self.turns[self.batched :]
-        self.batched = len(self.turns)
+        batch = self.turns.recent[self.batched :] if self.keep_tokens else self.turns.recent
         if batch and self.on_batch is not None:
             self.on_batch(batch)
-        if self.times is not None:
-            for turn in batch:
-                turn.drop_tokens(self.times)
+        self.batched = len(self.turns)
+        if not self.keep_tokens:
+            self.turns.store()
 
     def record(self) -> ReplayRecord:
+        turns = self.turns.recent if self.keep_tokens else self.turns
         window = find_window(
-            [turn for turn in self.turns if is_measured(turn.phase)],
+            chosen(turns, lambda turn: is_measured(turn.phase)),
             load=self.plan.load,
             warm_s=self._warm_s(),
             arrivals_s={session: self._since(ns) for session, ns in self.arrived.items()},
             out_of_work_s=self.out_of_work_s,
         )
         measurement = Measurement(
-            turns=self.turns,
+            turns=turns,
             measure_start_s=window.start_s,
             measure_end_s=window.end_s,
             measured_from_s=window.measured_from_s,
@@ -294,10 +305,10 @@ class _Run:
                     f"One request in a hundred was sent {late_ms:.1f} ms or more after it was due; up to {limit_ms:.1f} ms "
                     "would not matter."
                 )
-        held = [turn for turn in self.turns if is_measured(turn.phase) and _held_whole(turn)]
+        held = sum(is_measured(turn.phase) and _held_whole(turn) for turn in self.turns)
         if held:
             flags["held_whole"] = (
-                f"{len(held)} measured prompts were cached but for their last token: their times to first token are those of "
+                f"{held} measured prompts were cached but for their last token: their times to first token are those of "
                 "decoding one token."
             )
         exhausted = [turn for turn in self.turns if out_of_memory(turn)]
@@ -329,12 +340,22 @@ class _Run:
             if self.expects is not None and due:
                 self.expects.expect(session, due[0] / 1e9)
 
+    def _tell_ended(self, turn: TurnRecord) -> None:
+        """Tell the system that the turn was the last of its conversation, if it was."""
+        session = turn.session
+        if not self.due.get(session):
+            self.due.pop(session, None)
+            asked = any(request.session == session for request in (*self.held.values(), *self.in_flight.values()))
+            if self.forgets is not None and self.ends is not None and not asked and self.ends.is_over(turn):
+                self.forgets.ended(session)
+
     def _push(self, arrivals: Iterable[Arrival]) -> None:
         """Schedule them."""
         for arrival in arrivals:
             request, ns = arrival.request, self.origin_ns + round(arrival.at_s * 1e9)
             assert request.id not in self.ordinals, f"request {request.id} was scheduled twice"
-            self.ordinals[request.id] = len(self.ordinals)
+            self.ordinals[request.id] = self.scheduled
+            self.scheduled += 1
             heapq.heappush(self.heap, (ns, ARRIVE, next(self.sequence), arrival))
             heapq.heappush(self.due.setdefault(request.session, []), ns)
             if is_measured(request.phase):
@@ -442,7 +463,7 @@ class _Run:
     def _finish(self, request: Request, turn: TurnRecord) -> None:
         self.stretches.finished(request)
         assert (turn.session, turn.turn) == (request.session, request.turn)
-        turn.planned(request, self.ordinals[request.id])
+        turn.planned(request, self.ordinals.pop(request.id))
         turn.shift(self.origin_ns / 1e9)
         self.turns.append(turn)
         if not (self.cut_off or self.closing):
@@ -454,6 +475,7 @@ class _Run:
                     self._send_no_more()
             again = [arrival.request.session for arrival in following if arrival.request.turn > 1]
             self._expect(dict.fromkeys([turn.session, *again]))
+            self._tell_ended(turn)
         if self.on_turn is not None:
             self.on_turn(turn)
         if len(self.turns) - self.batched >= self.batch_size:

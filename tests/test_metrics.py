@@ -2,6 +2,7 @@ from array import array
 
 import pytest
 
+import pensieve.metrics
 from pensieve.metrics import Measurement, Metric, Slo, summarise, thin_percentiles
 from pensieve.plan import StartReport
 from pensieve.record import TurnRecord
@@ -259,3 +260,16 @@ def test_plans_have_a_size_and_a_way_only_where_they_go_to_other_processes():
     assert (table(metrics)["plan_ms_mean", ""].n, table(metrics)["plan_ms_mean", ""].n_unit) == (4, "plans")
     alone = table(summarise(measurement(turn(), counters={"sent_plans": 0.0, "plan_bytes": 0.0, "plan_ms": 0.0})))
     assert not {("plan_bytes_mean", ""), ("plan_ms_mean", "")} & set(alone), "a zero would look like a measurement"
+
+
+def test_more_times_between_tokens_than_memory_holds_have_no_interval_and_the_same_values(monkeypatch):
+    record = replay(ScriptedSystem(lambda request: Latency(first=40, gap=3 + request.id % 7)), ChatWorkload(context()))
+    held = table(summarise(record.measurement))
+    monkeypatch.setattr(pensieve.metrics, "MOST_IN_MEMORY", 100)
+    read = table(summarise(record.measurement))
+    times = [held.pop((f"itl_ms_{one}", "")) for one in ("mean", "p50", "p90", "p99")]
+    again = [read.pop((f"itl_ms_{one}", "")) for one in ("mean", "p50", "p90", "p99")]
+    assert held == read, "all else is as it was"
+    assert [one.value for one in again] == pytest.approx([one.value for one in times], rel=1e-12)
+    assert [(one.n, one.unit, one.n_unit, one.ci_low) for one in again] == [(times[0].n, "ms", "tokens", None)] * 4
+    assert times[0].ci_low is not None

@@ -18,6 +18,7 @@ from pensieve.statistics import (
     fit_line,
     nearest_rank,
     paired_ratio,
+    spread,
 )
 
 
@@ -317,3 +318,28 @@ def test_a_line_needs_two_places():
         fit_line({(0, "a"): [(1.0, 2.0)], (0, "b"): [(1.0, 3.0)]})
     line = fit_line({(0, "a"): [(1.0, 2.0)], (0, "b"): [(2.0, 3.0)]})
     assert (line.slope.value, line.slope.ci_low, line.slope.ci_high) == (pytest.approx(1.0), None, None)
+
+
+_TIMES = st.floats(0, 1e9) | st.sampled_from([0.0, -0.0, 5e-324, 12.5])
+
+
+@given(st.lists(st.lists(_TIMES, max_size=9), max_size=9))
+def test_a_series_too_long_for_memory_has_the_same_percentiles(parts):
+    values = [value for part in parts for value in part]
+    ps = [0.01, 0.5, 0.9, 0.99, 1.0]
+    mean, found, n = spread(lambda: parts, ps)
+    assert n == len(values)
+    if not values:
+        assert (mean, found) == (None, [None] * len(ps))
+        return
+    assert found == [nearest_rank(values, p) for p in ps]
+    assert mean == pytest.approx(math.fsum(values) / n)
+
+
+def test_a_long_series_is_gone_through_in_parts():
+    rng = np.random.default_rng(0)
+    parts = [rng.lognormal(size=7_000) for _ in range(100)]
+    parts += [np.full(30_000, 1.0)]  # many of one value, at the median
+    values = np.sort(np.concatenate(parts))
+    _, found, n = spread(lambda: parts, [0.5, 0.99])
+    assert found == [values[math.ceil(p * n) - 1] for p in (0.5, 0.99)]

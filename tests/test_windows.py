@@ -134,6 +134,32 @@ def test_a_window_holds_a_prefill_while_others_wait_and_copies_are_under_way(
     assert copying > 3 or case != "two tiers"
 
 
+@pytest.mark.parametrize("cpu_blocks", [4, 48])
+def test_a_full_cpu_tier_cuts_no_window_where_only_spare_blocks_are_copied_to(
+    cpu_blocks: int, monkeypatch: pytest.MonkeyPatch
+):
+    """The GPU tier is below the low watermark nearly all the time, and nothing is copied ahead for want of a spare block."""
+    made = computed = 0
+    for seed in range(3):
+        plans, iterations = assert_equal(
+            seed, monkeypatch, cpu_blocks=cpu_blocks, copy_ahead="spare", swap_out_start=0.9, swap_out_stop=0.95
+        )
+        made, computed = made + len(plans), computed + len(iterations)
+    assert made < 0.6 * computed
+
+
+def test_a_window_takes_the_last_block(monkeypatch: pytest.MonkeyPatch):
+    """One request in a cache that it fills up: all that it decodes is one plan, but the first iteration."""
+    engine = make_engine(computes=False, gpu_blocks=8, cpu_blocks=0, chunk_tokens=4)
+    launched: list[StepPlan] = []
+    launch = engine.worker.launch
+    monkeypatch.setattr(engine.worker, "launch", lambda plan: (launched.append(plan), launch(plan))[1])
+    engine.submit(request(1, "a", 5, 27))
+    run_until(engine, engine.clock, None, [])  # type: ignore[arg-type]
+    assert engine.counters.steps == 27
+    assert len(launched) == 1
+
+
 def test_who_counts_windows_gets_the_same_turns_and_as_many_tokens(monkeypatch: pytest.MonkeyPatch):
     for seed in range(4):
         singly, _, _ = drive(seed, monkeypatch, True)

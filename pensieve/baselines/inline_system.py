@@ -78,6 +78,11 @@ class InlineSystem(EngineSystem):
         with self._lock:
             self.engine.expect(session, next_use_s)
 
+    def ended(self, session: str) -> None:
+        """Nobody will ask this conversation again: it is forgotten when nothing of it is in the cache any more."""
+        with self._lock:
+            self.engine.ended(session)
+
     def count_windows(self) -> None:
         """From now on most tokens are told to whoever polls as a number of them alone (Event.tokens)."""
         self._counts_windows = True

@@ -192,6 +192,15 @@ class CacheManager(ABC):
         return False
 
     @property
+    def spare_cpu_blocks(self) -> int:
+        """CPU blocks that nothing has its only copy in."""
+        return 0
+
+    def on_cpu(self, session: Session) -> bool:
+        """Some of its KV is in the CPU tier."""
+        return False
+
+    @property
     def gpu_blocks_used(self) -> int:
         """With KV, or reserved for a request that runs."""
         return self.gpu_blocks - self.available
@@ -406,6 +415,17 @@ class CacheManager(ABC):
     @abstractmethod
     def forget(self, session: Session) -> None:
         """As though it had never been asked."""
+
+    def let_go(self, session: Session) -> bool:
+        """Nobody will ask it again: forget it, unless it has KV here or something else depends on it. Returns whether it was
+        forgotten, of which nobody else notices anything."""
+        return False
+
+    def _close(self, session: Session) -> None:
+        """It is not among the conversations any more."""
+        del self.sessions[session.name]
+        if self.holding is not None:
+            self.holding.close(session.number)
 
     @abstractmethod
     def check(self) -> None:

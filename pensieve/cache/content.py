@@ -28,6 +28,10 @@ class SeenContent:
         """Only the leading `blocks` of it stand; what was said stays noted."""
         self._noted[conversation] = min(blocks, self._noted.get(conversation, 0))
 
+    def ended(self, conversation: int) -> None:
+        """Nothing is added to it any more; what was said stays noted."""
+        self._noted.pop(conversation, None)
+
     def elsewhere(self, conversation: int, blocks: Sequence[BlockHash]) -> int:
         """Leading blocks that another conversation has had."""
         found = 0

@@ -122,6 +122,14 @@ class OneTier(CacheManager):
         elsewhere, anywhere = (min(count * size + partial, length - 1) for count in counts)
         return elsewhere, anywhere
 
+    def _leave_noted(self, session: Session) -> None:
+        """What was said in it stays noted, and nothing else of it is kept here."""
+        self._note(session)
+        self._unnoted.pop(session.number, None)
+        if self._seen is not None:
+            self._seen.ended(session.number)
+        del self._chains[session.number]
+
     def _note(self, session: Session) -> None:
         if self._seen is not None:
             blocks = self._chains[session.number].upto(session.tokens, len(session.tokens))

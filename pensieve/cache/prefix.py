@@ -119,6 +119,13 @@ class PrefixCache(OneTier):
         self.truncate(session, 0)
         del self.sessions[session.name], self._chains[session.number]
 
+    def let_go(self, session: Session) -> bool:
+        """Its blocks are known by content, not by whose they are."""
+        if self.sessions.get(session.name) is session:
+            self._leave_noted(session)
+            self._close(session)
+        return True
+
     def check(self) -> None:
         used = set(self._references)
         free, idle = self.gpu.free_blocks(), set(self._idle)

@@ -134,6 +134,15 @@ class SlotCache(OneTier):
         self.truncate(session, 0)
         del self.sessions[session.name], self._chains[session.number]
 
+    def let_go(self, session: Session) -> bool:
+        if self.sessions.get(session.name) is session:
+            if any(slot.last is session for slot in self.slots):
+                return False
+            self._lost.pop(session.number, None)
+            self._leave_noted(session)
+            self._close(session)
+        return True
+
     def check(self) -> None:
         for slot in self.slots:
             assert len(slot.tokens) <= len(slot.blocks) * self.chunk_tokens

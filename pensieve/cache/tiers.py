@@ -491,6 +491,10 @@ class Transfers:
     def any_open(self) -> bool:
         return bool(self._open)
 
+    def any_of(self, session: Session) -> bool:
+        """A copy reads or writes blocks that it has or had."""
+        return session.number in self._of
+
     def under_way(self) -> Iterator[Transfer]:
         """All that are open: for check()."""
         for moves, _ in self._open.values():

@@ -72,6 +72,13 @@ class TwoTierCache(CacheManager):
         return bool(self.cpu_blocks and self.tiers.dirty.chunks)
 
     @property
+    def spare_cpu_blocks(self) -> int:
+        return self.tiers.cpu.free + len(self.tiers.duplicates)
+
+    def on_cpu(self, session: Session) -> bool:
+        return session.chunks.cpu.count(NO_BLOCK) < len(session.chunks)
+
+    @property
     def gpu_blocks_used(self) -> int:
         return self.gpu_blocks - self.tiers.gpu.free
 
@@ -272,9 +279,8 @@ class TwoTierCache(CacheManager):
         return self._copy_out(self.tiers.dirty.choose(blocks, now_s, whole=True), now_s, urgent)
 
     def swap_out_spare(self, blocks: int, now_s: float) -> tuple[Copy, ...]:
-        tiers = self.tiers
-        most = min(blocks, tiers.cpu.free + len(tiers.duplicates))
-        return self._copy_out(tiers.dirty.choose(most, now_s), now_s, urgent=False) if most > 0 else ()
+        most = min(blocks, self.spare_cpu_blocks)
+        return self._copy_out(self.tiers.dirty.choose(most, now_s), now_s, urgent=False) if most > 0 else ()
 
     def exchange(self, session: Session, lacking: int, now_s: float) -> tuple[tuple[Copy, ...], tuple[Copy, ...]]:
         """Its chunks are loaded into the GPU blocks that are free; the CPU blocks of those that are there take what leaves
@@ -287,7 +293,7 @@ class TwoTierCache(CacheManager):
         loads = self._load_early(session, now_s)
         clean = [index for index, view in enumerate(chunks.view) if view == View.CLEAN]
         held = len(chunks) - chunks.cpu.count(NO_BLOCK)
-        room = tiers.cpu.free + len(tiers.duplicates)
+        room = self.spare_cpu_blocks
         costly = max(wanted - room - held, ceil_div(held, _STAGES) if begins else 0, 0)
         most = min(wanted, room + len(clean) + costly)
         dropped = self.counters.dropped_chunks
@@ -408,6 +414,15 @@ class TwoTierCache(CacheManager):
             self.disk.forget(session)
         self.truncate(session, 0)
         self.sessions.pop(session.name, None)
+
+    def let_go(self, session: Session) -> bool:
+        if self.sessions.get(session.name) is not session:
+            return True  # forgotten already
+        somewhere = self.on_cpu(session) or session.chunks.gpu.count(NO_BLOCK) < len(session.chunks)
+        if somewhere or self.disk is not None or self.tiers.transfers.any_of(session):
+            return False
+        self._close(session)
+        return True
 
     def check(self) -> None:
         assert self._running == sum(session.running for session in self.sessions.values())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from functools import partial
 
 from pensieve.cache.base import CacheManager, Run
 from pensieve.cost.base import CostModel
@@ -351,7 +353,7 @@ class Scheduler:
                 if latest > sequence.arrival:
                     return 1  # a prefill that ends now is the last row, and will have its place among the decodes
                 left, latest = sequence.further_tokens or 0, sequence.arrival
-                lengths.append(len(sequence.session.tokens) + 1)
+                lengths.append(len(sequence.session.tokens))
             further = min(further, left)
         prefills = len(rows) - len(lengths)
         lacking = self._lacking(head, head.kept()) if head is not None else 0
@@ -360,11 +362,20 @@ class Scheduler:
         if cache.grows:
             room = cache.available
             if cache.can_swap_out:  # which begins below the low watermark, and for what a head lacks
-                wanted = max(self._low_watermark, room + lacking if lacking else 0)
+                ahead = self._low_watermark if self._copies_ahead(rows) else 0
+                wanted = max(ahead, room + lacking if lacking else 0)
                 room = min(room, room + cache.outgoing - wanted)
-            while further and self._blocks_for(lengths, further) > room:
-                further //= 2
+            if self._blocks_for(lengths, further) > room:
+                further = bisect_right(range(further), room, key=partial(self._blocks_for, lengths)) - 1
         return 1 + further
+
+    def _copies_ahead(self, rows: list[tuple[Sequence, Row]]) -> bool:
+        """Whether the next plans would copy ahead of time, below the low watermark: into spare blocks only where there are
+        some, or where a prefill may compute again what a CPU block holds, which is then spare."""
+        cache = self.cache
+        if self.settings.copy_ahead != "spare" or cache.spare_cpu_blocks:
+            return True
+        return any(row.sample is None and cache.on_cpu(sequence.session) for sequence, row in rows)
 
     @property
     def _awaits_loads(self) -> bool:
@@ -373,7 +384,7 @@ class Scheduler:
     def _blocks_for(self, lengths: list[int], further: int) -> int:
         """That requests whose positions fill blocks up to these lengths take for so many more."""
         size = self.cache.chunk_tokens
-        return sum((length + further - 1) // size - (length - 1) // size for length in lengths) + len(lengths)
+        return sum((length + further - 1) // size - (length - 1) // size for length in lengths)
 
     def repeated(self, step: Step, planned_s: list[float]) -> None:
         """The step's plan was performed so many times more, which would have been planned at these times: its requests have

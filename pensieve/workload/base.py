@@ -109,6 +109,15 @@ class KnowsUsers(Protocol):
     def out_of_work(self, turn: TurnRecord, following: Sequence[Arrival]) -> bool: ...
 
 
+@runtime_checkable
+class KnowsEnds(Protocol):
+    """A workload that can say of a conversation that nothing more will be asked of it, and that none begins as it does."""
+
+    def is_over(self, turn: TurnRecord) -> bool:
+        """Whether no turn follows this one, which has finished, but those that were given out already."""
+        ...
+
+
 def out_of_work(workload: Workload, turn: TurnRecord, following: Sequence[Arrival]) -> bool:
     """Whether some user has nothing left to ask after this turn, which `following` follows."""
     if isinstance(workload, KnowsUsers):

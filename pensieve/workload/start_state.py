@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from pensieve.errors import MeasurementInvalid
 from pensieve.record import TurnRecord
@@ -10,6 +11,17 @@ from pensieve.request import is_measured
 from pensieve.workload.base import WorkloadPlan
 
 STATES = ("cold", "salted", "warm", "primed", "carried")
+
+
+class _Begun(NamedTuple):
+    """A turn that was admitted, in the order of admission."""
+
+    begun_s: float
+    place: int
+    session: str
+    number: int
+    history: int
+    found: int
 
 
 def check_start(plan: WorkloadPlan, turns: Sequence[TurnRecord]) -> None:
@@ -21,33 +33,35 @@ def check_start(plan: WorkloadPlan, turns: Sequence[TurnRecord]) -> None:
     knows, say nothing. Raises MeasurementInvalid.
     """
     assert plan.cache_state in STATES, plan.cache_state
-    known = [turn for turn in turns if _begun_s(turn) is not None and turn.history_tokens is not None]
-    admitted = sorted(known, key=lambda turn: _begun_s(turn) or 0.0)
-    first: dict[str, TurnRecord] = {}
-    opened: dict[str, TurnRecord] = {}
-    for turn in admitted:
-        opened.setdefault(turn.session, turn)
+    first: dict[str, _Begun] = {}  # of each conversation its first measured turn
+    opened: dict[str, _Begun] = {}
+    for place, turn in enumerate(turns):
+        if (begun_s := _begun_s(turn)) is None or turn.history_tokens is None:
+            continue
+        this = _Begun(begun_s, place, turn.session, turn.turn, turn.history_tokens, _found(turn))
+        opened[turn.session] = min(this, opened.get(turn.session, this))
         if is_measured(turn.phase):
-            first.setdefault(turn.session, turn)
+            first[turn.session] = min(this, first.get(turn.session, this))
     if not first:
         return
     if plan.cache_state == "carried":
-        if not any(_held(turn) for session, turn in first.items() if opened[session] is turn):
+        if not any(turn.history for session, turn in first.items() if opened[session] is turn):
             raise MeasurementInvalid(
                 "The workload goes on with conversations of an earlier run, and the cache held none of them; run that one "
                 "first, on the same engine."
             )
         return
-    if _found(admitted[0]):
+    found = min(opened.values()).found
+    if found:
         raise MeasurementInvalid(
             f"The workload starts with a {plan.cache_state} cache, and the first turn of the trial found "
-            f"{_found(admitted[0])} tokens of its prompt there; restart the engine or empty its cache."
+            f"{found} tokens of its prompt there; restart the engine or empty its cache."
         )
-    for turn in first.values():
-        if (_held(turn) > 0) != (plan.cache_state == "primed"):
+    for begun in sorted(first.values()):
+        if (begun.history > 0) != (plan.cache_state == "primed"):
             raise MeasurementInvalid(
-                f"The workload starts with a {plan.cache_state} cache, and {turn.session} had {_held(turn)} tokens of "
-                f"history at its first measured turn (turn {turn.turn}); session names must not repeat what warmed up."
+                f"The workload starts with a {plan.cache_state} cache, and {begun.session} had {begun.history} tokens of "
+                f"history at its first measured turn (turn {begun.number}); session names must not repeat what warmed up."
             )
 
 
@@ -71,10 +85,6 @@ def _begun_s(turn: TurnRecord) -> float | None:
     if turn.admitted_s is not None or turn.prompt_tokens is None:
         return turn.admitted_s
     return turn.arrived_s
-
-
-def _held(turn: TurnRecord) -> int:
-    return turn.history_tokens or 0
 
 
 def _found(turn: TurnRecord) -> int:

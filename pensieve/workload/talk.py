@@ -89,6 +89,9 @@ class Talks(ABC, Generic[T]):
         share = self._share_of.get(talk.session)
         return [self._arrival(share.pop(), 1, now + self._pause_s(talk, turn.turn))] if share else []
 
+    def is_over(self, turn: TurnRecord) -> bool:
+        return turn.turn >= self._talks[turn.session].turns or turn.status != "completed"
+
     def _measured_starts(self, now: float) -> list[Arrival]:
         first = [share.pop() for share in self._shares]
         return [self._arrival(talk, 1, now + self._pause_s(talk, 0)) for talk in first]

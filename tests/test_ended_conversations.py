@@ -1,0 +1,110 @@
+"""Conversations that are over are forgotten as soon as nothing of them is in the cache, and nobody else notices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pensieve.baselines.inline_system import InlineSystem
+from pensieve.cache.prefix import PrefixCache
+from pensieve.cache.slots import SlotCache
+from pensieve.cache.stateless import StatelessCache
+from pensieve.cache.two_tier import TwoTierCache
+from pensieve.clock import VirtualClock
+from pensieve.eviction.retention_value import RetentionValue
+from pensieve.idle_sessions import MemoryLimits
+from pensieve.replay import replay
+from pensieve.scheduler.composition import SchedulerSettings
+from pensieve.worker.simulated import SimulatedWorker
+from pensieve.workload.sharegpt import sharegpt_workload
+from tests.scripted import context
+from tests.simulated import MACHINE, MODEL, request
+
+CACHES: dict[str, Any] = {
+    "pensieve": TwoTierCache,
+    "prefix": PrefixCache,
+    "slots": lambda **parts: SlotCache(**parts, n_slots=3),
+    "stateless": StatelessCache,
+}
+CONVERSATIONS = 40
+
+
+def system_of(cache: str, cpu_blocks: int = 200, limits: MemoryLimits | None = None) -> InlineSystem:
+    clock = VirtualClock()
+    system = InlineSystem(
+        model=MODEL,
+        hardware=MACHINE,
+        worker=SimulatedWorker(MODEL, MACHINE, clock, 16),
+        clock=clock,
+        cache=CACHES[cache],
+        policy=RetentionValue,
+        scheduler=SchedulerSettings(max_batch_tokens=256),
+        gpu_blocks=300,
+        cpu_blocks=cpu_blocks,
+        chunk_tokens=16,
+        limits=limits,
+    )
+    system.start()
+    system.watch_content()
+    system.count_holding()
+    return system
+
+
+def served(system: InlineSystem) -> tuple[Any, ...]:
+    workload = sharegpt_workload(
+        context(max_context=1200), conversations=CONVERSATIONS, request_rate=20.0, think_time_s=1.0
+    )
+    turns = replay(system, workload).turns
+    counters = {name: count for name, count in system.counters().items() if "schedule" not in name}
+    return [repr(turn) for turn in turns], counters, list(system.holdings().items())
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_nobody_notices(cache: str, monkeypatch: pytest.MonkeyPatch):
+    forgetting, keeping = system_of(cache), system_of(cache)
+    monkeypatch.setattr(keeping, "ended", lambda session: None)
+    forgot, kept = served(forgetting), served(keeping)
+    assert forgot == kept
+    forgetting.engine.cache.check()
+    left, everyone = (len(system.engine.cache.names()) for system in (forgetting, keeping))
+    assert everyone > CONVERSATIONS
+    assert left < CONVERSATIONS / 2
+    assert len(forgetting.engine.cache.holding._accounts) < everyone  # type: ignore[union-attr]
+
+
+def test_what_has_kv_stays_as_it_is():
+    """In a cache that holds all, nothing is forgotten; and what is left of one that is full has KV, or is looked at soon."""
+    roomy = system_of("pensieve", cpu_blocks=20_000)
+    served(roomy)
+    assert len(roomy.engine.cache.names()) > CONVERSATIONS
+    full = system_of("pensieve")
+    served(full)
+    places = [full.places(name) for name in full.engine.cache.names()]
+    without = sum(not place.strip("-") for place in places)
+    assert without <= max(4, len(places) / 3)
+
+
+def test_limits_of_memory_decide_alone_where_they_are_set():
+    """Who is forgotten by them depends on all that are idle, those that are over among them."""
+    system = system_of("pensieve", limits=MemoryLimits(tokens=10**9))
+    served(system)
+    assert len(system.engine.cache.names()) > CONVERSATIONS
+
+
+def test_a_disk_tier_keeps_the_names_of_its_chunks():
+    system = system_of("pensieve")
+    system.engine.cache.use_disk(64, 1e-3, MODEL.layers, system.cost, {})
+    known = system.engine.cache.open("a", 0.0)
+    assert not system.engine.cache.let_go(known)
+
+
+def test_a_conversation_with_a_request_under_way_is_not_forgotten():
+    system = system_of("stateless")
+    engine = system.engine
+    engine.submit(request(1, "a", 30, 5))
+    engine.ended("a")
+    assert engine.cache.find("a") is not None
+    system.poll(None)
+    engine.ended("b")  # not known: the others are looked at all the same
+    assert engine.cache.find("a") is None
