@@ -8,18 +8,18 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from pensieve.baselines.base import Capabilities
 from pensieve.baselines.inline_system import InlineSystem
-from pensieve.baselines.routing import Router
+from pensieve.baselines.outlook import NEVER_NS, Outlook
+from pensieve.baselines.routing import LOAD_BLIND, Asked, Router
 from pensieve.clock import Clock, VirtualClock
 from pensieve.plan import StartReport
 from pensieve.record import Event, TurnRecord
 from pensieve.request import Request, TokenArray
+from pensieve.workload.base import Following
 from pensieve.workload.chance import exponential
-
-NEVER_NS = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,13 @@ class Failures:
 
     mean_s: float | None = None
     restart_s: float = 30.0
+
+
+class Turn(NamedTuple):
+    """What a router reads of a request that is still to come."""
+
+    session: str
+    turn: int
 
 
 @dataclass(slots=True)
@@ -68,6 +75,10 @@ class ClusterSystem:
     what was said before counts as history (Request.known_tokens). What another replica holds of earlier turns stays there
     until it is evicted, and is a hit if the conversation returns.
 
+    Where the caller announces what it will do (replay.LooksAhead), a replica runs ahead of the others as far as nothing can
+    reach it (outlook.py), in windows as long as a single engine's; what becomes of each request is the same. What all of them
+    count and hold together at a moment (counters, gauges) is then read of each at its own time.
+
     A replica that fails loses its KV and what it was computing. Its requests begin anew elsewhere, and each ends once.
     """
 
@@ -87,12 +98,14 @@ class ClusterSystem:
         self._replicas = [Replica(number, make()) for number in range(replicas)]
         self._sequence = count()
         self._behind: list[tuple[int, int]] = []  # clock and number of replicas that compute; outdated ones are skipped
-        self._events: list[tuple[int, int, int, int, Event]] = []  # ns, sequence, replica, its life
+        self._events: list[tuple[int, int, int, int, Event]] = []  # ns, replica, sequence, the replica's life
         self._finishes: list[tuple[int, int, int]] = []  # ns, replica, its life: what a caller may react to
         self._failing: list[tuple[int, int]] = []  # ns, replica
         self._said: dict[str, TokenArray[int]] = {}
         self._home: dict[str, tuple[int, int]] = {}  # of each conversation, the replica of its last turn, and its life
         self._counted: Counter[str] = Counter()  # by replicas that have failed, and of the cluster itself
+        self._counts_windows = False
+        self._outlook: Outlook | None = None
 
     # -- the System ---------------------------------------------------------------------------------------------------
 
@@ -104,9 +117,9 @@ class ClusterSystem:
 
     def submit(self, request: Request) -> None:
         now = self.clock.now_ns()
-        up = [replica for replica in self._replicas if replica.up_ns <= now]
-        chosen = self._router(request, up, self._seed) if up else min(self._replicas, key=lambda one: one.up_ns)
-        replica = self._replicas[chosen.number]
+        replica = self._replicas[self._choose(request, now)]
+        if self._outlook is not None:
+            self._outlook.sent(request, replica.number)
         replica.requests[request.id] = request
         if not replica.computing:  # its clock stood still meanwhile
             replica.system.poll(now / 1e9)
@@ -126,14 +139,34 @@ class ClusterSystem:
             return []
         told = []
         while self._events and self._events[0][0] <= bound:
-            _, _, number, life, event = heapq.heappop(self._events)
+            _, number, _, life, event = heapq.heappop(self._events)
             replica = self._replicas[number]
             if replica.lives == life:
                 told.append(event)
                 if event.turn is not None:
                     self._note(replica.requests.pop(event.request_id), event.turn)
+                    if self._outlook is not None:
+                        self._outlook.ended(event.request_id)
         self._advance(bound)
+        if self._outlook is not None:
+            self._outlook.passed(bound)
         return told
+
+    def count_windows(self) -> None:
+        """See InlineSystem.count_windows."""
+        self._counts_windows = True
+        for replica in self._replicas:
+            replica.system.count_windows()
+
+    def look_ahead(self, foresee: Callable[[str, int], Following | None]) -> None:
+        """See replay.LooksAhead."""
+        if len(self._replicas) > 1:
+            self._outlook = Outlook(len(self._replicas), self._destination, foresee)
+
+    def announce(self, at_ns: int, request: Request | None) -> None:
+        """See replay.LooksAhead."""
+        if self._outlook is not None:
+            self._outlook.announce(at_ns, request)
 
     def expect(self, session: str, next_use_s: float | None) -> None:
         number, life = self._home.get(session, (0, 0))
@@ -191,8 +224,8 @@ class ClusterSystem:
                 self._fail(*heapq.heappop(self._failing))
             else:
                 break
-        if all(replica.now_ns > bound for replica in self._replicas):
-            return min(replica.now_ns for replica in self._replicas)  # all were in a step then: nothing happens sooner
+        if len(self._replicas) == 1:  # the caller waits for its step, as for a single engine's
+            return max(bound, self._replicas[0].now_ns)
         return bound
 
     def _first_behind(self) -> int:
@@ -217,9 +250,12 @@ class ClusterSystem:
         replica = self._replicas[number]
         others = self._first_behind()
         limit = max(min(limit, others), now + 1)
+        if self._outlook is not None:
+            fails = self._failing[0][0] if self._failing else NEVER_NS
+            limit = max(limit, min(self._outlook.clear_ns(number, now), fails))
         for event in replica.system.poll(None if limit == NEVER_NS else limit / 1e9):
             ns = round(event.at_s * 1e9)
-            heapq.heappush(self._events, (ns, next(self._sequence), number, replica.lives, event))
+            heapq.heappush(self._events, (ns, number, next(self._sequence), replica.lives, event))
             if event.kind == "finished":
                 replica.computing.discard(event.request_id)
                 heapq.heappush(self._finishes, (ns, number, replica.lives))
@@ -234,6 +270,19 @@ class ClusterSystem:
             heapq.heappop(self._finishes)
 
     # -- where conversations are --------------------------------------------------------------------------------------
+
+    def _choose(self, request: Asked, now: int) -> int:
+        """The replica that serves it."""
+        up = self._replicas
+        if self._failures.mean_s is not None:
+            up = [replica for replica in up if replica.up_ns <= now]
+        return (self._router(request, up, self._seed) if up else min(self._replicas, key=lambda one: one.up_ns)).number
+
+    def _destination(self, session: str, turn: int) -> int | None:
+        """As outlook.Destination."""
+        if self._router not in LOAD_BLIND or self._failures.mean_s is not None:
+            return None
+        return self._choose(Turn(session, turn), 0)
 
     def _as_sent(self, request: Request, replica: Replica) -> Request:
         """The new message where the conversation's last turn was served, else all of it."""
@@ -268,6 +317,8 @@ class ClusterSystem:
         replica.lives += 1
         replica.up_ns = ns + round(self._failures.restart_s * 1e9)
         replica.system = self._make()
+        if self._counts_windows:
+            replica.system.count_windows()
         replica.system.start()
         clock = replica.system.clock
         assert isinstance(clock, VirtualClock)
