@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from pensieve.baselines.base import Capabilities
 from pensieve.baselines.inline_system import InlineSystem
+from pensieve.baselines.migration import Migration, Parcel, lacking
 from pensieve.baselines.outlook import NEVER_NS, Outlook
 from pensieve.baselines.routing import LOAD_BLIND, Asked, Router
 from pensieve.clock import Clock, VirtualClock
@@ -90,11 +91,16 @@ class ClusterSystem:
         *,
         seed: int = 0,
         failures: Failures | None = None,
+        migration: Migration | None = None,
     ) -> None:
+        """migration: of the KV of conversations that are served elsewhere than before; None: it is computed again."""
         self.clock: Clock = VirtualClock()
         self.can = Capabilities()
         self._make, self._router, self._seed = make, router, seed
         self._failures = failures or Failures()
+        self._migration = migration
+        self._on_the_way: list[tuple[int, int, int, int, Request, Parcel]] = []  # ns, sequence, replica, its life
+        self._received: dict[int, int] = {}  # bytes, by request
         self._replicas = [Replica(number, make()) for number in range(replicas)]
         self._sequence = count()
         self._behind: list[tuple[int, int]] = []  # clock and number of replicas that compute; outdated ones are skipped
@@ -121,14 +127,21 @@ class ClusterSystem:
         if self._outlook is not None:
             self._outlook.sent(request, replica.number)
         replica.requests[request.id] = request
-        if not replica.computing:  # its clock stood still meanwhile
-            replica.system.poll(now / 1e9)
-            heapq.heappush(self._behind, (replica.now_ns, replica.number))
-        replica.computing.add(request.id)
-        replica.system.submit(self._as_sent(request, replica))
+        sent = self._as_sent(request, replica)
+        parcel = None if sent is request else self._parcel(request, replica, now)
+        if parcel is None:
+            self._hand_over(sent, replica, now)
+        else:
+            way = (parcel.arrives_ns, next(self._sequence), replica.number, replica.lives, sent, parcel)
+            heapq.heappush(self._on_the_way, way)
         self._home[request.session] = (replica.number, replica.lives)
 
     def cancel(self, request_id: int, status: str) -> None:
+        waits = [way for way in self._on_the_way if way[4].id == request_id]
+        if waits:  # it no longer waits for what is on the way
+            self._on_the_way = [way for way in self._on_the_way if way not in waits]
+            heapq.heapify(self._on_the_way)
+            self._hand_over(waits[0][4], self._replicas[waits[0][2]], self.clock.now_ns())
         for replica in self._replicas:
             if request_id in replica.computing:
                 replica.system.cancel(request_id, status)
@@ -145,6 +158,8 @@ class ClusterSystem:
                 told.append(event)
                 if event.turn is not None:
                     self._note(replica.requests.pop(event.request_id), event.turn)
+                    if self._migration is not None:
+                        event.turn.received(self._received.pop(event.request_id, 0))
                     if self._outlook is not None:
                         self._outlook.ended(event.request_id)
         self._advance(bound)
@@ -184,7 +199,8 @@ class ClusterSystem:
 
     def counters(self) -> dict[str, float]:
         """Sums over the replicas, those that failed included; moved_turns: served elsewhere than the turn before;
-        replica_failures, restarted_requests."""
+        replica_failures, restarted_requests. Of KV that went along with a conversation: migrated_turns, sent_tokens and
+        sent_bytes, and migrated_tokens, for which the CPU tier there had room."""
         found = Counter(self._counted)
         for replica in self._replicas:
             found.update(replica.system.counters())
@@ -214,19 +230,30 @@ class ClusterSystem:
         """Run all replicas up to the first finish, or to `until`; returns the time that is now. NEVER_NS: nothing runs."""
         while True:
             bound = min(until, self._first_finish())
-            if self._first_behind() == NEVER_NS == bound:
+            fails, arrives = self._next_failure, self._next_arrival
+            if self._first_behind() == NEVER_NS == min(bound, arrives):
                 return NEVER_NS
-            fails = self._failing[0][0] if self._failing else NEVER_NS
-            limit = min(bound, fails)
+            limit = min(bound, fails, arrives)
             if self._first_behind() < limit:
                 self._step(limit)
-            elif fails < bound:
+            elif fails < min(bound, arrives):
                 self._fail(*heapq.heappop(self._failing))
+            elif arrives < bound:
+                self._deliver(*heapq.heappop(self._on_the_way))
             else:
                 break
         if len(self._replicas) == 1:  # the caller waits for its step, as for a single engine's
             return max(bound, self._replicas[0].now_ns)
         return bound
+
+    @property
+    def _next_failure(self) -> int:
+        return self._failing[0][0] if self._failing else NEVER_NS
+
+    @property
+    def _next_arrival(self) -> int:
+        """Of KV."""
+        return self._on_the_way[0][0] if self._on_the_way else NEVER_NS
 
     def _first_behind(self) -> int:
         while self._behind:
@@ -251,8 +278,8 @@ class ClusterSystem:
         others = self._first_behind()
         limit = max(min(limit, others), now + 1)
         if self._outlook is not None:
-            fails = self._failing[0][0] if self._failing else NEVER_NS
-            limit = max(limit, min(self._outlook.clear_ns(number, now), fails))
+            clear = self._outlook.clear_ns(number, now)
+            limit = max(limit, min(clear, self._next_failure, self._next_arrival))
         for event in replica.system.poll(None if limit == NEVER_NS else limit / 1e9):
             ns = round(event.at_s * 1e9)
             heapq.heappush(self._events, (ns, number, next(self._sequence), replica.lives, event))
@@ -269,6 +296,24 @@ class ClusterSystem:
         while self._finishes and self._finishes[0][0] <= ns:
             heapq.heappop(self._finishes)
 
+    def _hand_over(self, sent: Request, replica: Replica, now: int, parcel: Parcel | None = None) -> None:
+        """The engine has it from now on."""
+        if not replica.computing:  # its clock stood still meanwhile
+            replica.system.poll(now / 1e9)
+            heapq.heappush(self._behind, (replica.now_ns, replica.number))
+        if parcel is not None:
+            taken = replica.system.engine.receive(sent.session, sent.tenant, parcel.tokens, parcel.lengths)
+            self._counted["migrated_tokens"] += taken
+        replica.computing.add(sent.id)
+        replica.system.submit(sent)
+
+    def _deliver(self, ns: int, order: int, number: int, life: int, sent: Request, parcel: Parcel) -> None:
+        """KV has arrived, and the request that waited for it goes on, unless the replica has failed meanwhile."""
+        replica = self._replicas[number]
+        if replica.lives == life:
+            self._advance(ns)
+            self._hand_over(sent, replica, ns, parcel)
+
     # -- where conversations are --------------------------------------------------------------------------------------
 
     def _choose(self, request: Asked, now: int) -> int:
@@ -280,7 +325,7 @@ class ClusterSystem:
 
     def _destination(self, session: str, turn: int) -> int | None:
         """As outlook.Destination."""
-        if self._router not in LOAD_BLIND or self._failures.mean_s is not None:
+        if self._router not in LOAD_BLIND or self._failures.mean_s is not None or self._migration is not None:
             return None
         return self._choose(Turn(session, turn), 0)
 
@@ -292,6 +337,27 @@ class ClusterSystem:
         self._counted["moved_turns"] += 1
         known = len(said) - 1 if request.known_tokens is None else request.known_tokens
         return replace(request, prompt=said + request.prompt, continues=False, known_tokens=known)
+
+    def _parcel(self, request: Request, replica: Replica, now: int) -> Parcel | None:
+        """The KV that goes along to a replica that has not got it, where it is worth that."""
+        number, life = self._home.get(request.session, (replica.number, 0))
+        source = self._replicas[number]
+        if self._migration is None or source.lives != life or source is replica:
+            return None
+        held, there = (one.system.engine.cache.find(request.session) for one in (source, replica))
+        if held is None or any(one is not None and (one.running or one.waiting) for one in (held, there)):
+            return None
+        size, tokens = replica.system.chunk_tokens, self._said[request.session]
+        bytes_per_token = replica.system.block_bytes // size
+        parcel = self._migration.parcel(
+            tokens, lacking(held, there, tokens, size), replica.system.cost, chunk_tokens=size,
+            bytes_per_token=bytes_per_token, source=number, target=replica.number, now_ns=now,
+        )  # fmt: skip
+        if parcel is not None:
+            sent_bytes = parcel.count * bytes_per_token
+            self._received[request.id] = self._received.get(request.id, 0) + sent_bytes
+            self._counted.update({"migrated_turns": 1, "sent_tokens": parcel.count, "sent_bytes": sent_bytes})
+        return parcel
 
     def _note(self, request: Request, turn: TurnRecord) -> None:
         if turn.stands:
@@ -310,6 +376,8 @@ class ClusterSystem:
         self._advance(ns)
         replica = self._replicas[number]
         lost, replica.requests = replica.requests, {}
+        self._on_the_way = [way for way in self._on_the_way if way[2] != number]
+        heapq.heapify(self._on_the_way)
         replica.computing.clear()
         self._counted.update(replica.system.counters())
         self._counted.update({"replica_failures": 1, "restarted_requests": len(lost)})

@@ -97,6 +97,7 @@ LOADS = (
     ("affinity", ("hardware.failure_s=0.05", "hardware.restart_s=0.02")),
     ("prefix_aware", ("baseline=prefix_cache", "eviction=lru", "workload.think_time_s=0.002")),
     ("random", AGENTS),
+    ("random", (*EAGER, "hardware.migration=always", "workload.timeout_s=0.05")),
 )
 
 
