@@ -180,6 +180,17 @@ class Engine:
             self.cache.recall(known, tokens)
             self.cache.forget(known)
 
+    def receive(self, session: str, tenant: str, tokens: TokenArray[int], lengths: Many[int]) -> int:
+        """KV of a conversation has come from another engine (CacheManager.receive). Nothing is taken where it has a request
+        under way."""
+        if session in self._under_way:
+            return 0
+        self.cache.at(self.clock.now_ns())
+        known = self.cache.open(session, self.clock.now_s(), tenant)
+        taken = self.cache.receive(known, tokens, lengths, self.clock.now_s())
+        self._idle.add(known, self.clock.now_ns())
+        return taken
+
     def step(self, until_ns: int | None) -> list[Event]:
         """One iteration, or finished copies, or nothing by `until_ns`; returns what requests got."""
         while self._may_launch() and (step := self._plan(until_ns)) is not None:

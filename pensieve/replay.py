@@ -20,7 +20,7 @@ from pensieve.request import Request, TokenArray, is_measured
 from pensieve.statistics import nearest_rank
 from pensieve.turn_log import TurnLog, chosen
 from pensieve.window import find_window
-from pensieve.workload.base import Arrival, KnowsEnds, Workload, WorkloadPlan, out_of_work
+from pensieve.workload.base import Arrival, Following, Foresees, KnowsEnds, Workload, WorkloadPlan, out_of_work
 
 CANCEL, ARRIVE = 0, 1  # at equal times a cancellation goes first: what it frees serves the arrival
 SLACK_NS = 2  # an idle system may stop a rounding error before the time it was told
@@ -59,6 +59,17 @@ class ForgetsEnded(Protocol):
     """A system that gives up what it keeps of a conversation that is over, as soon as that changes nothing for others."""
 
     def ended(self, session: str) -> None: ...
+
+
+@runtime_checkable
+class LooksAhead(Protocol):
+    """A system of parts, each of which may run as far ahead of the others as nothing can reach it."""
+
+    def look_ahead(self, foresee: Callable[[str, int], Following | None]) -> None:
+        """From now on every request is announced before it is due, and `foresee` says what follows it (Foresees)."""
+
+    def announce(self, at_ns: int, request: Request | None) -> None:
+        """At that time of the system's clock the request is sent, or ended before its time. None: anything happens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +222,10 @@ class _Run:
         self.ends = workload if isinstance(workload, KnowsEnds) else None
         if isinstance(system, CountsTokens):
             system.count_windows()
+        self.ahead: LooksAhead | None = None
+        if isinstance(system, LooksAhead) and isinstance(workload, Foresees):
+            self.ahead = system
+            system.look_ahead(workload.foresee)
         self.origin_ns = system.clock.now_ns()
         self.heap: list[tuple[int, int, int, Arrival | int]] = []  # ns, priority, sequence, and a request id to cancel
         self.sequence = count()
@@ -238,6 +253,8 @@ class _Run:
         clock = self.system.clock
         end_ns = None if deadline_s is None else self.origin_ns + round(deadline_s * 1e9)
         self._push(self.workload.start())
+        if end_ns is not None and self.ahead is not None:
+            self.ahead.announce(end_ns, None)
         while True:
             now = clock.now_ns()
             if end_ns is not None and now + SLACK_NS >= end_ns and not self.cut_off:
@@ -358,9 +375,16 @@ class _Run:
             self.scheduled += 1
             heapq.heappush(self.heap, (ns, ARRIVE, next(self.sequence), arrival))
             heapq.heappush(self.due.setdefault(request.session, []), ns)
+            if self.ahead is not None:
+                self.ahead.announce(ns, request)
+                if arrival.deadline_s is not None:
+                    self.ahead.announce(self._deadline_ns(arrival.deadline_s), request)
             if is_measured(request.phase):
                 self.arrived[request.session] = min(ns, self.arrived.get(request.session, ns))
             self.pending += 1
+
+    def _deadline_ns(self, deadline_s: float) -> int:
+        return self.origin_ns + round(deadline_s * 1e9)
 
     def _next_ns(self) -> int | None:
         """When the loop has to act next; deadlines of requests that are over are swept away."""
@@ -382,7 +406,7 @@ class _Run:
             later = due[0] / 1e9 if due else None
             self.held[item.request.id] = replace(item.due(), intended_s=ns / 1e9, next_use_s=later)
             if item.deadline_s is not None:
-                deadline = self.origin_ns + round(item.deadline_s * 1e9)
+                deadline = self._deadline_ns(item.deadline_s)
                 heapq.heappush(self.heap, (deadline, CANCEL, next(self.sequence), item.request.id))
             self._send()
         self._send()

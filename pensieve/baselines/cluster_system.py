@@ -8,18 +8,19 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from pensieve.baselines.base import Capabilities
 from pensieve.baselines.inline_system import InlineSystem
-from pensieve.baselines.routing import Router
+from pensieve.baselines.migration import Migration, Parcel, lacking
+from pensieve.baselines.outlook import NEVER_NS, Outlook
+from pensieve.baselines.routing import LOAD_BLIND, Asked, Router
 from pensieve.clock import Clock, VirtualClock
 from pensieve.plan import StartReport
 from pensieve.record import Event, TurnRecord
 from pensieve.request import Request, TokenArray
+from pensieve.workload.base import Following
 from pensieve.workload.chance import exponential
-
-NEVER_NS = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,13 @@ class Failures:
 
     mean_s: float | None = None
     restart_s: float = 30.0
+
+
+class Turn(NamedTuple):
+    """What a router reads of a request that is still to come."""
+
+    session: str
+    turn: int
 
 
 @dataclass(slots=True)
@@ -68,6 +76,10 @@ class ClusterSystem:
     what was said before counts as history (Request.known_tokens). What another replica holds of earlier turns stays there
     until it is evicted, and is a hit if the conversation returns.
 
+    Where the caller announces what it will do (replay.LooksAhead), a replica runs ahead of the others as far as nothing can
+    reach it (outlook.py), in windows as long as a single engine's; what becomes of each request is the same. What all of them
+    count and hold together at a moment (counters, gauges) is then read of each at its own time.
+
     A replica that fails loses its KV and what it was computing. Its requests begin anew elsewhere, and each ends once.
     """
 
@@ -79,20 +91,27 @@ class ClusterSystem:
         *,
         seed: int = 0,
         failures: Failures | None = None,
+        migration: Migration | None = None,
     ) -> None:
+        """migration: of the KV of conversations that are served elsewhere than before; None: it is computed again."""
         self.clock: Clock = VirtualClock()
         self.can = Capabilities()
         self._make, self._router, self._seed = make, router, seed
         self._failures = failures or Failures()
+        self._migration = migration
+        self._on_the_way: list[tuple[int, int, int, int, Request, Parcel]] = []  # ns, sequence, replica, its life
+        self._received: dict[int, int] = {}  # bytes, by request
         self._replicas = [Replica(number, make()) for number in range(replicas)]
         self._sequence = count()
         self._behind: list[tuple[int, int]] = []  # clock and number of replicas that compute; outdated ones are skipped
-        self._events: list[tuple[int, int, int, int, Event]] = []  # ns, sequence, replica, its life
+        self._events: list[tuple[int, int, int, int, Event]] = []  # ns, replica, sequence, the replica's life
         self._finishes: list[tuple[int, int, int]] = []  # ns, replica, its life: what a caller may react to
         self._failing: list[tuple[int, int]] = []  # ns, replica
         self._said: dict[str, TokenArray[int]] = {}
         self._home: dict[str, tuple[int, int]] = {}  # of each conversation, the replica of its last turn, and its life
         self._counted: Counter[str] = Counter()  # by replicas that have failed, and of the cluster itself
+        self._counts_windows = False
+        self._outlook: Outlook | None = None
 
     # -- the System ---------------------------------------------------------------------------------------------------
 
@@ -104,18 +123,25 @@ class ClusterSystem:
 
     def submit(self, request: Request) -> None:
         now = self.clock.now_ns()
-        up = [replica for replica in self._replicas if replica.up_ns <= now]
-        chosen = self._router(request, up, self._seed) if up else min(self._replicas, key=lambda one: one.up_ns)
-        replica = self._replicas[chosen.number]
+        replica = self._replicas[self._choose(request, now)]
+        if self._outlook is not None:
+            self._outlook.sent(request, replica.number)
         replica.requests[request.id] = request
-        if not replica.computing:  # its clock stood still meanwhile
-            replica.system.poll(now / 1e9)
-            heapq.heappush(self._behind, (replica.now_ns, replica.number))
-        replica.computing.add(request.id)
-        replica.system.submit(self._as_sent(request, replica))
+        sent = self._as_sent(request, replica)
+        parcel = None if sent is request else self._parcel(request, replica, now)
+        if parcel is None:
+            self._hand_over(sent, replica, now)
+        else:
+            way = (parcel.arrives_ns, next(self._sequence), replica.number, replica.lives, sent, parcel)
+            heapq.heappush(self._on_the_way, way)
         self._home[request.session] = (replica.number, replica.lives)
 
     def cancel(self, request_id: int, status: str) -> None:
+        waits = [way for way in self._on_the_way if way[4].id == request_id]
+        if waits:  # it no longer waits for what is on the way
+            self._on_the_way = [way for way in self._on_the_way if way not in waits]
+            heapq.heapify(self._on_the_way)
+            self._hand_over(waits[0][4], self._replicas[waits[0][2]], self.clock.now_ns())
         for replica in self._replicas:
             if request_id in replica.computing:
                 replica.system.cancel(request_id, status)
@@ -126,14 +152,36 @@ class ClusterSystem:
             return []
         told = []
         while self._events and self._events[0][0] <= bound:
-            _, _, number, life, event = heapq.heappop(self._events)
+            _, number, _, life, event = heapq.heappop(self._events)
             replica = self._replicas[number]
             if replica.lives == life:
                 told.append(event)
                 if event.turn is not None:
                     self._note(replica.requests.pop(event.request_id), event.turn)
+                    if self._migration is not None:
+                        event.turn.received(self._received.pop(event.request_id, 0))
+                    if self._outlook is not None:
+                        self._outlook.ended(event.request_id)
         self._advance(bound)
+        if self._outlook is not None:
+            self._outlook.passed(bound)
         return told
+
+    def count_windows(self) -> None:
+        """See InlineSystem.count_windows."""
+        self._counts_windows = True
+        for replica in self._replicas:
+            replica.system.count_windows()
+
+    def look_ahead(self, foresee: Callable[[str, int], Following | None]) -> None:
+        """See replay.LooksAhead."""
+        if len(self._replicas) > 1:
+            self._outlook = Outlook(len(self._replicas), self._destination, foresee)
+
+    def announce(self, at_ns: int, request: Request | None) -> None:
+        """See replay.LooksAhead."""
+        if self._outlook is not None:
+            self._outlook.announce(at_ns, request)
 
     def expect(self, session: str, next_use_s: float | None) -> None:
         number, life = self._home.get(session, (0, 0))
@@ -151,7 +199,8 @@ class ClusterSystem:
 
     def counters(self) -> dict[str, float]:
         """Sums over the replicas, those that failed included; moved_turns: served elsewhere than the turn before;
-        replica_failures, restarted_requests."""
+        replica_failures, restarted_requests. Of KV that went along with a conversation: migrated_turns, sent_tokens and
+        sent_bytes, and migrated_tokens, for which the CPU tier there had room."""
         found = Counter(self._counted)
         for replica in self._replicas:
             found.update(replica.system.counters())
@@ -181,19 +230,30 @@ class ClusterSystem:
         """Run all replicas up to the first finish, or to `until`; returns the time that is now. NEVER_NS: nothing runs."""
         while True:
             bound = min(until, self._first_finish())
-            if self._first_behind() == NEVER_NS == bound:
+            fails, arrives = self._next_failure, self._next_arrival
+            if self._first_behind() == NEVER_NS == min(bound, arrives):
                 return NEVER_NS
-            fails = self._failing[0][0] if self._failing else NEVER_NS
-            limit = min(bound, fails)
+            limit = min(bound, fails, arrives)
             if self._first_behind() < limit:
                 self._step(limit)
-            elif fails < bound:
+            elif fails < min(bound, arrives):
                 self._fail(*heapq.heappop(self._failing))
+            elif arrives < bound:
+                self._deliver(*heapq.heappop(self._on_the_way))
             else:
                 break
-        if all(replica.now_ns > bound for replica in self._replicas):
-            return min(replica.now_ns for replica in self._replicas)  # all were in a step then: nothing happens sooner
+        if len(self._replicas) == 1:  # the caller waits for its step, as for a single engine's
+            return max(bound, self._replicas[0].now_ns)
         return bound
+
+    @property
+    def _next_failure(self) -> int:
+        return self._failing[0][0] if self._failing else NEVER_NS
+
+    @property
+    def _next_arrival(self) -> int:
+        """Of KV."""
+        return self._on_the_way[0][0] if self._on_the_way else NEVER_NS
 
     def _first_behind(self) -> int:
         while self._behind:
@@ -217,9 +277,12 @@ class ClusterSystem:
         replica = self._replicas[number]
         others = self._first_behind()
         limit = max(min(limit, others), now + 1)
+        if self._outlook is not None:
+            clear = self._outlook.clear_ns(number, now)
+            limit = max(limit, min(clear, self._next_failure, self._next_arrival))
         for event in replica.system.poll(None if limit == NEVER_NS else limit / 1e9):
             ns = round(event.at_s * 1e9)
-            heapq.heappush(self._events, (ns, next(self._sequence), number, replica.lives, event))
+            heapq.heappush(self._events, (ns, number, next(self._sequence), replica.lives, event))
             if event.kind == "finished":
                 replica.computing.discard(event.request_id)
                 heapq.heappush(self._finishes, (ns, number, replica.lives))
@@ -233,7 +296,38 @@ class ClusterSystem:
         while self._finishes and self._finishes[0][0] <= ns:
             heapq.heappop(self._finishes)
 
+    def _hand_over(self, sent: Request, replica: Replica, now: int, parcel: Parcel | None = None) -> None:
+        """The engine has it from now on."""
+        if not replica.computing:  # its clock stood still meanwhile
+            replica.system.poll(now / 1e9)
+            heapq.heappush(self._behind, (replica.now_ns, replica.number))
+        if parcel is not None:
+            taken = replica.system.engine.receive(sent.session, sent.tenant, parcel.tokens, parcel.lengths)
+            self._counted["migrated_tokens"] += taken
+        replica.computing.add(sent.id)
+        replica.system.submit(sent)
+
+    def _deliver(self, ns: int, order: int, number: int, life: int, sent: Request, parcel: Parcel) -> None:
+        """KV has arrived, and the request that waited for it goes on, unless the replica has failed meanwhile."""
+        replica = self._replicas[number]
+        if replica.lives == life:
+            self._advance(ns)
+            self._hand_over(sent, replica, ns, parcel)
+
     # -- where conversations are --------------------------------------------------------------------------------------
+
+    def _choose(self, request: Asked, now: int) -> int:
+        """The replica that serves it."""
+        up = self._replicas
+        if self._failures.mean_s is not None:
+            up = [replica for replica in up if replica.up_ns <= now]
+        return (self._router(request, up, self._seed) if up else min(self._replicas, key=lambda one: one.up_ns)).number
+
+    def _destination(self, session: str, turn: int) -> int | None:
+        """As outlook.Destination."""
+        if self._router not in LOAD_BLIND or self._failures.mean_s is not None or self._migration is not None:
+            return None
+        return self._choose(Turn(session, turn), 0)
 
     def _as_sent(self, request: Request, replica: Replica) -> Request:
         """The new message where the conversation's last turn was served, else all of it."""
@@ -243,6 +337,27 @@ class ClusterSystem:
         self._counted["moved_turns"] += 1
         known = len(said) - 1 if request.known_tokens is None else request.known_tokens
         return replace(request, prompt=said + request.prompt, continues=False, known_tokens=known)
+
+    def _parcel(self, request: Request, replica: Replica, now: int) -> Parcel | None:
+        """The KV that goes along to a replica that has not got it, where it is worth that."""
+        number, life = self._home.get(request.session, (replica.number, 0))
+        source = self._replicas[number]
+        if self._migration is None or source.lives != life or source is replica:
+            return None
+        held, there = (one.system.engine.cache.find(request.session) for one in (source, replica))
+        if held is None or any(one is not None and (one.running or one.waiting) for one in (held, there)):
+            return None
+        size, tokens = replica.system.chunk_tokens, self._said[request.session]
+        bytes_per_token = replica.system.block_bytes // size
+        parcel = self._migration.parcel(
+            tokens, lacking(held, there, tokens, size), replica.system.cost, chunk_tokens=size,
+            bytes_per_token=bytes_per_token, source=number, target=replica.number, now_ns=now,
+        )  # fmt: skip
+        if parcel is not None:
+            sent_bytes = parcel.count * bytes_per_token
+            self._received[request.id] = self._received.get(request.id, 0) + sent_bytes
+            self._counted.update({"migrated_turns": 1, "sent_tokens": parcel.count, "sent_bytes": sent_bytes})
+        return parcel
 
     def _note(self, request: Request, turn: TurnRecord) -> None:
         if turn.stands:
@@ -261,6 +376,8 @@ class ClusterSystem:
         self._advance(ns)
         replica = self._replicas[number]
         lost, replica.requests = replica.requests, {}
+        self._on_the_way = [way for way in self._on_the_way if way[2] != number]
+        heapq.heapify(self._on_the_way)
         replica.computing.clear()
         self._counted.update(replica.system.counters())
         self._counted.update({"replica_failures": 1, "restarted_requests": len(lost)})
@@ -268,6 +385,8 @@ class ClusterSystem:
         replica.lives += 1
         replica.up_ns = ns + round(self._failures.restart_s * 1e9)
         replica.system = self._make()
+        if self._counts_windows:
+            replica.system.count_windows()
         replica.system.start()
         clock = replica.system.clock
         assert isinstance(clock, VirtualClock)

@@ -6,11 +6,23 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from pensieve.request import Request
+import numpy as np
+from numpy.typing import NDArray
+
 from pensieve.workload.chance import uniform
 
 MOST_TIMES_MEAN = 1.25
 """Of affinity_bounded: no replica takes more than so many times the mean of requests under way, and one more."""
+
+
+class Asked(Protocol):
+    """What a router reads of a request."""
+
+    @property
+    def session(self) -> str: ...
+
+    @property
+    def turn(self) -> int: ...
 
 
 class Known(Protocol):
@@ -26,35 +38,37 @@ class Known(Protocol):
         ...
 
 
-Router = Callable[[Request, Sequence[Known], int], Known]
+Router = Callable[[Asked, Sequence[Known], int], Known]
 """From a request, the replicas that are up (at least one), and the trial's seed."""
 
 
-def random(request: Request, replicas: Sequence[Known], seed: int) -> Known:
+def random(request: Asked, replicas: Sequence[Known], seed: int) -> Known:
     """Any of them, anew for each turn."""
     return replicas[int(uniform(seed, "route", request.session, request.turn) * len(replicas))]
 
 
-def least_loaded(request: Request, replicas: Sequence[Known], seed: int) -> Known:
+def least_loaded(request: Asked, replicas: Sequence[Known], seed: int) -> Known:
     """The one with the fewest requests under way; of several, any."""
     fewest = min(replica.in_flight for replica in replicas)
     return random(request, [replica for replica in replicas if replica.in_flight == fewest], seed)
 
 
-def affinity(request: Request, replicas: Sequence[Known], seed: int) -> Known:
+def affinity(request: Asked, replicas: Sequence[Known], seed: int) -> Known:
     """The same one for every turn of a conversation, without a table: the highest of a hash of both names (rendezvous
     hashing). When a replica leaves, only its own conversations move."""
-    return max(replicas, key=lambda replica: _weight(request.session, replica.number))
+    key = int.from_bytes(hashlib.blake2b(request.session.encode(), digest_size=8).digest(), "little")
+    numbers = np.fromiter((replica.number for replica in replicas), np.uint64, len(replicas))
+    return replicas[int(_mixed(numbers * _ODD + np.uint64(key)).argmax())]
 
 
-def affinity_bounded(request: Request, replicas: Sequence[Known], seed: int) -> Known:
+def affinity_bounded(request: Asked, replicas: Sequence[Known], seed: int) -> Known:
     """affinity, but past those that have more than MOST_TIMES_MEAN of the mean load (consistent hashing with bounded
     loads: Mirrokni, Thorup, Zadimoghaddam 2018)."""
     limit = MOST_TIMES_MEAN * sum(replica.in_flight for replica in replicas) / len(replicas) + 1
     return affinity(request, [replica for replica in replicas if replica.in_flight < limit], seed)
 
 
-def prefix_aware(request: Request, replicas: Sequence[Known], seed: int) -> Known:
+def prefix_aware(request: Asked, replicas: Sequence[Known], seed: int) -> Known:
     """The one that holds most of the conversation's KV, unless its load is beyond the bound of affinity_bounded; where none
     holds any, the least loaded."""
     limit = MOST_TIMES_MEAN * sum(replica.in_flight for replica in replicas) / len(replicas) + 1
@@ -72,6 +86,14 @@ ROUTERS: dict[str, Router] = {
     "random": random,
 }
 
+LOAD_BLIND = frozenset({affinity, random})
+"""Routers that go by the request and by who is up alone."""
 
-def _weight(session: str, replica: int) -> bytes:
-    return hashlib.blake2b(f"{session}/{replica}".encode(), digest_size=8).digest()
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mixed(many: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The end of splitmix64: each bit of a number changes about half of those of its result."""
+    many = (many ^ (many >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    many = (many ^ (many >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return many ^ (many >> np.uint64(31))

@@ -391,6 +391,11 @@ class CacheManager(ABC):
         """A new conversation had these tokens, and KV of all but the last, before the engine was started again."""
         session.recall(tokens)
 
+    def receive(self, session: Session, tokens: TokenArray[int], lengths: Sequence[int], now_s: float) -> int:
+        """KV of the idle conversation's `tokens` has come from another machine: by chunk, of so many leading offsets. Returns
+        the number of tokens whose KV it takes; managers without a CPU tier take none."""
+        return 0
+
     def fork(self, parent: Session, child: Session, length: int, takes_kv: bool) -> None:
         """A new conversation begins with the first `length` tokens of another one. A cache that shares by content finds their
         KV by itself; one that does not may give the child that of the parent, if it `takes_kv`."""

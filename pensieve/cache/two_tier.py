@@ -18,7 +18,7 @@ from pensieve.eviction.base import EvictionPolicy, as_policy
 from pensieve.holding import Holding
 from pensieve.plan import Copy, DiskLoad, DiskStore
 from pensieve.request import TokenArray
-from pensieve.session import NO_BLOCK, Session, View, chunks_of, repeated, runs_of
+from pensieve.session import NO_BLOCK, Session, View, chunks_of, common_prefix, repeated, runs_of
 from pensieve.units import ceil_div
 
 _STAGES = 8  # an exchange that has no GPU block to begin with makes room for so large a part of it
@@ -131,6 +131,29 @@ class TwoTierCache(CacheManager):
     def recall(self, session: Session, tokens: TokenArray[int]) -> None:
         super().recall(session, tokens)
         session.chunks.add(chunks_of(len(tokens), self.chunk_tokens))
+
+    def receive(self, session: Session, tokens: TokenArray[int], lengths: Sequence[int], now_s: float) -> int:
+        """Into CPU blocks that are free, duplicates', or of the policy's victims. Where these do not suffice, its last chunks
+        get them, which take longest to compute."""
+        size, chunks, tiers = self.chunk_tokens, session.chunks, self.tiers
+        keep = common_prefix(session.tokens, tokens)
+        for index, length in enumerate(lengths[: len(chunks)]):
+            if length > chunks[index].resident_len > 0:
+                keep = min(keep, index * size)  # what is there of that chunk gives way to more of it
+        self.make_room_for(session, now_s)
+        self.truncate(session, keep)
+        session.extend(tokens[keep:])
+        session.advance(len(tokens) - 1)
+        chunks.add(chunks_of(len(tokens), size) - len(chunks))
+        wanted = [index for index, length in enumerate(lengths) if length and not chunks[index].resident_len]
+        tiers.free_duplicates(max(0, len(wanted) - tiers.cpu.free))
+        others = self._of_others(tiers.cpu_only, session, View.CPU_ONLY, max(0, len(wanted) - tiers.cpu.free), now_s)
+        self._each(tiers.cpu_only, tiers.drop_cpu, others)
+        taken = wanted[max(0, len(wanted) - tiers.cpu.free) :]
+        for index, block in zip(taken, tiers.cpu.allocate(len(taken), session.number), strict=True):
+            chunks.cpu[index], chunks.cpu_len[index], chunks.lost[index] = block, lengths[index], None
+        tiers.update(session, 0, len(chunks))
+        return sum(lengths[index] for index in taken)
 
     def resume(self, session: Session, now_s: float) -> Admission:
         length = len(session.tokens)

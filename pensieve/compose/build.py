@@ -109,6 +109,7 @@ def build_cluster(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan
     """Simulated replicas of an in-engine baseline behind hardware.router, not started yet."""
     from pensieve.baselines.cluster_system import ClusterSystem, Failures
     from pensieve.baselines.inline_system import InlineSystem
+    from pensieve.baselines.migration import Migration, Network
     from pensieve.baselines.routing import ROUTERS
 
     hardware = plan.config.hardware
@@ -120,7 +121,19 @@ def build_cluster(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan
         return system
 
     failures = Failures(hardware.failure_s, hardware.restart_s)
-    return ClusterSystem(make, hardware.replicas, ROUTERS[hardware.router], seed=plan.config.seed, failures=failures)
+    migration = None
+    if hardware.migration != "never":
+        assert hardware.network_gbps is not None, "HardwareConfig asks for it"
+        network = Network(hardware.network_gbps, hardware.network_latency_s)
+        migration = Migration(hardware.migration, network, hardware.replicas)
+    return ClusterSystem(
+        make,
+        hardware.replicas,
+        ROUTERS[hardware.router],
+        seed=plan.config.seed,
+        failures=failures,
+        migration=migration,
+    )
 
 
 def _engine_system(

@@ -102,8 +102,9 @@ class HardwareConfig(_Group):
     false). copies: what moves blocks between a GPU and the CPU tier. memory_share: what cache.gpu=auto may fill, by default
     nine tenths of a GPU and half of a CPU machine's free memory. profile: a file of runners/profile.py: what retention value
     goes by on a real machine, and all times of a simulated one. network_gbps: between the client and the model of a
-    disaggregated baseline, in 10^9 bit/s. replicas, router, failure_s, restart_s: a simulated cluster, see
-    baselines.cluster_system; replicas, router of a real machine: see pensieve.replicas.
+    disaggregated baseline, or of each simulated replica, in 10^9 bit/s. replicas, router, failure_s, restart_s: a simulated
+    cluster, see baselines.cluster_system; migration: see baselines.migration. replicas, router of a real machine: see
+    pensieve.replicas.
     """
 
     name: str
@@ -141,6 +142,7 @@ class HardwareConfig(_Group):
     router: Literal["single", "affinity", "affinity_bounded", "least_loaded", "prefix_aware", "random"] = "single"
     failure_s: Annotated[float, Field(gt=0.0)] | None = None
     restart_s: Rate = 30.0
+    migration: Literal["never", "cheaper", "always"] = "never"
 
     @model_validator(mode="after")
     def _replicas_are_routed(self) -> HardwareConfig:
@@ -150,6 +152,18 @@ class HardwareConfig(_Group):
             )
         if self.failure_s is not None and not self.simulated:
             raise ValueError("hardware.failure_s is for simulated machines; use hardware=sim_h100, say")
+        return self
+
+    @model_validator(mode="after")
+    def _kv_moves_between_replicas(self) -> HardwareConfig:
+        if self.migration == "never":
+            return self
+        if self.router == "single" or not self.simulated:
+            raise ValueError(
+                "hardware.migration is between simulated replicas: use hardware=sim_h100 hardware.router=affinity, say"
+            )
+        if self.network_gbps is None:
+            raise ValueError("hardware.migration needs a network between the replicas: set hardware.network_gbps")
         return self
 
     @model_validator(mode="after")

@@ -26,6 +26,7 @@ from pensieve.request import Request
 from pensieve.units import format_bytes
 
 AT_ONCE = 256  # agents whose steps may wait at a time
+WAKE_S = 0.25  # how long Ray is waited for before whoever waits looks whether this engine is being closed
 GPU_SHARE = 0.01  # so that the device's memory is the limit, and not Ray's count of devices
 
 
@@ -82,6 +83,9 @@ class _RayAgents(ABC):
         self._killed: set[int] = set()
         self._starts: list[Started] = []
         self._lock = threading.Lock()
+        self._closing = False
+        self._waiting = 0  # threads that Ray owes a result
+        self._left = threading.Condition()
         self.at_once = AT_ONCE
 
     can: Capabilities
@@ -129,6 +133,23 @@ class _RayAgents(ABC):
         with suppress(psutil.NoSuchProcess):
             psutil.Process(pid).kill()
 
+    def _result(self, promised: Any) -> Any:
+        """What Ray comes up with; RequestFailed once this engine is being closed: a Ray that is gone answers nobody, ever."""
+        import ray
+
+        with self._left:
+            self._waiting += 1
+        try:
+            while not self._closing:
+                done, _ = ray.wait([promised], timeout=WAKE_S)
+                if done:
+                    return ray.get(done[0])
+            raise RequestFailed("The engine was closed.")
+        finally:
+            with self._left:
+                self._waiting -= 1
+                self._left.notify_all()
+
     def _failure(self, error: Exception, pid: int | None) -> Exception:
         """What an error of Ray means for the request whose process had that id."""
         import ray
@@ -162,6 +183,10 @@ class _RayAgents(ABC):
         }
 
     def close(self) -> None:
+        """Requests under way fail."""
+        self._closing = True
+        with self._left:
+            self._left.wait_for(lambda: not self._waiting, timeout=4 * WAKE_S)
         if self._watch is not None:
             self._watch.close()
         self._cluster.close()
@@ -187,7 +212,7 @@ class RayKeepalive(_RayAgents):
         with self._lock:  # one process starts at a time
             actor = self._actors.get(request.session) or self._taken_over(request) or self._begin(request)
         try:
-            reply: Reply = ray.get(actor.handle.answer.remote(request))
+            reply: Reply = self._result(actor.handle.answer.remote(request))
         except ray.exceptions.RayError as error:
             raise self._failure(error, actor.pid) from error
         return reply
@@ -203,7 +228,7 @@ class RayKeepalive(_RayAgents):
             return None
         actor = self._actors.pop(name)
         try:
-            ray.get(actor.handle.forget.remote(None))
+            self._result(actor.handle.forget.remote(None))
         except ray.exceptions.RayError:  # it died: the agent needs one of its own
             return None
         self._actors[request.session] = replaced = replace(actor, warming=False)
@@ -218,9 +243,9 @@ class RayKeepalive(_RayAgents):
         handle = remote(_ActorBody, **options).remote(self._setup, self._kv_tokens, self._setup.memory_bytes)
         pid = None
         try:
-            pid = ray.get(handle.pid.remote())
+            pid = self._result(handle.pid.remote())
             self._actors[request.session] = actor = _Actor(handle, pid, time.monotonic(), request.phase == "warmup")
-            self._starts.append(ray.get(handle.load.remote()))
+            self._starts.append(self._result(handle.load.remote()))
         except ray.exceptions.RayError as error:
             self._actors.pop(request.session, None)
             failure = self._failure(error, pid)
@@ -254,7 +279,8 @@ class RayServerless(_RayAgents):
         cpus = 0 if self._gpu_share else self._setup.threads
         task = remote(answer_once, num_cpus=cpus, num_gpus=self._gpu_share, max_calls=1, max_retries=0)
         try:
-            reply, started = ray.get(task.remote(self._setup, self._kv_tokens, self._setup.memory_bytes, request))
+            promised = task.remote(self._setup, self._kv_tokens, self._setup.memory_bytes, request)
+            reply, started = self._result(promised)
         except ray.exceptions.RayError as error:
             raise self._failure(error, None) from error
         self._starts.append(started)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from itertools import count
 
 from pensieve.hint import Hint
 from pensieve.record import TurnRecord
 from pensieve.request import Length, Request, Sampling
-from pensieve.workload.base import Arrival, WorkloadContext, WorkloadPlan
+from pensieve.workload.base import Arrival, Following, WorkloadContext, WorkloadPlan
 from pensieve.workload.chance import uniform
 from pensieve.workload.fields import at_least, positive_seconds, within_memory
 from pensieve.workload.prose import prose
@@ -95,10 +96,19 @@ class AgentsWorkload:
         if turn.status != "completed" or turn.turn == 2 * self._steps:
             return []
         acting = turn.turn % 2 == 1
-        return [self._arrival(turn.session, turn.turn + 1, now + (self._act(turn) if acting else 0.0))]
+        return [
+            self._arrival(turn.session, turn.turn + 1, now + (self._act(turn.session, turn.turn) if acting else 0.0))
+        ]
 
-    def _act(self, turn: TurnRecord) -> float:
-        spread = ACT_SPREAD * (uniform(self._context.seed, "act", turn.session, turn.turn) - 0.5)
+    def foresee(self, session: str, turn: int) -> Following | None:
+        if session.startswith("warmup-"):
+            return None
+        if turn == 2 * self._steps:
+            return Following(math.inf)
+        return Following(self._act(session, turn) if turn % 2 == 1 else 0.0, ((session, turn + 1),))
+
+    def _act(self, session: str, turn: int) -> float:
+        spread = ACT_SPREAD * (uniform(self._context.seed, "act", session, turn) - 0.5)
         return self._act_s * (1.0 + spread)
 
     def _hint(self, turn: int) -> Hint:

@@ -102,6 +102,23 @@ class Workload(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Following:
+    """What the end of a turn can bring, whatever becomes of it: of these turns, (session, number), some or none, and nothing
+    sooner than `pause_s` after it."""
+
+    pause_s: float
+    turns: tuple[tuple[str, int], ...] = ()
+
+
+@runtime_checkable
+class Foresees(Protocol):
+    """A workload that knows what comes after a turn while that is still under way."""
+
+    def foresee(self, session: str, turn: int) -> Following | None:
+        """None: anything, at once."""
+
+
 @runtime_checkable
 class KnowsUsers(Protocol):
     """A workload whose conversations may wait for others, so that a turn with nothing following is no user's last."""

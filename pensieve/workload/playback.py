@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 from pensieve.record import TurnRecord
 from pensieve.request import Free, Length, Output, Request, Sampling, is_measured
 from pensieve.statistics import nearest_rank
-from pensieve.workload.base import Arrival, WorkloadContext, WorkloadPlan, said_end, unless_said
+from pensieve.workload.base import Arrival, Following, WorkloadContext, WorkloadPlan, said_end, unless_said
 from pensieve.workload.chance import exponential
 from pensieve.workload.fit import Dialogue, Step
 from pensieve.workload.talk import Talks, shares_of
@@ -126,6 +127,14 @@ class Playback(Talks[Dialogue]):
             following.append(self._arrival(waiting, before.turn + 1, now + self._pause_s(waiting, before.turn), before))
         return [*following, *super().on_finished(turn)]
 
+    def foresee(self, session: str, turn: int) -> Following | None:
+        if is_measured(self._talks[session].phase):
+            if isinstance(self._arrivals, Recorded):
+                return Following(math.inf)
+            if self._family.related:
+                return None
+        return super().foresee(session, turn)
+
     def out_of_work(self, turn: TurnRecord, following: Sequence[Arrival]) -> bool:
         """Whether a person has nothing left to ask after this turn; not one whose next turn waits for other conversations,
         nor a conversation that no person began."""
@@ -187,6 +196,7 @@ class Family:
                 self._begun[dialogue.begun.conversation, dialogue.begun.turn].append(dialogue)
         self._going: set[str] = {dialogue.session for dialogue in dialogues}  # not over yet
         self._waiting: dict[str, tuple[Dialogue, TurnRecord, set[str]]] = {}
+        self.related = any(one.begun is not None or any(step.waits_for for step in one.steps) for one in dialogues)
 
     def begun_after(self, dialogue: Dialogue, turn: int) -> Sequence[Dialogue]:
         return self._begun.get((dialogue.session, turn), ())

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from pensieve.record import TurnRecord
-from pensieve.workload.base import Arrival, WorkloadPlan
+from pensieve.workload.base import Arrival, Following, WorkloadPlan
 from pensieve.workload.chance import exponential
 
 
@@ -91,6 +91,15 @@ class Talks(ABC, Generic[T]):
 
     def is_over(self, turn: TurnRecord) -> bool:
         return turn.turn >= self._talks[turn.session].turns or turn.status != "completed"
+
+    def foresee(self, session: str, turn: int) -> Following | None:
+        """The next turn of its conversation, or the first of its user's next one."""
+        talk = self._talks[session]
+        if talk.phase == "warmup":
+            return None  # the last of them starts all the others
+        own = ((session, turn + 1),) if turn < talk.turns else ()
+        share = self._share_of.get(session)
+        return Following(self._pause_s(talk, turn), (*own, (share[-1].session, 1)) if share else own)
 
     def _measured_starts(self, now: float) -> list[Arrival]:
         first = [share.pop() for share in self._shares]

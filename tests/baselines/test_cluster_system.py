@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter, defaultdict
 from typing import Any
 
@@ -9,24 +10,31 @@ import pytest
 
 from pensieve.baselines.routing import ROUTERS, affinity
 from pensieve.compose import build_cluster, build_system, build_tokenizer, build_workload, plan_trial
+from pensieve.plan import StepPlan
 from pensieve.record import TurnRecord
 from pensieve.replay import replay
 from pensieve.request import Length, Request, tokens_of
+from pensieve.worker.simulated import SimulatedWorker
 from tests.composed import checked
 
+SMALL = ("model=llama_25m", "cache.gpu='704 tokens'", "cache.cpu='512 tokens'")
 LOAD = (
     "workload=chat", "workload.conversations=12", "workload.users=6", "workload.min_turns=3", "workload.max_turns=4",
-    "workload.think_time_s=0.02", "model=llama_25m", "cache.gpu='704 tokens'", "cache.cpu='512 tokens'",
-    "workload.pressure=0",
+    "workload.think_time_s=0.02", "workload.pressure=0",
 )  # fmt: skip
+AGENTS = ("workload=agents", "workload.agents=6", "workload.act_s=0.05")
 
 
-def run(*overrides: str) -> tuple[list[TurnRecord], dict[str, float], Any]:
-    plan = plan_trial(checked(*LOAD, *overrides))
+def run(*overrides: str, ahead: bool = True) -> tuple[list[TurnRecord], dict[str, float], Any]:
+    """ahead: replicas may run ahead of each other."""
+    load = () if overrides[:1] == AGENTS[:1] else LOAD
+    plan = plan_trial(checked(*SMALL, *load, *overrides))
     tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=True)
     workload, described = build_workload(plan, tokenizer)
     build = build_system if plan.config.hardware.router == "single" else build_cluster
     system: Any = build(plan, tokenizer, described=described)
+    if not ahead:
+        system.look_ahead = lambda foresee: None
     system.start()
     try:
         record = replay(system, workload)
@@ -73,6 +81,61 @@ def test_times_of_a_cluster_never_go_back_and_no_arrival_is_in_the_past() -> Non
         assert turn.first_token_s is not None and turn.arrived_s <= turn.first_token_s <= turn.finished_s
     ends = [turn.finished_s for turn in turns]
     assert ends == sorted(ends)  # type: ignore[type-var]
+
+
+EAGER = (  # long replies, short thoughts, and users who go on to conversations elsewhere
+    "workload.conversations=24", "workload.min_turns=1", "workload.max_turns=3", "workload.max_new_tokens=48",
+    "workload.think_time_s=0.004", "workload.warmup_turns=18",
+)  # fmt: skip
+LOADS = (
+    ("affinity", EAGER),
+    ("random", EAGER),
+    ("affinity", (*EAGER, "workload.think_time_s=0")),
+    ("random", ("workload.users=null", "workload.request_interval=0.001", "workload.think_time_s=0.001")),
+    ("affinity_bounded", ("workload.timeout_s=0.004",)),
+    ("least_loaded", (*EAGER, "eviction=belady", "hardware.replicas=2")),
+    ("affinity", ("hardware.failure_s=0.05", "hardware.restart_s=0.02")),
+    ("prefix_aware", ("baseline=prefix_cache", "eviction=lru", "workload.think_time_s=0.002")),
+    ("random", AGENTS),
+    ("random", (*EAGER, "hardware.migration=always", "workload.timeout_s=0.05")),
+)
+
+
+@pytest.mark.parametrize("seed", range(len(LOADS)))
+def test_replicas_that_run_ahead_of_each_other_do_what_they_do_step_by_step(seed: int) -> None:
+    router, load = LOADS[seed]
+    replicas = random.Random(seed).choice([3, 5, 7])
+    overrides = (*load[:1], f"hardware.replicas={replicas}", *load[1:], f"seed={seed}", f"hardware.router={router}")
+    (turns, counted, system), (apart, counted_apart, stepped) = run(*overrides), run(*overrides, ahead=False)
+    assert list(map(repr, turns)) == list(map(repr, apart)), "every column of every turn, in order"
+    for found in (counted, counted_apart):
+        found.pop("schedule_ms")  # of the wall clock
+    assert counted == counted_apart
+    assert system.clock.now_ns() == stepped.clock.now_ns()
+
+
+def test_a_replica_that_runs_ahead_has_the_windows_of_a_single_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = SimulatedWorker.launch
+    plans = 0
+
+    def counted(worker: SimulatedWorker, plan: StepPlan) -> None:
+        nonlocal plans
+        plans += 1
+        launch(worker, plan)
+
+    monkeypatch.setattr(SimulatedWorker, "launch", counted)
+    routed = (
+        "hardware.router=affinity",
+        "hardware.replicas=4",
+        "cache.gpu='4096 tokens'",
+        "workload.max_new_tokens=64",
+    )
+    found = []
+    for ahead in (True, False):
+        plans = 0
+        turns, _, _ = run(*routed, ahead=ahead)
+        found.append(plans / len(turns))
+    assert found[0] < found[1] / 2, "plans a turn"
 
 
 def test_affinity_keeps_what_random_routing_computes_again() -> None:

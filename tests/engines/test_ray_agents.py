@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
+import time
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -15,7 +19,7 @@ from pensieve.engines.ray_agents import RayKeepalive, RayServerless
 from pensieve.engines.replica import Replica
 from pensieve.engines.system import OutsideSystem
 from pensieve.engines.weights import plain_module
-from pensieve.errors import CapacityError, EngineMissing, MemoryRanOut
+from pensieve.errors import CapacityError, EngineMissing, MemoryRanOut, RequestFailed
 from pensieve.request import Length, Request
 from tests.engines.small import ask, greedy, prompt, served, setup_of
 
@@ -51,6 +55,46 @@ def test_without_ray_one_sentence_says_what_to_install(kind: type[Any], monkeypa
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EngineMissing, match=r"pensieve\[ray\]"):
         kind(setup_of()).check()
+
+
+@pytest.mark.parametrize("kind", [RayKeepalive, RayServerless])
+def test_closing_ends_requests_that_ray_never_answers(kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that is shut down: a trial that had timed out hung there."""
+
+    class Silent:
+        exceptions = SimpleNamespace(
+            RayError=OSError, RayActorError=OSError, WorkerCrashedError=OSError, OutOfMemoryError=OSError
+        )
+
+        def wait(self, promised: Any, timeout: float | None = None) -> Any:
+            time.sleep(min(timeout or 60.0, 60.0))
+            return [], promised
+
+        def get(self, promised: Any) -> None:
+            time.sleep(60)
+
+    monkeypatch.setitem(sys.modules, "ray", Silent())
+    called = MagicMock()
+    monkeypatch.setattr("pensieve.engines.ray_agents.remote", called)
+    monkeypatch.setattr("pensieve.engines.ray_cluster.RayCluster.close", lambda self: None)
+    engine = kind(setup_of())
+    found: list[Exception] = []
+
+    def ask_it() -> None:
+        try:
+            engine.answer(message(1, "a", 1, prompt(4)), None)
+        except RequestFailed as error:
+            found.append(error)
+
+    thread = threading.Thread(target=ask_it, daemon=True)
+    thread.start()
+    while not called.called:
+        time.sleep(0.01)
+    began = time.monotonic()
+    engine.close()
+    thread.join(5)
+    assert not thread.is_alive() and "closed" in str(found[0])
+    assert time.monotonic() - began < 5
 
 
 @pytest.mark.slow

@@ -1,0 +1,149 @@
+"""KV that goes along with a conversation: what is accounted, when it is worth it, and when nothing changes."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pensieve.baselines.migration import Migration, Network, computing_s
+from pensieve.record import TurnRecord
+from tests.baselines.test_cluster_system import run, said
+
+ROOM = ("hardware.router=random", "hardware.replicas=4", "cache.gpu='4096 tokens'", "cache.cpu='4096 tokens'")
+SLOW = "hardware.network_gbps=0.01"
+FAST = "hardware.network_gbps=3200"
+
+
+def found(turns: list[TurnRecord], column: str) -> int:
+    return sum(getattr(turn, column) or 0 for turn in turns)
+
+
+def without_bytes(turns: list[TurnRecord]) -> list[str]:
+    """Every column but received_bytes, which is counted only where KV can move."""
+    return [repr(replace(turn, received_bytes=None)) for turn in turns]
+
+
+def ttft_ms(turns: list[TurnRecord]) -> float:
+    """The mean over turns that have history."""
+    waited = [turn.ttft_ms for turn in turns if turn.history_tokens and turn.ttft_ms is not None]
+    return sum(waited) / len(waited)
+
+
+@pytest.mark.parametrize("more", [(), ("cache.gpu='704 tokens'", "cache.cpu='320 tokens'")])
+def test_tokens_are_the_same_and_all_history_is_accounted_for(more: tuple[str, ...]) -> None:
+    computed, _, _ = run(*ROOM, *more)
+    turns, counted, system = run(*ROOM, *more, "hardware.migration=always", FAST)
+    assert said(turns) == said(computed)
+    history: dict[str, int] = defaultdict(int)
+    for turn in sorted(turns, key=lambda turn: turn.turn):
+        assert turn.history_tokens == max(history[turn.session] - 1, 0) and turn.prompt_tokens is not None
+        assert (
+            (turn.gpu_hit_tokens or 0) + (turn.cpu_hit_tokens or 0) + (turn.recomputed_tokens or 0)
+        ) == turn.history_tokens
+        history[turn.session] = turn.prompt_tokens + turn.output_tokens
+    per_token = system.settings()["kv_bytes_per_token"]
+    assert found(turns, "received_bytes") == counted["sent_bytes"] == counted["sent_tokens"] * per_token > 0
+    assert {turn.received_bytes for turn in turns if not turn.history_tokens} == {0}, "a first turn brings nothing"
+    for replica in system._replicas:
+        replica.system.engine.cache.check()
+    if more:
+        assert 0 < counted["migrated_tokens"] < counted["sent_tokens"], "there was no room for all of it"
+    else:
+        assert counted["migrated_tokens"] == counted["sent_tokens"]
+        assert found(turns, "recomputed_tokens") == 0 < found(computed, "recomputed_tokens")
+        assert found(turns, "cpu_hit_tokens") == counted["migrated_tokens"], "it is found where it was put"
+
+
+def test_over_a_slow_network_sending_is_worse_and_the_cost_model_sends_nothing() -> None:
+    computed, _, _ = run(*ROOM)
+    sent, counted, _ = run(*ROOM, "hardware.migration=always", SLOW)
+    chosen, counted_chosen, _ = run(*ROOM, "hardware.migration=cheaper", SLOW)
+    assert counted["migrated_turns"] > 0 and ttft_ms(sent) > 2 * ttft_ms(computed)
+    assert counted_chosen.get("migrated_turns", 0) == 0
+    assert without_bytes(chosen) == without_bytes(computed), "every column of every turn"
+
+
+def test_over_a_fast_network_long_histories_are_sent_and_arrive_sooner_than_they_are_computed() -> None:
+    long = ("workload=agents", "workload.agents=3", "workload.reason_tokens=6000", "workload.steps=2", *ROOM,
+            "model=llama3_8b", "cache.gpu='60000 tokens'", "cache.cpu='60000 tokens'")  # fmt: skip
+    computed, _, _ = run(*long)
+    chosen, counted, _ = run(*long, "hardware.migration=cheaper", "hardware.network_gbps=400")
+    slower, counted_slower, _ = run(*long, "hardware.migration=cheaper", "hardware.network_gbps=10")
+    assert counted["migrated_turns"] > 0 and ttft_ms(chosen) < 0.8 * ttft_ms(computed)
+    assert counted_slower.get("migrated_turns", 0) == 0 and ttft_ms(slower) == ttft_ms(computed)
+
+
+@pytest.mark.parametrize("when", ["always", "cheaper"])
+def test_with_one_replica_nothing_changes(when: str) -> None:
+    alone, _, _ = run("hardware.router=random")
+    turns, counted, _ = run("hardware.router=random", f"hardware.migration={when}", FAST)
+    assert without_bytes(turns) == without_bytes(alone)
+    assert counted.get("migrated_turns", 0) == 0 == found(turns, "received_bytes")
+
+
+def test_where_no_conversation_moves_nothing_changes() -> None:
+    calm, _, _ = run("hardware.router=affinity", "hardware.replicas=3")
+    turns, _, _ = run("hardware.router=affinity", "hardware.replicas=3", "hardware.migration=always", SLOW)
+    assert without_bytes(turns) == without_bytes(calm)
+
+
+def test_replicas_that_fail_and_requests_that_time_out_on_the_way_end_once() -> None:
+    turns, counted, _ = run(
+        *ROOM, "hardware.migration=always", "hardware.network_gbps=0.2", "hardware.failure_s=0.05", "hardware.restart_s=0.02",
+        "workload.timeout_s=0.02",
+    )  # fmt: skip
+    assert counted["replica_failures"] > 3 and counted["migrated_turns"] > 0
+    assert {turn.status for turn in turns} == {"completed", "timeout"}
+    assert len({(turn.session, turn.turn) for turn in turns}) == len(turns)
+    assert found(turns, "received_bytes") == counted["sent_bytes"]
+
+
+class PerToken:
+    """A cost model: computing takes a microsecond a token, whatever comes before it; a load takes `load` seconds a chunk."""
+
+    def __init__(self, load: float) -> None:
+        self._load = load
+
+    def recompute_s(self, context_tokens: int) -> float:
+        return 32e-6
+
+    def load_s(self) -> float:
+        return self._load
+
+
+def test_a_gibibyte_is_sent_from_the_rate_on_at_which_that_is_sooner() -> None:
+    """8,192 tokens of 128 KiB at a microsecond each: 8.192 ms, of which the load takes 2.56 and the way 0.05."""
+    left_s = 8192e-6 - 256 * 1e-5 - 5e-5
+    even = 2**30 * 8 / left_s / 1e9
+    cost: Any = PerToken(1e-5)
+    lengths = (32,) * 256
+    assert math.isclose(computing_s(cost, lengths, 32), 8192e-6)
+    for gbps, sends in ((even * 0.999, False), (even * 1.001, True)):
+        migration = Migration("cheaper", Network(gbps, 5e-5), 2)
+        parcel = migration.parcel(
+            array("i"), lengths, cost, chunk_tokens=32, bytes_per_token=2**17, source=0, target=1, now_ns=0
+        )
+        assert (parcel is not None) == sends
+
+
+def test_parcels_wait_for_both_interfaces() -> None:
+    migration = Migration("always", Network(8.0, 0.0), 3)  # 10^9 bytes/s
+
+    def arrives(source: int, target: int, now_ns: int) -> int:
+        parcel = migration.parcel(
+            array("i"), (32,), PerToken(0.0), chunk_tokens=32, bytes_per_token=10, source=source, target=target,  # type: ignore[arg-type]
+            now_ns=now_ns,
+        )  # fmt: skip
+        assert parcel is not None and parcel.count == 32
+        return parcel.arrives_ns
+
+    assert arrives(0, 1, 0) == 320
+    assert arrives(0, 2, 0) == 640, "one sends one after the other"
+    assert arrives(1, 0, 0) == 320, "each way on its own"
+    assert arrives(1, 2, 100) == 960, "one receives one after the other"
+    assert arrives(0, 1, 5000) == 5320
