@@ -23,6 +23,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from statistics import NormalDist
 from typing import Literal
 
@@ -41,6 +42,7 @@ FEWEST_GROUPS = 5
 """Independent groups (seeds, or conversations of one seed) below which nothing has an interval."""
 _GROUPS_BEYOND = 4  # that a percentile with an interval has beyond it, on average
 _BLOCK = 2_000_000  # elements of one resampling matrix: 16 MB
+_KEPT = 4_000_000  # elements of draws that are kept for the next series of as many conversations: 16 MB
 _WORK = 50_000_000  # elements that the percentiles of one series may touch; longer series get fewer resamples
 _FEWEST = 200
 _AT_ONCE = 250_000  # values of a series that is not held in memory
@@ -209,11 +211,7 @@ def _percentiles(
     if due:
         resamples = max(min(resamples, _FEWEST), min(resamples, _WORK // n))
         [weights] = _draws(centres, resamples, resamples, seed)
-        replicates = np.empty((len(due), resamples))
-        step = max(1, _BLOCK // n)
-        for start in range(0, resamples, step):
-            drawn = np.take(weights[start : start + step], member, axis=1)
-            replicates[:, start : start + step] = _weighted_percentiles(values, drawn, due)
+        replicates = _drawn_percentiles(values, member, weights, due)
         effective = _effective_groups(centres)
         ends = {p: _expanded(row, effective) for p, row in zip(due, replicates, strict=True)}
     found = [(float(values[_rank(p, n) - 1]), *ends.get(p, (None, None))) for p in ps]
@@ -322,13 +320,13 @@ def _draws(by_seed: Sequence[Floats], resamples: int, step: int, seed: int) -> I
     each drawn seed. They depend on how many values there are and not on the values, so that the many series of a trial
     share them."""
     sizes = tuple(map(len, by_seed))
-    if resamples * sum(sizes) <= _BLOCK:
+    if resamples * sum(sizes) <= _KEPT:
         yield from _kept_draws(sizes, resamples, step, seed)
     else:
         yield from _new_draws(sizes, resamples, step, seed)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=4)
 def _kept_draws(sizes: tuple[int, ...], resamples: int, step: int, seed: int) -> tuple[Counts, ...]:
     drawn = tuple(_new_draws(sizes, resamples, step, seed))
     for part in drawn:
@@ -346,15 +344,30 @@ def _new_draws(sizes: tuple[int, ...], resamples: int, step: int, seed: int) -> 
         yield np.concatenate(parts, axis=1).astype(np.int32)
 
 
-def _weighted_percentiles(ordered: Floats, weights: Counts, ps: Sequence[float]) -> Floats:
-    """[ps, resamples]: nearest rank of ascending values, each repeated as often as its weight says."""
-    rows, values = weights.shape
-    running = np.cumsum(weights, dtype=np.int64)  # over all rows, one after another: one search finds each row's rank
-    ends = running[values - 1 :: values]
-    starts = np.concatenate([[0], ends[:-1]])
-    ranks = [np.ceil(p * (ends - starts) - 1e-9).astype(np.int64) for p in ps]
-    firsts = np.arange(rows) * values
-    return np.array([ordered[np.searchsorted(running, starts + rank) - firsts] for rank in ranks])
+def _drawn_percentiles(ordered: Floats, member: NDArray[np.int64], weights: Counts, ps: Sequence[float]) -> Floats:
+    """[ps, resamples]: nearest rank of ascending values, each repeated as often as its session is drawn.
+
+    member: the session of each value. weights: [resamples, sessions]. The values are cut into stretches: how many each session
+    has in a stretch says in which one a resample's rank falls, and only that one is counted through.
+    """
+    n, sessions = len(ordered), weights.shape[1]
+    width = math.ceil(n / max(1, min(math.isqrt(n), _BLOCK // sessions)))
+    stretches = math.ceil(n / width)
+    cells = np.bincount(member * stretches + np.arange(n) // width, minlength=sessions * stretches)
+    ends = np.cumsum(weights.astype(np.float64) @ cells.reshape(sessions, stretches).astype(np.float64), axis=1)
+    padded = np.append(member, np.full(stretches * width - n, sessions)).reshape(stretches, width)
+    replicates = np.empty((len(ps), len(weights)))
+    step = max(1, _BLOCK // width)
+    for start in range(0, len(weights), step):
+        rows = slice(start, start + step)
+        drawn = np.pad(weights[rows], ((0, 0), (0, 1)))  # what fills the last stretch up is never drawn
+        for index, p in enumerate(ps):
+            ranks = np.ceil(p * ends[rows, -1] - 1e-9)[:, None]
+            stretch = (ends[rows] < ranks).sum(axis=1)
+            before = np.where(stretch > 0, np.take_along_axis(ends[rows], stretch[:, None] - 1, axis=1)[:, 0], 0.0)
+            running = before[:, None] + np.cumsum(np.take_along_axis(drawn, padded[stretch], axis=1), axis=1)
+            replicates[index, rows] = ordered[stretch * width + (running < ranks).sum(axis=1)]
+    return replicates
 
 
 def _ratio_of_sums(
@@ -368,18 +381,25 @@ def _ratio_of_sums(
     groups = _independent(tops)
     if not has_interval(groups) or not math.isfinite(value):
         return value, None, None
-    starts = np.arange(groups) if len(tops) == 1 else np.cumsum([0, *(len(part) for part in tops[:-1])])
+    edges = np.cumsum([0, *(len(part) for part in tops)])
 
-    def measure(weights: Counts) -> tuple[Floats, Floats]:
+    def measure(counts: Counts) -> tuple[Floats, Floats]:
         """The ratio, and its standard error from what the independent groups are off it, for each row of weights."""
-        upper, lower, drawn = weights * top, weights * bottom, weights / 1.0
-        if len(tops) > 1:  # else each value is a group
-            upper, lower = (np.add.reduceat(part, starts, axis=1) for part in (upper, lower))
-            drawn = np.add.reduceat(weights, starts, axis=1) / np.diff([*starts, len(top)])
+        weights = counts.astype(np.float64)
         with np.errstate(divide="ignore", invalid="ignore"):
-            ratios = upper.sum(axis=1) / lower.sum(axis=1)
-            squares = np.where(drawn > 0, (upper - ratios[:, None] * lower) ** 2 / drawn, 0.0).sum(axis=1)
-            return ratios, np.sqrt(squares * groups / (groups - 1)) / np.abs(lower.sum(axis=1))
+            if len(tops) == 1:  # each value is a group
+                lower = weights @ bottom
+                ratios = (weights @ top) / lower
+                off = top - ratios[:, None] * bottom
+                squares = np.einsum("ij,ij,ij->i", weights, off, off)
+            else:
+                own = [slice(a, b) for a, b in pairwise(edges)]
+                upper, below = (np.stack([weights[:, s] @ of[s] for s in own], axis=1) for of in (top, bottom))
+                drawn = np.stack([weights[:, s].mean(axis=1) for s in own], axis=1)
+                lower = below.sum(axis=1)
+                ratios = upper.sum(axis=1) / lower
+                squares = np.where(drawn > 0, (upper - ratios[:, None] * below) ** 2 / drawn, 0.0).sum(axis=1)
+            return ratios, np.sqrt(squares * groups / (groups - 1)) / np.abs(lower)
 
     error = float(measure(np.ones((1, len(top)), dtype=np.int32))[1][0])
     found = []

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pensieve import statistics
 from pensieve.errors import MissingSeries
 from pensieve.statistics import (
     bootstrap_mean,
@@ -68,6 +69,20 @@ def test_turns_of_one_conversation_count_as_one():
     once = bootstrap_mean({str(index): [level] for index, level in enumerate(levels)})
     tenfold = bootstrap_mean({str(index): [level] * 10 for index, level in enumerate(levels)})
     assert (once.ci_low, once.ci_high) == pytest.approx((tenfold.ci_low, tenfold.ci_high))
+
+
+@pytest.mark.parametrize(("sessions", "longest"), [(1, 1), (7, 40), (300, 3)])
+def test_percentiles_of_a_resample_are_those_of_its_values_written_out(sessions, longest):
+    rng = np.random.default_rng(sessions)
+    member = np.repeat(np.arange(sessions), rng.integers(1, longest + 1, size=sessions))
+    rng.shuffle(member)
+    ordered = np.sort(np.round(rng.lognormal(size=len(member)), 1))  # with values that occur again
+    weights = rng.multinomial(sessions, np.full(sessions, 1.0 / sessions), size=50).astype(np.int32)
+    ps = (0.01, 0.5, 0.9, 0.99, 1.0)
+    found = statistics._drawn_percentiles(ordered, member, weights, ps)
+    for column, row in enumerate(weights):
+        drawn = np.repeat(ordered, row[member])
+        assert list(found[:, column]) == [nearest_rank(drawn, p) for p in ps]
 
 
 def test_long_series_are_resampled_in_bounded_memory():
