@@ -211,7 +211,11 @@ def load_line(trials: Sequence[Trial]) -> str | None:
     if replies := [float(plan["reply_tokens_mean"]) for plan in known if "reply_tokens_mean" in plan]:
         kinds = {str(plan["replies"]) for plan in known if "replies" in plan}
         parts.append(f"{_range(replies)} a reply" + (f" ({', '.join(sorted(kinds))})" if kinds else ""))
-    for name, words in (("think_time_s", "s of think time"), ("request_interval_s", "s between arrivals")):
+    for name, words in (
+        ("think_time_s", "s of think time"),
+        ("think_time_cap_s", "s of it at most"),
+        ("request_interval_s", "s between arrivals"),
+    ):
         if values := [float(plan[name]) for plan in known if isinstance(plan.get(name), int | float)]:
             parts.append(f"{_range(values)} {words}")
     load = ", ".join(sorted({str(plan["load"]) for plan in known if "load" in plan}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from pensieve.errors import ConfigError
@@ -13,6 +14,7 @@ from pensieve.workload.script import Script, ScriptWriter
 from pensieve.workload.talk import Talks, shares_of
 
 FEWEST_CONVERSATIONS = 8
+LONGEST_THOUGHT = 2.5  # means, with think_time_cap_s="auto": a trial ends with its longest pauses, and the machine idle
 FILL = 1.2  # working set over both tiers, with pressure="auto": a sixth has to be dropped and recomputed
 WARMUP_SESSIONS = (
     2  # side by side, so that batches of more than one row are warm too (open load: nobody knows how many)
@@ -23,8 +25,8 @@ class ChatWorkload(Talks[Script]):
     """Several people talk to one model at once.
 
     A conversation's turns follow each other: the next message is sent when the reply is complete and the user has
-    thought, exponentially distributed with mean `think_time_s` and fixed by (seed, session, turn), so that every
-    baseline meets the same thoughts. Conversations themselves arrive in one of two ways:
+    thought, exponentially distributed with mean `think_time_s`, cut at `think_time_cap_s` and fixed by (seed, session,
+    turn), so that every baseline meets the same thoughts. Conversations themselves arrive in one of two ways:
 
     - users=None (load "partly open"): as a Poisson process, `request_interval` seconds apart on average (0: all at
       once), whatever the system's speed.
@@ -37,6 +39,8 @@ class ChatWorkload(Talks[Script]):
     turns_per_s: the offered load that think_time_s="auto" and request_interval="auto" follow: users (open load:
         conversations) / turns_per_s of think time, and one conversation every 1 / turns_per_s, so that all of them are
         alive at once. A system that answers late receives less.
+    think_time_cap_s: nobody thinks longer; None: no limit; "auto": LONGEST_THOUGHT times the mean, which cuts 8 thoughts
+        in 100 and makes the mean of what is left 0.92 of think_time_s.
     min_turns, max_turns: turns a conversation, drawn evenly; one longer than its text goes on with the next topic. A
         conversation that the model's context cannot hold ends early, which describe() counts.
     max_new_tokens: a reply has the words that the text suggests, one token a word, but at most this many. free: replies
@@ -60,6 +64,7 @@ class ChatWorkload(Talks[Script]):
         max_new_tokens: int = 36,
         request_interval: float | Literal["auto"] = 0.3,
         think_time_s: float | Literal["auto"] = 0.5,
+        think_time_cap_s: float | Literal["auto"] | None = None,
         turns_per_s: float = 10.0,
         pressure: float | Literal["auto"] = 2.0,
         warmup_turns: int = 4,
@@ -82,6 +87,8 @@ class ChatWorkload(Talks[Script]):
         at_least("turns_per_s", turns_per_s, 0.001)
         at_least("warmup_turns", warmup_turns, 1, whole=True)
         positive_seconds("timeout_s", timeout_s)
+        if think_time_cap_s not in ("auto", None):
+            at_least("think_time_cap_s", think_time_cap_s, 0.001)
         if free and context.force_lengths:
             raise ConfigError("workload.free=true needs a trained model; with random weights leave it false.")
         self._context = context
@@ -103,6 +110,8 @@ class ChatWorkload(Talks[Script]):
         warmup = self._writer.warmup(max(warmup_turns, users or 1), users or WARMUP_SESSIONS)
         at_once = users or len(measured)
         self._think_time_s = at_once / turns_per_s if think_time_s == "auto" else think_time_s
+        longest = LONGEST_THOUGHT * self._think_time_s if think_time_cap_s == "auto" else think_time_cap_s
+        self._think_time_cap_s = math.inf if longest is None else longest
         self._request_interval = 1 / turns_per_s if request_interval == "auto" else request_interval
         super().__init__(warmup, measured, shares_of(measured, users) if users else [])
 
@@ -115,6 +124,8 @@ class ChatWorkload(Talks[Script]):
             "reply_tokens_mean": _mean([reply for script in self._measured for reply in script.replies]),
             "think_time_s": round(self._think_time_s, 6),
         }
+        if self._think_time_cap_s < math.inf:
+            facts["think_time_cap_s"] = round(self._think_time_cap_s, 6)
         if self._users is None:
             facts["request_interval_s"] = round(self._request_interval, 6)
         return self._plan("partly open" if self._users is None else "closed", self._free, facts)
@@ -125,7 +136,8 @@ class ChatWorkload(Talks[Script]):
         return super()._measured_starts(now)
 
     def _pause_s(self, script: Script, turn: int) -> float:
-        return exponential(self._think_time_s, self._context.seed, "think", script.session, turn)
+        thought_s = exponential(self._think_time_s, self._context.seed, "think", script.session, turn)
+        return min(thought_s, self._think_time_cap_s)
 
     def _arrival(self, script: Script, turn: int, at_s: float, before: TurnRecord | None = None) -> Arrival:
         return self._writer.arrival(script, turn, at_s, self._timeout_s, before)

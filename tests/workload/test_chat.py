@@ -129,6 +129,21 @@ def test_the_automatic_pressure_follows_both_tiers():
         assert goal <= plan.working_set_tokens < goal + longest
 
 
+def test_nobody_thinks_longer_than_the_cap_and_shorter_thoughts_stay():
+    def thoughts(cap, think_time_s=0.4):
+        fields = {"conversations": 40, "pressure": 0, "think_time_s": think_time_s, "turns_per_s": 100.0}
+        workload = ChatWorkload(context(), think_time_cap_s=cap, **fields)
+        return workload.describe().facts, sorted(_gaps(measured(drive(workload, service_s=1e-6))))
+
+    (free, all_of_them), (_, cut), (automatic, shown) = thoughts(None), thoughts(0.7), thoughts("auto")
+    assert max(all_of_them) > 1.2 and "think_time_cap_s" not in free
+    assert cut == pytest.approx([min(thought, 0.7) for thought in all_of_them], abs=1e-5)
+    assert shown == pytest.approx([min(thought, 1.0) for thought in all_of_them], abs=1e-5)
+    assert automatic["think_time_cap_s"] == 1.0, "2.5 times the mean"
+    assert thoughts("auto", "auto")[0]["think_time_cap_s"] == 2.5 * 40 / 100.0
+    assert 0.85 < sum(shown) / len(shown) / 0.4 < 1.0
+
+
 def test_the_automatic_load_offers_as_many_turns_a_second_whatever_the_number_of_conversations():
     for fields in ({"conversations": 10}, {"conversations": 100}, {"users": 5, "conversations": 60}):
         workload = ChatWorkload(
@@ -228,6 +243,8 @@ def test_deadlines_count_from_the_intended_arrival():
         {"request_interval": -1.0},
         {"request_interval": "often"},
         {"think_time_s": -0.1},
+        {"think_time_cap_s": 0},
+        {"think_time_cap_s": "short"},
         {"pressure": -2},
         {"pressure": float("nan")},
         {"pressure": "much"},
