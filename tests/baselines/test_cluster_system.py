@@ -20,7 +20,7 @@ from tests.composed import checked
 SMALL = ("model=llama_25m", "cache.gpu='704 tokens'", "cache.cpu='512 tokens'")
 LOAD = (
     "workload=chat", "workload.conversations=12", "workload.users=6", "workload.min_turns=3", "workload.max_turns=4",
-    "workload.think_time_s=0.02", "workload.pressure=0",
+    "workload.think_time_s=0.02", "workload.think_time_cap_s=null", "workload.max_new_tokens=8", "workload.pressure=0",
 )  # fmt: skip
 AGENTS = ("workload=agents", "workload.agents=6", "workload.act_s=0.05")
 
