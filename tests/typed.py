@@ -7,7 +7,6 @@ runners/test_bare.py and runners/test_command.py.
 from __future__ import annotations
 
 import atexit
-import gc
 import multiprocessing
 import os
 import runpy
@@ -99,7 +98,6 @@ def _run(
     words: list[str], given: dict[str, str], cwd: Path, added: str | None, figures: bool, out: TextIO, err: TextIO
 ) -> None:
     os.setsid()
-    gc.freeze()  # or the first collection copies every page of the parent
     atexit._clear()  # the parent's
     for number, file in ((1, out), (2, err)):
         os.dup2(file.fileno(), number)

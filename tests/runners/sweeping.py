@@ -1,7 +1,6 @@
 """Sweeps in forked processes of a warm interpreter: a kill -9 test pays no imports, and dies like the real thing."""
 
 import contextlib
-import gc
 import os
 import signal
 import sys
@@ -32,7 +31,6 @@ def kill(process):
 def _sweep(outputs, arguments):
     with contextlib.suppress(OSError):
         os.setsid()
-    gc.freeze()  # or the first collection copies every page of the parent
     outputs.mkdir(parents=True, exist_ok=True)
     said = os.open(outputs / "said.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(said, 1)
