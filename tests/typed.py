@@ -7,7 +7,6 @@ runners/test_bare.py and runners/test_command.py.
 from __future__ import annotations
 
 import atexit
-import gc
 import multiprocessing
 import os
 import runpy
@@ -18,6 +17,7 @@ import tempfile
 import threading
 import traceback
 import warnings
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import TextIO
 
@@ -47,31 +47,46 @@ def typed(
     *arguments: str,
     outputs: Path,
     cwd: Path | None = None,
-    checkout: Path = CHECKOUT,
     figures: bool = False,
     timeout_s: float = 120.0,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """`python SCRIPT ARGUMENTS` in `cwd`, by default the parent of `outputs`.
-
-    script: relative to `checkout`. figures: a sweep draws its figures, which takes it seconds.
-    Raises AssertionError after `timeout_s`.
-    """
-    kept = {k: v for k, v in os.environ.items() if k not in ("PYTEST_CURRENT_TEST", "HYDRA_FULL_ERROR")}
-    given = {**kept, "PENSIEVE_OUTPUTS": str(outputs), "HF_HUB_OFFLINE": "1", **environment}
-    words = [str(checkout / script), *arguments]
+    """`python SCRIPT ARGUMENTS`, to its end; see `typed_process`. Raises AssertionError after `timeout_s`."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = FORK.Process(
-            target=_run, args=(words, given, cwd or outputs.parent, environment.get("PYTHONPATH"), figures, out, err)
+        process = typed_process(
+            script, *arguments, outputs=outputs, cwd=cwd, figures=figures, to=(out, err), **environment
         )
-        process.start()
         process.join(timeout_s)
         if process.exitcode is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.join()
         said = [_all_of(file) for file in (out, err)]
-        assert process.exitcode is not None and process.exitcode >= 0, (words, process.exitcode, *said)
-        return subprocess.CompletedProcess(words, process.exitcode, *said)
+        assert process.exitcode is not None and process.exitcode >= 0, (script, arguments, process.exitcode, *said)
+        return subprocess.CompletedProcess([script, *arguments], process.exitcode, *said)
+
+
+def typed_process(
+    script: str,
+    *arguments: str,
+    outputs: Path,
+    to: tuple[TextIO, TextIO],
+    cwd: Path | None = None,
+    figures: bool = False,
+    **environment: str,
+) -> ForkProcess:
+    """`python SCRIPT ARGUMENTS` in `cwd`, by default the parent of `outputs`; it runs.
+
+    script: relative to the checkout. figures: a sweep draws its figures, which takes it seconds. to: files for stdout and
+    stderr.
+    """
+    kept = {k: v for k, v in os.environ.items() if k not in ("PYTEST_CURRENT_TEST", "HYDRA_FULL_ERROR")}
+    given = {**kept, "PENSIEVE_OUTPUTS": str(outputs), "HF_HUB_OFFLINE": "1", **environment}
+    words = [str(CHECKOUT / script), *arguments]
+    process = FORK.Process(
+        target=_run, args=(words, given, cwd or outputs.parent, environment.get("PYTHONPATH"), figures, *to)
+    )
+    process.start()
+    return process
 
 
 def _all_of(file: TextIO) -> str:
@@ -83,7 +98,6 @@ def _run(
     words: list[str], given: dict[str, str], cwd: Path, added: str | None, figures: bool, out: TextIO, err: TextIO
 ) -> None:
     os.setsid()
-    gc.freeze()  # or the first collection copies every page of the parent
     atexit._clear()  # the parent's
     for number, file in ((1, out), (2, err)):
         os.dup2(file.fileno(), number)

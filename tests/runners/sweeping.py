@@ -1,20 +1,16 @@
 """Sweeps in forked processes of a warm interpreter: a kill -9 test pays no imports, and dies like the real thing."""
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import sys
 import time
 
-import pyarrow.parquet  # noqa: F401  what a trial imports late is imported here once
 from hydra.core.global_hydra import GlobalHydra
 
 import runners.run as runner
-from pensieve.worker import simulated  # noqa: F401
-from pensieve.workload import chat  # noqa: F401
+from tests.typed import FORK  # and what a trial imports late
 
-FORK = multiprocessing.get_context("fork")
 SHORT = ("hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2")
 
 

@@ -182,7 +182,7 @@ def test_joblib_killed_at_random_moments(tmp_path, forked_workers):
         else:
             kill(process)
 
-    kill_and_resume(outputs, 4, (*SWEEP, "hydra/launcher=joblib_2"), kill_one)
+    kill_and_resume(outputs, 6, (*SWEEP, "hydra/launcher=joblib_2"), kill_one)
     assert told
     psutil.wait_procs(left, timeout=30)
     alive = [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import socket
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +27,8 @@ from pensieve.server.state import StateFile
 from tests.server.live import PATIENCE_S, REAL, SIMULATED, serving, until
 from tests.server.test_chat import composed
 from tests.server.test_http import ALICE, BOB, KEYS, OPERATOR, ask
+from tests.typed import typed_process
 
-ROOT = Path(__file__).resolve().parents[2]
 START_S = 180.0
 
 
@@ -292,8 +290,12 @@ def test_a_disk_that_fails_costs_a_line_and_no_turn(tmp_path: Path, caplog: pyte
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_kill_9_in_mid_stream_and_a_new_process(tmp_path: Path) -> None:
-    """Two processes of the command itself, with tiers that hold one conversation and a disk; the undisturbed run is in this
-    process, which has room for all, and answers with the same tokens."""
+    """Two processes of the command itself, forked from this one, with tiers that hold one conversation and a disk; the
+    undisturbed run is in this process, which has room for all, and answers with the same tokens."""
+    import transformers.modeling_utils  # noqa: F401  once, rather than in both processes: eight seconds each
+
+    import pensieve.worker.torch.worker  # noqa: F401
+
     # Together more than the tiers hold, whenever copies are made: 14 blocks for about 20. No token of these replies is near
     # a tie (the least margin of 743 is 0.0006), so how many threads compute them decides none.
     before = [
@@ -313,7 +315,7 @@ def test_kill_9_in_mid_stream_and_a_new_process(tmp_path: Path) -> None:
             pieces = (line for line in reply.iter_lines() if line.startswith("data: "))
             assert next(pieces) and next(pieces), "it streams"
             first.kill()
-            first.wait(PATIENCE_S)
+            first.join(PATIENCE_S)
     with process(tmp_path, port) as (_, client):
         stood = len(client.get("/v1/sessions/talk", headers=ALICE).json()["statistics"]) == 3
         if stood:  # it had ended before the kill came: then it has to be known
@@ -340,10 +342,9 @@ def test_kill_9_in_mid_stream_and_a_new_process(tmp_path: Path) -> None:
 
 
 @contextmanager
-def process(outputs: Path, port: int) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+def process(outputs: Path, port: int) -> Iterator[tuple[ForkProcess, httpx.Client]]:
     """A server of its own, killed at the end."""
     keys = ",".join(f"{tenant}:{key}" for key, tenant in KEYS.items())
-    environment = {**os.environ, "PENSIEVE_OUTPUTS": str(outputs), "PENSIEVE_API_KEYS": keys}
     arguments = [
         "cache.gpu=384 tokens",
         "cache.cpu=64 tokens",
@@ -353,16 +354,18 @@ def process(outputs: Path, port: int) -> Iterator[tuple[subprocess.Popen[str], h
         "hardware.threads=1",
         f"serve.port={port}",
     ]
-    command = [sys.executable, str(ROOT / "runners" / "serve.py"), *arguments]
-    running = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=START_S) as client:
-            assert until(lambda: running.poll() is not None or healthy(client), START_S)
-            assert running.poll() is None, running.stderr.read() if running.stderr else ""
-            yield running, client
-    finally:
-        running.kill()
-        running.communicate()
+    with (outputs / "said.txt").open("w+") as said:
+        running = typed_process(
+            "runners/serve.py", *arguments, outputs=outputs, to=(said, said), PENSIEVE_API_KEYS=keys
+        )
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=START_S) as client:
+                assert until(lambda: running.exitcode is not None or healthy(client), START_S)
+                assert running.exitcode is None, (outputs / "said.txt").read_text()
+                yield running, client
+        finally:
+            running.kill()
+            running.join()
 
 
 def healthy(client: httpx.Client) -> bool:

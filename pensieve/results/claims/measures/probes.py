@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
-from scipy import stats
-
 from pensieve.errors import MissingSeries
 from pensieve.results.claims.measures.sides import Sides, of_ratio, percent_above_one
 from pensieve.results.claims.verdict import Measured
@@ -64,5 +62,7 @@ def fisher_interval(r_squared: float, n: int) -> tuple[float, float]:
     r = math.sqrt(min(max(r_squared, 0.0), 1.0))
     if r == 1.0:
         return 1.0, 1.0
-    half = float(stats.norm.ppf(0.5 + CONFIDENCE / 2)) / math.sqrt(n - 3)
+    from scipy.special import ndtri  # scipy.stats has it too, and takes a second to import
+
+    half = float(ndtri(0.5 + CONFIDENCE / 2)) / math.sqrt(n - 3)
     return max(0.0, math.tanh(math.atanh(r) - half)) ** 2, math.tanh(math.atanh(r) + half) ** 2
