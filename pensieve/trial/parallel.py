@@ -15,6 +15,7 @@ from typing import Any
 
 from pensieve.compose import check
 from pensieve.compose.explain import explain
+from pensieve.compose.machine import free_host_memory_bytes
 from pensieve.errors import PensieveError
 from pensieve.results.process import Owner, this_process
 from pensieve.trial.job import Job, Outcome
@@ -31,6 +32,18 @@ class Asked:
     job: Job
 
 
+TRIALS_A_PROCESS = 4
+"""Below so many trials each, a process takes longer to start than it saves."""
+
+_ROOM_BYTES = 2**30  # for a process and its trial: 5 KB a turn, and what is imported
+
+
+def processes_for(trials: int) -> int:
+    """How many processes so many simulated trials are worth: one a core at most, and no more than memory has room for."""
+    room = free_host_memory_bytes() // _ROOM_BYTES
+    return max(1, min(len(os.sched_getaffinity(0)), trials // TRIALS_A_PROCESS, room))
+
+
 Perform = Callable[[Sequence[Asked]], Iterator[tuple[Asked, Outcome]]]
 """Runs trials and gives the outcome of each when it is there, in any order."""
 
@@ -45,11 +58,15 @@ def performing(tracking: Tracking, processes: int) -> Iterator[Perform]:
 
         def perform(trials: Sequence[Asked]) -> Iterator[tuple[Asked, Outcome]]:
             futures = {pool.submit(_perform, one, tracking.outputs, this_process()): one for one in trials}
-            for future in as_completed(futures):
-                outcome = future.result()
-                if outcome is None:
-                    raise KeyboardInterrupt
-                yield futures[future], outcome
+            try:
+                for future in as_completed(futures):
+                    outcome = future.result()
+                    if outcome is None:
+                        raise KeyboardInterrupt
+                    yield futures[future], outcome
+            finally:  # whoever asked may have had enough
+                for future in futures:
+                    future.cancel()
 
         try:
             yield perform

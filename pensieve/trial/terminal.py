@@ -28,6 +28,10 @@ from pensieve.errors import PensieveError
 
 INTERRUPTED = 130
 LOG_WIDTH = 120
+KILLED = (
+    "A process of the sweep was killed, most likely because memory ran out; run the same command again: it runs what is "
+    "missing."
+)
 log = logging.getLogger(__name__)
 
 _interrupted = False
@@ -88,11 +92,7 @@ def _run(app: Callable[[], object], config_name: str) -> None:
     except BrokenPipeError:
         leave_quietly()
     except BrokenExecutor:  # what joblib raises, too
-        say(
-            "A process of the launcher was killed, most likely because memory ran out; run the same command again: it "
-            "runs what is missing."
-        )
-        sys.exit(1)
+        sys.exit(KILLED)
     except (PensieveError, HydraException, OmegaConfBaseException, OSError) as error:
         say(explain(error, sys.argv[1:], config_name))
         sys.exit(1)
