@@ -127,6 +127,11 @@ def remember_interrupts() -> None:
         signal.signal(signal.SIGINT, _handle)
 
 
+def note_interrupts() -> None:
+    """Ctrl-C ends what runs at its next safe point only, where raise_if_interrupted asks: for processes that run trials."""
+    signal.signal(signal.SIGINT, _note)
+
+
 def raise_if_interrupted() -> None:
     """Raises KeyboardInterrupt, once, for an interrupt that came since and was dropped on its way."""
     global _interrupted

@@ -5,6 +5,7 @@ from contextlib import closing
 
 import pytest
 
+from pensieve.results.process import this_process
 from pensieve.trial import parallel
 from tests.runners.sweeping import SHORT, start
 
@@ -24,6 +25,16 @@ def test_a_process_needs_trials_a_core_and_memory(monkeypatch):
     assert parallel.processes_for(20) == 5
     monkeypatch.setattr(parallel, "free_host_memory_bytes", lambda: 3 * 2**30)
     assert parallel.processes_for(100) == 3
+
+
+def test_after_ctrl_c_a_worker_begins_no_trial_that_waited_for_it(monkeypatch, tmp_path):
+    begun = []
+    monkeypatch.setattr(parallel, "_outcome", lambda asked, tracking: begun.append(asked))
+    monkeypatch.setattr(parallel, "_ended", False)
+    monkeypatch.setattr("pensieve.trial.terminal._interrupted", True)
+    asked = parallel.Asked({}, parallel.Job("", tmp_path))
+    assert [parallel._perform(asked, tmp_path, this_process()) for _ in range(2)] == [None, None]
+    assert begun == []
 
 
 def swept(outputs, *arguments):
