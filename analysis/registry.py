@@ -37,7 +37,7 @@ class Plot:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """One figure on disk."""
+    """One figure on disk. table: its numbers as cells. is_table: the picture is these cells; a page shows them as text."""
 
     name: str
     title: str
@@ -49,6 +49,7 @@ class Drawing:
     csv: Path
     sidecar: Path
     table: Table | None
+    is_table: bool
 
     @property
     def paths(self) -> list[Path]:
@@ -127,6 +128,7 @@ def _publish(of: Figure, plot: Plot, folder: Path) -> Drawing:
     style.compose(plot.picture, of.title, panel.text, warning, brief(origin, drawn))
     stem = folder / (of.name + "".join(f"-{_slug(axis)}-{_slug(value)}" for axis, value in panel.group.items()))
     png, pdf, text = style.save(plot.picture, stem, of.title, caption)
+    is_table = any(axes.tables for axes in plot.picture.axes)
     table, sidecar = (stem.with_name(stem.name + suffix) for suffix in (".csv", ".json"))
     assert plot.rows, "a figure without data"
     with table.open("w", newline="", encoding="utf-8") as file:
@@ -147,7 +149,7 @@ def _publish(of: Figure, plot: Plot, folder: Path) -> Drawing:
         ],
     }
     sidecar.write_text(json.dumps(said, indent=2, default=str) + "\n", encoding="utf-8")
-    return Drawing(of.name, of.title, panel, caption, png, pdf, text, table, sidecar, plot.table)
+    return Drawing(of.name, of.title, panel, caption, png, pdf, text, table, sidecar, plot.table, is_table)
 
 
 def _interval_drawn(plot: Plot) -> bool:

@@ -95,7 +95,7 @@ def verdicted(one: Judged) -> Verdicted:
 def _figures(source: Source, folder: Path) -> tuple[list[Picture], list[tuple[str, str, str]]]:
     drawings, problems = figures.draw_all(source, folder)
     pictures = [
-        Picture(d.title, d.panel.text, d.png, [d.pdf.name, d.csv.name], d.caption)
+        Picture(d.title, d.panel.text, d.png, [d.pdf.name, d.csv.name], d.caption, _cells(d))
         for d in drawings
         if d.name not in AS_TABLES
     ]
@@ -106,6 +106,16 @@ def _figures(source: Source, folder: Path) -> tuple[list[Picture], list[tuple[st
         if not figure.applies(source)
     ]
     return pictures, [*failed, *missing]
+
+
+def _cells(drawing: registry.Drawing) -> document.Table | None:
+    """Of a figure that is a table."""
+    if not drawing.is_table:
+        return None
+    assert drawing.table is not None, "whoever draws a table gives its cells"
+    heads = list(drawing.table[0])
+    rows = [[line[head] for head in heads] for line in drawing.table]
+    return document.Table([(head, "") for head in heads], rows, words=1)
 
 
 def _keep(source: Source, judged: Sequence[Judged], html: str, outputs: Path) -> None:

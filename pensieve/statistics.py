@@ -347,8 +347,8 @@ def _new_draws(sizes: tuple[int, ...], resamples: int, step: int, seed: int) -> 
 def _drawn_percentiles(ordered: Floats, member: NDArray[np.int64], weights: Counts, ps: Sequence[float]) -> Floats:
     """[ps, resamples]: nearest rank of ascending values, each repeated as often as its session is drawn.
 
-    member: the session of each value. weights: [resamples, sessions]. The values are cut into stretches: how many each session
-    has in a stretch says in which one a resample's rank falls, and only that one is counted through.
+    member: the session of each value. weights: [resamples, sessions]. The values are cut into stretches: how many each
+    session has in a stretch says in which one a resample's rank falls, and only that one is counted through.
     """
     n, sessions = len(ordered), weights.shape[1]
     width = math.ceil(n / max(1, min(math.isqrt(n), _BLOCK // sessions)))

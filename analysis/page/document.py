@@ -60,11 +60,14 @@ class Verdicted:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
+    """table: its cells, where it is one; the page then has these and no image."""
+
     title: str
     group: str
     png: Path
     files: Sequence[str]
     caption: str = ""
+    table: Table | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from pensieve.compose.tokenizer import build_tokenizer
 from pensieve.compose.weights import check_weights
 from pensieve.errors import CapacityError, HardwareMissing
 from pensieve.units import format_bytes
+from pensieve.worker.torch.kernels.availability import require
 
 GPU_USABLE = 0.95
 """Share of a GPU's memory that torch can use; the rest is CUDA's context and fragmentation."""
@@ -23,6 +24,7 @@ def preflight(plan: TrialPlan) -> None:
     if plan.config.baseline.engine is not None and not plan.device.simulated:
         tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=False)
         outside_engine(plan, tokenizer=tokenizer).check()
+    check_attention(plan)
     check_capacity(plan)
     check_memory(plan)
     if not plan.device.simulated:
@@ -32,6 +34,13 @@ def preflight(plan: TrialPlan) -> None:
 
         refuse_unsharded(plan.model, plan.device.count)
     build_workload(plan, build_tokenizer(plan.config.model, plan.model.vocab, plan.device.simulated))
+
+
+def check_attention(plan: TrialPlan) -> None:
+    """Raises EngineMissing for a backend that was asked for by name and cannot run here."""
+    name = plan.config.attention_backend
+    if name != "auto" and not plan.device.simulated and plan.config.baseline.engine is None:
+        require(name, plan.device.kind, plan.model.dtype, plan.chunk_tokens)
 
 
 def check_capacity(plan: TrialPlan) -> None:

@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 
 
 class Evidence:
-    """The trials that a sweep shows. The turns of each trial are read once."""
+    """The trials that a sweep shows. The turns of each trial are read once, with these columns (without names all of
+    them)."""
 
-    def __init__(self, store: ResultsStore, sweep_id: int) -> None:
+    def __init__(self, store: ResultsStore, sweep_id: int, *columns: str) -> None:
         self.store = store
+        self._columns = columns
         self.sweep: Sweep = store.sweep(sweep_id)
         self.jobs: Sequence[JobResult] = store.trials_of_sweep(sweep_id)
         self.trials: Sequence[Trial] = [job.trial for job in self.jobs if job.trial is not None]
@@ -37,9 +39,9 @@ class Evidence:
         parts = []
         for trial in trials:
             if trial.id not in self._turns:
-                self._turns[trial.id] = turn_frame(self.store, [trial])
+                self._turns[trial.id] = turn_frame(self.store, [trial], *self._columns)
             parts.append(self._turns[trial.id])
-        return latest(pd.concat(parts)) if parts else turn_frame(self.store, [])
+        return latest(pd.concat(parts)) if parts else turn_frame(self.store, [], *self._columns)
 
     def metric(self, trial: Trial, name: str, label: str = "") -> float | None:
         found = self._metrics[trial.id].get((name, label))

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 START = "lru"
 """The policy that closes nothing of the gap; the bound closes all of it."""
 
+GAP_COLUMNS = ("history_tokens", "gpu_hit_tokens", "cpu_hit_tokens", "disk_hit_tokens")
+"""What it is computed of."""
+
 
 def gap_closed(turns: pd.DataFrame, start: pd.DataFrame, bounds: Mapping[int, float]) -> PairedRatio | None:
     """(hits - START's hits) / (bound - START's hits), in tokens on all tiers, paired by seed and conversation.

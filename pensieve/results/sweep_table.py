@@ -21,7 +21,7 @@ from pensieve.request import is_measured
 from pensieve.results.evidence import Evidence, TrialGroup
 from pensieve.results.fields import field_of
 from pensieve.results.frame import CONVERSATION, values_of
-from pensieve.results.gap import START, gap_closed
+from pensieve.results.gap import GAP_COLUMNS, START, gap_closed
 from pensieve.results.headline import REFERENCE, advantages, headlines, last_turn_ratio, load_line, warnings
 from pensieve.results.schema import Sweep, Trial, TurnRow
 from pensieve.results.served_by import footer
@@ -123,7 +123,7 @@ class SweepTable:
 
 def sweep_table(store: ResultsStore, sweep_id: int) -> SweepTable:
     """Compare the baselines of a sweep, by the trials that it shows. Raises ResultsError where there is no such sweep."""
-    found = Evidence(store, sweep_id)
+    found = Evidence(store, sweep_id, "ttft_ms", "queue_ms", *GAP_COLUMNS)
     groups = found.groups()
     ttfts = [
         {name: values_of(found.turns(trials), "ttft_ms") for name, trials in group.trials.items()} for group in groups

@@ -85,8 +85,9 @@ def questions_of(script: str) -> list[str]:
         try:
             text = Path(script).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
+            why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
             raise ConfigError(
-                f"chat.script={script} cannot be read ({error}); give a text file with a question a line, or {SHIPPED}."
+                f"chat.script={script} cannot be read ({why}); give a text file with a question a line, or {SHIPPED}."
             ) from None
     questions = [line.strip() for line in text.splitlines() if line.strip()]
     if not questions:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Iterable
+from concurrent.futures import BrokenExecutor
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -22,7 +23,7 @@ from pensieve.compose import TrialConfig, check, plan_trial
 from pensieve.compose.explain import explain, explain_crash, is_the_users
 from pensieve.errors import PensieveError
 from pensieve.trial.jobs import compose_jobs, plan_jobs
-from pensieve.trial.terminal import FULL_TRACE, leave_quietly
+from pensieve.trial.terminal import FULL_TRACE, KILLED, leave_quietly
 
 if TYPE_CHECKING:
     from pensieve.trial.sweep import OpenSweep
@@ -43,6 +44,8 @@ class SweepCallback(Callback):
             self._start(config, config_name or "config")
         except BrokenPipeError:
             leave_quietly()
+        except BrokenExecutor:
+            sys.exit(KILLED)
         except (PensieveError, HydraException, OmegaConfBaseException, OSError) as error:
             if FULL_TRACE:
                 traceback.print_exc()
@@ -54,10 +57,13 @@ class SweepCallback(Callback):
             sys.exit(1)
 
     def on_multirun_end(self, config: DictConfig, config_name: str | None = None, **_: Any) -> None:
-        if self._sweep is None:
-            return
+        if self._sweep is not None:
+            self._finish(self._sweep)
+
+    def _finish(self, sweep: OpenSweep) -> None:
+        """Table, MLflow, figures; leaves with status 1 where a trial did not complete."""
         try:
-            completed = self._sweep.finish()
+            completed = sweep.finish()
         except (PensieveError, OSError) as error:
             sys.exit(explain(error))
         except Exception:
@@ -78,9 +84,14 @@ class SweepCallback(Callback):
             _inspect(checked)
             sys.exit(0)
 
-        from pensieve.trial.sweep import open_sweep
+        from pensieve.trial.sweep import beside_each_other, open_sweep
 
         self._sweep = open_sweep(config, jobs, configs, plans)
+        together = beside_each_other(self._sweep, config, jobs, configs, plans)
+        if together is not None:
+            together.run()
+            self._finish(self._sweep)
+            sys.exit(0)  # nothing is left for Hydra's launcher
 
 
 def run_job(cfg: DictConfig) -> None:

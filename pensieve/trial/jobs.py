@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 
 from hydra import compose
@@ -16,6 +17,7 @@ from pensieve.errors import ConfigError
 
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 INNERMOST = "baseline"
+SEED = "seed="
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +93,23 @@ def compose_job(config_name: str, overrides: Sequence[str]) -> DictConfig:
 
 def compose_jobs(config_name: str, config: DictConfig, jobs: Jobs | None) -> Iterator[DictConfig]:
     """The configuration of each job, composed when it is asked for; of the first alone where a sweeper chooses them as it
-    goes."""
-    overrides = [fixed_overrides(config)] if jobs is None else jobs.jobs
-    return (compose_job(config_name, one) for one in overrides)
+    goes.
+
+    Jobs that differ only in the seed are composed once: it is a plain field, on which no choice of an option depends.
+    """
+    if jobs is None:
+        yield compose_job(config_name, fixed_overrides(config))
+        return
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    composed: dict[tuple[str, ...], DictConfig] = {}
+    for one in jobs.jobs:
+        rest = tuple(text for text in one if not text.startswith(SEED))
+        if rest not in composed:
+            composed[rest] = compose_job(config_name, one)
+        cfg = deepcopy(composed[rest])
+        for seed in (text for text in one if text.startswith(SEED)):
+            cfg.seed = parser.parse_override(seed).value()
+        yield cfg
 
 
 def fixed_overrides(config: DictConfig) -> list[str]:

@@ -10,16 +10,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import active_children, get_context
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from pensieve.compose import check
 from pensieve.compose.explain import explain
+from pensieve.compose.machine import free_host_memory_bytes
 from pensieve.errors import PensieveError
 from pensieve.results.process import Owner, this_process
 from pensieve.trial.job import Job, Outcome
 from pensieve.trial.liveness import end_with
 from pensieve.trial.run import run_trial
+from pensieve.trial.terminal import note_interrupts, raise_if_interrupted
 from pensieve.trial.tracking import Tracking, open_tracking
 
 
@@ -29,6 +30,18 @@ class Asked:
 
     config: dict[str, Any]
     job: Job
+
+
+TRIALS_A_PROCESS = 4
+"""Below so many trials each, a process takes longer to start than it saves."""
+
+_ROOM_BYTES = 2**30  # for a process and its trial: 5 KB a turn, and what is imported
+
+
+def processes_for(trials: int) -> int:
+    """How many processes so many simulated trials are worth: one a core at most, and no more than memory has room for."""
+    room = free_host_memory_bytes() // _ROOM_BYTES
+    return max(1, min(len(os.sched_getaffinity(0)), trials // TRIALS_A_PROCESS, room))
 
 
 Perform = Callable[[Sequence[Asked]], Iterator[tuple[Asked, Outcome]]]
@@ -41,15 +54,19 @@ def performing(tracking: Tracking, processes: int) -> Iterator[Perform]:
     if processes == 1:
         yield lambda trials: ((one, _outcome(one, tracking)) for one in trials)
         return
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_begin) as pool:
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=note_interrupts) as pool:
 
         def perform(trials: Sequence[Asked]) -> Iterator[tuple[Asked, Outcome]]:
             futures = {pool.submit(_perform, one, tracking.outputs, this_process()): one for one in trials}
-            for future in as_completed(futures):
-                outcome = future.result()
-                if outcome is None:
-                    raise KeyboardInterrupt
-                yield futures[future], outcome
+            try:
+                for future in as_completed(futures):
+                    outcome = future.result()
+                    if outcome is None:
+                        raise KeyboardInterrupt
+                    yield futures[future], outcome
+            finally:  # whoever asked may have had enough
+                for future in futures:
+                    future.cancel()
 
         try:
             yield perform
@@ -61,26 +78,20 @@ def performing(tracking: Tracking, processes: int) -> Iterator[Perform]:
             raise
 
 
-def _begin() -> None:
-    """A worker hears Ctrl-C while it runs a trial, not while it waits for one."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+_ended = False
+"""In a worker: Ctrl-C came, and trials that wait in its queue do not begin."""
 
 
 def _perform(asked: Asked, outputs: Path, owner: Owner) -> Outcome | None:
     """In a worker; None: interrupted."""
+    global _ended
     end_with(owner)
-    signal.signal(signal.SIGINT, _interrupt_once)
     try:
-        return _outcome(asked, replace(open_tracking(check(asked.config), outputs), mlflow=False))
+        raise_if_interrupted()
+        return None if _ended else _outcome(asked, replace(open_tracking(check(asked.config), outputs), mlflow=False))
     except KeyboardInterrupt:
+        _ended = True
         return None
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _interrupt_once(_signal: int, _frame: FrameType | None) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # while the trial is marked
-    raise KeyboardInterrupt
 
 
 def _outcome(asked: Asked, tracking: Tracking) -> Outcome:

@@ -28,6 +28,10 @@ from pensieve.errors import PensieveError
 
 INTERRUPTED = 130
 LOG_WIDTH = 120
+KILLED = (
+    "A process of the sweep was killed, most likely because memory ran out; run the same command again: it runs what is "
+    "missing."
+)
 log = logging.getLogger(__name__)
 
 _interrupted = False
@@ -88,11 +92,7 @@ def _run(app: Callable[[], object], config_name: str) -> None:
     except BrokenPipeError:
         leave_quietly()
     except BrokenExecutor:  # what joblib raises, too
-        say(
-            "A process of the launcher was killed, most likely because memory ran out; run the same command again: it "
-            "runs what is missing."
-        )
-        sys.exit(1)
+        sys.exit(KILLED)
     except (PensieveError, HydraException, OmegaConfBaseException, OSError) as error:
         say(explain(error, sys.argv[1:], config_name))
         sys.exit(1)
@@ -125,6 +125,11 @@ def remember_interrupts() -> None:
     """Install the handler, unless the process was told to ignore Ctrl-C (as a shell's background job is)."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _handle)
+
+
+def note_interrupts() -> None:
+    """Ctrl-C ends what runs at its next safe point only, where raise_if_interrupted asks: for processes that run trials."""
+    signal.signal(signal.SIGINT, _note)
 
 
 def raise_if_interrupted() -> None:

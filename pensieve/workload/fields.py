@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pensieve.errors import ConfigError
@@ -14,9 +15,9 @@ TOKEN_BYTES = 4
 
 
 def at_least(name: str, value: Any, low: float, *, whole: bool = False, than: str = "") -> None:
-    """Raise ConfigError unless workload.`name` is a number of at least `low` (which is workload.`than`, if given)."""
+    """Raise ConfigError unless workload.`name` is a finite number of at least `low` (which is workload.`than`, if given)."""
     kind = int if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kind) or not value >= low:
+    if isinstance(value, bool) or not isinstance(value, kind) or not low <= value < math.inf:
         bound = f"workload.{than} ({low})" if than else f"{low}"
         raise ConfigError(f"workload.{name}={value} must be a {'whole ' if whole else ''}number of at least {bound}.")
 

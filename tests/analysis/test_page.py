@@ -158,6 +158,15 @@ def test_a_picture_is_inside_with_its_size_and_a_text_for_it(tmp_path):
     assert 'class="wide"' in html
 
 
+def test_a_figure_that_is_a_table_is_text_and_no_image(tmp_path):
+    cells = Table([("baseline", ""), ("held", "")], [("pensieve", HOSTILE)], words=1)
+    html = render(page(pictures=[Picture("Kept", "cache=small", tmp_path / "no.png", ["a.csv"], "A caption", cells)]))
+    assert "<img" not in html
+    assert '<th scope="row">pensieve</th>' in html
+    assert all(text in html for text in ("Kept, cache=small", "A caption", "a.csv"))
+    assert HOSTILE not in html
+
+
 def test_the_page_follows_the_reader_s_light_width_and_printer():
     html = render(page())
     for query in ("prefers-color-scheme: dark", "max-width: 52rem", "@media print", 'name="viewport"'):

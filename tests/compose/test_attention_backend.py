@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from pensieve.compose import build_system, plan_trial, resolved
+from pensieve.compose.preflight import preflight
 from pensieve.errors import ConfigError, EngineMissing
 from pensieve.results.identity import config_hash
 from tests.composed import checked, composed
@@ -20,6 +21,12 @@ def test_an_unknown_one_is_one_sentence() -> None:
         ConfigError, match="attention_backend='flash' cannot be used: Input should be 'auto', 'reference'"
     ):
         checked("attention_backend=flash")
+
+
+def test_one_that_cannot_run_here_is_refused_before_there_is_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(EngineMissing, match="attention_backend=triton needs"):
+        preflight(plan_trial(checked("hardware=cpu", "attention_backend=triton")))
 
 
 def test_simulated_hardware_ignores_it() -> None:

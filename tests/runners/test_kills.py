@@ -23,7 +23,7 @@ from tests.runners.test_faults import check_whole, completed, query, said
 
 SWEEP = (*SHORT, "-m", "seed=0", "baseline=pensieve,gpu_only,stateless")
 JOBS = 3
-KILLED_WORKER = "A process of the launcher was killed"
+KILLED_WORKER = "A process of the sweep was killed"
 
 
 @pytest.fixture(autouse=True)

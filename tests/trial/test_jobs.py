@@ -1,7 +1,8 @@
 import pytest
+from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict
 
 from pensieve.errors import ConfigError
 from pensieve.trial.jobs import compose_jobs, plan_jobs
@@ -41,6 +42,16 @@ def test_baseline_stays_innermost_whatever_else_is_swept():
     assert list(OmegaConf.to_container(config.hydra.sweeper.params)) == ["seed", "cache", "baseline"]
 
 
+def test_each_job_is_what_hydra_composes_of_it():
+    """Though jobs that differ in the seed alone are composed once, and share nothing."""
+    config = sweep_config("hardware=sim_h100", "baseline=pensieve", "model.seed=1,2", "seed=0,x")
+    jobs = plan_jobs(config)
+    for job, cfg in zip(jobs.jobs, compose_jobs("config", config, jobs), strict=True):
+        assert cfg == compose(config_name="config", overrides=list(job))
+        with open_dict(cfg):
+            cfg.workload.users, cfg.cache = 99, None
+
+
 def test_a_swept_baseline_on_the_command_line_replaces_the_default():
     jobs = plan_jobs(sweep_config("baseline=pensieve,stateless", "seed=range(2)"))
     assert jobs.axes == {"seed": ("0", "1"), "baseline": ("pensieve", "stateless")}
@@ -73,8 +84,15 @@ def test_a_value_typed_twice_is_one_job_for_us_and_for_the_sweeper():
 
 def test_a_job_is_composed_when_it_is_asked_for(monkeypatch):
     composed = []
-    monkeypatch.setattr("pensieve.trial.jobs.compose_job", lambda name, overrides: composed.append(overrides))
+
+    def counted(name, overrides):
+        composed.append(overrides)
+        return OmegaConf.create({"seed": None})
+
+    monkeypatch.setattr("pensieve.trial.jobs.compose_job", counted)
     config = sweep_config()
     configs = compose_jobs("config", config, plan_jobs(config))
     next(configs)
     assert len(composed) == 1
+    assert [cfg.seed for cfg in configs] == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4]
+    assert len(composed) == len(BASELINES), "once a baseline, whatever the seed"

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 
 from pensieve.errors import ConfigError
@@ -118,6 +120,11 @@ def test_pressure_adds_conversations_until_the_working_set_is_that_multiple():
         longest = plan.facts["longest_conversation_tokens"]
         assert 2 * gpu_tokens <= plan.working_set_tokens < 2 * gpu_tokens + longest
     assert ChatWorkload(context(gpu_tokens=60_000), pressure=0.0).describe().sessions == 8
+
+
+def test_no_pressure_is_infinite():
+    with pytest.raises(ConfigError, match="pressure=inf must be a number"):
+        ChatWorkload(context(gpu_tokens=10_000), pressure=math.inf).describe()
 
 
 def test_the_automatic_pressure_follows_both_tiers():
