@@ -21,12 +21,15 @@ def load_from_hub(name: str, split: str, on_malformed: OnMalformed) -> Recording
     except ImportError as error:
         raise EngineMissing(
             f"workload.path={name} is no file here, and a name on the hub needs the package datasets "
-            "(pip install datasets); or give the path of a JSON file."
+            "(pip install 'pensieve[datasets]'); or give the path of a JSON file."
         ) from error
     try:
         rows = datasets.load_dataset(name, split=split)
     except Exception as error:  # the library raises dozens of types for a name, a split or a network that is not there
         reason = (str(error).strip() or repr(error)).splitlines()[0].rstrip(".")
-        raise MalformedInput(f"The data set {name} (split {split}) cannot be loaded from the hub: {reason}.") from error
+        raise MalformedInput(
+            f"The data set {name} (split {split}) cannot be loaded from the hub: {reason}; workload.path also takes "
+            "the JSON file of a data set that was downloaded before."
+        ) from error
     reader = Reader(Path(name), on_malformed)
     return sharegpt.recording(reader, reader.entries(rows, sharegpt.parse, f"{name} ({split})"))

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from itertools import count
 from math import exp, log
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pensieve.record import TurnRecord
+from pensieve.results.headline import load_line
 from pensieve.results.store import ResultsStore
 from pensieve.results.sweep_table import sweep_table
 from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep
@@ -124,3 +126,10 @@ def test_a_cost_model_that_is_far_off_is_told(error: float, warned: bool) -> Non
     metrics = {"cost_model_error_pct": error}
     said = answers({"baseline": "pensieve", "ttft": FLAT, "metrics": metrics}, {"baseline": "stateless", "ttft": FLAT})
     assert (f"pensieve {error:+.0f} %" in said) is warned
+
+
+def test_the_load_says_how_long_people_think_at_most():
+    plan = {"load": "closed", "sessions": 10, "think_time_s": 0.5}
+    trials: Any = [SimpleNamespace(engine={"workload": facts}) for facts in (plan, {**plan, "think_time_cap_s": 1.25})]
+    assert load_line(trials[:1]) == "Load (closed): 10 conversations, 0.5 s of think time."
+    assert load_line(trials[1:]) == "Load (closed): 10 conversations, 0.5 s of think time, 1.25 s of it at most."

@@ -11,7 +11,7 @@ ROWS = [{"id": "a", "data": ["Hi", "Hello"]}, {"id": "b", "other": 1}]
 
 def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(EngineMissing, match=r"owner/set is no file here.*pip install datasets"):
+    with pytest.raises(EngineMissing, match=r"owner/set is no file here.*pip install 'pensieve\[datasets\]'"):
         load_from_hub("owner/set", "train", "fail")
 
 
@@ -36,5 +36,7 @@ def test_a_set_that_cannot_be_had(monkeypatch):
         raise ConnectionError("no route\nto the hub")
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    with pytest.raises(MalformedInput, match=r"owner/set \(split train\) cannot be loaded from the hub: no route\."):
+    with pytest.raises(
+        MalformedInput, match=r"owner/set \(split train\) cannot be loaded from the hub: no route; workload.path also"
+    ):
         load_from_hub("owner/set", "train", "fail")
