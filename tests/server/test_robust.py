@@ -140,19 +140,22 @@ def test_a_turn_that_ended_leaves_no_cycle() -> None:
             assert len(list(state.server.stream("s", text="x", max_new_tokens=4))) >= 1
             state.server.forget("s")
 
+        def held() -> Counter[str]:
+            assert until(lambda: state.server.under_way == 0)
+            return Counter(type(one).__name__ for one in gc.get_objects() if isinstance(one, kinds))
+
+        kinds = (Turn, TurnRecord, Conversation, Mark, Session, Feed, Stream, Future, Request)
         talk()
-        assert until(lambda: state.server.under_way == 0)
         gc.collect()
         gc.disable()
         try:
+            before = held()
             for _ in range(5):
                 talk()
-            assert until(lambda: state.server.under_way == 0)
-            kinds = (Turn, TurnRecord, Conversation, Mark, Session, Feed, Stream, Future, Request)
-            held = Counter(type(one).__name__ for one in gc.get_objects() if isinstance(one, kinds))
+            more = held() - before
         finally:
             gc.enable()
-        assert all(count < 5 for count in held.values()), held  # the last of what a thread or the loop did
+        assert all(count < 5 for count in more.values()), more  # the last of what a thread or the loop did
 
 
 def test_a_client_that_sends_its_body_and_leaves_is_not_served() -> None:
