@@ -502,6 +502,10 @@ class _ToOutbox:
     outbox: Outbox
     request: Request
 
+    @property
+    def streams(self) -> bool:
+        return False
+
     def happened(self, event: Event) -> None:
         self.outbox.put([event])
 

@@ -48,9 +48,8 @@ class Stream:
         self.turn: Turn
 
     def follow(self, turn: Turn) -> None:
-        """It is the reply of this turn, whose `on_event` is `happened`."""
+        """It is the reply of this turn, whose `on_event` is `happened` and whose `on_end` is `ended`."""
         self.turn = turn
-        turn.future.add_done_callback(lambda _: self._events.put(None))
 
     def __iter__(self) -> Iterator[str]:
         self._server.drive(self.turn.future)
@@ -72,6 +71,9 @@ class Stream:
 
     def happened(self, event: Event) -> None:
         self._events.put(event)
+
+    def ended(self) -> None:
+        self._events.put(None)
 
 
 class Server:
@@ -166,7 +168,8 @@ class Server:
     ) -> Stream:
         """As `generate`; the reply comes piece by piece."""
         stream = Stream(self, self.tokenizer.decode, stops_of(options.get("stop")))
-        stream.follow(self._begin(session_id, prompt_ids, text, stream.happened, **options))
+        begun = self._begin(session_id, prompt_ids, text, stream.happened, on_end=stream.ended, **options)
+        stream.follow(begun)
         return stream
 
     def cancel(self, session_id: str) -> int:
@@ -345,6 +348,7 @@ class Server:
         text: str | None,
         on_event: Callable[[Event], None] | None,
         *,
+        on_end: Callable[[], None] | None = None,
         max_new_tokens: int = 128,
         temperature: float = 0.0,
         top_p: float = 1.0,
@@ -364,7 +368,7 @@ class Server:
             conversation = self.conversations.find("", text_of(session_id, "session_id"))
             if conversation is None:
                 conversation = self.conversations.open("", session_id)
-            turn = self.turn(conversation, ask, output, sampling, on_event=on_event, hint=hint)
+            turn = self.turn(conversation, ask, output, sampling, on_event=on_event, on_end=on_end, hint=hint)
             self.begin(turn)
         return turn
 

@@ -17,9 +17,11 @@ from fastapi import FastAPI, Header, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
 from pensieve.errors import ConfigError, PensieveError
+from pensieve.server import memory
 from pensieve.server.api import Server
+from pensieve.server.body_route import SESSION_HEADER, BodyRoute
 from pensieve.server.completions import ChatShape, CompletionShape, completion_events, sse_data
-from pensieve.server.dialogue import Dialogue, Wish
+from pensieve.server.dialogue import LONGEST_NAME, Dialogue, Wish
 from pensieve.server.feed import Feed
 from pensieve.server.gate import Gate
 from pensieve.server.prometheus import Meters
@@ -113,9 +115,10 @@ async def _sweep(state: App) -> None:
             await asyncio.to_thread(state.server.conversations.expire)
             if state.tidy is not None:
                 await asyncio.to_thread(state.tidy)
+            await asyncio.to_thread(memory.give_back)
 
 
-Session = Annotated[str | None, Header(alias="X-Session-Id", max_length=256)]
+Session = Annotated[str | None, Header(alias=SESSION_HEADER, max_length=LONGEST_NAME)]
 
 
 def _add_routes(app: FastAPI, state: App) -> None:
@@ -127,7 +130,6 @@ def _add_routes(app: FastAPI, state: App) -> None:
     def wished(body: Any, max_tokens: int | None, **fields: Any) -> Wish:
         return wish_of(body, settings, max_tokens, default_seed=seed(), **fields)
 
-    @app.post("/v1/chat/completions", responses=documented(404))
     async def chat(request: Request, body: ChatBody, x_session_id: Session = None) -> Response:
         body.checked()
         _check_model(state, body.model)
@@ -141,6 +143,7 @@ def _add_routes(app: FastAPI, state: App) -> None:
             seed=body.seed,
             tools=tools_of(body.tools),
             on_event=feed.on_event if body.stream else None,
+            on_end=feed.on_end,
         )
         name, whole = body.session_id or x_session_id, None if body.history is None else body.history == "whole"
         feed.started(
@@ -152,7 +155,6 @@ def _add_routes(app: FastAPI, state: App) -> None:
         text = await feed.whole(request)
         return _reply(feed, shape.whole(text, feed))
 
-    @app.post("/v1/completions", responses=documented(404))
     async def completions(request: Request, body: CompletionBody, x_session_id: Session = None) -> Response:
         prompt = body.checked()
         _check_model(state, body.model)
@@ -165,6 +167,7 @@ def _add_routes(app: FastAPI, state: App) -> None:
             seed=body.seed,
             ignore_eos=bool(body.ignore_eos),
             on_event=feed.on_event if body.stream else None,
+            on_end=feed.on_end,
         )
         name = body.session_id or x_session_id
         begin = partial(state.dialogue.complete, _tenant(request), name, prompt, body.history == "whole", wish)
@@ -175,7 +178,6 @@ def _add_routes(app: FastAPI, state: App) -> None:
         text = await feed.whole(request)
         return _reply(feed, shape.whole(text, feed))
 
-    @app.post("/v1/responses", responses=documented(404))
     async def respond(request: Request, body: ResponseBody) -> Response:
         body.checked()
         _check_model(state, body.model)
@@ -194,6 +196,7 @@ def _add_routes(app: FastAPI, state: App) -> None:
             seed=body.seed,
             tools=tools,
             on_event=feed.on_event if body.stream else None,
+            on_end=feed.on_end,
         )
         responder = Responder(body, state.model, tenant, tools)
         feed.started(await _prepare(request, partial(responder.begin, state.dialogue, previous, wish)))
@@ -201,6 +204,15 @@ def _add_routes(app: FastAPI, state: App) -> None:
             return await feed.sent(request, _response_events(state, feed, responder, body), _headers(feed))
         text = await feed.whole(request)
         return _reply(feed, _finish(state, feed, responder, body, text))
+
+    for path, endpoint in (
+        ("/v1/chat/completions", chat),
+        ("/v1/completions", completions),
+        ("/v1/responses", respond),
+    ):
+        app.router.add_api_route(
+            path, endpoint, methods=["POST"], responses=documented(404), route_class_override=BodyRoute
+        )
 
     @app.post("/v1/responses/compact", include_in_schema=False)
     async def compact() -> Response:

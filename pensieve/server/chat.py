@@ -158,7 +158,7 @@ class Conversation:
             Free(s.max_new_tokens, stops),
             Sampling(s.temperature, s.top_p),
             fits=True,
-            options={"on_event": stream.happened},
+            options={"on_event": stream.happened, "on_end": stream.ended},
         )
         stream.follow(self._dialogue.chat("", _NAME, list(messages), False, wish))
         return stream

@@ -19,6 +19,7 @@ from pensieve.compose.model_identity import model_identity
 from pensieve.compose.settings import explain_invalid
 from pensieve.engines.ray_cluster import check_serve
 from pensieve.errors import ConfigError, PensieveError
+from pensieve.server import memory
 from pensieve.server.api import Server
 from pensieve.server.app import App, create_app
 from pensieve.server.create import server_of
@@ -89,6 +90,7 @@ def uvicorn_config(state: App) -> uvicorn.Config:
         port=settings.port,
         log_level="warning",
         access_log=False,
+        proxy_headers=False,  # nobody asks whence a client came
         timeout_graceful_shutdown=max(1, round(settings.drain_s)),
         server_header=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
@@ -111,6 +113,7 @@ def _load(state: App, config: Mapping[str, Any], http: uvicorn.Server) -> None:
             say(f"Turns are recorded as trial {recording.trial_id}.")
             state.on_close.append(recording.close)
         state.ready(server, kept)
+        memory.settle()
     except Exception as error:  # or nobody would learn why it never gets ready
         if server is not None:
             server.close()

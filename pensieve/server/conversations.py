@@ -118,6 +118,7 @@ class Conversations:
         self._most, self._most_tokens, self._keep_alive_s = math.inf, math.inf, math.inf
         self._all: dict[str, dict[str, Conversation]] = {}  # by tenant and id
         self._sorted: dict[str, list[Conversation]] = {}  # of each tenant, by tokens
+        self._tokens: Counter[str] = Counter()  # in all of a tenant's conversations
         self._by_key: dict[tuple[str, bytes], tuple[Conversation, int]] = {}
         self._engine_names: set[str] = set()
         self._numbers = itertools.count(1)
@@ -259,6 +260,7 @@ class Conversations:
             known[conversation.id] = conversation
             self._engine_names.add(conversation.engine_name)
             bisect.insort_right(self._sorted.setdefault(conversation.tenant, []), conversation, key=lambda c: c.tokens)
+            self._tokens[conversation.tenant] += len(conversation.tokens)
             for place, mark in enumerate(conversation.marks):
                 if mark.key is not None:
                     self._by_key.setdefault((conversation.tenant, mark.key), (conversation, place))
@@ -276,6 +278,7 @@ class Conversations:
     def _replace(self, conversation: Conversation, tokens: TokenArray[int]) -> None:
         ordered = self._sorted[conversation.tenant]
         del ordered[self._place(ordered, conversation)]
+        self._tokens[conversation.tenant] += len(tokens) - len(conversation.tokens)
         conversation.tokens = tokens
         bisect.insort_right(ordered, conversation, key=lambda c: c.tokens)
 
@@ -300,8 +303,10 @@ class Conversations:
             del ordered[self._place(ordered, conversation)]
             self._forget_marks(conversation, -1)
             self._engine_names.discard(conversation.engine_name)
+            self._tokens[conversation.tenant] -= len(conversation.tokens)
             if not known:
-                del self._all[conversation.tenant], self._sorted[conversation.tenant]
+                for held in (self._all, self._sorted, self._tokens):
+                    del held[conversation.tenant]
         self._released(conversation)
         self.on_removed(conversation)
 
@@ -324,17 +329,15 @@ class Conversations:
 
     def _make_room(self, tenant: str) -> None:
         mine = self._all.get(tenant, {})
-        held = sum(len(one.tokens) for one in mine.values()) if self._most_tokens < math.inf else 0
-        while len(mine) >= self._most or held > self._most_tokens:
+        while len(mine) >= self._most or self._tokens[tenant] > self._most_tokens:
             spare = [one for one in mine.values() if one.idle and not one.named and not one.claimed()]
             if not spare:
+                held = self._tokens[tenant] * TOKEN_BYTES
                 raise TooManySessions(
-                    f"There are {len(mine)} sessions with {held * TOKEN_BYTES} bytes of tokens, which is all there may be; "
+                    f"There are {len(mine)} sessions with {held} bytes of tokens, which is all there may be; "
                     "delete some (DELETE /v1/sessions/ID), or wait until one has expired."
                 )
-            oldest = min(spare, key=lambda one: one.used_at)
-            held -= len(oldest.tokens)
-            self.remove(oldest)
+            self.remove(min(spare, key=lambda one: one.used_at))
             mine = self._all.get(tenant, {})
 
     def _engine_name(self, tenant: str, name: str) -> str:

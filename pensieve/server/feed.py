@@ -46,12 +46,15 @@ class Feed:
         self.turn: Turn
 
     def on_event(self, event: Event) -> None:
-        """In the engine's thread."""
+        """In the engine's thread, as on_end."""
         self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
+    def on_end(self) -> None:
+        self._loop.call_soon_threadsafe(self._events.put_nowait, None)
+
     def started(self, turn: Turn) -> None:
+        """Its turn, whose `on_end` is this one's, has begun."""
         self.turn = turn
-        turn.future.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._events.put_nowait, None))
         if self._server.system.clock.virtual:
             self._loop.run_in_executor(None, self._server.drive, turn.future)
 

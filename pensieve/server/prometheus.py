@@ -10,6 +10,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from pensieve.record import TurnRecord
+from pensieve.server import memory
 from pensieve.server.api import Server
 from pensieve.server.schemas import prompt_details
 
@@ -58,5 +59,9 @@ class _Gauges(Collector):
     def collect(self) -> Iterable[GaugeMetricFamily]:
         for name, (value, unit) in self._server.gauges().items():
             yield GaugeMetricFamily(f"pensieve_{name}", f"{name.replace('_', ' ')}, in {unit}", value=value)
+        blocks, malloc_bytes = memory.held()
+        yield GaugeMetricFamily("pensieve_python_blocks", "objects that Python's allocator holds", value=blocks)
+        if malloc_bytes is not None:
+            yield GaugeMetricFamily("pensieve_malloc_bytes", "in use of the C library's memory", value=malloc_bytes)
         yield GaugeMetricFamily("pensieve_sessions", "conversations", value=len(self._server.conversations))
         yield GaugeMetricFamily("pensieve_turns_under_way", "turns that run or wait", value=self._server.under_way)

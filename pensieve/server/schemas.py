@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from pensieve.errors import ConfigError
 from pensieve.hint import Hint
@@ -18,6 +19,20 @@ _BEYOND_ANY_MODEL = 2**31 - 1
 Tokens = Annotated[int, Field(ge=1, le=_BEYOND_ANY_MODEL)]
 Real = Annotated[float, Field(allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def _tellable(value: Any) -> Any:
+    """1e999 is JSON, and read as infinity, which is none."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise ValueError("it holds a number beyond what JSON can tell again") from None
+    return value
+
+
+ToldAgain = AfterValidator(_tellable)
+"""Of what a client says as it likes, and gets back."""
+
 MAX_STOPS = 16
 
 
@@ -39,7 +54,7 @@ class _Body(BaseModel):
         None,
         description="Seconds without a turn after which the conversation may be given up. A hint: nothing is pinned.",
     )
-    metadata: dict[str, Any] | None = Field(
+    metadata: Annotated[dict[str, Any] | None, ToldAgain] = Field(
         None,
         description="Of its keys three are hints to the cache: expected_s, seconds from the reply to the next request; "
         "stop_reason, tool_use or end_turn, where the client knows how the reply will end; and tool.",
@@ -69,7 +84,12 @@ class _Sampled(_Body):
 class Tool(BaseModel):
     model_config = ConfigDict(extra="allow")
     type: Literal["function"]
-    function: dict[str, Any] | None = None
+    function: Annotated[dict[str, Any] | None, ToldAgain] = None
+
+    @model_validator(mode="after")
+    def _flat_form(self) -> Tool:
+        _tellable(self.model_extra)
+        return self
 
 
 class ChatMessage(BaseModel):
@@ -141,7 +161,7 @@ class ResponseBody(_Body):
     store: bool | None = True
     max_output_tokens: Tokens | None = None
     tools: list[Tool] | None = None
-    tool_choice: Any = "auto"
+    tool_choice: Annotated[Any, ToldAgain] = "auto"
     parallel_tool_calls: bool | None = True
     background: bool | None = False
     text: dict[str, Any] | None = None

@@ -27,6 +27,7 @@ from pensieve.server.responses import ResponseStore, Stored
 log = logging.getLogger(__name__)
 
 _VERSION = 1
+_CACHE_KIB = 2048  # pages of the file that SQLite holds in memory; its own default, so that it is no surprise
 _CHECKPOINT_PAGES = 256  # of the write-ahead log; `tidy` folds it into the file, so that no turn waits for the disk
 
 # A conversation's tokens are an account of changes: from position `start` on they are these, the newest row last.
@@ -88,6 +89,7 @@ class StateFile:
         run("PRAGMA journal_mode = WAL")
         run("PRAGMA synchronous = NORMAL")  # a killed process loses nothing; a machine without power the last turns
         run("PRAGMA wal_autocheckpoint = 0")
+        run(f"PRAGMA cache_size = {-_CACHE_KIB}")
         run("PRAGMA foreign_keys = ON")
         run("PRAGMA secure_delete = ON")  # what was deleted is overwritten
         version = run("PRAGMA user_version").fetchone()[0]

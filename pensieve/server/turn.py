@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from pensieve.errors import PensieveError, RequestFailed, WorkerError, refused
@@ -37,14 +38,16 @@ class Turn:
 
     ask: what it asks of the conversation, once it is this turn's time. tools: that the prompt shows. fits: ask for fewer
     tokens than `output` says where there is no room for as many. on_event: called in the engine's thread with each token
-    and with the end. hint: what the client says of the time after the reply; how long it wants the conversation kept is the
-    conversation's. cut: somebody has cancelled it. asked, held (tokens of the conversation): as of its start.
+    and with the end; on_end: called once, when `future` is done. A turn that ended has let go of all three, so that it and
+    whoever waited for it are no cycle. hint: what the client says of the time after the reply; how long it wants the
+    conversation kept is the conversation's. cut: somebody has cancelled it. asked, held (tokens of the conversation): as of
+    its start.
     """
 
     server: Server
     conversation: Conversation
     id: int
-    ask: Callable[[Conversation], Asked]
+    ask: Callable[[Conversation], Asked] | None
     output: Length | Free
     sampling: Sampling
     intended_s: float
@@ -52,6 +55,7 @@ class Turn:
     tools: object = None
     fits: bool = False
     on_event: Callable[[Event], None] | None = None
+    on_end: Callable[[], None] | None = None
     hint: Hint | None = None
     future: Future[Generation] = field(default_factory=Future)
     asked: Asked | None = None
@@ -64,7 +68,9 @@ class Turn:
         """To be asked when the turns before it have ended; from then on it is the conversation's running turn."""
         conversation = self.conversation
         self.held = len(conversation.tokens)
+        assert self.ask is not None, "a turn asks once"
         asked = self.asked = self.ask(conversation)
+        self.ask = None
         if self.fits and isinstance(self.output, Free):
             room = max(1, self.server.most_tokens - len(asked.prompt))
             self.output = replace(self.output, max_new_tokens=min(self.output.max_new_tokens, room))
@@ -96,10 +102,16 @@ class Turn:
         keep_s = self.conversation.keep_alive_s
         return self.hint if keep_s is None else replace(self.hint or Hint(), keep_s=keep_s)
 
+    @property
+    def streams(self) -> bool:
+        return self.on_event is not None
+
     def happened(self, event: Event) -> None:
+        told = self.on_event  # which the end lets go of
         if event.turn is not None:
             self.server._ended(self, event.turn)
-        self._notify(event)
+        if told is not None:
+            self._call(partial(told, event))
 
     def failed(self, error: WorkerError) -> None:
         self.server._failed(self, RequestFailed(str(error)), error)
@@ -107,23 +119,24 @@ class Turn:
     def generation(self, record: TurnRecord, text: str) -> Generation:
         return Generation(list(record.token_ids), text, record)
 
-    def _notify(self, event: Event) -> None:
-        if self.on_event is None:
-            return
+    def _call(self, listener: Callable[[], None]) -> None:
         try:
-            self.on_event(event)
+            listener()
         except Exception:  # whoever listened has gone: no reason to stop the engine, which serves others
             log.exception("the listener of request %s failed", self.id)
 
     def settle(self, generation: Generation | PensieveError, cause: BaseException | None = None) -> None:
         """Tell whoever waits; whoever gave up is not told."""
         if not self.future.set_running_or_notify_cancel():
-            return
-        if isinstance(generation, Generation):
+            pass
+        elif isinstance(generation, Generation):
             self.future.set_result(generation)
         else:
             generation.__cause__ = cause
             self.future.set_exception(generation)
+        ended, self.on_end, self.on_event, self.ask = self.on_end, None, None, None
+        if ended is not None:
+            self._call(ended)
 
 
 def error_of(record: TurnRecord) -> PensieveError | None:

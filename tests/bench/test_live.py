@@ -67,22 +67,28 @@ def no_server(*_: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("growth", "statuses", "status"), [(0.0, {200: 9}, 0), (2e4, {200: 9}, 1), (0.0, {200: 8, 503: 1}, 1)]
+    ("growth", "leak", "statuses", "status"),
+    [(0.0, 0.0, {200: 9}, 0), (2e4, 0.0, {200: 9}, 1), (0.0, 2e4, {200: 9}, 1), (0.0, 0.0, {200: 8, 503: 1}, 1)],
 )
 def test_memory_that_grows_or_a_reply_that_fails_is_the_status(
-    growth: float, statuses: dict[int, int], status: int, monkeypatch: pytest.MonkeyPatch
+    growth: float, leak: float, statuses: dict[int, int], status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_s = np.arange(600) * EVERY_S
     values = np.concatenate([np.linspace(1e8, 2e8, 120), wandering(np.random.default_rng(2)) + growth * at_s[120:]])
 
+    used = np.concatenate(
+        [values[:120], wandering(np.random.default_rng(3)) + leak * at_s[120:]]
+    )  # a leak that finds room in pages that are there
+
     async def drive(*_: Any) -> Seen:
-        return Seen(list(at_s), [int(value) for value in values], Counter(statuses))
+        held = {"pensieve_python_blocks": [5.0] * len(at_s), "pensieve_malloc_bytes": list(used)}
+        return Seen(list(at_s), [int(value) for value in values], list(at_s), held, Counter(statuses))
 
     monkeypatch.setattr(steady_module, "live_server", no_server)
     monkeypatch.setattr(steady_module, "_drive", drive)
     said: list[str] = []
     assert steady({}, 200, 5, 0, said.append) == status
-    assert "9 requests" in said[0] and "kB a minute" in said[1], said
+    assert "9 requests" in said[0] and "kB of resident memory" in said[1], said
 
 
 @pytest.mark.parametrize(("over_ms", "status"), [(2.0, 0), (5.0, 1)])

@@ -149,6 +149,8 @@ class Actors:
 class Heard:
     """A listener that keeps all it is told."""
 
+    streams = False
+
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.error: Exception | None = None

@@ -21,6 +21,7 @@ from starlette.requests import Request as Starlette
 from pensieve.record import TurnRecord
 from pensieve.request import Request
 from pensieve.server import create_server
+from pensieve.server.api import Stream
 from pensieve.server.conversations import Conversation, Mark
 from pensieve.server.feed import Feed
 from pensieve.server.turn import Turn
@@ -125,6 +126,36 @@ def test_nothing_is_left_of_the_turns_of_sessions_that_have_gone() -> None:
         for kind, count in counts[2].items():
             # Of 60 turns; a thread or the loop may still hold the last of what it did.
             assert count <= counts[1][kind] + 8, counts
+
+
+def test_a_turn_that_ended_leaves_no_cycle() -> None:
+    """What only the cycle collector frees piles up until its next full pass: minutes, in a process of this size."""
+    with simulated() as (state, client):
+
+        def talk() -> None:
+            for stream in (False, True):
+                body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "stream": stream}
+                client.post("/v1/chat/completions", json={**body, "session_id": f"s-{stream}"})
+                assert client.delete(f"/v1/sessions/s-{stream}").status_code == 200
+            assert len(list(state.server.stream("s", text="x", max_new_tokens=4))) >= 1
+            state.server.forget("s")
+
+        def held() -> Counter[str]:
+            assert until(lambda: state.server.under_way == 0)
+            return Counter(type(one).__name__ for one in gc.get_objects() if isinstance(one, kinds))
+
+        kinds = (Turn, TurnRecord, Conversation, Mark, Session, Feed, Stream, Future, Request)
+        talk()
+        gc.collect()
+        gc.disable()
+        try:
+            before = held()
+            for _ in range(5):
+                talk()
+            more = held() - before
+        finally:
+            gc.enable()
+        assert all(count < 5 for count in more.values()), more  # the last of what a thread or the loop did
 
 
 def test_a_client_that_sends_its_body_and_leaves_is_not_served() -> None:

@@ -1,0 +1,81 @@
+"""Bodies that are read in one go are refused and documented as FastAPI's own are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+from fastapi.exceptions import RequestValidationError
+
+from pensieve.server.app import App, create_app
+from pensieve.server.body_route import read_body
+from pensieve.server.schemas import ChatBody, ResponseBody
+from pensieve.server.settings import ServeSettings, Tenants
+
+JSON = "application/json"
+GOOD = b'{"messages": [{"role": "user", "content": "x"}]}'
+
+
+@pytest.mark.parametrize(
+    "content_type", [JSON, "application/json; charset=utf-8", "Application/JSON", "application/a+json"]
+)
+def test_a_body_is_read(content_type: str) -> None:
+    body: Any = read_body(ChatBody, GOOD, content_type)
+    assert body.messages[0].content == "x"
+
+
+@pytest.mark.parametrize(
+    ("sent", "content_type", "where", "said"),
+    [
+        (GOOD, "text/plain", (), "Content-Type"),  # what a page from elsewhere may send without being asked
+        (GOOD, "", (), "Content-Type"),
+        (b"", JSON, (), "no JSON"),
+        (b"{", JSON, (), "no JSON"),
+        (b'{"messages": "\xff"}', JSON, (), "no JSON"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', JSON, (), "no JSON"),
+        (b"[" * 100_000, JSON, (), "no JSON"),
+        (b'{"messages": [], "temperature": NaN}', JSON, (), "no JSON"),
+        (b"[]", JSON, (), "dictionary"),
+        (b'{"messages": []}', JSON, ("messages",), "at least 1"),
+        (b'{"messages": [{"role": "king"}]}', JSON, ("messages", 0, "role"), "Input should be"),
+    ],
+)
+def test_what_is_wrong_is_said(sent: bytes, content_type: str, where: tuple[Any, ...], said: str) -> None:
+    with pytest.raises(RequestValidationError) as caught:
+        read_body(ChatBody, sent, content_type)
+    first = caught.value.errors()[0]
+    assert first["loc"] == ("body", *where) and said in first["msg"], first
+    assert "king" not in str(first.get("input")), "what was sent is not told of"
+
+
+@pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999"])
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b'{"metadata": {"a": NUMBER}}',
+        b'{"tool_choice": [NUMBER]}',
+        b'{"tools": [{"type": "function", "function": {"a": NUMBER}}]}',
+        b'{"tools": [{"type": "function", "name": "f", "parameters": {"a": NUMBER}}]}',
+    ],
+)
+def test_no_number_without_a_json_form_comes_in_where_anything_may_stand(sent: bytes, number: bytes) -> None:
+    """A response tells its metadata again, which no JSON could."""
+    with pytest.raises(RequestValidationError):
+        read_body(ResponseBody, sent.replace(b"NUMBER", number), JSON)
+
+
+def test_the_document_describes_body_and_header() -> None:
+    document = create_app(App(ServeSettings(), Tenants(), "tiny")).openapi()
+    for path, kind in (
+        ("chat/completions", "ChatBody"),
+        ("completions", "CompletionBody"),
+        ("responses", "ResponseBody"),
+    ):
+        told = document["paths"][f"/v1/{path}"]["post"]
+        assert told["requestBody"]["content"][JSON]["schema"]["$ref"] == f"#/components/schemas/{kind}"
+        assert kind in document["components"]["schemas"]
+        named = [one["name"] for one in told.get("parameters", ())]
+        assert named == ([] if path == "responses" else ["X-Session-Id"])
+        assert {"400", "404", "413", "429", "503"} <= set(told["responses"])

@@ -1,0 +1,88 @@
+"""What a server's process holds, and what its tenants do."""
+
+from __future__ import annotations
+
+import gc
+import random
+from array import array
+from typing import Any
+
+import pytest
+
+from pensieve.baselines import threaded_system
+from pensieve.errors import TooManySessions
+from pensieve.record import TurnRecord
+from pensieve.server import memory
+from pensieve.server.api import Server
+from pensieve.server.conversations import Conversations, Mark
+from pensieve.tokenizer import ByteTokenizer
+from tests.baselines.systems import threaded
+
+
+def test_what_is_held_follows_what_is_kept() -> None:
+    before = memory.held()
+    kept: Any = [float(number) for number in range(200_000)], bytearray(20_000_000)
+    held = memory.held()
+    assert held.blocks - before.blocks > 190_000
+    if held.malloc_bytes is not None and before.malloc_bytes is not None:
+        assert held.malloc_bytes - before.malloc_bytes > 20_000_000
+    del kept
+    memory.give_back()
+    after = memory.held()
+    assert after.blocks - before.blocks < 10_000
+    if after.malloc_bytes is not None and before.malloc_bytes is not None:
+        assert after.malloc_bytes - before.malloc_bytes < 5_000_000
+
+
+def test_what_is_there_when_the_server_is_warm_is_left_to_itself() -> None:
+    cycle: list[Any] = []
+    cycle.append(cycle)
+    try:
+        memory.settle()
+        assert gc.get_freeze_count() > 10_000
+        assert not any(one is cycle for one in gc.get_objects())
+    finally:
+        gc.unfreeze()
+
+
+def test_the_tokens_of_a_tenant_are_counted_as_they_come_and_go() -> None:
+    rng, now = random.Random(0), iter(range(10**6))
+    conversations = Conversations(lambda _: None, now=lambda: float(next(now)))
+    conversations.limit(10**6, 4_000, None)
+    record, refused = TurnRecord("s", 1), 0
+    for _ in range(600):
+        tenant = rng.choice("ab")
+        mine = conversations.of(tenant)
+        try:
+            one = conversations.open(tenant) if not mine or rng.random() < 0.4 else rng.choice(mine)
+            if one.marks and rng.random() < 0.2:
+                one = conversations.fork(one, rng.randrange(len(one.tokens)))
+        except TooManySessions:
+            refused += 1
+            continue
+        if rng.random() < 0.2:
+            conversations.remove(one)
+        else:
+            tokens = array("i", rng.choices(range(3), k=rng.randrange(1, 300)))
+            conversations.settle(one, tokens, Mark(len(tokens), record, 0))
+        for name in "ab":
+            held = sum(len(each.tokens) for each in conversations.of(name))
+            assert conversations._tokens[name] == held
+    assert refused == 0, "the one idle longest makes room"
+    assert max(len(conversations.of(name)) for name in "ab") < 60, "so there never were many"
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_the_engine_makes_way_once_for_a_first_token_that_somebody_passes_on(
+    streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_way: list[float] = []
+    monkeypatch.setattr(threaded_system.time, "sleep", made_way.append)
+    system, _ = threaded()
+    with Server(system, ByteTokenizer()) as server:
+        asked: dict[str, Any] = {"max_new_tokens": 9, "ignore_eos": True}
+        if streamed:
+            assert server.stream("s", [1, 2, 3], **asked).result().turn.output_tokens == 9
+        else:
+            server.generate("s", [1, 2, 3], **asked)
+    assert made_way.count(threaded_system._HANDOVER_S) == streamed
