@@ -162,14 +162,14 @@ class Engine:
         """Nobody will ask this conversation again. Its KV stays until others need the blocks, as that of any other would,
         and what else is kept of it goes then: its tokens, its chunks' records. So nothing changes for others."""
         known = self.cache.find(session)
-        if known is not None and not self._idle.limited:
+        if known is not None:
             self._over.append(known)
         for _ in range(min(_LOOKED_AT, len(self._over))):
             over = self._over.popleft()
             if over.name in self._under_way or not self.cache.let_go(over):
                 self._over.append(over)
             else:
-                self._idle.remove(over)
+                self._idle.let_go(over)
 
     def disown(self, session: str, tenant: str, tokens: TokenArray[int]) -> None:
         """`forget` a conversation, and give up what an earlier engine has left of it. tokens: all but the last had KV.
@@ -229,7 +229,8 @@ class Engine:
         """Conversations that were idle for too long, or are too many, are forgotten."""
         for session in self._idle.take_surplus(self.clock.now_ns()):
             self.counters.forgotten_sessions += 1
-            self.cache.forget(session)
+            if session is not None:
+                self.cache.forget(session)
 
     # -- collect and commit -------------------------------------------------------------------------------------------
 

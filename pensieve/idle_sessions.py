@@ -21,7 +21,9 @@ class MemoryLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Idle:
-    session: Session
+    """session: None: the cache knows it no more, but its tokens and its age count as before."""
+
+    session: Session | None
     tokens: int
     since_ns: int
 
@@ -35,11 +37,6 @@ class IdleSessions:
         self._most_tokens = limits.tokens
         self._idle: OrderedDict[str, _Idle] = OrderedDict()
         self.tokens = 0
-
-    @property
-    def limited(self) -> bool:
-        """What it is told of decides who is forgotten."""
-        return self._ttl_ns is not None or self._most_tokens is not None
 
     @property
     def next_expiry_ns(self) -> int | None:
@@ -60,13 +57,23 @@ class IdleSessions:
         if known is not None:
             self.tokens -= known.tokens
 
-    def take_surplus(self, now_ns: int) -> Iterator[Session]:
-        """Conversations to forget now; each is removed as it is yielded."""
+    def let_go(self, session: Session) -> None:
+        """The cache has forgotten it, with nothing of it left to give up: who else is forgotten must not depend on that."""
+        known = self._idle.get(session.name)
+        if known is None:
+            return
+        if self._ttl_ns is None and self._most_tokens is None:
+            self.remove(session)
+        else:
+            self._idle[session.name] = _Idle(None, known.tokens, known.since_ns)
+
+    def take_surplus(self, now_ns: int) -> Iterator[Session | None]:
+        """Conversations to forget now, each removed as it is yielded; None: the cache has forgotten it before."""
         while self._idle:
             expiry_ns = self.next_expiry_ns
             expired = expiry_ns is not None and expiry_ns <= now_ns
             if not expired and (self._most_tokens is None or self.tokens <= self._most_tokens):
                 return
-            session = next(iter(self._idle.values())).session
-            self.remove(session)
-            yield session
+            _, oldest = self._idle.popitem(last=False)
+            self.tokens -= oldest.tokens
+            yield oldest.session

@@ -50,7 +50,7 @@ COUNTS = {
     "deferred_requests": "requests",
 }
 MOST_IN_MEMORY = 5_000_000
-"""Values of one series, such as the times between tokens, of which memory holds all and resamples them: some 250 MB."""
+"""Values of one series, such as the times between tokens, of which memory holds all and resamples them: some 400 MB."""
 BYTES = ("h2d_bytes", "d2h_bytes", "sent_bytes", "received_bytes")
 FOR_NO_TURN = ("d2h_bytes",)  # also copied ahead of time: only the system's counter has all of it
 

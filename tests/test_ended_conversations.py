@@ -85,11 +85,16 @@ def test_what_has_kv_stays_as_it_is():
     assert without <= max(4, len(places) / 3)
 
 
-def test_limits_of_memory_decide_alone_where_they_are_set():
-    """Who is forgotten by them depends on all that are idle, those that are over among them."""
-    system = system_of("pensieve", limits=MemoryLimits(tokens=10**9))
-    served(system)
-    assert len(system.engine.cache.names()) > CONVERSATIONS
+@pytest.mark.parametrize("limits", [MemoryLimits(tokens=8_000), MemoryLimits(ttl_s=3.0), MemoryLimits(tokens=10**9)])
+def test_limits_of_memory_decide_as_before(limits: MemoryLimits, monkeypatch: pytest.MonkeyPatch):
+    """Who is forgotten by them, and when, depends on all that are idle, those that are over among them."""
+    forgetting, keeping = system_of("pensieve", limits=limits), system_of("pensieve", limits=limits)
+    monkeypatch.setattr(keeping, "ended", lambda session: None)
+    forgot, kept = served(forgetting), served(keeping)
+    assert forgot == kept
+    forgotten = forgot[1]["forgotten_sessions"]
+    assert (forgotten > 0) == (limits.tokens != 10**9)
+    assert len(forgetting.engine.cache.names()) < CONVERSATIONS / 2
 
 
 def test_a_disk_tier_keeps_the_names_of_its_chunks():
