@@ -44,6 +44,10 @@ COUNTS = {
     "dropped_chunks": "chunks",
     "suspended_requests": "requests",
     "deferred_requests": "requests",
+    "moved_turns": "turns",
+    "migrated_turns": "turns",
+    "restarted_requests": "requests",
+    "replica_failures": "failures",
 }
 BYTES = ("h2d_bytes", "d2h_bytes", "sent_bytes", "received_bytes")
 FOR_NO_TURN = ("d2h_bytes",)  # also copied ahead of time: only the system's counter has all of it
