@@ -60,8 +60,9 @@ class Scaling:
         limit = self.out_of_memory_at
         return max((load.agents for load in self.loads if limit is None or load.agents < limit), default=None)
 
-    def at(self, agents: int) -> Load:
-        return next(load for load in self.loads if load.agents == agents)
+    def at(self, agents: int) -> Load | None:
+        """None: no such trial completed."""
+        return next((load for load in self.loads if load.agents == agents), None)
 
 
 def _several(source: Source) -> bool:
@@ -69,7 +70,7 @@ def _several(source: Source) -> bool:
 
 
 def read(source: Source) -> Iterator[tuple[Panel, list[Scaling]]]:
-    for panel in source.panels(AXIS):
+    for panel in source.panels(AXIS, partial=True):  # what takes too long at many agents was measured at few
         yield (
             panel,
             [
@@ -209,7 +210,11 @@ def agent_ratios(source: Source) -> Iterator[Plot]:
         together = [
             load.agents
             for load in first.loads
-            if all(scaling.at(load.agents).latency_ms[stage] for scaling in scalings for stage in STAGES)
+            if all(
+                (there := scaling.at(load.agents)) is not None and there.latency_ms[stage]
+                for scaling in scalings
+                for stage in STAGES
+            )
         ]
         most = max(together, default=None)
         lead = (
@@ -241,7 +246,9 @@ def _ratios(scaling: Scaling, first: Scaling, most: int | None) -> dict[str, Pai
     """Latency by stage over the first baseline's, and reason over reflect, paired by seed and agent."""
     if most is None:
         return dict.fromkeys((*STAGES, "stages"))
-    ours, theirs = scaling.at(most).latency_ms, first.at(most).latency_ms
+    own, other = scaling.at(most), first.at(most)
+    assert own is not None and other is not None, "all baselines have trials of so many"
+    ours, theirs = own.latency_ms, other.latency_ms
     return {
         **{stage: _paired(ours[stage], theirs[stage]) for stage in STAGES},
         "stages": _paired(*(ours[stage] for stage in STAGES)),

@@ -31,6 +31,7 @@ FAMILIES = (
     "prefix",
     "interfaces",
     "routing",
+    "cluster",
     "decoding",
     "agents",
     "policies",

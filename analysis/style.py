@@ -90,16 +90,20 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 _OTHERS = ("#B15928", "#6A3D9A", "#1B7837", "#A50026")
 
 
+MOVES = {"never": "#B15928", "always": "#CC79A7", "cheaper": "#0072B2"}
+"""Of KV between replicas (hardware.migration)."""
+
+
 def colour(baseline: str) -> str:
-    """The same in every figure, of a router too; a baseline of the user's own gets one by its name."""
+    """The same in every figure, of a router and of KV that moves too; a baseline of the user's own gets one by its name."""
     if baseline == IDEAL:
         return GREY
-    return COLOURS.get(baseline) or ROUTERS.get(baseline) or _OTHERS[zlib.crc32(baseline.encode()) % len(_OTHERS)]
+    return {**MOVES, **ROUTERS, **COLOURS}.get(baseline) or _OTHERS[zlib.crc32(baseline.encode()) % len(_OTHERS)]
 
 
 def marker(baseline: str) -> str:
     """A second cue beside colour."""
-    names = [*COLOURS, *ROUTERS]
+    names = [*COLOURS, *ROUTERS, *MOVES]
     place = names.index(baseline) if baseline in names else zlib.crc32(baseline.encode())
     return MARKERS[place % len(MARKERS)]
 

@@ -141,8 +141,9 @@ class Source:
         turns = self.frame(self.trials[0], measured=True)
         return bool(((turns.index.get_level_values("turn") > 1) & (turns["phase"] == "chat")).any())
 
-    def panels(self, *along: str) -> list[Panel]:
+    def panels(self, *along: str, partial: bool = False) -> list[Panel]:
         """A panel for each combination of the swept axes but seed, repeat, baseline and those that are drawn `along`.
+        partial: cells without a completed trial are left out where their baseline has others.
 
         An axis is a group (cache, eviction, ...) or a dotted field (workload.request_rate). Raises MissingSeries, with
         the command to run, where a panel lacks a baseline at some value, and MixedPanel where one mixes what must not be.
@@ -155,7 +156,7 @@ class Source:
         begun = [job for job in self.jobs if job.last.baseline in names]
         panels = []
         for group, jobs in self._groups(begun, along).items() or {(): begun}.items():
-            cells = self._cells(dict(group), jobs, names, along)
+            cells = self._cells(dict(group), jobs, names, along, partial)
             trials = [trial for cell in cells for trial in cell.trials]
             panels.append(Panel(self.sweep, dict(group), cells, self.trace(trials, self._incomplete())))
         return panels
@@ -179,7 +180,12 @@ class Source:
         return self._frames[trial.id, measured]
 
     def _cells(
-        self, group: Mapping[str, str], jobs: Sequence[JobResult], names: Sequence[str], along: Sequence[str]
+        self,
+        group: Mapping[str, str],
+        jobs: Sequence[JobResult],
+        names: Sequence[str],
+        along: Sequence[str],
+        partial: bool,
     ) -> list[Cell]:
         places = dict.fromkeys(_place(job, along) for job in jobs) or {(): None}
         for axis in along:  # what the sweep names and never began is missing too
@@ -192,6 +198,8 @@ class Source:
                 own = [job for job in jobs if job.trial and job.trial.baseline == name and _place(job, along) == place]
                 at = dict(zip(along, place, strict=True))
                 if not own:
+                    if partial and any(job.trial and job.trial.baseline == name for job in jobs):
+                        continue
                     self._missing(name, {**group, **at})
                 cells.append(Cell(name, at, own))
         return cells

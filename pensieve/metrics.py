@@ -48,6 +48,10 @@ COUNTS = {
     "dropped_chunks": "chunks",
     "suspended_requests": "requests",
     "deferred_requests": "requests",
+    "moved_turns": "turns",
+    "migrated_turns": "turns",
+    "restarted_requests": "requests",
+    "replica_failures": "failures",
 }
 MOST_IN_MEMORY = 5_000_000
 """Values of one series, such as the times between tokens, of which memory holds all and resamples them: some 400 MB."""

@@ -32,6 +32,10 @@ class Failures:
     restart_s: float = 30.0
 
 
+COUNTED = ("moved_turns", "replica_failures", "restarted_requests", "migrated_turns")
+"""Counts of the cluster itself: 0 where there was none."""
+
+
 class Turn(NamedTuple):
     """What a router reads of a request that is still to come."""
 
@@ -201,7 +205,8 @@ class ClusterSystem:
         """Sums over the replicas, those that failed included; moved_turns: served elsewhere than the turn before;
         replica_failures, restarted_requests. Of KV that went along with a conversation: migrated_turns, sent_tokens and
         sent_bytes, and migrated_tokens, for which the CPU tier there had room."""
-        found = Counter(self._counted)
+        found = Counter(dict.fromkeys(COUNTED, 0))
+        found.update(self._counted)
         for replica in self._replicas:
             found.update(replica.system.counters())
         return dict(found)
@@ -211,7 +216,12 @@ class ClusterSystem:
         for replica in self._replicas:
             for name, (value, unit) in replica.system.gauges().items():
                 found[name] = (found.get(name, (0.0, unit))[0] + value, unit)
-        return {**found, "fullest_replica": (max(one.in_flight for one in self._replicas), "requests")}
+        under_way = [one.in_flight for one in self._replicas]
+        return {
+            **found,
+            "fullest_replica": (max(under_way), "requests"),
+            "requests_under_way": (sum(under_way), "requests"),
+        }
 
     def settings(self) -> dict[str, Any]:
         one, number = self._replicas[0].system.settings(), len(self._replicas)

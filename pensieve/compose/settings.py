@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ from pensieve.compose.folder import ended, nearest, options
 from pensieve.compose.schema import TrialConfig
 from pensieve.compose.weights import completed
 from pensieve.errors import ConfigError
+
+OmegaConf.register_new_resolver("product", lambda *factors: math.prod(map(int, factors)), replace=True)
+"""For overlays: ${product:4,${hardware.replicas}}."""
 
 
 def resolved(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:

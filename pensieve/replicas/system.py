@@ -113,6 +113,7 @@ class ReplicaSystem:
         self._told_counters: dict[str, dict[str, float]] = {}  # the same of all there ever were
         self._told_at = float("-inf")
         self._ids = itertools.count(1)
+        self._restarting = threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -181,6 +182,13 @@ class ReplicaSystem:
             with suppress(Exception):  # Ray tells the cause by another way, if it still can
                 told = serve.status().applications[self._app].deployments["engine"].message or told
             raise EngineFailed(f"The replicas cannot start: {reason_in(told)}") from error
+
+    def restart(self) -> None:
+        """Replace the replicas one after another, and return when that is done: each gets no more turns, ends those it has
+        (within Scaling.drain_s; what is left is asked again elsewhere) and is followed by an empty one. Raises EngineFailed
+        where a new one cannot start."""
+        with self._restarting:
+            self._deployed()  # what is deployed again is a new version, which Ray Serve rolls out
 
     def submit(self, request: Request) -> None:
         """Its prompt begins with all that the conversation holds."""

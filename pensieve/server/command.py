@@ -106,6 +106,7 @@ def _load(state: App, config: Mapping[str, Any], http: uvicorn.Server) -> None:
             loop = state.loop.result()  # once it has ended, calling it raises RuntimeError: nothing is to load any more
             connected = partial(loop.call_soon_threadsafe, _take_sigterm_back)
             server = make_replicas(config, state.settings, connected)
+            loop.call_soon_threadsafe(_restart_at_sighup, server.system)
         else:
             server = make_server(config, keeps_disk=kept is not None)
         if state.settings.record:
@@ -138,6 +139,25 @@ def _load(state: App, config: Mapping[str, Any], http: uvicorn.Server) -> None:
 def _take_sigterm_back() -> None:
     """Ray's library puts a handler of its own below Python's, which ends the process at once; in the main thread."""
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+
+
+def _restart_at_sighup(system: Any) -> None:
+    """SIGHUP replaces the replicas one after another; in the main thread. Nothing happens where there is no such signal."""
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(
+            signal.SIGHUP,
+            lambda *_: threading.Thread(target=_restart, args=(system,), name="restart", daemon=True).start(),
+        )
+
+
+def _restart(system: Any) -> None:
+    say("The replicas are replaced one after another.")
+    try:
+        system.restart()
+    except PensieveError as error:
+        say(f"The replicas were not all replaced: {error}")
+    else:
+        say("The replicas are new.")
 
 
 def open_state(settings: ServeSettings, config: Mapping[str, Any]) -> StateFile | None:

@@ -177,3 +177,20 @@ def test_a_missing_baseline_names_the_command(module, store, tmp_path):
         MissingSeries, match=r"baseline ray_serverless.*`python runners/run.py baseline=ray_serverless -m`"
     ):
         module.draw(open_source(store, wanted=["pensieve", "ray_serverless"]), tmp_path)
+
+
+@pytest.mark.parametrize("module", [agent_scaling, agent_table, agent_ratios], ids=lambda module: module.name)
+def test_a_baseline_that_took_too_long_at_many_agents_is_drawn_at_few(module, tmp_path, drawn):
+    store = ResultsStore(MEMORY)
+    source = agent_sweep(store, {"pensieve": FAST, "stateless": SLOW})
+    for trial in source.trials:
+        if trial.baseline == "stateless" and trial.config["workload"]["agents"] == "16":
+            store.finish_trial(trial.id, "failed", error="timeout")
+    module.draw(open_source(store), tmp_path)
+    rows = rows_of(tmp_path, module.name)
+    if module is agent_ratios:
+        assert {row["compared_at_agents"] for row in rows} == {"4"}, "the most at which both have trials"
+        assert next(float(row["carries_agents"]) for row in rows if row["baseline"] == "stateless") == 4
+    else:
+        there = {(row["baseline"], row["agents"]) for row in rows}
+        assert there == {("pensieve", n) for n in ("1", "4", "16")} | {("stateless", n) for n in ("1", "4")}

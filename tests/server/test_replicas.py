@@ -19,7 +19,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 from pensieve.compose import resolved
-from pensieve.errors import ConfigError, EngineMissing
+from pensieve.errors import ConfigError, EngineFailed, EngineMissing
 from pensieve.server import command
 from pensieve.server.app import App
 from pensieve.server.command import make_replicas, settings_of
@@ -126,6 +126,27 @@ def test_sigterm_is_the_servers_again_after_a_library_took_it() -> None:
         assert heard == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_sighup_replaces_the_replicas_and_the_server_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes: list[Exception | None] = [None, EngineFailed("No memory.")]
+    said: list[str] = []
+
+    class System:
+        def restart(self) -> None:
+            if (error := outcomes.pop(0)) is not None:
+                raise error
+
+    monkeypatch.setattr(command, "say", said.append)
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        command._restart_at_sighup(System())
+        for count in (2, 4):
+            signal.raise_signal(signal.SIGHUP)
+            assert until(lambda count=count: len(said) == count)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert said[1] == "The replicas are new." and "No memory." in said[3]
 
 
 # -- real ones ------------------------------------------------------------------------------------------------------------
