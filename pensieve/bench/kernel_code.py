@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ _POINTERS = {
     "slots_ptr": "*i64",
 }  # fmt: skip
 COLUMNS = (
-    "GPU", "launch", "tile", "warps", "stages", "registers", "stack", "shared", "predicted", "buffers", "waits",
+    "GPU", "launch", "keys by", "tile", "warps", "stages", "registers", "stack", "shared", "predicted", "buffers", "waits",
     "products", "programs", "warps an SM",
 )  # fmt: skip
 
@@ -34,10 +34,12 @@ class Code:
     """A kernel compiled for an architecture, with bfloat16. predicted_bytes: of shared memory, by Tiles.shared_bytes.
 
     stack_bytes: of a thread; spilled registers go there. buffers: of K and of V, each; waits: copies that may be under way
-    when a step goes on. products: mma (registers), wgmma (shared memory), tcgen05 (sm_100). programs: on a multiprocessor.
+    when a step goes on; neither is read where steps come in boxes. products: mma (registers), wgmma (shared memory), tcgen05
+    (sm_100). programs: on a multiprocessor.
     """
 
     architecture: int
+    boxed: bool
     large_rows: int
     block_keys: int
     warps: int
@@ -54,27 +56,28 @@ class Code:
     ptx: str
 
 
-def attention_code(architecture: int, large: bool, head_dim: int = _HEAD_DIM) -> Code:
+def attention_code(architecture: int, large: bool, head_dim: int = _HEAD_DIM, descriptors: bool = True) -> Code:
     """The attention kernel with the tiles that a device of this architecture gets. Needs triton, not interpreted."""
     from pensieve.worker.torch.kernels.paged import attend_kernel
-    from pensieve.worker.torch.kernels.triton_backend import tiles_for
+    from pensieve.worker.torch.kernels.triton_backend import boxes_fit, tiles_for
 
     padded, major, machine = 128, architecture // 10, KNOWN[architecture]
-    tiles = tiles_for(padded, 2, _SMALL_ROWS, large, machine.shared_a_program, major)
+    boxes = descriptors and boxes_fit(major, 2, head_dim, _CHUNK, None)
+    tiles = tiles_for(padded, 2, _SMALL_ROWS, large, machine.shared_a_program, major, boxes)
     rows = max(_SMALL_ROWS, tiles.large_rows)
     built = compiled(
         attend_kernel,
         architecture,
-        tiles.warps,
-        tiles.stages,
+        tiles.options,
+        boxes=f"tensordesc<bf16[{tiles.block_keys}, 1, {padded}]>" if tiles.boxed else None,
         HEADS=_GROUP * _KV_HEADS, GROUP=_GROUP, SOFTCAP=False, WINDOW=0, CHUNK=_CHUNK, HEAD_DIM=head_dim,
         PADDED_DIM=padded, SMALL_M=_SMALL_ROWS, LARGE_M=rows, BLOCK_N=tiles.block_keys, HAS_LARGE=large,
     )  # fmt: skip
     registers, stack = _resources(built.asm["cubin"])
     ttgir, ptx = built.asm["ttgir"], built.asm["ptx"]
-    buffers = [int(n) for n in re.findall(r"local_alloc : \(\) -> !ttg.memdesc<(\d+)x\d+x\d+xbf16", ttgir)]
+    buffers = [int(n) for n in re.findall(r"local_alloc : \(\) -> !ttg.memdesc<(\d+)x[\dx]+x\d+xbf16", ttgir)]
     return Code(
-        architecture, tiles.large_rows, tiles.block_keys, tiles.warps, tiles.stages, registers, stack,
+        architecture, tiles.boxed, tiles.large_rows, tiles.block_keys, tiles.warps, tiles.stages, registers, stack,
         shared_bytes=int(built.metadata.shared),
         predicted_bytes=tiles.shared_bytes(padded, 2, rows, major),
         buffers=min(buffers, default=1),
@@ -86,17 +89,22 @@ def attention_code(architecture: int, large: bool, head_dim: int = _HEAD_DIM) ->
     )  # fmt: skip
 
 
-def compiled(kernel: Any, architecture: int, warps: int, stages: int, **constants: Any) -> Any:
-    """A kernel of kernels.paged as Triton compiles it for aligned pointers and strides. DOT is bfloat16."""
+def compiled(
+    kernel: Any, architecture: int, options: Mapping[str, Any], boxes: str | None = None, **constants: Any
+) -> Any:
+    """A kernel of kernels.paged as Triton compiles it for aligned pointers and strides. DOT is bfloat16.
+
+    boxes: the type of the descriptor that the launch brings.
+    """
     import triton
     import triton.language as tl
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    sizes = {**constants, "DOT": tl.bfloat16}
+    sizes = {**constants, "DOT": tl.bfloat16, **({} if boxes else {"boxes": None})}
     signature: dict[str, str] = {}
     for name in kernel.arg_names:
-        pointer = _POINTERS.get(name, "*bf16") if name.endswith("_ptr") else None
+        pointer = _POINTERS.get(name, "*bf16") if name.endswith("_ptr") else boxes if name == "boxes" else None
         number = "fp32" if name.endswith("_scale") else "i32"
         signature[name] = "constexpr" if name in sizes else pointer or number
     names = list(enumerate(kernel.arg_names))
@@ -108,7 +116,7 @@ def compiled(kernel: Any, architecture: int, warps: int, stages: int, **constant
             attrs={(i,): [["tt.divisibility", 16]] for i, name in names if signature[name][0] in "i*"},
         ),
         target=GPUTarget("cuda", architecture, 32),
-        options={"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True},
+        options=dict(options),
     )
 
 
@@ -138,7 +146,8 @@ def row(code: Code) -> str:
     )
     kib = (f"{size / 1024:.0f} KiB" for size in (code.shared_bytes, code.predicted_bytes))
     cells = [
-        f"sm_{code.architecture}", "with prompts" if code.large_rows else "decode rows", tile, code.warps, code.stages,
+        f"sm_{code.architecture}", "with prompts" if code.large_rows else "decode rows",
+        "boxes" if code.boxed else "pointers", tile, code.warps, code.stages,
         code.registers, code.stack_bytes, *kib, code.buffers, ", ".join(map(str, sorted(code.waits))),
         ", ".join(sorted(code.products)), code.programs, code.programs * code.warps,
     ]  # fmt: skip
@@ -148,8 +157,10 @@ def row(code: Code) -> str:
 def main(architectures: Sequence[int]) -> None:
     print(f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS), sep="\n", flush=True)
     for architecture in architectures or sorted(KNOWN):
-        for large in (False, True):
-            print(row(attention_code(architecture, large)), flush=True)
+        for large, descriptors in ((False, True), (True, False), (True, True)):
+            code = attention_code(architecture, large, descriptors=descriptors)
+            if code.boxed or not large or not descriptors:  # else it is the one before
+                print(row(code), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,10 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(ge=0.0)]
 
+AttentionChoice = Literal[
+    "auto", "reference", "native", "triton", "triton_pointers", "varlen", "flashinfer", "flashinfer+triton", "varlen+triton"
+]  # fmt: skip
+
 
 class _Group(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -204,7 +208,7 @@ class TrialConfig(_Group):
     repeat: Annotated[int, Field(ge=0)] = 0
     force: bool = False
     resume: Literal["fingerprint", "config"] = "fingerprint"
-    attention_backend: Literal["auto", "reference", "native", "triton", "varlen", "flashinfer"] = "auto"
+    attention_backend: AttentionChoice = "auto"
     cache_state: CacheState = "cold"
     trial: TrialOptions = TrialOptions()
     slo: SloConfig = SloConfig()

@@ -48,6 +48,13 @@ def test_the_model_is_loaded_with_it_and_with_the_size_of_the_blocks(monkeypatch
     assert (seen["attention"], seen["chunk_tokens"]) == ("varlen", 64)
 
 
-def test_one_that_cannot_run_here_is_one_sentence() -> None:
-    with pytest.raises(EngineMissing, match="attention_backend=varlen runs on CUDA only"):
-        build_system(plan_trial(checked("hardware=cpu", "attention_backend=varlen")))
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("varlen", "attention_backend=varlen runs on CUDA only"),
+        ("varlen+triton", r"attention_backend=varlen\+triton needs both of its parts, and .*varlen runs on CUDA only"),
+    ],
+)
+def test_one_that_cannot_run_here_is_one_sentence(asked: str, said: str) -> None:
+    with pytest.raises(EngineMissing, match=said):
+        build_system(plan_trial(checked("hardware=cpu", f"attention_backend={asked}")))

@@ -183,6 +183,11 @@ def wrong_tokens(turns: list[Turn], name: str) -> tuple[int, int]:
     return wrong, total
 
 
+def plain_token(tokens: list[int], name: str = "llama") -> int:
+    """What the plain model says next."""
+    return int(plain_logits(reference(name), tokens)[-1].argmax())
+
+
 def _draws(turn: Turn) -> Draws | None:
     sampling, output = turn.sampling, turn.output
     if not sampling.temperature:
@@ -237,4 +242,4 @@ class Hand:
         self.worker.close()
 
 
-__all__ = ["Copy", "Hand", "Served", "Serving", "converse", "reference", "tiny", "wrong_tokens"]
+__all__ = ["Copy", "Hand", "Served", "Serving", "converse", "plain_token", "reference", "tiny", "wrong_tokens"]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
 from pensieve.worker.torch.kernels import flashinfer
 from pensieve.worker.torch.kernels.flashinfer import FlashInferBackend
@@ -15,36 +13,14 @@ from pensieve.worker.torch.options import TorchOptions
 
 from .serving import Hand, tiny
 from .standin.findings import listed
+from .standin.flashinfer import Wrapper, module
 from .standin.machine import Machine
-
-
-class Wrapper:
-    """BatchPrefillWithPagedKVCacheWrapper as far as its buffers go (FlashInfer 0.6, scheduler.cuh): the host writes the plan
-    into page-locked memory, and one asynchronous copy takes it to the device, where the kernel reads it."""
-
-    made = 0
-
-    def __init__(self, workspace: torch.Tensor, layout: str) -> None:
-        type(self).made += 1
-        self.pinned = torch.empty(4096, dtype=torch.int32, pin_memory=True)
-        self.numbers = torch.zeros(4096, dtype=torch.int32, device=workspace.device)
-
-    def plan(self, queries: Any, pages: Any, blocks: Any, last: Any, *sizes: Any, **how: Any) -> None:
-        for part, begin in ((queries, 0), (pages, 1024), (last, 2048)):
-            self.pinned[begin : begin + len(part)].copy_(part)
-        self.numbers.copy_(self.pinned, non_blocking=True)
-
-    def run(self, queries: torch.Tensor, paged: Any) -> torch.Tensor:
-        return torch.zeros_like(queries) + self.numbers[0]
 
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper, __version__="0.6.18", __spec__=None)
-    monkeypatch.setitem(__import__("sys").modules, "flashinfer", module)
+    monkeypatch.setitem(sys.modules, "flashinfer", module())
     monkeypatch.setattr(flashinfer, "_WORKSPACE_BYTES", 1024)
-    Wrapper.made = 0
-    return
 
 
 def decode(device: Machine, depth: int) -> None:

@@ -99,15 +99,18 @@ def test_on_a_gpu(words, triton, wanted, monkeypatch):
 
 def test_what_can_be_captured_is_what_the_backends_say():
     pytest.importorskip("triton")
-    from pensieve.worker.torch.kernels.availability import CAPTURING
+    from pensieve.worker.torch.kernels.availability import CAPTURING, MIXED
     from pensieve.worker.torch.kernels.flashinfer import FlashInferBackend
+    from pensieve.worker.torch.kernels.mixed import MixedBackend
     from pensieve.worker.torch.kernels.native import NativeBackend
     from pensieve.worker.torch.kernels.reference import ReferenceBackend
-    from pensieve.worker.torch.kernels.triton_backend import TritonBackend
+    from pensieve.worker.torch.kernels.triton_backend import TritonBackend, TritonPointersBackend
     from pensieve.worker.torch.kernels.varlen import VarlenBackend
 
-    backends = (FlashInferBackend, NativeBackend, ReferenceBackend, TritonBackend, VarlenBackend)
-    assert {one.name for one in backends if one.captures} == CAPTURING
+    alone = (FlashInferBackend, NativeBackend, ReferenceBackend, TritonBackend, TritonPointersBackend, VarlenBackend)
+    mixed = [MixedBackend(one, TritonBackend()) for one in (FlashInferBackend, VarlenBackend)]
+    assert {one.name for one in mixed} == set(MIXED)
+    assert {one.name for one in (*alone, *mixed) if one.captures} == CAPTURING
 
 
 def test_a_trial_beside_others_is_not_an_exclusive_one():

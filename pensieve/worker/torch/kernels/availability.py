@@ -12,10 +12,13 @@ import os
 from pensieve.compiler import find_compiler
 from pensieve.errors import ConfigError, EngineMissing
 
-BACKENDS = ("reference", "native", "triton", "varlen", "flashinfer")
+MIXED = {"flashinfer+triton": "flashinfer", "varlen+triton": "varlen"}
+"""Backends of two: who computes the prompts; decode rows are Triton's."""
+BACKENDS = ("reference", "native", "triton", "triton_pointers", "varlen", "flashinfer", *MIXED)
 ON_CPU = ("native", "reference")  # best first
-ON_CUDA = ("triton", "varlen", "reference")
-CAPTURING = frozenset({"triton"})
+# None of MIXED: whether a library's prompts are faster than ours has not been measured.
+ON_CUDA = ("triton", "triton_pointers", "varlen", "reference")
+CAPTURING = frozenset({"triton", "triton_pointers", *MIXED})
 """Backends whose launches may be recorded in a CUDA graph."""
 
 
@@ -47,12 +50,18 @@ def require(name: str, kind: str, dtype: str, chunk_tokens: int) -> None:
     """Raises EngineMissing, in one sentence, for a backend that cannot run here."""
     if name == "native":
         _require_native(kind)
-    elif name == "triton":
-        _require_triton(kind, chunk_tokens)
+    elif name in ("triton", "triton_pointers"):
+        _require_triton(name, kind, chunk_tokens)
     elif name == "varlen":
         _require_varlen(kind, dtype)
     elif name == "flashinfer":
         _require_flashinfer(kind, dtype)
+    elif name in MIXED:
+        try:
+            require(MIXED[name], kind, dtype, chunk_tokens)
+            require("triton", kind, dtype, chunk_tokens)
+        except EngineMissing as error:
+            raise EngineMissing(f"attention_backend={name} needs both of its parts, and {error}") from error
 
 
 def _require_native(kind: str) -> None:
@@ -61,22 +70,22 @@ def _require_native(kind: str) -> None:
     find_compiler()
 
 
-def _require_triton(kind: str, chunk_tokens: int) -> None:
+def _require_triton(name: str, kind: str, chunk_tokens: int) -> None:
     if importlib.util.find_spec("triton") is None:
         raise EngineMissing(
-            "attention_backend=triton needs the package triton (pip install 'pensieve[triton]'); or use auto."
+            f"attention_backend={name} needs the package triton (pip install 'pensieve[triton]'); or use auto."
         )
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if kind == "cpu" and not interpreted:
         raise EngineMissing(
-            "attention_backend=triton needs a GPU; use auto on a CPU, or set TRITON_INTERPRET=1 to run the kernel in "
+            f"attention_backend={name} needs a GPU; use auto on a CPU, or set TRITON_INTERPRET=1 to run the kernel in "
             "Triton's interpreter (slow, for tests)."
         )
     if kind == "cuda" and interpreted:
         raise EngineMissing("TRITON_INTERPRET=1 is set, which is for tests without a GPU; unset it.")
     if chunk_tokens & (chunk_tokens - 1):
         raise EngineMissing(
-            f"attention_backend=triton takes blocks of a power of two of tokens, and cache.chunk_tokens={chunk_tokens}; use "
+            f"attention_backend={name} takes blocks of a power of two of tokens, and cache.chunk_tokens={chunk_tokens}; use "
             "another size, or attention_backend=reference."
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pensieve.worker.torch.kernels.availability import BACKENDS, ON_CPU, candidates, require
+from pensieve.worker.torch.kernels.availability import BACKENDS, MIXED, ON_CPU, candidates, require
 from pensieve.worker.torch.kernels.base import AttentionBackend
 from pensieve.worker.torch.kernels.reference import ReferenceBackend
 
@@ -21,6 +21,11 @@ def load_backend(
 ) -> AttentionBackend:
     """Raises EngineMissing, in one sentence, where it cannot run here."""
     require(name, device.type, str(dtype).removeprefix("torch."), chunk_tokens)
+    if name in MIXED:
+        from pensieve.worker.torch.kernels.mixed import MixedBackend
+        from pensieve.worker.torch.kernels.triton_backend import TritonBackend
+
+        return MixedBackend(load_backend(MIXED[name], device, dtype, head_dim, chunk_tokens), TritonBackend())
     if name == "reference":
         return ReferenceBackend()
     if name == "native":
@@ -31,6 +36,10 @@ def load_backend(
         from pensieve.worker.torch.kernels.triton_backend import TritonBackend
 
         return TritonBackend()
+    if name == "triton_pointers":
+        from pensieve.worker.torch.kernels.triton_backend import TritonPointersBackend
+
+        return TritonPointersBackend()
     if name == "varlen":
         from pensieve.worker.torch.kernels.varlen import VarlenBackend
 

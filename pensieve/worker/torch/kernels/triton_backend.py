@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,6 +13,11 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # an older Triton
+    TensorDescriptor = None
 
 from pensieve.worker.torch.batch import Batch
 from pensieve.worker.torch.kernels.paged import attend_kernel, join_kernel, write_kernel
@@ -35,16 +41,29 @@ _JOIN_SPLITS = 16
 _WGMMA_ROWS = 64
 _LEAST_SHARED = 99 * 1024  # what every GPU since Ampere gives one program
 _INTERPRETED_SMS = 4  # a small machine, so that tests split
+_BOX_ROW = 8  # elements: 16 bytes, of which the rows of a box are made
+_BOXED_REGISTERS = 128  # of a thread, with which two programs of 8 warps share a multiprocessor
+_BOX_CAPABILITIES = (9, 10)  # majors whose products read shared memory, where boxes go; older GPUs have no boxes
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Sizes of one launch: rows of a large tile, keys a step, warps, and stages of the copy pipeline."""
+    """Sizes of one launch: rows of a large tile, keys a step, warps, and stages of the copy pipeline.
+
+    boxed: steps without masks are fetched through a tensor descriptor, whose boxes are a step long.
+    """
 
     large_rows: int
     block_keys: int
     warps: int
     stages: int
+    boxed: bool = False
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """What the compiler is told."""
+        most = {"maxnreg": _BOXED_REGISTERS} if self.boxed else {}
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True, **most}
 
     def shared_bytes(self, padded_dim: int, itemsize: int, rows: int, capability: int = 8) -> int:
         """Of one program, what the compiler takes at most: the queries, the buffers of K and V, and the weights of a step.
@@ -75,13 +94,21 @@ _TILES = {
     (4, False): (Tiles(0, 32, 4, 2), Tiles(0, 16, 4, 1)),
 }
 _WGMMA_TILES = (Tiles(128, 64, 8, 3),)  # large ones in 16 bits, tried first where products read shared memory
+_BOXED_TILES = (Tiles(128, 32, 8, 3, boxed=True),)  # and before these where boxes fit
 _MOST_ACCUMULATORS = {2: 2048, 4: 512}  # rows times head_dim of a tile, a warp: they live in registers
 
 
 def tiles_for(
-    padded_dim: int, itemsize: int, small_rows: int, large: bool, shared_bytes: int, capability: int = 8
+    padded_dim: int,
+    itemsize: int,
+    small_rows: int,
+    large: bool,
+    shared_bytes: int,
+    capability: int = 8,
+    boxes: bool = False,
 ) -> Tiles:
-    """shared_bytes: what one program may have on this device. A launch with large tiles may hold small ones too.
+    """shared_bytes: what one program may have on this device. boxes: `boxes_fit`. A launch with large tiles may hold small
+    ones too.
 
     Of a launch of small tiles in 16 bits two programs shall share a multiprocessor: each has few warps, and computes while
     the other waits for its keys. What a multiprocessor has is RESERVED_SHARED more than what one program may have.
@@ -89,6 +116,8 @@ def tiles_for(
     table = _TILES[itemsize, large]
     if large and itemsize == 2 and capability >= 9:
         table = (*_WGMMA_TILES, *table)
+    if large and boxes:
+        table = (*_BOXED_TILES, *table)
     if not large and itemsize == 2:
         shared_bytes = (shared_bytes + RESERVED_SHARED) // 2 - RESERVED_SHARED
     for tiles in table:
@@ -97,6 +126,17 @@ def tiles_for(
         if fits and (rows == small_rows or rows * padded_dim <= tiles.warps * _MOST_ACCUMULATORS[itemsize]):
             return tiles
     return table[-1]
+
+
+def boxes_fit(capability: int, itemsize: int, head_dim: int, chunk_tokens: int, window: int | None) -> bool:
+    """Whether K and V of a step can come in boxes, each of tokens of one block, on a GPU of this capability (its major).
+
+    With a window every step needs a mask, and masked steps are loaded by pointers. Smaller blocks would make steps so short
+    that the softmax between the products costs more than they do.
+    """
+    keys = min(tiles.block_keys for tiles in _BOXED_TILES)
+    rows = itemsize == 2 and head_dim % _BOX_ROW == 0 and chunk_tokens >= keys
+    return TensorDescriptor is not None and capability in _BOX_CAPABILITIES and rows and window is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +162,16 @@ class Geometry:
     def small_rows(self) -> int:
         return max(_LEAST_ROWS, triton.next_power_of_2(self.group))
 
-    def tiles(self, large: bool) -> Tiles:
+    def tiles(self, large: bool, window: int | None, descriptors: bool) -> Tiles:
+        """descriptors: whether the pool may be read through them."""
         shared, capability = 2**20, 8
         if self.device.type == "cuda":
             properties = torch.cuda.get_device_properties(self.device)
             shared = getattr(properties, "shared_memory_per_block_optin", _LEAST_SHARED)
             capability = properties.major
-        return tiles_for(self.padded_dim, self.dtype.itemsize, self.small_rows, large, shared, capability)
+        itemsize = self.dtype.itemsize
+        boxes = descriptors and boxes_fit(capability, itemsize, self.head_dim, self.chunk_tokens, window)
+        return tiles_for(self.padded_dim, itemsize, self.small_rows, large, shared, capability, boxes)
 
     def cutting(self, tiles: Tiles, programs: int = _PROGRAMS_PER_SM) -> Cutting:
         """programs: on a multiprocessor at once."""
@@ -163,8 +206,10 @@ class Launch:
 class Learned:
     """What a backend knows of its kernels since they were first launched. joined: places where the join kernel has been
     launched, and so compiled. programs: of the attention kernel, how many a multiprocessor holds, by what decides its code.
+    descriptors: whether the pool may be read through them.
     """
 
+    descriptors: bool = True
     joined: set[Geometry] = field(default_factory=set)
     programs: dict[tuple[Geometry, Tiles, bool], int] = field(default_factory=dict)
 
@@ -215,6 +260,21 @@ class _TritonPlan(ABC):
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
+        output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+        self.attend_into(output, pool, queries, keys, values, scaling, window, softcap)
+        return output
+
+    def attend_into(
+        self,
+        output: torch.Tensor,
+        pool: torch.Tensor,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> None:
         _, heads, head_dim = queries.shape
         geometry = Geometry(heads, pool.shape[2], head_dim, pool.dtype, pool.device, self._chunk_tokens)
         if window not in self._launches:
@@ -222,7 +282,6 @@ class _TritonPlan(ABC):
         launch = self._launches[window]
         queries = _unit_stride(queries)
         k, v = pool[:, 0], pool[:, 1]
-        output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         scale = head_dim**-0.5 if scaling is None else scaling
         # tanh(x) is made of 2 ** (x * 2 log2 e), so that a cap costs one exponential.
         scales = (scale * _LOG2_E, 1.0) if softcap is None else (scale / softcap * 2 * _LOG2_E, softcap * _LOG2_E)
@@ -230,13 +289,12 @@ class _TritonPlan(ABC):
         with torch.cuda.device_of(pool):
             compiled = attend_kernel[(geometry.kv_heads, len(launch.items))](
                 queries, k, v, output, launch.partial, launch.weight, launch.items, self._tables,
-                *scales, queries.stride(0), queries.stride(1), k.stride(0), k.stride(1),
+                *scales, queries.stride(0), queries.stride(1), k.stride(0), k.stride(1), _boxes(pool, geometry, tiles),
                 HEADS=heads, GROUP=geometry.group, SOFTCAP=softcap is not None, WINDOW=window or 0,
                 CHUNK=self._chunk_tokens, HEAD_DIM=head_dim, PADDED_DIM=geometry.padded_dim,
                 SMALL_M=geometry.small_rows, LARGE_M=max(geometry.small_rows, tiles.large_rows),
                 BLOCK_N=tiles.block_keys, DOT=_dot_type(pool.dtype),
-                HAS_LARGE=launch.large,
-                num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True,
+                HAS_LARGE=launch.large, **tiles.options,
             )  # fmt: skip
             self._learned.note(geometry, tiles, launch.large, compiled)
             if len(launch.joins):
@@ -245,7 +303,6 @@ class _TritonPlan(ABC):
                     HEADS=heads, HEAD_DIM=head_dim, PADDED_DIM=geometry.padded_dim, BLOCK_S=_JOIN_SPLITS,
                     num_warps=4, enable_fp_fusion=True,
                 )  # fmt: skip
-        return output
 
 
 class OncePlan(_TritonPlan):
@@ -260,7 +317,7 @@ class OncePlan(_TritonPlan):
     def _launch(self, geometry: Geometry, window: int | None) -> Launch:
         most = int((self._ranges.stop - self._ranges.start).max())
         large = most * geometry.group > geometry.small_rows
-        tiles = geometry.tiles(large)
+        tiles = geometry.tiles(large, window, self._learned.descriptors)
         programs = self._learned.programs_of(geometry, tiles, large)
         work = work_list(self._ranges, geometry.cutting(tiles, programs), window)
         nothing = np.zeros((0 if geometry in self._learned.joined else 1, JOIN), dtype=np.int32)
@@ -295,7 +352,7 @@ class StandingPlan(_TritonPlan):
         assert not capturing, (
             "attend once outside a capture first: a list made inside would be made again at every replay"
         )
-        tiles = geometry.tiles(large=False)
+        tiles = geometry.tiles(False, window, self._learned.descriptors)
         programs = self._learned.programs_of(geometry, tiles, False)
         cutting = self._cuttings[window] = geometry.cutting(tiles, programs)
         most = self._rows + cutting.wanted_items  # items, and so rows of partial results
@@ -323,6 +380,16 @@ def _partials(rows: int, geometry: Geometry) -> tuple[torch.Tensor, torch.Tensor
     )
 
 
+def _boxes(pool: torch.Tensor, geometry: Geometry, tiles: Tiles) -> Any:
+    """A layer's pool as the kernel's `boxes`; None where the tiles take none."""
+    if not tiles.boxed:
+        return None
+    columns = 2 * geometry.kv_heads
+    shape, strides = [len(pool), columns, geometry.head_dim], [columns * geometry.head_dim, geometry.head_dim, 1]
+    assert pool.is_contiguous(), "K and V of a token, and successive tokens, lie side by side"
+    return TensorDescriptor(pool, shape, strides, [tiles.block_keys, 1, geometry.padded_dim])
+
+
 def _dot_type(dtype: torch.dtype) -> tl.dtype:
     if not isinstance(attend_kernel, triton.runtime.JITFunction):  # interpreted
         return tl.float32
@@ -339,9 +406,10 @@ class TritonBackend:
 
     name = "triton"
     captures = True
+    descriptors = True
 
     def __init__(self) -> None:
-        self._learned = Learned()
+        self._learned = Learned(self.descriptors)
 
     @cached_property
     def version(self) -> str:
@@ -352,3 +420,10 @@ class TritonBackend:
 
     def standing(self, pool: torch.Tensor, chunk_tokens: int, rows: int, max_blocks: int) -> StandingPlan:
         return StandingPlan(pool, chunk_tokens, rows, max_blocks, self._learned)
+
+
+class TritonPointersBackend(TritonBackend):
+    """Without descriptors anywhere: to fall back on, and to compare with."""
+
+    name = "triton_pointers"
+    descriptors = False

@@ -18,7 +18,7 @@ def _load(name: str, device: torch.device = CPU, dtype: torch.dtype = torch.bflo
 
 
 def test_auto_takes_the_triton_kernel_on_a_gpu_and_the_compiled_one_on_a_cpu() -> None:
-    assert order("auto", CUDA) == ("triton", "varlen", "reference")
+    assert order("auto", CUDA) == ("triton", "triton_pointers", "varlen", "reference")
     assert order("auto", CPU) == ("native", "reference")
     assert [order(name, CPU) for name in BACKENDS] == [(name,) for name in BACKENDS]
     with pytest.raises(ConfigError, match="attention_backend=flash is unknown; use auto, reference"):
@@ -36,6 +36,7 @@ def test_the_reference_is_always_there() -> None:
         ("triton", CPU, 32, None, "needs a GPU; use auto on a CPU, or set TRITON_INTERPRET=1"),
         ("triton", CUDA, 32, "1", "TRITON_INTERPRET=1 is set"),
         ("triton", CPU, 24, "1", "cache.chunk_tokens=24"),
+        ("triton_pointers", CPU, 32, None, "attention_backend=triton_pointers needs a GPU"),
         ("native", CUDA, 32, None, "runs on a CPU only"),
         ("varlen", CPU, 32, None, "runs on CUDA only"),
         ("flashinfer", CPU, 32, None, r"pensieve\[flashinfer\]|runs on CUDA only"),
@@ -44,7 +45,7 @@ def test_the_reference_is_always_there() -> None:
 def test_what_cannot_run_here_is_one_sentence(
     name: str, device: torch.device, chunk: int, interpret: str | None, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if name == "triton":
+    if name.startswith("triton"):
         monkeypatch.setattr(importlib.util, "find_spec", lambda module: object())
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     if interpret:
@@ -58,3 +59,25 @@ def test_a_missing_triton_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(availability.importlib.util, "find_spec", lambda module: None)
     with pytest.raises(EngineMissing, match=r"pip install 'pensieve\[triton\]'"):
         _load("triton")
+
+
+def test_a_backend_of_two_names_the_part_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And auto chooses none of them: nobody has measured which of the two is faster."""
+    assert not set(availability.MIXED) & {*order("auto", CUDA), *order("auto", CPU)}
+    installed = {"triton"}
+    monkeypatch.setattr(
+        availability.importlib.util, "find_spec", lambda module: object() if module in installed else None
+    )
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(
+        EngineMissing, match=r"flashinfer\+triton needs both of its parts, and .*pensieve\[flashinfer\]"
+    ) as no:
+        _load("flashinfer+triton", CUDA)
+    assert "\n" not in str(no.value)
+    with pytest.raises(
+        EngineMissing, match=r"varlen\+triton needs both of its parts, and .*varlen computes in 16 bits only"
+    ):
+        _load("varlen+triton", CUDA, torch.float32)
+    installed.clear()
+    with pytest.raises(EngineMissing, match=r"varlen\+triton needs both of its parts, and .*pensieve\[triton\]"):
+        _load("varlen+triton", CUDA)

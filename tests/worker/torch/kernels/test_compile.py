@@ -35,7 +35,7 @@ def test_the_attention_kernel_becomes_what_its_tiles_promise(
     """No register is spilled; K and V have two buffers each, and a step waits for its own copies alone while the next one's
     two are under way; large tiles are 128 rows, whose products read shared memory where the GPU can."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    code = attention_code(architecture, large, dim)
+    code = attention_code(architecture, large, dim, descriptors=False)
     most = KNOWN[architecture].shared_a_program
     assert code.stack_bytes == 0 and code.registers <= 255
     assert code.shared_bytes <= code.predicted_bytes <= most
@@ -49,6 +49,51 @@ def test_the_attention_kernel_becomes_what_its_tiles_promise(
     assert code.programs >= (1 if large else 2)
 
 
+@pytest.mark.parametrize(("architecture", "dim", "products"), [(90, 128, "wgmma"), (100, 128, "tcgen05")])
+def test_prompts_fetch_boxes_where_the_gpu_has_them(
+    architecture: int, dim: int, products: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the tensor memory accelerator, ahead of their step; no register is spilled, and two programs of 8 warps share a
+    multiprocessor, where with pointers it is one."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    code = attention_code(architecture, True, dim)
+    assert code.boxed and (code.large_rows, code.block_keys, code.warps) == (128, 32, 8)
+    assert code.stack_bytes == 0 and code.registers <= 128 and code.programs == 2
+    assert code.shared_bytes <= code.predicted_bytes <= KNOWN[architecture].shared_a_program
+    assert code.buffers >= 2 and "async_tma_copy_global_to_local" in code.ttgir
+    assert "cp.async.bulk.tensor" in code.ptx and products in code.products
+    assert "cp.async.ca" not in code.ptx and "cp.async.cg" not in code.ptx, "what is masked has no pipeline of its own"
+
+
+def test_decode_rows_are_loaded_by_pointers_everywhere() -> None:
+    from pensieve.worker.torch.kernels.triton_backend import tiles_for
+
+    for architecture, machine in KNOWN.items():
+        tiles = [
+            tiles_for(128, 2, 16, large, machine.shared_a_program, architecture // 10, boxes=True)
+            for large in (False, True)
+        ]
+        assert [one.boxed for one in tiles] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("changed", "fit"),
+    [
+        ({}, True), ({"capability": 10}, True), ({"chunk_tokens": 128}, True), ({"head_dim": 80}, True),
+        ({"capability": 8}, False), ({"capability": 12}, False), ({"itemsize": 4}, False), ({"chunk_tokens": 16}, False),
+        ({"head_dim": 84}, False), ({"window": 4096}, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_boxes_fit(changed: dict[str, int], fit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pensieve.worker.torch.kernels import triton_backend
+
+    case = {"capability": 9, "itemsize": 2, "head_dim": 128, "chunk_tokens": 32, "window": None, **changed}
+    assert triton_backend.boxes_fit(**case) is fit
+    monkeypatch.setattr(triton_backend, "TensorDescriptor", None)
+    assert not triton_backend.boxes_fit(**case), "an older Triton has none"
+
+
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_the_small_kernels_compile_without_shared_copies(
     architecture: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -56,8 +101,9 @@ def test_the_small_kernels_compile_without_shared_copies(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from pensieve.worker.torch.kernels.paged import join_kernel, write_kernel
 
-    join = compiled(join_kernel, architecture, 4, 1, HEADS=32, HEAD_DIM=128, PADDED_DIM=128, BLOCK_S=16)
-    write = compiled(write_kernel, architecture, 4, 1, KV_HEADS=8, HEAD_DIM=128, PADDED=1024)
+    options = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+    join = compiled(join_kernel, architecture, options, HEADS=32, HEAD_DIM=128, PADDED_DIM=128, BLOCK_S=16)
+    write = compiled(write_kernel, architecture, options, KV_HEADS=8, HEAD_DIM=128, PADDED=1024)
     for built in (join, write):
         assert built.metadata.shared <= KNOWN[architecture].shared_a_program and "cp.async" not in built.asm["ptx"]
 

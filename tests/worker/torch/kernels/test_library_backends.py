@@ -33,7 +33,7 @@ def _attend(
     return torch.einsum("hqn,nhd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), values)
 
 
-def _varlen_attn(
+def varlen_attn(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -95,7 +95,10 @@ class _Wrapper:
         )
         self.indices, self.options = paged_kv_indices.long(), (sm_scale, window_left, logits_soft_cap)
 
-    def run(self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor
+    ) -> torch.Tensor:
+        assert out.is_contiguous() and out.shape == q.shape
         assert self.sizes == (q.shape[1], paged_kv_cache[0].shape[2], q.shape[2], paged_kv_cache[0].shape[1])
         pieces = []
         for index, last in enumerate(self.last):
@@ -103,10 +106,10 @@ class _Wrapper:
             used = (len(own) - 1) * self.sizes[3] + last
             k, v = (x[own].flatten(0, 1)[:used] for x in paged_kv_cache)
             pieces.append(_attend(q[self.bounds[index] : self.bounds[index + 1]], k, v, *self.options))
-        return torch.cat(pieces)
+        return out.copy_(torch.cat(pieces))
 
 
-class _Library:
+class Library:
     BatchPrefillWithPagedKVCacheWrapper = _Wrapper
 
 
@@ -114,8 +117,8 @@ def _plan(name: str, case: Case, wrappers: dict[Any, Any]) -> Any:
     if name == "reference":
         return ReferencePlan(case.batch, case.pool, case.chunk)
     if name == "varlen":
-        return VarlenPlan(_varlen_attn, case.batch, case.pool, case.chunk)
-    return FlashInferPlan(_Library(), wrappers, {}, case.batch, case.pool, case.chunk)
+        return VarlenPlan(varlen_attn, case.batch, case.pool, case.chunk)
+    return FlashInferPlan(Library(), wrappers, {}, case.batch, case.pool, case.chunk)
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -139,7 +142,7 @@ def test_softcap(monkeypatch: pytest.MonkeyPatch) -> None:
         case.attend(_plan("varlen", case, {}), 0.3, None, 2.0)
 
 
-def test_a_varlen_attn_that_lacks_what_is_needed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_avarlen_attn_that_lacks_what_is_needed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def older(
         query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, *, scale: Any
     ) -> None:
@@ -150,7 +153,7 @@ def test_a_varlen_attn_that_lacks_what_is_needed_is_named(monkeypatch: pytest.Mo
         VarlenBackend(torch.device("cuda"), torch.bfloat16, 64, 32)
 
 
-def test_a_varlen_attn_that_refuses_blocks_of_this_size_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_avarlen_attn_that_refuses_blocks_of_this_size_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*args: Any, **options: Any) -> None:
         raise RuntimeError("Paged KV cache block size must be divisible by 256\nmore")
 
