@@ -17,7 +17,8 @@ _WIDTHS = [stop - start for start, stop in zip((0.0, *AGES), (*AGES, AGES[-1] * 
 _UNSEEN_HAZARDS = [0.25] + [0.1] * (BINS - 1)
 """Before anything was seen: in log time a return is as likely now as later, so the idle longest goes first. The first bin is
 wider than the next ones."""
-_UNSEEN_STRENGTH = 1.0  # conversations that this counts as
+_UNSEEN_STRENGTH = 20.0  # conversations that this counts as
+_NEIGHBOURS = (0.5, 0.25)  # what a conversation counts for in the bins beside, and in those beside them
 _STALE_SHARE = 0.02  # of what was seen in all: that much news before rates are computed again
 _ALIVE = 1e-300  # the share still away is never 0, so that a bin nobody reached has a rate too
 
@@ -26,7 +27,8 @@ class Habit:
     """Of the conversations of one kind: by age, how many returned in that bin, and how many outstayed it.
 
     `parent` is a wider kind that holds this one; it stands in for what was not seen here, as `strength` conversations would.
-    Counts are in units that grow, so that what is old counts less (Forgetting).
+    Counts are in units that grow, so that what is old counts less (Forgetting). Bins are narrow, so that a peak keeps its
+    place, and what happens in one says something of its neighbours.
     """
 
     def __init__(self, parent: Habit | None, strength: float) -> None:
@@ -39,7 +41,13 @@ class Habit:
         self._rates_from = 0.0  # what the widest kind had seen then
 
     def note(self, age_bin: int, returned: bool, unit: float) -> None:
-        (self._returned if returned else self._outstayed)[age_bin] += unit
+        counts = self._returned if returned else self._outstayed
+        counts[age_bin] += unit
+        for distance, share in enumerate(_NEIGHBOURS, start=1):
+            if age_bin >= distance:
+                counts[age_bin - distance] += share * unit
+            if age_bin + distance < BINS:
+                counts[age_bin + distance] += share * unit
         self._seen += unit
 
     def hazards(self, unit: float) -> list[float]:

@@ -210,6 +210,11 @@ class SizeMap:
             return None
         return min(front, key=lambda place: (self.an_hour(place) or 0.0, place))
 
+    @property
+    def answer(self) -> Place | None:
+        """The sizes that the sentence is about: the cheapest that meet the objective, else those of the knee."""
+        return self.pick(self.meeting) or self.pick(self.knee)
+
     @cached_property
     def deciding(self) -> set[Place]:
         """The cells on which the answers depend: the largest sizes, the smallest cells that suffice, and those just below."""

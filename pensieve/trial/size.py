@@ -19,8 +19,10 @@ from rich import box
 from rich.table import Table
 
 from pensieve.compose import TrialConfig, check, resolved
+from pensieve.holding import TIERS
 from pensieve.results.code import code_hash
 from pensieve.results.environment import git_commit, host
+from pensieve.results.holding import Worth, prefill_seconds
 from pensieve.results.identity import counts_for_sweep, sweep_key
 from pensieve.results.size_map import SETTINGS, SHOWN, Place, Question, SizeMap, milliseconds, read_map
 from pensieve.statistics import Estimate
@@ -212,7 +214,8 @@ class _Planner:
 
 
 def tables_of(found: SizeMap) -> list[Table]:
-    return [_map_table(found), _answers_table(found)]
+    kept = _keeping_table(found)
+    return [_map_table(found), _answers_table(found), *([] if kept is None else [kept])]
 
 
 def _map_table(found: SizeMap) -> Table:
@@ -269,6 +272,37 @@ def _answers_table(found: SizeMap) -> Table:
             *([] if cost is None else [f"{cost:.4g}"]),
         )  # fmt: skip
     return table
+
+
+def _keeping_table(found: SizeMap) -> Table | None:
+    """Of the sizes that the sentence names: what keeping took and saved by tier, by the ledger of their first seed, and how
+    long KV may be idle before keeping it costs what computing it again would. None: nothing was kept, or has a price."""
+    place = found.answer
+    cell = None if place is None else found.cells.get(place)
+    trial = None if cell is None else cell.one.trial
+    worth = None if trial is None else Worth.of(trial, found.question.prices)
+    if cell is None or place is None or worth is None:
+        return None
+    prefill = list(prefill_seconds(cell.one.metrics).items())
+    shown = [prefill[at] for at in sorted({0, len(prefill) // 2, len(prefill) - 1})] if prefill else []
+    basis = "at the prices given" if found.question.prices.given else "a second of prefill is worth the GPU tier for it"
+    table = Table(
+        title=f"Is keeping worth it, with {found.name(place)} ({basis})",
+        title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
+    )  # fmt: skip
+    for head in ("tier", "idle GiB·s", "prefill saved", "paid back", *(f"even at {n:,} tokens" for n, _ in shown)):
+        table.add_column(head, justify="left" if head == "tier" else "right")
+    for tier in TIERS:
+        idle, saved = cell.one.value("held_idle_gib_s", tier), cell.one.value("saved_s", tier)
+        if not idle or saved is None or worth.gib(tier) is None:
+            continue
+        even = [worth.break_even_s(tokens, seconds, tier) for tokens, seconds in shown]
+        paid = worth.paid_back(saved, idle, tier)
+        table.add_row(
+            tier, f"{idle:,.4g}", f"{saved:,.3g} s", "–" if paid is None else f"{paid:.3g}x",
+            *("–" if seconds is None else f"{seconds:,.3g} s" for seconds in even),
+        )  # fmt: skip
+    return table if table.row_count else None
 
 
 def _with_interval(found: Estimate | None, scale: float, unit: str, short: bool = False) -> str:

@@ -17,7 +17,7 @@ from pensieve.results.size_map import Cell, SizeMap, read_map
 from pensieve.results.store import open_store
 from pensieve.statistics import nearest_rank
 from pensieve.trial import Job, parallel, run_trial
-from pensieve.trial.size import size
+from pensieve.trial.size import _keeping_table, size
 from pensieve.trial.tracking import open_tracking
 from tests.composed import hydra_session
 
@@ -111,6 +111,24 @@ def test_a_refined_map_answers_as_the_whole_one_and_its_interpolated_cells_are_n
         assert whole.mean(place, "found") == pytest.approx(hits / sum(turn.history_tokens for turn in turns))
         assert whole.mean(place, "ttft_ms_p90") == nearest_rank([turn.ttft_ms for turn in turns], 0.9)
         assert one.gpu_tokens == int(GPU[place[0]].split()[0]) and one.cpu_tokens == int(CPU[place[1]].split()[0])
+    # What keeping cost, from the rows of the ledger; without prices a second of prefill is worth the GPU tier's GiB.
+    assert "Is keeping worth it" in first.out
+    answer = whole.cells[whole.pick(whole.knee)].trials[3]
+    gib, token_gib = answer.trial.gpu_bytes / 2**30, answer.trial.kv_bytes_per_token / 2**30
+    lines = {cells[0]: cells[1:] for cells in zip(*(c.cells for c in _keeping_table(whole).columns), strict=True)}
+    heads = [str(column.header) for column in _keeping_table(whole).columns][4:]
+    rows = store.holdings_of(answer.trial.id)
+    assert set(lines) == {row.tier for row in rows if row.idle_gib_s}
+    for tier, (idle, saved, paid, *even) in lines.items():
+        own = [row for row in rows if row.tier == tier]
+        kept, won = sum(row.idle_gib_s for row in own), sum(row.saved_s for row in own)
+        assert float(idle.replace(",", "")) == pytest.approx(kept, rel=1e-3)
+        assert float(saved.removesuffix(" s").replace(",", "")) == pytest.approx(won, rel=1e-2)
+        assert float(paid.removesuffix("x")) == pytest.approx(won * gib / kept, rel=1e-2)
+        for head, seconds in zip(heads, even, strict=True):
+            tokens = int(head.split()[2].replace(",", ""))
+            expected = answer.value("prefill_s", str(tokens)) * gib / (tokens * token_gib)
+            assert float(seconds.removesuffix(" s").replace(",", "")) == pytest.approx(expected, rel=1e-2)
     sizes = (f"cache.gpu={GPU[0]}", f"cache.cpu={CPU[-1]}")
     alone = composed(*LOAD, "seed=3", *sizes, "cache=demo", "tracking.mlflow=false", name="config")
     again = run_trial(check(alone), resolved(alone), open_tracking(check(alone)), Job("", outputs / "x"), print)

@@ -1,0 +1,129 @@
+"""Which of two orders of eviction would have found more: each is followed in a small model of the cache."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+MOST = 256
+"""Conversations that a model holds; where the cache holds more, it is a model of a sample of them."""
+
+_HALF_LIFE = 2_000.0  # turns of the sample, after which one counts half
+_FADES = 0.5 ** (1.0 / _HALF_LIFE)
+_SWITCH_AFTER = 64  # turns at least: a switch reorders every idle conversation
+_SPREAD, _SPACE = 2_654_435_761, 2**32  # neighbouring numbers fall far apart (Knuth, multiplicative hashing)
+
+
+@dataclass(slots=True)
+class Held:
+    """The last `tokens` of a conversation's `length`. rests: no turn of it runs, so it may be given up. kind: what the
+    challenger said of it then."""
+
+    number: int
+    tokens: int
+    length: int
+    since_s: float
+    rests: bool = False
+    kind: Any = None
+
+
+Worst = Callable[[OrderedDict[int, Held], float], Held | None]
+"""Which of those that rest goes first, at this time; they are in the order in which they were last active."""
+
+
+class Shadow:
+    """What a cache of `capacity` tokens would hold under one order, counted and not stored: whole conversations of which the
+    beginning goes first, in one tier."""
+
+    def __init__(self, worst: Worst) -> None:
+        self._worst = worst
+        self.held: OrderedDict[int, Held] = OrderedDict()
+        self._total = 0
+
+    def ask(self, number: int, length: int, now_s: float, capacity: float) -> tuple[int, int]:
+        """A turn begins whose prompt ends at `length`: which tokens [start, stop) of it are there. Then all of it is."""
+        held = self.held.get(number)
+        found = (held.length - held.tokens, min(held.length, length)) if held else (0, 0)
+        self._hold(Held(number, length, length, now_s), capacity, now_s)
+        return found if found[0] < found[1] else (0, 0)
+
+    def rest(self, number: int, length: int, now_s: float, capacity: float, kind: Any) -> None:
+        """Its turn is over."""
+        self._hold(Held(number, length, length, now_s, rests=True, kind=kind), capacity, now_s)
+
+    def leave(self, number: int) -> None:
+        held = self.held.pop(number, None)
+        if held is not None:
+            self._total -= held.tokens
+
+    def _hold(self, new: Held, capacity: float, now_s: float) -> None:
+        self.leave(new.number)
+        self.held[new.number] = new
+        self._total += new.tokens
+        while self._total > capacity and (victim := self._worst(self.held, now_s)) is not None:
+            gone = min(victim.tokens, math.ceil(self._total - capacity))
+            victim.tokens -= gone
+            self._total -= gone
+            if not victim.tokens:
+                del self.held[victim.number]
+
+
+def least_recent(held: OrderedDict[int, Held], now_s: float) -> Held | None:
+    return next((one for one in held.values() if one.rests), None)
+
+
+class Duel:
+    """Whether a challenger's order finds more than least recently used does.
+
+    Both see the turns of the same sample of conversations, each with its share of the capacity, as large as `MOST` allows
+    (a sample of fixed size: Waldspurger et al., SHARDS, FAST 2015). The challenger `leads` once the sum of what it found
+    more, turn by turn, is larger than the root of the sum of squares, which chance alone seldom is; and no longer once
+    that sum is below 0. Old turns fade. worth(start, stop): of what was found.
+    """
+
+    def __init__(self, capacity: int, challenger: Worst, worth: Callable[[int, int], float]) -> None:
+        self._capacity, self._worth = float(capacity), worth
+        self._shadows = Shadow(least_recent), Shadow(challenger)
+        self._share = 1.0
+        self._more = self._squares = 0.0
+        self._since_switch = 0
+        self.leads = False
+
+    def ask(self, number: int, length: int, now_s: float) -> bool:
+        """A turn begins; returns whether another order leads from now on."""
+        if not self._sampled(number):
+            return False
+        recency, challenger = (
+            self._worth(*shadow.ask(number, length, now_s, self._capacity * self._share)) for shadow in self._shadows
+        )
+        more = challenger - recency
+        self._more, self._squares = self._more * _FADES + more, self._squares * _FADES + more * more
+        self._shrink()
+        return self._decide()
+
+    def rest(self, number: int, length: int, now_s: float, kind: Any) -> None:
+        """Its turn is over; `kind` is handed to the challenger."""
+        if self._sampled(number):
+            for shadow in self._shadows:
+                shadow.rest(number, length, now_s, self._capacity * self._share, kind)
+
+    def _decide(self) -> bool:
+        self._since_switch += 1
+        leads = self._more >= 0 if self.leads else self._more > math.sqrt(self._squares)
+        if leads is self.leads or self._since_switch < _SWITCH_AFTER:
+            return False
+        self.leads, self._since_switch = leads, 0
+        return True
+
+    def _sampled(self, number: int) -> bool:
+        return number * _SPREAD % _SPACE < self._share * _SPACE
+
+    def _shrink(self) -> None:
+        while any(len(shadow.held) > MOST for shadow in self._shadows):
+            self._share /= 2
+            for shadow in self._shadows:
+                for number in [number for number in shadow.held if not self._sampled(number)]:
+                    shadow.leave(number)
