@@ -79,6 +79,7 @@ class Claim(BaseModel):
     axes make groups, judged one by one.
     conditions: column of table `trial` (or dotted field of its configuration) -> the values that count, patterns such as
     "*A100*" included, or limits. seeds: the fewest that decide it. simulated: whether simulated trials may decide it.
+    gain: more than what is claimed is better, and holds.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -96,6 +97,7 @@ class Claim(BaseModel):
     conditions: dict[str, Values | Limits] = {}
     seeds: int = Field(default=3, ge=1)
     simulated: bool = True
+    gain: bool = False
 
     @model_validator(mode="after")
     def _can_be_measured(self) -> Claim:

@@ -117,7 +117,7 @@ def _judged(claim: Claim, evidence: Evidence, group: TrialGroup, over: str | Non
         except MissingSeries as error:
             reasons.append(str(error).rstrip("."))
     name = f"{claim.name} ({group.name})" if several and group.name else claim.name
-    judgement = judge(claim.claimed.bounds(), measured, reasons, claim.seeds)
+    judgement = judge(claim.claimed.bounds(), measured, reasons, claim.seeds, claim.gain)
     return Judged(name, claim, group.name, ours, theirs, measured, judgement, tuple(reasons), simulated)
 
 

@@ -57,10 +57,13 @@ class Judgement:
     why: str
 
 
-def judge(bounds: Bounds, measured: Measured | None, differences: Sequence[str], fewest_seeds: int = 1) -> Judgement:
+def judge(
+    bounds: Bounds, measured: Measured | None, differences: Sequence[str], fewest_seeds: int = 1, gain: bool = False
+) -> Judgement:
     """A claim holds, or fails, only where the whole interval lies on one side of its bounds.
 
     differences: the conditions of the claim that the trials do not meet, a clause each; any makes it not comparable.
+    gain: more than what is claimed is better, and holds.
     """
     if differences:
         return Judgement("not comparable", "; ".join(differences))
@@ -75,6 +78,10 @@ def judge(bounds: Bounds, measured: Measured | None, differences: Sequence[str],
         return Judgement("inconclusive", "it met no limit, so it is at least that")
     if bounds.contain(low) and bounds.contain(high):
         return Judgement("holds", "the whole interval lies within the claim")
+    if gain and bounds.high is not None and low > bounds.high:
+        return Judgement("holds", "better than claimed: the whole interval lies above the claim")
+    if gain and bounds.low is not None and low >= bounds.low:
+        return Judgement("holds", "as claimed or better: the whole interval lies above the claim's lower bound")
     if bounds.high is not None and low > bounds.high:
         return Judgement("fails", "the whole interval lies above the claim")
     if bounds.low is not None and high < bounds.low:

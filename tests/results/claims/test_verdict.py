@@ -75,3 +75,26 @@ def test_without_a_value_nothing_is_comparable(nothing):
 def test_bounds_that_nothing_could_contradict_are_our_bug():
     with pytest.raises(AssertionError):
         Bounds(None, None, 1.0, "")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict", "why"),
+    [
+        (2.6, 3.4, "holds", "better than claimed"),
+        (2.0, 3.4, "holds", "as claimed or better"),
+        (1.6, 2.4, "holds", "within the claim"),
+        (1.0, 3.0, "inconclusive", "across"),
+        (1.0, 1.4, "fails", "below the claim"),
+    ],
+)
+def test_more_than_a_claimed_gain_is_better_than_claimed_and_no_failure(low, high, verdict, why):
+    found = judge(RANGE, measured(low, high), [], gain=True)
+    assert found.verdict == verdict and why in found.why
+    if low > 2.5:
+        assert judge(RANGE, measured(low, high), []).verdict == "fails", "a figure to be reproduced is not"
+
+
+def test_a_gain_claimed_as_the_most_there_is_can_be_exceeded():
+    most = Bounds(None, 2.5, 2.5, "< 2.5")
+    assert judge(most, measured(2.9, 3.1), [], gain=True).why.startswith("better than claimed")
+    assert judge(most, measured(2.4, 3.1), [], gain=True).verdict == "inconclusive"
