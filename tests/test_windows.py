@@ -148,6 +148,20 @@ def test_a_full_cpu_tier_cuts_no_window_where_only_spare_blocks_are_copied_to(
     assert made < 0.6 * computed
 
 
+def test_a_head_that_changes_places_with_others_is_asked_about_at_each_iteration(monkeypatch: pytest.MonkeyPatch):
+    assert_equal(
+        36,
+        monkeypatch,
+        longest=60,
+        copy_ahead="never",
+        gpu_blocks=24,
+        cpu_blocks=48,
+        swap_out_start=0.5,
+        swap_out_stop=0.6,
+        max_batch_requests=2,
+    )
+
+
 def test_a_window_takes_the_last_block(monkeypatch: pytest.MonkeyPatch):
     """One request in a cache that it fills up: all that it decodes is one plan, but the first iteration."""
     engine = make_engine(computes=False, gpu_blocks=8, cpu_blocks=0, chunk_tokens=4)

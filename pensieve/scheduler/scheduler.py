@@ -341,6 +341,8 @@ class Scheduler:
             cache.shares or not settings.admit_beyond_budget or head.arrival not in self._deferred
         ):
             return 1
+        if head is not None and settings.copy_ahead == "never" and cache.on_cpu(head.session):
+            return 1  # each plan may load more of it
         further, latest = settings.max_batch_tokens, rows[0][0].arrival
         lengths: list[int] = []
         for sequence, row in rows:
