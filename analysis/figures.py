@@ -85,7 +85,7 @@ def _no_figure(source: Source) -> str:
     return f"Sweep {source.sweep.id} supports no figure; run `{source.command}` to complete it."
 
 
-def draw_all(source: Source, folder: Path) -> tuple[list[Drawing], list[str]]:
+def draw_all(source: Source, folder: Path, dark: bool = False) -> tuple[list[Drawing], list[str]]:
     """The drawings of the figures that apply to the sweep, and a sentence for each figure that could not be drawn though
     it applies (a series is missing, or trials must not be mixed)."""
     drawings: list[Drawing] = []
@@ -93,7 +93,7 @@ def draw_all(source: Source, folder: Path) -> tuple[list[Drawing], list[str]]:
     applying = [figure for figure in registry.FIGURES.values() if figure.applies(source)]
     for figure in [figure for figure in applying if figure.alone] or applying:
         try:
-            drawings += figure.draw(source, folder)
+            drawings += figure.draw(source, folder, dark)
         except ResultsError as error:
             problems.append(f"{figure.name}: {error}")
     return drawings, problems

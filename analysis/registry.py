@@ -37,7 +37,10 @@ class Plot:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """One figure on disk. table: its numbers as cells. is_table: the picture is these cells; a page shows them as text."""
+    """One figure on disk. dark: for a page with a dark ground. table: its numbers as cells.
+
+    is_table: the picture is these cells; a page shows them as text.
+    """
 
     name: str
     title: str
@@ -50,10 +53,11 @@ class Drawing:
     sidecar: Path
     table: Table | None
     is_table: bool
+    dark: Path | None = None
 
     @property
     def paths(self) -> list[Path]:
-        return [self.png, self.pdf, self.text, self.csv, self.sidecar]
+        return [self.png, self.pdf, self.text, self.csv, self.sidecar, *([self.dark] if self.dark else [])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +81,9 @@ class Figure:
     def missing(self, source: Source) -> str:
         return f"{self.name} needs other trials than sweep {source.sweep.id} has; run `{self.command}`."
 
-    def draw(self, source: Source, folder: Path) -> list[Drawing]:
-        """Write the files of each panel."""
-        return [_publish(self, plot, folder) for plot in self.plots(source)]
+    def draw(self, source: Source, folder: Path, dark: bool = False) -> list[Drawing]:
+        """Write the files of each panel. dark: also for a page with a dark ground."""
+        return [_publish(self, plot, folder, dark) for plot in self.plots(source)]
 
 
 FIGURES: dict[str, Figure] = {}
@@ -117,7 +121,7 @@ def columns(name: str, estimate: Estimate, prefix: str = "") -> dict[str, Any]:
     }
 
 
-def _publish(of: Figure, plot: Plot, folder: Path) -> Drawing:
+def _publish(of: Figure, plot: Plot, folder: Path, dark: bool) -> Drawing:
     """Title and a line of small print around the picture, and its files; the panel's group goes before the columns of the
     CSV. What does not fit the line is the caption, for whoever sets the figure."""
     panel, origin = plot.panel, plot.panel.provenance
@@ -127,8 +131,8 @@ def _publish(of: Figure, plot: Plot, folder: Path) -> Drawing:
     caption = ". ".join(filter(None, [of.title, panel.text, warning, footnote(origin, lead)]))
     style.compose(plot.picture, of.title, panel.text, warning, brief(origin, drawn))
     stem = folder / (of.name + "".join(f"-{_slug(axis)}-{_slug(value)}" for axis, value in panel.group.items()))
-    png, pdf, text = style.save(plot.picture, stem, of.title, caption)
     is_table = any(axes.tables for axes in plot.picture.axes)
+    png, pdf, text, *darker = style.save(plot.picture, stem, of.title, caption, dark=dark and not is_table)
     table, sidecar = (stem.with_name(stem.name + suffix) for suffix in (".csv", ".json"))
     assert plot.rows, "a figure without data"
     with table.open("w", newline="", encoding="utf-8") as file:
@@ -149,7 +153,7 @@ def _publish(of: Figure, plot: Plot, folder: Path) -> Drawing:
         ],
     }
     sidecar.write_text(json.dumps(said, indent=2, default=str) + "\n", encoding="utf-8")
-    return Drawing(of.name, of.title, panel, caption, png, pdf, text, table, sidecar, plot.table, is_table)
+    return Drawing(of.name, of.title, panel, caption, png, pdf, text, table, sidecar, plot.table, is_table, *darker)
 
 
 def _interval_drawn(plot: Plot) -> bool:

@@ -59,6 +59,7 @@ def build(source: Source, judged: Sequence[Judged], folder: Path) -> Page:
         subtitle=particulars.subtitle(source),
         facts=particulars.facts(source),
         warnings=particulars.warnings(source),
+        answers=outcomes.answers(source),
         results=outcomes.results(source),
         notes=outcomes.notes(source),
         verdicts=[verdicted(one) for one in judged],
@@ -93,9 +94,9 @@ def verdicted(one: Judged) -> Verdicted:
 
 
 def _figures(source: Source, folder: Path) -> tuple[list[Picture], list[tuple[str, str, str]]]:
-    drawings, problems = figures.draw_all(source, folder)
+    drawings, problems = figures.draw_all(source, folder, dark=True)
     pictures = [
-        Picture(d.title, d.panel.text, d.png, [d.pdf.name, d.csv.name], d.caption, _cells(d))
+        Picture(d.title, d.panel.text, d.png, [d.pdf.name, d.csv.name], d.caption, _cells(d), d.dark)
         for d in drawings
         if d.name not in AS_TABLES
     ]

@@ -20,6 +20,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.text import Text
 
+from analysis.dark import darken
+
 WIDTH_IN = 3.3  # one column of a paper
 MARGIN_IN = 0.06
 EDGE = "#7F7F7F"  # around parts that are too light to end by themselves
@@ -184,13 +186,20 @@ def compose(figure: Figure, title: str, subtitle: str, warning: str, note: str) 
     figure.set_layout_engine("constrained", rect=(0, bottom / total, 1, height / total))
 
 
-def save(figure: Figure, stem: Path, title: str, caption: str) -> list[Path]:
-    """PNG, PDF and the caption as text beside each other; returns their paths. The PDF's metadata hold the caption too."""
+def save(figure: Figure, stem: Path, title: str, caption: str, dark: bool = False) -> list[Path]:
+    """PNG, PDF and the caption as text beside each other; returns their paths. The PDF's metadata hold the caption too.
+
+    dark: the PNG once more for a page with a dark ground, as the last of them.
+    """
     stem.parent.mkdir(parents=True, exist_ok=True)
     paths = [stem.with_name(stem.name + suffix) for suffix in (".png", ".pdf", ".txt")]
     figure.savefig(paths[0])
     figure.savefig(paths[1], metadata={"Title": title, "Subject": caption, "CreationDate": None})
     paths[2].write_text(f"{caption}\n", encoding="utf-8")
+    if dark:
+        darken(figure)
+        paths.append(stem.with_name(f"{stem.name}-dark.png"))
+        figure.savefig(paths[-1])
     plt.close(figure)
     return paths
 

@@ -15,6 +15,8 @@ from markupsafe import Markup
 from pensieve.results.claims.verdict import VERDICTS, Bounds, Measured, Verdict
 
 HERE = Path(__file__).resolve().parent
+LEADING = 3
+"""Figures beside the answer; the first of those that apply, in the order of the registry."""
 SYMBOLS: Mapping[Verdict, str] = {"holds": "✓", "fails": "✗", "inconclusive": "≈", "not comparable": "–"}
 """Beside the word, so that colour says nothing by itself."""
 
@@ -60,7 +62,7 @@ class Verdicted:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """table: its cells, where it is one; the page then has these and no image."""
+    """dark: the same on a dark ground. table: its cells, where it is one; the page then has these and no image."""
 
     title: str
     group: str
@@ -68,17 +70,20 @@ class Picture:
     files: Sequence[str]
     caption: str = ""
     table: Table | None = None
+    dark: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """facts: label, value. warnings: what a reader has to know first. not_drawn: figure, why, the command that makes its
+    """facts: label, value. warnings: what a reader has to know first. answers: what was found, before any table; the first
+    LEADING pictures stand under it. not_drawn: figure, why, the command that makes its
     trials or "". commands: what it does, the line to type."""
 
     title: str
     subtitle: str
     facts: Sequence[tuple[str, str]]
     warnings: Sequence[str]
+    answers: Sequence[str]
     results: Sequence[Table]
     notes: Sequence[str]
     verdicts: Sequence[Verdicted]
@@ -106,7 +111,7 @@ def render(page: Page) -> str:
     )
     environment.filters["picture"] = _picture
     style = Markup((HERE / "page.css").read_text(encoding="utf-8"))  # ours, and nothing of a database in it
-    return environment.get_template("page.html.j2").render(page=page, style=style, symbols=SYMBOLS)
+    return environment.get_template("page.html.j2").render(page=page, style=style, symbols=SYMBOLS, leading=LEADING)
 
 
 def interval(bounds: Bounds, measured: Measured) -> Interval | None:

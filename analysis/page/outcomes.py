@@ -24,6 +24,11 @@ SPEEDUP_TURNS: Sequence[tuple[str, Which]] = (
 )
 
 
+def answers(source: Source) -> Sequence[str]:
+    """What was found, and what qualifies it, in sentences; of a benchmark its table alone says it."""
+    return [] if _benchmark(source) else sweep_table(source.store, source.sweep.id).answers
+
+
 def results(source: Source) -> list[Table]:
     """Baselines side by side, at every combination of the other swept axes; then the speed-ups by turn."""
     if _benchmark(source):

@@ -15,13 +15,26 @@ from pensieve.results.claims import Judged
 from pensieve.results.fields import differences, flat
 
 _GROUPS = ("model", "cache", "eviction", "scheduler", "baseline", "workload", "hardware")
+MANY = 4
 _PER_TRIAL = ("seed", "repeat")
 _HIDDEN = ("_partial_", "missing", "architecture", "inspect")
 _FLAGS_AS_FACTS = ("load", "bench", "floor_is")
 
 
 def title(source: Source) -> str:
-    return source.sweep.experiment or _list(trial.workload for trial in source.trials) or source.sweep.name
+    """What was swept: the overlay or the workload, and the values of each axis, or how many where they are more than MANY."""
+    trials = source.trials
+    subject = source.sweep.experiment or _list(trial.workload for trial in trials) or source.sweep.name
+    axes = {"baseline": [trial.baseline for trial in trials]}
+    for axis in varying_axes(source.sweep.overrides, trials):
+        axes[axis] = [axis_value(trial, axis) for trial in trials]
+    swept = [_swept(axis, list(dict.fromkeys(values))) for axis, values in axes.items() if len(set(values)) > 1]
+    return f"{subject}: {'; '.join(swept)}" if swept else subject
+
+
+def _swept(axis: str, values: Sequence[str]) -> str:
+    shown = f"{', '.join(values[:-1])} and {values[-1]}" if len(values) <= MANY else f"{len(values)} values"
+    return shown if axis == "baseline" and len(values) <= MANY else f"{axis} of {shown}"
 
 
 def subtitle(source: Source) -> str:

@@ -1,5 +1,7 @@
 """The page as HTML: well-formed, whole in one file, escaped, and a mark beside every colour."""
 
+import base64
+import re
 import struct
 import zlib
 from html.parser import HTMLParser
@@ -10,7 +12,7 @@ from analysis.page.document import SYMBOLS, Page, Picture, Table, Verdicted, int
 from pensieve.results.claims.verdict import VERDICTS, Bounds, Measured
 
 HOSTILE = "<script src='https://evil.example/x.js'>alert(1)</script>\"'&"
-VOID = {"meta", "img", "rect", "br", "link", "input"}
+VOID = {"meta", "img", "rect", "br", "link", "input", "source"}
 LOADING = {"src", "href", "xlink:href", "data", "action", "poster", "srcset", "formaction", "background"}
 
 
@@ -82,6 +84,7 @@ def page(tmp_path=None, text="plain", verdicts=VERDICTS, **changed):
         "subtitle": text,
         "facts": [(text, text)],
         "warnings": [text],
+        "answers": [text],
         "results": [table],
         "notes": [text],
         "verdicts": [
@@ -156,6 +159,25 @@ def test_a_picture_is_inside_with_its_size_and_a_text_for_it(tmp_path):
     assert 'width="2100" height="700"' in html
     assert 'alt="TTFT, cache=small; its numbers are in a.csv"' in html
     assert 'class="wide"' in html
+
+
+def test_a_reader_in_the_dark_gets_the_dark_picture(tmp_path):
+    light, dark = png(tmp_path / "w.png"), png(tmp_path / "w-dark.png", 991)
+    html = render(page(pictures=[Picture("TTFT", "", light, ["a.csv"], dark=dark)]))
+    assert_self_contained(html)
+    [loaded] = re.findall(
+        r'<source media="\(prefers-color-scheme: dark\)" srcset="data:image/png;base64,([^"]+)">', html
+    )
+    assert base64.b64decode(loaded) == dark.read_bytes()
+    assert "<source" not in render(page(pictures=[Picture("TTFT", "", light, ["a.csv"])]))
+
+
+def test_the_answer_and_three_figures_stand_before_the_results(tmp_path):
+    pictures = [Picture(f"figure {n}", "", png(tmp_path / f"{n}.png"), ["a.csv"]) for n in range(5)]
+    text = read(render(page(answers=["It is faster.", "One seed."], pictures=pictures))).text
+    text = text[text.index("It is faster.") :]
+    order = [text.index(part) for part in ("One seed.", "figure 0", "figure 2", "Results", "figure 3", "figure 4")]
+    assert order == sorted(order)
 
 
 def test_a_figure_that_is_a_table_is_text_and_no_image(tmp_path):

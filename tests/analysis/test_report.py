@@ -177,6 +177,20 @@ def test_what_a_reader_has_to_know_comes_first():
     assert not set(particulars.warnings(source_of())) & set(outcomes.notes(source_of()))
 
 
+def test_the_page_is_titled_by_what_was_swept_and_begins_with_what_was_found():
+    source = source_of(seeds=5)
+    assert particulars.title(source).endswith(": pensieve and stateless")
+    assert outcomes.answers(source)[0].startswith("At a conversation's last turn Pensieve's first token comes")
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [(["1GB", "2GB"], "cache.gpu of 1GB and 2GB"), ([str(n) for n in range(6)], "cache.gpu of 6 values")],
+)
+def test_a_swept_axis_is_named_with_its_values_or_their_number(values, shown):
+    assert particulars._swept("cache.gpu", values) == shown
+
+
 def test_the_comparison_has_a_line_a_baseline_and_speed_ups_against_stateless():
     side_by_side, speedups = outcomes.results(source_of(seeds=5))
     assert [row[0] for row in side_by_side.rows] == ["pensieve", "stateless"]

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 from matplotlib import pyplot as plt
+from matplotlib.colors import to_rgb
 
 from analysis import style
+from analysis.dark import in_the_dark
 from pensieve.compose import options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,3 +61,25 @@ def test_drawing_loads_no_engine_and_no_torch():
     )
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"
+
+
+def test_in_the_dark_greys_change_places_and_dark_colours_are_lifted():
+    white, black, grid = (in_the_dark(colour) for colour in ("white", "black", "#E3E3E3"))
+    assert max(white[:3]) < 0.2 < 0.8 < min(black[:3])
+    assert max(white[:3]) < max(grid[:3]) < 0.3
+    assert in_the_dark((0.0, 0.0, 0.0, 0.25))[3] == 0.25, "a band stays a band"
+    for name in style.COLOURS:
+        assert sum(in_the_dark(style.colour(name))[:3]) / 3 > 0.3, name
+    assert in_the_dark("#56B4E9")[:3] == pytest.approx(to_rgb("#56B4E9"), abs=0.01), "light enough as it is"
+
+
+def test_the_dark_picture_is_the_same_figure_on_a_dark_ground(tmp_path):
+    figure, axes = style.new_axes(1.5)
+    axes.plot([0, 1], [0, 1], label="pensieve", color=style.colour("pensieve"))
+    style.legend(figure)
+    *light, dark = style.save(figure, tmp_path / "one", "title", "caption", dark=True)
+    assert [path.name for path in light] == ["one.png", "one.pdf", "one.txt"] and dark.name == "one-dark.png"
+    bright, dim = plt.imread(light[0])[..., :3], plt.imread(dark)[..., :3]
+    assert bright.shape == dim.shape
+    assert bright.mean() > 0.8 > 0.3 > dim.mean()
+    assert dim.max() > 0.8, "letters and ticks are light"
