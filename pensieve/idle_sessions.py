@@ -60,8 +60,8 @@ class IdleSessions:
     def let_go(self, session: Session) -> None:
         """The cache has forgotten it, with nothing of it left to give up: who else is forgotten must not depend on that."""
         known = self._idle.get(session.name)
-        if known is None:
-            return
+        if known is None or known.session is not session:
+            return  # it was forgotten, and its name may be another conversation's by now
         if self._ttl_ns is None and self._most_tokens is None:
             self.remove(session)
         else:

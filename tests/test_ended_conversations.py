@@ -85,10 +85,11 @@ def test_what_has_kv_stays_as_it_is():
     assert without <= max(4, len(places) / 3)
 
 
+@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("limits", [MemoryLimits(tokens=8_000), MemoryLimits(ttl_s=3.0), MemoryLimits(tokens=10**9)])
-def test_limits_of_memory_decide_as_before(limits: MemoryLimits, monkeypatch: pytest.MonkeyPatch):
+def test_limits_of_memory_decide_as_before(cache: str, limits: MemoryLimits, monkeypatch: pytest.MonkeyPatch):
     """Who is forgotten by them, and when, depends on all that are idle, those that are over among them."""
-    forgetting, keeping = system_of("pensieve", limits=limits), system_of("pensieve", limits=limits)
+    forgetting, keeping = system_of(cache, limits=limits), system_of(cache, limits=limits)
     monkeypatch.setattr(keeping, "ended", lambda session: None)
     forgot, kept = served(forgetting), served(keeping)
     assert forgot == kept

@@ -120,8 +120,12 @@ class PrefixCache(OneTier):
         del self.sessions[session.name], self._chains[session.number]
 
     def let_go(self, session: Session) -> bool:
-        """Its blocks are known by content, not by whose they are."""
+        """Its blocks are known by content, not by whose they are; while one is here, a limit of memory may ask it to give
+        that up."""
         if self.sessions.get(session.name) is session:
+            hashes = self._chains[session.number].upto(session.tokens, len(session.tokens))
+            if any(name in self._block_of for name in hashes):
+                return False
             self._leave_noted(session)
             self._close(session)
         return True

@@ -124,8 +124,7 @@ class SlotCache(OneTier):
 
     def forget(self, session: Session) -> None:
         for slot in self.slots:
-            held = min(len(slot.tokens), len(session.tokens))
-            if slot.session is None and held and _shared(slot, session) == held:
+            if self._gives_up(slot, session):
                 slot.tokens = tokens_of([])
                 slot.last = None
                 if self._holders is not None:
@@ -136,7 +135,7 @@ class SlotCache(OneTier):
 
     def let_go(self, session: Session) -> bool:
         if self.sessions.get(session.name) is session:
-            if any(slot.last is session for slot in self.slots):
+            if any(slot.last is session or self._gives_up(slot, session) for slot in self.slots):
                 return False
             self._lost.pop(session.number, None)
             self._leave_noted(session)
@@ -152,6 +151,11 @@ class SlotCache(OneTier):
         assert len(self._slot_of) == sum(slot.session is not None for slot in self.slots)
 
     # -- how --------------------------------------------------------------------------------------------------------
+
+    def _gives_up(self, slot: Slot, session: Session) -> bool:
+        """Whether what the slot holds is of the conversation alone, and goes with it."""
+        held = min(len(slot.tokens), len(session.tokens))
+        return slot.session is None and held > 0 and _shared(slot, session) == held
 
     def _occupy(self, session: Session, now_s: float) -> int:
         """Take a slot and cut its tokens at the first difference; returns how many are left."""

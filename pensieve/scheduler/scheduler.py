@@ -368,7 +368,7 @@ class Scheduler:
                 wanted = max(ahead, room + lacking if lacking else 0)
                 room = min(room, room + cache.outgoing - wanted)
             if self._blocks_for(lengths, further) > room:
-                further = bisect_right(range(further), room, key=partial(self._blocks_for, lengths)) - 1
+                further = max(0, bisect_right(range(further), room, key=partial(self._blocks_for, lengths)) - 1)
         return 1 + further
 
     def _copies_ahead(self, rows: list[tuple[Sequence, Row]]) -> bool:

@@ -43,6 +43,7 @@ from pensieve.server.turn import Turn
 
 log = logging.getLogger(__name__)
 
+TRIM_SHARE = 0.001  # of the time may go to giving pages back: allocating threads may have to wait for that
 SWEEP_S = 5.0  # how often conversations that nobody came back to are looked for
 _PREPARED_INLINE = 16_384  # bytes of a body: a longer one is encoded in another thread, so that others do not wait
 
@@ -109,13 +110,17 @@ def create_app(state: App) -> FastAPI:
 
 
 async def _sweep(state: App) -> None:
+    trim_at = 0.0
     while True:
         await asyncio.sleep(SWEEP_S)
         if state.server is not None:
             await asyncio.to_thread(state.server.conversations.expire)
             if state.tidy is not None:
                 await asyncio.to_thread(state.tidy)
-            await asyncio.to_thread(memory.give_back)
+            if time.monotonic() >= trim_at:
+                began = time.monotonic()
+                await asyncio.to_thread(memory.give_back)
+                trim_at = time.monotonic() + (time.monotonic() - began) / TRIM_SHARE
 
 
 Session = Annotated[str | None, Header(alias=SESSION_HEADER, max_length=LONGEST_NAME)]

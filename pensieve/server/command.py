@@ -106,15 +106,15 @@ def _load(state: App, config: Mapping[str, Any], http: uvicorn.Server) -> None:
             loop = state.loop.result()  # once it has ended, calling it raises RuntimeError: nothing is to load any more
             connected = partial(loop.call_soon_threadsafe, _take_sigterm_back)
             server = make_replicas(config, state.settings, connected)
-            loop.call_soon_threadsafe(_restart_at_sighup, server.system)
+            loop.call_soon_threadsafe(_restart_when_told, server.system)
         else:
             server = make_server(config, keeps_disk=kept is not None)
         if state.settings.record:
             recording = start_recording(server, config)
             say(f"Turns are recorded as trial {recording.trial_id}.")
             state.on_close.append(recording.close)
-        state.ready(server, kept)
         memory.settle()
+        state.ready(server, kept)
     except Exception as error:  # or nobody would learn why it never gets ready
         if server is not None:
             server.close()
@@ -141,11 +141,11 @@ def _take_sigterm_back() -> None:
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
-def _restart_at_sighup(system: Any) -> None:
-    """SIGHUP replaces the replicas one after another; in the main thread. Nothing happens where there is no such signal."""
-    if hasattr(signal, "SIGHUP"):
+def _restart_when_told(system: Any) -> None:
+    """SIGUSR1 replaces the replicas one after another; in the main thread. Nothing happens where there is no such signal."""
+    if hasattr(signal, "SIGUSR1"):
         signal.signal(
-            signal.SIGHUP,
+            signal.SIGUSR1,
             lambda *_: threading.Thread(target=_restart, args=(system,), name="restart", daemon=True).start(),
         )
 
@@ -154,7 +154,8 @@ def _restart(system: Any) -> None:
     say("The replicas are replaced one after another.")
     try:
         system.restart()
-    except PensieveError as error:
+    except Exception as error:  # nobody waits for this thread
+        log.info("The replicas were not all replaced.", exc_info=error)
         say(f"The replicas were not all replaced: {error}")
     else:
         say("The replicas are new.")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Iterable
-from concurrent.futures import BrokenExecutor
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -23,7 +22,7 @@ from pensieve.compose import TrialConfig, check, plan_trial
 from pensieve.compose.explain import explain, explain_crash, is_the_users
 from pensieve.errors import PensieveError
 from pensieve.trial.jobs import compose_jobs, plan_jobs
-from pensieve.trial.terminal import FULL_TRACE, KILLED, leave_quietly
+from pensieve.trial.terminal import FULL_TRACE, leave_quietly
 
 if TYPE_CHECKING:
     from pensieve.trial.sweep import OpenSweep
@@ -44,8 +43,6 @@ class SweepCallback(Callback):
             self._start(config, config_name or "config")
         except BrokenPipeError:
             leave_quietly()
-        except BrokenExecutor:
-            sys.exit(KILLED)
         except (PensieveError, HydraException, OmegaConfBaseException, OSError) as error:
             if FULL_TRACE:
                 traceback.print_exc()
@@ -84,14 +81,9 @@ class SweepCallback(Callback):
             _inspect(checked)
             sys.exit(0)
 
-        from pensieve.trial.sweep import beside_each_other, open_sweep
+        from pensieve.trial.sweep import open_sweep
 
         self._sweep = open_sweep(config, jobs, configs, plans)
-        together = beside_each_other(self._sweep, config, jobs, configs, plans)
-        if together is not None:
-            together.run()
-            self._finish(self._sweep)
-            sys.exit(0)  # nothing is left for Hydra's launcher
 
 
 def run_job(cfg: DictConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -14,14 +15,14 @@ from typing import Any
 
 from pensieve.compose import check
 from pensieve.compose.explain import explain
-from pensieve.compose.machine import free_host_memory_bytes
-from pensieve.errors import PensieveError
 from pensieve.results.process import Owner, this_process
 from pensieve.trial.job import Job, Outcome
 from pensieve.trial.liveness import end_with
 from pensieve.trial.run import run_trial
 from pensieve.trial.terminal import note_interrupts, raise_if_interrupted
 from pensieve.trial.tracking import Tracking, open_tracking
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +31,6 @@ class Asked:
 
     config: dict[str, Any]
     job: Job
-
-
-TRIALS_A_PROCESS = 4
-"""Below so many trials each, a process takes longer to start than it saves."""
-
-_ROOM_BYTES = 2**30  # for a process and its trial: 5 KB a turn, and what is imported
-
-
-def processes_for(trials: int) -> int:
-    """How many processes so many simulated trials are worth: one a core at most, and no more than memory has room for."""
-    room = free_host_memory_bytes() // _ROOM_BYTES
-    return max(1, min(len(os.sched_getaffinity(0)), trials // TRIALS_A_PROCESS, room))
 
 
 Perform = Callable[[Sequence[Asked]], Iterator[tuple[Asked, Outcome]]]
@@ -98,5 +87,6 @@ def _outcome(asked: Asked, tracking: Tracking) -> Outcome:
     try:
         asked.job.folder.mkdir(parents=True, exist_ok=True)
         return run_trial(check(asked.config), asked.config, tracking, asked.job, lambda _: None)
-    except PensieveError as error:  # before there was a trial to record it in
+    except Exception as error:  # before there was a trial to record it in; the others go on
+        log.info("%s could not begin its trial", asked.job.title, exc_info=error)
         return Outcome(0, "failed", error=explain(error))

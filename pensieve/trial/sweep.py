@@ -13,9 +13,9 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -34,13 +34,12 @@ from pensieve.results.store import ResultsStore
 from pensieve.results.sweep_table import SweepTable, sweep_table
 from pensieve.trial.fidelity import fidelity
 from pensieve.trial.fidelity_here import fidelity_here
-from pensieve.trial.identity import identity_of, marks_of
+from pensieve.trial.identity import marks_of
 from pensieve.trial.isolate import end_kept
 from pensieve.trial.job import Job, Outcome
 from pensieve.trial.jobs import Jobs, fixed_overrides
 from pensieve.trial.liveness import end_with
 from pensieve.trial.mlflow_copy import copy_trial, copy_waiting
-from pensieve.trial.parallel import Asked, performing, processes_for
 from pensieve.trial.run import run_trial
 from pensieve.trial.summary import brief, places, summary
 from pensieve.trial.terminal import (
@@ -175,59 +174,6 @@ class OpenSweep:
         if self.mlflow_later:
             copy_waiting(start_parent(tracking.outputs, tracking.store, self.sweep_id, self.config.experiment_name))
         finish_parent(tracking.outputs, tracking.store, self.sweep_id, table, status)
-
-
-@dataclass(frozen=True, slots=True)
-class BesideEachOther:
-    """The trials of a simulated sweep, in several processes of this machine."""
-
-    sweep: OpenSweep
-    asked: Sequence[Asked]
-    processes: int
-
-    def run(self) -> None:
-        """Run them. What they did is in the database, a line about each on the terminal, and their copies in MLflow wait."""
-        config = self.sweep.config
-        tracking = open_tracking(config, self.sweep.outputs)
-        try:
-            with performing(replace(tracking, mlflow=False), self.processes) as perform:
-                for one, outcome in perform(self.asked):
-                    if outcome.note and one.job.number == 0:
-                        say(outcome.note)
-                    if outcome.trial_id:
-                        copy_trial(tracking, outcome.trial_id, config.experiment_name, one.job, outcome.reused)
-                    if _tell(tracking, self.sweep.sweep_id, one.job.title, outcome, config.trial.fail_fast):
-                        break
-        except KeyboardInterrupt:
-            _interrupted(tracking, self.sweep.sweep_id)
-
-
-def beside_each_other(
-    sweep: OpenSweep, config: DictConfig, jobs: Jobs | None, configs: Sequence[DictConfig], plans: Sequence[TrialPlan]
-) -> BesideEachOther | None:
-    """None where trials run one after another: real ones, few, a launcher that was asked for, or a sweeper that chooses."""
-    asked_for = any(str(text).startswith("hydra/launcher=") for text in config.hydra.overrides.hydra)
-    if jobs is None or asked_for or not sweep.mlflow_later or any(plan.config.trial.isolate is True for plan in plans):
-        return None
-    tracking = open_tracking(sweep.config, sweep.outputs)
-    plain = [resolved(one) for one in configs]
-    missing = [
-        plan.config.force or tracking.store.completed_trial(identity_of(plan, one).fingerprint) is None
-        for plan, one in zip(plans, plain, strict=True)
-    ]
-    processes = processes_for(sum(missing))
-    if processes == 1:
-        return None
-    asked = []
-    for number, (overrides, one) in enumerate(zip(jobs.jobs, plain, strict=True)):
-        swept = " ".join(text for text in overrides if _key(text) in jobs.axes)
-        folder = sweep_file(config.hydra).parent / str(number)
-        _write_resolved(folder, one)
-        title = f"[{number + 1}/{len(plain)}] {swept}"
-        own = folder if tracking.kept else tracking.outputs / str(number)
-        job = Job(title, own, sweep.sweep_id, number, mlflow_later=True, preflight=False, bar=False)
-        asked.append(Asked(one, job))
-    return BesideEachOther(sweep, asked, processes)
 
 
 def copy_sweep(tracking: Tracking, sweep_id: int, experiment_name: str, status: str) -> None:
@@ -387,13 +333,9 @@ def _of_sweep(cfg: DictConfig, membership: SweepMembership, number: int) -> None
     try:
         _record(cfg, config, tracking, membership, number)
     except KeyboardInterrupt:
-        _interrupted(tracking, membership.sweep_id)
-
-
-def _interrupted(tracking: Tracking, sweep_id: int) -> NoReturn:
-    tracking.store.set_sweep(sweep_id, status="interrupted")
-    say("Interrupted; the trial is marked so, and the same command runs what is missing.")
-    sys.exit(INTERRUPTED)
+        tracking.store.set_sweep(membership.sweep_id, status="interrupted")
+        say("Interrupted; the trial is marked so, and the same command runs what is missing.")
+        sys.exit(INTERRUPTED)
 
 
 def _record(cfg: DictConfig, config: TrialConfig, tracking: Tracking, membership: SweepMembership, number: int) -> None:
@@ -414,22 +356,15 @@ def _record(cfg: DictConfig, config: TrialConfig, tracking: Tracking, membership
     except Exception as error:  # before there was a trial to record it in; the others go on
         log.info("job %s could not begin its trial", number, exc_info=error)
         outcome = Outcome(0, "failed", error=explain(error))
-    _tell(tracking, membership.sweep_id, title, outcome, config.trial.fail_fast)
-
-
-def _tell(tracking: Tracking, sweep_id: int, title: str, outcome: Outcome, fail_fast: bool) -> bool:
-    """Say what became of a trial of the sweep. Returns whether no further one begins, which the sweep's row then says."""
     if outcome.reused:
         say(f"{title}: trial {outcome.trial_id} is this one and is completed (force=true runs it again)")
     elif outcome.completed:
         say(f"{title}: {brief(tracking.store, outcome.trial_id)}")
     else:
         say(f"{title}: failed. {outcome.error}")
-        if fail_fast:
-            tracking.store.set_sweep(sweep_id, status="failed")
+        if config.trial.fail_fast:
+            tracking.store.set_sweep(membership.sweep_id, status="failed")
             say("trial.fail_fast=true: no further trial of this sweep begins.")
-            return True
-    return False
 
 
 def _key(override: object) -> str:
@@ -439,10 +374,6 @@ def _key(override: object) -> str:
 def _folder(cfg: DictConfig, kept: bool, otherwise: Path) -> Path:
     """Write the resolved configuration into Hydra's folder of this job, and return the folder for the trial's files."""
     folder = Path(HydraConfig.get().runtime.output_dir)
-    _write_resolved(folder, resolved(cfg))
+    plain = OmegaConf.create(resolved(cfg))
+    (folder / RESOLVED_FILE).write_text(OmegaConf.to_yaml(plain), encoding="utf-8")
     return folder if kept else otherwise
-
-
-def _write_resolved(folder: Path, plain: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / RESOLVED_FILE).write_text(OmegaConf.to_yaml(OmegaConf.create(plain)), encoding="utf-8")

@@ -14,7 +14,8 @@ from pensieve.workload.script import Script, ScriptWriter
 from pensieve.workload.talk import Talks, shares_of
 
 FEWEST_CONVERSATIONS = 8
-LONGEST_THOUGHT = 2.5  # means, with think_time_cap_s="auto": a trial ends with its longest pauses, and the machine idle
+LONGEST_THOUGHT = 2.5
+"""Means before the cut, with think_time_cap_s="auto": a trial ends with its longest pauses, and the machine idle."""
 FILL = 1.2  # working set over both tiers, with pressure="auto": a sixth has to be dropped and recomputed
 WARMUP_SESSIONS = (
     2  # side by side, so that batches of more than one row are warm too (open load: nobody knows how many)
@@ -39,8 +40,9 @@ class ChatWorkload(Talks[Script]):
     turns_per_s: the offered load that think_time_s="auto" and request_interval="auto" follow: users (open load:
         conversations) / turns_per_s of think time, and one conversation every 1 / turns_per_s, so that all of them are
         alive at once. A system that answers late receives less.
-    think_time_cap_s: nobody thinks longer; None: no limit; "auto": LONGEST_THOUGHT times the mean, which cuts 8 thoughts
-        in 100 and makes the mean of what is left 0.92 of think_time_s.
+    think_time_cap_s: nobody thinks longer; None: no limit; "auto": LONGEST_THOUGHT times the mean before the cut, which
+        cuts 8 thoughts in 100; the draws are so much longer that their mean after it is think_time_s. A cap in seconds
+        leaves the draws as they are.
     min_turns, max_turns: turns a conversation, drawn evenly; one longer than its text goes on with the next topic. A
         conversation that the model's context cannot hold ends early, which describe() counts.
     max_new_tokens: a reply has the words that the text suggests, one token a word, but at most this many. free: replies
@@ -110,7 +112,10 @@ class ChatWorkload(Talks[Script]):
         warmup = self._writer.warmup(max(warmup_turns, users or 1), users or WARMUP_SESSIONS)
         at_once = users or len(measured)
         self._think_time_s = at_once / turns_per_s if think_time_s == "auto" else think_time_s
-        longest = LONGEST_THOUGHT * self._think_time_s if think_time_cap_s == "auto" else think_time_cap_s
+        self._drawn_mean_s = self._think_time_s
+        if think_time_cap_s == "auto":  # longer draws, so that their mean is think_time_s when they are cut
+            self._drawn_mean_s /= 1 - math.exp(-LONGEST_THOUGHT)
+        longest = LONGEST_THOUGHT * self._drawn_mean_s if think_time_cap_s == "auto" else think_time_cap_s
         self._think_time_cap_s = math.inf if longest is None else longest
         self._request_interval = 1 / turns_per_s if request_interval == "auto" else request_interval
         super().__init__(warmup, measured, shares_of(measured, users) if users else [])
@@ -136,7 +141,7 @@ class ChatWorkload(Talks[Script]):
         return super()._measured_starts(now)
 
     def _pause_s(self, script: Script, turn: int) -> float:
-        thought_s = exponential(self._think_time_s, self._context.seed, "think", script.session, turn)
+        thought_s = exponential(self._drawn_mean_s, self._context.seed, "think", script.session, turn)
         return min(thought_s, self._think_time_cap_s)
 
     def _arrival(self, script: Script, turn: int, at_s: float, before: TurnRecord | None = None) -> Arrival:

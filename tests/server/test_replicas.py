@@ -138,14 +138,14 @@ def test_sighup_replaces_the_replicas_and_the_server_goes_on(monkeypatch: pytest
                 raise error
 
     monkeypatch.setattr(command, "say", said.append)
-    before = signal.getsignal(signal.SIGHUP)
+    before = signal.getsignal(signal.SIGUSR1)
     try:
-        command._restart_at_sighup(System())
+        command._restart_when_told(System())
         for count in (2, 4):
-            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGUSR1)
             assert until(lambda count=count: len(said) == count)
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGUSR1, before)
     assert said[1] == "The replicas are new." and "No memory." in said[3]
 
 

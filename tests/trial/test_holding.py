@@ -13,7 +13,8 @@ from tests.trial.test_run import run, tracking  # noqa: F401  a fixture
 
 BUSY = (
     "hardware=sim_h100", "cache=cramped", "workload.pressure=2", "workload.users=6", "workload.conversations=6",
-    "workload.min_turns=5", "workload.max_turns=5", "workload.think_time_s=0.5",
+    "workload.min_turns=5", "workload.max_turns=5", "workload.think_time_s=0.5", "workload.think_time_cap_s=null",
+    "workload.max_new_tokens=8", "workload.turns_per_s=8",
 )  # fmt: skip
 GIB = 1024**3
 

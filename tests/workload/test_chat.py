@@ -145,10 +145,11 @@ def test_nobody_thinks_longer_than_the_cap_and_shorter_thoughts_stay():
     (free, all_of_them), (_, cut), (automatic, shown) = thoughts(None), thoughts(0.7), thoughts("auto")
     assert max(all_of_them) > 1.2 and "think_time_cap_s" not in free
     assert cut == pytest.approx([min(thought, 0.7) for thought in all_of_them], abs=1e-5)
-    assert shown == pytest.approx([min(thought, 1.0) for thought in all_of_them], abs=1e-5)
-    assert automatic["think_time_cap_s"] == 1.0, "2.5 times the mean"
-    assert thoughts("auto", "auto")[0]["think_time_cap_s"] == 2.5 * 40 / 100.0
-    assert 0.85 < sum(shown) / len(shown) / 0.4 < 1.0
+    longer = 1 / (1 - math.exp(-2.5))
+    assert automatic["think_time_cap_s"] == pytest.approx(2.5 * longer * 0.4, abs=1e-6)
+    assert shown == pytest.approx([min(longer * thought, 2.5 * longer * 0.4) for thought in all_of_them], abs=1e-5)
+    assert thoughts("auto", "auto")[0]["think_time_cap_s"] == pytest.approx(2.5 * longer * 40 / 100.0, abs=1e-6)
+    assert sum(shown) / len(shown) == pytest.approx(0.4, rel=0.15), "what the load line says is what is thought"
 
 
 def test_the_automatic_load_offers_as_many_turns_a_second_whatever_the_number_of_conversations():
