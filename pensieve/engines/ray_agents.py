@@ -210,6 +210,8 @@ class RayKeepalive(_RayAgents):
         import ray
 
         with self._lock:  # one process starts at a time
+            if self._closing:
+                raise RequestFailed("The engine was closed.")
             actor = self._actors.get(request.session) or self._taken_over(request) or self._begin(request)
         try:
             reply: Reply = self._result(actor.handle.answer.remote(request))
@@ -261,8 +263,8 @@ class RayKeepalive(_RayAgents):
 
         chosen = self._actors.values() if session is None else filter(None, [self._actors.get(session)])
         for actor in list(chosen):
-            with suppress(ray.exceptions.RayError):
-                ray.get(actor.handle.forget.remote(None))
+            with suppress(ray.exceptions.RayError, RequestFailed):
+                self._result(actor.handle.forget.remote(None))
 
 
 class RayServerless(_RayAgents):

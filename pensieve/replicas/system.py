@@ -188,6 +188,8 @@ class ReplicaSystem:
         (within Scaling.drain_s; what is left is asked again elsewhere) and is followed by an empty one. Raises EngineFailed
         where a new one cannot start."""
         with self._restarting:
+            if self._closed:
+                raise EngineFailed("The server is stopping; its replicas are not replaced.")
             self._deployed()  # what is deployed again is a new version, which Ray Serve rolls out
 
     def submit(self, request: Request) -> None:
