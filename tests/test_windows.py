@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from pensieve.cache.stateless import StatelessCache
 from pensieve.cache.two_tier import TwoTierCache
 from pensieve.clock import VirtualClock
 from pensieve.engine import Engine
+from pensieve.eviction import duel
 from pensieve.eviction.adaptive_retention import AdaptiveRetention
 from pensieve.eviction.learned_return import LearnedReturn
 from pensieve.eviction.lru import Lru
@@ -26,7 +29,11 @@ CASES: dict[str, dict[str, Any]] = {
     "two tiers": {"cache": TwoTierCache, "policy": RetentionValue},
     "lru": {"cache": TwoTierCache, "policy": Lru},
     "a policy that learns": {"cache": TwoTierCache, "policy": AdaptiveRetention},
-    "a policy with ages": {"cache": TwoTierCache, "policy": LearnedReturn},
+    "a policy with ages": {
+        "cache": TwoTierCache,
+        "policy": partial(LearnedReturn, guarded=False),
+        "gaps": [0, 1, 1000, 30_000],
+    },
     "gpu only": {"cache": TwoTierCache, "cpu_blocks": 0},
     "prefix cache": {"cache": PrefixCache},
     "slots": {"cache": SlotCache},
@@ -36,9 +43,15 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def drive(
-    seed: int, monkeypatch: pytest.MonkeyPatch, windows: bool, longest: int = 16, **options: Any
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+    windows: bool,
+    longest: int = 16,
+    gaps: Sequence[int] = (0, 1, 1000),
+    **options: Any,
 ) -> tuple[list[Any], list[StepPlan], Engine]:
-    """Arrivals at random times, some close together and some far apart; returns everything that was seen, and the plans."""
+    """Arrivals at random times, some close together and some far apart: gaps of up to 100 us times one of `gaps`. Returns
+    everything that was seen, and the plans."""
     rng = random.Random(seed)
     blocks = rng.choice([24, 40, 96])
     settings = {
@@ -57,7 +70,7 @@ def drive(
     clock = engine.clock
     assert isinstance(clock, VirtualClock)
     for number in range(24):
-        at_ns += rng.choice([0, 1, 1000]) * rng.randrange(100_000)
+        at_ns += rng.choice(gaps) * rng.randrange(100_000)
         ends += run_until(engine, clock, at_ns, seen)
         name = rng.choice("abcde")
         turns[name] += 1
@@ -117,6 +130,26 @@ def test_windows_change_nothing(case: str, monkeypatch: pytest.MonkeyPatch):
         plans, iterations = assert_equal(seed, monkeypatch, **CASES[case])
         saved += len(iterations) - len(plans)
     assert saved > 100, "windows were opened at all"
+
+
+def test_windows_change_nothing_where_the_lead_changes(monkeypatch: pytest.MonkeyPatch):
+    """A guard that looks at every turn and is quick to follow, in a run of 24 turns."""
+    monkeypatch.setattr(duel, "_LOOK_EVERY", 1)
+    monkeypatch.setattr(duel, "_LEADS_ABOVE", 0.5)
+    policies: list[LearnedReturn] = []
+
+    def kept(context: Any) -> LearnedReturn:
+        policies.append(LearnedReturn(context))
+        return policies[-1]
+
+    saved, switches = 0, []
+    for seed in range(6):
+        plans, iterations = assert_equal(
+            seed, monkeypatch, cache=TwoTierCache, policy=kept, gaps=CASES["a policy with ages"]["gaps"]
+        )
+        saved += len(iterations) - len(plans)
+        switches.append(policies[-1].version)
+    assert saved > 100 and sum(count > 0 for count in switches) >= 3 and max(switches) >= 2, switches
 
 
 @pytest.mark.parametrize("case", ["two tiers", "gpu only", "prefix cache"])

@@ -13,7 +13,8 @@ MOST = 256
 
 _HALF_LIFE = 2_000.0  # turns of the sample, after which one counts half
 _FADES = 0.5 ** (1.0 / _HALF_LIFE)
-_SWITCH_AFTER = 64  # turns at least: a switch reorders every idle conversation
+_LOOK_EVERY = 64  # turns of the sample: each look is a chance to err, and a switch reorders every idle conversation
+_LEADS_ABOVE, _STAYS_ABOVE = 3.0, 1.0  # roots of the sum of squares
 _SPREAD, _SPACE = 2_654_435_761, 2**32  # neighbouring numbers fall far apart (Knuth, multiplicative hashing)
 
 
@@ -79,9 +80,14 @@ class Duel:
     """Whether a challenger's order finds more than least recently used does.
 
     Both see the turns of the same sample of conversations, each with its share of the capacity, as large as `MOST` allows
-    (a sample of fixed size: Waldspurger et al., SHARDS, FAST 2015). The challenger `leads` once the sum of what it found
-    more, turn by turn, is larger than the root of the sum of squares, which chance alone seldom is; and no longer once
-    that sum is below 0. Old turns fade. worth(start, stop): of what was found.
+    (a sample of fixed size: Waldspurger et al., SHARDS, FAST 2015). At every 64th turn of the sample the challenger takes
+    the lead if the sum of what it found more, turn by turn, is above three times the root of the sum of squares, and gives
+    it up if below once. Old turns fade in both sums, with a half-life of 2,000.
+
+    Where each turn favours one as often as the other, whatever the turns before, the challenger leads at any time in fewer
+    than one of twenty runs of 20,000 turns; measured: one of 200. The two are models: one tier, no queue, and what runs is
+    never preempted. Where a cache is so small that this matters, the challenger may lead and find less than they say.
+    worth(start, stop): of what was found.
     """
 
     def __init__(self, capacity: int, challenger: Worst, worth: Callable[[int, int], float]) -> None:
@@ -89,7 +95,7 @@ class Duel:
         self._shadows = Shadow(least_recent), Shadow(challenger)
         self._share = 1.0
         self._more = self._squares = 0.0
-        self._since_switch = 0
+        self._turns = 0
         self.leads = False
 
     def ask(self, number: int, length: int, now_s: float) -> bool:
@@ -111,12 +117,12 @@ class Duel:
                 shadow.rest(number, length, now_s, self._capacity * self._share, kind)
 
     def _decide(self) -> bool:
-        self._since_switch += 1
-        leads = self._more >= 0 if self.leads else self._more > math.sqrt(self._squares)
-        if leads is self.leads or self._since_switch < _SWITCH_AFTER:
+        self._turns += 1
+        if self._turns % _LOOK_EVERY:
             return False
-        self.leads, self._since_switch = leads, 0
-        return True
+        led = self.leads
+        self.leads = self._more > (_STAYS_ABOVE if led else _LEADS_ABOVE) * math.sqrt(self._squares)
+        return self.leads is not led
 
     def _sampled(self, number: int) -> bool:
         return number * _SPREAD % _SPACE < self._share * _SPACE
