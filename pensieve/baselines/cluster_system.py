@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from pensieve.baselines.base import Capabilities
@@ -103,8 +104,9 @@ class ClusterSystem:
         self._make, self._router, self._seed = make, router, seed
         self._failures = failures or Failures()
         self._migration = migration
-        self._on_the_way: list[tuple[int, int, int, int, Request, Parcel]] = []  # ns, sequence, replica, its life
-        self._received: dict[int, int] = {}  # bytes, by request
+        self._on_the_way: list[tuple[int, int, Request, Parcel]] = []  # ns, sequence
+        self._received: Counter[int] = Counter()  # tokens whose KV has arrived, by request
+        self._moved: set[int] = set()  # requests under way that were sent elsewhere than the turn before
         self._replicas = [Replica(number, make()) for number in range(replicas)]
         self._sequence = count()
         self._behind: list[tuple[int, int]] = []  # clock and number of replicas that compute; outdated ones are skipped
@@ -113,6 +115,7 @@ class ClusterSystem:
         self._failing: list[tuple[int, int]] = []  # ns, replica
         self._said: dict[str, TokenArray[int]] = {}
         self._home: dict[str, tuple[int, int]] = {}  # of each conversation, the replica of its last turn, and its life
+        self._served: dict[str, set[int]] = {}  # of each conversation, the replicas that were given turns of it
         self._counted: Counter[str] = Counter()  # by replicas that have failed, and of the cluster itself
         self._counts_windows = False
         self._outlook: Outlook | None = None
@@ -136,16 +139,13 @@ class ClusterSystem:
         if parcel is None:
             self._hand_over(sent, replica, now)
         else:
-            way = (parcel.arrives_ns, next(self._sequence), replica.number, replica.lives, sent, parcel)
-            heapq.heappush(self._on_the_way, way)
+            heapq.heappush(self._on_the_way, (parcel.arrives_ns, next(self._sequence), sent, parcel))
         self._home[request.session] = (replica.number, replica.lives)
+        self._served.setdefault(request.session, set()).add(replica.number)
 
     def cancel(self, request_id: int, status: str) -> None:
-        waits = [way for way in self._on_the_way if way[4].id == request_id]
-        if waits:  # it no longer waits for what is on the way
-            self._on_the_way = [way for way in self._on_the_way if way not in waits]
-            heapq.heapify(self._on_the_way)
-            self._hand_over(waits[0][4], self._replicas[waits[0][2]], self.clock.now_ns())
+        for sent, parcel in self._stop_waiting(lambda sent, _: sent.id == request_id):
+            self._hand_over(sent, self._replicas[parcel.target], self.clock.now_ns())
         for replica in self._replicas:
             if request_id in replica.computing:
                 replica.system.cancel(request_id, status)
@@ -162,8 +162,7 @@ class ClusterSystem:
                 told.append(event)
                 if event.turn is not None:
                     self._note(replica.requests.pop(event.request_id), event.turn)
-                    if self._migration is not None:
-                        event.turn.received(self._received.pop(event.request_id, 0))
+                    self._count(event.request_id, event.turn)
                     if self._outlook is not None:
                         self._outlook.ended(event.request_id)
         self._advance(bound)
@@ -195,16 +194,25 @@ class ClusterSystem:
     def forget(self, session: str | None) -> None:
         for replica in self._replicas:
             replica.system.forget(session)
-        for known in (self._said, self._home):
+        known: dict[str, Any]
+        for known in (self._said, self._home, self._served):
             if session is None:
                 known.clear()
             else:
                 known.pop(session, None)
 
+    def ended(self, session: str) -> None:
+        """See replay.ForgetsEnded: each replica that has served it gives up what others do not need."""
+        for number in self._served.pop(session, ()):
+            self._replicas[number].system.ended(session)
+        self._said.pop(session, None)
+        self._home.pop(session, None)
+
     def counters(self) -> dict[str, float]:
-        """Sums over the replicas, those that failed included; moved_turns: served elsewhere than the turn before;
-        replica_failures, restarted_requests. Of KV that went along with a conversation: migrated_turns, sent_tokens and
-        sent_bytes, and migrated_tokens, for which the CPU tier there had room."""
+        """Sums over the replicas, those that failed included; moved_turns: ended turns that were given to another replica
+        than the turn before, or to one that has failed since, whether or not that had KV of it; replica_failures,
+        restarted_requests. Of KV that has arrived with a conversation: sent_tokens and sent_bytes, migrated_turns, the ended
+        turns it came for, and migrated_tokens, for which the CPU tier there had room."""
         found = Counter(dict.fromkeys(COUNTED, 0))
         found.update(self._counted)
         for replica in self._replicas:
@@ -306,23 +314,40 @@ class ClusterSystem:
         while self._finishes and self._finishes[0][0] <= ns:
             heapq.heappop(self._finishes)
 
-    def _hand_over(self, sent: Request, replica: Replica, now: int, parcel: Parcel | None = None) -> None:
+    def _hand_over(self, sent: Request, replica: Replica, now: int) -> None:
         """The engine has it from now on."""
-        if not replica.computing:  # its clock stood still meanwhile
-            replica.system.poll(now / 1e9)
-            heapq.heappush(self._behind, (replica.now_ns, replica.number))
-        if parcel is not None:
-            taken = replica.system.engine.receive(sent.session, sent.tenant, parcel.tokens, parcel.lengths)
-            self._counted["migrated_tokens"] += taken
+        self._wake(replica, now)
         replica.computing.add(sent.id)
         replica.system.submit(sent)
 
-    def _deliver(self, ns: int, order: int, number: int, life: int, sent: Request, parcel: Parcel) -> None:
-        """KV has arrived, and the request that waited for it goes on, unless the replica has failed meanwhile."""
-        replica = self._replicas[number]
-        if replica.lives == life:
-            self._advance(ns)
-            self._hand_over(sent, replica, ns, parcel)
+    def _deliver(self, ns: int, order: int, sent: Request, parcel: Parcel) -> None:
+        """KV has arrived, and the request that waited for it goes on."""
+        self._advance(ns)
+        replica = self._replicas[parcel.target]
+        self._wake(replica, ns)
+        taken = replica.system.engine.receive(sent.session, sent.tenant, parcel.tokens, parcel.lengths)
+        self._received[sent.id] += parcel.count
+        self._counted.update(
+            {"migrated_tokens": taken, "sent_tokens": parcel.count, "sent_bytes": self._bytes(parcel.count)}
+        )
+        self._hand_over(sent, replica, ns)
+
+    def _wake(self, replica: Replica, now: int) -> None:
+        """The clock of a replica that computes nothing stood still meanwhile."""
+        if not replica.computing:
+            replica.system.poll(now / 1e9)
+            heapq.heappush(self._behind, (replica.now_ns, replica.number))
+
+    def _stop_waiting(self, whose: Callable[[Request, Parcel], bool]) -> list[tuple[Request, Parcel]]:
+        """These requests wait no longer for what is on the way to them, which is never delivered."""
+        found = [
+            (sent, parcel)
+            for _, _, sent, parcel in sorted(self._on_the_way, key=itemgetter(0, 1))
+            if whose(sent, parcel)
+        ]
+        self._on_the_way = [way for way in self._on_the_way if not whose(*way[2:])]
+        heapq.heapify(self._on_the_way)
+        return found
 
     # -- where conversations are --------------------------------------------------------------------------------------
 
@@ -344,7 +369,7 @@ class ClusterSystem:
         said = self._said.get(request.session)
         if not request.continues or not said or self._home.get(request.session) == (replica.number, replica.lives):
             return request
-        self._counted["moved_turns"] += 1
+        self._moved.add(request.id)
         known = len(said) - 1 if request.known_tokens is None else request.known_tokens
         return replace(request, prompt=said + request.prompt, continues=False, known_tokens=known)
 
@@ -352,22 +377,30 @@ class ClusterSystem:
         """The KV that goes along to a replica that has not got it, where it is worth that."""
         number, life = self._home.get(request.session, (replica.number, 0))
         source = self._replicas[number]
-        if self._migration is None or source.lives != life or source is replica:
+        if self._migration is None or source.lives != life or source is replica or replica.up_ns > now:
             return None
         held, there = (one.system.engine.cache.find(request.session) for one in (source, replica))
         if held is None or any(one is not None and (one.running or one.waiting) for one in (held, there)):
             return None
         size, tokens = replica.system.chunk_tokens, self._said[request.session]
-        bytes_per_token = replica.system.block_bytes // size
-        parcel = self._migration.parcel(
+        return self._migration.parcel(
             tokens, lacking(held, there, tokens, size), replica.system.cost, chunk_tokens=size,
-            bytes_per_token=bytes_per_token, source=number, target=replica.number, now_ns=now,
+            bytes_per_token=self._bytes(1), source=number, target=replica.number, now_ns=now,
         )  # fmt: skip
-        if parcel is not None:
-            sent_bytes = parcel.count * bytes_per_token
-            self._received[request.id] = self._received.get(request.id, 0) + sent_bytes
-            self._counted.update({"migrated_turns": 1, "sent_tokens": parcel.count, "sent_bytes": sent_bytes})
-        return parcel
+
+    def _bytes(self, tokens: int) -> int:
+        """Of the KV of so many tokens."""
+        system = self._replicas[0].system
+        return tokens * (system.block_bytes // system.chunk_tokens)
+
+    def _count(self, request_id: int, turn: TurnRecord) -> None:
+        """It has ended."""
+        self._counted["moved_turns"] += request_id in self._moved
+        self._moved.discard(request_id)
+        if self._migration is not None:
+            tokens = self._received.pop(request_id, 0)
+            self._counted["migrated_turns"] += tokens > 0
+            turn.received(self._bytes(tokens))
 
     def _note(self, request: Request, turn: TurnRecord) -> None:
         if turn.stands:
@@ -386,9 +419,10 @@ class ClusterSystem:
         self._advance(ns)
         replica = self._replicas[number]
         lost, replica.requests = replica.requests, {}
-        self._on_the_way = [way for way in self._on_the_way if way[2] != number]
-        heapq.heapify(self._on_the_way)
         replica.computing.clear()
+        cut_off = self._stop_waiting(lambda _, parcel: number in (parcel.source, parcel.target))
+        if self._migration is not None:
+            self._migration.failed(number)
         self._counted.update(replica.system.counters())
         self._counted.update({"replica_failures": 1, "restarted_requests": len(lost)})
         replica.system.close()
@@ -402,5 +436,8 @@ class ClusterSystem:
         assert isinstance(clock, VirtualClock)
         clock.advance_to(replica.up_ns)
         self._expect_failure(replica)
+        for sent, parcel in cut_off:
+            if parcel.target != number:  # what was to be sent is lost, and is computed there
+                self._hand_over(sent, self._replicas[parcel.target], ns)
         for request in lost.values():
             self.submit(request)

@@ -26,11 +26,14 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """lengths: of each chunk of `tokens`, the leading offsets whose KV is sent. count: of all of them."""
+    """lengths: of each chunk of `tokens`, the leading offsets whose KV is sent. count: of all of them. source, target:
+    replicas; where one of them fails before `arrives_ns`, nothing arrives."""
 
     tokens: TokenArray[int]
     lengths: tuple[int, ...]
     count: int
+    source: int
+    target: int
     arrives_ns: int
 
 
@@ -54,16 +57,16 @@ def computing_s(cost: CostModel, lengths: tuple[int, ...], chunk_tokens: int) ->
 
 
 class Migration:
-    """Decides what is sent, and when it has arrived. A replica sends one parcel after the other, and receives so.
+    """Decides what is sent, and when it has arrived. A replica sends one parcel after the other, and receives so. What waits
+    for one that is given up since a replica failed keeps its time; what is sent later does not wait for it.
 
     when: `cheaper` where the way, the wait for both interfaces and the load to the GPU take less than computing would, by
     the cost model; `always` whatever they take.
     """
 
-    def __init__(self, when: When, network: Network, replicas: int) -> None:
+    def __init__(self, when: When, network: Network) -> None:
         self.when, self._network = when, network
-        self._sending_ns = [0] * replicas  # until then
-        self._receiving_ns = [0] * replicas
+        self._on_the_way: list[Parcel] = []  # and those that have arrived since the last one was sent
 
     def parcel(
         self,
@@ -81,11 +84,18 @@ class Migration:
         count = sum(lengths)
         if not count:
             return None
-        begins = max(now_ns, self._sending_ns[source], self._receiving_ns[target])
+        self._on_the_way = [one for one in self._on_the_way if one.arrives_ns > now_ns]
+        taken = (one.arrives_ns for one in self._on_the_way if one.source == source or one.target == target)
+        begins = max((now_ns, *taken))
         arrives = begins + round(self._network.seconds(count * bytes_per_token) * 1e9)
         if self.when == "cheaper":
             loading_s = cost.load_s() * sum(map(bool, lengths))
             if (arrives - now_ns) / 1e9 + loading_s >= computing_s(cost, lengths, chunk_tokens):
                 return None
-        self._sending_ns[source] = self._receiving_ns[target] = arrives
-        return Parcel(tokens, lengths, count, arrives)
+        parcel = Parcel(tokens, lengths, count, source, target, arrives)
+        self._on_the_way.append(parcel)
+        return parcel
+
+    def failed(self, replica: int) -> None:
+        """What is on the way from it or to it never arrives, and takes no interface any more."""
+        self._on_the_way = [one for one in self._on_the_way if replica not in (one.source, one.target)]

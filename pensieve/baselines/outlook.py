@@ -12,56 +12,58 @@ from pensieve.workload.base import Following
 NEVER_NS = 2**63 - 1
 SLACK_NS = 4
 """Times of a workload are seconds in floating point, and a caller may act so much sooner than it announced."""
+LINKS = 1
+"""How many turns that follow each other are looked up; what follows those may go to any replica. More of them gain nothing
+that shows in the time a turn takes."""
 
 Destination = Callable[[str, int], int | None]
 """From a conversation and the number of its turn, the replica that serves it, whatever happens until then; None: any."""
 
 
 class Outlook:
-    """What can reach a replica: a request that was announced, and one that follows what others have under way, no sooner than
-    its pause after an end that is still to come. A conservative parallel simulation (Chandy, Misra 1979), on one core.
+    """What can reach a replica: a request that was announced, one that follows it or what others have under way, one that
+    follows that, and so on. None begins sooner than its pause after the end of the one before, which takes no less than no
+    time: so the pauses along a chain, added to its beginning, are a bound for each link. A conservative parallel
+    simulation (Chandy, Misra 1979), on one core.
 
-    What follows a request of its own cannot surprise a replica, which stops at each end.
+    A chain that begins with a request under way begins no sooner than the furthest behind of the replicas. What follows a
+    request of its own cannot surprise a replica, which stops at each end.
     """
 
     def __init__(
         self, replicas: int, destination: Destination, foresee: Callable[[str, int], Following | None]
     ) -> None:
         self._destination, self._foresee = destination, foresee
-        self._due: list[list[int]] = [[] for _ in range(replicas)]  # of each replica, heaps of ns
-        self._due_anywhere: list[int] = []
-        self._pauses: list[dict[int, int]] = [{} for _ in range(replicas)]  # ns, by request that others have under way
-        self._reached: dict[int, list[int]] = {}  # by request, those replicas
-        self._pauses_anywhere: list[tuple[int, int]] = []  # a heap of ns and request; those that ended are skipped
-        self._open: set[int] = set()  # the requests in it that have not ended
+        self._anywhere = replicas  # in each of these lists, what may reach any replica
+        self._due: list[list[int]] = [[] for _ in range(replicas + 1)]  # heaps of ns
+        self._after_due = [Earliest() for _ in range(replicas + 1)]  # ns, by request that was announced
+        self._after_ends = [Earliest() for _ in range(replicas + 1)]  # ns from now on, by request that is under way
+        self._chains: dict[int, dict[int, int]] = {}  # by request that has not ended, ns from its beginning, by place
         self._now_ns = 0
 
     def announce(self, at_ns: int, request: Request | None) -> None:
         to = None if request is None else self._destination(request.session, request.turn)
-        heapq.heappush(self._due_anywhere if to is None else self._due[to], at_ns)
+        heapq.heappush(self._due[self._anywhere if to is None else to], at_ns)
+        if request is None or to is None or request.id in self._chains:
+            return  # what follows comes after that; a deadline of what was announced before
+        self._chains[request.id] = chain = self._chain(request.session, request.turn)
+        for place, after_ns in chain.items():
+            self._after_due[place].put(request.id, at_ns + after_ns)
 
     def sent(self, request: Request, replica: int) -> None:
         """It is under way there from now on; once more, where it was begun anew."""
+        chain = self._chains.get(request.id) or self._chain(request.session, request.turn)
         self.ended(request.id)
-        following = self._foresee(request.session, request.turn)
-        if following is None:
-            self._may_reach_any(request.id, 0)
-            return
-        pause = NEVER_NS if math.isinf(following.pause_s) else math.floor(following.pause_s * 1e9)
-        for session, turn in following.turns:
-            to = self._destination(session, turn)
-            if to is None:
-                self._may_reach_any(request.id, pause)
-                return
-            if to != replica:
-                self._pauses[to][request.id] = pause
-                self._reached.setdefault(request.id, []).append(to)
+        self._chains[request.id] = chain
+        for place, after_ns in chain.items():
+            if place != replica:
+                self._after_ends[place].put(request.id, after_ns)
 
     def ended(self, request_id: int) -> None:
         """Its end was told: what follows it is announced."""
-        self._open.discard(request_id)
-        for replica in self._reached.pop(request_id, ()):
-            self._pauses[replica].pop(request_id, None)
+        for place in self._chains.pop(request_id, ()):
+            self._after_due[place].drop(request_id)
+            self._after_ends[place].drop(request_id)
 
     def passed(self, now_ns: int) -> None:
         """What was announced up to now has happened."""
@@ -69,19 +71,57 @@ class Outlook:
 
     def clear_ns(self, replica: int, behind_ns: int) -> int:
         """Nothing reaches the replica before. behind_ns: no replica that computes is earlier than that."""
-        anywhere = self._pauses_anywhere
-        while anywhere and anywhere[0][1] not in self._open:
-            heapq.heappop(anywhere)
-        pause = min(self._pauses[replica].values(), default=NEVER_NS)
-        pause = min(pause, anywhere[0][0] if anywhere else NEVER_NS)
-        due = min(self._next(self._due[replica]), self._next(self._due_anywhere))
-        return min(due, behind_ns + pause) - SLACK_NS
+        places = (replica, self._anywhere)
+        due = min(self._next(self._due[place]) for place in places)
+        after_due = min(self._after_due[place].least() for place in places)
+        after_end = min(self._after_ends[place].least() for place in places)
+        return min(due, after_due, behind_ns + after_end) - SLACK_NS
 
-    def _may_reach_any(self, request_id: int, pause_ns: int) -> None:
-        self._open.add(request_id)
-        heapq.heappush(self._pauses_anywhere, (pause_ns, request_id))
+    def _chain(self, session: str, turn: int) -> dict[int, int]:
+        """By place that turns after this one may reach, how long after its beginning at least."""
+        found: dict[int, int] = {}
+        reached = {(session, turn): 0}
+        for link in range(LINKS + 1):
+            before, reached = reached, {}
+            for (name, number), begins_ns in before.items():
+                following = self._foresee(name, number)
+                if following is None:
+                    found[self._anywhere] = min(begins_ns, found.get(self._anywhere, NEVER_NS))
+                elif not math.isinf(following.pause_s):
+                    then_ns = begins_ns + math.floor(following.pause_s * 1e9) - SLACK_NS
+                    for one in following.turns:
+                        to = self._destination(*one) if link < LINKS else None
+                        place = self._anywhere if to is None else to
+                        found[place] = min(then_ns, found.get(place, NEVER_NS))
+                        if to is not None:  # else what follows it may go there no sooner
+                            reached[one] = min(then_ns, reached.get(one, NEVER_NS))
+        return found
 
     def _next(self, due: list[int]) -> int:
         while due and due[0] <= self._now_ns + SLACK_NS:
             heapq.heappop(due)
         return due[0] if due else NEVER_NS
+
+
+class Earliest:
+    """The least of values that come and go, one a key."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, int] = {}
+        self._heap: list[tuple[int, int]] = []  # value, key; those that went are skipped
+
+    def put(self, key: int, value: int) -> None:
+        self._values[key] = value
+        heapq.heappush(self._heap, (value, key))
+
+    def drop(self, key: int) -> None:
+        if self._values.pop(key, None) is not None and len(self._heap) > 2 * len(self._values) + 16:
+            self._heap = [(value, key) for key, value in self._values.items()]
+            heapq.heapify(self._heap)
+
+    def least(self) -> int:
+        """NEVER_NS: there is none."""
+        heap = self._heap
+        while heap and self._values.get(heap[0][1]) != heap[0][0]:
+            heapq.heappop(heap)
+        return heap[0][0] if heap else NEVER_NS

@@ -125,7 +125,7 @@ def build_cluster(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan
     if hardware.migration != "never":
         assert hardware.network_gbps is not None, "HardwareConfig asks for it"
         network = Network(hardware.network_gbps, hardware.network_latency_s)
-        migration = Migration(hardware.migration, network, hardware.replicas)
+        migration = Migration(hardware.migration, network)
     return ClusterSystem(
         make,
         hardware.replicas,

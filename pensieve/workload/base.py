@@ -113,10 +113,10 @@ class Following:
 
 @runtime_checkable
 class Foresees(Protocol):
-    """A workload that knows what comes after a turn while that is still under way."""
+    """A workload that knows what comes after a turn that has not ended, be it under way or still to come itself."""
 
     def foresee(self, session: str, turn: int) -> Following | None:
-        """None: anything, at once."""
+        """The same whenever it is asked. None: anything, at once."""
 
 
 @runtime_checkable

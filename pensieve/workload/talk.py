@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Generic, Protocol, TypeVar
 
 from pensieve.record import TurnRecord
@@ -47,6 +48,7 @@ class Talks(ABC, Generic[T]):
         self._warming = len(warmup)
         self._shares = [list(share)[::-1] for share in shares]  # what is left of each, the next one last
         self._share_of = {talk.session: share for share in self._shares for talk in share}
+        self._next = {one.session: (then.session, 1) for share in shares for one, then in pairwise(share)}
 
     @abstractmethod
     def _arrival(self, talk: T, turn: int, at_s: float, before: TurnRecord | None = None) -> Arrival:
@@ -98,8 +100,8 @@ class Talks(ABC, Generic[T]):
         if talk.phase == "warmup":
             return None  # the last of them starts all the others
         own = ((session, turn + 1),) if turn < talk.turns else ()
-        share = self._share_of.get(session)
-        return Following(self._pause_s(talk, turn), (*own, (share[-1].session, 1)) if share else own)
+        other = self._next.get(session)
+        return Following(self._pause_s(talk, turn), own if other is None else (*own, other))
 
     def _measured_starts(self, now: float) -> list[Arrival]:
         first = [share.pop() for share in self._shares]

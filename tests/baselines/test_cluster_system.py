@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from pensieve.baselines.cluster_system import COUNTED
+from pensieve.baselines.cluster_system import COUNTED, ClusterSystem
+from pensieve.baselines.outlook import Outlook
 from pensieve.baselines.routing import ROUTERS, affinity
 from pensieve.compose import build_cluster, build_system, build_tokenizer, build_workload, plan_trial
 from pensieve.plan import StepPlan
@@ -16,6 +17,7 @@ from pensieve.record import TurnRecord
 from pensieve.replay import replay
 from pensieve.request import Length, Request, tokens_of
 from pensieve.worker.simulated import SimulatedWorker
+from pensieve.workload.base import Following
 from tests.composed import checked
 
 SMALL = ("model=llama_25m", "cache.gpu='704 tokens'", "cache.cpu='512 tokens'")
@@ -115,6 +117,60 @@ def test_replicas_that_run_ahead_of_each_other_do_what_they_do_step_by_step(seed
     assert system.clock.now_ns() == stepped.clock.now_ns()
 
 
+@pytest.mark.parametrize("router", ["affinity", "random"])
+def test_users_who_go_on_to_conversations_elsewhere_never_reach_a_replica_in_its_past(router: str) -> None:
+    """Conversations of one or two turns and thoughts shorter than a reply: a replica that computes a long one is reached by
+    what follows a request that is not even sent, and by what follows that."""
+    for seed in (4, 18, 25, 44):
+        load = (
+            "workload.users=6", "workload.conversations=18", "workload.min_turns=1", "workload.max_turns=2",
+            "workload.max_new_tokens=100", "workload.warmup_turns=6", f"workload.think_time_s={(0.0005, 0.002)[seed % 2]}",
+            "hardware.replicas=8", f"hardware.router={router}", f"seed={seed}",
+        )  # fmt: skip
+        (turns, _, _), (apart, _, _) = run(*load), run(*load, ahead=False)
+        assert list(map(repr, turns)) == list(map(repr, apart)), "every column of every turn, in order"
+
+
+def test_nothing_along_a_chain_of_turns_comes_sooner_than_the_outlook_says() -> None:
+    """Random walks through random turns that follow each other, each request announced, sent and ended in between."""
+    drawn = random.Random(0)
+    replicas, turns = 4, 12
+    for _ in range(200):
+        pauses = [drawn.choice([0, 1, 7, 50, 400]) for _ in range(turns)]  # ms
+        follow = [[one for one in range(at + 1, turns) if drawn.random() < 0.3] for at in range(turns)]
+        places = [
+            drawn.choice([None, *range(replicas)] if drawn.random() < 0.1 else range(replicas)) for _ in range(turns)
+        ]
+        unknown = drawn.choice([None, None, drawn.randrange(turns)])
+
+        def foresee(session: str, turn: int) -> Following | None:
+            known = (pauses[turn] / 1e3, tuple((session, one) for one in follow[turn]))  # noqa: B023
+            return None if turn == unknown else Following(*known)  # noqa: B023
+
+        outlook = Outlook(replicas, lambda _, turn: places[turn], foresee)  # noqa: B023
+        ns, at, clear = 0, 0, dict.fromkeys(range(replicas), 0)  # of each, the furthest that was promised
+        while True:
+            begins = ns + drawn.choice([10, 10**7])
+            request = Request(at, "a", at, tokens_of([1]), Length(1))
+            outlook.announce(begins, request)
+            for one in clear:
+                clear[one] = max(clear[one], outlook.clear_ns(one, ns))
+            place = places[at]
+            here = drawn.randrange(replicas) if place is None else place
+            assert clear[here] <= begins, (at, clear, begins)
+            outlook.passed(begins)
+            outlook.sent(request, here)
+            for one in clear:
+                if one != here:  # which stops at its own ends
+                    clear[one] = max(clear[one], outlook.clear_ns(one, begins))
+            ns = begins + drawn.choice([0, 10**6])
+            if not follow[at] or at == unknown:
+                break
+            outlook.ended(at)
+            ns += pauses[at] * 10**6
+            at = drawn.choice(follow[at])
+
+
 def test_a_replica_that_runs_ahead_has_the_windows_of_a_single_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = SimulatedWorker.launch
     plans = 0
@@ -162,6 +218,60 @@ def test_a_failure_loses_no_turn_and_doubles_none() -> None:
         k: len(v) for k, v in said(calm).items()
     }
     assert sum(turn.recomputed_tokens or 0 for turn in rough) > sum(turn.recomputed_tokens or 0 for turn in calm)
+
+
+def test_a_turn_moves_once_however_often_it_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_sent = ClusterSystem._as_sent
+    moves: list[int] = []
+
+    def noted(system: ClusterSystem, request: Request, replica: Any) -> Request:
+        sent = as_sent(system, request, replica)
+        moves.extend([request.id] * (sent is not request))
+        return sent
+
+    monkeypatch.setattr(ClusterSystem, "_as_sent", noted)
+    failing = ("hardware.failure_s=0.01", "hardware.restart_s=0.005")
+    turns, counted, _ = run("hardware.router=random", "hardware.replicas=3", *failing)
+    assert 0 < counted["moved_turns"] == len(set(moves)) < len(moves)
+    assert counted["moved_turns"] <= sum(turn.turn > 1 for turn in turns)
+    calm, counted, system = run("hardware.router=random", "hardware.replicas=3")
+    place = {(one.session, one.turn): system._destination(one.session, one.turn) for one in calm}
+    assert counted["moved_turns"] == sum(place[s, t] != place[s, t - 1] for s, t in place if t > 1)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        ("workload.conversations=30", "hardware.router=random"),
+        (*EAGER, "hardware.router=affinity", "hardware.failure_s=0.05", "hardware.restart_s=0.02"),
+        (
+            *EAGER,
+            "hardware.router=random",
+            "hardware.migration=always",
+            "hardware.failure_s=0.1",
+            "workload.timeout_s=0.05",
+        ),
+    ],
+)
+def test_conversations_that_ended_are_forgotten_and_nothing_else_changes(
+    load: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgets, counted, system = run("hardware.replicas=4", *load)
+    kept = [sum(map(len, (system._said, system._home, system._served))), records(system)]
+    monkeypatch.setattr(ClusterSystem, "ended", lambda *_: None)
+    keeps, counted_kept, system = run("hardware.replicas=4", *load)
+    assert list(map(repr, forgets)) == list(map(repr, keeps)), "every column of every turn, in order"
+    for found in (counted, counted_kept):
+        found.pop("schedule_ms")  # of the wall clock
+    assert counted == counted_kept
+    assert kept[0] == 0 < len(system._said), "every conversation has ended"
+    if "hardware.failure_s" not in str(load):  # a replica that has failed had forgotten them
+        assert kept[1] < records(system), "what is left of them is in a cache"
+
+
+def records(system: Any) -> int:
+    """Of conversations, in all engines."""
+    return sum(len(list(replica.system.engine.cache.names())) for replica in system._replicas)
 
 
 def test_a_conversation_moves_only_when_its_own_replica_leaves() -> None:

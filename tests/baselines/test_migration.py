@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from pensieve.baselines.migration import Migration, Network, computing_s
+from pensieve.baselines.cluster_system import ClusterSystem
+from pensieve.baselines.migration import Migration, Network, Parcel, computing_s
 from pensieve.record import TurnRecord
+from pensieve.request import Request
 from tests.baselines.test_cluster_system import run, said
 
 ROOM = ("hardware.router=random", "hardware.replicas=4", "cache.gpu='4096 tokens'", "cache.cpu='4096 tokens'")
@@ -94,13 +96,59 @@ def test_where_no_conversation_moves_nothing_changes() -> None:
 
 def test_replicas_that_fail_and_requests_that_time_out_on_the_way_end_once() -> None:
     turns, counted, _ = run(
-        *ROOM, "hardware.migration=always", "hardware.network_gbps=0.2", "hardware.failure_s=0.05", "hardware.restart_s=0.02",
+        *ROOM, "hardware.migration=always", "hardware.network_gbps=1", "hardware.failure_s=0.05", "hardware.restart_s=0.02",
         "workload.timeout_s=0.02",
     )  # fmt: skip
     assert counted["replica_failures"] > 3 and counted["migrated_turns"] > 0
     assert {turn.status for turn in turns} == {"completed", "timeout"}
     assert len({(turn.session, turn.turn) for turn in turns}) == len(turns)
     assert found(turns, "received_bytes") == counted["sent_bytes"]
+
+
+def test_what_a_failed_replica_had_still_to_send_never_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: dict[int, Parcel] = {}
+    failed: list[tuple[int, int]] = []  # ns, replica
+    delivered: list[tuple[int, int, Parcel]] = []
+    deliver, fail, parcel = ClusterSystem._deliver, ClusterSystem._fail, ClusterSystem._parcel
+
+    def noted_parcel(system: ClusterSystem, request: Request, replica: Any, now: int) -> Parcel | None:
+        found = parcel(system, request, replica, now)
+        if found is not None:
+            sent[id(found)] = found
+            begun[id(found)] = now
+        return found
+
+    def noted_fail(system: ClusterSystem, ns: int, number: int) -> None:
+        failed.append((ns, number))
+        fail(system, ns, number)
+
+    def noted_deliver(system: ClusterSystem, ns: int, order: int, request: Request, one: Parcel) -> None:
+        delivered.append((ns, request.id, one))
+        deliver(system, ns, order, request, one)
+
+    begun: dict[int, int] = {}
+    monkeypatch.setattr(ClusterSystem, "_parcel", noted_parcel)
+    monkeypatch.setattr(ClusterSystem, "_fail", noted_fail)
+    monkeypatch.setattr(ClusterSystem, "_deliver", noted_deliver)
+    turns, counted, system = run(
+        *ROOM,
+        "hardware.migration=always",
+        "hardware.network_gbps=0.6",
+        "hardware.failure_s=0.05",
+        "hardware.restart_s=0.02",
+    )
+    arrived = {id(one) for _, _, one in delivered}
+    cut = {
+        key: [end for ns, end in failed if begun[key] <= ns < one.arrives_ns and end in (one.source, one.target)]
+        for key, one in sent.items()
+    }
+    assert {key for key, ends in cut.items() if ends} == set(sent) - arrived, "those with a failure at either end"
+    assert any(sent[key].source in ends and sent[key].target not in ends for key, ends in cut.items())
+    tokens = sum(one.count for _, _, one in delivered)
+    assert 0 < tokens == counted["sent_tokens"] < sum(one.count for one in sent.values())
+    assert found(turns, "received_bytes") == counted["sent_bytes"] == tokens * system.settings()["kv_bytes_per_token"]
+    assert counted["migrated_turns"] == len({request for _, request, _ in delivered}) <= len(delivered)
+    assert {turn.status for turn in turns} == {"completed"}
 
 
 class PerToken:
@@ -124,7 +172,7 @@ def test_a_gibibyte_is_sent_from_the_rate_on_at_which_that_is_sooner() -> None:
     lengths = (32,) * 256
     assert math.isclose(computing_s(cost, lengths, 32), 8192e-6)
     for gbps, sends in ((even * 0.999, False), (even * 1.001, True)):
-        migration = Migration("cheaper", Network(gbps, 5e-5), 2)
+        migration = Migration("cheaper", Network(gbps, 5e-5))
         parcel = migration.parcel(
             array("i"), lengths, cost, chunk_tokens=32, bytes_per_token=2**17, source=0, target=1, now_ns=0
         )
@@ -132,7 +180,7 @@ def test_a_gibibyte_is_sent_from_the_rate_on_at_which_that_is_sooner() -> None:
 
 
 def test_parcels_wait_for_both_interfaces() -> None:
-    migration = Migration("always", Network(8.0, 0.0), 3)  # 10^9 bytes/s
+    migration = Migration("always", Network(8.0, 0.0))  # 10^9 bytes/s
 
     def arrives(source: int, target: int, now_ns: int) -> int:
         parcel = migration.parcel(
@@ -147,3 +195,7 @@ def test_parcels_wait_for_both_interfaces() -> None:
     assert arrives(1, 0, 0) == 320, "each way on its own"
     assert arrives(1, 2, 100) == 960, "one receives one after the other"
     assert arrives(0, 1, 5000) == 5320
+    migration.failed(1)
+    assert arrives(0, 2, 5000) == 5320, "nothing waits for what a failed replica was to have"
+    assert arrives(2, 1, 5000) == 5320
+    assert arrives(0, 1, 5000) == 5640, "but for what is still on the way"
