@@ -53,7 +53,7 @@ def test_work_is_cut_for_as_many_programs_as_the_kernel_leaves_room_for(monkeypa
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: A100)
     geometry = Geometry(32, 8, 128, torch.bfloat16, torch.device("cuda", 0), 32)
-    learned, tiles = Learned(), geometry.tiles(large=False)
+    learned, tiles = Learned(), geometry.tiles(False, None, False)
 
     def wanted() -> int:
         return geometry.cutting(tiles, learned.programs_of(geometry, tiles, False)).wanted_items
@@ -63,4 +63,4 @@ def test_work_is_cut_for_as_many_programs_as_the_kernel_leaves_room_for(monkeypa
     assert wanted() == 108 * 2 // 8
     learned.note(geometry, tiles, False, kernel(32, 0))
     assert wanted() == 108 * 2 // 8, "its code is compiled once"
-    assert learned.programs_of(geometry, geometry.tiles(large=True), True) == 4, "another kernel"
+    assert learned.programs_of(geometry, geometry.tiles(True, None, False), True) == 4, "another kernel"
