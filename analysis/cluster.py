@@ -11,7 +11,7 @@ from analysis.caches import shares
 from analysis.estimates import mean, over_seeds, percentile
 from analysis.registry import Plot, Row, columns, figure
 from analysis.results import by_conversation, values_of
-from analysis.routing import REPLICAS, ROUTER
+from analysis.routing import REPLICAS, ROUTER, AtReplicas, draw_over_replicas, in_order
 from analysis.sweep import Cell, Panel, Source
 from analysis.tables import estimated
 from pensieve.errors import MissingSeries
@@ -22,25 +22,16 @@ COUNTED = ("moved_turns", "restarted_requests", "replica_failures")
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """Of one router with so many replicas. median, tail: time to first token of all turns (ms; 50th and 99th percentile).
-    lost: of all history tokens, in percent, those that were computed again. skew: requests under way on the fullest replica
-    over those on all of them but as many, means over the readings of a trial. counted: each of COUNTED, over its trials."""
+class Spread(AtReplicas):
+    """median, tail: time to first token of all turns (ms; 50th and 99th percentile). lost: of all history tokens, in percent,
+    those that were computed again. skew: requests under way on the fullest replica over those on all of them but as many,
+    means over the readings of a trial. counted: each of COUNTED, over its trials."""
 
-    cell: Cell
     median: Estimate
     tail: Estimate
     lost: Estimate
     skew: Estimate
     counted: dict[str, float]
-
-    @property
-    def router(self) -> str:
-        return self.cell.at[ROUTER]
-
-    @property
-    def replicas(self) -> int:
-        return int(self.cell.at[REPLICAS])
 
 
 @figure(
@@ -86,25 +77,14 @@ def _skew(source: Source, trial_id: int, replicas: int) -> float:
 
 
 def _spread_plot(panel: Panel, spreads: Sequence[Spread]) -> Plot:
-    ordered = sorted(spreads, key=lambda one: (one.router, one.replicas))
-    picture, grid = style.new_grid(4.6, 4)
+    ordered = in_order(spreads)
     measures = (
         ("first token,\nmedian (ms)", "median"),
         ("first token,\np99 (ms)", "tail"),
         ("history computed\nagain (%)", "lost"),
         ("fullest replica\nover the mean", "skew"),
     )
-    for [axes], (label, name) in zip(grid, measures, strict=True):
-        for order, router in enumerate(dict.fromkeys(one.router for one in ordered)):
-            own = [(float(one.replicas), getattr(one, name)) for one in ordered if one.router == router]
-            marks.line(axes, router, own, order=order)
-        axes.set_ylabel(label)
-        axes.set_ylim(bottom=0)
-        marks.mark_counts(axes, sorted({one.replicas for one in ordered}))
-    for [axes] in grid[:-1]:
-        axes.tick_params(labelbottom=False)
-    grid[-1][0].set_xlabel("replicas")
-    style.legend(picture)
+    picture = draw_over_replicas(ordered, 4.6, measures)
     lead = (
         "Points with their 95 % interval over seeds and conversations; first tokens of all turns, percentiles by nearest "
         "rank; fullest replica: requests under way on it over the mean of all replicas"

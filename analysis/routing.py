@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+from matplotlib.figure import Figure as Picture
 
 from analysis import marks, style
 from analysis.caches import shares
@@ -15,17 +18,14 @@ from analysis.tables import estimated
 from pensieve.statistics import Estimate
 
 ROUTER, REPLICAS = "hardware.router", "hardware.replicas"
+Found = TypeVar("Found", bound="AtReplicas")
 
 
 @dataclass(frozen=True, slots=True)
-class Routed:
-    """Of one router with so many replicas. hit: of all history tokens, in percent, in any tier of the replica that served the
-    turn. median, tail: time to first token of turns that have history (ms; 50th and 90th percentile)."""
+class AtReplicas:
+    """What one router came to with so many replicas."""
 
     cell: Cell
-    hit: Estimate
-    median: Estimate
-    tail: Estimate
 
     @property
     def router(self) -> str:
@@ -34,6 +34,45 @@ class Routed:
     @property
     def replicas(self) -> int:
         return int(self.cell.at[REPLICAS])
+
+
+@dataclass(frozen=True, slots=True)
+class Routed(AtReplicas):
+    """hit: of all history tokens, in percent, in any tier of the replica that served the turn. median, tail: time to first
+    token of turns that have history (ms; 50th and 90th percentile)."""
+
+    hit: Estimate
+    median: Estimate
+    tail: Estimate
+
+
+def in_order(found: Iterable[Found]) -> list[Found]:
+    """By router, then by the number of replicas."""
+    return sorted(found, key=lambda one: (one.router, one.replicas))
+
+
+def draw_over_replicas(found: Sequence[Found], height_in: float, measures: Sequence[tuple[str, str]]) -> Picture:
+    """Axes below each other, with a line a router against the number of replicas.
+
+    found: in order. measures: the label of each axis, and the field of `found` that holds its estimates.
+    """
+    picture, grid = style.new_grid(height_in, len(measures))
+    for [axes], (label, name) in zip(grid, measures, strict=True):
+        axes.set_ymargin(0.12)  # the highest marker whole
+        for order, router in enumerate(dict.fromkeys(one.router for one in found)):
+            own = [(float(one.replicas), getattr(one, name)) for one in found if one.router == router]
+            marks.line(axes, router, own, order=order)
+        axes.set_ylabel(label)
+        if marks.wide([getattr(one, name).value for one in found]):
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
+        marks.mark_counts(axes, sorted({one.replicas for one in found}))
+    for [axes] in grid[:-1]:
+        axes.tick_params(labelbottom=False)
+    grid[-1][0].set_xlabel("replicas")
+    style.legend(picture)
+    return picture
 
 
 @figure(
@@ -59,24 +98,13 @@ def _routed(source: Source, cell: Cell) -> Routed:
 
 
 def _plot(panel: Panel, routed: Sequence[Routed]) -> Plot:
-    ordered = sorted(routed, key=lambda one: (one.router, one.replicas))
-    picture, grid = style.new_grid(3.6, 3)
+    ordered = in_order(routed)
     measures = (
         ("history found (%)", "hit"),
         ("first token,\nmedian (ms)", "median"),
         ("first token,\np90 (ms)", "tail"),
     )
-    for [axes], (label, name) in zip(grid, measures, strict=True):
-        for order, router in enumerate(dict.fromkeys(one.router for one in ordered)):
-            own = [(float(one.replicas), getattr(one, name)) for one in ordered if one.router == router]
-            marks.line(axes, router, own, order=order)
-        axes.set_ylabel(label)
-        axes.set_ylim(0, 105 if name == "hit" else None)
-        marks.mark_counts(axes, sorted({one.replicas for one in ordered}))
-    for [axes] in grid[:-1]:
-        axes.tick_params(labelbottom=False)
-    grid[-1][0].set_xlabel("replicas")
-    style.legend(picture)
+    picture = draw_over_replicas(ordered, 3.6, measures)
     lead = "Points with their 95 % interval over seeds and conversations; first tokens: of turns that have history"
     return Plot(panel, picture, lead, [_row(one) for one in ordered], [_line(one) for one in ordered])
 
