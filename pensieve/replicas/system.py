@@ -60,7 +60,8 @@ class Scaling:
 @dataclass(slots=True, eq=False)
 class _Ticket:
     """A request on its way. told: its tokens so far, of whichever attempt; place: of the next one in this attempt. sent: as
-    what it was begun, at which replica. cut: the status with which somebody has ended it."""
+    what it was begun, at which replica. cut: the status with which somebody has ended it. moved: another replica served the
+    turn before."""
 
     request: Request
     listener: Listener
@@ -68,6 +69,7 @@ class _Ticket:
     place: int = 0
     sent: Begun | None = None
     cut: str | None = None
+    moved: bool = False
 
 
 class ReplicaSystem:
@@ -357,7 +359,7 @@ class ReplicaSystem:
         async for part in stream:
             if isinstance(part, Begun):
                 ticket.sent = part
-                self._begun(request, errand, part.replica)
+                self._begun(ticket, errand, part.replica)
                 if ticket.cut is not None:
                     await self._cut(ticket)
                 continue
@@ -397,10 +399,11 @@ class ReplicaSystem:
             home, tokens = self._home.get(request.session, (None, 0))
             return Errand(self._family.get(request.session, request.session), request.turn, None, home, tokens)
 
-    def _begun(self, request: Request, errand: Errand, replica: str) -> None:
+    def _begun(self, ticket: _Ticket, errand: Errand, replica: str) -> None:
         with self._lock:
-            self._served.setdefault(request.session, set()).add(replica)
-            if errand.home not in (None, replica):
+            self._served.setdefault(ticket.request.session, set()).add(replica)
+            if errand.home not in (None, replica) and not ticket.moved:  # a turn counts once, however often it is asked
+                ticket.moved = True
                 self._counted["moved_turns"] += 1
 
     def _stands(self, request: Request, turn: TurnRecord, replica: str) -> None:

@@ -293,6 +293,16 @@ def test_a_request_that_ends_every_replica_fails_in_the_end() -> None:
         assert not turn.stands
 
 
+def test_a_turn_counts_as_moved_once_however_often_it_is_asked() -> None:
+    with replicas() as (system, actors):
+        [first] = talk(system, "a", 1)
+        actors.deadly = dict.fromkeys(NAMES, 3)
+        turn = ask(system, 100, "a", 2, [*_message(1), *first.token_ids, *_message(2)]).turn
+        assert turn.status == "failed"
+        assert system._counted["restarted_requests"] == ATTEMPTS > 2
+        assert system._counted["moved_turns"] == 1
+
+
 def test_a_reply_that_comes_out_otherwise_is_not_gone_on_with() -> None:
     with replicas() as (system, actors):
         lost = actors.chosen(Errand("a", 1))
