@@ -60,7 +60,7 @@ def chat(config: Mapping[str, Any], typed: Collection[str] = ()) -> int:
             say(sentence)
     if settings.script is not None:
         return play(trial, settings, questions_of(settings.script))
-    with server_of(trial) as server:
+    with server_of(trial, say=say) as server:
         say(f"{trial['model']['name']}, baseline={trial['baseline']['name']}. {COMMANDS}")
         Conversation(server, settings, sys.stdout).run(read_line())
     return 0
@@ -264,7 +264,7 @@ def play(trial: Mapping[str, Any], settings: ChatSettings, questions: Sequence[s
     name = str(trial["baseline"]["name"])
     played: dict[str, list[tuple[TurnRecord, str]]] = {}
     for baseline in dict.fromkeys((name, WITHOUT_MEMORY)):
-        with server_of({**trial, "baseline": read_option("baseline", baseline)}) as server:
+        with server_of({**trial, "baseline": read_option("baseline", baseline)}, say=say) as server:
             conversation = Conversation(server, settings, sys.stdout)
             conversation.ask("Hello").result()  # the first forward of a process is no turn
             conversation.reset()

@@ -50,7 +50,7 @@ def settings_of(config: Mapping[str, Any]) -> ServeSettings:
 
 def make_server(config: Mapping[str, Any], keeps_disk: bool = False) -> Server:
     """The engine that the configuration names, warm."""
-    return server_of(_trial_fields(config), keeps_disk)
+    return server_of(_trial_fields(config), keeps_disk, say)
 
 
 def make_replicas(

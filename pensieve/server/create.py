@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pensieve.compose import (
@@ -13,12 +13,13 @@ from pensieve.compose import (
     check_free_memory,
     model_config,
     options,
+    outputs_folder,
     plan_trial,
     read_option,
 )
 from pensieve.compose.folder import ended, nearest
 from pensieve.compose.target import locate
-from pensieve.errors import ConfigError, EngineMissing, PensieveError
+from pensieve.errors import ConfigError, EngineMissing, PensieveError, ResultsError
 from pensieve.eviction.base import needs_future
 from pensieve.server.api import Server, as_arguments
 
@@ -74,13 +75,28 @@ def _baseline(mode: str) -> dict[str, Any]:
     return read_option("baseline", mode)
 
 
-def server_of(fields: Mapping[str, Any], keeps_disk: bool = False) -> Server:
-    """A server from the fields of a trial's configuration but `workload`: its requests come from callers. keeps_disk: as of
-    build_system."""
+def server_of(fields: Mapping[str, Any], keeps_disk: bool = False, say: Callable[[str], None] | None = None) -> Server:
+    """A server from the fields of a trial's configuration but `workload`: its requests come from callers.
+
+    keeps_disk: as of build_system. say: is told what the start will take, where that is long.
+    """
     plan = plan_live(fields)
     check_free_memory(plan)
+    if say is not None and not plan.device.simulated:
+        _announce(plan, say)
     tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, plan.device.simulated)
     return Server(build_system(plan, tokenizer, keeps_disk=keeps_disk), tokenizer, plan.config.seed)
+
+
+def _announce(plan: TrialPlan, say: Callable[[str], None]) -> None:
+    from pensieve.results.store import open_store
+    from pensieve.trial.start_times import announce
+
+    try:
+        store = open_store(outputs_folder(), create=False)
+    except ResultsError:  # no trial has run yet, or its database cannot be read: the start is timed anew
+        store = None
+    announce(plan, store, say)
 
 
 def plan_live(fields: Mapping[str, Any]) -> TrialPlan:

@@ -34,11 +34,13 @@ Seconds = Callable[[], float | None]
 """Measures a part of something, and gives the seconds of the whole; None where it cannot."""
 
 
-def announce(plan: TrialPlan, store: ResultsStore, say: Callable[[str], None]) -> None:
-    """Say what the start of a real trial will take, where somebody would wonder; not where its own model is in memory."""
+def announce(plan: TrialPlan, store: ResultsStore | None, say: Callable[[str], None]) -> None:
+    """Say what the start of a real engine will take, where somebody would wonder; not where its own model is in memory.
+    store: of the trials that started it before, if there is one."""
     if model_is_loaded(plan):
         return
-    found = sentence(plan, last_start(plan, store), lambda: reading_s(plan), lambda: locking_s(plan))
+    last = None if store is None else last_start(plan, store)
+    found = sentence(plan, last, lambda: reading_s(plan), lambda: locking_s(plan))
     if found is not None:
         say(found)
 

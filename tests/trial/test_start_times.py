@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from pensieve.compose import plan_trial
-from pensieve.results.store import ResultsStore
+from pensieve.results.store import ResultsStore, open_store
+from pensieve.server import create
 from pensieve.trial import start_times
 from pensieve.trial.start_times import LastStart, announce, last_start, sentence
 from pensieve.worker.torch import shelf
@@ -107,3 +108,22 @@ def test_a_model_in_memory_needs_no_announcement(plan, monkeypatch):
         assert len(said) == 1
         announce(other, ResultsStore(MEMORY), said.append)
         assert len(said) == 2, "it will be loaded in the place of that one"
+
+
+@pytest.mark.parametrize("trials", [True, False], ids=["after a trial", "before any"])
+def test_a_server_says_so_too(trials, monkeypatch, tmp_path):
+    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path / "outputs"))
+    if trials:
+        open_store(tmp_path / "outputs")
+    asked, said = [], []
+    monkeypatch.setattr(start_times, "last_start", lambda plan, store: asked.append(store))
+    monkeypatch.setattr(start_times, "sentence", lambda *_: "a sentence")
+    for build in ("build_tokenizer", "build_system", "Server", "check_free_memory"):
+        monkeypatch.setattr(create, build, lambda *_, **__: None)
+    fields = {name: value for name, value in checked("hardware=cpu").model_dump().items() if name != "workload"}
+    create.server_of(fields, say=said.append)
+    assert said == ["a sentence"] and len(asked) == trials
+    create.server_of(fields)
+    simulated = {name: value for name, value in checked().model_dump().items() if name != "workload"}
+    create.server_of(simulated, say=said.append)
+    assert len(said) == 1, "a library is silent, and a simulated engine starts at once"
