@@ -1,4 +1,4 @@
-"""Conversations of a data set on the Hugging Face hub, through the optional package `datasets`."""
+"""Conversations of a data set on the Hugging Face hub, through the package `datasets`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def load_from_hub(name: str, split: str, on_malformed: OnMalformed) -> Recording
     except ImportError as error:
         raise EngineMissing(
             f"workload.path={name} is no file here, and a name on the hub needs the package datasets "
-            "(pip install 'pensieve[datasets]'); or give the path of a JSON file."
+            "(pip install datasets); or give the path of a JSON file."
         ) from error
     try:
         rows = datasets.load_dataset(name, split=split)

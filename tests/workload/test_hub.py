@@ -11,7 +11,7 @@ ROWS = [{"id": "a", "data": ["Hi", "Hello"]}, {"id": "b", "other": 1}]
 
 def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(EngineMissing, match=r"owner/set is no file here.*pip install 'pensieve\[datasets\]'"):
+    with pytest.raises(EngineMissing, match=r"owner/set is no file here.*pip install datasets"):
         load_from_hub("owner/set", "train", "fail")
 
 
