@@ -14,10 +14,8 @@ from matplotlib.patches import Patch
 from matplotlib.text import Text
 
 GROUND, INK = (0x1D, 0x21, 0x25), (0xE7, 0xE9, 0xEB)  # what white and black become: the page's card and ink
-LEAST, LIFTED = (
-    0.5,
-    0.65,
-)  # the least lightness of a colour, and how much of its saturation one keeps that is lifted to it
+LEAST = 0.5  # lightness of a colour
+LIFTED = 0.65  # the share of its saturation that a colour keeps when it is lifted to LEAST
 GREYISH = 0.12  # saturation below which a colour is a grey
 
 RGBA = tuple[float, float, float, float]

@@ -41,6 +41,7 @@ class _Columns:
         return cls(file, starts, len(turns))
 
     def unread(self) -> _Columns:
+        """The same batch, with no column read yet: so that one pass over the file leaves nothing in memory."""
         return _Columns(self._file, self._starts, self.count)
 
     def column(self, name: str) -> list[Any]:

@@ -57,8 +57,9 @@ def computing_s(cost: CostModel, lengths: tuple[int, ...], chunk_tokens: int) ->
 
 
 class Migration:
-    """Decides what is sent, and when it has arrived. A replica sends one parcel after the other, and receives so. What waits
-    for one that is given up since a replica failed keeps its time; what is sent later does not wait for it.
+    """Decides what is sent, and when it arrives. A replica sends, and receives, one parcel after the other. When a replica
+    fails, the parcels on their way to and from it are dropped: those already queued behind them keep their times, and those
+    sent later do not wait for them.
 
     when: `cheaper` where the way, the wait for both interfaces and the load to the GPU take less than computing would, by
     the cost model; `always` whatever they take.

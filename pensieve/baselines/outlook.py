@@ -21,13 +21,14 @@ Destination = Callable[[str, int], int | None]
 
 
 class Outlook:
-    """What can reach a replica: a request that was announced, one that follows it or what others have under way, one that
-    follows that, and so on. None begins sooner than its pause after the end of the one before, which takes no less than no
-    time: so the pauses along a chain, added to its beginning, are a bound for each link. A conservative parallel
-    simulation (Chandy, Misra 1979), on one core.
+    """The earliest time at which a request can reach each replica: one that was announced, one that follows a request which
+    was announced or is under way, one that follows that, and so on.
 
-    A chain that begins with a request under way begins no sooner than the furthest behind of the replicas. What follows a
-    request of its own cannot surprise a replica, which stops at each end.
+    A request that follows another is sent no sooner than its pause after the other's end, and no turn takes less than no
+    time. So the beginning of a chain plus the pauses along it is a lower bound for each of its requests: conservative
+    parallel simulation (Chandy, Misra 1979), on one core. A chain that begins with a request under way is counted from the
+    clock of the replica that is furthest behind. A replica needs no bound for what follows its own requests, since it stops
+    at each end.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ class Shadow:
         self._total = 0
 
     def ask(self, number: int, length: int, now_s: float, capacity: float) -> tuple[int, int]:
-        """A turn begins whose prompt ends at `length`: which tokens [start, stop) of it are there. Then all of it is."""
+        """A turn begins with a prompt of `length` tokens: which of them, [start, stop), are held. Then all of them are."""
         held = self.held.get(number)
         found = (held.length - held.tokens, min(held.length, length)) if held else (0, 0)
         self._hold(Held(number, length, length, now_s), capacity, now_s)
