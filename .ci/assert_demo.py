@@ -11,7 +11,7 @@ from pensieve.results.store import open_store
 from pensieve.results.sweep_table import sweep_table
 from pensieve.statistics import paired_ratio
 
-LEAST_SHARE = 0.01  # of the history tokens, for GPU hits, CPU hits and recomputation each
+LEAST_SHARE = 0.02  # of the history tokens, for GPU hits, CPU hits and recomputation each
 
 store = open_store(Path(sys.argv[1]), create=False)
 sweep = store.latest_sweep()

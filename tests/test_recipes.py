@@ -98,7 +98,7 @@ def copy(tmp_path):
 @pytest.mark.parametrize(
     ("title", "column", "name", "promise", "kept"),
     [
-        ("A model", "model", "small_llama", "select gpu_tokens, cpu_tokens from trial", (1408, 4480)),
+        ("A model", "model", "small_llama", "select gpu_tokens, cpu_tokens from trial", (1408, 4224)),
         (
             "An eviction policy", "eviction", "my_policy",
             "select value > 0 from metric where name = 'evicted_chunks'", (1,),

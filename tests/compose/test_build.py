@@ -25,7 +25,7 @@ def test_a_simulated_baseline_serves_the_workload(baseline):
     assert settings["baseline"] == baseline
     assert settings["weights"] == "none"
     assert settings["tokenizer"] == "bytes"
-    assert settings["cpu_tokens"] == (4480 if baseline == "pensieve" else 0)
+    assert settings["cpu_tokens"] == (4224 if baseline == "pensieve" else 0)
     assert settings["gpu_tokens"] == 1408
 
 

@@ -7,7 +7,7 @@ from tests.composed import checked, composed
 
 def test_resolved_has_no_hydra_and_no_interpolation():
     plain = resolved(composed("cache.gpu=${cache.cpu}"))
-    assert plain["cache"]["gpu"] == plain["cache"]["cpu"] == "4480 tokens"
+    assert plain["cache"]["gpu"] == plain["cache"]["cpu"] == "4224 tokens"
     assert "hydra" not in plain
 
 
