@@ -54,7 +54,7 @@ def test_every_sweep_is_understood_up_to_its_first_trial(arguments):
         config = hydra.compose_config("config", overrides, RunMode.MULTIRUN, with_log_configuration=False)
         jobs = plan_jobs(config)
         assert len(jobs.jobs) > 1
-        plan_trial(check(next(compose_jobs("config", config, jobs))))
+        plan_trial(check(next(compose_jobs(config, jobs))))
 
 
 def test_the_groups_are_those_of_conf():

@@ -29,6 +29,7 @@ NOT_CODE = (
     "progress.py",
     "compose/explain.py",
     "compose/preflight.py",
+    "trial/compositions.py",
     "trial/doctor.py",
     "trial/hydra_app.py",
     "trial/inspection.py",

@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pensieve.compose import TrialConfig, check, plan_trial
 from pensieve.compose.explain import explain, explain_crash, is_the_users
 from pensieve.errors import PensieveError
+from pensieve.trial.compositions import compose_once
 from pensieve.trial.jobs import compose_jobs, plan_jobs
 from pensieve.trial.terminal import FULL_TRACE, leave_quietly
 
@@ -40,7 +41,7 @@ class SweepCallback(Callback):
 
     def on_multirun_start(self, config: DictConfig, config_name: str | None = None, **_: Any) -> None:
         try:
-            self._start(config, config_name or "config")
+            self._start(config)
         except BrokenPipeError:
             leave_quietly()
         except (PensieveError, HydraException, OmegaConfBaseException, OSError) as error:
@@ -69,10 +70,11 @@ class SweepCallback(Callback):
         if not completed:
             sys.exit(1)
 
-    def _start(self, config: DictConfig, config_name: str) -> None:
+    def _start(self, config: DictConfig) -> None:
+        compose_once()
         jobs = plan_jobs(config)
         configs, checked, plans = [], [], []
-        for cfg in compose_jobs(config_name, config, jobs):  # a mistake is told before the other jobs are composed
+        for cfg in compose_jobs(config, jobs):  # a mistake is told before the other jobs are composed
             configs.append(cfg)
             checked.append(check(cfg))
             if not is_inspection(checked[-1]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 
 from hydra import compose
@@ -17,7 +16,6 @@ from pensieve.errors import ConfigError
 
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 INNERMOST = "baseline"
-SEED = "seed="
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,30 +83,20 @@ def _innermost_last(params: Mapping[str, str], swept: Mapping[str, Override]) ->
 
 
 def compose_job(config_name: str, overrides: Sequence[str]) -> DictConfig:
-    """The configuration of one job, as the launcher will compose it."""
+    """A configuration outside of a sweep."""
     cfg = compose(config_name=config_name, overrides=list(overrides))
     assert isinstance(cfg, DictConfig)
     return cfg
 
 
-def compose_jobs(config_name: str, config: DictConfig, jobs: Jobs | None) -> Iterator[DictConfig]:
-    """The configuration of each job, composed when it is asked for; of the first alone where a sweeper chooses them as it
-    goes.
-
-    Jobs that differ only in the seed are composed once: it is a plain field, on which no choice of an option depends.
-    """
-    if jobs is None:
-        yield compose_job(config_name, fixed_overrides(config))
-        return
-    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-    composed: dict[tuple[str, ...], DictConfig] = {}
-    for one in jobs.jobs:
-        rest = tuple(text for text in one if not text.startswith(SEED))
-        if rest not in composed:
-            composed[rest] = compose_job(config_name, one)
-        cfg = deepcopy(composed[rest])
-        for seed in (text for text in one if text.startswith(SEED)):
-            cfg.seed = parser.parse_override(seed).value()
+def compose_jobs(config: DictConfig, jobs: Jobs | None) -> Iterator[DictConfig]:
+    """The configuration of each job as the launcher will compose it, without Hydra's own part, composed when it is asked for;
+    of the first alone where a sweeper chooses them as it goes. config: that of the sweep."""
+    loader = GlobalHydra.instance().config_loader()
+    for overrides in jobs.jobs if jobs is not None else [fixed_overrides(config)]:
+        cfg = loader.load_sweep_config(config, list(overrides))
+        with open_dict(cfg):
+            del cfg["hydra"]
         yield cfg
 
 
