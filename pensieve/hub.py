@@ -23,7 +23,14 @@ _answers: dict[tuple[str, str | None], tuple[float, str | None, str | None]] = {
 
 
 def cached_snapshot(hub_id: str, revision: str | None = None) -> Path | None:
-    """The folder that the hub's cache on this machine has for a repository, perhaps with some of its files only."""
+    """The folder that the hub's cache on this machine has for a repository, perhaps with some of its files only.
+
+    A repository that was never fetched has no folder there, which is seen without importing what fetches them.
+    """
+    from huggingface_hub import constants
+
+    if not (Path(constants.HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}").is_dir():
+        return None
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

@@ -382,16 +382,20 @@ def _ratio_of_sums(
     if not has_interval(groups) or not math.isfinite(value):
         return value, None, None
     edges = np.cumsum([0, *(len(part) for part in tops)])
+    off = top - value * bottom  # centred, so that the squares of large numbers lose no digits
+    moments = np.stack([bottom, off, off * off, off * bottom, bottom * bottom], axis=1)
 
     def measure(counts: Counts) -> tuple[Floats, Floats]:
         """The ratio, and its standard error from what the independent groups are off it, for each row of weights."""
         weights = counts.astype(np.float64)
         with np.errstate(divide="ignore", invalid="ignore"):
             if len(tops) == 1:  # each value is a group
-                lower = weights @ bottom
-                ratios = (weights @ top) / lower
-                off = top - ratios[:, None] * bottom
-                squares = np.einsum("ij,ij,ij->i", weights, off, off)
+                lower, away, squared, mixed, wide = (weights @ moments).T
+                shift = away / lower
+                ratios = value + shift
+                # The sum of weights * (off - shift * bottom) ** 2. A rest that rounding alone leaves is none.
+                squares = squared - 2 * shift * mixed + shift**2 * wide
+                squares[squares < 1e-12 * squared] = 0.0
             else:
                 own = [slice(a, b) for a, b in pairwise(edges)]
                 upper, below = (np.stack([weights[:, s] @ of[s] for s in own], axis=1) for of in (top, bottom))
@@ -417,11 +421,35 @@ def _ratio_of_sums(
     return value, value - below * error, value + above * error
 
 
+@lru_cache(maxsize=64)
 def _student(groups: float) -> float:
     """The quantile of Student's t that bounds a CONFIDENCE interval over so many groups."""
+    freedom = groups - 1
+    if freedom == int(freedom):
+        return _student_of(int(freedom))
     from scipy.special import stdtrit  # takes longer to import than all that is above
 
-    return float(stdtrit(groups - 1, 0.5 + CONFIDENCE / 2))
+    return float(stdtrit(freedom, 0.5 + CONFIDENCE / 2))
+
+
+def _student_of(n: int) -> float:
+    """Of whole degrees of freedom, which one trial has: the share of t between -x and x is a finite sum of powers of cosines
+    (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4), and Newton's steps approach the quantile from below."""
+    scale = 2 * math.exp(math.lgamma((n + 1) / 2) - math.lgamma(n / 2)) / math.sqrt(n * math.pi)
+    x = 0.0
+    while True:
+        angle = math.atan(x / math.sqrt(n))
+        square, term = math.cos(angle) ** 2, 1.0 if n % 2 == 0 else math.cos(angle)
+        total = 0.0 if n == 1 else term
+        for k in range(2 + n % 2, n - 1, 2):
+            term *= square * (k - 1) / k
+            total += term
+        share = math.sin(angle) * total
+        share = share if n % 2 == 0 else (angle + share) * 2 / math.pi
+        step = (CONFIDENCE - share) / (scale * (1 + x * x / n) ** (-(n + 1) / 2))
+        if step <= 1e-14 * x:
+            return x
+        x += step
 
 
 def _effective_groups(by_seed: Sequence[Floats]) -> float:

@@ -1,4 +1,5 @@
-"""The finished turns of a replay: the last of them in memory, all others in a file, read back as they are asked for."""
+"""The finished turns of a replay: the first some thousand and the last of them in memory, all others in a file, read back as
+they are asked for."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from pensieve.request import TokenArray
 _APART = ("token_ids", "margins", "emitted_s", "stored")  # dropped, or in the file already
 _COLUMNS = tuple(field.name for field in fields(TurnRecord) if field.name not in _APART)
 _TIMES = "stored"
+_HELD = 10_000  # turns that stay in memory, some 15 MB: most trials have no more, and are summarised in many passes
 
 
 class _Columns:
@@ -83,11 +85,12 @@ def _turn(columns: _Columns, place: int) -> TurnRecord:
 
 
 class TurnLog(Sequence[TurnRecord]):
-    """Turns in the order in which they finished. `store` moves those that are in memory to the file, without their token ids
-    and margins; what is read back is for reading only. To go through all of them costs little, and one by its number costs
-    as much as its whole batch."""
+    """Turns in the order in which they finished. `store` drops the token ids and margins of those that came since, moves
+    their times to the file, and but for the first `held` turns the rest of them too; what is read back is for reading only.
+    To go through all of them costs little, and one by its number costs as much as its whole batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, held: int = _HELD) -> None:
+        self._held = held
         self.recent: list[TurnRecord] = []
         self._batches: list[_Columns | list[TurnRecord]] = []
         self._stored = 0
@@ -107,7 +110,8 @@ class TurnLog(Sequence[TurnRecord]):
         with suppress(OSError):
             for turn in self.recent:
                 turn.drop_tokens(self._file)
-            batch = _Columns.written(self.recent, self._file)
+            if self._stored + len(self.recent) > self._held:
+                batch = _Columns.written(self.recent, self._file)
         self._batches.append(batch)
         self._stored += len(self.recent)
         self.recent = []

@@ -47,17 +47,24 @@ for arguments in (["cache.gpu=3Gx"], ["cache.gpu=3Gx", "-m"]):
     found = loaded(*DATABASE, *NUMBERS, *ENGINES, "pensieve.trial.run")
     assert not found, (arguments, found)
 
-from pensieve.results import mlflow_runs
+import os, sqlite3
+from pensieve.trial import sweep
 
-def log_trial(*given):
-    found = loaded(*ENGINES, "pandas", "matplotlib", "scipy.stats")
-    assert not found, found
+os.sched_getaffinity = lambda pid: {0, 1}  # with one core alone, MLflow is imported here
+written = sweep.copy_waiting
+
+def copy_waiting():
     SAID["before MLflow"] = sys.stdout.getvalue()
+    written()
 
-mlflow_runs.log_trial = log_trial
+sweep.copy_waiting = copy_waiting
 SHORT = ["hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2"]
 text = said(*SHORT)
+found = loaded(*ENGINES, "pandas", "matplotlib", "scipy.special", "huggingface_hub.errors")
+assert not found, found
 assert "Database:" in SAID["before MLflow"], text
+with contextlib.closing(sqlite3.connect(os.path.join(os.environ["PENSIEVE_OUTPUTS"], "mlflow.db"))) as database:
+    assert database.execute("select status from runs").fetchall() == [("FINISHED",)]
 
 import importlib.util
 if importlib.util.find_spec("fastapi"):
@@ -71,6 +78,7 @@ print("as it should be")
 def test_nothing_is_imported_before_it_is_needed(tmp_path, monkeypatch):
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)  # that a command in this process has set
     command = [sys.executable, "-c", SCRIPT, str(RUNNER.parents[1])]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.stdout == "as it should be\n", done.stderr

@@ -358,3 +358,20 @@ def test_a_long_series_is_gone_through_in_parts():
     values = np.sort(np.concatenate(parts))
     _, found, n = spread(lambda: parts, [0.5, 0.99])
     assert found == [values[math.ceil(p * n) - 1] for p in (0.5, 0.99)]
+
+
+def test_the_quantile_of_student_is_that_of_scipy():
+    from scipy.special import stdtrit
+
+    for freedom in (*range(1, 300), 2.5, 17.25, 1361, 9999):
+        assert statistics._student(freedom + 1) == pytest.approx(stdtrit(freedom, 0.975), rel=1e-11), freedom
+
+
+def test_an_interval_of_values_that_hardly_differ_loses_no_digits():
+    """The squares of large numbers would leave nothing of their differences."""
+    small = {str(number): [float(number**2 % 7)] for number in range(12)}
+    large = {name: [1e9 + value for value in values] for name, values in small.items()}
+    near, far = (statistics.bootstrap_mean(groups) for groups in (small, large))
+    assert (far.ci_low - 1e9, far.ci_high - 1e9) == pytest.approx((near.ci_low, near.ci_high), abs=1e-6)
+    apart = statistics.bootstrap_mean({**{str(number): [5.0] for number in range(9)}, "other": [6.0]})
+    assert apart.ci_low < 5.1 < apart.ci_high, "resamples without the other one say nothing, and are left out"

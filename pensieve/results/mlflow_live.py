@@ -1,9 +1,12 @@
-"""Writes trials to MLflow while they run, in a process of its own: python -m pensieve.results.mlflow_live < lines
+"""Writes trials to MLflow, in a process of its own: python -m pensieve.results.mlflow_live < lines
 
-The trials' process only writes lines of JSON to a pipe; importing MLflow and each of its transactions happen here, at a lower
-priority. A trial's lines: {"run": {...}}, answered by READY when the run is there; any number of {"step": second, "turns":
-[[...], ...], "gauges": {...}}, each with what came since the last; {"end": true}, answered by ENDED. The run is then left as
-it is: the copy of the whole trial, which follows, finds and completes it.
+The trials' process only writes lines of JSON to a pipe; importing MLflow and each of its transactions happen here.
+
+- A simulated trial is copied when it is over: {"open": folder} has MLflow imported meanwhile, and {"copy": {...}} is answered
+  by COPIED or NOT_COPIED.
+- A real one is shown while it runs, at a lower priority: {"run": {...}}, answered by READY when the run is there; any number
+  of {"step": second, "turns": [[...], ...], "gauges": {...}}, each with what came since the last; {"end": true}, answered by
+  ENDED. The run is then left as it is: the copy of the whole trial, which follows, finds and completes it.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from typing import IO, Any
 from pensieve.results.mlflow_series import Series, Served
 
 READY, ENDED = "ready", "ended"
+LOWER_PRIORITY = 10
+COPIED, NOT_COPIED = "in mlflow\n", "not logged\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,24 @@ class LiveTarget:
     name: str
     tags: dict[str, str]
     began_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTarget:
+    """A trial that has ended. url: of the results database, with its password: it goes through a pipe alone."""
+
+    outputs: str
+    url: str
+    trial_id: int
+    experiment: str
+
+
+def open_line(outputs: Path) -> str:
+    return json.dumps({"open": str(outputs)}) + "\n"
+
+
+def copy_line(target: CopyTarget) -> str:
+    return json.dumps({"copy": asdict(target)}) + "\n"
 
 
 def begin_line(target: LiveTarget) -> str:
@@ -54,7 +77,13 @@ def write_live(lines: Iterable[str], answers: IO[str]) -> None:
     client: Any = None
     run_id, series = "", Series()
     for told in _told(lines):
-        if "run" in told:
+        if "open" in told:
+            client_of(Path(told["open"]))
+        elif "copy" in told:
+            print(_copied(CopyTarget(**told["copy"])), end="", file=answers, flush=True)
+        elif "run" in told:
+            with suppress(OSError):
+                os.nice(LOWER_PRIORITY - os.nice(0))
             target = LiveTarget(**told["run"])
             client, series = client_of(Path(target.outputs)), Series()
             run_id = _run_of(client, target)
@@ -65,6 +94,15 @@ def write_live(lines: Iterable[str], answers: IO[str]) -> None:
             series.add(Served(*turn) for turn in told["turns"])
             values = series.values(told["gauges"])
             log_batches(client, run_id, [], metrics_of(values, int(time.time() * 1000), told["step"]))
+
+
+def _copied(target: CopyTarget) -> str:
+    from pensieve.results.mlflow_runs import log_trial
+    from pensieve.results.store import open_store
+
+    outputs = Path(target.outputs)
+    run_id = log_trial(outputs, open_store(outputs, target.url, create=False), target.trial_id, target.experiment)
+    return NOT_COPIED if run_id is None else COPIED
 
 
 def _run_of(client: Any, target: LiveTarget) -> str:
@@ -93,8 +131,6 @@ def _told(lines: Iterable[str]) -> Iterator[Any]:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trial, which ends the lines
-    with suppress(OSError):
-        os.nice(10)
     write_live(sys.stdin, sys.stdout)
 
 

@@ -1,6 +1,9 @@
 """Copies trials to MLflow: at once, or when the results have been printed, since importing mlflow takes longer than a
 simulated trial.
 
+A simulated trial by itself is copied by another process, which imports mlflow while the trial runs. Where that one fails,
+this one copies.
+
 What waits is written before the process ends, also by an error or Ctrl-C. A process that is killed loses only the copy: the
 trial's row shows no run then, and the same command writes it.
 """
@@ -8,13 +11,19 @@ trial's row shows no run then, and the same command writes it.
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections import deque
 from dataclasses import dataclass
 
 from pensieve.errors import PensieveError
+from pensieve.results.mlflow_live import COPIED, NOT_COPIED, CopyTarget, copy_line, open_line
 from pensieve.trial.job import Job
+from pensieve.trial.mlflow_live import Writer, start_writer
 from pensieve.trial.terminal import interrupts_held
 from pensieve.trial.tracking import Tracking
+
+COPIED_S = 180.0  # longer than anybody waits for the lock of a store
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +38,16 @@ class _Waiting:
 
 
 _waiting: deque[_Waiting] = deque()
+_beside: list[Writer] = []  # none or one
+
+
+def import_beside(tracking: Tracking) -> None:
+    """Have another process import MLflow while a trial runs here, where that is sooner."""
+    if tracking.mlflow and not _beside and _sooner():
+        writer = start_writer()
+        if writer is not None:
+            _beside.append(writer)
+            writer.sent(open_line(tracking.outputs))
 
 
 def copy_trial(tracking: Tracking, trial_id: int, experiment_name: str, job: Job, reused: bool = False) -> None:
@@ -46,10 +65,29 @@ def copy_trial(tracking: Tracking, trial_id: int, experiment_name: str, job: Job
 
 def copy_waiting(parent_run_id: str | None = None) -> None:
     """Copy the trials that wait, under this parent. Ctrl-C ends it between two of them: no run is left half written."""
-    while _waiting:
-        with interrupts_held():
-            one = _waiting.popleft()
-            _copy(one, parent_run_id or one.parent_run_id)
+    writer = _beside.pop() if _beside else None
+    try:
+        while _waiting:
+            with interrupts_held():
+                one = _waiting.popleft()
+                parent = parent_run_id or one.parent_run_id
+                if writer is None or parent is not None or not _copied(one, writer):
+                    _copy(one, parent)
+    finally:
+        if writer is not None:
+            writer.kill()  # it has nothing more to write
+
+
+def _sooner() -> bool:
+    return "mlflow" not in sys.modules and len(os.sched_getaffinity(0)) > 1
+
+
+def _copied(one: _Waiting, writer: Writer) -> bool:
+    """Copy a trial that is in no sweep in the other process; False where it did not, and nobody has said why."""
+    tracking = one.tracking
+    url = tracking.store.database.url.render_as_string(hide_password=False)
+    told = writer.sent(copy_line(CopyTarget(str(tracking.outputs), url, one.trial_id, one.experiment_name)))
+    return told and writer.answered(COPIED, COPIED_S, instead=NOT_COPIED)
 
 
 def _copy(one: _Waiting, parent_run_id: str | None) -> None:

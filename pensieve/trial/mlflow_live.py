@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class Writer:
-    """The other process. What it says on stderr is thrown away: the trial's copy meets the same error and reports it."""
+    """The other process. What it says on stderr is thrown away: the copy made here meets the same error and reports it."""
 
     def __init__(self) -> None:
         above = str(Path(pensieve.__file__).parents[1])
@@ -54,8 +54,16 @@ class Writer:
         self._process.stdin.write(line.encode())
         self._process.stdin.flush()
 
-    def answered(self, word: str, within_s: float) -> bool:
-        """Wait for this answer; False where it does not come in time, or the process has ended."""
+    def sent(self, line: str) -> bool:
+        """Whether the process is there to read it."""
+        try:
+            self.send(line)
+        except OSError:
+            return False
+        return True
+
+    def answered(self, word: str, within_s: float, instead: str | None = None) -> bool:
+        """Wait for this answer; False where it does not come in time, `instead` comes, or the process has ended."""
         assert self._process.stdout is not None
         answers, ends = self._process.stdout.fileno(), time.monotonic() + within_s
         while word not in self._heard:
@@ -63,7 +71,7 @@ class Writer:
             if left_s <= 0 or not select.select([answers], [], [], left_s)[0]:
                 return False
             told = os.read(answers, 4096)
-            if not told:
+            if not told or (instead is not None and instead.encode() in told):
                 return False
             self._heard = (self._heard + told.decode(errors="replace"))[-100:]
         self._heard = ""
@@ -74,10 +82,15 @@ class Writer:
         self._process.wait()
 
 
+def start_writer() -> Writer | None:
+    """None where MLflow is not installed."""
+    return Writer() if installed("mlflow") else None
+
+
 @functools.lru_cache(maxsize=1)
 def _writer() -> Writer | None:
-    """One a process; None where MLflow is not installed."""
-    return Writer() if installed("mlflow") else None
+    """One a process, for all of its trials."""
+    return start_writer()
 
 
 class LiveRun:

@@ -59,7 +59,7 @@ from pensieve.trial.isolate import run_isolated
 from pensieve.trial.job import Job, Outcome
 from pensieve.trial.liveness import Deadline, Heartbeat, device_lock
 from pensieve.trial.meters import allocator_peak_bytes, forget_allocator_peak, meter_of
-from pensieve.trial.mlflow_copy import copy_trial
+from pensieve.trial.mlflow_copy import copy_trial, import_beside
 from pensieve.trial.mlflow_live import LiveRun
 from pensieve.trial.neighbours import Neighbours
 from pensieve.trial.samples import DeviceSampler, Occupancy
@@ -167,6 +167,8 @@ def attempt_trial(
     try:
         if job.sweep_id is not None:
             tracking.store.link(job.sweep_id, trial_id, job.number, reused=False)
+        if job.mlflow_later and job.sweep_id is None and plan.device.simulated:
+            import_beside(tracking)
         shown = tracking.mlflow and not plan.device.simulated
         live = LiveRun(tracking, trial_id, config.experiment_name, job) if shown else nullcontext()
         with tracking.store.database.held(), Heartbeat(tracking.store, trial_id), live as watcher:

@@ -1,15 +1,19 @@
 """MLflow is written behind the results, and nothing of it is lost."""
 
+import io
 import signal
+import sys
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from pensieve import cli
 from pensieve.results import mlflow_runs, mlflow_store
+from pensieve.results.mlflow_live import COPIED, CopyTarget, copy_line, open_line, write_live
 from pensieve.results.store import open_store
-from pensieve.trial import mlflow_copy, terminal
+from pensieve.trial import mlflow_copy, mlflow_live, terminal
 from pensieve.trial import run as run_module
+from tests.results.trials import trial_fields
 
 SHORT = ("hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2")
 
@@ -142,3 +146,25 @@ def test_an_isolated_trial_is_copied_once_by_its_parent(typed, tmp_path, written
     assert typed("trial.isolate=true")[0] == 0
     assert written == [1]  # counted in this process
     assert runs(tmp_path) == [("1", "FINISHED", None)]
+
+
+@pytest.mark.parametrize("said", ["", "print('not logged', flush=True)"], ids=["ends", "fails"])
+def test_what_the_other_process_does_not_copy_this_one_does(typed, tmp_path, monkeypatch, written, live_mlflow, said):
+    monkeypatch.setattr(mlflow_live, "COMMAND", (sys.executable, "-S", "-c", f"input(); input(); {said or 0}"))
+    monkeypatch.setattr(mlflow_copy, "_sooner", lambda: True)
+    assert typed()[0] == 0
+    assert written == [1]
+    assert runs(tmp_path) == [("1", "FINISHED", None)]
+    assert mlflow_copy._beside == []
+
+
+def test_a_copy_by_the_other_process_is_the_same_copy(tmp_path):
+    """Its half of the pipe, in this process."""
+    store, answers = open_store(tmp_path), io.StringIO()
+    trial = store.begin_trial(trial_fields())
+    store.finish_trial(trial, "completed")
+    target = CopyTarget(str(tmp_path), str(store.database.url), trial, "mine")
+    write_live([open_line(tmp_path), copy_line(target)], answers)
+    assert answers.getvalue() == COPIED
+    assert runs(tmp_path) == [(str(trial), "FINISHED", None)]
+    assert store.trial(trial).mlflow_run_id is not None
