@@ -74,7 +74,7 @@ def _less_finished(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:
     less = []
     for group in groups:
         rates = {name: rate for name, trials in group.trials.items() if (rate := _steady_rate(found, trials))}
-        offered = {name: offered_rate(trials) for name, trials in group.trials.items() if not _starting(trials)}
+        offered = {name: offered_rate(trials) for name, trials in group.trials.items() if not starting(trials)}
         most = max([*rates.values(), *(rate for rate in offered.values() if rate is not None)], default=0.0)
         less += [
             f"{_place(group, name)} {rate:.3g} of {most:.3g}"
@@ -97,8 +97,8 @@ def _steady_rate(found: Evidence, trials: Sequence[Trial]) -> float | None:
     return fmean(rates) if rates else None
 
 
-def _starting(trials: Sequence[Trial]) -> bool:
-    """Whether the offered rate was not yet reached in the window."""
+def starting(trials: Sequence[Trial]) -> bool:
+    """Whether an open load was still filling up when the window began: the offered rate is that of steady state."""
     return any("not_steady" in trial.flags for trial in trials)
 
 

@@ -47,9 +47,9 @@ def headlines(found: Evidence, ratios: Sequence[Mapping[str, PairedRatio]]) -> l
     groups = found.groups()
     beside = [(group, own) for group, own in zip(groups, ratios, strict=True) if own]
     if beside and len(beside) <= _GROUPS_SHOWN:
-        return [_of_group(found, group, own) for group, own in beside]
+        return [*(_of_group(found, group, own) for group, own in beside), *_of_the_papers_policy(found, groups)]
     if beside:
-        return [_over_groups(beside)]
+        return [_over_groups(beside), *_of_the_papers_policy(found, groups)]
     alone = {name for group in groups for name in group.trials}
     if len(groups) < 2 or len(alone) > 1:
         return []
@@ -160,24 +160,24 @@ def _of_the_papers_policy(found: Evidence, groups: Sequence[TrialGroup]) -> list
     the other axes."""
     sentences = []
     for group in groups:
-        [(baseline, trials)] = group.trials.items()
-        share = _mean(found, trials, "miss_rate")
+        baseline = OURS if OURS in group.trials else next(iter(group.trials))
+        share = _mean(found, group.trials[baseline], "miss_rate")
         if group.at.get("eviction") != PAPERS_POLICY or share is None:
             continue
-        turns = found.turns(trials)
+        turns = found.turns(group.trials[baseline])
         beside: dict[str, PairedRatio] = {}
         for other in groups:
             if other is not group and {**other.at, "eviction": PAPERS_POLICY} == group.at:
-                more = missed_more(turns, found.turns(other.trials[baseline]))
+                more = missed_more(turns, found.turns(other.trials.get(baseline, ())))
                 if more is not None:
                     beside[other.at["eviction"]] = more
         if beside:
             rest = "".join(f"{axis}={value}, " for axis, value in group.at.items() if axis != "eviction")
-            sentences.append(f"{rest}{PAPERS_POLICY}, the paper's policy, recomputes {share:.1%}: {_apart(beside)}.")
+            sentences.append(f"{rest}{PAPERS_POLICY}, the paper's policy, recomputes {share:.1%}: {apart(beside)}.")
     return sentences if len(sentences) <= _GROUPS_SHOWN else []
 
 
-def _apart(beside: Mapping[str, PairedRatio]) -> str:
+def apart(beside: Mapping[str, PairedRatio]) -> str:
     """ "more than lru by 1.6 [0.9, 2.3], not told apart from fifo (0.1 [-0.3, 0.5]) (percentage points ...)".
 
     beside: of each policy how much more than with it was recomputed, as a share of the history.

@@ -106,6 +106,23 @@ def test_where_it_recomputes_less_the_sentence_turns_round():
     assert "more than" not in said
 
 
+def test_beside_other_baselines_the_papers_policy_is_held_against_the_others_too():
+    kept = [("retention_value", [50, 48]), ("lru", [47, 45])]
+    trials = [
+        {
+            "baseline": baseline,
+            "eviction": name,
+            "turns": history_turns(missed if baseline == "pensieve" else [100, 100]),
+        }
+        for name, missed in kept
+        for baseline in ("pensieve", "stateless")
+    ]
+    said = answers(*trials, eviction="retention_value,lru")
+    assert "eviction=lru: At a conversation's last turn Pensieve's first token" in said
+    assert said.count("the paper's policy, recomputes") == 1
+    assert "more than lru by 3.0 [3.0, 3.0] (" in said
+
+
 def test_points_within_their_interval_of_zero_are_not_told_apart():
     said = policies_apart([40, 60, 50, 45, 55], [55, 45, 50, 60, 41], [70, 90, 80, 75, 85], seeds=1)
     assert "less than fifo by 30.0 [30.0, 30.0], not told apart from lru (-0.20 [-" in said
