@@ -194,7 +194,7 @@ def agent_table(source: Source) -> Iterator[Plot]:
                             }
                         )
                 table.append({**line, "out of\nmemory": str(load.out_of_memory or tables.NONE)})
-        yield Plot(panel, tables.draw(table), lead, rows, table)
+        yield Plot(panel, None, lead, rows, table)
 
 
 @figure(
@@ -229,7 +229,7 @@ def agent_ratios(source: Source) -> Iterator[Plot]:
         ratios = {scaling.baseline: _ratios(scaling, first, most) for scaling in scalings}
         table = [_ratio_line(scaling, first, ratios[scaling.baseline]) for scaling in scalings]
         rows = [_ratio_row(scaling, first, ratios[scaling.baseline], most) for scaling in scalings]
-        yield Plot(panel, tables.draw(table), lead, rows, table)
+        yield Plot(panel, None, lead, rows, table)
 
 
 def density_ratio(one: Scaling, other: Scaling) -> tuple[float | None, str]:

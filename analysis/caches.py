@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from analysis import marks, style
 from analysis.estimates import over_seeds, percentile, rate
 from analysis.registry import Plot, Row, columns, figure
-from analysis.results import by_conversation, values_of, varying_axes
+from analysis.results import PAPERS_POLICY, apart, by_conversation, missed_more, values_of, varying_axes
 from analysis.sweep import Cell, Panel, Source
 from pensieve.statistics import FEWEST_GROUPS, Estimate
 
@@ -311,7 +311,20 @@ def _ablation_plots(one: Ablation, source: Source) -> Iterable[Plot]:
             cells = {cell.at.get(one.axis or "", ""): cell for cell in panel.of(baseline)}
             values = panel.values(one.axis) if one.axis else [""]
             lines += [_line(one, panel, source, cells[value], value) for value in values]
-        yield _ablation_plot(one, panel, lines)
+        yield _ablation_plot(one, panel, lines, _papers_policy(panel, source) if one.axis == "eviction" else "")
+
+
+def _papers_policy(panel: Panel, source: Source) -> str:
+    """How much more or less of the history it recomputes than each other policy, of each baseline."""
+    found = []
+    for baseline in panel.baselines:
+        cells = {cell.at["eviction"]: cell for cell in panel.of(baseline)}
+        if (paper := cells.pop(PAPERS_POLICY, None)) is not None:
+            turns = source.turns(paper)
+            beside = {name: more for name, cell in cells.items() if (more := missed_more(turns, source.turns(cell)))}
+            if beside:
+                found.append(f"{PAPERS_POLICY}, the paper's, recomputes {apart(beside)}")
+    return "; ".join(found)
 
 
 def _line(one: Ablation, panel: Panel, source: Source, cell: Cell, value: str) -> Line:
@@ -327,7 +340,8 @@ def _line(one: Ablation, panel: Panel, source: Source, cell: Cell, value: str) -
     )
 
 
-def _ablation_plot(one: Ablation, panel: Panel, lines: Sequence[Line]) -> Plot:
+def _ablation_plot(one: Ablation, panel: Panel, lines: Sequence[Line], finding: str) -> Plot:
+    """finding: goes into the caption."""
     picture, [grid] = style.new_grid(0.55 + 0.21 * len(lines), 1, len(one.measures), sharey=True)
     for index, (axes, measure) in enumerate(zip(grid, one.measures, strict=True)):
         axes.set_title(measure.head, fontsize=6.5, linespacing=1.1)
@@ -351,11 +365,13 @@ def _ablation_plot(one: Ablation, panel: Panel, lines: Sequence[Line]) -> Plot:
                 )  # fmt: skip
         if measure is HITS:
             axes.set_xlim(0, 100)
+        elif not any(found.value for line in lines if isinstance(found := line.found[index], Estimate)):
+            axes.set_xlim(0, 1)  # nothing of it anywhere: no room for less than nothing
     grid[0].set_ylim(len(lines) - 0.5, -0.5)
     grid[0].set_yticks(range(len(lines)), [line.name for line in lines], fontsize=6.5)
     for label, line in zip(grid[0].get_yticklabels(), lines, strict=True):
         label.set(color=style.colour(line.cell.baseline), fontweight="bold")
-    lead = _lead(lines)
+    lead = "; ".join(filter(None, [finding, _lead(lines)]))
     if HITS in one.measures:
         handles = style.parts_key(
             next(list(one.parts) for line in lines for one in line.found if isinstance(one, Shares))

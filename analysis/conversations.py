@@ -133,7 +133,7 @@ def speedup(source: Source) -> Iterator[Plot]:
             {"baseline": name, **{at: tables.estimated(one) for at, one in ratios.items()}}
             for name, ratios in found.items()
         ]
-        yield Plot(panel, tables.draw(table), PAIRED, _rows(panel, found, "at"), table)
+        yield Plot(panel, None, PAIRED, _rows(panel, found, "at"), table)
 
 
 def read_speedup(source: Source) -> Iterator[tuple[Panel, Mapping[str, Ratios]]]:

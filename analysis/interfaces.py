@@ -92,4 +92,4 @@ def engine_interfaces(source: Source) -> Iterator[Plot]:
                     }
                     for name, estimate in found.items()
                 ]
-        yield Plot(panel, tables.draw(table), lead, rows, table)
+        yield Plot(panel, None, lead, rows, table)

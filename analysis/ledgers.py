@@ -343,7 +343,7 @@ def holding_table(source: Source) -> Iterator[Plot]:
             "Sums over a whole trial, mean of its seeds, below it the 95 % interval. Paid back: seconds saved over what the "
             f"idle GiB·s are worth, {_basis(source)}; worth it: conversations that have paid back"
         )
-        yield Plot(panel, tables.draw(lines), lead, [_kept_row(one) for one in found], lines)
+        yield Plot(panel, None, lead, [_kept_row(one) for one in found], lines)
 
 
 def _kept_row(one: Kept) -> Row:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from statistics import fmean
 from typing import TypeVar
 
 from matplotlib.axes import Axes
@@ -12,7 +11,7 @@ from analysis import marks, style
 from analysis.conversations import CLASSES
 from analysis.estimates import mean, over_seeds, percentile
 from analysis.registry import Plot, columns, figure
-from analysis.results import by_conversation, values_of
+from analysis.results import by_conversation, offered_rate, starting, values_of
 from analysis.sweep import NO_VALUE, Cell, Panel, Source, number
 from pensieve.statistics import FEWEST_GROUPS, Estimate
 
@@ -79,12 +78,7 @@ def _load_ticks(axes: Axes, panel: Panel, axis: str, label: str) -> None:
     axes.set_xlabel(label)
 
 
-def offered_rate(cell: Cell) -> float | None:
-    """Requests a second that the cell's trials were offered in steady state (mean of trials); None where replies alone
-    decide the rate, or the record does not say."""
-    rates = [(trial.engine or {}).get("workload", {}).get("request_rate_per_s") for trial in cell.trials]
-    known = [float(rate) for rate in rates if rate is not None]
-    return fmean(known) if known and len(known) == len(rates) else None
+NOT_REACHED = "the window of some trials began before the offered rate was reached, which is that of steady state"
 
 
 @figure(
@@ -107,7 +101,7 @@ def throughput_latency(source: Source) -> Iterator[Plot]:
         return cell, over_seeds(rates), {"mean": mean(values), "p90": percentile(values, 0.9)}
 
     for panel, axis, points in along_load(source, "throughput and latency", point):
-        offered = [offered_rate(cell) for cell, _, _ in points]
+        offered = [offered_rate(cell.trials) for cell, _, _ in points]
         rates = [rate for rate in offered if rate is not None]
         both = len(rates) == len(points)
         picture, grid = style.new_grid(4.5 if both else 3.1, len(STATISTICS) + both)
@@ -140,6 +134,7 @@ def throughput_latency(source: Source) -> Iterator[Plot]:
         )
         if both:
             lead += "; dotted: all that was offered"
+            lead += f"; {NOT_REACHED}" if any(starting(cell.trials) for cell, _, _ in points) else ""
         rows = [
             {
                 "baseline": cell.baseline,
@@ -183,12 +178,15 @@ def goodput(source: Source) -> Iterator[Plot]:
         axes.set_ylabel("goodput (requests/s)")
         axes.plot([], [], color=style.GREY, linestyle=(0, (1, 1.5)), label="all turns")
         lead = f"Solid: turns with {objective(panel)}; dotted: all turns; means over seeds"
-        first = [(_place(panel, axis, cell.at[axis]), offered_rate(cell)) for cell in panel.of(panel.baselines[0])]
+        first = [
+            (_place(panel, axis, cell.at[axis]), offered_rate(cell.trials)) for cell in panel.of(panel.baselines[0])
+        ]
         known = sorted((x, rate) for x, rate in first if rate is not None)
         if len(known) == len(first):
             xs, offered = [x for x, _ in known], [rate for _, rate in known]
             axes.plot(xs, offered, color=style.GREY, linewidth=0.7, label="offered", gid="offered")
             lead += "; thin: the offered rate"
+            lead += f"; {NOT_REACHED}" if any(starting(cell.trials) for cell, _, _ in points) else ""
         axes.set_ylim(bottom=0)
         style.legend(picture)
         fewest = min(good.groups for _, good, _ in points)
@@ -198,7 +196,7 @@ def goodput(source: Source) -> Iterator[Plot]:
             {
                 "baseline": cell.baseline,
                 axis: _as_number(cell.at[axis]),
-                "offered_req_s": offered_rate(cell),
+                "offered_req_s": offered_rate(cell.trials),
                 **columns("goodput_req_s", good),
                 "throughput_req_s": every.value,
                 "trials": cell.ids,

@@ -122,7 +122,7 @@ def paper_throughput(source: Source) -> Iterator[Plot]:
         )
         if beyond:
             lead += f"; a difference over {EXPLAINED_PCT} % wants an explanation (docs/paper.md)"
-        yield Plot(panel, tables.draw(table), lead, rows, table)
+        yield Plot(panel, None, lead, rows, table)
 
 
 _EMPTY = ("requests_per_s", "ci_low", "ci_high", "n", "n_seeds")

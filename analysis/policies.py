@@ -160,7 +160,7 @@ def policy_table(source: Source) -> Iterator[Plot]:
                 lines.append(_line(one, times))
                 rows.append({**_row(one), **_times_row(TIMES, times)})
         lead = f"Hits: % of history tokens. Closed: % of the gap from {START} to the bound. Below a value its 95 % interval"
-        yield Plot(panel, tables.draw(lines), lead, rows, lines)
+        yield Plot(panel, None, lead, rows, lines)
 
 
 def _line(one: Policy, times: Mapping[str, Estimate | Shares | None]) -> dict[str, str]:

@@ -533,4 +533,4 @@ def invalidation_table(source: Source) -> Iterator[Plot]:
             }
             for one in found
         ]
-        yield Plot(panel, tables.draw(table), lead, _summary_rows(found), table)
+        yield Plot(panel, None, lead, _summary_rows(found), table)

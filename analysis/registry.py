@@ -1,4 +1,5 @@
-"""The figures by name, and the files of each: PNG, PDF, caption, the CSV behind them, a JSON that says what they stand on."""
+"""The figures by name, and the files of each: PNG, PDF and caption, or a table as Markdown; the CSV behind them, and a JSON
+that says what they stand on."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any
 
 from matplotlib.figure import Figure as Picture
 
-from analysis import style
+from analysis import style, tables
 from analysis.provenance import brief, footnote
 from analysis.sweep import Panel, Source
 from analysis.tables import Table
@@ -25,11 +26,11 @@ Row = Mapping[str, Any]
 class Plot:
     """One panel, drawn. lead: what a point and its interval are. rows: what is drawn, a mapping a point with the same keys.
 
-    table: the same as text, where the figure is a table.
+    picture: None where the figure is a table, which is text. table: its numbers as cells.
     """
 
     panel: Panel
-    picture: Picture
+    picture: Picture | None
     lead: str
     rows: Sequence[Row]
     table: Table | None = None
@@ -37,27 +38,25 @@ class Plot:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """One figure on disk. dark: for a page with a dark ground. table: its numbers as cells.
-
-    is_table: the picture is these cells; a page shows them as text.
+    """One figure on disk. table: its numbers as cells. png, pdf: None where the figure is that table. text: the caption; of a
+    table the table with it, in Markdown. dark: the PNG for a page with a dark ground.
     """
 
     name: str
     title: str
     panel: Panel
     caption: str
-    png: Path
-    pdf: Path
+    png: Path | None
+    pdf: Path | None
     text: Path
     csv: Path
     sidecar: Path
     table: Table | None
-    is_table: bool
     dark: Path | None = None
 
     @property
     def paths(self) -> list[Path]:
-        return [self.png, self.pdf, self.text, self.csv, self.sidecar, *([self.dark] if self.dark else [])]
+        return [path for path in (self.png, self.pdf, self.text, self.csv, self.sidecar, self.dark) if path is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +128,18 @@ def _publish(of: Figure, plot: Plot, folder: Path, dark: bool) -> Drawing:
     drawn = _interval_drawn(plot)
     lead = plot.lead if drawn else f"{plot.lead}; no interval is due below {FEWEST_GROUPS} seeds"
     caption = ". ".join(filter(None, [of.title, panel.text, warning, footnote(origin, lead)]))
-    style.compose(plot.picture, of.title, panel.text, warning, brief(origin, drawn))
     stem = folder / (of.name + "".join(f"-{_slug(axis)}-{_slug(value)}" for axis, value in panel.group.items()))
-    is_table = any(axes.tables for axes in plot.picture.axes)
-    png, pdf, text, *darker = style.save(plot.picture, stem, of.title, caption, dark=dark and not is_table)
+    png = pdf = None
+    darker: list[Path] = []
+    if plot.picture is not None:
+        style.compose(plot.picture, of.title, panel.text, warning, brief(origin, drawn))
+        png, pdf, text, *darker = style.save(plot.picture, stem, of.title, caption, dark=dark)
+    else:
+        assert plot.table is not None, "neither a picture nor a table"
+        text = stem.with_name(stem.name + ".md")
+        folder.mkdir(parents=True, exist_ok=True)
+        heading = " · ".join(filter(None, [of.title, panel.text]))
+        text.write_text(tables.markdown(plot.table, heading, caption), encoding="utf-8")
     table, sidecar = (stem.with_name(stem.name + suffix) for suffix in (".csv", ".json"))
     assert plot.rows, "a figure without data"
     with table.open("w", newline="", encoding="utf-8") as file:
@@ -144,7 +151,7 @@ def _publish(of: Figure, plot: Plot, folder: Path, dark: bool) -> Drawing:
         "title": of.title,
         "what": lead,
         "group": dict(panel.group),
-        "files": [path.name for path in (png, pdf, text, table)],
+        "files": [path.name for path in (png, pdf, text, table) if path is not None],
         "allow_mixed": bool(origin.mixed),
         **asdict(origin),
         "series": [
@@ -153,7 +160,7 @@ def _publish(of: Figure, plot: Plot, folder: Path, dark: bool) -> Drawing:
         ],
     }
     sidecar.write_text(json.dumps(said, indent=2, default=str) + "\n", encoding="utf-8")
-    return Drawing(of.name, of.title, panel, caption, png, pdf, text, table, sidecar, plot.table, is_table, *darker)
+    return Drawing(of.name, of.title, panel, caption, png, pdf, text, table, sidecar, plot.table, *darker)
 
 
 def _interval_drawn(plot: Plot) -> bool:

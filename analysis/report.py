@@ -96,7 +96,7 @@ def verdicted(one: Judged) -> Verdicted:
 def _figures(source: Source, folder: Path) -> tuple[list[Picture], list[tuple[str, str, str]]]:
     drawings, problems = figures.draw_all(source, folder, dark=True)
     pictures = [
-        Picture(d.title, d.panel.text, d.png, [d.pdf.name, d.csv.name], d.caption, _cells(d), d.dark)
+        Picture(d.title, d.panel.text, d.png, [(d.pdf or d.text).name, d.csv.name], d.caption, _cells(d), d.dark)
         for d in drawings
         if d.name not in AS_TABLES
     ]
@@ -111,9 +111,8 @@ def _figures(source: Source, folder: Path) -> tuple[list[Picture], list[tuple[st
 
 def _cells(drawing: registry.Drawing) -> document.Table | None:
     """Of a figure that is a table."""
-    if not drawing.is_table:
+    if drawing.png is not None or drawing.table is None:
         return None
-    assert drawing.table is not None, "whoever draws a table gives its cells"
     heads = list(drawing.table[0])
     rows = [[line[head] for head in heads] for line in drawing.table]
     return document.Table([(head, "") for head in heads], rows, words=1)

@@ -1,5 +1,6 @@
 """All that the figures ask of pensieve.results, in one place; the report asks about verdicts itself."""
 
+from pensieve.results.caveats import offered_rate, starting
 from pensieve.results.claims import Claim, read_claims
 from pensieve.results.claims.claim import unmet
 from pensieve.results.claims.measures.trials import crossing
@@ -17,8 +18,8 @@ from pensieve.results.frame import (
     turn_frame,
     values_of,
 )
-from pensieve.results.gap import START, gap_closed
-from pensieve.results.headline import REFERENCE
+from pensieve.results.gap import START, gap_closed, missed_more
+from pensieve.results.headline import PAPERS_POLICY, REFERENCE, apart
 from pensieve.results.holding import Worth, prefill_seconds
 from pensieve.results.mixture import Mixture, mixtures
 from pensieve.results.schema import Sweep, SweepTrial, Trial
@@ -26,6 +27,7 @@ from pensieve.results.size_map import Place, Prices, SizeMap, is_map, read_map, 
 from pensieve.results.store import Holding, JobResult, ResultsStore, open_store
 
 __all__ = [
+    "PAPERS_POLICY",
     "PROBES",
     "REFERENCE",
     "START",
@@ -42,6 +44,7 @@ __all__ = [
     "SweepTrial",
     "Trial",
     "Worth",
+    "apart",
     "axis_value",
     "by_conversation",
     "by_round",
@@ -50,7 +53,9 @@ __all__ = [
     "crossing",
     "gap_closed",
     "is_map",
+    "missed_more",
     "mixtures",
+    "offered_rate",
     "open_store",
     "paired",
     "positive_ratio",
@@ -59,6 +64,7 @@ __all__ = [
     "read_map",
     "spaced",
     "speed_up",
+    "starting",
     "turn_frame",
     "unmet",
     "values_of",

@@ -62,11 +62,11 @@ class Verdicted:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """dark: the same on a dark ground. table: its cells, where it is one; the page then has these and no image."""
+    """dark: the same on a dark ground. table: its cells, where it is one; the page then has these, and there is no image."""
 
     title: str
     group: str
-    png: Path
+    png: Path | None
     files: Sequence[str]
     caption: str = ""
     table: Table | None = None

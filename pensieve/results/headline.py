@@ -1,24 +1,24 @@
-"""What a sweep found, in a sentence a stranger understands, and what would make that sentence mislead."""
+"""What a sweep found, in a sentence a stranger understands, and the load it found it at."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean, median
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from pensieve.results.evidence import Evidence, TrialGroup
-from pensieve.results.frame import CONVERSATION, conversation_ends, paired, speed_up, values_of
+from pensieve.results.frame import conversation_ends, paired, speed_up
+from pensieve.results.gap import missed_more
 from pensieve.results.schema import Trial
-from pensieve.statistics import FEWEST_GROUPS, PairedRatio
+from pensieve.statistics import PairedRatio
 
 if TYPE_CHECKING:
     import pandas as pd
 
 OURS = "pensieve"
 REFERENCE = "stateless"
-_GROUPS_SHOWN = 4  # sentences that anybody reads; with more groups the table is the answer
-_BUSY = 0.1  # of the CPUs' time, spent by others
-_MODEL_OFF_PCT = 50.0
+PAPERS_POLICY = "retention_value"
+_GROUPS_SHOWN = 4  # sentences that anybody reads; of more groups one sentence gives the least and the most
 _NAMES = {"stateless": "stateless serving's"}
 
 
@@ -39,16 +39,38 @@ def advantages(ttft: Mapping[str, pd.Series[float]]) -> dict[str, PairedRatio]:
 
 
 def headlines(found: Evidence, ratios: Sequence[Mapping[str, PairedRatio]]) -> list[str]:
-    """One sentence a group where Pensieve ran beside others, one for the sweep where only policies or sizes differ.
+    """One sentence a group where Pensieve ran beside others, one for all where these are many; where only policies or sizes
+    differ, which recompute least, and what the paper's policy is beside the others.
 
     ratios: of each of found.groups(), its advantages. Empty where there is nothing to compare.
     """
     groups = found.groups()
     beside = [(group, own) for group, own in zip(groups, ratios, strict=True) if own]
     if beside and len(beside) <= _GROUPS_SHOWN:
-        return [_of_group(found, group, own) for group, own in beside]
+        return [*(_of_group(found, group, own) for group, own in beside), *_of_the_papers_policy(found, groups)]
+    if beside:
+        return [_over_groups(beside), *_of_the_papers_policy(found, groups)]
     alone = {name for group in groups for name in group.trials}
-    return _of_alternatives(found, groups) if len(groups) > 1 and len(alone) == 1 else []
+    if len(groups) < 2 or len(alone) > 1:
+        return []
+    return [*_of_alternatives(found, groups), *_of_the_papers_policy(found, groups)]
+
+
+def _over_groups(beside: Sequence[tuple[TrialGroup, Mapping[str, PairedRatio]]]) -> str:
+    """The least and the most of each ratio, with the settings at which they were found."""
+    parts = []
+    for other in dict.fromkeys(name for _, ratios in beside for name in ratios):
+        found = sorted(
+            ((ratios[other], group.name) for group, ratios in beside if other in ratios), key=lambda one: one[0].ratio
+        )
+        (least, at_least), (most, at_most) = found[0], found[-1]
+        parts.append(f"{times(least)} ({at_least}) to {times(most)} ({at_most}) as soon as {_name(other)}")
+    simulated = all(trial.simulated for group, _ in beside for trial in group.trials[OURS])
+    where = "on simulated hardware " if simulated else ""
+    return (
+        f"At a conversation's last turn, over {len(beside)} settings, Pensieve's first token {where}comes "
+        f"{', and '.join(parts)}."
+    )
 
 
 def _of_group(found: Evidence, group: TrialGroup, ratios: Mapping[str, PairedRatio]) -> str:
@@ -64,26 +86,34 @@ def _of_group(found: Evidence, group: TrialGroup, ratios: Mapping[str, PairedRat
         parts.append(f"is not told apart from {_listed(even, faster=False)}")
     at = f"{group.name}: " if group.name else ""
     simulated = "on simulated hardware " if all(trial.simulated for trial in group.trials[OURS]) else ""
-    counted = next(iter(ratios.values())).groups
-    few = f" ({counted} {'seeds' if ratios[next(iter(ratios))].n_seeds > 1 else 'conversations'}: no interval)"
+    few = f" ({_counted(next(iter(ratios.values())))}: no interval)"
     doubt = few if all(ratio.ci_low is None for ratio in ratios.values()) else ""
     sentence = f"{at}At a conversation's last turn Pensieve's first token {simulated}{', and '.join(parts)}{doubt}"
     return f"{sentence}{_sources(found, group)}."
 
 
-def _side(ratio: PairedRatio) -> int:
-    """1: above 1 with its interval; -1: below; 0: not told apart. Without an interval the ratio alone decides."""
+def _counted(ratio: PairedRatio) -> str:
+    return f"{ratio.groups} {'seeds' if ratio.n_seeds > 1 else 'conversations'}"
+
+
+def _side(ratio: PairedRatio, level: float = 1) -> int:
+    """1: above the level with its interval; -1: below; 0: not told apart. Without an interval the ratio alone decides."""
     low, high = (ratio.ratio if end is None else end for end in (ratio.ci_low, ratio.ci_high))
-    return 1 if low > 1 else -1 if high < 1 else 0
+    return 1 if low > level else -1 if high < level else 0
 
 
 def _listed(ratios: Mapping[str, PairedRatio], faster: bool = True) -> str:
     """ "6.6× [3.1, 17] as soon as stateless serving's and ...", or "gpu_only's (1.04× [0.95, 1.13])"."""
-    names = {name: _NAMES.get(name, f"{name}'s") for name in ratios}
     if faster:
-        parts = [f"{times(ratio)} as soon as {names[name]}" for name, ratio in ratios.items()]
-    else:
-        parts = [f"{names[name]} ({times(ratio)})" for name, ratio in ratios.items()]
+        return _all_of([f"{times(ratio)} as soon as {_name(name)}" for name, ratio in ratios.items()])
+    return _all_of([f"{_name(name)} ({times(ratio)})" for name, ratio in ratios.items()])
+
+
+def _name(baseline: str) -> str:
+    return _NAMES.get(baseline, f"{baseline}'s")
+
+
+def _all_of(parts: Sequence[str]) -> str:
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
@@ -125,72 +155,52 @@ def _of_alternatives(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]
     ]
 
 
-def warnings(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:
-    """What a reader has to know before the numbers: overload, few seeds, tiers that did nothing, a busy machine."""
-    notes = [*_waiting(found, groups), *_few(found), *_tiers_unused(found)]
-    shares = [float(trial.flags["others_cpu_share"]) for trial in found.trials if "others_cpu_share" in trial.flags]
-    if shares and median(shares) > _BUSY:
-        notes.append(
-            f"Other programs used {median(shares):.0%} of this machine's CPU time meanwhile (median of trials, at most "
-            f"{max(shares):.0%}): milliseconds are longer by it, and ratios less certain."
-        )
-    errors = {t.baseline: e for t in found.trials if (e := found.metric(t, "cost_model_error_pct")) is not None}
-    off = {name: error for name, error in errors.items() if abs(error) > _MODEL_OFF_PCT}
-    if off:
-        each = ", ".join(f"{name} {error:+.0f} %" for name, error in off.items())
-        notes.append(f"The cost model that eviction goes by was far from what was measured: {each}.")
-    return notes
-
-
-def _waiting(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:
-    """Baselines whose first token at the last turn is mostly waiting for others: at or past saturation."""
-    import pandas as pd
-
-    late = []
+def _of_the_papers_policy(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:
+    """How much more or less of the history the paper's policy recomputes than each other one; a sentence for each setting of
+    the other axes."""
+    sentences = []
     for group in groups:
-        for name, trials in group.trials.items():
-            turns = found.turns(trials)
-            both = pd.concat([values_of(turns, "queue_ms"), values_of(turns, "ttft_ms")], axis=1, join="inner")
-            last = both.sort_index().groupby(level=CONVERSATION).tail(1)
-            last = last[last["ttft_ms"] > 0]
-            if not last.empty and (last["queue_ms"] / last["ttft_ms"]).median() > 0.5:
-                where = f" ({group.name})" if group.name else ""
-                late.append(f"{name}{where} {last['queue_ms'].median():,.0f} of {last['ttft_ms'].median():,.0f} ms")
-    if not late:
-        return []
-    return [
-        "Near saturation, where most of the time to the last turn's first token is waiting in the queue (medians): "
-        f"{', '.join(late)}. Ratios to these hold for this load, and grow with it."
-    ]
+        baseline = OURS if OURS in group.trials else next(iter(group.trials))
+        share = _mean(found, group.trials[baseline], "miss_rate")
+        if group.at.get("eviction") != PAPERS_POLICY or share is None:
+            continue
+        turns = found.turns(group.trials[baseline])
+        beside: dict[str, PairedRatio] = {}
+        for other in groups:
+            if other is not group and {**other.at, "eviction": PAPERS_POLICY} == group.at:
+                more = missed_more(turns, found.turns(other.trials.get(baseline, ())))
+                if more is not None:
+                    beside[other.at["eviction"]] = more
+        if beside:
+            rest = "".join(f"{axis}={value}, " for axis, value in group.at.items() if axis != "eviction")
+            sentences.append(f"{rest}{PAPERS_POLICY}, the paper's policy, recomputes {share:.1%}: {apart(beside)}.")
+    return sentences if len(sentences) <= _GROUPS_SHOWN else []
 
 
-def _few(found: Evidence) -> list[str]:
-    seeds = {trial.seed for trial in found.trials}
-    if not seeds:
-        return []
-    if len(seeds) == 1:
-        return [
-            "One seed: intervals, where there are any, are over its conversations, which met one machine at one time."
-        ]
-    if len(seeds) < FEWEST_GROUPS:
-        return [f"{len(seeds)} seeds: no intervals below {FEWEST_GROUPS}; add seed=0,1,2,3,4."]
-    return []
+def apart(beside: Mapping[str, PairedRatio]) -> str:
+    """ "more than lru by 1.6 [0.9, 2.3], not told apart from fifo (0.1 [-0.3, 0.5]) (percentage points ...)".
 
-
-def _tiers_unused(found: Evidence) -> list[str]:
-    """Pensieve that never evicted, or never read back what it evicted, says nothing about its tiers."""
-    ours = [trial for trial in found.trials if trial.baseline == OURS]
-    read = [found.metric(trial, "cpu_hit_rate") for trial in ours]
-    if not ours or any(rate is None or rate > 0 for rate in read):
-        return []
-    evicted = [found.metric(trial, "evicted_chunks") for trial in ours]
-    moved = sum(count for count in evicted if count)
-    if None in evicted or moved == 0:
-        return []
-    return [
-        f"{moved:,.0f} chunks left the GPU tier and none was read back from CPU: nothing here shows what the CPU tier is "
-        "worth. More conversations that return, or a larger cache.cpu, would."
-    ]
+    beside: of each policy how much more than with it was recomputed, as a share of the history.
+    """
+    sides: dict[str, list[str]] = {"more than": [], "less than": [], "the same as": [], "not told apart from": []}
+    for policy, more in beside.items():
+        side = _side(more, level=0)
+        sign = -1 if side < 0 else 1
+        digits = 1 if abs(more.ratio) >= 0.0095 else 2
+        points = f"{100 * sign * more.ratio + 0.0:.{digits}f}"
+        if more.ci_low is not None and more.ci_high is not None:
+            ends = sorted((sign * more.ci_low, sign * more.ci_high))
+            points += f" [{100 * ends[0]:.{digits}f}, {100 * ends[1]:.{digits}f}]"
+        if more.ratio == 0 and more.ci_low == more.ci_high:
+            sides["the same as"].append(policy)
+        elif side:
+            sides["more than" if side > 0 else "less than"].append(f"{policy} by {points}")
+        else:
+            sides["not told apart from"].append(f"{policy} ({points})")
+    of = next(iter(beside.values()))
+    doubt = f"; {_counted(of)}: no interval" if all(more.ci_low is None for more in beside.values()) else ""
+    told = ", ".join(f"{words} {_all_of(those)}" for words, those in sides.items() if those)
+    return f"{told} (percentage points of the history, paired by seed and conversation{doubt})"
 
 
 def _mean(found: Evidence, trials: Iterable[Trial], name: str) -> float | None:

@@ -18,11 +18,12 @@ from sqlalchemy import func, select
 
 from pensieve.errors import ResultsError
 from pensieve.request import is_measured
+from pensieve.results.caveats import CAVEAT_COLUMNS, caveats
 from pensieve.results.evidence import Evidence, TrialGroup
 from pensieve.results.fields import field_of
 from pensieve.results.frame import CONVERSATION, values_of
 from pensieve.results.gap import GAP_COLUMNS, START, gap_closed
-from pensieve.results.headline import REFERENCE, advantages, headlines, last_turn_ratio, load_line, warnings
+from pensieve.results.headline import REFERENCE, advantages, headlines, last_turn_ratio, load_line
 from pensieve.results.schema import Sweep, Trial, TurnRow
 from pensieve.results.served_by import footer
 from pensieve.results.store import JobResult, ResultsStore
@@ -123,14 +124,14 @@ class SweepTable:
 
 def sweep_table(store: ResultsStore, sweep_id: int) -> SweepTable:
     """Compare the baselines of a sweep, by the trials that it shows. Raises ResultsError where there is no such sweep."""
-    found = Evidence(store, sweep_id, "ttft_ms", "queue_ms", *GAP_COLUMNS)
+    found = Evidence(store, sweep_id, *CAVEAT_COLUMNS, *GAP_COLUMNS)
     groups = found.groups()
     ttfts = [
         {name: values_of(found.turns(trials), "ttft_ms") for name, trials in group.trials.items()} for group in groups
     ]
     rows = [_row(found, group, name, own) for group, own in zip(groups, ttfts, strict=True) for name in group.trials]
     ratios = [advantages(own) for own in ttfts]
-    answers = [*headlines(found, ratios), *warnings(found, groups)]
+    answers = [*headlines(found, ratios), *caveats(found, groups)]
     places = [group.at for group in groups]
     return SweepTable(found.sweep, rows, answers, _notes(found), list(zip(places, ratios, strict=True)))
 

@@ -31,7 +31,7 @@ from pensieve.trial.parallel import Asked, performing
 from pensieve.trial.refine import lacking
 from pensieve.trial.size_question import Load, SizeSettings, check_question, question_of, read
 from pensieve.trial.summary import places
-from pensieve.trial.sweep import copy_sweep, draw_figures
+from pensieve.trial.sweep import copy_sweep, draw_figures, figure_lines
 from pensieve.trial.terminal import INTERRUPTED, close_at_exit, command_line, console, say, sweep_is_closed
 from pensieve.trial.tracking import Tracking, open_tracking
 
@@ -204,8 +204,8 @@ class _Planner:
         for sentence in dict.fromkeys(self.failures.values()):
             say(f"Not every cell has run: {sentence}")
         if self.tracking.kept:
-            for figure in draw_figures(self.tracking, self.config.tracking.url_env, self.sweep_id):
-                print(f"Figure:   {figure}", flush=True)
+            for line in figure_lines(draw_figures(self.tracking, self.config.tracking.url_env, self.sweep_id)):
+                print(line, flush=True)
         copy_sweep(self.tracking, self.sweep_id, self.config.experiment_name, status)
         return 1 if self.failures else 0
 

@@ -58,6 +58,8 @@ BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 FIGURE_SCRIPT = "analysis/figures.py"
 SWEEP_FILE = "sweep.json"
 RESOLVED_FILE = "config.resolved.yaml"
+_SHOWN_FILES = (".png", ".md")  # of a figure's files: the picture, or the table
+_MOST_FIGURE_LINES = 10
 
 log = logging.getLogger(__name__)
 
@@ -134,8 +136,8 @@ class OpenSweep:
                 drawn = beside.submit(draw_figures, tracking, self.config.tracking.url_env, self.sweep_id)
             self._to_mlflow(tracking, table, status)
             figures = drawn.result() if drawn else []
-            for figure in figures:
-                print(f"Figure:   {figure}")
+            for line in figure_lines(figures):
+                print(line)
         if tracking.mlflow and figures:
             log_drawn(tracking.outputs, tracking.store, self.sweep_id)
         return completed
@@ -257,8 +259,9 @@ def _announcement(jobs: Jobs | None, axes: dict[str, str]) -> str:
     return f"Sweep of {len(jobs.jobs)} trials: " + ", ".join(f"{key} = {values}" for key, values in axes.items())
 
 
-def draw_figures(tracking: Tracking, url_env: str | None, sweep_id: int) -> list[str]:
-    """Draw the figures that the sweep has data for and return their paths; none without a checkout, which has the script.
+def draw_figures(tracking: Tracking, url_env: str | None, sweep_id: int) -> list[Path]:
+    """Draw the figures that the sweep has data for and return the paths of pictures and tables; none without a checkout,
+    which has the script.
 
     In a process of its own: the plotting libraries take seconds to import, and memory that the next trial could use.
     """
@@ -273,7 +276,16 @@ def draw_figures(tracking: Tracking, url_env: str | None, sweep_id: int) -> list
     if done.returncode != 0:
         reason = done.stderr.strip().splitlines() or ["no reason given"]
         say(f"Not every figure was drawn: {reason[-1]}")
-    return [line for line in done.stdout.splitlines() if line.endswith(".png")]
+    return [Path(line) for line in done.stdout.splitlines() if line.endswith(_SHOWN_FILES)]
+
+
+def figure_lines(drawn: Sequence[Path]) -> list[str]:
+    """A line a figure; where there is one for each of many settings, how many there are, and those of all settings."""
+    whole = [path for path in drawn if "-" not in path.stem] if len(drawn) > _MOST_FIGURE_LINES else drawn
+    lines = [f"{'Figure' if path.suffix == '.png' else 'Table'}:".ljust(10) + str(path) for path in whole]
+    if len(whole) < len(drawn):
+        lines.append(f"Figures:  {len(drawn) - len(whole)} more, of single settings, in {drawn[0].parent}")
+    return lines
 
 
 # -- one job ------------------------------------------------------------------------------------------------------------

@@ -53,8 +53,8 @@ def labelled(session, number, stage, ms):
 def drawn_by(module, drawn, tmp_path, *args, **kwargs):
     drawn.clear()
     module.draw(agent_sweep(ResultsStore(MEMORY), *args, **kwargs), tmp_path)
-    [found] = drawn.values()
-    return marks(found.figure)
+    [found] = drawn.values() if module is agent_scaling else [None]
+    return marks(found.figure) if found else {}
 
 
 def rows_of(tmp_path, stem):
@@ -153,15 +153,15 @@ def test_a_device_that_ran_out_of_memory_counts_too(store):
     assert scaling.out_of_memory_at == 1 and scaling.density is None
 
 
-def test_the_summary_table_has_mean_median_and_99th_percentile(drawn, tmp_path):
-    drawn_by(agent_table, drawn, tmp_path, {"pensieve": FAST}, {"pensieve": 16})
+def test_the_summary_table_has_mean_median_and_99th_percentile(tmp_path):
+    [drawing] = agent_table.draw(agent_sweep(ResultsStore(MEMORY), {"pensieve": FAST}, {"pensieve": 16}), tmp_path)
     rows = [row for row in rows_of(tmp_path, "agent_table") if (row["agents"], row["stage"]) == ("4", "reason")]
     assert [row["quantity"] for row in rows] == ["latency_ms_mean", "latency_ms_p50", "latency_ms_p99"]
     assert float(rows[0]["value"]) == pytest.approx(100 * 1.15 * 1.04 * 1.005)
     assert all(row["n"] == "16" for row in rows)
-    found = marks(drawn["agent_table"].figure)
-    assert [found[f"0:{line}/out of\nmemory"] for line in range(3)] == ["–", "–", "2"]
-    assert [found[f"0:{line}/baseline"] for line in range(3)] == ["pensieve", "", ""]
+    assert drawing.table is not None
+    assert [line["out of\nmemory"] for line in drawing.table[:3]] == ["–", "–", "2"]
+    assert [line["baseline"] for line in drawing.table[:3]] == ["pensieve", "", ""]
 
 
 def test_one_number_of_agents_makes_a_table_and_no_figure(store):

@@ -29,13 +29,13 @@ def outputs(tmp_path, monkeypatch):
 def test_what_a_sweep_supports_is_drawn_and_the_rest_is_named_with_its_command(outputs, drawn, capsys):
     chat(open_store(outputs))
     assert figures.main([]) == 0
-    assert set(drawn) == {"ttft_by_turn", "speedup", "hit_rates"}
-    assert [one.clipped for one in drawn.values()] == [[]] * 3
+    assert set(drawn) == {"ttft_by_turn", "hit_rates"}  # and speedup, which is a table
+    assert [one.clipped for one in drawn.values()] == [[]] * 2
     told = capsys.readouterr()
     assert str(outputs / "figures" / "sweep-1" / "hit_rates.png") in told.out.splitlines()
     lines = told.err.splitlines()
     skipped = {name for line in lines for name in line.removeprefix("not drawn: ").partition(";")[0].split(", ")}
-    assert skipped == set(registry.FIGURES) - set(drawn)
+    assert skipped == set(registry.FIGURES) - set(drawn) - {"speedup"}
     assert all("; run `python runners/" in line for line in lines)
     assert "not drawn: hotness; run `python runners/run.py experiment=hotness -m`" in lines
 
@@ -70,12 +70,12 @@ def test_a_folder_a_sweep_and_latest_is_the_one_that_was_drawn_last(outputs, dra
 
 def test_the_caption_is_a_file_and_in_the_pdf_and_one_line_is_in_the_picture(outputs, capsys):
     chat(open_store(outputs))
-    assert figures.main(["speedup"]) == 0
+    assert figures.main(["ttft_by_turn"]) == 0
     folder = outputs / "figures" / "latest"
-    caption = (folder / "speedup.txt").read_text(encoding="utf-8")
-    assert caption.startswith("Speed-up of the first token over stateless. Time to first token of stateless over")
+    caption = (folder / "ttft_by_turn.txt").read_text(encoding="utf-8")
+    assert caption.startswith("Time to first token by turn. ")
     assert "load closed" in caption and "trials 1-4" in caption
-    pdf = (folder / "speedup.pdf").read_bytes()
+    pdf = (folder / "ttft_by_turn.pdf").read_bytes()
     assert b"/Title" in pdf and b"/Subject" in pdf
 
 
@@ -140,16 +140,19 @@ def test_applying_never_raises_on_a_sweep_without_trials(store):
 def test_named_figures_are_drawn_and_the_others_are_not(outputs, drawn, capsys):
     chat(open_store(outputs))
     assert figures.main(["speedup", "hit_rates"]) == 0
-    assert set(drawn) == {"speedup", "hit_rates"}
+    assert set(drawn) == {"hit_rates"}, "a table is no picture"
     told = capsys.readouterr()
-    assert told.out.index("average") < told.out.index("speedup.png"), "a table is printed too"
+    assert told.out.index("average") < told.out.index("speedup.md"), "a table is printed too"
+    assert {path.name for path in (outputs / "figures" / "latest").glob("speedup*")} == {
+        "speedup.md", "speedup.csv", "speedup.json"
+    }  # fmt: skip
     assert not told.err
 
 
 def test_a_name_that_does_not_apply_is_told_with_its_command_and_does_not_stop_the_others(outputs, drawn, capsys):
     chat(open_store(outputs))
-    assert figures.main(["goodput", "speedup"]) == 1
-    assert set(drawn) == {"speedup"}
+    assert figures.main(["goodput", "hit_rates"]) == 1
+    assert set(drawn) == {"hit_rates"}
     assert "goodput needs other trials than sweep 1 has; run `python runners/run.py" in capsys.readouterr().err
 
 

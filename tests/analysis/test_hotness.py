@@ -67,8 +67,10 @@ def test_the_table_gives_turns_and_the_average_and_a_dash_where_there_is_no_such
         "turn 10": None,
         "average": 340 / 130,
     }
-    speedup.draw(source, tmp_path)
-    assert {"1.00", "4.00", "–", "2.62"} <= {text.split(" ")[0] for text in drawn["speedup"].texts}
+    [drawing] = speedup.draw(source, tmp_path)
+    assert drawing.png is None and not drawn, "a table is no picture"
+    cells = drawing.text.read_text(encoding="utf-8").split(" | ")
+    assert {"1.00", "4.00", "–", "2.62"} <= {text.split(" ")[0] for text in cells}
 
 
 def test_swapping_two_baselines_in_the_database_swaps_the_lines_of_the_table(drawn, tmp_path):

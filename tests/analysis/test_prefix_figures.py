@@ -30,11 +30,16 @@ FIGURES = (invalidation_cost, ttft_vs_recomputed, cache_architecture, cascade, p
 
 
 def drawings(module, drawn, tmp_path, costs, **sweep) -> dict[str, dict]:
-    """File stem -> marks, drawn from a database of its own."""
+    """File stem -> marks, drawn from a database of its own; of a table its cells, by line and head."""
     drawn.clear()
     cached = {name: NOTHING if cost is SLOW else CACHED for name, cost in costs.items()}
-    module.draw(prefix_sweep(ResultsStore(MEMORY), costs, cached=cached, **sweep), tmp_path)
-    return {stem: marks(found.figure) for stem, found in drawn.items()}
+    made = module.draw(prefix_sweep(ResultsStore(MEMORY), costs, cached=cached, **sweep), tmp_path)
+    cells = {
+        one.text.stem: {f"{row}/{head}": cell for row, line in enumerate(one.table) for head, cell in line.items()}
+        for one in made
+        if one.png is None
+    }
+    return {**cells, **{stem: marks(found.figure) for stem, found in drawn.items()}}
 
 
 def rows_of(tmp_path, stem: str) -> list[Mapping[str, str]]:
@@ -54,7 +59,7 @@ def test_swapping_two_baselines_in_the_database_swaps_the_drawn_data(module, dra
         assert before != after
         if module is invalidation_table:  # its marks are named by line: 0 pensieve, 1 gpu_only, 2 stateless
             names = {key for key in before if key.endswith("engine")}
-            expected = swapped(before, "0:0/", "0:2/") | {name: before[name] for name in names}
+            expected = swapped(before, "0/", "2/") | {name: before[name] for name in names}
             assert after == expected
         else:
             after.pop(f"0:line/{prefix.ALL}", None), before.pop(f"0:line/{prefix.ALL}", None)
@@ -195,7 +200,7 @@ def test_the_table_is_printed_before_its_files_are_named(tmp_path, monkeypatch, 
     printed = capsys.readouterr().out
     for word in ("pensieve", "gpu_only", "stateless", "dation (%)", "tokens/s", "n = 24 conversations, 2 seeds"):
         assert word in " ".join(printed.split()), word
-    assert printed.index("stateless") < printed.index("invalidation_table.png")
+    assert printed.index("stateless") < printed.index("invalidation_table.md")
 
 
 def test_batch_sizes_stand_in_order_and_the_effect_is_paired(drawn, tmp_path):

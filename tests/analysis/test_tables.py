@@ -42,27 +42,23 @@ def test_nothing_is_a_dash():
     assert tables.estimated(PairedRatio(2.5, 2.0, 3.0, 4, 1)) == "2.50\n[2.00, 3.00]"
 
 
-def test_a_table_is_drawn_and_printed_with_the_same_texts():
-    [axes] = tables.draw(TABLE).axes
-    [drawn] = axes.tables
-    assert [cell.get_text().get_text() for (row, _), cell in sorted(drawn.get_celld().items()) if row == 1] == list(
-        TABLE[0].values()
+def test_a_table_is_written_and_printed_with_the_same_texts():
+    assert tables.markdown(
+        [*TABLE, {"engine": "a|b", "hit\n(ms)": "1", "miss\n(ms)": "2"}], "A table", "Small print."
+    ) == (
+        "# A table\n\n"
+        "| engine | hit (ms) | miss (ms) |\n"
+        "| --- | ---: | ---: |\n"
+        "| pensieve | 10.7 [10.1, 11.3] | 1,234 [1,000, 2,000] |\n"
+        "| stateless | – | 55.1 |\n"
+        "| a\\|b | 1 | 2 |\n"
+        "\n"
+        "Small print.\n"
     )
     page = StringIO()
     tables.show(TABLE, "A table", "n = 24 conversations", Console(file=page, width=100))
     for text in ("pensieve", "10.7", "[10.1, 11.3]", "–", "A table", "n = 24 conversations"):
         assert text in page.getvalue()
-
-
-@pytest.mark.parametrize("columns", [2, 6])
-def test_cells_do_not_touch_and_stay_on_the_page(columns):
-    table = [{"engine": "prefix_cache", **{f"column\n{n}": "1,234\n[1,000, 2,000]" for n in range(columns)}}]
-    figure = tables.draw(table)
-    style.compose(figure, "A table", "", "", "Small print.")
-    figure.draw_without_rendering()
-    boxes = [cell.get_text().get_window_extent() for cell in figure.axes[0].tables[0].get_celld().values()]
-    assert not any(one.overlaps(other) for place, one in enumerate(boxes) for other in boxes[:place])
-    assert all(box.x0 >= 0 and box.x1 <= figure.bbox.width for box in boxes)
 
 
 def test_values_stand_beside_their_bars_on_the_page_and_clear_of_the_names():

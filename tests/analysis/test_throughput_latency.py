@@ -66,6 +66,10 @@ def test_what_was_achieved_stands_over_what_was_offered(store, drawn, tmp_path):
     assert flat(last["all offered"]) == pytest.approx([0.0, 0.0, 4.1, 4.1])
     with drawing.csv.open(newline="") as file:
         assert float(next(csv.DictReader(file))["offered_req_s"]) == pytest.approx(1.1)
+    assert "before the offered rate was reached" not in drawing.caption
+    store.set_trial(source.jobs[0].last.id, flags={"not_steady": "The start-up left out is too short."})
+    [drawing] = throughput_latency.draw(open_source(store), tmp_path)
+    assert "the window of some trials began before the offered rate was reached" in drawing.caption
 
 
 def lines_of_last(drawings, drawn):

@@ -1,51 +1,16 @@
-"""The sentence over a sweep's table, against ratios worked out by hand, and the warnings that go with it."""
+"""The sentence over a sweep's table, against ratios worked out by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import count
 from math import exp, log
 from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from pensieve.record import TurnRecord
 from pensieve.results.headline import load_line
-from pensieve.results.store import ResultsStore
-from pensieve.results.sweep_table import sweep_table
-from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep
-
-FLAT = [40.0, 40.0, 40.0]
-RISING = [40.0, 80.0, 160.0]
-CHANCE = [0.9, 1.2, 1.0, 1.1, 0.8, 1.05, 0.95]
-
-
-def turns(ttft_ms: Sequence[float], factor: float = 1.0, queue_share: float = 0.1) -> list[TurnRecord]:
-    made = conversation_turns([factor * ms for ms in ttft_ms])
-    for turn in made:
-        assert turn.ttft_ms is not None
-        turn.queue_ms = queue_share * turn.ttft_ms
-    return made
-
-
-def answers(*trials: dict[str, Any], seeds: int = 5, **axes: str) -> str:
-    """The sentences over a sweep of these baselines, each run with every seed; `ttft` rises with chance by seed."""
-    store = ResultsStore(MEMORY)
-    sweep = open_sweep(store, seed="0,1,2,3,4", **axes)
-    job = count()
-    for seed in range(seeds):
-        for number, given in enumerate(trials):
-            fields = dict(given)
-            own = turns(fields.pop("ttft"), CHANCE[(seed + 2 * number) % len(CHANCE)], fields.pop("queue", 0.1))
-            flags = fields.pop("flags", None)
-            trial = add_trial(
-                store, sweep, next(job), fields.pop("baseline"), own, fields.pop("metrics", None), seed=seed, **fields
-            )
-            if flags:
-                store.set_trial(trial, flags=flags)
-    return " ".join(sweep_table(store, sweep).answers)
+from tests.results.answers import CHANCE, FLAT, RISING, answers
+from tests.results.trials import turn
 
 
 def geometric_mean(a: int, b: int, times: float, seeds: int = 5) -> float:
@@ -98,38 +63,90 @@ def test_settings_of_one_baseline_are_ranked_by_what_they_recompute() -> None:
     assert said.startswith("eviction=belady recomputes least of the history, 10.0%, and eviction=fifo most, 60.0%")
 
 
-@pytest.mark.parametrize(("queue", "warned"), [(0.4, False), (0.6, True)])
-def test_a_baseline_that_mostly_waits_is_near_saturation(queue: float, warned: bool) -> None:
-    said = answers({"baseline": "pensieve", "ttft": FLAT}, {"baseline": "stateless", "ttft": RISING, "queue": queue})
-    assert ("Near saturation" in said) is warned
-    if warned:
-        # Three conversations at 1.0, 1.1 and 1.2 times the list, five seeds: the median is 1.1 x 160 ms by the seeds' median.
-        assert f"stateless {0.6 * 176:,.0f} of {176:,.0f} ms" in said
-
-
-@pytest.mark.parametrize(("evicted", "read", "warned"), [(521, 0.0, True), (521, 0.1, False), (0, 0.0, False)])
-def test_a_cpu_tier_that_nothing_was_read_back_from_shows_nothing(evicted: float, read: float, warned: bool) -> None:
-    metrics = {"evicted_chunks": evicted, "cpu_hit_rate": read}
-    said = answers({"baseline": "pensieve", "ttft": FLAT, "metrics": metrics}, {"baseline": "stateless", "ttft": FLAT})
-    assert ("2,605 chunks left the GPU tier and none was read back" in said) is warned
-
-
-@pytest.mark.parametrize(("share", "warned"), [(0.62, True), (0.02, False)])
-def test_a_busy_machine_is_told(share: float, warned: bool) -> None:
-    trial = {"ttft": FLAT, "flags": {"others_cpu_share": share}}
-    said = answers({"baseline": "pensieve", **trial}, {"baseline": "stateless", **trial})
-    assert ("Other programs used 62% of this machine's CPU time" in said) is warned
-
-
-@pytest.mark.parametrize(("error", "warned"), [(788.0, True), (-60.0, True), (12.0, False)])
-def test_a_cost_model_that_is_far_off_is_told(error: float, warned: bool) -> None:
-    metrics = {"cost_model_error_pct": error}
-    said = answers({"baseline": "pensieve", "ttft": FLAT, "metrics": metrics}, {"baseline": "stateless", "ttft": FLAT})
-    assert (f"pensieve {error:+.0f} %" in said) is warned
-
-
 def test_the_load_says_how_long_people_think_at_most():
     plan = {"load": "closed", "sessions": 10, "think_time_s": 0.5}
     trials: Any = [SimpleNamespace(engine={"workload": facts}) for facts in (plan, {**plan, "think_time_cap_s": 1.25})]
     assert load_line(trials[:1]) == "Load (closed): 10 conversations, 0.5 s of think time."
     assert load_line(trials[1:]) == "Load (closed): 10 conversations, 0.5 s of think time, 1.25 s of it at most."
+
+
+def history_turns(missed: list[int]) -> list[TurnRecord]:
+    """A turn with 100 tokens of history each, of which so many had to be recomputed."""
+    return [
+        turn(f"s{i}", 2, history_tokens=100, gpu_hit_tokens=100 - tokens, cpu_hit_tokens=0, recomputed_tokens=tokens)
+        for i, tokens in enumerate(missed)
+    ]
+
+
+def policies_apart(paper: list[int], lru: list[int], fifo: list[int], seeds: int = 5) -> str:
+    missed = {"retention_value": paper, "lru": lru, "fifo": fifo}
+    trials = [
+        {
+            "baseline": "pensieve",
+            "eviction": n,
+            "turns": history_turns(m),
+            "metrics": {"miss_rate": sum(m) / 100 / len(m)},
+        }
+        for n, m in missed.items()
+    ]
+    return answers(*trials, seeds=seeds, eviction=",".join(missed))
+
+
+def test_where_the_papers_policy_recomputes_more_it_says_by_how_many_points_with_the_interval():
+    said = policies_apart([50, 48, 52, 49, 51, 50], [47, 46, 49, 46, 47, 47], [45, 44, 47, 44, 45, 45])
+    # (50 + 48 + 52 + 49 + 51 + 50) / 6 = 50.0; 47.0 and 45.0: 3.0 and 5.0 points; five seeds that agree: no spread.
+    assert "retention_value, the paper's policy, recomputes 50.0%: more than lru by 3.0 [3.0, 3.0]" in said
+    assert "and fifo by 5.0 [5.0, 5.0] (percentage points of the history" in said
+    assert "less than" not in said
+
+
+def test_where_it_recomputes_less_the_sentence_turns_round():
+    said = policies_apart([45, 44, 47], [47, 46, 49], [45, 44, 47])
+    assert "recomputes 45.3%: less than lru by 2.0 [2.0, 2.0], the same as fifo (" in said
+    assert "more than" not in said
+
+
+def test_beside_other_baselines_the_papers_policy_is_held_against_the_others_too():
+    kept = [("retention_value", [50, 48]), ("lru", [47, 45])]
+    trials = [
+        {
+            "baseline": baseline,
+            "eviction": name,
+            "turns": history_turns(missed if baseline == "pensieve" else [100, 100]),
+        }
+        for name, missed in kept
+        for baseline in ("pensieve", "stateless")
+    ]
+    said = answers(*trials, eviction="retention_value,lru")
+    assert "eviction=lru: At a conversation's last turn Pensieve's first token" in said
+    assert said.count("the paper's policy, recomputes") == 1
+    assert "more than lru by 3.0 [3.0, 3.0] (" in said
+
+
+def test_points_within_their_interval_of_zero_are_not_told_apart():
+    said = policies_apart([40, 60, 50, 45, 55], [55, 45, 50, 60, 41], [70, 90, 80, 75, 85], seeds=1)
+    assert "less than fifo by 30.0 [30.0, 30.0], not told apart from lru (-0.20 [-" in said
+
+
+def test_with_few_seeds_points_have_no_interval():
+    assert (
+        "more than lru by 3.0 and fifo by 5.0 (percentage points of the history, paired by seed and conversation; 3 "
+        in (policies_apart([50], [47], [45], seeds=3))
+    )
+
+
+def test_many_settings_are_one_sentence_with_the_least_and_the_most():
+    sizes = {"1": 1.0, "2": 1.5, "3": 4.0, "4": 2.0, "5": 3.0}
+    trials = []
+    for size, factor in sizes.items():
+        config = {"seed": 0, "cache": {"name": "demo", "gpu": size}}
+        trials.append({"baseline": "pensieve", "ttft": FLAT, "config": config})
+        trials.append({"baseline": "stateless", "ttft": [factor * 40.0] * 3, "config": config})
+    said = answers(*trials, seeds=1, **{"cache.gpu": ",".join(sizes)})
+    chance = [CHANCE[(2 * number) % len(CHANCE)] for number in range(len(trials))]
+    ratios = {s: f * chance[2 * i + 1] / chance[2 * i] for i, (s, f) in enumerate(sizes.items())}
+    least, most = min(ratios, key=lambda s: ratios[s]), max(ratios, key=lambda s: ratios[s])
+    assert said.startswith(
+        f"At a conversation's last turn, over 5 settings, Pensieve's first token comes {ratios[least]:.2f}× "
+        f"(cache.gpu={least}) to {ratios[most]:.2f}× (cache.gpu={most}) as soon as stateless serving's."
+    )

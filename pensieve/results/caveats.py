@@ -1,0 +1,209 @@
+"""What would make a sweep's numbers mislead, as sentences that stand over its table: overload, few values, a busy machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median
+from typing import TYPE_CHECKING
+
+from pensieve.results.compare_trials import UNEQUAL_RATE
+from pensieve.results.evidence import Evidence, TrialGroup
+from pensieve.results.frame import CONVERSATION, conversations_of, values_of
+from pensieve.results.headline import OURS
+from pensieve.results.schema import Trial
+from pensieve.statistics import FEWEST_GROUPS, enough_for
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+CAVEAT_COLUMNS = ("ttft_ms", "queue_ms", "arrived_s", "finished_s")
+"""The turns' columns that `caveats` reads."""
+_BUSY = 0.1  # of the CPUs' time, spent by others
+_MODEL_OFF_PCT = 50.0
+_FOUND_FULL = 0.1  # of the turns, from which on slots are said to limit a baseline
+_SHOWN = 4  # places that a sentence names
+
+
+def caveats(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:
+    """What a reader has to know before the numbers."""
+    return [
+        *_waiting(found, groups),
+        *_less_finished(found, groups),
+        *_slots(found, groups),
+        *_few(found, groups),
+        *_tiers_unused(found),
+        *_busy(found),
+        *_model_off(found),
+    ]
+
+
+def offered_rate(trials: Sequence[Trial]) -> float | None:
+    """Requests a second that the trials were offered in steady state (their mean); None where replies alone decide the rate,
+    or the record of one does not say."""
+    plans = [(trial.engine or {}).get("workload") for trial in trials]
+    rates = [plan.get("request_rate_per_s") if isinstance(plan, Mapping) else None for plan in plans]
+    known = [float(rate) for rate in rates if rate is not None]
+    return fmean(known) if known and len(known) == len(rates) else None
+
+
+def _waiting(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:
+    """Baselines whose first token at the last turn is mostly waiting for others: at or past saturation."""
+    import pandas as pd
+
+    late = []
+    for group in groups:
+        for name, trials in group.trials.items():
+            turns = found.turns(trials)
+            both = pd.concat([values_of(turns, "queue_ms"), values_of(turns, "ttft_ms")], axis=1, join="inner")
+            last = both.sort_index().groupby(level=CONVERSATION).tail(1)
+            last = last[last["ttft_ms"] > 0]
+            if not last.empty and (last["queue_ms"] / last["ttft_ms"]).median() > 0.5:
+                late.append(
+                    f"{_place(group, name)} {last['queue_ms'].median():,.0f} of {last['ttft_ms'].median():,.0f} ms"
+                )
+    if not late:
+        return []
+    return [
+        "Near saturation, where most of the time to the last turn's first token is waiting in the queue (medians): "
+        f"{_listed(late)}. Ratios to these hold for this load, and grow with it."
+    ]
+
+
+def _less_finished(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:
+    """Baselines that finished less of an open load than was offered, or than another finished of the same load."""
+    less = []
+    for group in groups:
+        rates = {name: rate for name, trials in group.trials.items() if (rate := _steady_rate(found, trials))}
+        offered = {name: offered_rate(trials) for name, trials in group.trials.items() if not starting(trials)}
+        most = max([*rates.values(), *(rate for rate in offered.values() if rate is not None)], default=0.0)
+        less += [
+            f"{_place(group, name)} {rate:.3g} of {most:.3g}"
+            for name, rate in rates.items()
+            if rate < (1 - UNEQUAL_RATE) * most
+        ]
+    if not less:
+        return []
+    return [
+        "Less of the load was finished, in requests/s of what was offered or of what another baseline finished in the same "
+        f"time: {_listed(less)}. These are saturated, or so late that people ask less: latencies are not at equal rates."
+    ]
+
+
+def _steady_rate(found: Evidence, trials: Sequence[Trial]) -> float | None:
+    """Mean throughput in requests/s under a load that does not wait for replies to begin conversations, over its window."""
+    if any(trial.flags.get("load", "closed") == "closed" or "window" in trial.flags for trial in trials):
+        return None
+    rates = [rate for trial in trials if (rate := found.metric(trial, "throughput_req_s")) is not None]
+    return fmean(rates) if rates else None
+
+
+def starting(trials: Sequence[Trial]) -> bool:
+    """Whether an open load was still filling up when the window began: the offered rate is that of steady state."""
+    return any("not_steady" in trial.flags for trial in trials)
+
+
+def _slots(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:
+    """Baselines with a fixed number of slots that turns often found all taken."""
+    limited = []
+    for group in groups:
+        for name, trials in group.trials.items():
+            shares = [share for trial in trials if (share := _found_full(trial, found.turns([trial]))) is not None]
+            if shares and median(shares) > _FOUND_FULL:
+                slots = "/".join(sorted({str(_slots_of(trial)) for trial in trials}))
+                limited.append(
+                    f"{_place(group, name)} has {slots}, which {median(shares):.0%} of its turns found taken"
+                )
+    if not limited:
+        return []
+    return [
+        f"The number of slots limits how many requests run at once: {_listed(limited)}. baseline.cache.n_slots sets it (of "
+        "llama.cpp: baseline.engine.n_parallel), at the cost of a smaller slot each."
+    ]
+
+
+def _slots_of(trial: Trial) -> int | None:
+    settings = trial.engine or {}
+    count = settings.get("n_slots", settings.get("n_parallel"))
+    return None if count is None else int(count)
+
+
+def _found_full(trial: Trial, turns: pd.DataFrame) -> float | None:
+    """The share of the turns that came while as many others as there are slots were not finished; None without slots."""
+    slots = _slots_of(trial)
+    known = turns[["arrived_s", "finished_s"]].dropna() if slots is not None else turns.iloc[:0]
+    if slots is None or known.empty:
+        return None
+    arrived, finished = known["arrived_s"].sort_values().to_numpy(), known["finished_s"].sort_values().to_numpy()
+    before = arrived.searchsorted(arrived, side="left") - finished.searchsorted(arrived, side="right")
+    return float((before >= slots).mean())
+
+
+def _few(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:
+    seeds = {trial.seed for trial in found.trials}
+    if not seeds:
+        return []
+    notes = []
+    if len(seeds) == 1:
+        notes.append(
+            "One seed: intervals, where there are any, are over its conversations, which met one machine at one time."
+        )
+    elif len(seeds) < FEWEST_GROUPS:
+        notes.append(f"{len(seeds)} seeds: no intervals below {FEWEST_GROUPS}; add seed=0,1,2,3,4.")
+    counts = [
+        len(conversations_of(values_of(found.turns(trials), "ttft_ms")).unique())
+        for group in groups
+        for trials in group.trials.values()
+    ]
+    if counts and 0 < min(counts) < enough_for(0.5):
+        notes.append(
+            f"Few conversations: medians are over {min(counts)} of them, seeds together; below {enough_for(0.5)} another few "
+            "would move them. Add conversations, or seeds."
+        )
+    return notes
+
+
+def _tiers_unused(found: Evidence) -> list[str]:
+    """Pensieve that never evicted, or never read back what it evicted, says nothing about its tiers."""
+    ours = [trial for trial in found.trials if trial.baseline == OURS]
+    read = [found.metric(trial, "cpu_hit_rate") for trial in ours]
+    if not ours or any(rate is None or rate > 0 for rate in read):
+        return []
+    evicted = [found.metric(trial, "evicted_chunks") for trial in ours]
+    moved = sum(count for count in evicted if count)
+    if None in evicted or moved == 0:
+        return []
+    return [
+        f"{moved:,.0f} chunks left the GPU tier and none was read back from CPU: nothing here shows what the CPU tier is "
+        "worth. More conversations that return, or a larger cache.cpu, would."
+    ]
+
+
+def _busy(found: Evidence) -> list[str]:
+    shares = [float(trial.flags["others_cpu_share"]) for trial in found.trials if "others_cpu_share" in trial.flags]
+    if not shares or max(shares) <= _BUSY:
+        return []
+    return [
+        f"Other programs used {median(shares):.0%} of this machine's CPU time meanwhile (median of trials, at most "
+        f"{max(shares):.0%}): milliseconds are longer by it, and ratios less certain."
+    ]
+
+
+def _model_off(found: Evidence) -> list[str]:
+    worst: dict[str, float] = {}
+    for trial in found.trials:
+        error = found.metric(trial, "cost_model_error_pct")
+        if error is not None and abs(error) > max(_MODEL_OFF_PCT, abs(worst.get(trial.baseline, 0.0))):
+            worst[trial.baseline] = error
+    if not worst:
+        return []
+    each = ", ".join(f"{name} {error:+.0f} %" for name, error in worst.items())
+    return [f"The cost model that eviction goes by was far from what was measured, at most by: {each}."]
+
+
+def _place(group: TrialGroup, baseline: str) -> str:
+    return f"{baseline} ({group.name})" if group.name else baseline
+
+
+def _listed(places: Sequence[str]) -> str:
+    more = len(places) - _SHOWN
+    return ", ".join(places[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

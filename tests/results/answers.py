@@ -1,0 +1,44 @@
+"""Made-up sweeps of baselines, and the sentences that stand over their tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+from pensieve.record import TurnRecord
+from pensieve.results.store import ResultsStore
+from pensieve.results.sweep_table import sweep_table
+from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep
+
+FLAT = [40.0, 40.0, 40.0]
+RISING = [40.0, 80.0, 160.0]
+CHANCE = [0.9, 1.2, 1.0, 1.1, 0.8, 1.05, 0.95]
+
+
+def turns(ttft_ms: Sequence[float], factor: float = 1.0, queue_share: float = 0.1) -> list[TurnRecord]:
+    made = conversation_turns([factor * ms for ms in ttft_ms])
+    for turn in made:
+        assert turn.ttft_ms is not None
+        turn.queue_ms = queue_share * turn.ttft_ms
+    return made
+
+
+def answers(*trials: dict[str, Any], seeds: int = 5, **axes: str) -> str:
+    """The sentences over a sweep of these baselines, each run with every seed; `ttft` rises with chance by seed, `turns` are
+    taken as they are."""
+    store = ResultsStore(MEMORY)
+    sweep = open_sweep(store, seed="0,1,2,3,4", **axes)
+    job = count()
+    for seed in range(seeds):
+        for number, given in enumerate(trials):
+            fields = dict(given)
+            chance = CHANCE[(seed + 2 * number) % len(CHANCE)]
+            own = fields.pop("turns", None) or turns(fields.pop("ttft"), chance, fields.pop("queue", 0.1))
+            flags = fields.pop("flags", None)
+            trial = add_trial(
+                store, sweep, next(job), fields.pop("baseline"), own, fields.pop("metrics", None), seed=seed, **fields
+            )
+            if flags:
+                store.set_trial(trial, flags=flags)
+    return " ".join(sweep_table(store, sweep).answers)

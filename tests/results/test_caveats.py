@@ -1,0 +1,118 @@
+"""The warnings over a sweep's table: each on a load that deserves it, and absent on one that does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pensieve.record import TurnRecord
+from tests.results.answers import FLAT, RISING, answers
+from tests.results.trials import turn
+
+
+@pytest.mark.parametrize(("queue", "warned"), [(0.4, False), (0.6, True)])
+def test_a_baseline_that_mostly_waits_is_near_saturation(queue: float, warned: bool) -> None:
+    said = answers({"baseline": "pensieve", "ttft": FLAT}, {"baseline": "stateless", "ttft": RISING, "queue": queue})
+    assert ("Near saturation" in said) is warned
+    if warned:
+        # Three conversations at 1.0, 1.1 and 1.2 times the list, five seeds: the median is 1.1 x 160 ms by the seeds' median.
+        assert f"stateless {0.6 * 176:,.0f} of {176:,.0f} ms" in said
+
+
+@pytest.mark.parametrize(("evicted", "read", "warned"), [(521, 0.0, True), (521, 0.1, False), (0, 0.0, False)])
+def test_a_cpu_tier_that_nothing_was_read_back_from_shows_nothing(evicted: float, read: float, warned: bool) -> None:
+    metrics = {"evicted_chunks": evicted, "cpu_hit_rate": read}
+    said = answers({"baseline": "pensieve", "ttft": FLAT, "metrics": metrics}, {"baseline": "stateless", "ttft": FLAT})
+    assert ("2,605 chunks left the GPU tier and none was read back" in said) is warned
+
+
+@pytest.mark.parametrize(("share", "warned"), [(0.62, True), (0.02, False)])
+def test_a_busy_machine_is_told(share: float, warned: bool) -> None:
+    trial = {"ttft": FLAT, "flags": {"others_cpu_share": share}}
+    said = answers({"baseline": "pensieve", **trial}, {"baseline": "stateless", **trial})
+    assert ("Other programs used 62% of this machine's CPU time" in said) is warned
+
+
+def test_one_trial_on_a_busy_machine_is_told_too() -> None:
+    quiet, busy = ({"ttft": FLAT, "flags": {"others_cpu_share": share}} for share in (0.01, 0.62))
+    said = answers(
+        {"baseline": "pensieve", **quiet}, {"baseline": "gpu_only", **quiet}, {"baseline": "stateless", **busy}
+    )
+    assert "used 1% of this machine's CPU time meanwhile (median of trials, at most 62%)" in said
+
+
+@pytest.mark.parametrize(("error", "warned"), [(788.0, True), (-60.0, True), (12.0, False)])
+def test_a_cost_model_that_is_far_off_is_told(error: float, warned: bool) -> None:
+    metrics = {"cost_model_error_pct": error}
+    said = answers({"baseline": "pensieve", "ttft": FLAT, "metrics": metrics}, {"baseline": "stateless", "ttft": FLAT})
+    assert (f"pensieve {error:+.0f} %" in said) is warned
+
+
+def test_the_worst_error_of_the_cost_model_is_told_not_the_last() -> None:
+    far = {"baseline": "pensieve", "ttft": FLAT, "metrics": {"cost_model_error_pct": 788.0}}
+    near = {"baseline": "pensieve", "ttft": FLAT, "metrics": {"cost_model_error_pct": 5.0}, "cache": "small"}
+    assert "pensieve +788 %" in answers(far, near)
+
+
+@pytest.mark.parametrize(
+    ("load", "flags", "rate", "warned"),
+    [
+        ("open", {}, 5.4, True),
+        ("partly open", {}, 5.4, True),
+        ("open", {}, 8.8, False),  # 2 % less
+        ("closed", {}, 5.4, False),  # where people wait for replies the rates are the finding
+        ("open", {"window": "too small"}, 5.4, False),  # over all turns, with start-up and drain
+    ],
+)
+def test_a_baseline_that_finished_less_of_an_open_load_is_told(
+    load: str, flags: dict[str, str], rate: float, warned: bool
+) -> None:
+    common = {"ttft": FLAT, "flags": {"load": load, **flags}}
+    said = answers(
+        {"baseline": "pensieve", "metrics": {"throughput_req_s": 9.0}, **common},
+        {"baseline": "stateless", "metrics": {"throughput_req_s": rate}, **common},
+    )
+    assert (f"stateless {rate:.3g} of 9" in said) is warned
+    assert "pensieve 9 of" not in said
+
+
+@pytest.mark.parametrize(("flags", "warned"), [({}, True), ({"not_steady": "too early"}, False)])
+def test_what_was_offered_counts_once_the_load_has_reached_it(flags: dict[str, str], warned: bool) -> None:
+    trial = {
+        "ttft": FLAT, "metrics": {"throughput_req_s": 6.0}, "flags": {"load": "open", **flags},
+        "engine": {"workload": {"request_rate_per_s": 10.0}},
+    }  # fmt: skip
+    said = answers({"baseline": "pensieve", **trial}, {"baseline": "stateless", **trial})
+    assert ("pensieve 6 of 10, stateless 6 of 10" in said) is warned
+
+
+def one_after_another(at_once: int) -> list[TurnRecord]:
+    """40 turns: one begins a second, and each takes `at_once` seconds; `at_once` - 1 of them are running when one comes."""
+    return [turn(f"s{i}", 1, arrived_s=float(i), admitted_s=float(i), finished_s=i + at_once - 0.5) for i in range(40)]
+
+
+@pytest.mark.parametrize(("at_once", "warned"), [(8, True), (5, True), (4, False), (1, False)])
+def test_slots_that_turns_find_taken_are_told(at_once: int, warned: bool) -> None:
+    slots = {"baseline": "llama_slots", "turns": one_after_another(at_once), "engine": {"n_slots": 4}}
+    said = answers({"baseline": "pensieve", "turns": one_after_another(at_once)}, slots, seeds=2)
+    assert ("The number of slots limits" in said) is warned
+    if warned:
+        # The first four turns come before four are running.
+        assert "llama_slots has 4, which 90% of its turns found taken. baseline.cache.n_slots sets it" in said
+        assert "pensieve has" not in said
+
+
+@pytest.mark.parametrize(("seeds", "warned"), [(5, True), (7, False)])
+def test_few_conversations_are_told(seeds: int, warned: bool) -> None:
+    """Three a seed: 15 and 21."""
+    said = answers({"baseline": "pensieve", "ttft": FLAT}, {"baseline": "stateless", "ttft": RISING}, seeds=seeds)
+    assert ("Few conversations: medians are over 15 of them" in said) is warned
+    assert ("Few conversations" in said) is warned
+
+
+@pytest.mark.parametrize(("seeds", "said"), [(1, "One seed:"), (3, "3 seeds: no intervals below 5"), (5, None)])
+def test_few_seeds_are_told(seeds: int, said: str | None) -> None:
+    trials: list[dict[str, Any]] = [{"baseline": "pensieve", "ttft": FLAT}, {"baseline": "stateless", "ttft": RISING}]
+    text = answers(*trials, seeds=seeds)
+    assert [part for part in ("One seed:", "3 seeds: no intervals below 5") if part in text] == ([said] if said else [])
