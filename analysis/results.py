@@ -18,8 +18,8 @@ from pensieve.results.frame import (
     turn_frame,
     values_of,
 )
-from pensieve.results.gap import START, gap_closed, missed_more
-from pensieve.results.headline import PAPERS_POLICY, REFERENCE, apart
+from pensieve.results.gap import PAPERS, START, found_more, gap_closed
+from pensieve.results.headline import REFERENCE, apart
 from pensieve.results.holding import Worth, prefill_seconds
 from pensieve.results.mixture import Mixture, mixtures
 from pensieve.results.schema import Sweep, SweepTrial, Trial
@@ -27,7 +27,7 @@ from pensieve.results.size_map import Place, Prices, SizeMap, is_map, read_map, 
 from pensieve.results.store import Holding, JobResult, ResultsStore, open_store
 
 __all__ = [
-    "PAPERS_POLICY",
+    "PAPERS",
     "PROBES",
     "REFERENCE",
     "START",
@@ -51,9 +51,9 @@ __all__ = [
     "conversation_sums",
     "conversations_of",
     "crossing",
+    "found_more",
     "gap_closed",
     "is_map",
-    "missed_more",
     "mixtures",
     "offered_rate",
     "open_store",

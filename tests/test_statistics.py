@@ -1,4 +1,5 @@
 import math
+from collections import OrderedDict
 from fractions import Fraction
 from statistics import NormalDist
 
@@ -360,13 +361,6 @@ def test_a_long_series_is_gone_through_in_parts():
     assert found == [values[math.ceil(p * n) - 1] for p in (0.5, 0.99)]
 
 
-def test_the_quantile_of_student_is_that_of_scipy():
-    from scipy.special import stdtrit
-
-    for freedom in (*range(1, 300), 2.5, 17.25, 1361, 9999):
-        assert statistics._student(freedom + 1) == pytest.approx(stdtrit(freedom, 0.975), rel=1e-11), freedom
-
-
 def test_an_interval_of_values_that_hardly_differ_loses_no_digits():
     """The squares of large numbers would leave nothing of their differences."""
     small = {str(number): [float(number**2 % 7)] for number in range(12)}
@@ -375,3 +369,22 @@ def test_an_interval_of_values_that_hardly_differ_loses_no_digits():
     assert (far.ci_low - 1e9, far.ci_high - 1e9) == pytest.approx((near.ci_low, near.ci_high), abs=1e-6)
     apart = statistics.bootstrap_mean({**{str(number): [5.0] for number in range(9)}, "other": [6.0]})
     assert apart.ci_low < 5.1 < apart.ci_high, "resamples without the other one say nothing, and are left out"
+
+
+def test_draws_are_made_once_for_all_series_of_as_many_conversations(monkeypatch):
+    """Also where other series came between, as in one trial after another of a map; the intervals are those of new draws."""
+    groups = {f"c{index}": [float(index % 7), float(index % 11)] for index in range(1200)}
+    made = []
+    fresh = statistics._new_draws
+    monkeypatch.setattr(statistics, "_kept", OrderedDict())
+    monkeypatch.setattr(statistics, "_new_draws", lambda sizes, *rest: made.append(sizes) or fresh(sizes, *rest))
+
+    def all_of_it():
+        short = [bootstrap_mean(dict(list(groups.items())[:count])) for count in range(20, 40)]
+        return bootstrap_mean(groups), bootstrap_percentiles(groups, [0.5, 0.9]), short
+
+    first = all_of_it()
+    assert len(made) == 21
+    assert all_of_it() == first and len(made) == 21
+    monkeypatch.setattr(statistics, "_KEPT", 0)
+    assert all_of_it() == first and len(made) > 21

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pensieve.results.evidence import Evidence, TrialGroup
 from pensieve.results.frame import conversation_ends, paired, speed_up
-from pensieve.results.gap import missed_more
+from pensieve.results.gap import PAPERS, found_more
 from pensieve.results.schema import Trial
 from pensieve.statistics import PairedRatio
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 OURS = "pensieve"
 REFERENCE = "stateless"
-PAPERS_POLICY = "retention_value"
 _GROUPS_SHOWN = 4  # sentences that anybody reads; of more groups one sentence gives the least and the most
 _NAMES = {"stateless": "stateless serving's"}
 
@@ -162,18 +161,18 @@ def _of_the_papers_policy(found: Evidence, groups: Sequence[TrialGroup]) -> list
     for group in groups:
         baseline = OURS if OURS in group.trials else next(iter(group.trials))
         share = _mean(found, group.trials[baseline], "miss_rate")
-        if group.at.get("eviction") != PAPERS_POLICY or share is None:
+        if group.at.get("eviction") != PAPERS or share is None:
             continue
         turns = found.turns(group.trials[baseline])
         beside: dict[str, PairedRatio] = {}
         for other in groups:
-            if other is not group and {**other.at, "eviction": PAPERS_POLICY} == group.at:
-                more = missed_more(turns, found.turns(other.trials.get(baseline, ())))
+            if other is not group and {**other.at, "eviction": PAPERS} == group.at:
+                more = found_more(found.turns(other.trials.get(baseline, ())), turns)
                 if more is not None:
                     beside[other.at["eviction"]] = more
         if beside:
             rest = "".join(f"{axis}={value}, " for axis, value in group.at.items() if axis != "eviction")
-            sentences.append(f"{rest}{PAPERS_POLICY}, the paper's policy, recomputes {share:.1%}: {apart(beside)}.")
+            sentences.append(f"{rest}{PAPERS}, the paper's policy, recomputes {share:.1%}: {apart(beside)}.")
     return sentences if len(sentences) <= _GROUPS_SHOWN else []
 
 

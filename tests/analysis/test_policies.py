@@ -5,13 +5,17 @@ from __future__ import annotations
 import csv
 
 import pytest
+from matplotlib.figure import Figure
 
+from analysis import marks
+from analysis.marks import Bar
 from analysis.policies import policy_gap, policy_table
 from analysis.sweep import Source
 from pensieve.results.frame import turn_frame
 from pensieve.results.gap import gap_closed
 from pensieve.results.store import ResultsStore
 from pensieve.results.sweep_table import sweep_table
+from pensieve.statistics import Estimate
 from tests.analysis.sweeps import answered, fill
 
 SESSIONS = "abcdef"
@@ -83,6 +87,27 @@ def test_each_size_has_its_own_start_and_bound(store, tmp_path, drawn):
     assert len(drawn["policy_gap"].figure.axes) == 2 and "95 % interval" in drawing.caption
 
 
+def test_long_names_leave_the_titles_whole(store, tmp_path, drawn):
+    """The name of a policy takes a third of the width."""
+    sizes = ("131072 tokens", "262144 tokens")
+    source = swept(store, {"lru": (50, 2), "adaptive_retention": (50, 1), "learned_unguarded": (50, 10)}, sizes=sizes)
+    for job in source.jobs:
+        tokens = int(job.last.config["cache"]["cpu"].split()[0])
+        store.set_trial(job.last.id, gpu_tokens=393216, cpu_tokens=tokens)
+    policy_gap.draw(Source(store, source.sweep), tmp_path)
+    picture = drawn["policy_gap"]
+    assert any(text.startswith("524k tokens: lru 52.0 %") for text in picture.texts) and not picture.clipped
+
+
+@pytest.mark.parametrize(("value", "high", "place"), [(-3.0, 8.0, 8.0), (-3.0, -1.0, 0.0), (5.0, 9.0, 9.0)])
+def test_the_number_beside_a_bar_is_clear_of_its_interval(value, high, place):
+    figure = Figure()
+    axes = figure.subplots()
+    marks.draw_bar(axes, Bar(Estimate(value, -12.0, high, 6, 6), "black", "22.0 %", "bar"), 0.0)
+    [text] = axes.texts
+    assert text.get_text() == "22.0 %" and text.xy[0] == place
+
+
 def test_the_table_has_times_beside_the_shares(store, tmp_path, drawn):
     [drawing] = policy_table.draw(swept(store), tmp_path)
     assert drawing.table is not None
@@ -91,6 +116,29 @@ def test_the_table_has_times_beside_the_shares(store, tmp_path, drawn):
     assert line["TTFT p50\n(ms)"].startswith("60.0")
     [row] = [row for row in table_of(tmp_path, "policy_table") if row["eviction"] == "belady"]
     assert float(row["ttft_ms_p90"]) == 60.0
+
+
+def test_the_table_says_by_how_much_each_finds_more_than_the_papers_policy(store, tmp_path, drawn):
+    hits = {"lru": (10, 10), "retention_value": (10, 20), "fifo": (5, 5), "belady": (50, 30)}
+    [drawing] = policy_table.draw(swept(store, hits), tmp_path)
+    rows = {row["eviction"]: row for row in table_of(tmp_path, "policy_table")}
+    for name, expected in {"lru": -10, "fifo": -20, "belady": 50}.items():
+        row = rows[name]
+        assert float(row["more_than_retention_value_pct"]) == pytest.approx(expected)
+        low, high = float(row["more_ci_low"]), float(row["more_ci_high"])
+        assert low <= expected + 1e-9 and expected - 1e-9 <= high
+    assert rows["retention_value"]["more_than_retention_value_pct"] == ""
+    assert {line["policy"]: line["more"].split("\n")[0] for line in drawing.table}["belady"] == "50.0"
+    alone = ResultsStore("sqlite://")
+    [drawing] = policy_table.draw(swept(alone), tmp_path)
+    assert {line["more"] for line in drawing.table} == {"–"}, "nothing to compare with"
+
+
+def test_no_share_reaches_beyond_none_and_all(store, tmp_path, drawn):
+    """Of six conversations that find 0 or 2, and 98 or 100 of 100 tokens."""
+    [drawing] = policy_table.draw(swept(store, {"lru": (1, 0), "belady": (99, 0)}), tmp_path)
+    ends = {line["policy"]: line["hits"].split("\n")[1].strip("[]").split(", ") for line in drawing.table}
+    assert float(ends["lru"][0]) == 0.0 and float(ends["belady"][1]) == 100.0
 
 
 def test_without_least_recently_used_or_a_bound_there_is_no_such_figure(store):
