@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,11 +133,16 @@ def build_rotary(module: Any, pack: bool) -> FusedModel | str:
     last_norm, head = norm(body.norm), Linear([module.lm_head], pack)
     final_softcap = config.final_logit_softcapping if gemma else None
 
+    def angles(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = (x[0, :, None] for x in body.rotary_emb(body.embed_tokens.weight[:1], positions[None]))
+        first, second = sin.chunk(2, dim=-1)
+        return cos, torch.cat([-first, second], dim=-1)
+
+    known = angles if kernels is None else _Remembered(angles)
+
     def begin(ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         hidden = body.embed_tokens(ids)  # Gemma 2's scales too
-        cos, sin = (x[0, :, None].contiguous() for x in body.rotary_emb(hidden, positions[None]))
-        first, second = sin.chunk(2, dim=-1)
-        return hidden, cos, torch.cat([-first, second], dim=-1)
+        return (hidden, *known(positions))
 
     def finish(hidden: torch.Tensor) -> torch.Tensor:
         logits = head(last_norm(hidden))
@@ -145,6 +150,24 @@ def build_rotary(module: Any, pack: bool) -> FusedModel | str:
 
     layers = [layer(index, block) for index, block in enumerate(body.layers)]
     return FusedModel(begin, layers, finish, pack, head.few_rows)
+
+
+class _Remembered:
+    """Angles of all positions up to the furthest that was asked for, and as many again: made once, then looked up. On a CPU,
+    where nothing waits for a position to be read."""
+
+    def __init__(self, angles: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._angles = angles
+        self._known = 0
+        self._cos = self._sin = torch.empty(0)
+
+    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos, sin [rows, 1, head_dim]."""
+        furthest = int(positions.max())
+        if furthest >= self._known:
+            self._known = 2 * (furthest + 1)
+            self._cos, self._sin = (x.contiguous() for x in self._angles(torch.arange(self._known)))
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
 
 def _kernels(module: Any) -> RowKernels | None:

@@ -145,3 +145,21 @@ def test_without_a_compiler_packed_products_serve(
     with torch.inference_mode():
         logits = forward(Iteration(batch, pool.gpu_tokens(), CHUNK), torch.tensor([0, 10]))
     assert float((logits - plain_logits(model, tokens)[[0, 10]]).abs().max()) <= 1e-4
+
+
+def test_angles_are_remembered_as_the_model_makes_them(model_of: Callable[..., LoadedModel]) -> None:
+    made: list[int] = []
+
+    def angles(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made.append(len(positions))
+        cos, sin = model_of("llama").module.model.rotary_emb(torch.zeros(1), positions[None])
+        return cos[0, :, None], sin[0, :, None]
+
+    remembered = rotary._Remembered(angles)
+    for positions in ([3], [7, 0, 2], [8, 500], [1001, 1]):
+        at = torch.tensor(positions)
+        for got, expected in zip(remembered(at), angles(at), strict=True):
+            assert torch.equal(got, expected)
+    assert made == [8, 1, 3, 1002, 2, 2], (
+        "once for 8 positions, once for 1,002; the others are what this test asked for"
+    )
