@@ -1,9 +1,10 @@
 """Runs a command and ends it, with everything it started, as soon as its own parent is gone, also after kill -9.
 
-    python guard.py FD COMMAND [ARGUMENT ...]
+    python guard.py FD LOG COMMAND [ARGUMENT ...]
 
 FD is the reading end of a pipe whose writing end the parent alone holds: the kernel closes it when the parent ends, in
-whatever way. Should the guard itself be killed, Linux kills the command (PR_SET_PDEATHSIG). The exit status is the command's.
+whatever way. LOG, which nobody will read then, is deleted. Should the guard itself be killed, Linux kills the command
+(PR_SET_PDEATHSIG). The exit status is the command's.
 This file runs by its path, without the package.
 """
 
@@ -39,7 +40,7 @@ def _kill_descendants() -> None:
             descendant.kill()
 
 
-def main(life: int, command: list[str]) -> int:
+def main(life: int, log: str, command: list[str]) -> int:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     os.set_inheritable(life, False)
     try:
@@ -53,10 +54,12 @@ def main(life: int, command: list[str]) -> int:
             child.terminate()
             with suppress(subprocess.TimeoutExpired):
                 child.wait(GRACE_S)
+            with suppress(FileNotFoundError):
+                os.unlink(log)
             break
     _kill_descendants()
     return child.wait()
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))

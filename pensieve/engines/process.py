@@ -38,7 +38,7 @@ def free_port() -> int:
 
 class EngineProcess:
     """A command that lives no longer than this object, nor than the process that made it (guard.py). What it prints goes to
-    a log in the temporary folder, which is deleted with it.
+    a log in the temporary folder, which is deleted with it; by the guard where the process that made it was killed.
 
     talk: its standard input and output are pipes, `sends` and `receives`; otherwise its output goes to the log too.
     """
@@ -51,7 +51,7 @@ class EngineProcess:
         self._log = Path(path)
         life, keep = os.pipe()
         self._life: int | None = keep
-        guard = [sys.executable, "-I", str(Path(__file__).with_name("guard.py")), str(life)]
+        guard = [sys.executable, "-I", str(Path(__file__).with_name("guard.py")), str(life), path]
         pipe = subprocess.PIPE if talk else None
         try:
             self._process = subprocess.Popen(

@@ -25,6 +25,8 @@ from pensieve.units import ceil_div
 WAKE_S = 0.25
 AT_ONCE = 256  # requests that wait in transformers' own queue
 
+_LOGGERS = ("transformers", "ContinuousBatchingLogger")  # the second writes to the terminal, whatever the first does
+
 
 def end_tokens(setup: EngineSetup, request: Request) -> list[int]:
     """What ends a request; the first id beyond the vocabulary where nothing does."""
@@ -302,13 +304,14 @@ def continuous_batching(module: Any, sizes: dict[str, int]) -> Iterator[Any]:
         del named["block_size"]
     config = ContinuousBatchingConfig(**{name: value for name, value in named.items() if name in known})
     generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1)
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    levels = {name: logging.getLogger(name).level for name in _LOGGERS}
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         with module.continuous_batching_context_manager(
             generation_config=generation, continuous_batching_config=config, timeout=10
         ) as manager:
             yield manager
     finally:
-        logger.setLevel(level)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)

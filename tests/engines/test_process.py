@@ -97,20 +97,25 @@ def test_a_command_that_ignores_the_request_to_end_is_killed(tmp_path: Path, mon
 
 
 def test_the_engine_dies_with_its_trial_also_after_kill_9(tmp_path: Path) -> None:
-    file = tmp_path / "pid"
+    """And its log is not left in the temporary folder."""
+    file, log = tmp_path / "pid", tmp_path / "log"
     parent = textwrap.dedent(
         f"""
-        import time
+        import pathlib, time
         from pensieve.engines.process import EngineProcess
         engine = EngineProcess("engine", ["/bin/sh", "-c", "echo $$ > {file}; exec sleep 100"])
+        pathlib.Path("{log}").write_text(str(engine._log))
         time.sleep(100)
         """
     )
     trial = subprocess.Popen([sys.executable, "-c", parent])
     pid = pid_in(file)
+    assert until(lambda: log.is_file() and log.read_text() != "")
+    left = Path(log.read_text())
+    assert left.exists()
     os.kill(trial.pid, signal.SIGKILL)
     trial.wait()
-    assert until(lambda: gone(pid))
+    assert until(lambda: gone(pid) and not left.exists())
 
 
 def test_the_engine_dies_with_its_guard(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -68,6 +69,24 @@ def test_continuous_batching_gives_the_same_tokens_side_by_side() -> None:
         assert turn.ttft_ms is not None and 0 < turn.ttft_ms <= turn.latency_ms  # type: ignore[operator]
         assert len(turn.emitted_s) == 6
     system.close()
+
+
+def test_continuous_batching_prints_nothing_into_a_trials_table() -> None:
+    """Its logger has a handler of its own, and the level of the root, which is INFO in a trial."""
+    root, own = logging.getLogger(), logging.getLogger("ContinuousBatchingLogger")
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    levels = root.level, own.level
+    root.setLevel(logging.INFO)
+    own.addHandler(handler)
+    try:
+        opened(ContinuousBatching(setup_of())).close()
+        assert said == []
+        assert own.level == levels[1]
+    finally:
+        own.removeHandler(handler)
+        root.setLevel(levels[0])
 
 
 @pytest.mark.parametrize("kind", [NativePytorch, ContinuousBatching])

@@ -8,11 +8,9 @@ weights are the transformers module's, which stays usable and is what the self-c
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from pensieve.worker.torch.fused.decoder import FusedModel
-from pensieve.worker.torch.fused.int8 import int8_of
 from pensieve.worker.torch.fused.learned import build_gpt2, build_opt
 from pensieve.worker.torch.fused.linear import packable
 from pensieve.worker.torch.fused.rotary import build_rotary
@@ -31,8 +29,8 @@ _BUILDERS: dict[str, Callable[[Any, bool], FusedModel | str]] = {
 def build_fused(module: Any, pack: bool | None = None) -> FusedModel | str:
     """The fused forward of a loaded transformers model, or in a few words why it has none.
 
-    pack: copy the weights into oneDNN's layout; by default where that is possible. Unpacked, the module's joined
-    parameters become views.
+    pack: copy the weights into oneDNN's layout and do in C what is faster there; by default where that is possible. The
+    module's joined parameters become views.
     """
     builder = _BUILDERS.get(module.config.model_type)
     if builder is None:
@@ -40,7 +38,6 @@ def build_fused(module: Any, pack: bool | None = None) -> FusedModel | str:
     if getattr(module, "is_quantized", False):
         return "quantized weights"
     try:
-        built = builder(module, packable(module) if pack is None else pack)
-        return built if isinstance(built, str) else replace(built, int8=int8_of(module.lm_head) is not None)
+        return builder(module, packable(module) if pack is None else pack)
     except AttributeError as error:  # another version of transformers, in which the modules have other parts
         return f"modules of another make: {error}"

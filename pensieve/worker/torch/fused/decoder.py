@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -70,22 +70,24 @@ class Layer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FusedModel:
-    """A Forward of few, large operations. begin: token ids and positions [rows] to hidden states, cos and sin."""
+    """A Forward of few, large operations. begin: token ids and positions [rows] to hidden states, cos and sin. few_rows: see
+    Linear."""
 
     begin: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]]
     layers: Sequence[Layer]
     finish: Callable[[torch.Tensor], torch.Tensor]
     packed: bool
-    int8: bool = False
+    few_rows: Literal["float32", "int8"] | None
 
     @property
     def name(self) -> str:
-        return "fused" + ", packed weights" * self.packed + ", int8 weights for few rows" * self.int8
+        few = {None: "", "float32": ", few rows in C", "int8": ", int8 weights for few rows"}[self.few_rows]
+        return "fused" + ", packed weights" * self.packed + few
 
     def __call__(self, iteration: Iteration, wanted: torch.Tensor) -> torch.Tensor:
         batch = iteration.batch
         ids, positions, tokens, outputs = batch.token_ids, batch.positions, len(batch.token_ids), len(wanted)
-        if self.packed and not self.int8:
+        if self.packed and self.few_rows is None:
             ids, positions, wanted = (_padded(x) for x in (ids, positions, wanted))
         hidden, cos, sin = self.begin(ids, positions)
         step = Step(iteration, tokens, cos, sin)

@@ -6,20 +6,14 @@ every path through it is compared, token for token, with transformers' generate 
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from pensieve.compiler import load_library
+from pensieve.worker.torch.fused.few_rows import FewRows
 
-FEW_ROWS = 8
-"""Up to so many rows are multiplied in C; more are a product with the packed float32 weights."""
-
-_SOURCE = Path(__file__).with_name("int8.c")
 _LARGEST = 127
 
 
@@ -60,27 +54,8 @@ def int8_of(part: Any) -> Int8Weights | None:
     return found
 
 
-class Int8Product:
-    """x [rows, in] float32 times the weights of several modules, stacked along out."""
-
-    def __init__(self, parts: Sequence[Int8Weights], bias: torch.Tensor | None) -> None:
-        """Raises EngineMissing without a C compiler."""
-        self._numbers = torch.cat([part.numbers for part in parts]).contiguous()
-        self._scales = torch.cat([part.scales for part in parts]).contiguous()
-        self._bias = None if bias is None else bias.contiguous()
-        library = load_library(_SOURCE, ())
-        self._function = library.functions.linear_int8
-        self._function.restype = None
-        self._function.argtypes = [*[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 3, ctypes.c_int]
-        self._parallel = library.threads
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.contiguous()
-        out, inside = self._numbers.shape
-        y = torch.empty(len(x), out)
-        self._function(
-            x.data_ptr(), self._numbers.data_ptr(), self._scales.data_ptr(),
-            None if self._bias is None else self._bias.data_ptr(), y.data_ptr(), len(x), inside, out,
-            torch.get_num_threads() if self._parallel else 1,
-        )  # fmt: skip
-        return y
+def int8_product(parts: Sequence[Int8Weights], bias: torch.Tensor | None) -> FewRows:
+    """x [rows, in] float32 times the weights of several modules, stacked along out. Raises EngineMissing without a C
+    compiler."""
+    numbers, scales = torch.cat([part.numbers for part in parts]), torch.cat([part.scales for part in parts])
+    return FewRows(numbers, scales, bias)

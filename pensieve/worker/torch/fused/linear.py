@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
 import torch.nn.functional as F
 
-from pensieve.worker.torch.fused.int8 import FEW_ROWS, Int8Product, int8_of
+from pensieve.errors import EngineMissing
+from pensieve.worker.torch.fused.few_rows import FEW_ROWS, FewRows
+from pensieve.worker.torch.fused.int8 import int8_of, int8_product
 
-# Packed products take 4 to 6 rows in less time than 1 or 2, so that batches are padded to this many rows.
+# Packed products take 4 to 6 rows in less time than 1 or 2, so that batches are padded to this many rows where they are
+# not multiplied in C.
 LEAST_ROWS = 4
 _PACKING_HINT = 64  # rows; every hint above 1 gives the same layout, which serves all batches
 _SPARE_SHARE = 4  # weights are packed where their second copy takes at most this fraction of free memory
@@ -42,40 +45,64 @@ def _multiplies(dtype: torch.dtype) -> bool:
 class Linear:
     """x [rows, in] to [rows, out], with the weights of several modules that read the same x stacked along out.
 
-    Packed: a copy in oneDNN's blocked layout, at half the time of a plain product for 4 to 16 rows. Otherwise one joined
-    tensor, which the modules' own parameters become views of, so that no weight exists twice. Few rows are multiplied with
-    the int8 weights where there are any.
+    The joined weights are one tensor, which the modules' own parameters become views of, so that no weight exists twice.
+    pack: a copy in oneDNN's blocked layout too, at half the time of a plain product for 4 to 16 rows; and few rows are
+    multiplied in C where the weights are float32 and a compiler is there, or with the int8 weights where there are any.
+    few_rows: the type of the weights that few rows are multiplied with in C; None where they are not.
     """
+
+    few_rows: Literal["float32", "int8"] | None = None
 
     def __init__(self, modules: Sequence[Any], pack: bool) -> None:
         with torch.no_grad():
-            weights = [_out_by_in(module) for module in modules]
             biases = [module.bias for module in modules if module.bias is not None]
             assert len(biases) in (0, len(modules)), "some of the joined projections have a bias, and some have none"
             self._bias = torch.cat([bias.detach() for bias in biases]) if biases else None
             rounded = [found for module in modules if (found := int8_of(module)) is not None]
-            self._int8 = Int8Product(rounded, self._bias) if len(rounded) == len(modules) else None
+            self._packed, self._few = pack, None
+            if len(rounded) == len(modules):
+                self._few, self.few_rows = int8_product(rounded, self._bias), "int8"
+                self._weight = torch.cat([_out_by_in(module) for module in modules])
+            else:
+                self._weight = _joined(modules, contiguous=pack)
             if pack:
-                self._packed = True
-                self._weight = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights).contiguous(), _PACKING_HINT)
-                return
-            self._packed = False
-            self._weight = weights[0]
-            if len(modules) > 1:
-                self._weight = torch.cat(weights)
-                for module, rows in zip(modules, self._weight.split([len(w) for w in weights]), strict=True):
-                    module.weight = torch.nn.Parameter(rows, requires_grad=False)
+                if self._few is None and self._weight.dtype == torch.float32:
+                    self._few = _product(self._weight, self._bias)
+                    self.few_rows = None if self._few is None else "float32"
+                self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight.contiguous(), _PACKING_HINT)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._int8 is not None and len(x) <= FEW_ROWS:
-            return self._int8(x)
+        if self._few is not None and len(x) <= FEW_ROWS:
+            return self._few(x)
         if self._packed:
             y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
             return y
         return F.linear(x, self._weight, self._bias)
 
 
+def _product(weights: torch.Tensor, bias: torch.Tensor | None) -> FewRows | None:
+    try:
+        return FewRows(weights, None, bias)
+    except EngineMissing:  # without a compiler packed products of padded rows are next best
+        return None
+
+
+def _joined(modules: Sequence[Any], contiguous: bool) -> torch.Tensor:
+    """[out, in]; the modules' parameters become views of it. contiguous: also that of a single Conv1D."""
+    weights = [_out_by_in(module) for module in modules]
+    if len(modules) == 1 and (weights[0].is_contiguous() or not contiguous):
+        return weights[0]
+    joined = torch.cat([weight.contiguous() for weight in weights])
+    for module, rows in zip(modules, joined.split([len(w) for w in weights]), strict=True):
+        module.weight = torch.nn.Parameter(rows.t() if _is_conv1d(module) else rows, requires_grad=False)
+    return joined
+
+
 def _out_by_in(module: Any) -> torch.Tensor:
     """[out, in]; GPT-2's Conv1D keeps its weight the other way round."""
     weight: torch.Tensor = module.weight.detach()
-    return weight.t() if type(module).__name__ == "Conv1D" else weight
+    return weight.t() if _is_conv1d(module) else weight
+
+
+def _is_conv1d(module: Any) -> bool:
+    return type(module).__name__ == "Conv1D"

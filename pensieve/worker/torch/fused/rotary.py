@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from pensieve.errors import EngineMissing
 from pensieve.worker.torch.fused.decoder import ACTIVATIONS, Attention, FusedModel, Step
 from pensieve.worker.torch.fused.linear import Linear
+from pensieve.worker.torch.fused.row_kernels import RowKernels
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
     """RMS norm over the last dimension; weight of that size, or of any shape that broadcasts to x. A weight in float32 over
-    an x in 16 bits is applied before the result is rounded."""
+    an x in 16 bits is applied before the result is rounded. kernels: what does it in C, for float32 on a CPU."""
 
     weight: torch.Tensor
     eps: float
+    kernels: RowKernels | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kernels is not None:
+            return self.kernels.rms_norm(x, self.weight, self.eps)
         if self.weight.dtype != x.dtype:
             return F.rms_norm(x.float(), (x.shape[-1],), self.weight, self.eps).to(x.dtype)
         if self.weight.dim() == 1:
@@ -30,9 +36,11 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class RotaryLayer:
-    """head_norm: Qwen 3's, over the head_dim of queries and keys. after_*: Gemma 2's, on what is added to the stream."""
+    """head_norm: Qwen 3's, over the head_dim of queries and keys. after_*: Gemma 2's, on what is added to the stream.
+    kernels: what rotates in C; None where torch does."""
 
     how: Attention
+    kernels: RowKernels | None
     before_attention: Norm
     qkv: Linear
     head_norm: Norm | None
@@ -47,13 +55,7 @@ class RotaryLayer:
     def __call__(self, hidden: torch.Tensor, step: Step, wanted: torch.Tensor | None) -> torch.Tensor:
         how = self.how
         qkv = self.qkv(self.before_attention(hidden)).view(len(hidden), -1, how.head_dim)
-        qk, values = qkv.split([how.heads + how.kv_heads, how.kv_heads], dim=1)
-        if self.head_norm is not None:
-            qk = self.head_norm(qk)
-        assert step.cos is not None and step.sin is not None
-        # One rotation for queries and keys: x * cos + (x with its halves exchanged) * (sin, negative in the first half).
-        qk = (qk * step.cos).addcmul_(qk.roll(how.head_dim // 2, -1), step.sin)
-        queries, keys = qk.split([how.heads, how.kv_heads], dim=1)
+        queries, keys, values = self._rotated(qkv, step)
         attended = step.attend(how, queries, keys, values)
         if wanted is not None:
             hidden, attended = hidden[wanted], attended[wanted]
@@ -62,6 +64,21 @@ class RotaryLayer:
         gate, up = self.gate_up(self.before_mlp(hidden)).chunk(2, dim=-1)
         added = self.down(ACTIVATIONS[self.activation](gate).mul_(up))
         return hidden.add_(added if self.after_mlp is None else self.after_mlp(added))
+
+    def _rotated(self, qkv: torch.Tensor, step: Step) -> Sequence[torch.Tensor]:
+        """Queries, keys and values. One rotation for queries and keys: x * cos + (x with its halves exchanged) * (sin,
+        negative in the first half)."""
+        how = self.how
+        both, parts = how.heads + how.kv_heads, [how.heads, how.kv_heads, how.kv_heads]
+        assert step.cos is not None and step.sin is not None
+        if self.kernels is not None and self.head_norm is None:
+            self.kernels.rotate(qkv, both, step.cos, step.sin)
+            return qkv.split(parts, dim=1)
+        qk, values = qkv.split([both, how.kv_heads], dim=1)
+        if self.head_norm is not None:
+            qk = self.head_norm(qk)
+        qk = (qk * step.cos).addcmul_(qk.roll(how.head_dim // 2, -1), step.sin)
+        return (*qk.split(parts[:2], dim=1), values)
 
 
 def build_rotary(module: Any, pack: bool) -> FusedModel | str:
@@ -72,10 +89,12 @@ def build_rotary(module: Any, pack: bool) -> FusedModel | str:
     if activation not in ACTIVATIONS:
         return f"activation {activation}"
 
+    kernels = _kernels(module) if pack else None
+
     def norm(rms: Any) -> Norm:
         if gemma:  # kept as what is added to 1, of which 16 bits would leave little
-            return Norm(rms.weight.detach().float() + 1, rms.eps)
-        return Norm(rms.weight.detach(), rms.variance_epsilon)
+            return Norm(rms.weight.detach().float() + 1, rms.eps, kernels)
+        return Norm(rms.weight.detach(), rms.variance_epsilon, kernels)
 
     def layer(index: int, block: Any) -> RotaryLayer:
         attention, mlp = block.self_attn, block.mlp
@@ -98,6 +117,7 @@ def build_rotary(module: Any, pack: bool) -> FusedModel | str:
             head_norm = Norm(each, attention.q_norm.variance_epsilon)
         return RotaryLayer(
             how=how,
+            kernels=kernels,
             before_attention=norm(block.input_layernorm),
             qkv=Linear([attention.q_proj, attention.k_proj, attention.v_proj], pack),
             head_norm=head_norm,
@@ -113,15 +133,48 @@ def build_rotary(module: Any, pack: bool) -> FusedModel | str:
     last_norm, head = norm(body.norm), Linear([module.lm_head], pack)
     final_softcap = config.final_logit_softcapping if gemma else None
 
+    def angles(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = (x[0, :, None] for x in body.rotary_emb(body.embed_tokens.weight[:1], positions[None]))
+        first, second = sin.chunk(2, dim=-1)
+        return cos, torch.cat([-first, second], dim=-1)
+
+    known = angles if kernels is None else _Remembered(angles)
+
     def begin(ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         hidden = body.embed_tokens(ids)  # Gemma 2's scales too
-        cos, sin = (x[0, :, None] for x in body.rotary_emb(hidden, positions[None]))
-        first, second = sin.chunk(2, dim=-1)
-        return hidden, cos, torch.cat([-first, second], dim=-1)
+        return (hidden, *known(positions))
 
     def finish(hidden: torch.Tensor) -> torch.Tensor:
         logits = head(last_norm(hidden))
         return logits if final_softcap is None else torch.tanh(logits / final_softcap) * final_softcap
 
     layers = [layer(index, block) for index, block in enumerate(body.layers)]
-    return FusedModel(begin, layers, finish, pack)
+    return FusedModel(begin, layers, finish, pack, head.few_rows)
+
+
+class _Remembered:
+    """Angles of all positions up to the furthest that was asked for, and as many again: made once, then looked up. On a CPU,
+    where nothing waits for a position to be read."""
+
+    def __init__(self, angles: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._angles = angles
+        self._known = 0
+        self._cos = self._sin = torch.empty(0)
+
+    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos, sin [rows, 1, head_dim]."""
+        furthest = int(positions.max())
+        if furthest >= self._known:
+            self._known = 2 * (furthest + 1)
+            self._cos, self._sin = (x.contiguous() for x in self._angles(torch.arange(self._known)))
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+
+def _kernels(module: Any) -> RowKernels | None:
+    """For float32, where a compiler is."""
+    if any(weight.dtype != torch.float32 for weight in module.parameters()):
+        return None
+    try:
+        return RowKernels()
+    except EngineMissing:
+        return None

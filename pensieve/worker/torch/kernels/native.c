@@ -8,6 +8,7 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <string.h>
 
 #if defined(KV_BFLOAT16)
 typedef uint16_t kv_type;
@@ -159,4 +160,18 @@ void attend_decode(
         attend_row(queries + row * width, pool, out + row * width, lows[row], stops[row], table + starts[row],
                    part * kv_heads / parts, (part + 1) * kv_heads / parts, kv_heads, group, chunk, scale, softcap);
     }
+}
+
+/* Keys and values of `count` tokens, `key_step` and `value_step` numbers apart, to their slots of a pool [tokens, 2, width].
+   Returns how many were written: the next one's slot is none of the pool's. */
+int64_t write_tokens(
+    kv_type *pool, int64_t tokens, const int64_t *slots, const kv_type *keys, const kv_type *values, int64_t count,
+    int64_t key_step, int64_t value_step, int64_t width) {
+    for (int64_t token = 0; token < count; token++) {
+        if (slots[token] < 0 || slots[token] >= tokens) return token;
+        kv_type *to = pool + slots[token] * 2 * width;
+        memcpy(to, keys + token * key_step, width * sizeof *to);
+        memcpy(to + width, values + token * value_step, width * sizeof *to);
+    }
+    return count;
 }

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from pensieve.compiler import Library, load_library
 from pensieve.worker.torch.batch import Batch, Span
-from pensieve.worker.torch.kernels.reference import ReferencePlan, lowest_key, write
+from pensieve.worker.torch.kernels.reference import ReferencePlan, lowest_key
 
 _SOURCE = Path(__file__).with_name("native.c")
-_POINTERS, _SIZES = [ctypes.c_void_p] * 7, [ctypes.c_int64, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_ADDRESS = ctypes.c_void_p
+_POINTERS, _SIZES = [_ADDRESS] * 7, [ctypes.c_int64, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
 
 
 class NativePlan:
@@ -33,7 +34,14 @@ class NativePlan:
         self._threads = torch.get_num_threads() if library.threads else 1
 
     def write(self, pool: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        write(pool, slots, keys, values)
+        count, kv_heads, head_dim = keys.shape
+        keys, values = _by_token(keys, pool.dtype), _by_token(values, pool.dtype)
+        assert pool.is_contiguous() and slots.is_contiguous() and len(slots) == count == len(values)
+        written = self._library.functions.write_tokens(
+            pool.data_ptr(), len(pool), slots.data_ptr(), keys.data_ptr(), values.data_ptr(), count, keys.stride(0),
+            values.stride(0), kv_heads * head_dim,
+        )  # fmt: skip
+        assert written == count, f"slot {int(slots[written])} is not one of the pool's {len(pool)}"
 
     def attend(
         self,
@@ -75,6 +83,12 @@ class NativePlan:
         return result.to(asked)
 
 
+def _by_token(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[tokens, kv_heads, head_dim] of this type, a token's numbers side by side."""
+    x = x.to(dtype)
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
 class _Rows:
     """Single queries as the arrays that the call takes. table: all rows' blocks, starts: where each row's begin."""
 
@@ -106,6 +120,9 @@ class NativeBackend:
         function = self._library.functions.attend_decode
         function.restype = None
         function.argtypes = [*_POINTERS, *_SIZES, ctypes.c_float, ctypes.c_float, ctypes.c_int]
+        writing = self._library.functions.write_tokens
+        writing.restype = ctypes.c_int64
+        writing.argtypes = [_ADDRESS, ctypes.c_int64, *[_ADDRESS] * 3, *[ctypes.c_int64] * 4]
 
     @property
     def version(self) -> str:

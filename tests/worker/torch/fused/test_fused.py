@@ -106,7 +106,7 @@ def test_a_linear_of_modules_with_and_without_bias_is_our_own_bug() -> None:
 
 def test_what_runs_is_in_the_settings(model_of: Callable[..., LoadedModel]) -> None:
     settings = Driver(model_of("llama")).worker.settings()
-    assert (settings["forward"], settings["forward_note"]) == ("fused, packed weights", "")
+    assert (settings["forward"], settings["forward_note"]) == ("fused, packed weights, few rows in C", "")
     settings = Driver(model_of("llama", fused=False)).worker.settings()
     assert (settings["forward"], settings["forward_note"]) == ("transformers", "asked for")
 

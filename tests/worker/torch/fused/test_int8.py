@@ -9,7 +9,8 @@ import torch
 
 from pensieve.compiler import find_compiler
 from pensieve.errors import EngineMissing
-from pensieve.worker.torch.fused.int8 import FEW_ROWS, Int8Product, Int8Weights, quantise, rounded
+from pensieve.worker.torch.fused.few_rows import FEW_ROWS
+from pensieve.worker.torch.fused.int8 import Int8Weights, int8_product, quantise, rounded
 from pensieve.worker.torch.model import LoadedModel, load_model
 
 from ..driver import ARCHITECTURES, Driver, converse, plain_logits, random_tokens, tiny_spec
@@ -37,7 +38,7 @@ def test_each_output_has_a_scale_of_its_own() -> None:
 def test_a_product_is_that_of_the_restored_weights(inside: int, outside: int, with_bias: bool) -> None:
     parts = [rounded(_noise(outside, inside, seed=1)), rounded(_noise(2, inside, seed=2))]
     bias = _noise(outside + 2, seed=3) if with_bias else None
-    product = Int8Product(parts, bias)
+    product = int8_product(parts, bias)
     whole = torch.cat([part.restored for part in parts]).double()
     for rows in range(1, FEW_ROWS + 2):
         x = _noise(rows, inside, seed=rows)
@@ -50,7 +51,7 @@ def test_a_product_is_that_of_the_restored_weights(inside: int, outside: int, wi
 
 
 def test_threads_change_nothing() -> None:
-    product, x = Int8Product([rounded(_noise(300, 64))], None), _noise(3, 64)
+    product, x = int8_product([rounded(_noise(300, 64))], None), _noise(3, 64)
     before = torch.get_num_threads()
     try:
         results = []

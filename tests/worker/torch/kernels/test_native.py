@@ -11,6 +11,7 @@ import torch
 from pensieve.compiler import find_compiler
 from pensieve.errors import EngineMissing
 from pensieve.worker.torch.kernels.native import NativeBackend, NativePlan
+from pensieve.worker.torch.kernels.reference import write
 
 from .cases import MIXED, Case, Heads, Runs, make_case
 
@@ -109,6 +110,21 @@ def test_neither_other_rows_nor_threads_change_a_row() -> None:
             assert torch.equal(case.attend(plan, None, None, None), alone)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_and_values_go_where_torch_would_put_them(dtype: torch.dtype) -> None:
+    """Views of one joined product, as the fused forwards give them, and of another type than the pool's."""
+    case = make_case([[(0, 40)], [(20, 21)]], Heads(4, 2, 24), dtype=dtype)
+    joined = torch.randn(41, 8, 24)
+    keys, values = joined[:, 4:6], joined[:, 6:].transpose(1, 2).contiguous().transpose(1, 2)
+    expected = case.pool[0].clone()
+    write(expected, case.batch.write_slots, keys.to(dtype), values.to(dtype))
+    plan = _plan(case)
+    plan.write(case.pool[0], case.batch.write_slots, keys, values)
+    assert torch.equal(case.pool[0].nan_to_num(9e9), expected.nan_to_num(9e9))
+    with pytest.raises(AssertionError, match=f"slot {len(expected)} is not one of"):
+        plan.write(case.pool[0], torch.full((41,), len(expected)), keys, values)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-/* Products of few rows with int8 weights on a CPU, which take as long as the weights take to read.
+/* Products of few rows on a CPU, which take as long as the weights take to read.
 
-   Compiled when it is first needed, for this machine. Weights are widened in registers, inputs and sums are float32: a
-   result differs from the product with the same weights in float32 by the order of its sums alone. Neither other rows nor
-   the number of threads change a row's result. */
+   Compiled when it is first needed, for this machine and one type of weights (-DWEIGHT_INT8 or -DWEIGHT_FLOAT32). Inputs
+   and sums are float32, int8 weights are widened in registers: a result differs from the product with the same weights in
+   float32 by the order of its sums alone. Neither other rows nor the number of threads change a row's result. */
 
 #include <stdint.h>
 #include <string.h>
@@ -14,6 +14,15 @@ enum { LANES = 16, OUTPUTS = 4, ROWS = 4 }; /* numbers a vector; outputs and row
 
 typedef float floats __attribute__((vector_size(LANES * 4)));
 
+#ifdef WEIGHT_FLOAT32
+typedef float weight_type;
+static inline floats widened(const float *from) {
+    floats all;
+    memcpy(&all, from, sizeof all);
+    return all;
+}
+#else
+typedef int8_t weight_type;
 /* What compilers make of a plain conversion takes a register for each number. */
 static inline floats widened(const int8_t *from) {
 #if defined(__AVX512F__)
@@ -36,6 +45,9 @@ static inline floats widened(const int8_t *from) {
     return wide.all;
 #endif
 }
+#endif
+
+enum { AHEAD = 16384, LINE = 64 }; /* bytes: weights are asked for so early, since prefetchers stop at the ends of pages */
 
 static inline float sum_of(floats lanes) {
     float sum = 0;
@@ -45,7 +57,7 @@ static inline float sum_of(floats lanes) {
 
 /* y for `outputs` weights and `rows` inputs, both constant where this is inlined. */
 static inline __attribute__((always_inline)) void tile(
-    int rows, int outputs, const float *x, const int8_t *weights, const float *scales, const float *bias, float *y,
+    int rows, int outputs, const float *x, const weight_type *weights, const float *scales, const float *bias, float *y,
     int64_t in, int64_t out) {
     floats sums[ROWS * OUTPUTS];
 #pragma GCC unroll 16
@@ -58,6 +70,8 @@ static inline __attribute__((always_inline)) void tile(
 #pragma GCC unroll 4
         for (int o = 0; o < outputs; o++) {
             const floats weight = widened(weights + o * in + at);
+            if (at * sizeof(weight_type) % LINE == 0)
+                __builtin_prefetch((const char *)(weights + o * in + at) + AHEAD, 0, 2);
 #pragma GCC unroll 4
             for (int r = 0; r < rows; r++) sums[r * outputs + o] += inputs[r] * weight;
         }
@@ -68,20 +82,22 @@ static inline __attribute__((always_inline)) void tile(
         for (int o = 0; o < outputs; o++) {
             float sum = sum_of(sums[r * outputs + o]);
             for (int64_t i = at; i < in; i++) sum += x[r * in + i] * weights[o * in + i];
-            y[r * out + o] = sum * scales[o] + (bias ? bias[o] : 0);
+            y[r * out + o] = sum * (scales ? scales[o] : 1) + (bias ? bias[o] : 0);
         }
 }
 
 #define TILES_OF(count)                                                                                           \
     for (int64_t o = first; o < last; o += OUTPUTS)                                                               \
         if (o + OUTPUTS <= last)                                                                                  \
-            tile(count, OUTPUTS, x, weights + o * in, scales + o, bias ? bias + o : 0, y + o, in, out);           \
+            tile(count, OUTPUTS, x, weights + o * in, scales ? scales + o : 0, bias ? bias + o : 0, y + o, in,    \
+                 out);                                                                                            \
         else                                                                                                      \
             for (int64_t one = o; one < last; one++)                                                              \
-                tile(count, 1, x, weights + one * in, scales + one, bias ? bias + one : 0, y + one, in, out);
+                tile(count, 1, x, weights + one * in, scales ? scales + one : 0, bias ? bias + one : 0, y + one,  \
+                     in, out);
 
 static void some_rows(
-    int rows, int64_t first, int64_t last, const float *x, const int8_t *weights, const float *scales,
+    int rows, int64_t first, int64_t last, const float *x, const weight_type *weights, const float *scales,
     const float *bias, float *y, int64_t in, int64_t out) {
     switch (rows) { /* constants, so that the sums stay in registers */
     case 1: TILES_OF(1) break;
@@ -91,10 +107,10 @@ static void some_rows(
     }
 }
 
-/* y [rows, out] = x [rows, in] times weights [out, in], whose rows have one scale each; bias [out] or NULL. */
-void linear_int8(
-    const float *x, const int8_t *weights, const float *scales, const float *bias, float *y, int64_t rows, int64_t in,
-    int64_t out, int threads) {
+/* y [rows, out] = x [rows, in] times weights [out, in]; scales: one for each row of weights, or NULL; bias [out] or NULL. */
+void linear_few(
+    const float *x, const weight_type *weights, const float *scales, const float *bias, float *y, int64_t rows,
+    int64_t in, int64_t out, int threads) {
     const int64_t block = 64; /* outputs at once, whose weights are read once for all rows: they fit the second level */
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t first = 0; first < out; first += block) {

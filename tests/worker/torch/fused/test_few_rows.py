@@ -1,0 +1,165 @@
+"""What is done in C on a CPU: products of few rows, norms and rotations. Against their definitions, and row by row."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pensieve.compiler import find_compiler
+from pensieve.errors import EngineMissing
+from pensieve.plan import Row, Sample
+from pensieve.worker.torch.attention import Iteration
+from pensieve.worker.torch.batch import BlockTables, build_batch
+from pensieve.worker.torch.fused import build_fused, linear, rotary
+from pensieve.worker.torch.fused.decoder import FusedModel
+from pensieve.worker.torch.fused.few_rows import FEW_ROWS, FewRows
+from pensieve.worker.torch.fused.row_kernels import RowKernels
+from pensieve.worker.torch.kernels.native import NativeBackend
+from pensieve.worker.torch.kv_tensors import KvTensors
+from pensieve.worker.torch.model import LoadedModel
+from tests.worker.torch.driver import ARCHITECTURES, plain_logits, random_tokens
+
+try:
+    find_compiler()
+except EngineMissing as missing:
+    pytest.skip(str(missing), allow_module_level=True)
+
+CHUNK = 8
+
+
+def _noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("inside", "outside"), [(576, 97), (40, 64), (77, 3), (16, 1), (5, 130)])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_a_product_of_float32_weights(inside: int, outside: int, with_bias: bool) -> None:
+    weights, bias = _noise(outside, inside, seed=1), _noise(outside, seed=3) if with_bias else None
+    product = FewRows(weights, None, bias)
+    for rows in range(1, FEW_ROWS + 2):
+        x = _noise(rows, inside, seed=rows)
+        expected = x.double() @ weights.double().t() + (0 if bias is None else bias.double())
+        got = product(x)
+        assert float((got - expected).abs().max()) <= 1e-6 * inside**0.5
+        assert torch.equal(got, torch.cat([product(row[None]) for row in x])), "other rows change nothing"
+    assert torch.equal(product(_noise(inside, 3).t()), product(_noise(inside, 3).t().contiguous()))
+
+
+@pytest.mark.parametrize("size", [64, 100, 7])
+def test_norm_and_rotation_are_torchs(size: int) -> None:
+    kernels = RowKernels()
+    x, weight = _noise(9, size) * torch.logspace(-3, 3, 9)[:, None], _noise(size, seed=1)
+    got = kernels.rms_norm(x, weight, 1e-5)
+    torch.testing.assert_close(got, F.rms_norm(x, (size,), weight, 1e-5), rtol=2e-6, atol=1e-7)
+    assert torch.equal(kernels.rms_norm(x.t().contiguous().t(), weight, 1e-5), got)
+    even = 2 * (size // 2)
+    heads, cos, sin = _noise(9, 5, even), _noise(9, 1, even, seed=1), _noise(9, 1, even, seed=2)
+    expected = heads.clone()
+    expected[:, :3] = heads[:, :3] * cos + heads[:, :3].roll(even // 2, -1) * sin
+    kernels.rotate(heads, 3, cos, sin)
+    torch.testing.assert_close(heads, expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(heads[:, 3:], expected[:, 3:]), "values are not rotated"
+
+
+def test_threads_change_nothing() -> None:
+    product, kernels = FewRows(_noise(300, 64), None, None), RowKernels()
+    x, wide, weight, turned = _noise(3, 64), _noise(40, 2048), _noise(2048), _noise(40, 1, 64, seed=5)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            heads = wide.view(40, 32, 64).clone()
+            kernels.rotate(heads, 20, turned, turned)
+            results.append((product(x), kernels.rms_norm(wide, weight, 1e-6), heads))
+    finally:
+        torch.set_num_threads(before)
+    for each in results[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(results[0], each, strict=True))
+
+
+def _decode(forward: FusedModel, model: LoadedModel, pool: KvTensors, slots: list[int]) -> torch.Tensor:
+    """Logits of one token in each of these slots, whose contexts have different lengths in blocks of their own."""
+    tables, rows = BlockTables(), []
+    for slot in slots:
+        tables.overwrite(slot, 0, [3 * slot, 3 * slot + 1, 3 * slot + 2])
+        rows.append(Row(slot, ((5 + slot, 6 + slot),), (7 * slot + 1,), Sample(6 + slot)))
+    batch = build_batch(rows, tables, {}, CHUNK, model.device)
+    backend = NativeBackend(model.spec.head_dim)
+    with torch.inference_mode():
+        logits = forward(Iteration(batch, pool.gpu_tokens(), CHUNK, backend=backend), batch.logits_at)
+    order = [slot for slot, _ in batch.sampled]
+    return torch.stack([logits[order.index(slot)] for slot in slots])
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_a_decoded_row_is_the_same_alone_and_among_others(name: str, model_of: Callable[..., LoadedModel]) -> None:
+    """Bit for bit, as long as the batch is small enough to be multiplied in C."""
+    model = model_of(name)
+    forward = build_fused(copy.deepcopy(model.module), pack=True)
+    assert isinstance(forward, FusedModel) and forward.few_rows == "float32"
+    pool = KvTensors(model.spec, CHUNK, 3 * FEW_ROWS, 0, model.device, model.dtype)
+    pool.gpu.normal_(generator=torch.Generator().manual_seed(0))
+    alone = torch.cat([_decode(forward, model, pool, [slot]) for slot in range(FEW_ROWS)])
+    for count in (2, 3, 5, FEW_ROWS):
+        assert torch.equal(_decode(forward, model, pool, list(range(count))), alone[:count])
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_packed_models_read_the_modules_own_weights(name: str, model_of: Callable[..., LoadedModel]) -> None:
+    """What few rows are multiplied with is no third copy: the module's parameters are views of it, and unchanged."""
+    module = copy.deepcopy(model_of(name).module)
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    forward = build_fused(module, pack=True)
+    assert isinstance(forward, FusedModel)
+    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+    storages = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    layer: Any = forward.layers[0]
+    for part in (layer.qkv, layer.out, layer.down):
+        assert part._few._weights.untyped_storage().data_ptr() in storages
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
+def test_without_a_compiler_packed_products_serve(
+    name: str, model_of: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*given: object) -> None:
+        raise EngineMissing("no compiler")
+
+    monkeypatch.setattr(linear, "FewRows", missing)
+    monkeypatch.setattr(rotary, "RowKernels", missing)
+    model = model_of(name)
+    forward = build_fused(copy.deepcopy(model.module), pack=True)
+    assert isinstance(forward, FusedModel)
+    assert (forward.name, forward.few_rows) == ("fused, packed weights", None)
+    tokens = random_tokens(11, 3).tolist()
+    pool = KvTensors(model.spec, CHUNK, 4, 0, model.device, model.dtype)
+    tables = BlockTables()
+    tables.overwrite(0, 0, (2, 0))
+    batch = build_batch([Row(0, ((0, 11),), tuple(tokens), Sample(11))], tables, {}, CHUNK, model.device)
+    with torch.inference_mode():
+        logits = forward(Iteration(batch, pool.gpu_tokens(), CHUNK), torch.tensor([0, 10]))
+    assert float((logits - plain_logits(model, tokens)[[0, 10]]).abs().max()) <= 1e-4
+
+
+def test_angles_are_remembered_as_the_model_makes_them(model_of: Callable[..., LoadedModel]) -> None:
+    made: list[int] = []
+
+    def angles(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made.append(len(positions))
+        cos, sin = model_of("llama").module.model.rotary_emb(torch.zeros(1), positions[None])
+        return cos[0, :, None], sin[0, :, None]
+
+    remembered = rotary._Remembered(angles)
+    for positions in ([3], [7, 0, 2], [8, 500], [1001, 1]):
+        at = torch.tensor(positions)
+        for got, expected in zip(remembered(at), angles(at), strict=True):
+            assert torch.equal(got, expected)
+    assert made == [8, 1, 3, 1002, 2, 2], (
+        "once for 8 positions, once for 1,002; the others are what this test asked for"
+    )
