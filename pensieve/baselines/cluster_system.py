@@ -11,11 +11,13 @@ from itertools import count
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from pensieve.baselines.base import Capabilities
 from pensieve.baselines.inline_system import InlineSystem
 from pensieve.baselines.migration import Migration, Parcel, lacking
 from pensieve.baselines.outlook import NEVER_NS, Outlook
-from pensieve.baselines.routing import LOAD_BLIND, Asked, Router
+from pensieve.baselines.routing import LOAD_BLIND, Asked, Fleet, Router
 from pensieve.clock import Clock, VirtualClock
 from pensieve.plan import StartReport
 from pensieve.record import Event, TurnRecord
@@ -116,6 +118,9 @@ class ClusterSystem:
         self._said: dict[str, TokenArray[int]] = {}
         self._home: dict[str, tuple[int, int]] = {}  # of each conversation, the replica of its last turn, and its life
         self._served: dict[str, set[int]] = {}  # of each conversation, the replicas that were given turns of it
+        self._loads = np.zeros(replicas, np.int64)  # requests under way, by replica
+        self._all = self._fleet(self._replicas)
+        self._up, self._up_until_ns = self._all, 0  # who is up, and how long they are
         self._counted: Counter[str] = Counter()  # by replicas that have failed, and of the cluster itself
         self._counts_windows = False
         self._outlook: Outlook | None = None
@@ -134,6 +139,7 @@ class ClusterSystem:
         if self._outlook is not None:
             self._outlook.sent(request, replica.number)
         replica.requests[request.id] = request
+        self._loads[replica.number] += 1
         sent = self._as_sent(request, replica)
         parcel = None if sent is request else self._parcel(request, replica, now)
         if parcel is None:
@@ -161,6 +167,7 @@ class ClusterSystem:
             if replica.lives == life:
                 told.append(event)
                 if event.turn is not None:
+                    self._loads[number] -= 1
                     self._note(replica.requests.pop(event.request_id), event.turn)
                     self._count(event.request_id, event.turn)
                     if self._outlook is not None:
@@ -353,10 +360,29 @@ class ClusterSystem:
 
     def _choose(self, request: Asked, now: int) -> int:
         """The replica that serves it."""
-        up = self._replicas
-        if self._failures.mean_s is not None:
-            up = [replica for replica in up if replica.up_ns <= now]
-        return (self._router(request, up, self._seed) if up else min(self._replicas, key=lambda one: one.up_ns)).number
+        fleet = self._all if self._failures.mean_s is None else self._those_up(now)
+        if fleet is None:
+            return min(self._replicas, key=lambda one: one.up_ns).number
+        return self._router(request, fleet, self._seed).number
+
+    def _those_up(self, now: int) -> Fleet | None:
+        """None: all have failed."""
+        if now >= self._up_until_ns:
+            up = [replica for replica in self._replicas if replica.up_ns <= now]
+            self._up = self._fleet(up)
+            self._up_until_ns = min((one.up_ns for one in self._replicas if one.up_ns > now), default=NEVER_NS)
+        fleet = self._up
+        return replace(fleet, loads=self._loads[fleet.numbers]) if fleet.members else None
+
+    def _fleet(self, members: list[Replica]) -> Fleet:
+        """loads: of all replicas, as they are at any time."""
+        served, replicas = self._served, self._replicas
+        up = {replica.number for replica in members}
+
+        def holding(session: str) -> list[Replica]:
+            return [replicas[number] for number in sorted(served.get(session, ())) if number in up]
+
+        return Fleet(members, np.array([one.number for one in members], np.uint64), self._loads, holding)
 
     def _destination(self, session: str, turn: int) -> int | None:
         """As outlook.Destination."""
@@ -419,6 +445,7 @@ class ClusterSystem:
         self._advance(ns)
         replica = self._replicas[number]
         lost, replica.requests = replica.requests, {}
+        self._loads[number] = self._up_until_ns = 0
         replica.computing.clear()
         cut_off = self._stop_waiting(lambda _, parcel: number in (parcel.source, parcel.target))
         if self._migration is not None:

@@ -61,7 +61,28 @@ class MeasuredCost:
         ] = {}  # context -> seconds of its last chunk; policies and ledgers ask again and again
 
     def following_s(self, runs: Sequence[Run], sampled: int) -> Iterator[float]:
-        return one_after_another(self.iteration_s, runs, sampled)
+        attention = self._following_attention_s(runs)
+        if attention is None:
+            return one_after_another(self.iteration_s, runs, sampled)
+        return self._following_decodes_s(attention, len(runs), sampled)
+
+    def _following_attention_s(self, runs: Sequence[Run]) -> Iterator[float] | None:
+        """Of a layer, where all rows are decodes and nothing but their KV changes; None: each iteration is looked up."""
+        decodes = all(stop - start == 1 for start, stop in runs)
+        if not decodes or not 0 < len(runs) <= self._kernels.most_tokens or self.model.sliding_window is not None:
+            return None
+        return self._attention.following_s(sum(start for start, _ in runs), len(runs))
+
+    def _following_decodes_s(self, attention: Iterator[float], decodes: int, sampled: int) -> Iterator[float]:
+        """Iterations of so many rows of one query each, to the bit what `iteration_s` says of them."""
+        tokens = graph_size(decodes) if self.hardware.graph_sizes else decodes
+        layers = self.model.layers
+        linear, head = self._linear_s(tokens), self._head_s(sampled)
+        reduce = (2 * layers + 1) * self._reduce(tokens * self._reduced_bytes)
+        overhead = self.hardware.step_overhead_s
+        for seconds in attention:
+            self._iterations += 1
+            yield linear + layers * seconds + head + reduce + overhead
 
     def iteration_s(self, runs: Iterable[Run], sampled: int) -> float:
         """One iteration over attention rows of queries [start, stop) each; logits of `sampled` positions."""
@@ -327,6 +348,9 @@ class _MeasuredAttention:
             seconds -= alone - less
         return seconds, reach
 
+    def following_s(self, kv: int, decodes: int) -> None:
+        """None: a grid is looked up for each iteration."""
+
     def describe(self) -> dict[str, Any]:
         table = self._table
         return {
@@ -422,6 +446,15 @@ class _FittedAttention:
     def seconds(self, batch: Batch) -> tuple[float, float]:
         h = self._hardware
         return self._fit.seconds(batch, self._shape, h.flops, h.memory_bw, h.multiprocessors), 1.0
+
+    def following_s(self, kv: int, decodes: int) -> Iterator[float]:
+        """The iterations that follow one of so many rows of one query each, `kv` positions before them in all."""
+        fit, shape = self._fit, self._shape
+        rate = fit.memory * self._hardware.memory_bw
+        while True:
+            kv += decodes
+            moved = decodes * (kv / decodes + 1) * 4 * shape.kv_heads * shape.head_dim
+            yield fit.decode_floor_s + moved / rate
 
     def describe(self) -> dict[str, Any]:
         return {

@@ -11,7 +11,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from pensieve.baselines.routing import ROUTERS
+from pensieve.baselines.routing import ROUTERS, Fleet
 from pensieve.replicas.errand import Candidate, Errand, register, slots_of
 from pensieve.request import Length, Request
 
@@ -50,7 +50,7 @@ class SessionRouter(RequestRouter):
             return [named or candidate_replicas]  # whoever is left knows nothing of it, and says so
         request = Request(0, errand.family, errand.turn, array("i"), Length(1))
         known = [self._known(one, errand) for one in candidate_replicas]
-        chosen = self._choose(request, known, self._seed)
+        chosen = self._choose(request, Fleet.of(known), self._seed)
         assert isinstance(chosen, Candidate)
         return [[chosen.replica]]
 

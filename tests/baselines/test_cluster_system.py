@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
+from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import pytest
 
 from pensieve.baselines.cluster_system import COUNTED, ClusterSystem
 from pensieve.baselines.outlook import Outlook
-from pensieve.baselines.routing import ROUTERS, affinity
+from pensieve.baselines.routing import ROUTERS, Fleet, affinity
 from pensieve.compose import build_cluster, build_system, build_tokenizer, build_workload, plan_trial
 from pensieve.plan import StepPlan
 from pensieve.record import TurnRecord
@@ -18,6 +20,7 @@ from pensieve.replay import replay
 from pensieve.request import Length, Request, tokens_of
 from pensieve.worker.simulated import SimulatedWorker
 from pensieve.workload.base import Following
+from pensieve.workload.chance import uniform
 from tests.composed import checked
 
 SMALL = ("model=llama_25m", "cache.gpu='704 tokens'", "cache.cpu='512 tokens'")
@@ -286,13 +289,81 @@ def test_a_conversation_moves_only_when_its_own_replica_leaves() -> None:
 
     replicas = [One(number) for number in range(10)]
     requests = [Request(n, f"s{n}", 1, tokens_of([1]), Length(1)) for n in range(1000)]
-    before = {request.id: affinity(request, replicas, 0).number for request in requests}
+    before = {request.id: affinity(request, Fleet.of(replicas), 0).number for request in requests}
     shares = Counter(before.values())
     assert set(shares) == set(range(10)) and max(shares.values()) < 150
     rest = [replica for replica in replicas if replica.number != 3]
     for request in requests:
-        moved = affinity(request, rest, 0).number
+        moved = affinity(request, Fleet.of(rest), 0).number
         assert (moved != before[request.id]) == (before[request.id] == 3)
+
+
+@pytest.mark.parametrize("router", sorted(ROUTERS))
+def test_a_router_chooses_by_arrays_whom_it_would_choose_by_asking_each_replica(router: str) -> None:
+    """Against each rule written out over objects, among replicas of any loads, some of which are down."""
+    draw = random.Random(3)
+    for n in range(200):
+        up = [
+            Member(number, draw.randrange(4), draw.choice((0, 0, 32, 64)))
+            for number in range(30)
+            if draw.random() < 0.8
+        ]
+        request = Request(n, f"s{n}", 2, tokens_of([1]), Length(1))
+        bounded = [one for one in up if one.in_flight < 1.25 * sum(each.in_flight for each in up) / len(up) + 1]
+        fewest = [one for one in up if one.in_flight == min(each.in_flight for each in up)]
+        drawn = uniform(0, "route", request.session, 2)
+        best = max(up, key=lambda one: one.held)
+        expected = {
+            "random": up[int(drawn * len(up))],
+            "least_loaded": fewest[int(drawn * len(fewest))],
+            "affinity": max(up, key=lambda one: rendezvous(request.session, one.number)),
+            "affinity_bounded": max(bounded, key=lambda one: rendezvous(request.session, one.number)),
+            "prefix_aware": best if best.held and best in bounded else fewest[int(drawn * len(fewest))],
+        }[router]
+        assert ROUTERS[router](request, Fleet.of(up), 0) is expected
+
+
+@dataclass(eq=False)
+class Member:
+    number: int
+    in_flight: int
+    held: int
+
+    def held_tokens(self, session: str) -> int:
+        return self.held
+
+
+def rendezvous(session: str, number: int) -> int:
+    """A replica's score for a conversation, in integers of Python."""
+    x = (
+        number * 0x9E3779B97F4A7C15 + int.from_bytes(blake2b(session.encode(), digest_size=8).digest(), "little")
+    ) % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return x ^ (x >> 31)
+
+
+@pytest.mark.parametrize("more", [(), ("hardware.failure_s=0.5", "hardware.restart_s=0.2")])
+def test_what_routers_go_by_is_what_the_replicas_are_at_that_moment(
+    monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+) -> None:
+    seen = []
+
+    def checking(request: Any, fleet: Fleet, seed: int) -> Any:
+        members = list(fleet.members)
+        assert fleet.numbers.tolist() == [one.number for one in members]
+        assert fleet.loads.tolist() == [one.in_flight for one in members]
+        holders = [one for one in members if one.held_tokens(request.session)]
+        assert [one for one in fleet.holding(request.session) if one.held_tokens(request.session)] == holders
+        seen.append((len(members), max(fleet.loads), len(holders)))
+        return ROUTERS["least_loaded"](request, fleet, seed)
+
+    monkeypatch.setitem(ROUTERS, "prefix_aware", checking)
+    _, counted, _ = run("hardware.router=prefix_aware", "hardware.replicas=5", *more)
+    fewest, busiest, holders = (
+        extreme(each) for extreme, each in zip((min, max, max), zip(*seen, strict=True), strict=True)
+    )
+    assert busiest > 0 and holders > 0 and (fewest < 5) == bool(more) == bool(counted["replica_failures"])
 
 
 @pytest.mark.parametrize(

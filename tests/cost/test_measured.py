@@ -229,3 +229,23 @@ def test_what_a_chunk_costs_is_computed_once_for_each_context(monkeypatch):
     first = [cost.recompute_s(context) for context in (512, 8192, 512, 8192)]
     assert len(asked) == 2
     assert first == [fresh.recompute_s(context) for context in (512, 8192)] * 2
+
+
+@pytest.mark.parametrize(
+    ("hardware", "model", "gpus"),
+    [
+        ("sim_h100", "llama3_8b", 1),
+        ("sim_h100", "llama2_70b", 4),
+        ("sim_h100", "gemma2_27b_it", 1),
+        ("sim_rtx4090", "llama3_8b", 1),
+    ],
+)
+def test_the_iterations_that_follow_take_to_the_bit_what_each_alone_does(hardware: str, model: str, gpus: int) -> None:
+    cost, alone = (cost_of(hardware, model, gpus=gpus) for _ in range(2))
+    most = cost._kernels.most_tokens
+    for runs in ([(700, 701), (13, 14), (4090, 4091)], [(700, 701), (32, 64)], [(5, 6)] * (most + 1)):
+        following = cost.following_s(runs, len(runs))
+        for further in range(1, 60 if len(runs) < 9 else 4):
+            later = [(start + further * (stop - start), stop + further * (stop - start)) for start, stop in runs]
+            assert next(following) == alone.iteration_s(later, len(runs))
+    assert cost.extrapolated() == alone.extrapolated() != {}, "who counts iterations counts these too"

@@ -18,7 +18,7 @@ import ray
 from ray.serve.request_router import ReplicaID
 
 from pensieve.baselines.base import AnsweringSystem
-from pensieve.baselines.routing import affinity
+from pensieve.baselines.routing import Fleet, affinity
 from pensieve.clock import WallClock
 from pensieve.plan import StepResult
 from pensieve.record import Event, TurnRecord
@@ -108,7 +108,7 @@ class Actors:
             for name in self.alive
         ]
         request = Request(0, errand.family, errand.turn, tokens_of([]), Length(1))
-        found = ROUTERS[self.router](request, known, 0)
+        found = ROUTERS[self.router](request, Fleet.of(known), 0)
         assert isinstance(found, Candidate)
         return str(found.replica)
 
@@ -225,7 +225,7 @@ def test_every_turn_goes_where_the_consistent_hash_of_the_simulated_cluster_send
         records = {name: talk(system, f"alice/{name}", 3, 10 * place) for place, name in enumerate("abcdef")}
     for name, turns in records.items():
         request = Request(0, f"alice/{name}", 1, tokens_of([]), Length(1))
-        expected = affinity(request, [Candidate(one, actors.slots[one], 0, 0) for one in NAMES], 0)
+        expected = affinity(request, Fleet.of([Candidate(one, actors.slots[one], 0, 0) for one in NAMES]), 0)
         assert isinstance(expected, Candidate)
         assert [turn.recomputed_tokens for turn in turns] == [0, 0, 0]
         assert all(turn.gpu_hit_tokens == turn.history_tokens for turn in turns) and turns[2].history_tokens == 91
@@ -518,7 +518,9 @@ def test_ray_is_told_one_replica_that_of_the_hash() -> None:
     for session in map(str, range(20)):
         request = Request(0, session, 1, tokens_of([]), Length(1))
         [chosen] = choice(router, running, Errand(session, 1))
-        expected = affinity(request, [Candidate(one, router._slots[one.replica_id], 0, 0) for one in running], 0)
+        expected = affinity(
+            request, Fleet.of([Candidate(one, router._slots[one.replica_id], 0, 0) for one in running]), 0
+        )
         assert isinstance(expected, Candidate) and chosen is expected.replica
         assert choice(router, running, Errand(session, 9)) == [chosen], "whichever turn it is"
     [left] = choice(router, running[:1], Errand("19"))
