@@ -11,11 +11,11 @@ trial's row shows no run then, and the same command writes it.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections import deque
 from dataclasses import dataclass
 
+from pensieve.compose.machine import cores
 from pensieve.errors import PensieveError
 from pensieve.results.mlflow_live import COPIED, NOT_COPIED, CopyTarget, copy_line, open_line
 from pensieve.trial.job import Job
@@ -79,7 +79,7 @@ def copy_waiting(parent_run_id: str | None = None) -> None:
 
 
 def _sooner() -> bool:
-    return "mlflow" not in sys.modules and len(os.sched_getaffinity(0)) > 1
+    return "mlflow" not in sys.modules and cores() > 1
 
 
 def _copied(one: _Waiting, writer: Writer) -> bool:

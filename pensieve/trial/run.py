@@ -114,6 +114,8 @@ def run_trial(
     if job.preflight:  # a mistake in the configuration is no trial: it leaves nothing in the database
         preflight(plan)
         say(plan.budget())
+    if job.mlflow_later and job.sweep_id is None and plan.device.simulated:
+        import_beside(tracking)
     for attempts_left in range(config.trial.retries, -1, -1):
         if _isolated(plan):
             outcome = run_isolated(resolved, tracking, job, config.trial.timeout_s, _shares_process(plan, job))
@@ -167,8 +169,6 @@ def attempt_trial(
     try:
         if job.sweep_id is not None:
             tracking.store.link(job.sweep_id, trial_id, job.number, reused=False)
-        if job.mlflow_later and job.sweep_id is None and plan.device.simulated:
-            import_beside(tracking)
         shown = tracking.mlflow and not plan.device.simulated
         live = LiveRun(tracking, trial_id, config.experiment_name, job) if shown else nullcontext()
         with tracking.store.database.held(), Heartbeat(tracking.store, trial_id), live as watcher:
