@@ -27,12 +27,12 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m compileall -q pensieve runners analysis
 	@touch $(STAMP)
 
-demo: $(STAMP)  ## run the default sweep on a tiny model and print the comparison (MODEL=smollm2_135m_gguf: real text)
+demo: $(STAMP)  ## serve long conversations with a tiny model, compare the baselines (MODEL=smollm2_135m_gguf: real text)
 ifdef MODEL
 	$(BIN)/python runners/run.py -m experiment=demo_text model=$(MODEL)
 	$(BIN)/python runners/results.py read latest
 else
-	$(BIN)/python runners/run.py -m
+	$(BIN)/python runners/run.py -m experiment=demo
 endif
 
 # Two workers or more share the tests; each has one thread for torch (tests/conftest.py).

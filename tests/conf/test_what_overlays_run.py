@@ -12,6 +12,7 @@ AT_ONCE = {  # people (or agents), conversations, fewest and most turns of one
     "sharegpt_light": (3, 5, 5, 10),
     "sharegpt_full": (32, 32, 10, 30),
     "sharegpt_gemma": (16, 16, 10, 20),
+    "demo": (6, 6, 8, 8),
     "demo_sequential": (1, 6, 7, 7),
     "hotness": (6, 24, 8, 8),
     "hotness_users": (6, 24, 8, 8),
@@ -63,6 +64,14 @@ def history_found(name, *overrides, seeds=(0, 1, 2)):
                 tokens.update(gpu=turn.gpu_hit_tokens, cpu=turn.cpu_hit_tokens, recomputed=turn.recomputed_tokens)
     assert tokens.total() > 100_000
     return [tokens[where] / tokens.total() for where in ("gpu", "cpu", "recomputed")]
+
+
+@pytest.mark.slow
+def test_the_demo_puts_every_tier_to_work():
+    """At its own five seeds, each chunk in one tier, as on a CPU. Nothing is recomputed where the CPU tier holds them all."""
+    assert min(history_found("demo", "scheduler.copy_ahead=never", seeds=range(5))) >= 0.03
+    gpu, cpu, recomputed = history_found("demo", 'cache.cpu="8448 tokens"', seeds=range(5))
+    assert gpu + cpu == 1.0 and recomputed == 0.0
 
 
 @pytest.mark.slow
