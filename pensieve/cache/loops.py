@@ -135,10 +135,12 @@ PLAIN = PlainLoops()
 def loops_when_ready() -> Loops:
     """fastest_loops, once a thread has them; PLAIN until then: no plan waits for a compiler."""
     global _making
+    if fastest_loops.cache_info().currsize:
+        return fastest_loops()
     if _making is None:
         _making = Thread(target=fastest_loops, name="pensieve-loops", daemon=True)
         _making.start()
-    return PLAIN if _making.is_alive() else fastest_loops()
+    return PLAIN
 
 
 _making: Thread | None = None

@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 from pydantic import ValidationError
 
+from pensieve.cache.loops import fastest_loops
 from pensieve.compose import ModelConfig, outputs_folder, resolved
 from pensieve.compose.model_identity import model_identity
 from pensieve.compose.settings import explain_invalid
@@ -22,10 +23,11 @@ from pensieve.errors import ConfigError, PensieveError
 from pensieve.server import memory
 from pensieve.server.api import Server
 from pensieve.server.app import App, create_app
+from pensieve.server.connection import Connection
 from pensieve.server.create import server_of
 from pensieve.server.recording import start_recording
 from pensieve.server.settings import ServeSettings, tenants_of
-from pensieve.server.state import StateFile
+from pensieve.server.state import CACHE_BYTES, StateFile
 from pensieve.trial.terminal import say
 
 _SWITCH_S = (
@@ -69,6 +71,7 @@ def _trial_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def serve(config: Mapping[str, Any], _typed: Collection[str] = ()) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit status."""
+    memory.one_heap()
     settings = settings_of(config)
     state = App(settings, tenants_of(settings), str(config["model"]["name"]))
     sys.setswitchinterval(_SWITCH_S)
@@ -86,6 +89,7 @@ def uvicorn_config(state: App) -> uvicorn.Config:
     settings = state.settings
     return uvicorn.Config(
         create_app(state),
+        http=Connection,
         host=settings.host,
         port=settings.port,
         log_level="warning",
@@ -113,6 +117,8 @@ def _load(state: App, config: Mapping[str, Any], http: uvicorn.Server) -> None:
             recording = start_recording(server, config)
             say(f"Turns are recorded as trial {recording.trial_id}.")
             state.on_close.append(recording.close)
+        fastest_loops()  # a later choice of victims would load them
+        state.reserve = memory.Reserve(state.settings.max_queue, 0 if kept is None else CACHE_BYTES)
         memory.settle()
         state.ready(server, kept)
     except Exception as error:  # or nobody would learn why it never gets ready

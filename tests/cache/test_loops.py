@@ -160,3 +160,13 @@ def test_no_choice_waits_for_a_compiler(monkeypatch: pytest.MonkeyPatch, native:
 
 def _missing(*_: object, **__: object) -> None:
     raise EngineMissing("no compiler here")
+
+
+def test_loops_that_were_made_before_are_there_at_once(monkeypatch: pytest.MonkeyPatch, native: NativeLoops) -> None:
+    monkeypatch.setattr(loops, "_making", None)
+    monkeypatch.setattr(loops, "NativeLoops", lambda: native)
+    loops.fastest_loops.cache_clear()
+    loops.fastest_loops()
+    assert loops.loops_when_ready() is native
+    assert loops._making is None, "no thread was needed"
+    loops.fastest_loops.cache_clear()

@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import gc
 import random
+import re
+import subprocess
+import sys
 from array import array
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+import uvicorn
+
 from pensieve.baselines import threaded_system
 from pensieve.errors import TooManySessions
 from pensieve.record import TurnRecord
-from pensieve.server import memory
+from pensieve.server import command, memory
 from pensieve.server.api import Server
+from pensieve.server.app import App
+from pensieve.server.connection import Connection
 from pensieve.server.conversations import Conversations, Mark
+from pensieve.server.settings import ServeSettings, Tenants
+from pensieve.server.state import CACHE_BYTES, StateFile
 from pensieve.tokenizer import ByteTokenizer
 from tests.baselines.systems import threaded
+from tests.server.live import simulated
+from tests.server.test_chat import composed
 
 
 def test_what_is_held_follows_what_is_kept() -> None:
@@ -27,7 +43,6 @@ def test_what_is_held_follows_what_is_kept() -> None:
     if held.malloc_bytes is not None and before.malloc_bytes is not None:
         assert held.malloc_bytes - before.malloc_bytes > 20_000_000
     del kept
-    memory.give_back()
     after = memory.held()
     assert after.blocks - before.blocks < 10_000
     if after.malloc_bytes is not None and before.malloc_bytes is not None:
@@ -86,3 +101,152 @@ def test_the_engine_makes_way_once_for_a_first_token_that_somebody_passes_on(
         else:
             server.generate("s", [1, 2, 3], **asked)
     assert made_way.count(threaded_system._HANDOVER_S) == streamed
+
+
+def arenas(capfd: pytest.CaptureFixture[str]) -> int:
+    """Pieces of memory that Python's own allocator has from the system."""
+    capfd.readouterr()
+    sys._debugmallocstats()
+    found = re.search(r"arenas allocated current *= *([\d,]+)", capfd.readouterr().err)
+    assert found
+    return int(found[1].replace(",", ""))
+
+
+@pytest.mark.skipif(sys.implementation.name != "cpython", reason="another allocator")
+def test_what_as_many_turns_as_there_may_be_hold_is_taken_in_advance_and_kept(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def crowd() -> int:
+        """How many pieces more there are while so many turns hold what they may."""
+        before = arenas(capfd)
+        held = [bytes(100) for _ in range(turns * memory.SMALL_BYTES // 2 // sys.getsizeof(bytes(100)))]
+        more = arenas(capfd) - before
+        assert held
+        return more
+
+    turns, before = 512, arenas(capfd)
+    reserve = memory.Reserve(turns)
+    there = arenas(capfd)
+    assert there - before > turns * memory.SMALL_BYTES / 2**20 / 4, "in part there is room in what was there before"
+    assert [crowd(), crowd()] == [0, 0]
+    assert arenas(capfd) == there, "and it stays"
+    del reserve
+    assert arenas(capfd) < there, "it was held by nothing else"
+
+
+def test_a_reserve_has_a_limit_whatever_the_queue_s() -> None:
+    before = memory.held().blocks
+    reserve = memory.Reserve(10**9)
+    assert memory.held().blocks - before < 1_000
+    del reserve
+
+
+@pytest.mark.parametrize(("free_share", "trimmed"), [(1, 0), (20, 1), (None, 0)])
+def test_pages_are_given_back_where_much_more_is_free_than_is_reserved(
+    free_share: int | None, trimmed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trims: list[int] = []
+    reserve = memory.Reserve(64)
+    told = None if free_share is None else memory._Mallinfo(fordblks=free_share * 64 * memory.LARGE_BYTES)
+    monkeypatch.setattr(memory, "_mallinfo", lambda: told)
+    monkeypatch.setattr(memory, "_C", SimpleNamespace(malloc_trim=trims.append))
+    reserve.give_back()
+    assert trims == [0] * trimmed
+
+
+@pytest.mark.skipif(not hasattr(memory._C, "mallinfo2"), reason="another C library")
+def test_what_the_file_of_conversations_comes_to_hold_is_what_is_reserved_for_it(tmp_path: Path) -> None:
+    file = StateFile(tmp_path / "serve.db", "m")
+    run = file._database.execute
+    run("INSERT INTO conversation VALUES (1, 'm', '', 'a', 'a', 1, 0, 0, NULL, NULL, 0, 0)")
+
+    def fill(pages: int) -> int:
+        for _ in range(pages // 100):
+            run("BEGIN")
+            for _ in range(100):
+                run("INSERT INTO piece VALUES (NULL, 1, 0, ?)", (bytes(3_800),))
+            run("COMMIT")
+        gc.collect()
+        return memory.held().malloc_bytes or 0
+
+    before = fill(100)
+    full = fill(700)
+    assert 0.6 * CACHE_BYTES < full - before < CACHE_BYTES
+    assert abs(fill(400) - full) < 0.1 * CACHE_BYTES, "no more than that"
+    file.close()
+
+
+@pytest.mark.parametrize("state", ["off", "kept"])
+def test_all_is_taken_before_a_server_is_ready(state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Any] = []
+    monkeypatch.setattr(command, "fastest_loops", lambda: taken.append("loops"))
+    monkeypatch.setattr(memory, "Reserve", lambda *asked: taken.append(asked))
+    monkeypatch.setattr(memory, "settle", lambda: taken.append(app.server))
+    settings = ServeSettings(max_queue=40, state="off" if state == "off" else str(tmp_path / "serve.db"))
+    app = App(settings, Tenants(), "tiny")
+    try:
+        command._load(app, composed("hardware=sim_h100"), uvicorn.Server(command.uvicorn_config(app)))
+        assert app.failure is None and app.server is not None
+        assert taken == ["loops", (40, 0 if state == "off" else CACHE_BYTES), None]
+    finally:
+        for close in app.on_close:
+            close()
+
+
+_HEAPS = """
+import ctypes, sys, threading
+from pensieve.server import memory
+if "one" in sys.argv:
+    memory.one_heap()
+def free():
+    return memory._mallinfo().fordblks
+before = free()
+reserve = memory.Reserve(256) if "one" in sys.argv else None
+libc, there, kept = memory._C, threading.Barrier(5), []
+def fill():
+    kept.extend(bytes(4000) for _ in range(100))
+    there.wait()
+    there.wait()
+taken = memory._mallinfo().arena, free() - before
+for _ in range(4):
+    threading.Thread(target=fill).start()
+there.wait()
+libc.malloc_info(0, ctypes.c_void_p.in_dll(libc, "stdout"))
+libc.fflush(None)
+print(taken[1] // 256, memory._mallinfo().arena - taken[0], flush=True)
+there.wait()
+"""
+
+
+@pytest.mark.skipif(not hasattr(memory._C, "mallinfo2"), reason="another C library")
+def test_all_threads_share_one_heap_and_what_is_reserved_of_it() -> None:
+    def run(*how: str) -> tuple[int, int, int]:
+        command = [sys.executable, "-c", _HEAPS, *how]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        reserved, more = told.rsplit("\n", 2)[1].split()
+        return told.count("<heap nr="), int(reserved), int(more)
+
+    heaps, reserved, more = run("one")
+    assert heaps == 1
+    assert reserved > 0.9 * memory.LARGE_BYTES
+    assert more == 0, "four threads that hold 1.6 MB together"
+    heaps, _, more = run()
+    assert heaps > 1
+    assert more > 1_000_000
+
+
+def test_a_long_body_comes_in_small_pieces_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    received = Connection.data_received
+
+    def data_received(self: Connection, data: bytes) -> None:
+        sizes.append(len(data))
+        received(self, data)
+
+    monkeypatch.setattr(Connection, "data_received", data_received)
+    said = "".join(random.Random(0).choices("abc ", k=200_000))
+    with simulated() as (_, client):
+        told = client.post("/tokenize", json={"prompt": said}).json()
+    assert told["tokens"] == list(ByteTokenizer().encode(said))
+    assert sum(sizes) > len(said)
+    assert max(sizes) <= 2**14, "a buffer of 128 KiB and more leaves holes in the heap"

@@ -51,7 +51,9 @@ def test_a_browser_shows_conversations_their_chunks_and_a_streamed_reply() -> No
         assert drawn is not None and drawn[1].count("<i") == len(kv)
         assert "evicted by" in page
         assert "&lt;b&gt;alice" in page and "<b>alice" not in page
+        server.generate("erin", text="once", max_new_tokens=2, ignore_eos=True)
         said = shown(f"{url}/?say=Hello")
+        assert ">1 turn, " in said and ">3 turns, " in said
         [mine] = [one for one in server.conversations if one.id.startswith("page-")]
     reply = server.tokenizer.decode(mine.marks[-1].turn.token_ids)
     text = re.search(r'<p class="you">Hello</p><p>([^<]*)', said)
