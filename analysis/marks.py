@@ -38,6 +38,7 @@ def line(
     axes.plot(
         [x for x, _ in points], [one.value for _, one in points], color=colour, marker=style.marker(name),
         markersize=2.2 + width, linewidth=width if joined else 0, gid=name, label=name, zorder=above,
+        clip_on=False,  # a marker at the top of the axes is whole
     )  # fmt: skip
     known = [(x, one.ci_low, one.ci_high) for x, one in points if one.ci_low is not None and one.ci_high is not None]
     if not known:

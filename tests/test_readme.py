@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -46,7 +48,27 @@ def test_what_make_is_asked_for_is_there():
     assert asked - targets == set()
 
 
-@pytest.mark.parametrize("arguments", SWEEPS, ids=" ".join)
+def made(*targets):
+    """The commands, as words, that make types for these targets where all is installed."""
+    if shutil.which("make") is None:
+        pytest.skip("there is no make here")
+    done = subprocess.run(
+        ["make", "-n", "-o", ".venv/.installed", *targets], cwd=CHECKOUT, capture_output=True, text=True, check=True
+    )
+    return [shlex.split(line) for line in done.stdout.replace("\\\n", "").splitlines()]
+
+
+def test_make_types_what_is_there():
+    for words in COMMANDS:
+        if words[0] == "make":
+            typed_by_make = made(*words[1:])
+            assert typed_by_make
+            scripts = [word for command in typed_by_make for word in command if word.endswith(".py")]
+            assert [name for name in scripts if not (CHECKOUT / name).is_file()] == []
+    assert made("demo") == [[".venv/bin/python", "runners/run.py", "-m"]]
+
+
+@pytest.mark.parametrize("arguments", [["-m"], *SWEEPS], ids=" ".join)
 def test_every_sweep_is_understood_up_to_its_first_trial(arguments):
     with hydra_session():
         overrides = [text for text in arguments if text != "-m"]
@@ -72,8 +94,8 @@ def test_every_policy_is_in_the_page_that_the_readme_sends_to():
 
 
 @pytest.mark.slow
-def test_the_simulated_sweep_runs_and_is_compared_as_typed(tmp_path):
-    """With one of its five seeds: its other trials differ in nothing that is typed."""
+def test_the_simulated_sweep_runs_and_is_compared_drawn_and_reported_as_typed(tmp_path):
+    """With one of its five seeds: its other trials differ in nothing that is typed. `ui` of make's line is a server."""
     outputs = tmp_path / "outputs"
     swept = typed("runners/run.py", *SIMULATED[0], "seed=0", "tracking.mlflow=false", outputs=outputs, cwd=CHECKOUT)
     assert swept.returncode == 0, swept.stderr
@@ -83,6 +105,13 @@ def test_the_simulated_sweep_runs_and_is_compared_as_typed(tmp_path):
     assert compared.returncode == 0, compared.stderr
     assert "ttft_ms_mean" in compared.stdout
     assert "is better" in compared.stdout
+    [(_, *targets)] = [words for words in COMMANDS if words[0] == "make" and "figures" in words]
+    for _, program, *arguments in made(*[target for target in targets if target != "ui"]):
+        done = typed(program, *arguments, outputs=outputs, cwd=CHECKOUT)
+        assert done.returncode == 0, done.stderr
+    drawn = {path.name for path in (outputs / "figures" / "latest").iterdir()}
+    assert {"ttft_by_turn.png", "hit_rates.png", "speedup.md"} <= drawn
+    assert "stateless" in (outputs / "reports" / "sweep-1.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -87,7 +87,9 @@ class ComparedTrials:
         rows = [row for row in self.rows if wanted(row.metric)]
         parts: list[RenderableType] = []
         for group in dict.fromkeys(row.group for row in rows):
-            table = Table(title=group or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+            table = Table(
+                title=group or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+            )
             table.add_column("metric", no_wrap=True)
             for name in ("A", "B", "A / B", "paired", "95 % interval", "n"):
                 table.add_column(name, justify="right", no_wrap=True)

@@ -30,10 +30,11 @@ def test_a_sweep_draws_its_figures_and_they_can_be_drawn_again(tmp_path, drawn, 
     assert swept.returncode == 0, swept.stderr
     names = ("ttft_by_turn", "speedup", "hit_rates")
     for name in names:
-        picture = tmp_path / "figures" / "sweep-1" / f"{name}.png"
-        assert f"Figure:   {picture}" in swept.stdout.splitlines()
-        assert picture.read_bytes().startswith(b"\x89PNG")
-        told = json.loads(picture.with_suffix(".json").read_text())
+        kind, suffix, begins = ("Table", "md", b"# Speed-up") if name == "speedup" else ("Figure", "png", b"\x89PNG")
+        file = tmp_path / "figures" / "sweep-1" / f"{name}.{suffix}"
+        assert f"{kind}:".ljust(10) + str(file) in swept.stdout.splitlines()
+        assert file.read_bytes().startswith(begins)
+        told = json.loads(file.with_suffix(".json").read_text())
         assert (told["kind"], told["weights"], told["load"], told["cache_state"]) == (
             ["simulated"],
             ["none"],

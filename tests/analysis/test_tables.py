@@ -88,6 +88,7 @@ def test_an_estimate_without_an_interval_has_a_bar_and_a_line_without_one():
     marks.draw_bar(axes, Bar(bare, "#000000", "5", "x"), 0.0)
     marks.line(axes, "pensieve", [(0, bare), (1, Estimate(6.0, 5.0, 7.0, 9, 5)), (2, bare)], band=True)
     marks.line(axes, "gpu_only", [(0, bare)])
+    assert not any(line.get_clip_on() for line in axes.get_lines()), "markers at the edge are whole"
     assert [len(one.get_paths()) for one in axes.collections] == [1]
     assert tables.estimated(bare) == "5.00"
     plt.close(figure)

@@ -191,6 +191,17 @@ def test_the_table_shows_labels_and_what_is_wanted():
     assert "No metric of that name" in console.export_text()
 
 
+def test_no_cell_is_cut_where_output_is_no_terminal():
+    """120 columns."""
+    a, b = ({(0, f"s{i}"): ms * (1 + i % 7 / 10) for i in range(1272)} for ms in (14.83, 23.22))
+    latency = _row("", "normalized_latency_ms_mean", "", "ms/token", a, b, "conversations")
+    rate = _row("", "throughput_total_tok_s", "", "tokens/s", {(0, "0"): 3829.0}, {(0, "0"): 12345.6}, "trials")
+    written = StringIO()
+    Console(width=120, file=written).print(ComparedTrials([latency, rate], []).table(lambda _: True))
+    assert "…" not in written.getvalue()
+    assert "1272 conversations" in written.getvalue() and "no interval" in written.getvalue()
+
+
 def test_a_over_b_divides_the_columns_and_the_paired_ratio_stands_beside_it():
     """Two conversations whose ratios are 0.1 and 10: the pairs say 1, the means do not."""
     a, b = {(0, "x"): 1.0, (0, "y"): 100.0}, {(0, "x"): 10.0, (0, "y"): 10.0}
