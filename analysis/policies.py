@@ -13,19 +13,21 @@ from analysis.caches import BOUND, MEDIAN, OUTPUT, TAIL, Measure, Shares, axis_o
 from analysis.estimates import as_estimate
 from analysis.marks import Bar, Group
 from analysis.registry import Plot, Row, columns, figure
-from analysis.results import START, gap_closed
+from analysis.results import PAPERS, START, found_more, gap_closed
 from analysis.sweep import Cell, Panel, Source
-from pensieve.statistics import Estimate
+from pensieve.statistics import Estimate, PairedRatio
 
 AXIS = "eviction"
 COMMAND = "python runners/run.py experiment=policies -m"
 TIMES = (MEDIAN, TAIL, OUTPUT)
+_MORE = f"more_than_{PAPERS}_pct"
+_MORE_COLUMNS = tuple(columns(_MORE, Estimate(0.0, None, None, 0, 0), prefix="more_"))
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
     """One policy with one size of cache. hits, closed: in percent; bound: of START's trials. closed: None for START, and
-    where there is no gap."""
+    where there is no gap. more: percent of the history that it finds more than PAPERS; None for that one, and without it."""
 
     name: str
     size: str
@@ -33,6 +35,7 @@ class Policy:
     hits: Shares
     bound: float
     closed: Estimate | None
+    more: Estimate | None
 
 
 def _applies(source: Source) -> bool:
@@ -51,20 +54,23 @@ def read(source: Source) -> Iterator[tuple[Panel, Mapping[str, list[Policy]]]]:
             groups: dict[str, list[Policy]] = {}
             for value in panel.values(size) if size else [""]:
                 cells = {cell.at[AXIS]: cell for cell in panel.cells if not size or cell.at[size] == value}
-                found = [_policy(own, cell, cells[START], _label(cell, size)) for cell in cells.values()]
+                found = [_policy(own, cell, cells, _label(cell, size)) for cell in cells.values()]
                 groups[found[0].size] = sorted(found, key=lambda one: -one.hits.hit.value)
             yield panel, groups
 
 
-def _policy(source: Source, cell: Cell, start: Cell, size: str) -> Policy:
-    name, hits = cell.at[AXIS], shares(source, cell)
+def _policy(source: Source, cell: Cell, cells: Mapping[str, Cell], size: str) -> Policy:
+    """cells: by policy, of the same size."""
+    name, hits, start = cell.at[AXIS], shares(source, cell), cells[START]
     if hits is None:
         raise source.lacks(f"turn with history under {name}")
     bounds = bounds_of(start)
     if not bounds:
         raise source.lacks(f"bound of {START}")
     closed = None if name == START else share_closed(source, cell, start)
-    return Policy(name, size, cell, hits, 100 * fmean(bounds.values()), closed)
+    papers = cells.get(PAPERS)
+    more = None if papers is None or name == PAPERS else found_more(source.turns(cell), source.turns(papers))
+    return Policy(name, size, cell, hits, 100 * fmean(bounds.values()), closed, more and in_percent(more))
 
 
 def bounds_of(cell: Cell) -> dict[int, float]:
@@ -78,8 +84,10 @@ def bounds_of(cell: Cell) -> dict[int, float]:
 def share_closed(source: Source, cell: Cell, start: Cell) -> Estimate | None:
     """See gap_closed: in percent, with the interval of the conversations or seeds that it is paired by."""
     ratio = gap_closed(source.turns(cell), source.turns(start), bounds_of(start))
-    if ratio is None:
-        return None
+    return ratio and in_percent(ratio)
+
+
+def in_percent(ratio: PairedRatio) -> Estimate:
     whole = as_estimate(ratio)
     low, high = (None if end is None else 100 * end for end in (whole.ci_low, whole.ci_high))
     return Estimate(100 * whole.value, low, high, whole.n, whole.groups)
@@ -140,6 +148,7 @@ def _row(one: Policy) -> Row:
         "hit_pct": one.hits.hit.value,
         "bound_pct": one.bound,
         **columns("gap_closed_pct", one.closed or Estimate(0.0, None, None, one.hits.hit.n, one.hits.hit.groups)),
+        **(columns(_MORE, one.more, prefix="more_") if one.more else dict.fromkeys(_MORE_COLUMNS)),
         "trials": one.cell.ids,
     }
 
@@ -159,7 +168,8 @@ def policy_table(source: Source) -> Iterator[Plot]:
                 times = {measure.name: measure.of(source, one.cell) for measure in TIMES}
                 lines.append(_line(one, times))
                 rows.append({**_row(one), **_times_row(TIMES, times)})
-        lead = f"Hits: % of history tokens. Closed: % of the gap from {START} to the bound. Below a value its 95 % interval"
+        lead = f"Hits: % of history tokens. Closed: % of the gap from {START} to the bound. "
+        lead += f"More: % of history found more than by {PAPERS}. Below a value its 95 % interval"
         yield Plot(panel, tables.draw(lines), lead, rows, lines)
 
 
@@ -171,6 +181,7 @@ def _line(one: Policy, times: Mapping[str, Estimate | Shares | None]) -> dict[st
         "hits": tables.estimated(one.hits.hit),
         "bound": f"{one.bound:.1f}",
         "closed": tables.estimated(one.closed),
+        "more": tables.estimated(one.more),
         **{
             heads[name]: tables.estimated(found if isinstance(found, Estimate) else None)
             for name, found in times.items()

@@ -17,7 +17,7 @@ from pensieve.results.frame import (
     turn_frame,
     values_of,
 )
-from pensieve.results.gap import START, gap_closed
+from pensieve.results.gap import PAPERS, START, found_more, gap_closed
 from pensieve.results.headline import REFERENCE
 from pensieve.results.holding import Worth, prefill_seconds
 from pensieve.results.mixture import Mixture, mixtures
@@ -26,6 +26,7 @@ from pensieve.results.size_map import Place, Prices, SizeMap, is_map, read_map, 
 from pensieve.results.store import Holding, JobResult, ResultsStore, open_store
 
 __all__ = [
+    "PAPERS",
     "PROBES",
     "REFERENCE",
     "START",
@@ -48,6 +49,7 @@ __all__ = [
     "conversation_sums",
     "conversations_of",
     "crossing",
+    "found_more",
     "gap_closed",
     "is_map",
     "mixtures",

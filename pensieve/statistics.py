@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from statistics import NormalDist
 from typing import Literal
@@ -34,7 +34,7 @@ from pensieve.errors import MissingSeries
 from pensieve.request import TokenArray
 
 Floats = NDArray[np.float64]
-Counts = NDArray[np.int32]
+Counts = NDArray[np.int32] | NDArray[np.int16]
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
@@ -42,7 +42,7 @@ FEWEST_GROUPS = 5
 """Independent groups (seeds, or conversations of one seed) below which nothing has an interval."""
 _GROUPS_BEYOND = 4  # that a percentile with an interval has beyond it, on average
 _BLOCK = 2_000_000  # elements of one resampling matrix: 16 MB
-_KEPT = 4_000_000  # elements of draws that are kept for the next series of as many conversations: 16 MB
+_KEPT = 32_000_000  # elements of draws that are kept for other series of as many conversations: 64 MB
 _WORK = 50_000_000  # elements that the percentiles of one series may touch; longer series get fewer resamples
 _FEWEST = 200
 _AT_ONCE = 250_000  # values of a series that is not held in memory
@@ -317,21 +317,34 @@ def _percentile_has_interval(by_seed: Sequence[Floats], p: float) -> bool:
 
 def _draws(by_seed: Sequence[Floats], resamples: int, step: int, seed: int) -> Iterator[Counts]:
     """[at most `step`, values] at a time: how often each value is drawn, when seeds are drawn first, then the sessions of
-    each drawn seed. They depend on how many values there are and not on the values, so that the many series of a trial
-    share them."""
+    each drawn seed. They depend on how many values there are and not on the values, so that the many series of a trial, and
+    of other trials of as many conversations, share them."""
     sizes = tuple(map(len, by_seed))
     if resamples * sum(sizes) <= _KEPT:
-        yield from _kept_draws(sizes, resamples, step, seed)
+        whole = _kept_draws(sizes, resamples, seed)
+        yield from (whole[start : start + step] for start in range(0, resamples, step))
     else:
         yield from _new_draws(sizes, resamples, step, seed)
 
 
-@lru_cache(maxsize=4)
-def _kept_draws(sizes: tuple[int, ...], resamples: int, step: int, seed: int) -> tuple[Counts, ...]:
-    drawn = tuple(_new_draws(sizes, resamples, step, seed))
-    for part in drawn:
-        part.flags.writeable = False
-    return drawn
+_kept: OrderedDict[tuple[tuple[int, ...], int, int], Counts] = OrderedDict()
+"""The latest draws, at most _KEPT elements of them: a process that runs trial after trial needs the same ones again."""
+
+
+def _kept_draws(sizes: tuple[int, ...], resamples: int, seed: int) -> Counts:
+    key = sizes, resamples, seed
+    if key not in _kept:
+        drawn = np.empty((resamples, sum(sizes)), dtype=np.int16)  # a value is drawn once on average
+        step = max(1, _BLOCK // sum(sizes))
+        for start, part in zip(range(0, resamples, step), _new_draws(sizes, resamples, step, seed), strict=True):
+            assert part.max() < 2**15
+            drawn[start : start + step] = part
+        drawn.flags.writeable = False
+        _kept[key] = drawn
+        while sum(part.size for part in _kept.values()) > _KEPT:
+            _kept.popitem(last=False)
+    _kept.move_to_end(key)
+    return _kept[key]
 
 
 def _new_draws(sizes: tuple[int, ...], resamples: int, step: int, seed: int) -> Iterator[Counts]:

@@ -1,4 +1,5 @@
 import math
+from collections import OrderedDict
 from fractions import Fraction
 from statistics import NormalDist
 
@@ -358,3 +359,22 @@ def test_a_long_series_is_gone_through_in_parts():
     values = np.sort(np.concatenate(parts))
     _, found, n = spread(lambda: parts, [0.5, 0.99])
     assert found == [values[math.ceil(p * n) - 1] for p in (0.5, 0.99)]
+
+
+def test_draws_are_made_once_for_all_series_of_as_many_conversations(monkeypatch):
+    """Also where other series came between, as in one trial after another of a map; the intervals are those of new draws."""
+    groups = {f"c{index}": [float(index % 7), float(index % 11)] for index in range(1200)}
+    made = []
+    fresh = statistics._new_draws
+    monkeypatch.setattr(statistics, "_kept", OrderedDict())
+    monkeypatch.setattr(statistics, "_new_draws", lambda sizes, *rest: made.append(sizes) or fresh(sizes, *rest))
+
+    def all_of_it():
+        short = [bootstrap_mean(dict(list(groups.items())[:count])) for count in range(20, 40)]
+        return bootstrap_mean(groups), bootstrap_percentiles(groups, [0.5, 0.9]), short
+
+    first = all_of_it()
+    assert len(made) == 21
+    assert all_of_it() == first and len(made) == 21
+    monkeypatch.setattr(statistics, "_KEPT", 0)
+    assert all_of_it() == first and len(made) > 21

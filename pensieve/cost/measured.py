@@ -56,6 +56,9 @@ class MeasuredCost:
         self._reduced_bytes = model.hidden * model.dtype_bytes
         self._linear: dict[int, float] = {}  # tokens -> seconds of all layers; iterations repeat them
         self._logits: dict[int, float] = {}
+        self._chunks: dict[
+            int, float
+        ] = {}  # context -> seconds of its last chunk; policies and ledgers ask again and again
 
     def following_s(self, runs: Sequence[Run], sampled: int) -> Iterator[float]:
         return one_after_another(self.iteration_s, runs, sampled)
@@ -87,6 +90,12 @@ class MeasuredCost:
         return transfer_s(self.hardware, size, runs * self.model.layers, to_gpu)
 
     def recompute_s(self, context_tokens: int) -> float:
+        found = self._chunks.get(context_tokens)
+        if found is None:
+            found = self._chunks[context_tokens] = self._chunk_s(context_tokens)
+        return found
+
+    def _chunk_s(self, context_tokens: int) -> float:
         most = min(2048, self._kernels.most_tokens)
         linear = (self._linear_s(most) + (2 * self.model.layers + 1) * self._reduce(most * self._reduced_bytes)) / most
         batch = Batch.of(((max(0, context_tokens - _TAIL), max(context_tokens, _TAIL)),), self.model.sliding_window)

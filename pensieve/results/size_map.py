@@ -42,6 +42,9 @@ SHOWN = {
 }
 """What is told of a cell, with units. found: the share of tokens whose KV was found; bound: the most of it that could be."""
 
+FALLING = frozenset({"ttft_ms_p50", "ttft_ms_p90", "ttft_ms_p99", "recomputed_s"})
+"""What more memory lowers, where it does anything; it raises the others."""
+
 
 class Prices(BaseModel):
     """Of an hour: of one device, and of one GiB of KV in each tier; None: not given."""
@@ -225,7 +228,8 @@ class SizeMap:
         return found & self.cells.keys()
 
     def interpolated(self, name: str) -> dict[Place, float]:
-        """Of the cells that have not run, linear between those that have. Empty where too few have a value."""
+        """Of the cells that have not run, linear between those that have, and no better than a larger cell that has run nor
+        worse than a smaller one, where these agree. Empty where too few have a value."""
         known = {place: value for place in self.cells if (value := self.mean(place, name)) is not None}
         shape = len(self.question.gpu), len(self.question.cpu)
         wanted = [(i, j) for i in range(shape[0]) for j in range(shape[1]) if (i, j) not in self.cells]
@@ -242,7 +246,8 @@ class SizeMap:
             if len(known) < 4:
                 return {}
             found = LinearNDInterpolator(list(known), list(known.values()))(wanted)
-        return {place: float(value) for place, value in zip(wanted, found, strict=True) if value == value}
+        linear = {place: float(value) for place, value in zip(wanted, found, strict=True) if value == value}
+        return {place: _between(place, value, known, name in FALLING) for place, value in linear.items()}
 
     # -- in words -----------------------------------------------------------------------------------------------------
 
@@ -354,6 +359,15 @@ def read_map(store: ResultsStore, sweep: Sweep) -> SizeMap:
         if job.last.status == "failed":
             failed[place] = str(job.last.error)
     return SizeMap(question, {place: Cell(place, found) for place, found in sorted(trials.items())}, failed)
+
+
+def _between(place: Place, value: float, known: Mapping[Place, float], falling: bool) -> float:
+    """The value, at least that of the smaller cells and at most that of the larger ones, or the other way round."""
+    smaller = [found for other, found in known.items() if other[0] <= place[0] and other[1] <= place[1]]
+    larger = [found for other, found in known.items() if other[0] >= place[0] and other[1] >= place[1]]
+    least, most = (larger, smaller) if falling else (smaller, larger)
+    low, high = max(least, default=value), min(most, default=value)
+    return min(max(value, low), high) if low <= high else value
 
 
 def is_map(sweep: Sweep) -> bool:

@@ -1,20 +1,21 @@
-"""Which cells of a map to run next: a coarse grid, and then only where an answer changes between two cells.
+"""Which cells of a map to run next: a coarse grid, and then only where an answer changes.
 
-A rectangle whose four corners give the same answers is left alone: what lies inside is taken to answer as they do, which
-holds where more memory is never worse. Any other is cut in halves along both sides until its corners are neighbours.
+More memory is taken not to be worse: what a cell answers with yes, larger ones answer so too, and with no, smaller ones. A
+cell whose answers follow from others is left alone. Where the rule does not hold (a smaller cell says yes and a larger one
+no) every cell between the two is run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from itertools import pairwise
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from pensieve.results.size_map import Place
 
 COARSE = 4
 """Cells along each side of the coarse grid."""
 
-Rectangle = tuple[int, int, int, int]  # first and last index of the GPU sizes, then of the CPU sizes
+Answers = Sequence[bool]
+"""Of one cell, one a question."""
 
 
 def coarse(count: int) -> list[int]:
@@ -23,42 +24,63 @@ def coarse(count: int) -> list[int]:
     return sorted({round(step * (count - 1) / steps) for step in range(steps + 1)}) if steps > 0 else [0]
 
 
-def lacking(shape: tuple[int, int], answer: Callable[[Place], Hashable | None]) -> set[Place]:
-    """The cells to run next. answer: of a cell; None: not known yet. Empty: the map is as fine as it need be."""
-    found: set[Place] = set()
-    waiting = list(_rectangles(coarse(shape[0]), coarse(shape[1])))
-    while waiting:
-        rectangle = waiting.pop()
-        corners = _corners(rectangle)
-        answers = {answer(place) for place in corners}
-        if None in answers:
-            found |= {place for place in corners if answer(place) is None}
-        elif len(answers) > 1:
-            waiting += _quarters(rectangle)
+def lacking(
+    shape: tuple[int, int], answers: Callable[[Place], Answers | None], failed: Collection[Place] = ()
+) -> set[Place]:
+    """The cells to run next. answers: of a cell; None: not known yet. failed: cells that will not have any. Empty: the map
+    is as fine as it need be."""
+    grid = {(gpu, cpu) for gpu in coarse(shape[0]) for cpu in coarse(shape[1])} - set(failed)
+    known = {place: found for place in _places(shape) if (found := answers(place)) is not None}
+    if first := grid - known.keys():
+        return first
+    waiting = set(_places(shape)) - known.keys() - set(failed)
+    wanted: set[Place] = set()
+    for question in range(len(next(iter(known.values()), ()))):
+        unsettled = _open(waiting, {place: found[question] for place, found in known.items()})
+        wanted |= {_splitting(part) for part in _connected(unsettled)}
+    return wanted
+
+
+def _open(waiting: Collection[Place], known: Mapping[Place, bool]) -> set[Place]:
+    """Those of `waiting` whose answer does not follow, or follows both ways."""
+    found = set()
+    for place in waiting:
+        yes = any(answer and _within(other, place) for other, answer in known.items())
+        no = any(not answer and _within(place, other) for other, answer in known.items())
+        if yes == no:
+            found.add(place)
     return found
 
 
-def _rectangles(rows: list[int], columns: list[int]) -> Iterator[Rectangle]:
-    for first, last in _sides(rows):
-        for left, right in _sides(columns):
-            yield first, last, left, right
+def _splitting(cells: Collection[Place]) -> Place:
+    """The one whose answer settles most of the others, whichever it is."""
+
+    def settled(place: Place) -> int:
+        return min(sum(_within(place, other) for other in cells), sum(_within(other, place) for other in cells))
+
+    return max(sorted(cells), key=settled)
 
 
-def _sides(indices: list[int]) -> list[tuple[int, int]]:
-    return list(pairwise(indices)) or [(indices[0], indices[0])]
+def _connected(cells: Collection[Place]) -> Iterator[set[Place]]:
+    """Parts that do not touch, not even at a corner."""
+    left = set(cells)
+    while left:
+        part, edge = set(), {left.pop()}
+        while edge:
+            part |= edge
+            edge = {place for place in left if any(_touches(place, other) for other in edge)}
+            left -= edge
+        yield part
 
 
-def _corners(rectangle: Rectangle) -> set[Place]:
-    first, last, left, right = rectangle
-    return {(first, left), (first, right), (last, left), (last, right)}
+def _touches(one: Place, other: Place) -> bool:
+    return max(abs(one[0] - other[0]), abs(one[1] - other[1])) <= 1
 
 
-def _quarters(rectangle: Rectangle) -> list[Rectangle]:
-    """Its parts; none where it cannot be cut."""
-    first, last, left, right = rectangle
-    parts = list(_rectangles(_halves(first, last), _halves(left, right)))
-    return parts if len(parts) > 1 else []
+def _within(smaller: Place, larger: Place) -> bool:
+    """No tier of it is larger."""
+    return smaller[0] <= larger[0] and smaller[1] <= larger[1]
 
 
-def _halves(low: int, high: int) -> list[int]:
-    return [low, (low + high) // 2, high] if high - low > 1 else sorted({low, high})
+def _places(shape: tuple[int, int]) -> Iterator[Place]:
+    return ((gpu, cpu) for gpu in range(shape[0]) for cpu in range(shape[1]))

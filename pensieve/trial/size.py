@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from pensieve.results.size_map import SETTINGS, SHOWN, Place, Question, SizeMap,
 from pensieve.statistics import Estimate
 from pensieve.trial.job import Job, Outcome
 from pensieve.trial.parallel import Asked, performing
-from pensieve.trial.refine import lacking
+from pensieve.trial.refine import Answers, lacking
 from pensieve.trial.size_question import Load, SizeSettings, check_question, question_of, read
 from pensieve.trial.summary import places
 from pensieve.trial.sweep import copy_sweep, draw_figures
@@ -122,16 +122,15 @@ class _Planner:
         shape = len(q.gpu), len(q.cpu)
         everywhere = {(i, j) for i in range(shape[0]) for j in range(shape[1])}
 
-        def answer(place: Place) -> Hashable | None:
-            if (place, q.seeds[0]) in self.failures:
-                return "failed"
+        def answers(place: Place) -> Answers | None:
             if place not in known.cells or q.seeds[0] not in known.cells[place].trials:
                 return None
             return known.reaches(place), known.meets(place)
 
         if not self.settings.refine:
             return self._open_tasks(known, everywhere, q.seeds)
-        first = self._open_tasks(known, lacking(shape, answer), q.seeds[:1])
+        failed = {place for place, seed in self.failures if seed == q.seeds[0]}
+        first = self._open_tasks(known, lacking(shape, answers, failed), q.seeds[:1])
         return first or self._open_tasks(known, known.deciding, q.seeds)
 
     def _open_tasks(self, known: SizeMap, cells: Iterable[Place], seeds: Sequence[int]) -> list[Task]:

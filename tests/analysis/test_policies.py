@@ -93,6 +93,22 @@ def test_the_table_has_times_beside_the_shares(store, tmp_path, drawn):
     assert float(row["ttft_ms_p90"]) == 60.0
 
 
+def test_the_table_says_by_how_much_each_finds_more_than_the_papers_policy(store, tmp_path, drawn):
+    hits = {"lru": (10, 10), "retention_value": (10, 20), "fifo": (5, 5), "belady": (50, 30)}
+    [drawing] = policy_table.draw(swept(store, hits), tmp_path)
+    rows = {row["eviction"]: row for row in table_of(tmp_path, "policy_table")}
+    for name, expected in {"lru": -10, "fifo": -20, "belady": 50}.items():
+        row = rows[name]
+        assert float(row["more_than_retention_value_pct"]) == pytest.approx(expected)
+        low, high = float(row["more_ci_low"]), float(row["more_ci_high"])
+        assert low <= expected + 1e-9 and expected - 1e-9 <= high
+    assert rows["retention_value"]["more_than_retention_value_pct"] == ""
+    assert {line["policy"]: line["more"].split("\n")[0] for line in drawing.table}["belady"] == "50.0"
+    alone = ResultsStore("sqlite://")
+    [drawing] = policy_table.draw(swept(alone), tmp_path)
+    assert {line["more"] for line in drawing.table} == {"–"}, "nothing to compare with"
+
+
 def test_without_least_recently_used_or_a_bound_there_is_no_such_figure(store):
     assert not policy_gap.applies(swept(store, {"fifo": (1, 1), "belady": (2, 2)}))
     assert not policy_gap.applies(swept(ResultsStore("sqlite://"), metrics=lambda at, seed: {}))

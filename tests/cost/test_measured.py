@@ -218,3 +218,14 @@ def test_batches_are_padded_to_the_sizes_that_vllm_captures():
     for tokens in range(1, 513):
         assert graph_size(tokens) == next(size for size in captured if size >= tokens)
     assert graph_size(513) == 513
+
+
+def test_what_a_chunk_costs_is_computed_once_for_each_context(monkeypatch):
+    """Ledgers, predictions and policies ask for it again at every turn."""
+    cost, fresh = cost_of("sim_h100"), cost_of("sim_h100")
+    asked = []
+    seconds = cost._attention.seconds
+    monkeypatch.setattr(cost._attention, "seconds", lambda batch: asked.append(batch) or seconds(batch))
+    first = [cost.recompute_s(context) for context in (512, 8192, 512, 8192)]
+    assert len(asked) == 2
+    assert first == [fresh.recompute_s(context) for context in (512, 8192)] * 2
