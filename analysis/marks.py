@@ -133,9 +133,10 @@ def draw_bar(axes: Axes, one: Bar, y: float, origin: float = 0.0) -> None:
         error_kw={"linewidth": 0.9},
     )  # fmt: skip
     drawn[0].set_gid(one.gid)
-    if found.value < origin:  # on the other side of where bars begin, clear of the names
-        drawn = axes.barh(y, 0.0, left=origin)
-    axes.bar_label(drawn, [one.text], padding=2, fontsize=LABEL_SIZE)
+    end = max(
+        origin, found.value, found.value if found.ci_high is None else found.ci_high
+    )  # clear of names and interval
+    axes.annotate(one.text, (end, y), (2, 0), textcoords="offset points", va="center", fontsize=LABEL_SIZE)
 
 
 def _height(groups: Sequence[Group]) -> float:

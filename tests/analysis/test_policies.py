@@ -5,13 +5,17 @@ from __future__ import annotations
 import csv
 
 import pytest
+from matplotlib.figure import Figure
 
+from analysis import marks
+from analysis.marks import Bar
 from analysis.policies import policy_gap, policy_table
 from analysis.sweep import Source
 from pensieve.results.frame import turn_frame
 from pensieve.results.gap import gap_closed
 from pensieve.results.store import ResultsStore
 from pensieve.results.sweep_table import sweep_table
+from pensieve.statistics import Estimate
 from tests.analysis.sweeps import answered, fill
 
 SESSIONS = "abcdef"
@@ -81,6 +85,27 @@ def test_each_size_has_its_own_start_and_bound(store, tmp_path, drawn):
     assert float(rows["belady", "8 tokens"]["gap_closed_pct"]) == pytest.approx(100 * 60 / 70)
     assert float(rows["belady", "16 tokens"]["gap_closed_pct"]) == pytest.approx(100 * 60 / 40)
     assert len(drawn["policy_gap"].figure.axes) == 2 and "95 % interval" in drawing.caption
+
+
+def test_long_names_leave_the_titles_whole(store, tmp_path, drawn):
+    """The name of a policy takes a third of the width."""
+    sizes = ("131072 tokens", "262144 tokens")
+    source = swept(store, {"lru": (50, 2), "adaptive_retention": (50, 1), "learned_unguarded": (50, 10)}, sizes=sizes)
+    for job in source.jobs:
+        tokens = int(job.last.config["cache"]["cpu"].split()[0])
+        store.set_trial(job.last.id, gpu_tokens=393216, cpu_tokens=tokens)
+    policy_gap.draw(Source(store, source.sweep), tmp_path)
+    picture = drawn["policy_gap"]
+    assert any(text.startswith("524k tokens: lru 52.0 %") for text in picture.texts) and not picture.clipped
+
+
+@pytest.mark.parametrize(("value", "high", "place"), [(-3.0, 8.0, 8.0), (-3.0, -1.0, 0.0), (5.0, 9.0, 9.0)])
+def test_the_number_beside_a_bar_is_clear_of_its_interval(value, high, place):
+    figure = Figure()
+    axes = figure.subplots()
+    marks.draw_bar(axes, Bar(Estimate(value, -12.0, high, 6, 6), "black", "22.0 %", "bar"), 0.0)
+    [text] = axes.texts
+    assert text.get_text() == "22.0 %" and text.xy[0] == place
 
 
 def test_the_table_has_times_beside_the_shares(store, tmp_path, drawn):
