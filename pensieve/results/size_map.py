@@ -81,6 +81,7 @@ class Question(BaseModel):
     slo_ttft_ms: float | None = None
     prices: Prices = Prices()
     devices: int = 1
+    disk: str = ""  # of every cell, as typed into cache.disk; "": none. A map has two axes, so there is one for each size of it
 
     @property
     def corner(self) -> Place:
@@ -255,7 +256,8 @@ class SizeMap:
         """ "40 GB of GPU and 90 GB of CPU KV"."""
         gpu, cpu = (spaced(sizes[index]) for sizes, index in zip(self._sizes, place, strict=True))
         each = " a device" if self.question.devices > 1 else ""
-        return f"{gpu} of GPU and {cpu} of CPU KV{each}"
+        beside = f" beside {spaced(self.question.disk)} of disk" if self.question.disk else ""
+        return f"{gpu} of GPU and {cpu} of CPU KV{each}{beside}"
 
     @property
     def _sizes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:

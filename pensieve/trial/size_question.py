@@ -105,6 +105,7 @@ def question_of(settings: SizeSettings, load: Load, config: TrialConfig) -> Ques
         slo_ttft_ms=config.slo.ttft_ms,
         prices=settings.prices,
         devices=plan.device.count,
+        disk=str(config.cache.disk) if plan.disk_blocks else "",
     )
 
 

@@ -222,6 +222,24 @@ def test_the_default_sizes_hold_the_longest_conversation_of_every_seed_and_fit_t
         check_memory(plan_trial(check(load.of(question.gpu[-1], question.cpu[-1], 0))))
 
 
+def test_a_map_beside_a_disk_is_one_of_its_own(outputs, capsys):
+    """Its cells have the disk, what it holds counts as found, and the sentence names it."""
+    sizes = ("size.gpu=[256 tokens]", "size.cpu=[64 tokens,128 tokens]", "size.seeds=[3]")
+    slow = ("model=llama2_70b", "hardware=sim_a100_80g", "hardware.gpus=4")  # to compute, so that a disk is faster
+    _, without = planned(outputs, *sizes, *slow)
+    capsys.readouterr()
+    _, beside = planned(outputs, *sizes, *slow, "cache.disk=16384 tokens")
+    assert "of CPU KV a device beside 16384 tokens of disk" in capsys.readouterr().out
+    assert trials(outputs) == 4
+    for place in beside.cells:
+        assert beside.mean(place, "found") > without.mean(place, "found")
+        turns = open_store(outputs).turns_of(beside.cells[place].one.trial.id)
+        known = [turn for turn in turns if turn.phase != "warmup" and turn.history_tokens is not None]
+        hits = sum(turn.gpu_hit_tokens + turn.cpu_hit_tokens + turn.disk_hit_tokens for turn in known)
+        assert beside.mean(place, "found") == pytest.approx(hits / sum(turn.history_tokens for turn in known))
+    assert sum(turn.disk_hit_tokens for turn in known) > 0
+
+
 # -- in words, of made-up trials ----------------------------------------------------------------------------------------
 
 
