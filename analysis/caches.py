@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -65,7 +65,14 @@ def shares(source: Source, cell: Cell) -> Shares | None:
     others = turns["cpu_hit_tokens"].fillna(0) + turns["disk_hit_tokens"].fillna(0)
     on_disk = 100 * turns["disk_hit_tokens"].fillna(0)
     disk = rate(on_disk, history).value if _has_disk(source) else None
-    return Shares(rate(gpu, history), rate(gpu + 100 * others, history), disk)
+    return Shares(_in_hundred(rate(gpu, history)), _in_hundred(rate(gpu + 100 * others, history)), disk)
+
+
+def _in_hundred(share: Estimate) -> Estimate:
+    """An interval of few conversations may reach beyond what a share can be."""
+    if share.ci_low is None or share.ci_high is None:
+        return share
+    return replace(share, ci_low=max(share.ci_low, 0.0), ci_high=min(share.ci_high, 100.0))
 
 
 def _draw_shares(axes: Axes, place: float, found: Shares, name: str, *, across: bool) -> None:

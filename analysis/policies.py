@@ -70,7 +70,8 @@ def _policy(source: Source, cell: Cell, cells: Mapping[str, Cell], size: str) ->
     closed = None if name == START else share_closed(source, cell, start)
     papers = cells.get(PAPERS)
     more = None if papers is None or name == PAPERS else found_more(source.turns(cell), source.turns(papers))
-    return Policy(name, size, cell, hits, 100 * fmean(bounds.values()), closed, more and in_percent(more))
+    percent = None if more is None else in_percent(more)
+    return Policy(name, size, cell, hits, 100 * fmean(bounds.values()), closed, percent)
 
 
 def bounds_of(cell: Cell) -> dict[int, float]:
@@ -84,7 +85,7 @@ def bounds_of(cell: Cell) -> dict[int, float]:
 def share_closed(source: Source, cell: Cell, start: Cell) -> Estimate | None:
     """See gap_closed: in percent, with the interval of the conversations or seeds that it is paired by."""
     ratio = gap_closed(source.turns(cell), source.turns(start), bounds_of(start))
-    return ratio and in_percent(ratio)
+    return None if ratio is None else in_percent(ratio)
 
 
 def in_percent(ratio: PairedRatio) -> Estimate:

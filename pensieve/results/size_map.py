@@ -81,7 +81,7 @@ class Question(BaseModel):
     slo_ttft_ms: float | None = None
     prices: Prices = Prices()
     devices: int = 1
-    disk: str = ""  # of every cell, as typed into cache.disk; "": none. A map has two axes, so there is one for each size of it
+    disk: str = ""  # of every cell, as typed into cache.disk; "": none. A map has two axes: there is one for each disk
 
     @property
     def corner(self) -> Place:

@@ -134,6 +134,13 @@ def test_the_table_says_by_how_much_each_finds_more_than_the_papers_policy(store
     assert {line["more"] for line in drawing.table} == {"–"}, "nothing to compare with"
 
 
+def test_no_share_reaches_beyond_none_and_all(store, tmp_path, drawn):
+    """Of six conversations that find 0 or 2, and 98 or 100 of 100 tokens."""
+    [drawing] = policy_table.draw(swept(store, {"lru": (1, 0), "belady": (99, 0)}), tmp_path)
+    ends = {line["policy"]: line["hits"].split("\n")[1].strip("[]").split(", ") for line in drawing.table}
+    assert float(ends["lru"][0]) == 0.0 and float(ends["belady"][1]) == 100.0
+
+
 def test_without_least_recently_used_or_a_bound_there_is_no_such_figure(store):
     assert not policy_gap.applies(swept(store, {"fifo": (1, 1), "belady": (2, 2)}))
     assert not policy_gap.applies(swept(ResultsStore("sqlite://"), metrics=lambda at, seed: {}))
