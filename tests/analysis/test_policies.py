@@ -108,6 +108,16 @@ def test_the_number_beside_a_bar_is_clear_of_its_interval(value, high, place):
     assert text.get_text() == "22.0 %" and text.xy[0] == place
 
 
+@pytest.mark.parametrize(("found", "cut"), [(10, True), (70, False)])
+def test_a_policy_that_loses_many_times_the_gap_leaves_the_others_their_width(store, tmp_path, drawn, found, cut):
+    [drawing] = policy_gap.draw(swept(store, {"lru": (80, 5), "fifo": (found, 12), "belady": (80, 8)}), tmp_path)
+    [axes] = drawn["policy_gap"].figure.axes
+    rows = {row["eviction"]: float(row["gap_closed_pct"]) for row in table_of(tmp_path, "policy_gap")}
+    assert rows["fifo"] == pytest.approx(100 * (found + 12 - 85) / 5)
+    assert (axes.get_xlim()[0] == -150.0) == cut and (axes.get_xlim()[0] > rows["fifo"]) == cut
+    assert ("cut off" in drawing.caption) == cut
+
+
 def test_the_table_has_times_beside_the_shares(store, tmp_path, drawn):
     [drawing] = policy_table.draw(swept(store), tmp_path)
     assert drawing.table is not None
