@@ -208,10 +208,10 @@ def agent_ratios(source: Source) -> Iterator[Plot]:
     for panel, scalings in read(source):
         first = scalings[0]
         together = [
-            load.agents
+            load.agents  # where memory ran out, those that are left have the machine to themselves
             for load in first.loads
             if all(
-                (there := scaling.at(load.agents)) is not None and there.latency_ms[stage]
+                (there := scaling.at(load.agents)) is not None and there.latency_ms[stage] and not there.out_of_memory
                 for scaling in scalings
                 for stage in STAGES
             )
@@ -224,7 +224,7 @@ def agent_ratios(source: Source) -> Iterator[Plot]:
             f"latency: of a baseline over {first.baseline} with {most} agents, geometric mean of the pairs of one seed "
             f"and agent, with its 95 % interval; reason / reflect: of the same baseline with {most} agents"
             if most is not None
-            else "at no number of agents do all baselines complete turns of both stages"
+            else "at no number of agents do all baselines complete turns of both stages without running out of memory"
         )
         ratios = {scaling.baseline: _ratios(scaling, first, most) for scaling in scalings}
         table = [_ratio_line(scaling, first, ratios[scaling.baseline]) for scaling in scalings]

@@ -42,7 +42,7 @@ class Known(Protocol):
 @dataclass(frozen=True, slots=True)
 class Fleet:
     """The replicas that are up, at least one, and in arrays what routers compare of all of them: with a thousand, asking each
-    object at each turn took a third of a simulation's time.
+    object at each turn took a tenth of a simulation's time.
 
     numbers, loads: of each member its number and its requests under way. holding: those that may hold KV of a conversation,
     in the order of the members.

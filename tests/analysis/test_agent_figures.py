@@ -140,6 +140,11 @@ def test_latencies_are_compared_at_the_largest_number_that_all_completed(drawn, 
     assert rows["stateless"]["reason_latency_ratio_n"] == "32"
 
 
+def test_the_few_that_are_left_when_memory_ran_out_are_compared_with_nobody(drawn, tmp_path):
+    drawn_by(agent_ratios, drawn, tmp_path, STRAIGHT, {"stateless": 16})
+    assert {row["compared_at_agents"] for row in rows_of(tmp_path, "agent_ratios")} == {"4"}
+
+
 def test_a_device_that_ran_out_of_memory_counts_too(store):
     source = agent_sweep(store, {"pensieve": FAST}, counts=("1",))
     with store.database.writing() as connection:
