@@ -65,7 +65,7 @@ def test_make_types_what_is_there():
             assert typed_by_make
             scripts = [word for command in typed_by_make for word in command if word.endswith(".py")]
             assert [name for name in scripts if not (CHECKOUT / name).is_file()] == []
-    assert made("demo") == [[".venv/bin/python", "runners/run.py", "-m"]]
+    assert made("demo") == [[".venv/bin/python", "runners/run.py", "-m", "experiment=demo"]]
 
 
 @pytest.mark.parametrize("arguments", [["-m"], *SWEEPS], ids=" ".join)
