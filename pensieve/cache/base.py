@@ -182,7 +182,7 @@ class CacheManager(ABC):
         """GPU blocks that become available when the copies under way are done."""
 
     @property
-    def settled(self) -> bool:
+    def copies_done(self) -> bool:
         """No copy is under way whose end would change what may be evicted."""
         return True
 
@@ -300,7 +300,7 @@ class CacheManager(ABC):
     def release(self, session: Session, now_s: float) -> None:
         """Its request ended: its chunks may be evicted, and reserved blocks that were not used come back."""
 
-    def suspend(self, session: Session, now_s: float) -> None:
+    def release_unfinished(self, session: Session, now_s: float) -> None:
         """As release, of a request that will go on: its turn is not over."""
         self.release(session, now_s)
 

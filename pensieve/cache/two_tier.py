@@ -64,7 +64,7 @@ class TwoTierCache(CacheManager):
         return self.tiers.transfers.outgoing
 
     @property
-    def settled(self) -> bool:
+    def copies_done(self) -> bool:
         return not self.tiers.transfers.any_open
 
     @property
@@ -282,7 +282,7 @@ class TwoTierCache(CacheManager):
             self.policy.rest(session, now_s)
         self._stop(session, now_s)
 
-    def suspend(self, session: Session, now_s: float) -> None:
+    def release_unfinished(self, session: Session, now_s: float) -> None:
         self._stop(session, now_s)
 
     def _stop(self, session: Session, now_s: float) -> None:
@@ -312,7 +312,7 @@ class TwoTierCache(CacheManager):
         if not self.cpu_blocks:
             return (), ()
         tiers, chunks, wanted = self.tiers, session.chunks, lacking - self.outgoing
-        begins = self.settled and not self.available
+        begins = self.copies_done and not self.available
         loads = self._load_early(session, now_s)
         clean = [index for index, view in enumerate(chunks.view) if view == View.CLEAN]
         held = len(chunks) - chunks.cpu.count(NO_BLOCK)
@@ -325,7 +325,7 @@ class TwoTierCache(CacheManager):
             others = self._of_others(tiers.dirty, session, View.DIRTY, most, now_s)
             outward = self._copy_out(others, now_s, urgent=True, giving=(session, clean))
         loads = loads or self._load_early(session, now_s)  # where chunks were dropped there are blocks now
-        stuck = self.settled and not tiers.transfers.in_flight and dropped == self.counters.dropped_chunks
+        stuck = self.copies_done and not tiers.transfers.in_flight and dropped == self.counters.dropped_chunks
         if stuck and wanted > 0:
             outward = self.swap_out(wanted, now_s, urgent=True)  # what it has itself must leave the GPU
         return loads, outward

@@ -178,7 +178,7 @@ class Scheduler:
         self._left(sequence)
         self._slots.append(sequence.mislead())
         self.cache.mark_waiting(sequence.session, sequence.arrival, now_s)
-        self.cache.suspend(sequence.session, now_s)
+        self.cache.release_unfinished(sequence.session, now_s)
         self.queue.push_back(sequence)
 
     def _left(self, sequence: Sequence) -> None:
@@ -446,7 +446,7 @@ class Scheduler:
         """Copies are under way that give the head of the queue blocks, or let it change places with what has them."""
         if self.cache.outgoing:
             return True
-        return self.settings.copy_ahead == "never" and (self._in_flight or not self.cache.settled)
+        return self.settings.copy_ahead == "never" and (self._in_flight or not self.cache.copies_done)
 
     def _swap_out(self, draft: _Draft, lacking: int, now_s: float) -> None:
         """At once for a head that lacks blocks; ahead of time as copy_ahead says, below the low watermark and up to the high
