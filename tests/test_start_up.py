@@ -60,7 +60,7 @@ def copy_waiting():
 sweep.copy_waiting = copy_waiting
 SHORT = ["hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2"]
 text = said(*SHORT)
-found = loaded(*ENGINES, "pandas", "matplotlib", "scipy.special", "huggingface_hub.errors")
+found = loaded(*ENGINES, "pandas", "matplotlib", "scipy.stats", "huggingface_hub.errors")
 assert not found, found
 assert "Database:" in SAID["before MLflow"], text
 with contextlib.closing(sqlite3.connect(os.path.join(os.environ["PENSIEVE_OUTPUTS"], "mlflow.db"))) as database:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
@@ -32,8 +33,9 @@ class Compositions(ConfigLoaderImpl):
         super().__init__(loader.config_search_path)
         self._kept: dict[Any, bytes] = {}  # pickled: a tenth of the memory, and read back faster than copied
 
-    def __reduce__(self) -> tuple[type[ConfigLoaderImpl], tuple[Any]]:
-        return ConfigLoaderImpl, (self.config_search_path,)  # a launcher's processes compose what they run
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As Hydra's loader: a launcher's processes compose what they run."""
+        return _plain, ({name: value for name, value in self.__dict__.items() if name != "_kept"},)
 
     def load_configuration(
         self,
@@ -60,6 +62,13 @@ class Compositions(ConfigLoaderImpl):
         if shared:
             _set_seed(found, overrides)
         return found
+
+
+def _plain(state: Mapping[str, Any]) -> ConfigLoaderImpl:
+    """Not made by its constructor, which asks for plugins: a process that unpickles it loads them later."""
+    loader = ConfigLoaderImpl.__new__(ConfigLoaderImpl)
+    loader.__dict__.update(state)
+    return loader
 
 
 def _set_seed(config: DictConfig, overrides: list[str]) -> None:
