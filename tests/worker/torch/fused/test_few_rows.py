@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import platform
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from pensieve.compiler import find_compiler
+from pensieve import compiler
+from pensieve.compiler import compiler_version, find_compiler, load_library, processor
 from pensieve.errors import EngineMissing
 from pensieve.plan import Row, Sample
 from pensieve.worker.torch.attention import Iteration
 from pensieve.worker.torch.batch import BlockTables, build_batch
-from pensieve.worker.torch.fused import build_fused, linear, rotary
+from pensieve.worker.torch.fused import build_fused, few_rows, linear, rotary
 from pensieve.worker.torch.fused.decoder import FusedModel
 from pensieve.worker.torch.fused.few_rows import FEW_ROWS, FewRows
 from pensieve.worker.torch.fused.row_kernels import RowKernels
@@ -48,6 +53,60 @@ def test_a_product_of_float32_weights(inside: int, outside: int, with_bias: bool
         assert float((got - expected).abs().max()) <= 1e-6 * inside**0.5
         assert torch.equal(got, torch.cat([product(row[None]) for row in x])), "other rows change nothing"
     assert torch.equal(product(_noise(inside, 3).t()), product(_noise(inside, 3).t().contiguous()))
+
+
+_PROCESSORS = {  # options, and what a machine needs to run what they make
+    "haswell": (("-march=haswell",), {"avx2", "fma", "bmi2"}),
+    "zen 3": (("-march=haswell", "-mtune=znver3"), {"avx2", "fma", "bmi2"}),
+    "any": ((), set()),
+}
+
+
+@pytest.fixture
+def compile_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """What is loaded from then on is compiled for this processor. Skips where it cannot be or cannot run."""
+
+    def chosen(name: str) -> None:
+        options, needed = _PROCESSORS[name]
+        if platform.machine() != "x86_64" or not needed <= set(processor().split()):
+            pytest.skip(f"this machine does not run what is compiled for {name}")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setattr(compiler, "_ATTEMPTS", ((*options, "-fopenmp-simd"),))
+        load_library.cache_clear()
+
+    yield chosen
+    load_library.cache_clear()
+
+
+@pytest.mark.parametrize("name", sorted(_PROCESSORS))
+def test_on_other_processors_other_rows_change_nothing_either(name: str, compile_for: Callable[[str], None]) -> None:
+    """Compilers round a product and its sum once or twice as they think fit for each number of rows, if they may."""
+    compile_for(name)
+    for inside, outside in ((40, 1), (77, 97), (576, 3)):
+        weights, scales, bias = _noise(outside, inside), _noise(outside, seed=1), _noise(outside, seed=2)
+        x = _noise(9, inside, seed=3)
+        for kept, scale in ((weights, None), ((30 * weights).clamp(-127, 127).to(torch.int8), scales)):
+            product = FewRows(kept, scale, bias)
+            exact = (x.double() @ kept.double().t()) * (1 if scale is None else scale.double()) + bias.double()
+            alone = torch.cat([product(row[None]) for row in x])
+            torch.testing.assert_close(alone.double(), exact, rtol=1e-6, atol=1e-6 * float(exact.abs().max()))
+            for rows in range(2, 10):
+                assert torch.equal(product(x[:rows]), alone[:rows])
+
+
+@pytest.mark.parametrize("weights", ["FLOAT32", "INT8"])
+def test_sums_stay_in_registers_without_avx512(weights: str, tmp_path: Path) -> None:
+    """Of 32 sums in 16 registers compilers make 200 writes to the stack, and products that take twice as long."""
+    command = find_compiler()
+    if platform.machine() != "x86_64" or "clang" in compiler_version(command):
+        pytest.skip("counted in what gcc makes for x86-64")
+    made = tmp_path / "few_rows.s"
+    flags = [flag for flag in compiler._FLAGS if flag != "-shared"]
+    how = ["-march=haswell", "-fopenmp-simd", f"-DWEIGHT_{weights}", "-S", str(few_rows._SOURCE), "-o", str(made)]
+    subprocess.run([*command, *flags, *how], check=True, capture_output=True)
+    assembly = made.read_text()
+    assert len(re.findall(r"vfmadd\w+ps", assembly)) > 30, "the sums are vectors"
+    assert len(re.findall(r"vmov[au]p[sd]\s+%[xyz]mm\d+, -?\d*\(%r[sb]p\)", assembly)) < 30
 
 
 @pytest.mark.parametrize("size", [64, 100, 7])
