@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from pensieve.errors import EngineMissing
-from pensieve.worker.torch.fused.few_rows import FEW_ROWS, FewRows
+from pensieve.worker.torch.fused.few_rows import FewRows
 from pensieve.worker.torch.fused.int8 import int8_of, int8_product
 
 # Packed products take 4 to 6 rows in less time than 1 or 2, so that batches are padded to this many rows where they are
@@ -72,7 +72,7 @@ class Linear:
                 self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight.contiguous(), _PACKING_HINT)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._few is not None and len(x) <= FEW_ROWS:
+        if self._few is not None and len(x) <= self._few.most_rows:
             return self._few(x)
         if self._packed:
             y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")

@@ -46,7 +46,7 @@ def _noise(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_a_product_of_float32_weights(inside: int, outside: int, with_bias: bool) -> None:
     weights, bias = _noise(outside, inside, seed=1), _noise(outside, seed=3) if with_bias else None
     product = FewRows(weights, None, bias)
-    for rows in range(1, FEW_ROWS + 2):
+    for rows in range(1, FEW_ROWS[torch.float32] + 6):
         x = _noise(rows, inside, seed=rows)
         expected = x.double() @ weights.double().t() + (0 if bias is None else bias.double())
         got = product(x)
@@ -142,31 +142,43 @@ def test_threads_change_nothing() -> None:
         assert all(torch.equal(one, other) for one, other in zip(results[0], each, strict=True))
 
 
-def _decode(forward: FusedModel, model: LoadedModel, pool: KvTensors, slots: list[int]) -> torch.Tensor:
-    """Logits of one token in each of these slots, whose contexts have different lengths in blocks of their own."""
+def _decode(
+    forward: FusedModel, model: LoadedModel, pool: KvTensors, slots: list[int], sampled: int | None = None
+) -> torch.Tensor:
+    """Logits of one token in each of these slots, whose contexts have different lengths in blocks of their own; of the first
+    `sampled` of them, or of all."""
     tables, rows = BlockTables(), []
     for slot in slots:
         tables.overwrite(slot, 0, [3 * slot, 3 * slot + 1, 3 * slot + 2])
         rows.append(Row(slot, ((5 + slot, 6 + slot),), (7 * slot + 1,), Sample(6 + slot)))
     batch = build_batch(rows, tables, {}, CHUNK, model.device)
     backend = NativeBackend(model.spec.head_dim)
-    with torch.inference_mode():
-        logits = forward(Iteration(batch, pool.gpu_tokens(), CHUNK, backend=backend), batch.logits_at)
     order = [slot for slot, _ in batch.sampled]
-    return torch.stack([logits[order.index(slot)] for slot in slots])
+    kept = [index for index, slot in enumerate(order) if slot in slots[:sampled]]
+    with torch.inference_mode():
+        logits = forward(Iteration(batch, pool.gpu_tokens(), CHUNK, backend=backend), batch.logits_at[kept])
+    return logits[[kept.index(order.index(slot)) for slot in slots[:sampled]]]
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_a_decoded_row_is_the_same_alone_and_among_others(name: str, model_of: Callable[..., LoadedModel]) -> None:
-    """Bit for bit, as long as the batch is small enough to be multiplied in C."""
+    """Bit for bit, as long as the batch is small enough to be multiplied in C; and in all larger ones, which are packed,
+    whether few or all of their rows are sampled."""
     model = model_of(name)
     forward = build_fused(copy.deepcopy(model.module), pack=True)
     assert isinstance(forward, FusedModel) and forward.few_rows == "float32"
-    pool = KvTensors(model.spec, CHUNK, 3 * FEW_ROWS, 0, model.device, model.dtype)
+    few, most = FEW_ROWS[torch.float32], 12
+    pool = KvTensors(model.spec, CHUNK, 3 * most, 0, model.device, model.dtype)
     pool.gpu.normal_(generator=torch.Generator().manual_seed(0))
-    alone = torch.cat([_decode(forward, model, pool, [slot]) for slot in range(FEW_ROWS)])
-    for count in (2, 3, 5, FEW_ROWS):
+    alone = torch.cat([_decode(forward, model, pool, [slot]) for slot in range(few)])
+    for count in range(2, few + 1):
         assert torch.equal(_decode(forward, model, pool, list(range(count))), alone[:count])
+    packed = _decode(forward, model, pool, list(range(most)))
+    for count in (few + 1, 7, 8, 11):
+        assert torch.equal(_decode(forward, model, pool, list(range(count))), packed[:count])
+    for sampled in (1, 3, few, few + 1):
+        assert torch.equal(_decode(forward, model, pool, list(range(most)), sampled), packed[:sampled])
+    torch.testing.assert_close(packed[:few], alone, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))

@@ -40,7 +40,7 @@ def test_a_product_is_that_of_the_restored_weights(inside: int, outside: int, wi
     bias = _noise(outside + 2, seed=3) if with_bias else None
     product = int8_product(parts, bias)
     whole = torch.cat([part.restored for part in parts]).double()
-    for rows in range(1, FEW_ROWS + 2):
+    for rows in range(1, FEW_ROWS[torch.int8] + 2):
         x = _noise(rows, inside, seed=rows)
         expected = x.double() @ whole.t() + (0 if bias is None else bias.double())
         got = product(x)
