@@ -21,8 +21,8 @@ class FewRows:
     """x [rows, in] float32 times weights [out, in] in float32 or int8. A row's result depends on no other row."""
 
     def __init__(self, weights: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None) -> None:
-        """scales [out]: what int8 numbers are multiplied by. The tensors are kept, not copied. Raises EngineMissing without
-        a C compiler."""
+        """scales [out]: what int8 numbers are multiplied by. The tensors are kept, not copied. parallel: can it use torch's
+        threads? Raises EngineMissing without a C compiler."""
         assert weights.is_contiguous() and weights.device.type == "cpu"
         self._weights, self._scales = weights, scales
         self.most_rows = FEW_ROWS[weights.dtype]
@@ -32,7 +32,7 @@ class FewRows:
         self._function = library.functions.linear_few
         self._function.restype = None
         self._function.argtypes = [*[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 3, ctypes.c_int]
-        self._parallel = library.threads
+        self.parallel = library.threads
         self._out, self._in = weights.shape
         self._pointers = [None if part is None else part.data_ptr() for part in (weights, scales, self._bias)]
 
@@ -40,6 +40,6 @@ class FewRows:
         x = x.contiguous()
         rows = len(x)
         y = torch.empty(rows, self._out)
-        threads = torch.get_num_threads() if self._parallel else 1
+        threads = torch.get_num_threads() if self.parallel else 1
         self._function(x.data_ptr(), *self._pointers, y.data_ptr(), rows, self._in, self._out, threads)
         return y

@@ -81,10 +81,13 @@ class Linear:
 
 
 def _product(weights: torch.Tensor, bias: torch.Tensor | None) -> FewRows | None:
+    """None without a compiler, or where what it made runs on one of torch's several threads: packed products of padded rows
+    are next best."""
     try:
-        return FewRows(weights, None, bias)
-    except EngineMissing:  # without a compiler packed products of padded rows are next best
+        product = FewRows(weights, None, bias)
+    except EngineMissing:
         return None
+    return product if product.parallel or torch.get_num_threads() == 1 else None
 
 
 def _joined(modules: Sequence[Any], contiguous: bool) -> torch.Tensor:

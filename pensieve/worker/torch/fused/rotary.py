@@ -171,10 +171,11 @@ class _Remembered:
 
 
 def _kernels(module: Any) -> RowKernels | None:
-    """For float32, where a compiler is."""
+    """For float32, where a compiler is and what it made uses all of torch's threads."""
     if any(weight.dtype != torch.float32 for weight in module.parameters()):
         return None
     try:
-        return RowKernels()
+        kernels = RowKernels()
     except EngineMissing:
         return None
+    return kernels if kernels.parallel or torch.get_num_threads() == 1 else None

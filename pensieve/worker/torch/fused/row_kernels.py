@@ -14,11 +14,11 @@ _PARALLEL_NUMBERS = 65536  # fewer are done before threads have been woken
 
 
 class RowKernels:
-    """Raises EngineMissing without a C compiler."""
+    """parallel: can it use torch's threads? Raises EngineMissing without a C compiler."""
 
     def __init__(self) -> None:
         library = load_library(_SOURCE, ())
-        self._parallel = library.threads
+        self.parallel = library.threads
         self._norm, self._rotate = library.functions.rms_norm, library.functions.rotate
         self._norm.restype = self._rotate.restype = None
         sizes = ctypes.c_int64
@@ -42,4 +42,4 @@ class RowKernels:
         self._rotate(*pointers, rows, each * size, heads, size, self._threads(x))
 
     def _threads(self, x: torch.Tensor) -> int:
-        return torch.get_num_threads() if self._parallel and x.numel() >= _PARALLEL_NUMBERS else 1
+        return torch.get_num_threads() if self.parallel and x.numel() >= _PARALLEL_NUMBERS else 1

@@ -218,6 +218,25 @@ def test_without_a_compiler_packed_products_serve(
     assert float((logits - plain_logits(model, tokens)[[0, 10]]).abs().max()) <= 1e-4
 
 
+@pytest.mark.parametrize(("threads", "served"), [(1, "float32"), (2, None)])
+def test_without_openmp_c_serves_one_thread_alone(
+    threads: int, served: str | None, model_of: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of("llama")
+    monkeypatch.setattr(compiler, "openmp_runtime", lambda: None)
+    load_library.cache_clear()
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        forward = build_fused(copy.deepcopy(model.module), pack=True)
+    finally:
+        torch.set_num_threads(before)
+        load_library.cache_clear()
+    assert isinstance(forward, FusedModel) and forward.few_rows == served
+    layer: Any = forward.layers[0]
+    assert (layer.kernels is None) == (layer.before_mlp.kernels is None) == (served is None)
+
+
 def test_angles_are_remembered_as_the_model_makes_them(model_of: Callable[..., LoadedModel]) -> None:
     made: list[int] = []
 
