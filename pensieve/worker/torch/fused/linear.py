@@ -62,9 +62,7 @@ class Linear:
             self._packed, self._few = pack, None
             if len(rounded) == len(modules):
                 self._few, self.few_rows = int8_product(rounded, self._bias), "int8"
-                self._weight = torch.cat([_out_by_in(module) for module in modules])
-            else:
-                self._weight = _joined(modules, contiguous=pack)
+            self._weight = _joined(modules, contiguous=pack)
             if pack:
                 if self._few is None and self._weight.dtype == torch.float32:
                     self._few = _product(self._weight, self._bias)
@@ -91,13 +89,17 @@ def _product(weights: torch.Tensor, bias: torch.Tensor | None) -> FewRows | None
 
 
 def _joined(modules: Sequence[Any], contiguous: bool) -> torch.Tensor:
-    """[out, in]; the modules' parameters become views of it. contiguous: also that of a single Conv1D."""
+    """[out, in]; the modules' parameters become views of it and keep their int8 weights, since the module may be built from
+    again. contiguous: also that of a single Conv1D."""
     weights = [_out_by_in(module) for module in modules]
     if len(modules) == 1 and (weights[0].is_contiguous() or not contiguous):
         return weights[0]
     joined = torch.cat([weight.contiguous() for weight in weights])
     for module, rows in zip(modules, joined.split([len(w) for w in weights]), strict=True):
+        int8 = int8_of(module)
         module.weight = torch.nn.Parameter(rows.t() if _is_conv1d(module) else rows, requires_grad=False)
+        if int8 is not None:
+            module.weight.int8 = int8
     return joined
 
 
