@@ -245,11 +245,10 @@ def test_angles_are_remembered_as_the_model_makes_them(model_of: Callable[..., L
         cos, sin = model_of("llama").module.model.rotary_emb(torch.zeros(1), positions[None])
         return cos[0, :, None], sin[0, :, None]
 
-    remembered = rotary._Remembered(angles)
-    for positions in ([3], [7, 0, 2], [8, 500], [1001, 1]):
+    remembered = rotary._Remembered(angles, 1500)
+    for positions in ([3], [7, 0, 2], [8, 500], [1001, 1], [1002], [1500, 3]):
         at = torch.tensor(positions)
         for got, expected in zip(remembered(at), angles(at), strict=True):
             assert torch.equal(got, expected)
-    assert made == [8, 1, 3, 1002, 2, 2], (
-        "once for 8 positions, once for 1,002; the others are what this test asked for"
-    )
+    tables = [8, 1002, 1500, 1501]  # twice what is asked for, the model's context, and what lies beyond it
+    assert made == [tables[0], 1, 3, tables[1], 2, 2, tables[2], 1, tables[3], 2], "the others are what this test asked for"
