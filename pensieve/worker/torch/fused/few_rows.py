@@ -24,6 +24,8 @@ class FewRows:
         """scales [out]: what int8 numbers are multiplied by. The tensors are kept, not copied. parallel: can it use torch's
         threads? Raises EngineMissing without a C compiler."""
         assert weights.is_contiguous() and weights.device.type == "cpu"
+        assert all(part is None or (part.dtype, len(part)) == (torch.float32, len(weights)) for part in (scales, bias))
+        assert scales is None or scales.is_contiguous()
         self._weights, self._scales = weights, scales
         self.most_rows = FEW_ROWS[weights.dtype]
         self._bias = None if bias is None else bias.contiguous()
@@ -37,9 +39,10 @@ class FewRows:
         self._pointers = [None if part is None else part.data_ptr() for part in (weights, scales, self._bias)]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.dtype == torch.float32 and x.dim() == 2 and x.shape[1] == self._in, (x.dtype, x.shape)
         x = x.contiguous()
         rows = len(x)
-        y = torch.empty(rows, self._out)
+        y = torch.empty(rows, self._out, dtype=torch.float32)
         threads = torch.get_num_threads() if self.parallel else 1
         self._function(x.data_ptr(), *self._pointers, y.data_ptr(), rows, self._in, self._out, threads)
         return y

@@ -27,9 +27,11 @@ class RowKernels:
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x [rows, size], weight [size]."""
+        rows, size = x.shape
+        assert x.dtype == weight.dtype == torch.float32, (x.dtype, weight.dtype)
+        assert weight.shape == (size,) and weight.is_contiguous(), (x.shape, weight.shape)
         x = x.contiguous()
         y = torch.empty_like(x)
-        rows, size = x.shape
         self._norm(x.data_ptr(), weight.data_ptr(), y.data_ptr(), rows, size, eps, self._threads(x))
         return y
 
@@ -38,6 +40,8 @@ class RowKernels:
         first half."""
         assert x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
         rows, each, size = x.shape
+        assert x.dtype == cos.dtype == sin.dtype == torch.float32, (x.dtype, cos.dtype, sin.dtype)
+        assert cos.shape == sin.shape == (rows, 1, size) and heads <= each, (x.shape, cos.shape, sin.shape)
         pointers = (x.data_ptr(), cos.data_ptr(), sin.data_ptr())
         self._rotate(*pointers, rows, each * size, heads, size, self._threads(x))
 

@@ -125,6 +125,35 @@ def test_norm_and_rotation_are_torchs(size: int) -> None:
     assert torch.equal(heads[:, 3:], expected[:, 3:]), "values are not rotated"
 
 
+def test_what_does_not_fit_never_reaches_c() -> None:
+    """It would be read as other numbers, or beyond its end."""
+    product, kernels = FewRows(_noise(6, 32), None, None), RowKernels()
+    x, heads, turned = _noise(2, 32), _noise(2, 5, 8), _noise(2, 1, 8)
+    for wrong in (x.double(), x[:, :8], x[0]):
+        with pytest.raises(AssertionError):
+            product(wrong)
+    for other in (_noise(7), _noise(6).double()):
+        with pytest.raises(AssertionError):
+            FewRows(_noise(6, 32), None, other)
+    for given, weight in ((x.double(), _noise(32)), (x, _noise(32).double()), (x, _noise(8)), (x, _noise(64)[::2])):
+        with pytest.raises(AssertionError):
+            kernels.rms_norm(given, weight, 1e-6)
+    for given, cos in (
+        (heads.double(), turned),
+        (heads, turned.double()),
+        (heads, turned[:1]),
+        (heads, turned[:, :, :4]),
+    ):
+        with pytest.raises(AssertionError):
+            kernels.rotate(given, 3, cos, turned)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert product(x).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_threads_change_nothing() -> None:
     product, kernels = FewRows(_noise(300, 64), None, None), RowKernels()
     x, wide, weight, turned = _noise(3, 64), _noise(40, 2048), _noise(2048), _noise(40, 1, 64, seed=5)
@@ -251,4 +280,6 @@ def test_angles_are_remembered_as_the_model_makes_them(model_of: Callable[..., L
         for got, expected in zip(remembered(at), angles(at), strict=True):
             assert torch.equal(got, expected)
     tables = [8, 1002, 1500, 1501]  # twice what is asked for, the model's context, and what lies beyond it
-    assert made == [tables[0], 1, 3, tables[1], 2, 2, tables[2], 1, tables[3], 2], "the others are what this test asked for"
+    assert made == [tables[0], 1, 3, tables[1], 2, 2, tables[2], 1, tables[3], 2], (
+        "the others are what this test asked for"
+    )
