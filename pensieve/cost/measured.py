@@ -411,9 +411,13 @@ class AttentionFit:
     serial: float
     memory: float
 
+    def reading_s(self, decodes: int, kv: float, shape: Shape, memory_bw: float) -> float:
+        """Of so many decodes alone, each over its own token and, in the mean, `kv` positions before it."""
+        moved = decodes * (kv + 1) * 4 * shape.kv_heads * shape.head_dim
+        return self.decode_floor_s + moved / (self.memory * memory_bw)
+
     def seconds(self, batch: Batch, shape: Shape, flops: float, memory_bw: float, processors: int) -> float:
-        moved = batch.decodes * (batch.decode_kv + 1) * 4 * shape.kv_heads * shape.head_dim
-        reading = self.decode_floor_s + moved / (self.memory * memory_bw)
+        reading = self.reading_s(batch.decodes, batch.decode_kv, shape, memory_bw)
         if not batch.chunk:
             return reading
         pair = 4 * shape.head_dim
@@ -449,12 +453,10 @@ class _FittedAttention:
 
     def following_s(self, kv: int, decodes: int) -> Iterator[float]:
         """The iterations that follow one of so many rows of one query each, `kv` positions before them in all."""
-        fit, shape = self._fit, self._shape
-        rate = fit.memory * self._hardware.memory_bw
+        reading_s, shape, memory_bw = self._fit.reading_s, self._shape, self._hardware.memory_bw
         while True:
             kv += decodes
-            moved = decodes * (kv / decodes + 1) * 4 * shape.kv_heads * shape.head_dim
-            yield fit.decode_floor_s + moved / rate
+            yield reading_s(decodes, kv / decodes, shape, memory_bw)
 
     def describe(self) -> dict[str, Any]:
         return {

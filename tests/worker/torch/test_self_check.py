@@ -148,6 +148,20 @@ def test_a_wrong_position_fails_in_16_bits_too(name: str) -> None:
         _check(name, wrap=wrap)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_a_product_that_is_wrong_for_so_many_rows_fails(rows: int) -> None:
+    """As one that this machine's compiler got wrong."""
+    spec, module, forward = _model("llama", torch.float32)
+
+    def wrong(iteration: Iteration, wanted: torch.Tensor) -> torch.Tensor:
+        logits = forward(iteration, wanted)
+        return logits * 1.01 if len(wanted) == rows else logits
+
+    assert check_against_eager(module, forward, spec, CPU, torch.float32).against == "eager"
+    with pytest.raises(UnsupportedModel, match="fails its self-check"):
+        check_against_eager(module, wrong, spec, CPU, torch.float32)  # type: ignore[arg-type]
+
+
 def test_logits_that_are_no_numbers_fail() -> None:
     class NaN(_Plan):
         def attend(self, *all_: Any) -> torch.Tensor:

@@ -10,7 +10,15 @@
 #include <immintrin.h>
 #endif
 
-enum { LANES = 16, OUTPUTS = 4, ROWS = 4 }; /* numbers a vector; outputs and rows that are summed at once */
+/* Numbers a vector register; outputs and rows that are summed at once, as many as there are registers for: 16 sums of 32
+   with AVX-512, 12 of 16 with AVX and SSE. */
+#if defined(__AVX512F__)
+enum { LANES = 16, OUTPUTS = 4, ROWS = 4 };
+#elif defined(__AVX__)
+enum { LANES = 8, OUTPUTS = 3, ROWS = 4 };
+#else
+enum { LANES = 4, OUTPUTS = 3, ROWS = 4 };
+#endif
 
 typedef float floats __attribute__((vector_size(LANES * 4)));
 
@@ -27,27 +35,37 @@ typedef int8_t weight_type;
 static inline floats widened(const int8_t *from) {
 #if defined(__AVX512F__)
     return (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+#elif defined(__AVX2__)
+    return (floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
 #else
-    union {
-        floats all;
-        float each[LANES];
-#ifdef __AVX2__
-        __m256 halves[2];
-#endif
-    } wide;
-#ifdef __AVX2__
-    for (int half = 0; half < 2; half++)
-        wide.halves[half] =
-            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(from + 8 * half))));
-#else
-    for (int i = 0; i < LANES; i++) wide.each[i] = from[i];
-#endif
-    return wide.all;
+    floats all;
+    for (int i = 0; i < LANES; i++) all[i] = from[i];
+    return all;
 #endif
 }
 #endif
 
 enum { AHEAD = 16384, LINE = 64 }; /* bytes: weights are asked for so early, since prefetchers stop at the ends of pages */
+
+/* a * b + c, rounded once wherever the machine can: a compiler that may choose does so for some numbers of rows and not for
+   others. */
+static inline floats added(floats a, floats b, floats c) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
+static inline float added_one(float a, float b, float c) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
 
 static inline float sum_of(floats lanes) {
     float sum = 0;
@@ -73,7 +91,10 @@ static inline __attribute__((always_inline)) void tile(
             if (at * sizeof(weight_type) % LINE == 0)
                 __builtin_prefetch((const char *)(weights + o * in + at) + AHEAD, 0, 2);
 #pragma GCC unroll 4
-            for (int r = 0; r < rows; r++) sums[r * outputs + o] += inputs[r] * weight;
+            for (int r = 0; r < rows; r++) {
+                floats *sum = &sums[r * outputs + o];
+                *sum = added(inputs[r], weight, *sum);
+            }
         }
     }
 #pragma GCC unroll 4
@@ -81,8 +102,8 @@ static inline __attribute__((always_inline)) void tile(
 #pragma GCC unroll 4
         for (int o = 0; o < outputs; o++) {
             float sum = sum_of(sums[r * outputs + o]);
-            for (int64_t i = at; i < in; i++) sum += x[r * in + i] * weights[o * in + i];
-            y[r * out + o] = sum * (scales ? scales[o] : 1) + (bias ? bias[o] : 0);
+            for (int64_t i = at; i < in; i++) sum = added_one(x[r * in + i], weights[o * in + i], sum);
+            y[r * out + o] = added_one(sum, scales ? scales[o] : 1, bias ? bias[o] : 0);
         }
 }
 
@@ -111,7 +132,8 @@ static void some_rows(
 void linear_few(
     const float *x, const weight_type *weights, const float *scales, const float *bias, float *y, int64_t rows,
     int64_t in, int64_t out, int threads) {
-    const int64_t block = 64; /* outputs at once, whose weights are read once for all rows: they fit the second level */
+    /* Outputs at once, whose weights are read once for all rows: they fit the second level. */
+    const int64_t block = 16 * OUTPUTS;
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t first = 0; first < out; first += block) {
         const int64_t last = first + block < out ? first + block : out;

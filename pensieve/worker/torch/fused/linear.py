@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from pensieve.errors import EngineMissing
-from pensieve.worker.torch.fused.few_rows import FEW_ROWS, FewRows
+from pensieve.worker.torch.fused.few_rows import FewRows
 from pensieve.worker.torch.fused.int8 import int8_of, int8_product
 
 # Packed products take 4 to 6 rows in less time than 1 or 2, so that batches are padded to this many rows where they are
@@ -62,9 +62,7 @@ class Linear:
             self._packed, self._few = pack, None
             if len(rounded) == len(modules):
                 self._few, self.few_rows = int8_product(rounded, self._bias), "int8"
-                self._weight = torch.cat([_out_by_in(module) for module in modules])
-            else:
-                self._weight = _joined(modules, contiguous=pack)
+            self._weight = _joined(modules, contiguous=pack)
             if pack:
                 if self._few is None and self._weight.dtype == torch.float32:
                     self._few = _product(self._weight, self._bias)
@@ -72,7 +70,7 @@ class Linear:
                 self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight.contiguous(), _PACKING_HINT)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._few is not None and len(x) <= FEW_ROWS:
+        if self._few is not None and len(x) <= self._few.most_rows:
             return self._few(x)
         if self._packed:
             y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
@@ -81,20 +79,27 @@ class Linear:
 
 
 def _product(weights: torch.Tensor, bias: torch.Tensor | None) -> FewRows | None:
+    """None without a compiler, or where what it made runs on one of torch's several threads: packed products of padded rows
+    are next best."""
     try:
-        return FewRows(weights, None, bias)
-    except EngineMissing:  # without a compiler packed products of padded rows are next best
+        product = FewRows(weights, None, bias)
+    except EngineMissing:
         return None
+    return product if product.parallel or torch.get_num_threads() == 1 else None
 
 
 def _joined(modules: Sequence[Any], contiguous: bool) -> torch.Tensor:
-    """[out, in]; the modules' parameters become views of it. contiguous: also that of a single Conv1D."""
+    """[out, in]; the modules' parameters become views of it and keep their int8 weights, since the module may be built from
+    again. contiguous: also that of a single Conv1D."""
     weights = [_out_by_in(module) for module in modules]
     if len(modules) == 1 and (weights[0].is_contiguous() or not contiguous):
         return weights[0]
     joined = torch.cat([weight.contiguous() for weight in weights])
     for module, rows in zip(modules, joined.split([len(w) for w in weights]), strict=True):
+        int8 = int8_of(module)
         module.weight = torch.nn.Parameter(rows.t() if _is_conv1d(module) else rows, requires_grad=False)
+        if int8 is not None:
+            module.weight.int8 = int8
     return joined
 
 

@@ -138,7 +138,7 @@ def build_rotary(module: Any, pack: bool) -> FusedModel | str:
         first, second = sin.chunk(2, dim=-1)
         return cos, torch.cat([-first, second], dim=-1)
 
-    known = angles if kernels is None else _Remembered(angles)
+    known = angles if kernels is None else _Remembered(angles, config.max_position_embeddings)
 
     def begin(ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         hidden = body.embed_tokens(ids)  # Gemma 2's scales too
@@ -153,11 +153,13 @@ def build_rotary(module: Any, pack: bool) -> FusedModel | str:
 
 
 class _Remembered:
-    """Angles of all positions up to the furthest that was asked for, and as many again: made once, then looked up. On a CPU,
-    where nothing waits for a position to be read."""
+    """Angles of all positions up to the furthest that was asked for, and as many again within the model's context: made once,
+    then looked up. On a CPU, where nothing waits for a position to be read. A position's angles do not depend on the
+    others: rope types that look at the length (dynamic, longrope) are refused when a model is loaded."""
 
-    def __init__(self, angles: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._angles = angles
+    def __init__(self, angles: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]], context: int) -> None:
+        """context: positions that the model is made for."""
+        self._angles, self._context = angles, context
         self._known = 0
         self._cos = self._sin = torch.empty(0)
 
@@ -165,16 +167,17 @@ class _Remembered:
         """cos, sin [rows, 1, head_dim]."""
         furthest = int(positions.max())
         if furthest >= self._known:
-            self._known = 2 * (furthest + 1)
+            self._known = max(furthest + 1, min(2 * (furthest + 1), self._context))
             self._cos, self._sin = (x.contiguous() for x in self._angles(torch.arange(self._known)))
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
 
 def _kernels(module: Any) -> RowKernels | None:
-    """For float32, where a compiler is."""
+    """For float32, where a compiler is and what it made uses all of torch's threads."""
     if any(weight.dtype != torch.float32 for weight in module.parameters()):
         return None
     try:
-        return RowKernels()
+        kernels = RowKernels()
     except EngineMissing:
         return None
+    return kernels if kernels.parallel or torch.get_num_threads() == 1 else None

@@ -14,11 +14,11 @@ _PARALLEL_NUMBERS = 65536  # fewer are done before threads have been woken
 
 
 class RowKernels:
-    """Raises EngineMissing without a C compiler."""
+    """parallel: can it use torch's threads? Raises EngineMissing without a C compiler."""
 
     def __init__(self) -> None:
         library = load_library(_SOURCE, ())
-        self._parallel = library.threads
+        self.parallel = library.threads
         self._norm, self._rotate = library.functions.rms_norm, library.functions.rotate
         self._norm.restype = self._rotate.restype = None
         sizes = ctypes.c_int64
@@ -27,9 +27,11 @@ class RowKernels:
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x [rows, size], weight [size]."""
+        rows, size = x.shape
+        assert x.dtype == weight.dtype == torch.float32, (x.dtype, weight.dtype)
+        assert weight.shape == (size,) and weight.is_contiguous(), (x.shape, weight.shape)
         x = x.contiguous()
         y = torch.empty_like(x)
-        rows, size = x.shape
         self._norm(x.data_ptr(), weight.data_ptr(), y.data_ptr(), rows, size, eps, self._threads(x))
         return y
 
@@ -38,8 +40,10 @@ class RowKernels:
         first half."""
         assert x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
         rows, each, size = x.shape
+        assert x.dtype == cos.dtype == sin.dtype == torch.float32, (x.dtype, cos.dtype, sin.dtype)
+        assert cos.shape == sin.shape == (rows, 1, size) and heads <= each, (x.shape, cos.shape, sin.shape)
         pointers = (x.data_ptr(), cos.data_ptr(), sin.data_ptr())
         self._rotate(*pointers, rows, each * size, heads, size, self._threads(x))
 
     def _threads(self, x: torch.Tensor) -> int:
-        return torch.get_num_threads() if self._parallel and x.numel() >= _PARALLEL_NUMBERS else 1
+        return torch.get_num_threads() if self.parallel and x.numel() >= _PARALLEL_NUMBERS else 1

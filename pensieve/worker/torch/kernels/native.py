@@ -36,12 +36,15 @@ class NativePlan:
     def write(self, pool: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         count, kv_heads, head_dim = keys.shape
         keys, values = _by_token(keys, pool.dtype), _by_token(values, pool.dtype)
-        assert pool.is_contiguous() and slots.is_contiguous() and len(slots) == count == len(values)
+        assert pool.is_contiguous() and slots.is_contiguous() and slots.dtype == torch.int64, slots.dtype
+        assert len(slots) == count and keys.shape == values.shape, (slots.shape, keys.shape, values.shape)
+        assert pool.shape[1:] == (2, kv_heads, head_dim), (pool.shape, keys.shape)
         written = self._library.functions.write_tokens(
             pool.data_ptr(), len(pool), slots.data_ptr(), keys.data_ptr(), values.data_ptr(), count, keys.stride(0),
             values.stride(0), kv_heads * head_dim,
         )  # fmt: skip
-        assert written == count, f"slot {int(slots[written])} is not one of the pool's {len(pool)}"
+        if written != count:
+            raise IndexError(f"slot {int(slots[written])} is not one of the pool's {len(pool)}")
 
     def attend(
         self,

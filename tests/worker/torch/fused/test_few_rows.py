@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import platform
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from pensieve.compiler import find_compiler
+from pensieve import compiler
+from pensieve.compiler import compiler_version, find_compiler, load_library, processor
 from pensieve.errors import EngineMissing
 from pensieve.plan import Row, Sample
 from pensieve.worker.torch.attention import Iteration
 from pensieve.worker.torch.batch import BlockTables, build_batch
-from pensieve.worker.torch.fused import build_fused, linear, rotary
+from pensieve.worker.torch.fused import build_fused, few_rows, linear, rotary
 from pensieve.worker.torch.fused.decoder import FusedModel
 from pensieve.worker.torch.fused.few_rows import FEW_ROWS, FewRows
 from pensieve.worker.torch.fused.row_kernels import RowKernels
@@ -41,13 +46,67 @@ def _noise(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_a_product_of_float32_weights(inside: int, outside: int, with_bias: bool) -> None:
     weights, bias = _noise(outside, inside, seed=1), _noise(outside, seed=3) if with_bias else None
     product = FewRows(weights, None, bias)
-    for rows in range(1, FEW_ROWS + 2):
+    for rows in range(1, FEW_ROWS[torch.float32] + 6):
         x = _noise(rows, inside, seed=rows)
         expected = x.double() @ weights.double().t() + (0 if bias is None else bias.double())
         got = product(x)
         assert float((got - expected).abs().max()) <= 1e-6 * inside**0.5
         assert torch.equal(got, torch.cat([product(row[None]) for row in x])), "other rows change nothing"
     assert torch.equal(product(_noise(inside, 3).t()), product(_noise(inside, 3).t().contiguous()))
+
+
+_PROCESSORS = {  # options, and what a machine needs to run what they make
+    "haswell": (("-march=haswell",), {"avx2", "fma", "bmi2"}),
+    "zen 3": (("-march=haswell", "-mtune=znver3"), {"avx2", "fma", "bmi2"}),
+    "any": ((), set()),
+}
+
+
+@pytest.fixture
+def compile_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """What is loaded from then on is compiled for this processor. Skips where it cannot be or cannot run."""
+
+    def chosen(name: str) -> None:
+        options, needed = _PROCESSORS[name]
+        if platform.machine() != "x86_64" or not needed <= set(processor().split()):
+            pytest.skip(f"this machine does not run what is compiled for {name}")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setattr(compiler, "_ATTEMPTS", ((*options, "-fopenmp-simd"),))
+        load_library.cache_clear()
+
+    yield chosen
+    load_library.cache_clear()
+
+
+@pytest.mark.parametrize("name", sorted(_PROCESSORS))
+def test_on_other_processors_other_rows_change_nothing_either(name: str, compile_for: Callable[[str], None]) -> None:
+    """Compilers round a product and its sum once or twice as they think fit for each number of rows, if they may."""
+    compile_for(name)
+    for inside, outside in ((40, 1), (77, 97), (576, 3)):
+        weights, scales, bias = _noise(outside, inside), _noise(outside, seed=1), _noise(outside, seed=2)
+        x = _noise(9, inside, seed=3)
+        for kept, scale in ((weights, None), ((30 * weights).clamp(-127, 127).to(torch.int8), scales)):
+            product = FewRows(kept, scale, bias)
+            exact = (x.double() @ kept.double().t()) * (1 if scale is None else scale.double()) + bias.double()
+            alone = torch.cat([product(row[None]) for row in x])
+            torch.testing.assert_close(alone.double(), exact, rtol=1e-6, atol=1e-6 * float(exact.abs().max()))
+            for rows in range(2, 10):
+                assert torch.equal(product(x[:rows]), alone[:rows])
+
+
+@pytest.mark.parametrize("weights", ["FLOAT32", "INT8"])
+def test_sums_stay_in_registers_without_avx512(weights: str, tmp_path: Path) -> None:
+    """Of 32 sums in 16 registers compilers make 200 writes to the stack, and products that take twice as long."""
+    command = find_compiler()
+    if platform.machine() != "x86_64" or "clang" in compiler_version(command):
+        pytest.skip("counted in what gcc makes for x86-64")
+    made = tmp_path / "few_rows.s"
+    flags = [flag for flag in compiler._FLAGS if flag != "-shared"]
+    how = ["-march=haswell", "-fopenmp-simd", f"-DWEIGHT_{weights}", "-S", str(few_rows._SOURCE), "-o", str(made)]
+    subprocess.run([*command, *flags, *how], check=True, capture_output=True)
+    assembly = made.read_text()
+    assert len(re.findall(r"vfmadd\w+ps", assembly)) > 30, "the sums are vectors"
+    assert len(re.findall(r"vmov[au]p[sd]\s+%[xyz]mm\d+, -?\d*\(%r[sb]p\)", assembly)) < 30
 
 
 @pytest.mark.parametrize("size", [64, 100, 7])
@@ -64,6 +123,35 @@ def test_norm_and_rotation_are_torchs(size: int) -> None:
     kernels.rotate(heads, 3, cos, sin)
     torch.testing.assert_close(heads, expected, rtol=1e-6, atol=1e-6)
     assert torch.equal(heads[:, 3:], expected[:, 3:]), "values are not rotated"
+
+
+def test_what_does_not_fit_never_reaches_c() -> None:
+    """It would be read as other numbers, or beyond its end."""
+    product, kernels = FewRows(_noise(6, 32), None, None), RowKernels()
+    x, heads, turned = _noise(2, 32), _noise(2, 5, 8), _noise(2, 1, 8)
+    for wrong in (x.double(), x[:, :8], x[0]):
+        with pytest.raises(AssertionError):
+            product(wrong)
+    for other in (_noise(7), _noise(6).double()):
+        with pytest.raises(AssertionError):
+            FewRows(_noise(6, 32), None, other)
+    for given, weight in ((x.double(), _noise(32)), (x, _noise(32).double()), (x, _noise(8)), (x, _noise(64)[::2])):
+        with pytest.raises(AssertionError):
+            kernels.rms_norm(given, weight, 1e-6)
+    for given, cos in (
+        (heads.double(), turned),
+        (heads, turned.double()),
+        (heads, turned[:1]),
+        (heads, turned[:, :, :4]),
+    ):
+        with pytest.raises(AssertionError):
+            kernels.rotate(given, 3, cos, turned)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert product(x).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(before)
 
 
 def test_threads_change_nothing() -> None:
@@ -83,31 +171,43 @@ def test_threads_change_nothing() -> None:
         assert all(torch.equal(one, other) for one, other in zip(results[0], each, strict=True))
 
 
-def _decode(forward: FusedModel, model: LoadedModel, pool: KvTensors, slots: list[int]) -> torch.Tensor:
-    """Logits of one token in each of these slots, whose contexts have different lengths in blocks of their own."""
+def _decode(
+    forward: FusedModel, model: LoadedModel, pool: KvTensors, slots: list[int], sampled: int | None = None
+) -> torch.Tensor:
+    """Logits of one token in each of these slots, whose contexts have different lengths in blocks of their own; of the first
+    `sampled` of them, or of all."""
     tables, rows = BlockTables(), []
     for slot in slots:
         tables.overwrite(slot, 0, [3 * slot, 3 * slot + 1, 3 * slot + 2])
         rows.append(Row(slot, ((5 + slot, 6 + slot),), (7 * slot + 1,), Sample(6 + slot)))
     batch = build_batch(rows, tables, {}, CHUNK, model.device)
     backend = NativeBackend(model.spec.head_dim)
-    with torch.inference_mode():
-        logits = forward(Iteration(batch, pool.gpu_tokens(), CHUNK, backend=backend), batch.logits_at)
     order = [slot for slot, _ in batch.sampled]
-    return torch.stack([logits[order.index(slot)] for slot in slots])
+    kept = [index for index, slot in enumerate(order) if slot in slots[:sampled]]
+    with torch.inference_mode():
+        logits = forward(Iteration(batch, pool.gpu_tokens(), CHUNK, backend=backend), batch.logits_at[kept])
+    return logits[[kept.index(order.index(slot)) for slot in slots[:sampled]]]
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_a_decoded_row_is_the_same_alone_and_among_others(name: str, model_of: Callable[..., LoadedModel]) -> None:
-    """Bit for bit, as long as the batch is small enough to be multiplied in C."""
+    """Bit for bit, as long as the batch is small enough to be multiplied in C; and in all larger ones, which are packed,
+    whether few or all of their rows are sampled."""
     model = model_of(name)
     forward = build_fused(copy.deepcopy(model.module), pack=True)
     assert isinstance(forward, FusedModel) and forward.few_rows == "float32"
-    pool = KvTensors(model.spec, CHUNK, 3 * FEW_ROWS, 0, model.device, model.dtype)
+    few, most = FEW_ROWS[torch.float32], 12
+    pool = KvTensors(model.spec, CHUNK, 3 * most, 0, model.device, model.dtype)
     pool.gpu.normal_(generator=torch.Generator().manual_seed(0))
-    alone = torch.cat([_decode(forward, model, pool, [slot]) for slot in range(FEW_ROWS)])
-    for count in (2, 3, 5, FEW_ROWS):
+    alone = torch.cat([_decode(forward, model, pool, [slot]) for slot in range(few)])
+    for count in range(2, few + 1):
         assert torch.equal(_decode(forward, model, pool, list(range(count))), alone[:count])
+    packed = _decode(forward, model, pool, list(range(most)))
+    for count in (few + 1, 7, 8, 11):
+        assert torch.equal(_decode(forward, model, pool, list(range(count))), packed[:count])
+    for sampled in (1, 3, few, few + 1):
+        assert torch.equal(_decode(forward, model, pool, list(range(most)), sampled), packed[:sampled])
+    torch.testing.assert_close(packed[:few], alone, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
@@ -147,6 +247,25 @@ def test_without_a_compiler_packed_products_serve(
     assert float((logits - plain_logits(model, tokens)[[0, 10]]).abs().max()) <= 1e-4
 
 
+@pytest.mark.parametrize(("threads", "served"), [(1, "float32"), (2, None)])
+def test_without_openmp_c_serves_one_thread_alone(
+    threads: int, served: str | None, model_of: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of("llama")
+    monkeypatch.setattr(compiler, "openmp_runtime", lambda: None)
+    load_library.cache_clear()
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        forward = build_fused(copy.deepcopy(model.module), pack=True)
+    finally:
+        torch.set_num_threads(before)
+        load_library.cache_clear()
+    assert isinstance(forward, FusedModel) and forward.few_rows == served
+    layer: Any = forward.layers[0]
+    assert (layer.kernels is None) == (layer.before_mlp.kernels is None) == (served is None)
+
+
 def test_angles_are_remembered_as_the_model_makes_them(model_of: Callable[..., LoadedModel]) -> None:
     made: list[int] = []
 
@@ -155,11 +274,12 @@ def test_angles_are_remembered_as_the_model_makes_them(model_of: Callable[..., L
         cos, sin = model_of("llama").module.model.rotary_emb(torch.zeros(1), positions[None])
         return cos[0, :, None], sin[0, :, None]
 
-    remembered = rotary._Remembered(angles)
-    for positions in ([3], [7, 0, 2], [8, 500], [1001, 1]):
+    remembered = rotary._Remembered(angles, 1500)
+    for positions in ([3], [7, 0, 2], [8, 500], [1001, 1], [1002], [1500, 3]):
         at = torch.tensor(positions)
         for got, expected in zip(remembered(at), angles(at), strict=True):
             assert torch.equal(got, expected)
-    assert made == [8, 1, 3, 1002, 2, 2], (
-        "once for 8 positions, once for 1,002; the others are what this test asked for"
+    tables = [8, 1002, 1500, 1501]  # twice what is asked for, the model's context, and what lies beyond it
+    assert made == [tables[0], 1, 3, tables[1], 2, 2, tables[2], 1, tables[3], 2], (
+        "the others are what this test asked for"
     )

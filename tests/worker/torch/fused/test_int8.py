@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from pensieve.compiler import find_compiler
 from pensieve.errors import EngineMissing
+from pensieve.worker.torch.fused import build_fused
+from pensieve.worker.torch.fused.decoder import FusedModel
 from pensieve.worker.torch.fused.few_rows import FEW_ROWS
 from pensieve.worker.torch.fused.int8 import Int8Weights, int8_product, quantise, rounded
 from pensieve.worker.torch.model import LoadedModel, load_model
@@ -40,7 +43,7 @@ def test_a_product_is_that_of_the_restored_weights(inside: int, outside: int, wi
     bias = _noise(outside + 2, seed=3) if with_bias else None
     product = int8_product(parts, bias)
     whole = torch.cat([part.restored for part in parts]).double()
-    for rows in range(1, FEW_ROWS + 2):
+    for rows in range(1, FEW_ROWS[torch.int8] + 2):
         x = _noise(rows, inside, seed=rows)
         expected = x.double() @ whole.t() + (0 if bias is None else bias.double())
         got = product(x)
@@ -75,6 +78,24 @@ def test_turns_equal_transformers_on_the_rounded_weights(name: str) -> None:
     assert model.forward.name == "fused, packed weights, int8 weights for few rows"
     assert model.self_check.against == "eager"
     converse(model, Driver(model), [(37, 6), (1, 4), (21, 6)])
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
+def test_the_joined_weights_are_the_modules_own_and_it_can_be_built_again(name: str, pack: bool) -> None:
+    """No float32 weight exists twice but in oneDNN's layout; another attention backend builds from the same module."""
+    module = load_model(tiny_spec(name), "random", None, None, 0, "cpu", threads=1).module
+    quantise(module)
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    for _ in range(2):
+        forward = build_fused(module, pack=pack)
+        assert isinstance(forward, FusedModel) and forward.few_rows == "int8"
+        own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+        layer: Any = forward.layers[0]
+        for part in (layer.qkv, layer.out, layer.down):
+            assert part.few_rows == "int8"
+            assert pack or part._weight.untyped_storage().data_ptr() in own
+        assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
 
 
 def test_a_quantised_model_is_near_the_one_that_it_was() -> None:

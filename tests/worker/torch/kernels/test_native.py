@@ -123,8 +123,11 @@ def test_keys_and_values_go_where_torch_would_put_them(dtype: torch.dtype) -> No
     plan = _plan(case)
     plan.write(case.pool[0], case.batch.write_slots, keys, values)
     assert torch.equal(case.pool[0].nan_to_num(9e9), expected.nan_to_num(9e9))
-    with pytest.raises(AssertionError, match=f"slot {len(expected)} is not one of"):
+    with pytest.raises(IndexError, match=f"slot {len(expected)} is not one of"):
         plan.write(case.pool[0], torch.full((41,), len(expected)), keys, values)
+    for slots, given in ((case.batch.write_slots.int(), keys), (case.batch.write_slots, keys[:, :1])):
+        with pytest.raises(AssertionError):
+            plan.write(case.pool[0], slots, given, values)
 
 
 @pytest.mark.parametrize(
