@@ -178,8 +178,15 @@ def test_what_the_file_of_conversations_comes_to_hold_is_what_is_reserved_for_it
 
 @pytest.mark.parametrize("state", ["off", "kept"])
 def test_all_is_taken_before_a_server_is_ready(state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And behind what it keeps from before, which would else be made of the reserve, and be gone through by the collector."""
     taken: list[Any] = []
+
+    def restore(*_: Any) -> int:
+        taken.append("conversations")
+        return 3
+
     monkeypatch.setattr(command, "fastest_loops", lambda: taken.append("loops"))
+    monkeypatch.setattr(StateFile, "restore", restore)
     monkeypatch.setattr(memory, "Reserve", lambda *asked: taken.append(asked))
     monkeypatch.setattr(memory, "settle", lambda: taken.append(app.server))
     settings = ServeSettings(max_queue=40, state="off" if state == "off" else str(tmp_path / "serve.db"))
@@ -187,7 +194,8 @@ def test_all_is_taken_before_a_server_is_ready(state: str, tmp_path: Path, monke
     try:
         command._load(app, composed("hardware=sim_h100"), uvicorn.Server(command.uvicorn_config(app)))
         assert app.failure is None and app.server is not None
-        assert taken == ["loops", (40, 0 if state == "off" else CACHE_BYTES), None]
+        before = ["loops"] if state == "off" else ["loops", "conversations"]
+        assert taken == [*before, (40, 0 if state == "off" else CACHE_BYTES), None]
     finally:
         for close in app.on_close:
             close()
