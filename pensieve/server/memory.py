@@ -75,13 +75,24 @@ class Reserve:
         large = [b"x" * (LARGE_BYTES - header) for _ in range(self._heap_bytes // LARGE_BYTES)]
         # Pieces start anywhere: each holds a whole half of one that is aligned.
         self._kept = [*{id(one) // (_ARENA // 2): one for one in small}.values(), max(large, key=id)]
+        self._free_bytes = 0  # of the C library's heap after the last trim: most of it without pages
 
     def give_back(self) -> None:
-        """Free pages of the C library to the system, where it is glibc, and much more is free than is reserved: after long
-        bodies or prompts its heap is else as large as the most that was ever needed."""
+        """Free pages of the C library to the system, where it can: after long bodies or prompts its heap is else as large as
+        the most that was ever needed.
+
+        A trim leaves what is free in the heap and takes its pages, those reserved too, which the next crowd has to wait for:
+        so there is another one only where _ROOM times the reserve more is free than after the last. No more than what was
+        free then and _ROOM times the reserve is ever resident in vain. A library that does not say what is free is trimmed
+        at each call.
+        """
+        trim = getattr(_C, "malloc_trim", None)
         told = _mallinfo()
-        if told is not None and told.fordblks > _ROOM * self._heap_bytes:
-            _C.malloc_trim(0)
+        if trim is None or (told is not None and told.fordblks <= self._free_bytes + _ROOM * self._heap_bytes):
+            return
+        trim(0)
+        left = _mallinfo()
+        self._free_bytes = 0 if left is None else left.fordblks
 
 
 def settle() -> None:

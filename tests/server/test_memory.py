@@ -141,17 +141,56 @@ def test_a_reserve_has_a_limit_whatever_the_queue_s() -> None:
     del reserve
 
 
-@pytest.mark.parametrize(("free_share", "trimmed"), [(1, 0), (20, 1), (None, 0)])
-def test_pages_are_given_back_where_much_more_is_free_than_is_reserved(
-    free_share: int | None, trimmed: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("shares", "trims_at"),
+    [
+        ([1, 3, 4], []),
+        ([20, 20, 24, 23], [0]),  # all of 20 stays free, without its pages
+        ([20, 25, 25, 29, 30], [0, 1, 4]),
+        ([20, 3, 24, 25], [0, 3]),
+        ([None, None], [0, 1]),  # it does not say
+    ],
+)
+def test_pages_are_given_back_where_much_more_is_free_than_after_the_last_time(
+    shares: list[int | None], trims_at: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trims: list[int] = []
+    """shares: of the reserve, free in the heap at each call. A trim changes none of it."""
+    reserve, trims = memory.Reserve(64), []
+    for at, share in enumerate(shares):
+        told = None if share is None else memory._Mallinfo(fordblks=share * 64 * memory.LARGE_BYTES)
+        monkeypatch.setattr(memory, "_mallinfo", lambda told=told: told)
+        monkeypatch.setattr(memory, "_C", SimpleNamespace(malloc_trim=lambda _, at=at: trims.append(at)))
+        reserve.give_back()
+    assert trims == trims_at
+
+
+def test_a_library_that_cannot_give_back_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     reserve = memory.Reserve(64)
-    told = None if free_share is None else memory._Mallinfo(fordblks=free_share * 64 * memory.LARGE_BYTES)
-    monkeypatch.setattr(memory, "_mallinfo", lambda: told)
-    monkeypatch.setattr(memory, "_C", SimpleNamespace(malloc_trim=trims.append))
-    reserve.give_back()
-    assert trims == [0] * trimmed
+    for library in (None, SimpleNamespace()):
+        monkeypatch.setattr(memory, "_C", library)
+        reserve.give_back()
+        memory.one_heap()
+        assert memory.held().malloc_bytes is None
+
+
+@pytest.mark.skipif(not hasattr(memory._C, "mallinfo2"), reason="another C library")
+def test_a_heap_with_much_free_in_it_is_trimmed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the C library's own numbers: after a trim they say that as much is free as before."""
+    trims: list[int] = []
+
+    def trim(pad: int) -> None:
+        trims.append(pad)
+        memory._library().malloc_trim(pad)  # type: ignore[union-attr]
+
+    reserve = memory.Reserve(64)
+    held = [bytes(100_000) for _ in range(200)]
+    del held[::2]  # so that they are not the end of the heap, which is given back by itself
+    free = memory._mallinfo()
+    assert free is not None and free.fordblks > 2 * memory._ROOM * 64 * memory.LARGE_BYTES
+    monkeypatch.setattr(memory, "_C", SimpleNamespace(malloc_trim=trim, mallinfo2=memory._C.mallinfo2))
+    for _ in range(3):
+        reserve.give_back()
+    assert len(trims) == 1 and held
 
 
 @pytest.mark.skipif(not hasattr(memory._C, "mallinfo2"), reason="another C library")
