@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import pytest
+
+pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 import uvicorn
 
 from pensieve.record import Event

@@ -14,25 +14,15 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-
-import uvicorn
-
 from pensieve.baselines import threaded_system
 from pensieve.errors import TooManySessions
 from pensieve.record import TurnRecord
-from pensieve.server import command, memory
+from pensieve.server import memory
 from pensieve.server.api import Server
-from pensieve.server.app import App
-from pensieve.server.connection import Connection
 from pensieve.server.conversations import Conversations, Mark
-from pensieve.server.settings import ServeSettings, Tenants
 from pensieve.server.state import CACHE_BYTES, StateFile
 from pensieve.tokenizer import ByteTokenizer
 from tests.baselines.systems import threaded
-from tests.server.live import simulated
-from tests.server.test_chat import composed
 
 
 def test_what_is_held_follows_what_is_kept() -> None:
@@ -215,31 +205,6 @@ def test_what_the_file_of_conversations_comes_to_hold_is_what_is_reserved_for_it
     file.close()
 
 
-@pytest.mark.parametrize("state", ["off", "kept"])
-def test_all_is_taken_before_a_server_is_ready(state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And behind what it keeps from before, which would else be made of the reserve, and be gone through by the collector."""
-    taken: list[Any] = []
-
-    def restore(*_: Any) -> int:
-        taken.append("conversations")
-        return 3
-
-    monkeypatch.setattr(command, "fastest_loops", lambda: taken.append("loops"))
-    monkeypatch.setattr(StateFile, "restore", restore)
-    monkeypatch.setattr(memory, "Reserve", lambda *asked: taken.append(asked))
-    monkeypatch.setattr(memory, "settle", lambda: taken.append(app.server))
-    settings = ServeSettings(max_queue=40, state="off" if state == "off" else str(tmp_path / "serve.db"))
-    app = App(settings, Tenants(), "tiny")
-    try:
-        command._load(app, composed("hardware=sim_h100"), uvicorn.Server(command.uvicorn_config(app)))
-        assert app.failure is None and app.server is not None
-        before = ["loops"] if state == "off" else ["loops", "conversations"]
-        assert taken == [*before, (40, 0 if state == "off" else CACHE_BYTES), None]
-    finally:
-        for close in app.on_close:
-            close()
-
-
 _HEAPS = """
 import ctypes, sys, threading
 from pensieve.server import memory
@@ -280,20 +245,3 @@ def test_all_threads_share_one_heap_and_what_is_reserved_of_it() -> None:
     heaps, _, more = run()
     assert heaps > 1
     assert more > 1_000_000
-
-
-def test_a_long_body_comes_in_small_pieces_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    received = Connection.data_received
-
-    def data_received(self: Connection, data: bytes) -> None:
-        sizes.append(len(data))
-        received(self, data)
-
-    monkeypatch.setattr(Connection, "data_received", data_received)
-    said = "".join(random.Random(0).choices("abc ", k=200_000))
-    with simulated() as (_, client):
-        told = client.post("/tokenize", json={"prompt": said}).json()
-    assert told["tokens"] == list(ByteTokenizer().encode(said))
-    assert sum(sizes) > len(said)
-    assert max(sizes) <= 2**14, "a buffer of 128 KiB and more leaves holes in the heap"
