@@ -12,6 +12,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pensieve.baselines.base import Capabilities
 from pensieve.baselines.inline_system import InlineSystem
@@ -74,6 +75,14 @@ class Replica:
         return (len(places) - places.count("-")) * self.system.chunk_tokens
 
 
+class _Group(NamedTuple):
+    """What stays of a Fleet as long as the same replicas are up; their loads are other ones at each request."""
+
+    members: list[Replica]
+    numbers: NDArray[np.uint64]
+    holding: Callable[[str], list[Replica]]
+
+
 class ClusterSystem:
     """A System of engines that share nothing but what was said: the tokens of each conversation, in a log that outlives them.
 
@@ -119,7 +128,7 @@ class ClusterSystem:
         self._home: dict[str, tuple[int, int]] = {}  # of each conversation, the replica of its last turn, and its life
         self._served: dict[str, set[int]] = {}  # of each conversation, the replicas that were given turns of it
         self._loads = np.zeros(replicas, np.int64)  # requests under way, by replica
-        self._all = self._fleet(self._replicas)
+        self._all = self._group(self._replicas)
         self._up, self._up_until_ns = self._all, 0  # who is up, and how long they are
         self._counted: Counter[str] = Counter()  # by replicas that have failed, and of the cluster itself
         self._counts_windows = False
@@ -360,29 +369,26 @@ class ClusterSystem:
 
     def _choose(self, request: Asked, now: int) -> int:
         """The replica that serves it."""
-        fleet = self._all if self._failures.mean_s is None else self._those_up(now)
-        if fleet is None:
+        group = self._all if self._failures.mean_s is None else self._those_up(now)
+        if not group.members:
             return min(self._replicas, key=lambda one: one.up_ns).number
+        fleet = Fleet(group.members, group.numbers, self._loads[group.numbers], group.holding)
         return self._router(request, fleet, self._seed).number
 
-    def _those_up(self, now: int) -> Fleet | None:
-        """None: all have failed."""
+    def _those_up(self, now: int) -> _Group:
         if now >= self._up_until_ns:
-            up = [replica for replica in self._replicas if replica.up_ns <= now]
-            self._up = self._fleet(up)
+            self._up = self._group([replica for replica in self._replicas if replica.up_ns <= now])
             self._up_until_ns = min((one.up_ns for one in self._replicas if one.up_ns > now), default=NEVER_NS)
-        fleet = self._up
-        return replace(fleet, loads=self._loads[fleet.numbers]) if fleet.members else None
+        return self._up
 
-    def _fleet(self, members: list[Replica]) -> Fleet:
-        """loads: of all replicas, as they are at any time."""
+    def _group(self, members: list[Replica]) -> _Group:
         served, replicas = self._served, self._replicas
         up = {replica.number for replica in members}
 
         def holding(session: str) -> list[Replica]:
             return [replicas[number] for number in sorted(served.get(session, ())) if number in up]
 
-        return Fleet(members, np.array([one.number for one in members], np.uint64), self._loads, holding)
+        return _Group(members, np.array([one.number for one in members], np.uint64), holding)
 
     def _destination(self, session: str, turn: int) -> int | None:
         """As outlook.Destination."""

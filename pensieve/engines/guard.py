@@ -3,8 +3,8 @@
     python guard.py FD LOG COMMAND [ARGUMENT ...]
 
 FD is the reading end of a pipe whose writing end the parent alone holds: the kernel closes it when the parent ends, in
-whatever way. LOG, which nobody will read then, is deleted. Should the guard itself be killed, Linux kills the command
-(PR_SET_PDEATHSIG). The exit status is the command's.
+whatever way. LOG, which nobody will read then, is deleted; that of a command that ended before is the parent's. Should the
+guard itself be killed, Linux kills the command (PR_SET_PDEATHSIG). The exit status is the command's.
 This file runs by its path, without the package.
 """
 
@@ -48,16 +48,18 @@ def main(life: int, log: str, command: list[str]) -> int:
     except OSError as error:
         print(f"{command[0]} cannot be run: {error.strerror}", file=sys.stderr)
         return 127
+    readable: list[int] = []
     while child.poll() is None:
         readable, _, _ = select.select([life], [], [], WAKE_S)
         if readable:  # its end: nobody ever writes
             child.terminate()
             with suppress(subprocess.TimeoutExpired):
                 child.wait(GRACE_S)
-            with suppress(FileNotFoundError):
-                os.unlink(log)
             break
     _kill_descendants()
+    if readable:
+        with suppress(OSError):
+            os.unlink(log)
     return child.wait()
 
 

@@ -38,7 +38,8 @@ def free_port() -> int:
 
 class EngineProcess:
     """A command that lives no longer than this object, nor than the process that made it (guard.py). What it prints goes to
-    a log in the temporary folder, which is deleted with it; by the guard where the process that made it was killed.
+    a log in the temporary folder, which `close` deletes; where the process that made it was killed meanwhile, the guard does.
+    It stays only where the command had ended by itself before that: its guard ended with it.
 
     talk: its standard input and output are pipes, `sends` and `receives`; otherwise its output goes to the log too.
     """

@@ -118,9 +118,11 @@ def _load(state: App, config: Mapping[str, Any], http: uvicorn.Server) -> None:
             say(f"Turns are recorded as trial {recording.trial_id}.")
             state.on_close.append(recording.close)
         fastest_loops()  # a later choice of victims would load them
+        state.prepare(server, kept)
+        # Behind all that stays, the conversations of before too: what is made after it is made of the reserve.
         state.reserve = memory.Reserve(state.settings.max_queue, 0 if kept is None else CACHE_BYTES)
         memory.settle()
-        state.ready(server, kept)
+        state.ready(server)
     except Exception as error:  # or nobody would learn why it never gets ready
         if server is not None:
             server.close()

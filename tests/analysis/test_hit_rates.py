@@ -56,6 +56,24 @@ def test_a_sweep_over_the_size_gets_a_bar_a_size_from_the_smallest_on(store, dra
     ]
 
 
+def test_no_interval_in_the_table_reaches_beyond_none_and_all(store, tmp_path):
+    """Of six conversations, of which one finds 72 of 100 tokens and the others none, or one 28 and the others all."""
+
+    def turns(at, seed):
+        one, others = (72, 0) if at["baseline"] == "gpu_only" else (28, 100)
+        return [answered(name, 2, 5.0, history=100, gpu=one if name == "a" else others) for name in "abcdef"]
+
+    source = fill(store, {"baseline": ["gpu_only", "pensieve"]}, turns, seeds=(0,), summary=True)
+    [drawing] = hit_rates.draw(source, tmp_path)
+    with drawing.csv.open(newline="") as file:
+        rows = {row["baseline"]: row for row in csv.DictReader(file)}
+    for part in ("gpu", "hit"):
+        assert float(rows["gpu_only"][f"{part}_ci_low"]) == 0.0
+        assert float(rows["pensieve"][f"{part}_ci_high"]) == 100.0
+        assert 0.0 <= float(rows["pensieve"][f"{part}_ci_low"]) < 88.0
+        assert 12.0 < float(rows["gpu_only"][f"{part}_ci_high"]) <= 100.0
+
+
 def test_swapping_two_baselines_in_the_database_swaps_the_drawn_data(drawn, tmp_path):
     def picture(found):
         hit_rates.draw(cached(ResultsStore(MEMORY), found), tmp_path)

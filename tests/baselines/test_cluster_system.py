@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pensieve.baselines import cluster_system
 from pensieve.baselines.cluster_system import COUNTED, ClusterSystem
 from pensieve.baselines.outlook import Outlook
 from pensieve.baselines.routing import ROUTERS, Fleet, affinity
@@ -358,11 +359,20 @@ def test_what_routers_go_by_is_what_the_replicas_are_at_that_moment(
         seen.append((len(members), max(fleet.loads), len(holders)))
         return ROUTERS["least_loaded"](request, fleet, seed)
 
+    made = []
+
+    def make(*fields: Any) -> Fleet:
+        fleet = Fleet(*fields)
+        made.append((len(fleet.members), len(fleet.numbers), len(fleet.loads)))
+        return fleet
+
+    monkeypatch.setattr(cluster_system, "Fleet", make)
     monkeypatch.setitem(ROUTERS, "prefix_aware", checking)
     _, counted, _ = run("hardware.router=prefix_aware", "hardware.replicas=5", *more)
     fewest, busiest, holders = (
         extreme(each) for extreme, each in zip((min, max, max), zip(*seen, strict=True), strict=True)
     )
+    assert made == [(one, one, one) for one, _, _ in seen], "there is none but what a router is given"
     assert busiest > 0 and holders > 0 and (fewest < 5) == bool(more) == bool(counted["replica_failures"])
 
 

@@ -118,6 +118,20 @@ def test_the_engine_dies_with_its_trial_also_after_kill_9(tmp_path: Path) -> Non
     assert until(lambda: gone(pid) and not left.exists())
 
 
+def test_all_it_started_is_ended_also_where_its_log_cannot_be_deleted(tmp_path: Path) -> None:
+    stray, log = tmp_path / "stray", tmp_path / "log"
+    log.mkdir()
+    life, keep = os.pipe()
+    guard = str(Path(process.__file__).with_name("guard.py"))
+    script = f"setsid sh -c 'echo $$ > {stray}; exec sleep 100' & wait"
+    guarding = subprocess.Popen([sys.executable, "-I", guard, str(life), str(log), *shell(script)], pass_fds=(life,))
+    os.close(life)
+    pid = pid_in(stray)
+    os.close(keep)
+    assert guarding.wait(PATIENCE_S) == -signal.SIGTERM % 256, "as it ends, no error of its own"
+    assert until(lambda: gone(pid)) and log.exists()
+
+
 def test_the_engine_dies_with_its_guard(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     engine = EngineProcess("engine", shell(f"echo $$ > {file}; exec sleep 100"))

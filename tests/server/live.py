@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import pytest
+
+pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 import uvicorn
 
 from pensieve.record import Event
@@ -32,7 +35,8 @@ def serving(
 ) -> Iterator[tuple[App, str]]:
     """The state of the HTTP server, and its address. state: where it keeps conversations."""
     app = App(ServeSettings(port=0, **fields), Tenants(keys), "tiny")
-    app.ready(server, state)
+    app.prepare(server, state)
+    app.ready(server)
     http = uvicorn.Server(uvicorn_config(app))
     thread = threading.Thread(target=http.run, daemon=True)
     thread.start()

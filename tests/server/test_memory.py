@@ -14,25 +14,15 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-
-import uvicorn
-
 from pensieve.baselines import threaded_system
 from pensieve.errors import TooManySessions
 from pensieve.record import TurnRecord
-from pensieve.server import command, memory
+from pensieve.server import memory
 from pensieve.server.api import Server
-from pensieve.server.app import App
-from pensieve.server.connection import Connection
 from pensieve.server.conversations import Conversations, Mark
-from pensieve.server.settings import ServeSettings, Tenants
 from pensieve.server.state import CACHE_BYTES, StateFile
 from pensieve.tokenizer import ByteTokenizer
 from tests.baselines.systems import threaded
-from tests.server.live import simulated
-from tests.server.test_chat import composed
 
 
 def test_what_is_held_follows_what_is_kept() -> None:
@@ -141,17 +131,56 @@ def test_a_reserve_has_a_limit_whatever_the_queue_s() -> None:
     del reserve
 
 
-@pytest.mark.parametrize(("free_share", "trimmed"), [(1, 0), (20, 1), (None, 0)])
-def test_pages_are_given_back_where_much_more_is_free_than_is_reserved(
-    free_share: int | None, trimmed: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("shares", "trims_at"),
+    [
+        ([1, 3, 4], []),
+        ([20, 20, 24, 23], [0]),  # all of 20 stays free, without its pages
+        ([20, 25, 25, 29, 30], [0, 1, 4]),
+        ([20, 3, 24, 25], [0, 3]),
+        ([None, None], [0, 1]),  # it does not say
+    ],
+)
+def test_pages_are_given_back_where_much_more_is_free_than_after_the_last_time(
+    shares: list[int | None], trims_at: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trims: list[int] = []
+    """shares: of the reserve, free in the heap at each call. A trim changes none of it."""
+    reserve, trims = memory.Reserve(64), []
+    for at, share in enumerate(shares):
+        told = None if share is None else memory._Mallinfo(fordblks=share * 64 * memory.LARGE_BYTES)
+        monkeypatch.setattr(memory, "_mallinfo", lambda told=told: told)
+        monkeypatch.setattr(memory, "_C", SimpleNamespace(malloc_trim=lambda _, at=at: trims.append(at)))
+        reserve.give_back()
+    assert trims == trims_at
+
+
+def test_a_library_that_cannot_give_back_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     reserve = memory.Reserve(64)
-    told = None if free_share is None else memory._Mallinfo(fordblks=free_share * 64 * memory.LARGE_BYTES)
-    monkeypatch.setattr(memory, "_mallinfo", lambda: told)
-    monkeypatch.setattr(memory, "_C", SimpleNamespace(malloc_trim=trims.append))
-    reserve.give_back()
-    assert trims == [0] * trimmed
+    for library in (None, SimpleNamespace()):
+        monkeypatch.setattr(memory, "_C", library)
+        reserve.give_back()
+        memory.one_heap()
+        assert memory.held().malloc_bytes is None
+
+
+@pytest.mark.skipif(not hasattr(memory._C, "mallinfo2"), reason="another C library")
+def test_a_heap_with_much_free_in_it_is_trimmed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the C library's own numbers: after a trim they say that as much is free as before."""
+    trims: list[int] = []
+
+    def trim(pad: int) -> None:
+        trims.append(pad)
+        memory._library().malloc_trim(pad)  # type: ignore[union-attr]
+
+    reserve = memory.Reserve(64)
+    held = [bytes(100_000) for _ in range(200)]
+    del held[::2]  # so that they are not the end of the heap, which is given back by itself
+    free = memory._mallinfo()
+    assert free is not None and free.fordblks > 2 * memory._ROOM * 64 * memory.LARGE_BYTES
+    monkeypatch.setattr(memory, "_C", SimpleNamespace(malloc_trim=trim, mallinfo2=memory._C.mallinfo2))
+    for _ in range(3):
+        reserve.give_back()
+    assert len(trims) == 1 and held
 
 
 @pytest.mark.skipif(not hasattr(memory._C, "mallinfo2"), reason="another C library")
@@ -174,23 +203,6 @@ def test_what_the_file_of_conversations_comes_to_hold_is_what_is_reserved_for_it
     assert 0.6 * CACHE_BYTES < full - before < CACHE_BYTES
     assert abs(fill(400) - full) < 0.1 * CACHE_BYTES, "no more than that"
     file.close()
-
-
-@pytest.mark.parametrize("state", ["off", "kept"])
-def test_all_is_taken_before_a_server_is_ready(state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[Any] = []
-    monkeypatch.setattr(command, "fastest_loops", lambda: taken.append("loops"))
-    monkeypatch.setattr(memory, "Reserve", lambda *asked: taken.append(asked))
-    monkeypatch.setattr(memory, "settle", lambda: taken.append(app.server))
-    settings = ServeSettings(max_queue=40, state="off" if state == "off" else str(tmp_path / "serve.db"))
-    app = App(settings, Tenants(), "tiny")
-    try:
-        command._load(app, composed("hardware=sim_h100"), uvicorn.Server(command.uvicorn_config(app)))
-        assert app.failure is None and app.server is not None
-        assert taken == ["loops", (40, 0 if state == "off" else CACHE_BYTES), None]
-    finally:
-        for close in app.on_close:
-            close()
 
 
 _HEAPS = """
@@ -233,20 +245,3 @@ def test_all_threads_share_one_heap_and_what_is_reserved_of_it() -> None:
     heaps, _, more = run()
     assert heaps > 1
     assert more > 1_000_000
-
-
-def test_a_long_body_comes_in_small_pieces_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    received = Connection.data_received
-
-    def data_received(self: Connection, data: bytes) -> None:
-        sizes.append(len(data))
-        received(self, data)
-
-    monkeypatch.setattr(Connection, "data_received", data_received)
-    said = "".join(random.Random(0).choices("abc ", k=200_000))
-    with simulated() as (_, client):
-        told = client.post("/tokenize", json={"prompt": said}).json()
-    assert told["tokens"] == list(ByteTokenizer().encode(said))
-    assert sum(sizes) > len(said)
-    assert max(sizes) <= 2**14, "a buffer of 128 KiB and more leaves holes in the heap"

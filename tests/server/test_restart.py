@@ -16,14 +16,15 @@ import httpx
 import pytest
 
 pytest.importorskip("fastapi")
+import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
 from pensieve.errors import ConfigError
-from pensieve.server import create_server
+from pensieve.server import command, create_server, memory
 from pensieve.server.app import App
 from pensieve.server.command import open_state
-from pensieve.server.settings import ServeSettings
-from pensieve.server.state import StateFile
+from pensieve.server.settings import ServeSettings, Tenants
+from pensieve.server.state import CACHE_BYTES, StateFile
 from tests.server.live import PATIENCE_S, REAL, SIMULATED, serving, until
 from tests.server.test_chat import composed
 from tests.server.test_http import ALICE, BOB, KEYS, OPERATOR, ask
@@ -84,6 +85,31 @@ def respond(client: httpx.Client, text: str, previous: str | None = None, header
     }
     reply = client.post("/v1/responses", json=body, headers=headers)
     return reply.json() if reply.status_code == 200 else reply.status_code
+
+
+@pytest.mark.parametrize("state", ["off", "kept"])
+def test_all_is_taken_before_a_server_is_ready(state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And behind what it keeps from before, which would else be made of the reserve, and be gone through by the collector."""
+    taken: list[Any] = []
+
+    def restore(*_: Any) -> int:
+        taken.append("conversations")
+        return 3
+
+    monkeypatch.setattr(command, "fastest_loops", lambda: taken.append("loops"))
+    monkeypatch.setattr(StateFile, "restore", restore)
+    monkeypatch.setattr(memory, "Reserve", lambda *asked: taken.append(asked))
+    monkeypatch.setattr(memory, "settle", lambda: taken.append(app.server))
+    settings = ServeSettings(max_queue=40, state="off" if state == "off" else str(tmp_path / "serve.db"))
+    app = App(settings, Tenants(), "tiny")
+    try:
+        command._load(app, composed("hardware=sim_h100"), uvicorn.Server(command.uvicorn_config(app)))
+        assert app.failure is None and app.server is not None
+        before = ["loops"] if state == "off" else ["loops", "conversations"]
+        assert taken == [*before, (40, 0 if state == "off" else CACHE_BYTES), None]
+    finally:
+        for close in app.on_close:
+            close()
 
 
 def chat(client: httpx.Client, text: str, headers: Any = ALICE, **fields: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import random
 import socket
 import threading
 from collections import Counter
@@ -22,10 +23,12 @@ from pensieve.record import TurnRecord
 from pensieve.request import Request
 from pensieve.server import create_server
 from pensieve.server.api import Stream
+from pensieve.server.connection import Connection
 from pensieve.server.conversations import Conversation, Mark
 from pensieve.server.feed import Feed
 from pensieve.server.turn import Turn
 from pensieve.session import Session
+from pensieve.tokenizer import ByteTokenizer
 from tests.baselines.systems import Side
 from tests.server.live import PATIENCE_S, SIMULATED, serving, simulated, until
 from tests.server.test_http import ask
@@ -190,3 +193,20 @@ def test_a_server_that_is_told_to_stop_lets_replies_end() -> None:
         worker.gate.set()
         assert asked.ended() and stopping.ended()
         assert asked.result.status_code == 200
+
+
+def test_a_long_body_comes_in_small_pieces_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    received = Connection.data_received
+
+    def data_received(self: Connection, data: bytes) -> None:
+        sizes.append(len(data))
+        received(self, data)
+
+    monkeypatch.setattr(Connection, "data_received", data_received)
+    said = "".join(random.Random(0).choices("abc ", k=200_000))
+    with simulated() as (_, client):
+        told = client.post("/tokenize", json={"prompt": said}).json()
+    assert told["tokens"] == list(ByteTokenizer().encode(said))
+    assert sum(sizes) > len(said)
+    assert max(sizes) <= 2**14, "a buffer of 128 KiB and more leaves holes in the heap"
