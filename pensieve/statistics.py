@@ -211,7 +211,7 @@ def _percentiles(
     ends: dict[float, tuple[float, float]] = {}
     if due:
         resamples = max(min(resamples, _FEWEST), min(resamples, _WORK // n))
-        [weights] = _draws(centres, resamples, resamples, seed)
+        weights = _all_draws(centres, resamples, seed)
         replicates = _drawn_percentiles(values, member, weights, due)
         effective = _effective_groups(centres)
         ends = {p: _expanded(row, effective) for p, row in zip(due, replicates, strict=True)}
@@ -283,7 +283,7 @@ def fit_line(
     influences = [np.add.reduceat(part, starts) for part in (tilt, off / n - middle * tilt)]
     by_seed = [_by_seed(dict(zip(keys, map(float, part), strict=True))) for part in influences]
     if has_interval(_independent(by_seed[0])):
-        [weights] = _draws(by_seed[0], resamples, resamples, seed)
+        weights = _all_draws(by_seed[0], resamples, seed)
         found = line(weights.astype(np.float64))
         ends = [_expanded(row, _effective_groups(part)) for row, part in zip(found, by_seed, strict=True)]
     estimates = [
@@ -316,16 +316,25 @@ def _percentile_has_interval(by_seed: Sequence[Floats], p: float) -> bool:
     return _independent(by_seed) * min(p, 1.0 - p) >= _GROUPS_BEYOND - 1e-9
 
 
-def _draws(by_seed: Sequence[Floats], resamples: int, step: int, seed: int) -> Iterator[Counts]:
-    """[at most `step`, values] at a time: how often each value is drawn, when seeds are drawn first, then the sessions of
+def _draws(by_seed: Sequence[Floats], resamples: int, seed: int) -> Iterator[Counts]:
+    """[some resamples, values] at a time: how often each value is drawn, when seeds are drawn first, then the sessions of
     each drawn seed. They depend on how many values there are and not on the values, so that the many series of a trial, and
-    of other trials of as many conversations, share them."""
+    of other trials of as many conversations, share them; nor do they depend on whether they are kept."""
     sizes = tuple(map(len, by_seed))
     if resamples * sum(sizes) <= _KEPT:
+        step = _rows_drawn(sizes)
         whole = _kept_draws(sizes, resamples, seed)
         yield from (whole[start : start + step] for start in range(0, resamples, step))
     else:
-        yield from _new_draws(sizes, resamples, step, seed)
+        yield from _new_draws(sizes, resamples, seed)
+
+
+def _all_draws(by_seed: Sequence[Floats], resamples: int, seed: int) -> Counts:
+    """What `_draws` gives, at once: [resamples, values]."""
+    sizes = tuple(map(len, by_seed))
+    if resamples * sum(sizes) <= _KEPT:
+        return _kept_draws(sizes, resamples, seed)
+    return np.concatenate(list(_new_draws(sizes, resamples, seed)))
 
 
 _kept: OrderedDict[tuple[tuple[int, ...], int, int], Counts] = OrderedDict()
@@ -336,10 +345,11 @@ def _kept_draws(sizes: tuple[int, ...], resamples: int, seed: int) -> Counts:
     key = sizes, resamples, seed
     if key not in _kept:
         drawn = np.empty((resamples, sum(sizes)), dtype=np.int16)  # a value is drawn once on average
-        step = max(1, _BLOCK // sum(sizes))
-        for start, part in zip(range(0, resamples, step), _new_draws(sizes, resamples, step, seed), strict=True):
+        start = 0
+        for part in _new_draws(sizes, resamples, seed):
             assert part.max() < 2**15
-            drawn[start : start + step] = part
+            drawn[start : start + len(part)] = part
+            start += len(part)
         drawn.flags.writeable = False
         _kept[key] = drawn
         while sum(part.size for part in _kept.values()) > _KEPT:
@@ -348,14 +358,22 @@ def _kept_draws(sizes: tuple[int, ...], resamples: int, seed: int) -> Counts:
     return _kept[key]
 
 
-def _new_draws(sizes: tuple[int, ...], resamples: int, step: int, seed: int) -> Iterator[Counts]:
-    """A seed drawn twice draws its sessions twice, which in counts is one multinomial of twice as many draws."""
-    rng = np.random.default_rng(seed)
+def _new_draws(sizes: tuple[int, ...], resamples: int, seed: int) -> Iterator[Counts]:
+    """A seed drawn twice draws its sessions twice, which in counts is one multinomial of twice as many draws.
+
+    Of several seeds, what is drawn depends on how many resamples are drawn at a time: always as many, whoever asks.
+    """
+    rng, step = np.random.default_rng(seed), _rows_drawn(sizes)
     for start in range(0, resamples, step):
         rows = min(step, resamples - start)
         seeds = rng.multinomial(len(sizes), np.full(len(sizes), 1.0 / len(sizes)), size=rows)
         parts = [rng.multinomial(seeds[:, index] * size, np.full(size, 1.0 / size)) for index, size in enumerate(sizes)]
         yield np.concatenate(parts, axis=1).astype(np.int32)
+
+
+def _rows_drawn(sizes: tuple[int, ...]) -> int:
+    """How many resamples are drawn at a time."""
+    return max(1, _BLOCK // sum(sizes))
 
 
 def _drawn_percentiles(ordered: Floats, member: NDArray[np.int64], weights: Counts, ps: Sequence[float]) -> Floats:
@@ -421,7 +439,7 @@ def _ratio_of_sums(
 
     error = float(measure(np.ones((1, len(top)), dtype=np.int32))[1][0])
     found = []
-    for weights in _draws(tops, resamples, max(1, _BLOCK // len(top)), seed):
+    for weights in _draws(tops, resamples, seed):
         ratios, errors = measure(weights)
         with np.errstate(divide="ignore", invalid="ignore"):
             found.append(np.where(errors > 1e-9 * error, (ratios - value) / errors, np.nan))

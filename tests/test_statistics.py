@@ -1,4 +1,5 @@
 import math
+import random
 from collections import OrderedDict
 from fractions import Fraction
 from statistics import NormalDist
@@ -388,3 +389,31 @@ def test_draws_are_made_once_for_all_series_of_as_many_conversations(monkeypatch
     assert all_of_it() == first and len(made) == 21
     monkeypatch.setattr(statistics, "_KEPT", 0)
     assert all_of_it() == first and len(made) > 21
+
+
+@pytest.mark.parametrize("sizes", [(1500,), (600, 500, 400)], ids=["one seed", "three seeds"])
+def test_draws_are_the_same_whether_kept_or_not_and_whether_asked_for_in_parts_or_at_once(monkeypatch, sizes):
+    """More than 1,000 values, of which not all resamples are drawn at a time."""
+    by_seed = [np.zeros(size) for size in sizes]
+    found = []
+    for most in (statistics._KEPT, 0):
+        monkeypatch.setattr(statistics, "_kept", OrderedDict())
+        monkeypatch.setattr(statistics, "_KEPT", most)
+        found += [statistics._all_draws(by_seed, 2000, 7), np.concatenate(list(statistics._draws(by_seed, 2000, 7)))]
+    assert found[0].shape == (2000, 1500) and (found[0].sum(axis=1) > 0).all()
+    assert all((one == found[0]).all() for one in found)
+
+
+@pytest.mark.parametrize("seeds", [1, 5])
+def test_intervals_of_many_conversations_do_not_depend_on_what_is_kept(monkeypatch, seeds):
+    rng = random.Random(1)
+    a = {(seed, f"c{i}"): rng.lognormvariate(seed / 5, 1) for seed in range(seeds) for i in range(1500 // seeds)}
+    b = {(seed, name): 1.0 + (int(name[1:]) * 5 + seed) % 13 for seed, name in a}
+    found = []
+    for most in (statistics._KEPT, 0):
+        monkeypatch.setattr(statistics, "_kept", OrderedDict())
+        monkeypatch.setattr(statistics, "_KEPT", most)
+        found.append((paired_ratio(a, b), bootstrap_percentile_by_seed(a, 0.5)))
+    assert found[0] == found[1]
+    if seeds == 5:  # what the version before draws were kept gave
+        assert (found[0][0].ci_low, found[0][0].ci_high) == pytest.approx((0.16450064154397182, 0.569911968083057))

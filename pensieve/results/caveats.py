@@ -48,16 +48,11 @@ def offered_rate(trials: Sequence[Trial]) -> float | None:
 
 def _waiting(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:
     """Baselines whose first token at the last turn is mostly waiting for others: at or past saturation."""
-    import pandas as pd
-
     late = []
     for group in groups:
         for name, trials in group.trials.items():
-            turns = found.turns(trials)
-            both = pd.concat([values_of(turns, "queue_ms"), values_of(turns, "ttft_ms")], axis=1, join="inner")
-            last = both.sort_index().groupby(level=CONVERSATION).tail(1)
-            last = last[last["ttft_ms"] > 0]
-            if not last.empty and (last["queue_ms"] / last["ttft_ms"]).median() > 0.5:
+            last = _last_turns(found, trials)
+            if _mostly_wait(last):
                 late.append(
                     f"{_place(group, name)} {last['queue_ms'].median():,.0f} of {last['ttft_ms'].median():,.0f} ms"
                 )
@@ -69,32 +64,73 @@ def _waiting(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:
     ]
 
 
+def _last_turns(found: Evidence, trials: Sequence[Trial]) -> pd.DataFrame:
+    """`queue_ms` and `ttft_ms` of each conversation's last turn."""
+    import pandas as pd
+
+    turns = found.turns(trials)
+    both = pd.concat([values_of(turns, "queue_ms"), values_of(turns, "ttft_ms")], axis=1, join="inner")
+    last = both.sort_index().groupby(level=CONVERSATION).tail(1)
+    return last[last["ttft_ms"] > 0]
+
+
+def _mostly_wait(last: pd.DataFrame) -> bool:
+    return not last.empty and bool((last["queue_ms"] / last["ttft_ms"]).median() > 0.5)
+
+
 def _less_finished(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:
-    """Baselines that finished less of an open load than was offered, or than another finished of the same load."""
+    """Baselines that finished less of an open load than another did with the same seeds, or less than was offered while most
+    of the time was waiting.
+
+    Without waiting, less than the nominal rate is what chance made of arrivals and of turns a conversation: it is not told.
+    """
     less = []
     for group in groups:
-        rates = {name: rate for name, trials in group.trials.items() if (rate := _steady_rate(found, trials))}
-        offered = {name: offered_rate(trials) for name, trials in group.trials.items() if not starting(trials)}
-        most = max([*rates.values(), *(rate for rate in offered.values() if rate is not None)], default=0.0)
-        less += [
-            f"{_place(group, name)} {rate:.3g} of {most:.3g}"
-            for name, rate in rates.items()
-            if rate < (1 - UNEQUAL_RATE) * most
-        ]
+        rates = {name: own for name, trials in group.trials.items() if (own := _steady_rates(found, trials))}
+        for name, own in rates.items():
+            trials = group.trials[name]
+            rate, offered = fmean(own.values()), None if starting(trials) else offered_rate(trials)
+            if offered is not None and _clearly_less(rate, offered) and _mostly_wait(_last_turns(found, trials)):
+                less.append(
+                    f"{_place(group, name)} {rate:.3g} of {offered:.3g} offered, and most of the time to the last turn's "
+                    "first token was waiting"
+                )
+            elif ahead := _most_ahead(own, {other: of for other, of in rates.items() if other != name}):
+                other, rate, most = ahead
+                less.append(f"{_place(group, name)} {rate:.3g} where {other} finished {most:.3g} with the same seeds")
     if not less:
         return []
     return [
-        "Less of the load was finished, in requests/s of what was offered or of what another baseline finished in the same "
-        f"time: {_listed(less)}. These are saturated, or so late that people ask less: latencies are not at equal rates."
+        f"Less of the load was finished, in requests/s: {_listed(less, between='; ')}. Latencies are not at equal rates."
     ]
 
 
-def _steady_rate(found: Evidence, trials: Sequence[Trial]) -> float | None:
-    """Mean throughput in requests/s under a load that does not wait for replies to begin conversations, over its window."""
+def _most_ahead(own: Mapping[int, float], others: Mapping[str, Mapping[int, float]]) -> tuple[str, float, float] | None:
+    """Of those that finished clearly more with the seeds that both ran, the one that finished most: its name, and the two
+    mean rates over these seeds."""
+    ahead = []
+    for other, rates in others.items():
+        if seeds := own.keys() & rates.keys():
+            rate, more = fmean(own[seed] for seed in seeds), fmean(rates[seed] for seed in seeds)
+            if _clearly_less(rate, more):
+                ahead.append((other, rate, more))
+    return max(ahead, key=lambda one: one[2], default=None)
+
+
+def _clearly_less(rate: float, other: float) -> bool:
+    return rate < (1 - UNEQUAL_RATE) * other
+
+
+def _steady_rates(found: Evidence, trials: Sequence[Trial]) -> dict[int, float]:
+    """By seed the mean throughput in requests/s over the window, under a load that does not wait for replies to begin
+    conversations; empty under another."""
     if any(trial.flags.get("load", "closed") == "closed" or "window" in trial.flags for trial in trials):
-        return None
-    rates = [rate for trial in trials if (rate := found.metric(trial, "throughput_req_s")) is not None]
-    return fmean(rates) if rates else None
+        return {}
+    rates: dict[int, list[float]] = {}
+    for trial in trials:
+        if (rate := found.metric(trial, "throughput_req_s")) is not None:
+            rates.setdefault(trial.seed, []).append(rate)
+    return {seed: fmean(own) for seed, own in rates.items()}
 
 
 def starting(trials: Sequence[Trial]) -> bool:
@@ -204,6 +240,6 @@ def _place(group: TrialGroup, baseline: str) -> str:
     return f"{baseline} ({group.name})" if group.name else baseline
 
 
-def _listed(places: Sequence[str]) -> str:
+def _listed(places: Sequence[str], between: str = ", ") -> str:
     more = len(places) - _SHOWN
-    return ", ".join(places[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return between.join(places[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

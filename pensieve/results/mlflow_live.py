@@ -3,7 +3,7 @@
 The trials' process only writes lines of JSON to a pipe; importing MLflow and each of its transactions happen here.
 
 - A simulated trial is copied when it is over: {"open": folder} has MLflow imported meanwhile, and {"copy": {...}} is answered
-  by COPIED or NOT_COPIED.
+  by COPIED, or by NOT_COPIED and the reason.
 - A real one is shown while it runs, at a lower priority: {"run": {...}}, answered by READY when the run is there; any number
   of {"step": second, "turns": [[...], ...], "gauges": {...}}, each with what came since the last; {"end": true}, answered by
   ENDED. The run is then left as it is: the copy of the whole trial, which follows, finds and completes it.
@@ -26,7 +26,7 @@ from pensieve.results.mlflow_series import Series, Served
 
 READY, ENDED = "ready", "ended"
 LOWER_PRIORITY = 10
-COPIED, NOT_COPIED = "in mlflow\n", "not logged\n"
+COPIED, NOT_COPIED = "in mlflow", "not logged: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +72,15 @@ def end_line() -> str:
 
 def write_live(lines: Iterable[str], answers: IO[str]) -> None:
     """Until the lines end. Raises whatever MLflow does: nobody depends on this process."""
-    from pensieve.results.mlflow_store import client_of, log_batches, metrics_of
+    from pensieve.results.mlflow_store import client_of, log_batches, metrics_of, open_if_free
 
     client: Any = None
     run_id, series = "", Series()
     for told in _told(lines):
         if "open" in told:
-            client_of(Path(told["open"]))
+            open_if_free(Path(told["open"]))
         elif "copy" in told:
-            print(_copied(CopyTarget(**told["copy"])), end="", file=answers, flush=True)
+            print(_copied(CopyTarget(**told["copy"])), file=answers, flush=True)
         elif "run" in told:
             with suppress(OSError):
                 os.nice(LOWER_PRIORITY - os.nice(0))
@@ -97,12 +97,21 @@ def write_live(lines: Iterable[str], answers: IO[str]) -> None:
 
 
 def _copied(target: CopyTarget) -> str:
-    from pensieve.results.mlflow_runs import log_trial
+    """Copy a trial; the answer. Raises what is not MLflow's failure: the process that is waiting does it again, and says."""
+    from pensieve.results.mlflow_runs import write_trial
+    from pensieve.results.mlflow_store import reason_of
     from pensieve.results.store import open_store
 
     outputs = Path(target.outputs)
-    run_id = log_trial(outputs, open_store(outputs, target.url, create=False), target.trial_id, target.experiment)
-    return NOT_COPIED if run_id is None else COPIED
+    store = open_store(outputs, target.url, create=False)
+    try:
+        write_trial(outputs, store, target.trial_id, target.experiment)
+    except Exception as error:
+        reason = reason_of(error)
+        if reason is None:
+            raise
+        return NOT_COPIED + reason
+    return COPIED
 
 
 def _run_of(client: Any, target: LiveTarget) -> str:

@@ -93,8 +93,7 @@ def _log_command(client: Any, run_id: str, sweep: Sweep) -> None:
     log_batches(client, run_id, [param for param in params if param.key not in logged], [])
 
 
-@or_none
-def log_trial(
+def write_trial(
     outputs: Path,
     store: ResultsStore,
     trial_id: int,
@@ -102,12 +101,12 @@ def log_trial(
     parent_run_id: str | None = None,
     reused: bool = False,
     fresh: bool = False,
-) -> str | None:
+) -> str:
     """Log a trial that ended as a run, under the sweep's parent if there is one; returns the run's id.
 
     A run that exists already is taken, and completed if a process died while logging it. Older attempts at the same trial
     under the same parent are tagged superseded. The run's id is written to the trial's row, except that the row of a
-    reused trial keeps its first run. fresh: the store is new, and is not searched for existing runs.
+    reused trial keeps its first run. fresh: the store is new, and is not searched for existing runs. Raises what MLflow does.
     """
     client = client_of(outputs)
     trial = store.trial(trial_id)
@@ -127,6 +126,9 @@ def log_trial(
     if trial.mlflow_run_id != run_id and (not reused or trial.mlflow_run_id is None):
         store.set_trial(trial_id, mlflow_run_id=run_id)
     return run_id
+
+
+log_trial = or_none(write_trial)
 
 
 def _fill_run(client: Any, run_id: str, store: ResultsStore, trial: Trial) -> None:

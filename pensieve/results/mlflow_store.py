@@ -19,7 +19,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from sqlalchemy.exc import SQLAlchemyError
 
 from pensieve.errors import ResultsError
@@ -59,16 +59,26 @@ def or_none(function: Callable[P, T | None]) -> Callable[P, T | None]:
             return function(*args, **kwargs)
         except ImportError:
             say_missing()
-        except ResultsError:
-            raise
         except Exception as error:
-            if not isinstance(error, OSError | SQLAlchemyError) and not type(error).__module__.startswith("mlflow"):
+            reason = reason_of(error)
+            if reason is None:
                 raise
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            _log.warning("Nothing was logged to MLflow (%s); the results database is complete without it.", reason)
+            say_not_logged(reason)
         return None
 
     return guarded
+
+
+def reason_of(error: Exception) -> str | None:
+    """In a line why MLflow or its disk failed; None for any other error."""
+    failed = isinstance(error, OSError | SQLAlchemyError) or type(error).__module__.startswith("mlflow")
+    if not failed or isinstance(error, ResultsError):
+        return None
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def say_not_logged(reason: str) -> None:
+    _log.warning("Nothing was logged to MLflow (%s); the results database is complete without it.", reason)
 
 
 @functools.lru_cache(maxsize=1)
@@ -93,8 +103,18 @@ def forget_clients() -> None:
     _client.cache_clear()
 
 
-@functools.lru_cache(maxsize=4)
-def _client(outputs: Path, remote: str | None) -> Any:
+def open_if_free(outputs: Path) -> None:
+    """Import MLflow, and open the store unless another process holds its lock: who logs something waits for that, once."""
+    _imported()
+    try:
+        lock(outputs).acquire(timeout=0).lock.release()
+    except Timeout:
+        return
+    client_of(outputs)
+
+
+def _imported() -> Any:
+    """MLflow's class of clients; nothing is sent to its makers."""
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
     os.environ["DO_NOT_TRACK"] = "true"
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # the commit comes from our own environment record
@@ -102,14 +122,20 @@ def _client(outputs: Path, remote: str | None) -> Any:
 
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    return MlflowClient
+
+
+@functools.lru_cache(maxsize=4)
+def _client(outputs: Path, remote: str | None) -> Any:
+    make = _imported()
     if remote is not None:
         for name, value in PATIENCE.items():
             os.environ.setdefault(name, value)
-        return MlflowClient(tracking_uri=remote)
+        return make(tracking_uri=remote)
     with lock(outputs):  # its schema is made by the client or its first question, and two at once would fail
         if not (outputs / DATABASE_NAME).exists():
             _create_database(outputs)
-        client = MlflowClient(tracking_uri=mlflow_url(outputs))
+        client = make(tracking_uri=mlflow_url(outputs))
         client.search_experiments(max_results=1)
     return client
 

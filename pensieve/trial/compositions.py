@@ -26,7 +26,9 @@ class Compositions(ConfigLoaderImpl):
 
     What the overrides, the folder or the environment make another configuration is composed anew. Configurations that
     differ only in the seed are composed once: it is a plain field, on which no choice of an option depends. Files of conf/
-    that change meanwhile are not looked at again: the jobs of a sweep are those that were checked before it began.
+    that change meanwhile are not looked at again: with the launcher that runs jobs one after another in this process, the
+    jobs of a sweep are those that were checked before it began. Processes of joblib, submitit and ray do not have what is
+    kept here; they compose the jobs they run, from the files as they are then.
     """
 
     def __init__(self, loader: ConfigLoaderImpl) -> None:

@@ -1,8 +1,8 @@
 """Copies trials to MLflow: at once, or when the results have been printed, since importing mlflow takes longer than a
 simulated trial.
 
-A simulated trial by itself is copied by another process, which imports mlflow while the trial runs. Where that one fails,
-this one copies.
+A simulated trial by itself is copied by another process, which imports mlflow while the trial runs. Where that one ends
+without an answer, or none comes in time, it is killed and this one copies; what it could not do it says, and that is logged.
 
 What waits is written before the process ends, also by an error or Ctrl-C. A process that is killed loses only the copy: the
 trial's row shows no run then, and the same command writes it.
@@ -71,7 +71,11 @@ def copy_waiting(parent_run_id: str | None = None) -> None:
             with interrupts_held():
                 one = _waiting.popleft()
                 parent = parent_run_id or one.parent_run_id
-                if writer is None or parent is not None or not _copied(one, writer):
+                if writer is None or parent is not None or one.reused:
+                    _copy(one, parent)
+                elif not _answered(one, writer):
+                    writer.kill()  # first: two processes would write to one run
+                    writer = None
                     _copy(one, parent)
     finally:
         if writer is not None:
@@ -82,12 +86,18 @@ def _sooner() -> bool:
     return "mlflow" not in sys.modules and cores() > 1
 
 
-def _copied(one: _Waiting, writer: Writer) -> bool:
-    """Copy a trial that is in no sweep in the other process; False where it did not, and nobody has said why."""
+def _answered(one: _Waiting, writer: Writer) -> bool:
+    """Have a trial that is in no sweep copied by the other process, and log why it could not; False without an answer."""
     tracking = one.tracking
     url = tracking.store.database.url.render_as_string(hide_password=False)
-    told = writer.sent(copy_line(CopyTarget(str(tracking.outputs), url, one.trial_id, one.experiment_name)))
-    return told and writer.answered(COPIED, COPIED_S, instead=NOT_COPIED)
+    if not writer.sent(copy_line(CopyTarget(str(tracking.outputs), url, one.trial_id, one.experiment_name))):
+        return False
+    answer = writer.answer((COPIED, NOT_COPIED), COPIED_S)
+    if answer is not None and answer.startswith(NOT_COPIED):
+        from pensieve.results.mlflow_store import say_not_logged
+
+        say_not_logged(answer.removeprefix(NOT_COPIED))
+    return answer is not None
 
 
 def _copy(one: _Waiting, parent_run_id: str | None) -> None:

@@ -46,7 +46,7 @@ class Writer:
             COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": path},
         )  # fmt: skip
-        self._heard = ""
+        self._heard = b""  # of the next line
 
     def send(self, line: str) -> None:
         """Raises OSError where the process has ended."""
@@ -62,20 +62,29 @@ class Writer:
             return False
         return True
 
-    def answered(self, word: str, within_s: float, instead: str | None = None) -> bool:
-        """Wait for this answer; False where it does not come in time, `instead` comes, or the process has ended."""
+    def answered(self, word: str, within_s: float) -> bool:
+        """Wait for this answer; False where it does not come in time, or the process has ended."""
+        return self.answer((word,), within_s) is not None
+
+    def answer(self, words: tuple[str, ...], within_s: float) -> str | None:
+        """Wait for a line that begins with one of these words, whatever MLflow prints between; None where none comes in
+        time, or the process has ended."""
         assert self._process.stdout is not None
         answers, ends = self._process.stdout.fileno(), time.monotonic() + within_s
-        while word not in self._heard:
+        while True:
+            line, newline, rest = self._heard.partition(b"\n")
+            if newline:
+                self._heard = rest
+                if (said := line.decode(errors="replace")).startswith(words):
+                    return said
+                continue
             left_s = ends - time.monotonic()
             if left_s <= 0 or not select.select([answers], [], [], left_s)[0]:
-                return False
+                return None
             told = os.read(answers, 4096)
-            if not told or (instead is not None and instead.encode() in told):
-                return False
-            self._heard = (self._heard + told.decode(errors="replace"))[-100:]
-        self._heard = ""
-        return True
+            if not told:
+                return None
+            self._heard += told
 
     def kill(self) -> None:
         self._process.kill()

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from pensieve.record import TurnRecord
-from tests.results.answers import FLAT, RISING, answers
-from tests.results.trials import turn
+from pensieve.results.store import ResultsStore
+from pensieve.results.sweep_table import sweep_table
+from tests.results.answers import FLAT, RISING, answers, turns
+from tests.results.trials import MEMORY, add_trial, open_sweep, turn
 
 
 @pytest.mark.parametrize(("queue", "warned"), [(0.4, False), (0.6, True)])
@@ -73,18 +75,42 @@ def test_a_baseline_that_finished_less_of_an_open_load_is_told(
         {"baseline": "pensieve", "metrics": {"throughput_req_s": 9.0}, **common},
         {"baseline": "stateless", "metrics": {"throughput_req_s": rate}, **common},
     )
-    assert (f"stateless {rate:.3g} of 9" in said) is warned
-    assert "pensieve 9 of" not in said
+    assert (f"stateless {rate:.3g} where pensieve finished 9 with the same seeds" in said) is warned
+    assert ("Latencies are not at equal rates" in said) is warned
+    assert "pensieve 9" not in said
 
 
-@pytest.mark.parametrize(("flags", "warned"), [({}, True), ({"not_steady": "too early"}, False)])
-def test_what_was_offered_counts_once_the_load_has_reached_it(flags: dict[str, str], warned: bool) -> None:
+@pytest.mark.parametrize(
+    ("flags", "queue", "warned"),
+    [
+        ({}, 0.6, True),
+        ({"not_steady": "too early"}, 0.6, False),
+        ({}, 0.1, False),  # nobody waits: that arrivals were fewer is chance
+    ],
+)
+def test_less_than_was_offered_is_told_where_it_was_waited_for(
+    flags: dict[str, str], queue: float, warned: bool
+) -> None:
     trial = {
-        "ttft": FLAT, "metrics": {"throughput_req_s": 6.0}, "flags": {"load": "open", **flags},
+        "ttft": FLAT, "queue": queue, "metrics": {"throughput_req_s": 6.0}, "flags": {"load": "open", **flags},
         "engine": {"workload": {"request_rate_per_s": 10.0}},
     }  # fmt: skip
     said = answers({"baseline": "pensieve", **trial}, {"baseline": "stateless", **trial})
-    assert ("pensieve 6 of 10, stateless 6 of 10" in said) is warned
+    waited = "6 of 10 offered, and most of the time to the last turn's first token was waiting"
+    assert (f"in requests/s: pensieve {waited}; stateless {waited}. Latencies" in said) is warned
+    assert ("Less of the load" in said) is warned
+    assert "saturated" not in said
+
+
+def test_rates_with_other_seeds_are_other_loads() -> None:
+    """Two baselines beside each other with one seed in common: 9 and 9 there, whatever the others gave."""
+    store = ResultsStore(MEMORY)
+    sweep = open_sweep(store, seed="0,1,2")
+    given = [("pensieve", 0, 9.0), ("pensieve", 1, 14.0), ("stateless", 0, 9.0), ("stateless", 2, 4.0)]
+    for job, (baseline, seed, rate) in enumerate(given):
+        trial = add_trial(store, sweep, job, baseline, turns(FLAT), {"throughput_req_s": rate}, seed=seed)
+        store.set_trial(trial, flags={"load": "open"})
+    assert "Less of the load" not in " ".join(sweep_table(store, sweep).answers)
 
 
 def one_after_another(at_once: int) -> list[TurnRecord]:

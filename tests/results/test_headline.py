@@ -9,7 +9,7 @@ from typing import Any
 
 from pensieve.record import TurnRecord
 from pensieve.results.headline import load_line
-from tests.results.answers import CHANCE, FLAT, RISING, answers
+from tests.results.answers import CHANCE, FLAT, RISING, answers, turns
 from tests.results.trials import turn
 
 
@@ -135,18 +135,78 @@ def test_with_few_seeds_points_have_no_interval():
     )
 
 
-def test_many_settings_are_one_sentence_with_the_least_and_the_most():
-    sizes = {"1": 1.0, "2": 1.5, "3": 4.0, "4": 2.0, "5": 3.0}
-    trials = []
-    for size, factor in sizes.items():
+def many_settings(times: dict[str, dict[str, float]], seeds: int = 1) -> tuple[str, dict[str, dict[str, float]]]:
+    """The sentences over a sweep of cache sizes, in each of which the others' first token takes so many times Pensieve's at
+    every turn, but for chance; and the ratios, by other baseline and size."""
+    trials: list[dict[str, Any]] = []
+    ratios: dict[str, dict[str, float]] = {}
+    for size, others in times.items():
         config = {"seed": 0, "cache": {"name": "demo", "gpu": size}}
+        ours = len(trials)
         trials.append({"baseline": "pensieve", "ttft": FLAT, "config": config})
-        trials.append({"baseline": "stateless", "ttft": [factor * 40.0] * 3, "config": config})
-    said = answers(*trials, seeds=1, **{"cache.gpu": ",".join(sizes)})
-    chance = [CHANCE[(2 * number) % len(CHANCE)] for number in range(len(trials))]
-    ratios = {s: f * chance[2 * i + 1] / chance[2 * i] for i, (s, f) in enumerate(sizes.items())}
+        for other, factor in others.items():
+            ratios.setdefault(other, {})[size] = geometric_mean(len(trials), ours, factor, seeds)
+            trials.append({"baseline": other, "ttft": [factor * 40.0] * 3, "config": config})
+    return answers(*trials, seeds=seeds, **{"cache.gpu": ",".join(times)}), ratios
+
+
+OVER_5 = "At a conversation's last turn, over 5 settings, Pensieve's first token"
+
+
+def span(ratios: dict[str, float]) -> str:
     least, most = min(ratios, key=lambda s: ratios[s]), max(ratios, key=lambda s: ratios[s])
+    return f"{ratios[least]:.2f}× (cache.gpu={least}) to {ratios[most]:.2f}× (cache.gpu={most}) as soon"
+
+
+def test_many_settings_are_one_sentence_with_the_least_and_the_most():
+    said, ratios = many_settings({str(n): {"stateless": t} for n, t in enumerate([1.8, 2.5, 4.0, 2.0, 3.0])})
+    assert min(ratios["stateless"].values()) > 1
+    assert said.startswith(f"{OVER_5} comes {span(ratios['stateless'])} as stateless serving's.")
+
+
+def test_where_some_of_many_settings_are_slower_it_says_in_how_many():
+    said, ratios = many_settings({str(n): {"stateless": t} for n, t in enumerate([0.3, 2.5, 4.0, 0.5, 3.0])})
+    own = ratios["stateless"]
+    assert sorted(ratio > 1 for ratio in own.values()) == [False, False, True, True, True]
     assert said.startswith(
-        f"At a conversation's last turn, over 5 settings, Pensieve's first token comes {ratios[least]:.2f}× "
-        f"(cache.gpu={least}) to {ratios[most]:.2f}× (cache.gpu={most}) as soon as stateless serving's."
+        f"{OVER_5} is faster than stateless serving's in 3 of 5 settings, slower in 2, not told apart in 0 ({span(own)})."
     )
+
+
+def test_settings_whose_interval_holds_one_are_not_told_apart():
+    factors = [1.0, 4.0, 0.2, 4.0, 4.0]
+    said, ratios = many_settings({str(n): {"gpu_only": t} for n, t in enumerate(factors)}, seeds=5)
+    assert 0.85 < ratios["gpu_only"]["0"] < 1.15
+    assert f"{OVER_5} is faster than gpu_only's in 3 of 5 settings, slower in 1, not told apart in 1 (" in said
+
+
+def test_where_the_least_is_the_most_it_is_said_once():
+    """Times without chance: of one baseline the same ratio in all settings, of another one setting alone."""
+    trials = []
+    for size in "12345":
+        config = {"seed": 0, "cache": {"name": "demo", "gpu": size}}
+        trials.append({"baseline": "pensieve", "turns": turns(FLAT), "config": config})
+        trials.append({"baseline": "stateless", "turns": turns([80.0] * 3), "config": config})
+        if size == "3":
+            trials.append({"baseline": "gpu_only", "turns": turns([120.0] * 3), "config": config})
+    said = answers(*trials, seeds=1, **{"cache.gpu": "1,2,3,4,5"})
+    once = "comes 3.00× (cache.gpu=3) as soon as gpu_only's"
+    assert said.startswith(f"{OVER_5} comes 2.00× as soon as stateless serving's, and {once}.")
+
+
+def test_where_nobody_recomputed_anything_the_papers_policy_is_not_held_against_others():
+    assert "the paper's policy" not in policies_apart([0, 0], [0, 0], [0, 0])
+    assert "recomputes 0.0%: less than lru by 1.0" in policies_apart([0, 0], [1, 1], [0, 0])
+
+
+def test_the_papers_policy_with_nothing_beside_it_is_compared_with_nothing():
+    trials = [
+        {
+            "baseline": baseline,
+            "eviction": "retention_value",
+            "turns": history_turns([50]),
+            "metrics": {"miss_rate": 0.5},
+        }
+        for baseline in ("pensieve", "stateless")
+    ]
+    assert "the paper's policy" not in answers(*trials, eviction="retention_value")

@@ -3,13 +3,14 @@
 import io
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from pensieve import cli
 from pensieve.results import mlflow_runs, mlflow_store
-from pensieve.results.mlflow_live import COPIED, CopyTarget, copy_line, open_line, write_live
+from pensieve.results.mlflow_live import COPIED, NOT_COPIED, CopyTarget, copy_line, open_line, write_live
 from pensieve.results.store import open_store
 from pensieve.trial import mlflow_copy, mlflow_live, terminal
 from pensieve.trial import run as run_module
@@ -148,14 +149,82 @@ def test_an_isolated_trial_is_copied_once_by_its_parent(typed, tmp_path, written
     assert runs(tmp_path) == [("1", "FINISHED", None)]
 
 
-@pytest.mark.parametrize("said", ["", "print('not logged', flush=True)"], ids=["ends", "fails"])
-def test_what_the_other_process_does_not_copy_this_one_does(typed, tmp_path, monkeypatch, written, live_mlflow, said):
-    monkeypatch.setattr(mlflow_live, "COMMAND", (sys.executable, "-S", "-c", f"input(); input(); {said or 0}"))
-    monkeypatch.setattr(mlflow_copy, "_sooner", lambda: True)
+@pytest.fixture
+def beside(monkeypatch, live_mlflow):
+    """Runs this program, which is told two lines, as the other process; the list it is then in."""
+    started = []
+
+    def program(text):
+        monkeypatch.setattr(mlflow_live, "COMMAND", (sys.executable, "-S", "-c", f"input(); input(); {text}"))
+        monkeypatch.setattr(mlflow_copy, "_sooner", lambda: True)
+        monkeypatch.setattr(
+            mlflow_copy, "start_writer", lambda: started.append(mlflow_live.start_writer()) or started[0]
+        )
+        return started
+
+    return program
+
+
+@pytest.mark.parametrize(
+    "does", ["0", "print('View run', flush=True); import time; time.sleep(60)"], ids=["ends", "late"]
+)
+def test_what_the_other_process_does_not_answer_this_one_copies_when_it_is_dead(
+    typed, tmp_path, monkeypatch, beside, does
+):
+    started, log, ended = beside(does), mlflow_runs.log_trial, []
+    monkeypatch.setattr(mlflow_copy, "COPIED_S", 0.5)
+
+    def noted(*given):
+        ended.append(started[0]._process.poll() is not None)
+        return log(*given)
+
+    monkeypatch.setattr(mlflow_runs, "log_trial", noted)
     assert typed()[0] == 0
-    assert written == [1]
+    assert ended == [True]
     assert runs(tmp_path) == [("1", "FINISHED", None)]
     assert mlflow_copy._beside == []
+
+
+def test_what_the_other_process_could_not_copy_is_said_and_not_tried_again(typed, tmp_path, written, beside):
+    beside("print('not logged: The lock is busy.', flush=True); input()")
+    status, said = typed()
+    assert status == 0
+    assert written == []
+    sentence = "Nothing was logged to MLflow (The lock is busy.); the results database is complete without it."
+    assert said.err.count(sentence) + said.out.count(sentence) == 1
+    assert open_store(tmp_path).trial(1).status == "completed"
+
+
+def test_a_busy_lock_is_waited_for_once_and_is_the_answer(tmp_path, monkeypatch):
+    """The other process' half of the pipe, in this one."""
+    store, answers, locks = open_store(tmp_path), io.StringIO(), []
+    trial = store.begin_trial(trial_fields())
+    store.finish_trial(trial, "completed")
+    target = CopyTarget(str(tmp_path), str(store.database.url), trial, "mine")
+    monkeypatch.setattr(mlflow_store, "LOCK_TIMEOUT_S", 0.1)
+    make = mlflow_store.lock
+    with make(tmp_path):
+        write_live([open_line(tmp_path)], answers)  # neither waits nor raises
+        assert answers.getvalue() == ""
+        monkeypatch.setattr(mlflow_store, "lock", lambda folder: locks.append(folder) or make(folder))
+        write_live([copy_line(target)], answers)
+    assert len(locks) == 1
+    assert answers.getvalue().startswith(f"{NOT_COPIED}The file lock ")
+    assert answers.getvalue().count("\n") == 1
+    assert store.trial(trial).mlflow_run_id is None
+
+
+def test_a_trial_that_another_command_completed_is_copied_in_this_process(monkeypatch):
+    """The other process is not told that the trial is reused."""
+    copied, killed = [], []
+    writer = SimpleNamespace(sent=lambda line: pytest.fail("it was sent"), kill=lambda: killed.append(True))
+    monkeypatch.setattr(mlflow_copy, "_beside", [writer])
+    monkeypatch.setattr(mlflow_copy, "_copy", lambda one, parent: copied.append((one.trial_id, one.reused)))
+    mlflow_copy.copy_trial(
+        SimpleNamespace(mlflow=True), 7, "mine", SimpleNamespace(mlflow_run_id=None, mlflow_later=True), reused=True
+    )
+    mlflow_copy.copy_waiting()
+    assert (copied, killed) == ([(7, True)], [True])
 
 
 def test_a_copy_by_the_other_process_is_the_same_copy(tmp_path):
@@ -165,6 +234,6 @@ def test_a_copy_by_the_other_process_is_the_same_copy(tmp_path):
     store.finish_trial(trial, "completed")
     target = CopyTarget(str(tmp_path), str(store.database.url), trial, "mine")
     write_live([open_line(tmp_path), copy_line(target)], answers)
-    assert answers.getvalue() == COPIED
+    assert answers.getvalue() == f"{COPIED}\n"
     assert runs(tmp_path) == [(str(trial), "FINISHED", None)]
     assert store.trial(trial).mlflow_run_id is not None
