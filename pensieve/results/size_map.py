@@ -82,11 +82,17 @@ class Question(BaseModel):
     prices: Prices = Prices()
     devices: int = 1
     disk: str = ""  # of every cell, as typed into cache.disk; "": none. A map has two axes: there is one for each disk
+    modes: tuple[tuple[str, ...], ...] = ()  # how copies are made ahead, by GPU and CPU size; (): in all cells alike
 
     @property
     def corner(self) -> Place:
         """The largest sizes."""
         return len(self.gpu) - 1, len(self.cpu) - 1
+
+    def mode(self, place: Place) -> str:
+        """Cells of one mode are one map: among them alone more memory is taken not to be worse. With scheduler.copy_ahead=auto
+        a larger CPU tier can be the first that copies as the paper does, and find less than the one before it."""
+        return self.modes[place[0]][place[1]] if self.modes else ""
 
     def job(self, place: Place, seed: int) -> int:
         """The number of the trial of a cell and a seed among the jobs of the sweep."""
@@ -251,6 +257,13 @@ class SizeMap:
         return {place: _between(place, value, known, name in FALLING) for place, value in linear.items()}
 
     # -- in words -----------------------------------------------------------------------------------------------------
+
+    @property
+    def inferred(self) -> str:
+        """What the answer rests on beside trials; "" where every cell has run."""
+        every = len(self.question.gpu) * len(self.question.cpu)
+        ran = len(self.cells)
+        return "" if ran == every else f"({ran} of {every} cells ran; the others follow if more memory is not worse)"
 
     def name(self, place: Place) -> str:
         """ "40 GB of GPU and 90 GB of CPU KV"."""

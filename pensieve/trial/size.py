@@ -130,7 +130,7 @@ class _Planner:
         if not self.settings.refine:
             return self._open_tasks(known, everywhere, q.seeds)
         failed = {place for place, seed in self.failures if seed == q.seeds[0]}
-        first = self._open_tasks(known, lacking(shape, answers, failed), q.seeds[:1])
+        first = self._open_tasks(known, lacking(shape, answers, failed, q.mode), q.seeds[:1])
         return first or self._open_tasks(known, known.deciding, q.seeds)
 
     def _open_tasks(self, known: SizeMap, cells: Iterable[Place], seeds: Sequence[int]) -> list[Task]:
@@ -197,7 +197,7 @@ class _Planner:
     def report(self, found: SizeMap) -> int:
         status = "failed" if self.failures else "completed"
         self.close(status)
-        print(found.sentence())
+        print(" ".join(filter(None, (found.sentence(), found.inferred))))
         console().print(*tables_of(found), sep="\n")
         print(*places(self.tracking), sep="\n", flush=True)
         for sentence in dict.fromkeys(self.failures.values()):

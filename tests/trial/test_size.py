@@ -17,7 +17,9 @@ from pensieve.results.size_map import Cell, SizeMap, read_map
 from pensieve.results.store import open_store
 from pensieve.statistics import nearest_rank
 from pensieve.trial import Job, parallel, run_trial
+from pensieve.trial.refine import lacking
 from pensieve.trial.size import _keeping_table, size
+from pensieve.trial.size_question import question_of, read
 from pensieve.trial.tracking import open_tracking
 from tests.composed import hydra_session
 
@@ -61,9 +63,9 @@ def test_an_experiment_of_a_sweep_composes_into_a_map(experiment):
     assert "sweep" not in cfg
 
 
-def planned(outputs, *overrides):
+def planned(outputs, *overrides, load=LOAD):
     """Run a map in this process, and read it as figures do."""
-    typed = [*LOAD, *MAP, *overrides]
+    typed = [*load, *MAP, *overrides]
     status = size(composed(*typed), typed, outputs / "cells")
     store = open_store(outputs)
     return status, read_map(store, store.latest_sweep())
@@ -139,6 +141,30 @@ def test_a_refined_map_answers_as_the_whole_one_and_its_interpolated_cells_are_n
     assert not other.reused
     assert whole.mean((0, 5), "found") == 1 - values["miss_rate"]
     assert whole.mean((0, 5), "ttft_ms_p90") == values["ttft_ms_p90"]
+
+
+@pytest.mark.slow
+def test_where_auto_copies_otherwise_and_more_finds_less_the_refined_map_answers_as_the_whole_one(outputs, capsys):
+    """30 % of 8,192 GPU tokens are 77 blocks: a CPU tier of 76 gets copies into spare blocks, one of 78 as in the paper."""
+    load = ("model=tiny", "hardware=sim_h100", "workload=sharegpt", "workload.conversations=30")
+    cpu = [f"{size} tokens" for size in (0, 384, 768, 1152, 1536, 1920, 2432, 2496, 2816, 3328, 3968, 4608)]
+    asked = ("size.gpu=[8192 tokens]", f"size.cpu={listed(cpu)}", "size.seeds=[3]")
+    _, refined = planned(outputs, *asked, load=load)
+    ran = len(refined.cells)
+    assert ran < 12
+    assert f" ({ran} of 12 cells ran; the others follow if more memory is not worse)\n" in capsys.readouterr().out
+    _, whole = planned(outputs, *asked, "size.refine=false", load=load)
+    assert "cells ran" not in capsys.readouterr().out
+    assert refined.knee == whole.knee and refined.sentence() == whole.sentence()
+    found = [whole.mean((0, at), "found") for at in range(12)]
+    assert cpu[whole.answer[1]] == "2432 tokens" and found[7] < 0.95 * found[6], "a fall, and the answer just before it"
+    for place, cell in whole.cells.items():
+        assert cell.one.trial.engine["copy_ahead"] == whole.question.mode(place), "known before it ran"
+    one = lacking((1, 12), lambda p: (whole.reaches(p),) if p[1] in (0, 4, 7, 11) else None)
+    assert min(one) > (0, 7), "taken for one map, nothing below the fall would have run"
+    # Chosen by hand it is one mode wherever there is a CPU tier.
+    settings, by_hand = read(composed(*load, *MAP, *asked, "scheduler.copy_ahead=paper"))
+    assert question_of(settings, by_hand, check(by_hand.cfg)).modes == (("none", *["paper"] * 11),)
 
 
 def test_ctrl_c_keeps_what_is_there(outputs, monkeypatch, capsys):
