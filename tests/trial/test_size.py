@@ -95,7 +95,17 @@ def test_a_refined_map_answers_as_the_whole_one_and_its_interpolated_cells_are_n
     assert refined.knee == whole.knee
     assert refined.sentence() == whole.sentence()
     between = refined.interpolated("found")
-    assert set(between) == set(whole.cells) - set(refined.cells)
+    beyond = set(whole.cells) - set(refined.cells) - set(between)
+    assert between and not between.keys() & refined.cells.keys()
+    for gpu, cpu in beyond:  # in its mode no cell ran on one side of it
+        ran = [p for p in refined.cells if refined.question.mode(p) == refined.question.mode((gpu, cpu))]
+        sides = [
+            {(p[0] - gpu) * a + (p[1] - cpu) * b > 0 for p in ran}
+            for a in range(-12, 13)
+            for b in range(-12, 13)
+            if a or b
+        ]
+        assert {False} in sides or {True} in sides
     off = [abs(value - whole.mean(place, "found")) for place, value in between.items()]
     print(f"{len(off)} interpolated cells of 36: off by {sum(off) / len(off):.3f} in the mean, {max(off):.3f} at most")
     # An interpolated cell is on the right side of the knee, and off by less than the steepest step; no more is promised.
@@ -317,6 +327,26 @@ def test_the_sentence_names_the_smallest_sizes_and_what_more_would_buy():
     assert (known.knee, known.meeting) == ([(1, 2), (2, 1)], [(1, 1)])
     assert "99% of what 80 GB of GPU and 220 GB of CPU KV find needs 40 GB of GPU and 220 GB" in said
     assert known.deciding == {(2, 2), (1, 2), (2, 1), (1, 1), (0, 1), (1, 0)} & known.cells.keys() | {(1, 1)}
+
+
+def test_nothing_is_interpolated_across_two_modes():
+    modes = (("none", "spare", "spare", "paper", "paper", "paper"),)
+    sizes = {"gpu": ("8GB",), "cpu": tuple(f"{size}GB" for size in range(6)), "modes": modes, "seeds": (0,)}
+    shares = {0: 0.2, 2: 0.8, 3: 0.4, 5: 0.5}
+    known = made({(0, at): [(share, 500.0)] for at, share in shares.items()}, **sizes)
+    assert known.interpolated("found") == {(0, 4): pytest.approx(0.45)}, "(0, 1) is between two that are of other modes"
+    as_one = made({(0, at): [(share, 500.0)] for at, share in shares.items()}, **{**sizes, "modes": ()})
+    assert as_one.interpolated("found") == {(0, 1): 0.4, (0, 4): pytest.approx(0.45)}, "no more than larger ones"
+    # In two dimensions: a plane of its own for each mode, and none beyond the cells of it that ran.
+    halves = tuple(("spare",) * 3 + ("paper",) * 3 for _ in range(3))
+    plane = {(i, j): 0.1 * i + 0.05 * j + (0.5 if j < 3 else 0.0) for i in range(3) for j in range(6)}
+    corners = [(0, 0), (0, 2), (2, 0), (2, 2), (0, 3), (2, 3), (0, 4), (2, 4)]
+    flat = made(
+        {place: [(plane[place], 500.0)] for place in corners},
+        gpu=("1GB", "2GB", "3GB"), cpu=sizes["cpu"], modes=halves, seeds=(0,),
+    )  # fmt: skip
+    between = flat.interpolated("found")
+    assert between == {place: pytest.approx(plane[place]) for place in plane if place[1] < 5 and place not in corners}
 
 
 def test_nothing_is_promised_that_no_trial_showed():
