@@ -227,12 +227,13 @@ class SizeMap:
 
     @cached_property
     def deciding(self) -> set[Place]:
-        """The cells on which the answers depend: the largest sizes, the smallest cells that suffice, and those just below."""
+        """The cells on which the answers depend, whether they have run or not: the largest sizes, the smallest cells that
+        suffice, and those just below."""
         found = {self.question.corner}
         for suffices in (self.reaches, self.meets):
             for gpu, cpu in self.smallest(suffices):
-                found |= {(gpu, cpu), (gpu - 1, cpu), (gpu, cpu - 1)} & self.cells.keys()
-        return found & self.cells.keys()
+                found |= {(gpu, cpu), (gpu - 1, cpu), (gpu, cpu - 1)}
+        return {place for place in found if min(place) >= 0}
 
     def interpolated(self, name: str) -> dict[Place, float]:
         """Of the cells that have not run, linear between those of their mode that have, and no better than a larger one of

@@ -131,7 +131,9 @@ class _Planner:
             return self._open_tasks(known, everywhere, q.seeds)
         failed = {place for place, seed in self.failures if seed == q.seeds[0]}
         first = self._open_tasks(known, lacking(shape, answers, failed, q.mode), q.seeds[:1])
-        return first or self._open_tasks(known, known.deciding, q.seeds)
+        if first or len(q.seeds) == 1:  # what follows from the only seed needs no trial of it
+            return first
+        return self._open_tasks(known, known.deciding, q.seeds)
 
     def _open_tasks(self, known: SizeMap, cells: Iterable[Place], seeds: Sequence[int]) -> list[Task]:
         tasks = [(place, seed) for place in sorted(cells) for seed in seeds]

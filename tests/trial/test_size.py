@@ -326,7 +326,33 @@ def test_the_sentence_names_the_smallest_sizes_and_what_more_would_buy():
     assert known.share((1, 2)) == pytest.approx(0.70 / 0.68)
     assert (known.knee, known.meeting) == ([(1, 2), (2, 1)], [(1, 1)])
     assert "99% of what 80 GB of GPU and 220 GB of CPU KV find needs 40 GB of GPU and 220 GB" in said
-    assert known.deciding == {(2, 2), (1, 2), (2, 1), (1, 1), (0, 1), (1, 0)} & known.cells.keys() | {(1, 1)}
+    # Just below the smallest ones: (0, 2) and (2, 0) too, which have not run.
+    assert known.deciding == {(2, 2), (1, 2), (0, 2), (2, 1), (2, 0), (1, 1), (0, 1), (1, 0)}
+
+
+def test_the_cells_just_below_the_smallest_run_with_every_seed(monkeypatch):
+    """With the second seed a smaller cell suffices, which did not run with the first: with that a larger one does not."""
+    from pensieve.results.size_map import Question
+    from pensieve.trial import size as planner
+
+    sizes = tuple(f"{size}GB" for size in range(12))
+    question = Question(gpu=("8GB", "16GB"), cpu=sizes, seeds=(0, 1), knee=0.95)
+    most = {
+        0: (0.66, 0.7),
+        1: (0.9, 0.9),
+    }  # by seed and GPU size, from the sixth CPU size on; of 0.7 the 0.66 are 94.3 %
+    ran = {}
+
+    def known():
+        return SizeMap(question, {place: Cell(place, seeds) for place, seeds in sorted(ran.items())})
+
+    plan = planner._Planner(None, question, planner.SizeSettings(), type("C", (), {"force": False}), None, 1, None)
+    while tasks := plan._wanted(known()):
+        for place, seed in tasks:
+            ran.setdefault(place, {})[seed] = Made(most[seed][place[0]] if place[1] >= 5 else 0.4, 500.0)
+    assert known().knee == [(0, 5)], "what all seeds say of every size: 1.56 of 1.6"
+    assert all(ran[place].keys() == {0, 1} for place in ((1, 5), (0, 5), (0, 4), (1, 11)))
+    assert len(ran) < 24
 
 
 def test_nothing_is_interpolated_across_two_modes():
