@@ -10,6 +10,8 @@ from pensieve.compose.schema import ModelConfig, TrialConfig
 from pensieve.compose.target import refuse_missing
 from pensieve.compose.weights import folder_architecture, weights_kind
 from pensieve.errors import ConfigError, EngineMissing, HardwareMissing
+from pensieve.scheduler.composition import high_watermark
+from pensieve.scheduler.copy_ahead import choose_copy_ahead
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.units import format_bytes, parse_capacity
 
@@ -82,6 +84,16 @@ class TrialPlan:
         m, s = self.model, self.config.scheduler
         states = s.max_batch_tokens * (6 * m.hidden + 3 * m.intermediate + 4 * m.heads * m.head_dim) * m.dtype_bytes
         return states + s.max_batch_requests * m.vocab * 4
+
+    @property
+    def copy_ahead(self) -> str:
+        """What scheduler.copy_ahead comes to as far as sizes decide it; "none" without a CPU tier. Where both tiers are one
+        memory auto may still come to `never` for all sizes, by what copies are measured to cost there."""
+        s = self.config.scheduler
+        if not self.cpu_blocks:
+            return "none"
+        kept_clean = high_watermark(s.swap_out_stop, self.gpu_blocks)
+        return choose_copy_ahead(s.copy_ahead, self.cpu_blocks, self.hardware.one_memory, None, kept_clean).mode
 
     def budget(self) -> str:
         """The budgets in tokens, as a line for people."""

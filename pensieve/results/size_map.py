@@ -12,7 +12,7 @@ other.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
@@ -82,11 +82,17 @@ class Question(BaseModel):
     prices: Prices = Prices()
     devices: int = 1
     disk: str = ""  # of every cell, as typed into cache.disk; "": none. A map has two axes: there is one for each disk
+    modes: tuple[tuple[str, ...], ...] = ()  # how copies are made ahead, by GPU and CPU size; (): in all cells alike
 
     @property
     def corner(self) -> Place:
         """The largest sizes."""
         return len(self.gpu) - 1, len(self.cpu) - 1
+
+    def mode(self, place: Place) -> str:
+        """Cells of one mode are one map: among them alone more memory is taken not to be worse. With copy_ahead=auto a larger
+        CPU tier can be the first that copies as the paper does, and find less than the one before it."""
+        return self.modes[place[0]][place[1]] if self.modes else ""
 
     def job(self, place: Place, seed: int) -> int:
         """The number of the trial of a cell and a seed among the jobs of the sweep."""
@@ -221,36 +227,36 @@ class SizeMap:
 
     @cached_property
     def deciding(self) -> set[Place]:
-        """The cells on which the answers depend: the largest sizes, the smallest cells that suffice, and those just below."""
+        """The cells on which the answers depend, whether they have run or not: the largest sizes, the smallest cells that
+        suffice, and those just below."""
         found = {self.question.corner}
         for suffices in (self.reaches, self.meets):
             for gpu, cpu in self.smallest(suffices):
-                found |= {(gpu, cpu), (gpu - 1, cpu), (gpu, cpu - 1)} & self.cells.keys()
-        return found & self.cells.keys()
+                found |= {(gpu, cpu), (gpu - 1, cpu), (gpu, cpu - 1)}
+        return {place for place in found if min(place) >= 0}
 
     def interpolated(self, name: str) -> dict[Place, float]:
-        """Of the cells that have not run, linear between those that have, and no better than a larger cell that has run nor
-        worse than a smaller one, where these agree. Empty where too few have a value."""
+        """Of the cells that have not run, linear between those of their mode that have, and no better than a larger one of
+        these nor worse than a smaller one, where these agree. Cells that lie beyond all of these are left out."""
+        q = self.question
         known = {place: value for place in self.cells if (value := self.mean(place, name)) is not None}
-        shape = len(self.question.gpu), len(self.question.cpu)
-        wanted = [(i, j) for i in range(shape[0]) for j in range(shape[1]) if (i, j) not in self.cells]
-        if not wanted or not known:
-            return {}
-        if 1 in shape:
-            import numpy as np
-
-            line = sorted((max(place), value) for place, value in known.items())
-            found = np.interp([max(place) for place in wanted], [x for x, _ in line], [value for _, value in line])
-        else:
-            from scipy.interpolate import LinearNDInterpolator
-
-            if len(known) < 4:
-                return {}
-            found = LinearNDInterpolator(list(known), list(known.values()))(wanted)
-        linear = {place: float(value) for place, value in zip(wanted, found, strict=True) if value == value}
-        return {place: _between(place, value, known, name in FALLING) for place, value in linear.items()}
+        every = ((i, j) for i in range(len(q.gpu)) for j in range(len(q.cpu)))
+        waiting = [place for place in every if place not in self.cells]
+        found: dict[Place, float] = {}
+        for mode in dict.fromkeys(map(q.mode, waiting)):
+            alike = {place: value for place, value in known.items() if q.mode(place) == mode}
+            linear = _linear(alike, [place for place in waiting if q.mode(place) == mode])
+            found |= {place: _between(place, value, alike, name in FALLING) for place, value in linear.items()}
+        return found
 
     # -- in words -----------------------------------------------------------------------------------------------------
+
+    @property
+    def inferred(self) -> str:
+        """What the answer rests on beside trials; "" where every cell has run."""
+        every = len(self.question.gpu) * len(self.question.cpu)
+        ran = len(self.cells)
+        return "" if ran == every else f"({ran} of {every} cells ran; the others follow if more memory is not worse)"
 
     def name(self, place: Place) -> str:
         """ "40 GB of GPU and 90 GB of CPU KV"."""
@@ -361,6 +367,33 @@ def read_map(store: ResultsStore, sweep: Sweep) -> SizeMap:
         if job.last.status == "failed":
             failed[place] = str(job.last.error)
     return SizeMap(question, {place: Cell(place, found) for place, found in sorted(trials.items())}, failed)
+
+
+def _linear(known: Mapping[Place, float], wanted: Sequence[Place]) -> dict[Place, float]:
+    """Those of `wanted` that lie between known ones."""
+    for along, across in ((0, 1), (1, 0)):
+        if len({place[across] for place in known}) == 1:
+            import numpy as np
+
+            line = sorted((place[along], value) for place, value in known.items())
+            on_it = [place for place in wanted if place[across] == next(iter(known))[across]]
+            ats, values = zip(*line, strict=True)
+            found = np.interp([place[along] for place in on_it], ats, values, left=np.nan, right=np.nan)
+            return _told(on_it, found)
+    if len(known) < 3:
+        return {}
+    from scipy.interpolate import LinearNDInterpolator
+    from scipy.spatial import QhullError
+
+    try:
+        return _told(wanted, LinearNDInterpolator(list(known), list(known.values()))(wanted))
+    except QhullError:  # all on one line, askew
+        return {}
+
+
+def _told(places: Sequence[Place], values: Iterable[float]) -> dict[Place, float]:
+    """Without those that are not a number."""
+    return {place: float(value) for place, value in zip(places, values, strict=True) if value == value}
 
 
 def _between(place: Place, value: float, known: Mapping[Place, float], falling: bool) -> float:

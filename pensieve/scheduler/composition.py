@@ -43,6 +43,11 @@ def _prefills(running: Iterable[Running], budget: int) -> list[Share]:
     return shares
 
 
+def high_watermark(swap_out_stop: float, gpu_blocks: int) -> int:
+    """Blocks that are free or clean when copies ahead of time stop."""
+    return math.ceil(swap_out_stop * gpu_blocks)
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
     """How iterations are composed and when memory is made free; the defaults are the paper's.
@@ -82,8 +87,8 @@ class SchedulerSettings:
             raise ConfigError("scheduler.admission_reserve is a share of the GPU blocks, at least 0 and below 1.")
 
     def high_watermark(self, gpu_blocks: int) -> int:
-        """Blocks that are free or clean when copies ahead of time stop."""
-        return math.ceil(self.swap_out_stop * gpu_blocks)
+        """See the function."""
+        return high_watermark(self.swap_out_stop, gpu_blocks)
 
     @property
     def is_unified(self) -> bool:

@@ -130,8 +130,10 @@ class _Planner:
         if not self.settings.refine:
             return self._open_tasks(known, everywhere, q.seeds)
         failed = {place for place, seed in self.failures if seed == q.seeds[0]}
-        first = self._open_tasks(known, lacking(shape, answers, failed), q.seeds[:1])
-        return first or self._open_tasks(known, known.deciding, q.seeds)
+        first = self._open_tasks(known, lacking(shape, answers, failed, q.mode), q.seeds[:1])
+        if first or len(q.seeds) == 1:  # what follows from the only seed needs no trial of it
+            return first
+        return self._open_tasks(known, known.deciding, q.seeds)
 
     def _open_tasks(self, known: SizeMap, cells: Iterable[Place], seeds: Sequence[int]) -> list[Task]:
         tasks = [(place, seed) for place in sorted(cells) for seed in seeds]
@@ -197,7 +199,7 @@ class _Planner:
     def report(self, found: SizeMap) -> int:
         status = "failed" if self.failures else "completed"
         self.close(status)
-        print(found.sentence())
+        print(" ".join(filter(None, (found.sentence(), found.inferred))))
         console().print(*tables_of(found), sep="\n")
         print(*places(self.tracking), sep="\n", flush=True)
         for sentence in dict.fromkeys(self.failures.values()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -95,9 +95,11 @@ def question_of(settings: SizeSettings, load: Load, config: TrialConfig) -> Ques
         loads = [_described(load.plan(config.cache.gpu, config.cache.cpu, seed)) for seed in settings.seeds]
         suggested = default_sizes(plan, loads, settings.points)
         gpu, cpu = gpu or suggested[0], cpu or suggested[1]
+    sizes = _ascending(gpu, "size.gpu"), _ascending(cpu, "size.cpu")
     return Question(
-        gpu=_ascending(gpu, "size.gpu"),
-        cpu=_ascending(cpu, "size.cpu"),
+        gpu=sizes[0],
+        cpu=sizes[1],
+        modes=_modes(load, *sizes, settings.seeds[0]),
         seeds=tuple(dict.fromkeys(settings.seeds)),
         of=settings.of,
         knee=settings.knee,
@@ -107,6 +109,13 @@ def question_of(settings: SizeSettings, load: Load, config: TrialConfig) -> Ques
         devices=plan.device.count,
         disk=str(config.cache.disk) if plan.disk_blocks else "",
     )
+
+
+def _modes(load: Load, gpu: Sequence[str], cpu: Sequence[str], seed: int) -> tuple[tuple[str, ...], ...]:
+    """How copies are made ahead in each cell, by GPU and CPU size. A tier's blocks follow from its own size."""
+    rows = [load.plan(size, cpu[-1], seed) for size in gpu]
+    columns = [load.plan(gpu[-1], size, seed).cpu_blocks for size in cpu]
+    return tuple(tuple(replace(row, cpu_blocks=blocks).copy_ahead for blocks in columns) for row in rows)
 
 
 def _ascending(sizes: Sequence[Size], field: str) -> tuple[str, ...]:
