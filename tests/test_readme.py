@@ -1,5 +1,6 @@
 """README.md as a newcomer types it: each block runs or, where it takes minutes or a GPU, is checked up to its first trial."""
 
+import os
 import re
 import shlex
 import shutil
@@ -52,9 +53,9 @@ def made(*targets):
     """The commands, as words, that make types for these targets where all is installed."""
     if shutil.which("make") is None:
         pytest.skip("there is no make here")
-    done = subprocess.run(
-        ["make", "-n", "-o", ".venv/.installed", *targets], cwd=CHECKOUT, capture_output=True, text=True, check=True
-    )
+    asked = ["make", "--no-print-directory", "-n", "-o", ".venv/.installed", *targets]
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # `make test` runs this
+    done = subprocess.run(asked, cwd=CHECKOUT, env=alone, capture_output=True, text=True, check=True)
     return [shlex.split(line) for line in done.stdout.replace("\\\n", "").splitlines()]
 
 
