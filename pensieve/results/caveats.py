@@ -170,8 +170,9 @@ def _found_full(trial: Trial, turns: pd.DataFrame) -> float | None:
     if slots is None or known.empty:
         return None
     arrived, finished = known["arrived_s"].sort_values().to_numpy(), known["finished_s"].sort_values().to_numpy()
-    before = arrived.searchsorted(arrived, side="left") - finished.searchsorted(arrived, side="right")
-    return float((before >= slots).mean())
+    before = range(len(arrived))  # of those that come at once, each finds the ones before it
+    running = before - finished.searchsorted(arrived, side="right")
+    return float((running >= slots).mean())
 
 
 def _few(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:

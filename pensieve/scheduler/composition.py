@@ -87,7 +87,7 @@ class SchedulerSettings:
             raise ConfigError("scheduler.admission_reserve is a share of the GPU blocks, at least 0 and below 1.")
 
     def high_watermark(self, gpu_blocks: int) -> int:
-        """See the function."""
+        """Blocks of this GPU tier that are free or clean when copies ahead of time stop."""
         return high_watermark(self.swap_out_stop, gpu_blocks)
 
     @property

@@ -129,6 +129,13 @@ def test_slots_that_turns_find_taken_are_told(at_once: int, warned: bool) -> Non
         assert "pensieve has" not in said
 
 
+def test_of_turns_that_come_at_once_those_beyond_the_slots_find_them_taken() -> None:
+    crowd = [turn(f"s{i}", 1, arrived_s=0.0, admitted_s=0.0, finished_s=1.0 + i) for i in range(10)]
+    slots = {"baseline": "llama_slots", "turns": crowd, "engine": {"n_slots": 4}}
+    said = answers({"baseline": "pensieve", "turns": crowd}, slots, seeds=2)
+    assert "llama_slots has 4, which 60% of its turns found taken" in said
+
+
 @pytest.mark.parametrize(("seeds", "warned"), [(5, True), (7, False)])
 def test_few_conversations_are_told(seeds: int, warned: bool) -> None:
     """Three a seed: 15 and 21."""
