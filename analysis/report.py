@@ -63,7 +63,7 @@ def build(source: Source, judged: Sequence[Judged], folder: Path) -> Page:
         results=outcomes.results(source),
         notes=outcomes.notes(source),
         verdicts=[verdicted(one) for one in judged],
-        pictures=pictures,
+        pictures=document.leading_first(pictures),
         not_drawn=not_drawn,
         failures=particulars.failures(source),
         flags=particulars.flags(source),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import struct
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,11 +74,23 @@ class Picture:
     dark: Path | None = None
 
 
+def leading_first(pictures: Sequence[Picture]) -> list[Picture]:
+    """The LEADING pictures in front, all others in their order. What shows all settings leads before what shows one of them,
+    and each figure leads once: of a sweep over load, throughput against latency comes before the turns of one rate."""
+    seen: Counter[str] = Counter()
+    ranks = []
+    for place, one in enumerate(pictures):
+        ranks.append((bool(one.group), seen[one.title], place))
+        seen[one.title] += 1
+    places = [place for *_, place in sorted(ranks)[:LEADING]]
+    return [pictures[place] for place in places] + [one for place, one in enumerate(pictures) if place not in places]
+
+
 @dataclass(frozen=True, slots=True)
 class Page:
     """facts: label, value. warnings: what a reader has to know first. answers: what was found, before any table; the first
-    LEADING pictures stand under it. not_drawn: figure, why, the command that makes its
-    trials or "". commands: what it does, the line to type."""
+    LEADING pictures stand under it (see leading_first). not_drawn: figure, why, the command that makes its trials or "".
+    commands: what it does, the line to type."""
 
     title: str
     subtitle: str

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from analysis.page.document import SYMBOLS, Page, Picture, Table, Verdicted, interval, render
+from analysis.page.document import SYMBOLS, Page, Picture, Table, Verdicted, interval, leading_first, render
 from pensieve.results.claims.verdict import VERDICTS, Bounds, Measured
 
 HOSTILE = "<script src='https://evil.example/x.js'>alert(1)</script>\"'&"
@@ -220,3 +220,15 @@ def test_a_bar_without_width_has_a_middle():
     found = interval(Bounds(2.0, None, 2.0, ""), Measured(2.0, None, None, 1, "", 1, ()))
     assert (found.line, found.point) == (None, 50.0)
     assert interval(BOUNDS, Measured(float("inf"), None, None, 1, "", 1, ())) is None
+
+
+def test_what_shows_all_settings_leads_and_each_figure_once():
+    def named(*figures):
+        return [Picture(title, group, None, []) for title, group in figures]
+
+    swept = named(("ttft", "rate=1"), ("ttft", "rate=2"), ("speedup", "rate=1"), ("throughput", ""), ("goodput", ""))
+    assert leading_first(swept) == [swept[place] for place in (3, 4, 0, 1, 2)]
+    settings = named(("ttft", "a"), ("ttft", "b"), ("ttft", "c"), ("hits", "a"), ("causes", "a"))
+    assert leading_first(settings) == [settings[place] for place in (0, 3, 4, 1, 2)]
+    plain = named(("ttft", ""), ("hits", ""), ("causes", ""), ("holding", ""))
+    assert leading_first(plain) == plain and leading_first([]) == []
