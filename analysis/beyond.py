@@ -91,8 +91,7 @@ FACTORS = (
 
 
 def _applies(of: Factor, source: Source) -> bool:
-    swept = source.swept(of.axis)
-    return len(swept) > 1 and of.reference in swept and source.has_metric("ttft_ms_mean")
+    return source.compares(of.axis) and of.reference in source.swept(of.axis) and source.has_metric("ttft_ms_mean")
 
 
 def sections(of: Factor, source: Source) -> Iterator[tuple[Panel, list[Section]]]:

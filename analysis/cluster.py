@@ -39,7 +39,7 @@ class Spread(AtReplicas):
     "A cluster, simulated",
     shows="time to first token, history computed again and skew, by router, against the number of replicas",
     command="python runners/run.py experiment=cluster_scale -m",
-    applies=lambda source: len(source.swept(REPLICAS)) > 1 and source.has_metric("moved_turns"),
+    applies=lambda source: source.compares(REPLICAS) and source.has_metric("moved_turns"),
 )
 def cluster(source: Source) -> Iterable[Plot]:
     for panel in source.panels(ROUTER, REPLICAS):
@@ -143,7 +143,7 @@ class Moved:
     "KV that moves, or is computed again",
     shows="time to first token of turns that return, by what becomes of their KV, against the network between replicas",
     command="python runners/run.py experiment=cluster_migration -m",
-    applies=lambda source: len(source.swept(MIGRATION)) > 1 and len(source.swept(NETWORK)) > 1,
+    applies=lambda source: source.compares(MIGRATION) and source.compares(NETWORK),
 )
 def migration(source: Source) -> Iterable[Plot]:
     for panel in source.panels(MIGRATION, NETWORK):

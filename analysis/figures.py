@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -87,7 +88,7 @@ def _no_figure(source: Source) -> str:
 
 def draw_all(source: Source, folder: Path, dark: bool = False) -> tuple[list[Drawing], list[str]]:
     """The drawings of the figures that apply to the sweep, and a sentence for each figure that could not be drawn though
-    it applies (a series is missing, or trials must not be mixed)."""
+    it applies (a series is missing, trials must not be mixed, or the figure has a fault)."""
     drawings: list[Drawing] = []
     problems = []
     applying = [figure for figure in registry.FIGURES.values() if figure.applies(source)]
@@ -96,6 +97,12 @@ def draw_all(source: Source, folder: Path, dark: bool = False) -> tuple[list[Dra
             drawings += figure.draw(source, folder, dark)
         except ResultsError as error:
             problems.append(f"{figure.name}: {error}")
+        except OSError:
+            raise
+        except Exception as error:  # a fault of one figure must not cost the others
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            fault = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+            problems.append(f"{figure.name}: the figure has a fault, please report it: {fault}")
     return drawings, problems
 
 

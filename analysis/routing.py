@@ -80,7 +80,7 @@ def draw_over_replicas(found: Sequence[Found], height_in: float, measures: Seque
     "Session affinity against other routing",
     shows="history found and time to first token of returning turns, by router, against the number of replicas",
     command="python runners/run.py experiment=replica_routing -m",
-    applies=lambda source: len(source.swept(ROUTER)) > 1 and source.has_metric("gpu_hit_rate"),
+    applies=lambda source: source.compares(ROUTER) and source.has_metric("gpu_hit_rate"),
 )
 def replica_routing(source: Source) -> Iterable[Plot]:
     for panel in source.panels(ROUTER, REPLICAS):

@@ -123,6 +123,12 @@ class Source:
         begun = (axis_value(job.trial or job.last, axis) for job in self.jobs)
         return in_order(dict.fromkeys([*self._named(axis), *begun]))
 
+    def compares(self, axis: str) -> bool:
+        """Several values of an axis, and each trial has one. A sweep over machines varies fields of theirs that some of them
+        do not have (hardware=local no router): those are no comparison."""
+        found = self.swept(axis)
+        return len(found) > 1 and NO_VALUE not in found
+
     def lacks(self, what: str) -> MissingSeries:
         """To be raised where `what` is missing from the sweep."""
         return MissingSeries(f"Sweep {self.sweep.id} has no {what}; run `{self.command}`.")

@@ -102,6 +102,17 @@ def test_one_figure_that_cannot_be_drawn_does_not_take_the_others_with_it(output
     assert list(drawn) == ["ttft_by_turn"]
 
 
+def test_a_figure_with_a_fault_is_named_and_does_not_take_the_others_with_it(outputs, drawn, capsys, monkeypatch):
+    chat(open_store(outputs))
+    faulty = registry.Figure("faulty", "Faulty", "nothing", "none", lambda source: True, lambda source: [int("None")])
+    monkeypatch.setattr(registry, "FIGURES", {"faulty": faulty, "ttft_by_turn": registry.FIGURES["ttft_by_turn"]})
+    assert figures.main(["--quiet"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("faulty: the figure has a fault, please report it: ValueError:")
+    assert "test_figures.py" in said and len(said.splitlines()) == 1
+    assert list(drawn) == ["ttft_by_turn"]
+
+
 def test_only_the_asked_baselines_are_drawn(outputs, drawn, capsys):
     chat(open_store(outputs), baselines=("pensieve", "gpu_only", "stateless"))
     assert figures.main(["--baselines", "gpu_only,stateless", "--quiet"]) == 0

@@ -62,6 +62,20 @@ def test_one_router_is_no_comparison() -> None:
     assert not replica_routing.applies(alone)
 
 
+def test_a_machine_without_replicas_beside_a_simulated_one_is_no_comparison() -> None:
+    """As in experiment=fidelity: hardware=local has neither a router nor replicas, a simulated machine has one of each."""
+    beside = fill(
+        ResultsStore(MEMORY),
+        {"hardware.router": ["null", "single"], "hardware.replicas": ["null", "1"], "baseline": ["pensieve"]},
+        lambda at, seed: [answered("a", 1, 5.0)],
+        lambda at, seed: {},
+        summary=True,
+    )
+    assert len(beside.swept("hardware.router")) > 1
+    assert not beside.compares("hardware.router")
+    assert not replica_routing.applies(beside)
+
+
 def test_a_sweep_without_history_says_so() -> None:
     source = fill(
         ResultsStore(MEMORY),
