@@ -32,6 +32,29 @@ TIERS: Mapping[Tier, str] = {"gpu": "#01665E", "cpu": "#D8A13B", "disk": "#7B5EA
 MARKERS = {"gpu": "o", "cpu": "^", "disk": "s"}
 LINES: Mapping[Tier, str] = {"gpu": "-", "cpu": "--", "disk": ":"}
 SHOWN = 4  # names of those who evicted most
+POLICIES = "eviction"
+
+
+def _along(source: Source) -> tuple[str, ...]:
+    """What stands side by side: the policies of one baseline where several were swept, else the baselines."""
+    return (POLICIES,) if len(source.swept(POLICIES)) > 1 and len(source.baselines()) == 1 else ()
+
+
+def _name(cell: Cell) -> str:
+    return cell.at.get(POLICIES, cell.baseline)
+
+
+def _who(cell: Cell) -> str:
+    """The head over these names."""
+    return POLICIES if POLICIES in cell.at else "baseline"
+
+
+def _ink(cell: Cell) -> str:
+    return "black" if POLICIES in cell.at else style.colour(cell.baseline)
+
+
+def _key(cell: Cell) -> Row:
+    return {"baseline": cell.baseline, **cell.at}
 
 
 # -- misses --------------------------------------------------------------------------------------------------------------
@@ -90,8 +113,9 @@ def _has_misses(source: Source) -> bool:
     applies=_has_misses,
 )
 def miss_causes(source: Source) -> Iterator[Plot]:
-    for panel in source.panels():
-        found = {cell.baseline: _lost(source, cell) for cell in panel.cells}
+    for panel in source.panels(*_along(source), partial=True):
+        found = {_name(cell): _lost(source, cell) for cell in panel.cells}
+        inks = {_name(cell): _ink(cell) for cell in panel.cells}
         if not any(found.values()):
             raise source.lacks("turn with a ledger of misses")
         picture, grid = style.new_grid(0.26 * len(found) + 0.35, 1, 2, sharey=True)
@@ -106,7 +130,7 @@ def miss_causes(source: Source) -> Iterator[Plot]:
             axes.set_yticks(range(len(found)), list(found))
             axes.set_ylim(len(found) - 0.5, -0.5)
             for label in axes.get_yticklabels():
-                label.set(color=style.colour(label.get_text()), fontweight="bold")
+                label.set(color=inks[label.get_text()], fontweight="bold")
         left.set_xlabel("prompt tokens (1000)")
         right.set_xlabel("TTFT (s)")
         seen = [cause for cause in CAUSES if any(one.cause == cause for lost in found.values() for one in lost)]
@@ -137,7 +161,7 @@ def _stack(axes: Axes, place: int, name: str, kind: str, parts: Iterable[tuple[s
 
 def _lost_row(one: Lost) -> Row:
     return {
-        "baseline": one.cell.baseline,
+        **_key(one.cell),
         "cause": one.cause,
         **columns("tokens", one.tokens, prefix="tokens_"),
         **columns("seconds", one.seconds, prefix="seconds_"),
@@ -148,7 +172,7 @@ def _lost_row(one: Lost) -> Row:
 
 def _lost_line(one: Lost) -> Mapping[str, str]:
     return {
-        "baseline": one.cell.baseline,
+        _who(one.cell): _name(one.cell),
         "cause": one.cause.replace("_", " "),
         "tokens": tables.estimated(one.tokens),
         "of TTFT (s)": tables.estimated(one.seconds),
@@ -187,13 +211,14 @@ def _basis(source: Source) -> str:
     applies=_has_holdings,
 )
 def holding(source: Source) -> Iterator[Plot]:
-    """A part for each baseline; both axes logarithmic, with what saved nothing at the lower edge."""
-    for panel in source.panels():
+    """A part for each baseline or policy; both axes logarithmic, with what saved nothing at the lower edge."""
+    for panel in source.panels(*_along(source), partial=True):
         cells = [cell for cell in panel.cells if _holdings(source, cell)]
         if not cells:
             raise source.lacks("trial with a ledger of holding")
-        picture, grid = style.new_grid(1.5 * -(-len(cells) // 2) + 0.2, -(-len(cells) // 2), min(2, len(cells)),
-                                       sharex=True, sharey=True)  # fmt: skip
+        across = min(len(cells), 2 if len(cells) <= 4 else 3)
+        down = -(-len(cells) // across)
+        picture, grid = style.new_grid(3.0 / max(across, 2) * down + 0.2, down, across, sharex=True, sharey=True)
         flat = [axes for row in grid for axes in row]
         rows: list[Row] = []
         everything = [one for cell in cells for _, one in _holdings(source, cell) if one.idle_gib_s > 0]
@@ -216,23 +241,25 @@ def holding(source: Source) -> Iterator[Plot]:
                 if points:
                     axes.plot(
                         *zip(*points, strict=True), linestyle="none", marker=MARKERS[tier], markersize=2.6, color=colour,
-                        alpha=0.6, markeredgewidth=0, gid=f"{cell.baseline}/{tier}",
+                        alpha=0.6, markeredgewidth=0, gid=f"{_name(cell)}/{tier}",
                     )  # fmt: skip
             axes.set(xscale="log", yscale="log")
             axes.grid(visible=True, axis="x", color="#E3E3E3", linewidth=0.6)
             if not any(one.idle_gib_s for _, one in own):
                 axes.text(0.5, 0.5, "nothing is kept", transform=axes.transAxes, ha="center", color=style.GREY)
             else:
-                _even(axes, cell.baseline, worth, everything)
-            axes.set_title(cell.baseline, fontweight="bold", color=style.colour(cell.baseline))
+                _even(axes, _name(cell), worth, everything)
+            axes.set_title(_name(cell), fontweight="bold", color=_ink(cell))
             rows += [_holding_row(cell, trial, one, worth) for trial, one in own]
-        for axes in flat[len(cells) :]:
-            axes.set_visible(False)
+        for place, axes in enumerate(flat):
+            if place >= len(cells):
+                axes.remove()
+            elif place + across >= len(cells):  # the lowest of its column
+                axes.tick_params(axis="x", labelbottom=True)
+                axes.set_xlabel("held idle (GiB·s)")
         flat[0].set_ylim(floor * 0.6, top * 2)
         for row in grid:
             row[0].set_ylabel("prefill saved (s)")
-        for axes in grid[-1]:
-            axes.set_xlabel("held idle (GiB·s)")
         tiers = [tier for tier in TIERS if any(one.tier == tier for one in everything)]
         style.legend(
             picture,
@@ -277,7 +304,7 @@ def _even(axes: Axes, name: str, worth: Worth | None, everything: Sequence[Holdi
 
 def _holding_row(cell: Cell, trial: int, one: Holding, worth: Worth | None) -> Row:
     return {
-        "baseline": cell.baseline,
+        **_key(cell),
         "trial": trial,
         "session": one.session,
         "tier": one.tier,
@@ -334,7 +361,7 @@ def _kept(source: Source, cell: Cell) -> Iterator[Kept]:
     applies=_has_holdings,
 )
 def holding_table(source: Source) -> Iterator[Plot]:
-    for panel in source.panels():
+    for panel in source.panels(*_along(source), partial=True):
         found = [one for cell in panel.cells for one in _kept(source, cell)]
         if not found:
             raise source.lacks("trial with a ledger of holding")
@@ -348,7 +375,7 @@ def holding_table(source: Source) -> Iterator[Plot]:
 
 def _kept_row(one: Kept) -> Row:
     return {
-        "baseline": one.cell.baseline,
+        **_key(one.cell),
         "tier": one.tier,
         "conversations": one.conversations,
         **columns("gib_s", one.held, prefix="gib_s_"),
@@ -362,7 +389,7 @@ def _kept_row(one: Kept) -> Row:
 
 def _kept_line(one: Kept) -> Mapping[str, str]:
     return {
-        "baseline": one.cell.baseline,
+        _who(one.cell): _name(one.cell),
         "tier": one.tier,
         "held (GiB·s)": tables.estimated(one.held),
         "idle (GiB·s)": tables.estimated(one.idle),
@@ -383,7 +410,7 @@ def _kept_line(one: Kept) -> Mapping[str, str]:
     applies=lambda source: _has_holdings(source) and any(prefill_seconds(job.metrics) for job in source.jobs),
 )
 def break_even(source: Source) -> Iterator[Plot]:
-    for panel in source.panels():
+    for panel in source.panels(*_along(source), partial=True):
         rows = [row for cell in panel.cells for row in _break_evens(source, cell)]
         if not rows:
             raise MissingSeries(
@@ -393,7 +420,7 @@ def break_even(source: Source) -> Iterator[Plot]:
         picture, axes = style.new_axes(1.5)
         of: dict[tuple[str, Tier], list[tuple[int, float]]] = defaultdict(list)
         for row in rows:
-            of[row["baseline"], row["tier"]].append((row["tokens"], row["break_even_s"]))
+            of[_named(row), row["tier"]].append((row["tokens"], row["break_even_s"]))
         alike: dict[tuple[tuple[int, float], ...], list[tuple[str, Tier]]] = defaultdict(list)
         for key, points in of.items():  # baselines with the same GPUs and memory have the same line
             alike[tuple(points)].append(key)
@@ -427,7 +454,7 @@ def _break_evens(source: Source, cell: Cell) -> Iterator[Row]:
             even_s = worth.break_even_s(tokens, seconds, tier)
             if even_s is not None:
                 yield {
-                    "baseline": cell.baseline,
+                    **_key(cell),
                     "tier": tier,
                     "tokens": tokens,
                     "prefill_s": seconds,
@@ -437,8 +464,13 @@ def _break_evens(source: Source, cell: Cell) -> Iterator[Row]:
                 }
 
 
+def _named(row: Row) -> str:
+    return str(row.get(POLICIES, row["baseline"]))
+
+
 def _break_even_lines(rows: Sequence[Row]) -> list[Mapping[str, str]]:
-    """A line for each number of tokens that any baseline has, with the idle time in each baseline's tiers."""
+    """A line for each number of tokens that any baseline has, with the idle time in each baseline's tiers. Policies of one
+    baseline have the same machine, and so the same times."""
     heads = list(dict.fromkeys((row["baseline"], row["tier"]) for row in rows))
     found = {(row["tokens"], row["baseline"], row["tier"]): row["break_even_s"] for row in rows}
     lines: list[Mapping[str, str]] = []

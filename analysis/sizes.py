@@ -20,6 +20,7 @@ from pensieve.errors import MissingSeries
 from pensieve.statistics import FEWEST_GROUPS
 
 KNEE, BORDER = "#D55E00", "#000000"
+DISK = "cache.disk"
 COLOURS = {"found": "YlGnBu", "late": "YlOrBr"}
 MOST_WRITTEN = 13  # sizes along a side up to which a cell has its number written into it
 
@@ -45,40 +46,46 @@ def size_map(source: Source) -> Iterator[Plot]:
     origin = trace(
         source.sweep, trials, mixtures(trials), len(conversations), len(found.failed), allow_mixed=source.allow_mixed
     )
-    yield Plot(Panel(source.sweep, {}, (), origin), *_drawn(found))
+    q, rows = found.question, list(found.rows())
+    for beside in q.planes:
+        disk = (q.disk[beside[0]] or "0") if beside else None
+        drawn = [{k: v for k, v in row.items() if k != DISK} for row in rows if disk in (None, row[DISK])]
+        group = {} if disk is None else {DISK: disk}
+        yield Plot(Panel(source.sweep, group, (), origin), _drawn(found, beside), _lead(found, beside), drawn)
 
 
-def _drawn(found: SizeMap) -> tuple[Any, str, list[dict[str, Any]]]:
+def _drawn(found: SizeMap, beside: Place) -> Any:
+    """beside: how the places of this picture's cells end: with the index of their disk, where there are several."""
     q = found.question
     height = 0.17 * len(q.gpu) + 0.35
     picture, grid = style.new_grid(2 * height + 0.3, 2, 1, sharex=True)
     above, below = grid[0][0], grid[1][0]
     kind = "history" if q.of == "history" else "prompt"
-    _heat(above, found, "found", f"{kind} tokens found (%)", 100.0, COLOURS["found"], Normalize(0, 100))
+    _heat(above, found, beside, "found", f"{kind} tokens found (%)", 100.0, COLOURS["found"], Normalize(0, 100))
     late = [value for place in found.cells if (value := found.mean(place, found.objective)) is not None]
     norm = LogNorm(min(late), max(max(late), min(late) * 1.01)) if late else Normalize(0, 1)
-    _heat(below, found, found.objective, f"TTFT {q.percentile} (ms)", 1.0, COLOURS["late"], norm)
+    _heat(below, found, beside, found.objective, f"TTFT {q.percentile} (ms)", 1.0, COLOURS["late"], norm)
     for axes in (above, below):
-        if found.knee:
-            _border(axes, found, found.reaches, KNEE, "knee")
-        if q.slo_ttft_ms is not None and found.meeting:
-            _border(axes, found, found.meets, BORDER, "objective")
+        _border(axes, found, beside, found.reaches, KNEE, "knee")
+        if q.slo_ttft_ms is not None:
+            _border(axes, found, beside, found.meets, BORDER, "objective")
         axes.set_ylabel("GPU KV a device" if q.devices > 1 else "GPU KV")
     below.set_xlabel("CPU KV a device" if q.devices > 1 else "CPU KV")
-    style.legend(picture, _key(found))
-    return picture, _lead(found), list(found.rows())
+    style.legend(picture, _key(found, beside))
+    return picture
 
 
-def _heat(axes: Axes, found: SizeMap, name: str, title: str, scale: float, colours: str, norm: Normalize) -> None:
+def _heat(
+    axes: Axes, found: SizeMap, beside: Place, name: str, title: str, scale: float, colours: str, norm: Normalize
+) -> None:
     """Every cell coloured; those that did not run paler, with a dot in the place of their number."""
     q = found.question
     shape = len(q.gpu), len(q.cpu)
     values = np.full(shape, np.nan)
-    for place, value in found.interpolated(name).items():
-        values[place] = value * scale
-    for place in found.cells:
-        mean = found.mean(place, name)
-        values[place] = np.nan if mean is None else mean * scale
+    known = found.interpolated(name) | {place: found.mean(place, name) for place in found.cells}
+    for place, value in known.items():
+        if place[2:] == beside and value is not None:
+            values[place[:2]] = value * scale
     image = axes.imshow(values, origin="lower", aspect="auto", cmap=colours, norm=norm)
     image.set_gid(f"{name}/cells")
     axes.set_title(title)
@@ -90,7 +97,7 @@ def _heat(axes: Axes, found: SizeMap, name: str, title: str, scale: float, colou
     axes.set_yticks(range(shape[0]), [spaced(size) for size in q.gpu], fontsize=5.5)
     for gpu in range(shape[0]):
         for cpu in range(shape[1]):
-            run = (gpu, cpu) in found.cells
+            run = (gpu, cpu, *beside) in found.cells
             if not run:
                 axes.add_patch(
                     Rectangle(
@@ -110,14 +117,19 @@ def _heat(axes: Axes, found: SizeMap, name: str, title: str, scale: float, colou
             axes.text(cpu, gpu, text, ha="center", va="center", fontsize=4.6, color="white" if dark else "black")
 
 
-def _border(axes: Axes, found: SizeMap, suffices: Callable[[Place], bool], colour: str, gid: str) -> None:
-    """The staircase below and left of all cells that are as large as one of the smallest that suffice."""
+def _border(
+    axes: Axes, found: SizeMap, beside: Place, suffices: Callable[[Place], bool], colour: str, gid: str
+) -> None:
+    """The staircase below and left of all cells that are as large as one of the smallest that suffice; a square around the
+    one that the answer names."""
     q = found.question
-    front = found.smallest(suffices)
+    front = found.smallest(suffices, beside)
+    if not front:
+        return
     xs: list[float] = []
     ys: list[float] = []
     top = len(q.gpu) - 0.5
-    for index, (gpu, cpu) in enumerate(reversed(front)):  # from the least CPU memory on
+    for index, (gpu, cpu, *_) in enumerate(reversed(front)):  # from the least CPU memory on
         upper = top if index == 0 else ys[-1]
         xs += [cpu - 0.5, cpu - 0.5]
         ys += [upper, gpu - 0.5]
@@ -126,23 +138,25 @@ def _border(axes: Axes, found: SizeMap, suffices: Callable[[Place], bool], colou
     axes.plot(
         xs, ys, color=colour, linewidth=1.4, linestyle="-" if gid == "knee" else (0, (3, 1.4)), gid=gid, clip_on=False
     )
-    chosen = found.pick(front)
-    if chosen is not None:
+    chosen = found.pick(found.smallest(suffices))
+    if chosen is not None and chosen[2:] == beside:
         axes.plot(
             [chosen[1]], [chosen[0]], marker="s", markersize=9, markerfacecolor="none", markeredgecolor=colour,
             markeredgewidth=1.1, linewidth=0, gid=f"{gid}/chosen",
         )  # fmt: skip
 
 
-def _key(found: SizeMap) -> list[Any]:
+def _key(found: SizeMap, beside: Place) -> list[Any]:
     q = found.question
     handles: list[Any] = []
-    if found.knee:
+    knee = found.smallest(found.reaches, beside)
+    meeting = found.smallest(found.meets, beside) if q.slo_ttft_ms is not None else []
+    if knee:
         handles.append(Line2D([], [], color=KNEE, linewidth=1.4, label=f"{q.knee:.0%} of what the largest find"))
-    if q.slo_ttft_ms is not None and found.meeting:
+    if meeting:
         label = f"{q.slo_ttft_ms:g} ms at {q.percentile}"
         handles.append(Line2D([], [], color=BORDER, linewidth=1.4, linestyle=(0, (3, 1.4)), label=label))
-    if handles:
+    if {found.pick(found.knee), found.pick(found.meeting)} & {*knee, *meeting}:
         handles.append(
             Line2D(
                 [],
@@ -155,16 +169,21 @@ def _key(found: SizeMap) -> list[Any]:
                 label="named in the answer",
             )
         )
-    if len(found.cells) < len(q.gpu) * len(q.cpu):
+    if _ran(found, beside) < len(q.gpu) * len(q.cpu):
         handles.append(Patch(facecolor="#E8EFEF", edgecolor=style.EDGE, linewidth=0.4, label="· interpolated"))
     return handles
 
 
-def _lead(found: SizeMap) -> str:
+def _ran(found: SizeMap, beside: Place) -> int:
+    return sum(place[2:] == beside for place in found.cells)
+
+
+def _lead(found: SizeMap, beside: Place) -> str:
     q = found.question
     seeds = sorted({len(cell.trials) for cell in found.cells.values()})
     lead = found.sentence()
-    lead += f" {len(found.cells)} of {len(q.gpu) * len(q.cpu)} cells have run, with {_range(seeds)} each"
+    lead += f" {_ran(found, beside)} of {len(q.gpu) * len(q.cpu)} cells {'of this disk ' if beside else ''}have run, "
+    lead += f"with {_range(seeds)} each"
     lead += (
         "; the CSV has 95 % intervals"
         if seeds[-1] >= FEWEST_GROUPS

@@ -278,7 +278,7 @@ def runs_of(indices: Iterable[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def common_prefix(a: TokenArray[int], b: TokenArray[int]) -> int:
+def common_prefix(a: TokenArray[int] | str, b: TokenArray[int] | str) -> int:
     """Length of the longest common prefix, by halving: whole slices compare at memory speed."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:

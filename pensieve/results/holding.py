@@ -38,7 +38,8 @@ class Worth:
         GPUs, or one is 0."""
         if not self.prices.given:
             return self.gpu_gib
-        price = {"gpu": self.prices.gpu_gib_hour, "cpu": self.prices.cpu_gib_hour}.get(tier)
+        prices = self.prices
+        price = {"gpu": prices.gpu_gib_hour, "cpu": prices.cpu_gib_hour, "disk": prices.disk_gib_hour}[tier]
         return self.prices.gpu_hour * self.devices / price if price and self.prices.gpu_hour else None
 
     def break_even_s(self, tokens: int, prefill_s: float, tier: Tier) -> float | None:

@@ -1,7 +1,8 @@
 """A map of cache sizes: what the trials of its cells say, the smallest sizes that suffice, and what that is in a sentence.
 
-A map is a sweep over cache.gpu and cache.cpu in which not every cell has run. A cell is named by its place, the indices of
-its two sizes; `trial.size` runs the cells and this reads them, so that the command, the table and the figure agree.
+A map is a sweep over cache.gpu, cache.cpu and, where several are asked, cache.disk, in which not every cell has run. A cell
+is named by its place, the indices of its sizes; `trial.size` runs the cells and this reads them, so that the command, the
+table and the figure agree.
 
 Two questions are asked of a cell. Whether it *reaches* the share `knee` of what the largest sizes of the map find, paired
 by seed; the smallest cells that do are the knee. Whether it *meets* the objective: the mean over its seeds of a percentile
@@ -11,14 +12,16 @@ other.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from statistics import fmean
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from pensieve.errors import MissingSeries
 from pensieve.results.schema import Sweep
@@ -26,8 +29,11 @@ from pensieve.results.store import JobResult, ResultsStore
 from pensieve.statistics import Estimate, bootstrap_mean
 from pensieve.units import GIB
 
-Place = tuple[int, int]
-"""Indices of a cell's GPU size and CPU size, from the smallest on."""
+Place = tuple[int, ...]
+"""Indices of a cell's GPU size and CPU size, and of its disk where the map has several, from the smallest on."""
+
+NO_DISK = ""
+"""The size of a disk tier that is not there."""
 
 SETTINGS = "size"
 """The key under which a sweep's overrides hold the question that its map answers."""
@@ -54,21 +60,23 @@ class Prices(BaseModel):
     gpu_hour: float | None = Field(None, ge=0.0)
     gpu_gib_hour: float | None = Field(None, ge=0.0)
     cpu_gib_hour: float | None = Field(None, ge=0.0)
+    disk_gib_hour: float | None = Field(None, ge=0.0)
 
     @property
     def given(self) -> bool:
-        return any(value is not None for value in (self.gpu_hour, self.gpu_gib_hour, self.cpu_gib_hour))
+        return any(value is not None for value in self.model_dump().values())
 
-    def an_hour(self, devices: int, gpu_bytes: int, cpu_bytes: int) -> float:
+    def an_hour(self, devices: int, gpu_bytes: int, cpu_bytes: int, disk_bytes: int = 0) -> float:
         """What is not priced costs nothing."""
         memory = (self.gpu_gib_hour or 0.0) * gpu_bytes + (self.cpu_gib_hour or 0.0) * cpu_bytes
-        return (self.gpu_hour or 0.0) * devices + memory / GIB
+        return (self.gpu_hour or 0.0) * devices + (memory + (self.disk_gib_hour or 0.0) * disk_bytes) / GIB
 
 
 class Question(BaseModel):
-    """gpu, cpu: sizes a device, ascending, as typed into cache.gpu and cache.cpu. of: history: the share of history tokens
-    that had KV; prompt: of all prompt tokens, what others said included. slo_ttft_ms: the objective of that percentile;
-    None: not asked."""
+    """gpu, cpu: sizes a device, ascending, as typed into cache.gpu and cache.cpu. disk: sizes of the machine's disk tier, as
+    typed into cache.disk, NO_DISK for none; one is behind every cell, several are the map's third axis. of: history: the
+    share of history tokens that had KV; prompt: of all prompt tokens, what others said included. slo_ttft_ms: the objective
+    of that percentile; None: not asked."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -81,27 +89,67 @@ class Question(BaseModel):
     slo_ttft_ms: float | None = None
     prices: Prices = Prices()
     devices: int = 1
-    disk: str = ""  # of every cell, as typed into cache.disk; "": none. A map has two axes: there is one for each disk
+    disk: tuple[str, ...] = (NO_DISK,)
     modes: tuple[tuple[str, ...], ...] = ()  # how copies are made ahead, by GPU and CPU size; (): in all cells alike
+
+    @field_validator("disk", mode="before")
+    @classmethod
+    def _one_disk(cls, value: object) -> object:
+        """Maps from before there were several say which one."""
+        return (value,) if isinstance(value, str) else value
+
+    @property
+    def disks(self) -> bool:
+        """The map has an axis of disks."""
+        return len(self.disk) > 1
+
+    @property
+    def planes(self) -> list[Place]:
+        """How the places of each disk end: () for all cells where there is one."""
+        return [(index,) for index in range(len(self.disk))] if self.disks else [()]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes along each axis of a place."""
+        sizes = len(self.gpu), len(self.cpu), len(self.disk)
+        return sizes if self.disks else sizes[:2]
+
+    @property
+    def places(self) -> Iterator[Place]:
+        """Of all cells."""
+        return product(*map(range, self.shape))
 
     @property
     def corner(self) -> Place:
         """The largest sizes."""
-        return len(self.gpu) - 1, len(self.cpu) - 1
+        return tuple(count - 1 for count in self.shape)
+
+    def sizes(self, place: Place) -> tuple[str, str, str]:
+        """GPU, CPU and disk, as typed."""
+        return self.gpu[place[0]], self.cpu[place[1]], self.disk[place[2] if self.disks else 0]
 
     def mode(self, place: Place) -> str:
         """Cells of one mode are one map: among them alone more memory is taken not to be worse. With copy_ahead=auto a larger
-        CPU tier can be the first that copies as the paper does, and find less than the one before it."""
-        return self.modes[place[0]][place[1]] if self.modes else ""
+        CPU tier can be the first that copies as the paper does, and find less than the one before it. A disk reads and writes
+        beside everything else, and may be no help: with one is another map than without."""
+        ahead = self.modes[place[0]][place[1]] if self.modes else ""
+        return ahead if self.sizes(place)[2] == NO_DISK else f"{ahead} beside a disk"
 
     def job(self, place: Place, seed: int) -> int:
         """The number of the trial of a cell and a seed among the jobs of the sweep."""
-        return (place[0] * len(self.cpu) + place[1]) * len(self.seeds) + self.seeds.index(seed)
+        number = 0
+        for index, count in zip(place, self.shape, strict=True):
+            number = number * count + index
+        return number * len(self.seeds) + self.seeds.index(seed)
 
     def where(self, job: int) -> tuple[Place, int]:
         """The cell and the seed of a job."""
         cell, seed = divmod(job, len(self.seeds))
-        return divmod(cell, len(self.cpu)), self.seeds[seed]
+        place = []
+        for count in reversed(self.shape):
+            cell, index = divmod(cell, count)
+            place.append(index)
+        return tuple(reversed(place)), self.seeds[seed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,17 +170,21 @@ class Cell:
 
     @property
     def gpu_bytes(self) -> int:
-        """KV of all devices together; so are cpu_bytes."""
+        """KV of all devices together; so are cpu_bytes and disk_bytes."""
         return self._bytes("budget_gpu_tokens")
 
     @property
     def cpu_bytes(self) -> int:
         return self._bytes("budget_cpu_tokens")
 
+    @property
+    def disk_bytes(self) -> int:
+        return self._bytes("budget_disk_tokens")
+
     def _bytes(self, name: str) -> int:
         trial = self.one.trial
         assert trial is not None
-        return int(trial.engine[name]) * (trial.kv_bytes_per_token or 0)
+        return int(trial.engine.get(name, 0)) * (trial.kv_bytes_per_token or 0)
 
 
 @dataclass(frozen=True)
@@ -193,15 +245,20 @@ class SizeMap:
     def an_hour(self, place: Place) -> float | None:
         """What the cell costs in the unit of the prices; None where none is given."""
         cell, prices = self.cells[place], self.question.prices
-        return prices.an_hour(self.question.devices, cell.gpu_bytes, cell.cpu_bytes) if prices.given else None
+        if not prices.given:
+            return None
+        return prices.an_hour(self.question.devices, cell.gpu_bytes, cell.cpu_bytes, cell.disk_bytes)
 
     # -- of the map ---------------------------------------------------------------------------------------------------
 
-    def smallest(self, suffices: Callable[[Place], bool]) -> list[Place]:
-        """The cells that suffice and are no larger in one tier for less of the other: GPU ascending, CPU descending."""
+    def smallest(self, suffices: Callable[[Place], bool], beside: Place = ()) -> list[Place]:
+        """The cells that suffice, where no other that does has less of one tier and no more of the others, by their places.
+        beside: only among those of this plane."""
         front: list[Place] = []
-        for place in sorted(filter(suffices, self.cells)):
-            if not front or place[1] < front[-1][1]:
+        for place in sorted(self.cells):
+            if beside and place[2:] != beside:
+                continue
+            if suffices(place) and not any(within(other, place) for other in front):
                 front.append(place)
         return front
 
@@ -231,22 +288,27 @@ class SizeMap:
         suffice, and those just below."""
         found = {self.question.corner}
         for suffices in (self.reaches, self.meets):
-            for gpu, cpu in self.smallest(suffices):
-                found |= {(gpu, cpu), (gpu - 1, cpu), (gpu, cpu - 1)}
+            for place in self.smallest(suffices):
+                found.add(place)
+                for axis, index in enumerate(place):
+                    found.add((*place[:axis], index - 1, *place[axis + 1 :]))
         return {place for place in found if min(place) >= 0}
 
     def interpolated(self, name: str) -> dict[Place, float]:
-        """Of the cells that have not run, linear between those of their mode that have, and no better than a larger one of
-        these nor worse than a smaller one, where these agree. Cells that lie beyond all of these are left out."""
+        """Of the cells that have not run, linear between those of their mode and disk that have, and no better than a larger
+        one of these nor worse than a smaller one, where these agree. Cells that lie beyond all of these are left out."""
         q = self.question
         known = {place: value for place in self.cells if (value := self.mean(place, name)) is not None}
-        every = ((i, j) for i in range(len(q.gpu)) for j in range(len(q.cpu)))
-        waiting = [place for place in every if place not in self.cells]
+        waiting = [place for place in q.places if place not in self.cells]
         found: dict[Place, float] = {}
-        for mode in dict.fromkeys(map(q.mode, waiting)):
-            alike = {place: value for place, value in known.items() if q.mode(place) == mode}
-            linear = _linear(alike, [place for place in waiting if q.mode(place) == mode])
-            found |= {place: _between(place, value, alike, name in FALLING) for place, value in linear.items()}
+
+        def plane(place: Place) -> tuple[str, Place]:
+            return q.mode(place), place[2:]
+
+        for one in dict.fromkeys(map(plane, waiting)):
+            flat = {place[:2]: value for place, value in known.items() if plane(place) == one}
+            linear = _linear(flat, [place[:2] for place in waiting if plane(place) == one])
+            found |= {(*at, *one[1]): _between(at, value, flat, name in FALLING) for at, value in linear.items()}
         return found
 
     # -- in words -----------------------------------------------------------------------------------------------------
@@ -254,20 +316,15 @@ class SizeMap:
     @property
     def inferred(self) -> str:
         """What the answer rests on beside trials; "" where every cell has run."""
-        every = len(self.question.gpu) * len(self.question.cpu)
-        ran = len(self.cells)
+        every, ran = math.prod(self.question.shape), len(self.cells)
         return "" if ran == every else f"({ran} of {every} cells ran; the others follow if more memory is not worse)"
 
     def name(self, place: Place) -> str:
         """ "40 GB of GPU and 90 GB of CPU KV"."""
-        gpu, cpu = (spaced(sizes[index]) for sizes, index in zip(self._sizes, place, strict=True))
+        gpu, cpu, disk = (spaced(size) for size in self.question.sizes(place))
         each = " a device" if self.question.devices > 1 else ""
-        beside = f" beside {spaced(self.question.disk)} of disk" if self.question.disk else ""
+        beside = f" beside {disk} of disk" if disk else " without a disk" if self.question.disks else ""
         return f"{gpu} of GPU and {cpu} of CPU KV{each}{beside}"
-
-    @property
-    def _sizes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return self.question.gpu, self.question.cpu
 
     def sentence(self) -> str:
         """The answer. Raises MissingSeries where the largest sizes have not run yet."""
@@ -333,23 +390,22 @@ class SizeMap:
     def rows(self) -> Iterator[dict[str, Any]]:
         """A row a cell of the whole map; `run` False: interpolated."""
         q, between = self.question, {name: self.interpolated(name) for name in SHOWN}
-        for gpu, gpu_size in enumerate(q.gpu):
-            for cpu, cpu_size in enumerate(q.cpu):
-                place = (gpu, cpu)
-                run = place in self.cells
-                row: dict[str, Any] = {"cache.gpu": gpu_size, "cache.cpu": cpu_size, "run": run}
-                row["seeds"] = len(self.cells[place].trials) if run else 0
-                for name in SHOWN:
-                    found = self.estimate(place, name) if run else None
-                    row[name] = found.value if found else between[name].get(place)
-                    row[f"{name}_ci_low"] = found.ci_low if found else None
-                    row[f"{name}_ci_high"] = found.ci_high if found else None
-                row["reaches"] = self.reaches(place) if run else None
-                row["meets"] = self.meets(place) if run and q.slo_ttft_ms is not None else None
-                row["cost_an_hour"] = self.an_hour(place) if run else None
-                trials = self.cells[place].trials.values() if run else ()
-                row["trials"] = " ".join(str(job.trial.id) for job in trials if job.trial)
-                yield row
+        for place in q.places:
+            gpu, cpu, disk = q.sizes(place)
+            run = place in self.cells
+            row: dict[str, Any] = {"cache.gpu": gpu, "cache.cpu": cpu, "cache.disk": disk or "0", "run": run}
+            row["seeds"] = len(self.cells[place].trials) if run else 0
+            for name in SHOWN:
+                found = self.estimate(place, name) if run else None
+                row[name] = found.value if found else between[name].get(place)
+                row[f"{name}_ci_low"] = found.ci_low if found else None
+                row[f"{name}_ci_high"] = found.ci_high if found else None
+            row["reaches"] = self.reaches(place) if run else None
+            row["meets"] = self.meets(place) if run and q.slo_ttft_ms is not None else None
+            row["cost_an_hour"] = self.an_hour(place) if run else None
+            trials = self.cells[place].trials.values() if run else ()
+            row["trials"] = " ".join(str(job.trial.id) for job in trials if job.trial)
+            yield row
 
 
 def read_map(store: ResultsStore, sweep: Sweep) -> SizeMap:
@@ -396,10 +452,15 @@ def _told(places: Sequence[Place], values: Iterable[float]) -> dict[Place, float
     return {place: float(value) for place, value in zip(places, values, strict=True) if value == value}
 
 
+def within(smaller: Place, larger: Place) -> bool:
+    """No tier of it is larger."""
+    return smaller[0] <= larger[0] and smaller[1] <= larger[1] and smaller[2:] <= larger[2:]
+
+
 def _between(place: Place, value: float, known: Mapping[Place, float], falling: bool) -> float:
     """The value, at least that of the smaller cells and at most that of the larger ones, or the other way round."""
-    smaller = [found for other, found in known.items() if other[0] <= place[0] and other[1] <= place[1]]
-    larger = [found for other, found in known.items() if other[0] >= place[0] and other[1] >= place[1]]
+    smaller = [found for other, found in known.items() if within(other, place)]
+    larger = [found for other, found in known.items() if within(place, other)]
     least, most = (larger, smaller) if falling else (smaller, larger)
     low, high = max(least, default=value), min(most, default=value)
     return min(max(value, low), high) if low <= high else value

@@ -9,15 +9,18 @@ every cell between the two is run.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 
-from pensieve.results.size_map import Place
+from pensieve.results.size_map import Place, within
 
 COARSE = 4
 """Cells along each side of the coarse grid."""
 
 Answers = Sequence[bool]
 """Of one cell, one a question."""
+
+Shape = tuple[int, ...]
+"""Sizes along each axis: GPU, CPU, and the disk where there are several."""
 
 Mode = Callable[[Place], str]
 """Of a cell, whether it has run or not; see Question.mode."""
@@ -30,7 +33,7 @@ def coarse(count: int) -> list[int]:
 
 
 def lacking(
-    shape: tuple[int, int],
+    shape: Shape,
     answers: Callable[[Place], Answers | None],
     failed: Collection[Place] = (),
     mode: Mode = lambda place: "",
@@ -49,12 +52,12 @@ def lacking(
     return wanted
 
 
-def _grid(shape: tuple[int, int], mode: Mode) -> set[Place]:
+def _grid(shape: Shape, mode: Mode) -> set[Place]:
     """The coarse grid, and where the mode changes in one of its rows the two cells beside the change."""
-    found = set()
-    for gpu in coarse(shape[0]):
-        found |= {(gpu, cpu) for cpu in coarse(shape[1])}
-        for place, larger in pairwise((gpu, cpu) for cpu in range(shape[1])):
+    gpus, cpus, *others = (coarse(count) for count in shape)
+    found = set(product(gpus, cpus, *others))
+    for gpu, *beside in product(gpus, *others):
+        for place, larger in pairwise((gpu, cpu, *beside) for cpu in range(shape[1])):
             if mode(place) != mode(larger):
                 found |= {place, larger}
     return found
@@ -64,8 +67,8 @@ def _open(waiting: Collection[Place], known: Mapping[Place, bool], mode: Mode) -
     """Those of `waiting` that may be among the smallest to say yes, or whose answer follows both ways."""
     found = set()
     for place in waiting:
-        smaller = [other for other, answer in known.items() if answer and _within(other, place)]
-        no = any(not answer and _within(place, other) and mode(place) == mode(other) for other, answer in known.items())
+        smaller = [other for other, answer in known.items() if answer and within(other, place)]
+        no = any(not answer and within(place, other) and mode(place) == mode(other) for other, answer in known.items())
         alike = any(mode(place) == mode(other) for other in smaller)
         if (no and alike) or not (no or smaller):
             found.add(place)
@@ -76,7 +79,7 @@ def _splitting(cells: Collection[Place]) -> Place:
     """The one whose answer settles most of the others, whichever it is."""
 
     def settled(place: Place) -> int:
-        return min(sum(_within(place, other) for other in cells), sum(_within(other, place) for other in cells))
+        return min(sum(within(place, other) for other in cells), sum(within(other, place) for other in cells))
 
     return max(sorted(cells), key=settled)
 
@@ -96,13 +99,8 @@ def _connected(cells: Collection[Place], mode: Mode) -> Iterator[set[Place]]:
 
 
 def _touches(one: Place, other: Place) -> bool:
-    return max(abs(one[0] - other[0]), abs(one[1] - other[1])) <= 1
+    return all(abs(a - b) <= 1 for a, b in zip(one, other, strict=True))
 
 
-def _within(smaller: Place, larger: Place) -> bool:
-    """No tier of it is larger."""
-    return smaller[0] <= larger[0] and smaller[1] <= larger[1]
-
-
-def _places(shape: tuple[int, int]) -> Iterator[Place]:
-    return ((gpu, cpu) for gpu in range(shape[0]) for cpu in range(shape[1]))
+def _places(shape: Shape) -> Iterator[Place]:
+    return product(*map(range, shape))

@@ -474,6 +474,7 @@ def _effective(system: System, plan: TrialPlan, described: WorkloadPlan, started
         **settings,
         "budget_gpu_tokens": plan.budget_gpu_blocks * plan.chunk_tokens,
         "budget_cpu_tokens": plan.budget_cpu_blocks * plan.chunk_tokens,
+        "budget_disk_tokens": plan.disk_blocks * plan.chunk_tokens,
         "workload": {
             "load": described.load,
             "sessions": described.sessions,

@@ -64,7 +64,7 @@ def size(cfg: DictConfig, typed: Sequence[str], folder: Path) -> int:
 
 def _open(tracking: Tracking, load: Load, question: Question, typed: Sequence[str], name: str) -> int:
     """The map's row among the sweeps: the same question, load and code find it again."""
-    plain = resolved(load.of(question.gpu[0], question.cpu[0], question.seeds[0]))
+    plain = resolved(load.of(question.gpu[0], question.cpu[0], question.disk[0], question.seeds[0]))
     asked = question.model_dump_json()
     kept = [text for text in typed if counts_for_sweep(text) and not text.startswith(f"{SETTINGS}.")]
     return tracking.store.open_sweep(
@@ -76,6 +76,7 @@ def _open(tracking: Tracking, load: Load, question: Question, typed: Sequence[st
             **dict(text.lstrip("+").partition("=")[::2] for text in kept),
             "cache.gpu": f"choice({','.join(question.gpu)})",  # not every combination of them runs
             "cache.cpu": f"choice({','.join(question.cpu)})",
+            **({"cache.disk": f"choice({','.join(size or '0' for size in question.disk)})"} if question.disks else {}),
             SETTINGS: asked,
         },
         n_expected=0,
@@ -119,8 +120,6 @@ class _Planner:
 
     def _wanted(self, known: SizeMap) -> list[Task]:
         q = self.question
-        shape = len(q.gpu), len(q.cpu)
-        everywhere = {(i, j) for i in range(shape[0]) for j in range(shape[1])}
 
         def answers(place: Place) -> Answers | None:
             if place not in known.cells or q.seeds[0] not in known.cells[place].trials:
@@ -128,9 +127,9 @@ class _Planner:
             return known.reaches(place), known.meets(place)
 
         if not self.settings.refine:
-            return self._open_tasks(known, everywhere, q.seeds)
+            return self._open_tasks(known, q.places, q.seeds)
         failed = {place for place, seed in self.failures if seed == q.seeds[0]}
-        first = self._open_tasks(known, lacking(shape, answers, failed, q.mode), q.seeds[:1])
+        first = self._open_tasks(known, lacking(q.shape, answers, failed, q.mode), q.seeds[:1])
         if first or len(q.seeds) == 1:  # what follows from the only seed needs no trial of it
             return first
         return self._open_tasks(known, known.deciding, q.seeds)
@@ -144,11 +143,11 @@ class _Planner:
         return not self.config.force and place in known.cells and seed in known.cells[place].trials
 
     def _asked(self, task: Task) -> Asked:
-        (gpu, cpu), seed = task
-        number = self.question.job(task[0], seed)
+        place, seed = task
+        number = self.question.job(place, seed)
         folder = self.folder if self.tracking.kept else self.tracking.outputs
         job = Job(self._title(task), folder / str(number), self.sweep_id, number, preflight=False, bar=False)
-        return Asked(resolved(self.load.of(self.question.gpu[gpu], self.question.cpu[cpu], seed)), job)
+        return Asked(resolved(self.load.of(*self.question.sizes(place), seed)), job)
 
     def _processes(self) -> int:
         if not self.config.hardware.simulated:
@@ -161,11 +160,14 @@ class _Planner:
         q = self.question
         seeds = f"{len(q.seeds)} seed{'s' * (len(q.seeds) > 1)}"
         sizes = f"cache.gpu = {', '.join(q.gpu)}; cache.cpu = {', '.join(q.cpu)}"
-        return f"Map of {len(q.gpu)} x {len(q.cpu)} sizes, {seeds}: {sizes}"
+        sizes += f"; cache.disk = {', '.join(size or '0' for size in q.disk)}" if q.disks else ""
+        return f"Map of {' x '.join(map(str, q.shape))} sizes, {seeds}: {sizes}"
 
     def _title(self, task: Task) -> str:
-        (gpu, cpu), seed = task
-        return f"GPU {self.question.gpu[gpu]}, CPU {self.question.cpu[cpu]}, seed {seed}"
+        place, seed = task
+        gpu, cpu, disk = self.question.sizes(place)
+        beside = f", disk {disk or '0'}" if self.question.disks else ""
+        return f"GPU {gpu}, CPU {cpu}{beside}, seed {seed}"
 
     def _note(self, task: Task, outcome: Outcome, round_size: int) -> None:
         """A line a trial; how many there will be is known for one round at a time."""
@@ -216,16 +218,19 @@ class _Planner:
 
 def tables_of(found: SizeMap) -> list[Table]:
     kept = _keeping_table(found)
-    return [_map_table(found), _answers_table(found), *([] if kept is None else [kept])]
+    maps = [_map_table(found, beside) for beside in found.question.planes]
+    return [*maps, _answers_table(found), *([] if kept is None else [kept])]
 
 
-def _map_table(found: SizeMap) -> Table:
-    """GPU sizes down, CPU sizes across; in each cell what is found, and the time to first token under it."""
+def _map_table(found: SizeMap, beside: Place) -> Table:
+    """GPU sizes down, CPU sizes across; in each cell what is found, and the time to first token under it. beside: of these
+    cells the index of their disk, where there are several."""
     q = found.question
     shown, late = found.interpolated("found"), found.interpolated(found.objective)
     title = f"Share found (%), and TTFT {q.percentile} (ms) under it: * reaches {q.knee:.0%} of the most"
     title += f", + meets {q.slo_ttft_ms:g} ms" if q.slo_ttft_ms is not None else ""
     title += ", ~ interpolated" if shown or late else ""
+    title += f"; cache.disk = {q.disk[beside[0]] or '0'}" if beside else ""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0))
     table.add_column("GPU \\ CPU", no_wrap=True)
     for size_text in q.cpu:
@@ -233,7 +238,7 @@ def _map_table(found: SizeMap) -> Table:
     for gpu in range(len(q.gpu) - 1, -1, -1):
         cells = []
         for cpu in range(len(q.cpu)):
-            place = (gpu, cpu)
+            place = (gpu, cpu, *beside)
             if place in found.cells:
                 marks = "*" * found.reaches(place) + "+" * found.meets(place)
                 share, ttft, sure = found.mean(place, "found"), found.mean(place, found.objective), ""
@@ -255,7 +260,8 @@ def _answers_table(found: SizeMap) -> Table:
     table = Table(
         title="The smallest sizes that suffice", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
-    for name in ("", "GPU", "CPU", "found", "bound", "TTFT p50", "TTFT p90", "tokens/s", "recomputed", "seeds"):
+    sizes = ("GPU", "CPU", "disk") if q.disks else ("GPU", "CPU")
+    for name in ("", *sizes, "found", "bound", "TTFT p50", "TTFT p90", "tokens/s", "recomputed", "seeds"):
         table.add_column(name, justify="right" if name else "left")
     if q.prices.given:
         table.add_column("an hour", justify="right")
@@ -265,7 +271,7 @@ def _answers_table(found: SizeMap) -> Table:
         values = {name: found.estimate(place, name) for name in SHOWN}
         cost = found.an_hour(place)
         table.add_row(
-            why, q.gpu[place[0]], q.cpu[place[1]],
+            why, *(size or "0" for size in q.sizes(place)[: len(sizes)]),
             _with_interval(values["found"], 100, "%"), _with_interval(values["bound"], 100, "%", short=True),
             _with_interval(values["ttft_ms_p50"], 1, " ms", short=True), _with_interval(values["ttft_ms_p90"], 1, " ms"),
             _with_interval(values["throughput_output_tok_s"], 1, "", short=True),

@@ -16,7 +16,7 @@ from pensieve.compose.plan import auto_gpu_blocks
 from pensieve.compose.preflight import check_memory, preflight
 from pensieve.compose.settings import explain_invalid
 from pensieve.errors import ConfigError
-from pensieve.results.size_map import Prices, Question
+from pensieve.results.size_map import NO_DISK, Prices, Question
 from pensieve.units import parse_capacity
 from pensieve.workload.base import WorkloadPlan
 
@@ -32,6 +32,7 @@ class SizeSettings(BaseModel):
 
     gpu: list[Size] | None = None
     cpu: list[Size] | None = None
+    disk: list[Size] | None = None
     points: int = Field(12, ge=1)
     seeds: list[int] = Field([0, 1, 2, 3, 4], min_length=1)
     of: Literal["history", "prompt"] = "history"
@@ -44,19 +45,20 @@ class SizeSettings(BaseModel):
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked of every cell: the configuration without the two sizes and the seed."""
+    """What is asked of every cell: the configuration without the sizes and the seed."""
 
     cfg: DictConfig
 
-    def of(self, gpu: Size, cpu: Size, seed: int) -> DictConfig:
+    def of(self, gpu: Size, cpu: Size, disk: Size, seed: int) -> DictConfig:
         cell = self.cfg.copy()
         OmegaConf.update(cell, "cache.gpu", gpu)
         OmegaConf.update(cell, "cache.cpu", cpu)
+        OmegaConf.update(cell, "cache.disk", disk if disk != NO_DISK else 0)
         OmegaConf.update(cell, "seed", seed)
         return cell
 
-    def plan(self, gpu: Size, cpu: Size, seed: int) -> TrialPlan:
-        return plan_trial(check(self.of(gpu, cpu, seed)))
+    def plan(self, gpu: Size, cpu: Size, disk: Size, seed: int) -> TrialPlan:
+        return plan_trial(check(self.of(gpu, cpu, disk, seed)))
 
 
 def read(cfg: DictConfig) -> tuple[SizeSettings, Load]:
@@ -90,9 +92,15 @@ def question_of(settings: SizeSettings, load: Load, config: TrialConfig) -> Ques
                 f"baseline={config.baseline.name} has no CPU tier, so size.cpu has nothing to vary; leave it out, or use "
                 "baseline=pensieve."
             )
+        if settings.disk is not None and len(settings.disk) > 1:
+            raise ConfigError(
+                f"baseline={config.baseline.name} has no CPU tier, and without one nothing reaches a disk; leave size.disk "
+                "out, or use baseline=pensieve."
+            )
         cpu = cpu or ["0GB"]
+    disks = settings.disk if settings.disk is not None else [config.cache.disk] if plan.disk_blocks else [0]
     if gpu is None or cpu is None:
-        loads = [_described(load.plan(config.cache.gpu, config.cache.cpu, seed)) for seed in settings.seeds]
+        loads = [_described(load.plan(config.cache.gpu, config.cache.cpu, 0, seed)) for seed in settings.seeds]
         suggested = default_sizes(plan, loads, settings.points)
         gpu, cpu = gpu or suggested[0], cpu or suggested[1]
     sizes = _ascending(gpu, "size.gpu"), _ascending(cpu, "size.cpu")
@@ -107,14 +115,14 @@ def question_of(settings: SizeSettings, load: Load, config: TrialConfig) -> Ques
         slo_ttft_ms=config.slo.ttft_ms,
         prices=settings.prices,
         devices=plan.device.count,
-        disk=str(config.cache.disk) if plan.disk_blocks else "",
+        disk=tuple(size if _amount(size) else NO_DISK for size in _ascending(disks, "size.disk")),
     )
 
 
 def _modes(load: Load, gpu: Sequence[str], cpu: Sequence[str], seed: int) -> tuple[tuple[str, ...], ...]:
     """How copies are made ahead in each cell, by GPU and CPU size. A tier's blocks follow from its own size."""
-    rows = [load.plan(size, cpu[-1], seed) for size in gpu]
-    columns = [load.plan(gpu[-1], size, seed).cpu_blocks for size in cpu]
+    rows = [load.plan(size, cpu[-1], NO_DISK, seed) for size in gpu]
+    columns = [load.plan(gpu[-1], size, NO_DISK, seed).cpu_blocks for size in cpu]
     return tuple(tuple(replace(row, cpu_blocks=blocks).copy_ahead for blocks in columns) for row in rows)
 
 
@@ -123,12 +131,16 @@ def _ascending(sizes: Sequence[Size], field: str) -> tuple[str, ...]:
     if not sizes:
         raise ConfigError(f"{field} names no size; give some, such as {field}=[4GB,8GB,16GB], or leave it out.")
     read = {str(size): parse_capacity(size, field) for size in sizes}
-    amounts = {text: found.bytes if found.tokens is None else found.tokens for text, found in read.items()}
+    amounts = {text: _amount(text) for text in read}
     if len({found.tokens is None for text, found in read.items() if amounts[text]}) > 1:
         raise ConfigError(f"{field} mixes bytes and tokens; give all sizes in one of them.")
-    return tuple(
-        sorted({amount: text for text, amount in amounts.items()}.values(), key=lambda text: amounts[text] or 0)
-    )
+    return tuple(sorted({amount: text for text, amount in amounts.items()}.values(), key=lambda text: amounts[text]))
+
+
+def _amount(size: Size) -> int:
+    """In bytes or in tokens, whichever it is given in."""
+    found = parse_capacity(size)
+    return (found.bytes if found.tokens is None else found.tokens) or 0
 
 
 def _described(plan: TrialPlan) -> WorkloadPlan:
@@ -186,11 +198,12 @@ def _text(amount: float, to_whole: Callable[[float], int]) -> str:
 def check_question(load: Load, question: Question) -> None:
     """The smallest sizes must hold the longest conversation of every seed, the largest must fit the machine, and both must be
     asked the same. Raises PensieveError."""
-    most = load.plan(question.gpu[-1], question.cpu[-1], question.seeds[0])
+    smallest, largest = question.sizes((0,) * len(question.shape)), question.sizes(question.corner)
+    most = load.plan(*largest, question.seeds[0])
     check_memory(most)
     for seed in question.seeds:
-        preflight(load.plan(question.gpu[0], question.cpu[0], seed))
-    least = load.plan(question.gpu[0], question.cpu[0], question.seeds[0])
+        preflight(load.plan(*smallest, seed))
+    least = load.plan(*smallest, question.seeds[0])
     asked = [(one.sessions, one.turns, one.working_set_tokens) for one in (_described(least), _described(most))]
     if asked[0] != asked[1]:
         raise ConfigError(

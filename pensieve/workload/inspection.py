@@ -11,6 +11,7 @@ from itertools import count
 
 from pensieve.record import TurnRecord
 from pensieve.request import TokenArray, is_measured
+from pensieve.session import common_prefix
 from pensieve.statistics import nearest_rank
 from pensieve.workload.base import Arrival, Workload, WorkloadPlan
 
@@ -85,7 +86,7 @@ def inspect(workload: Workload) -> Inspection:
         if request.continues:
             known, prompt = len(held), held + request.prompt
         else:
-            known, prompt = _common(held, request.prompt), request.prompt
+            known, prompt = common_prefix(held, request.prompt), request.prompt
         if request.known_tokens is not None:
             known = request.known_tokens
         known = min(known, len(prompt) - 1)
@@ -134,15 +135,3 @@ def _spread(values: Sequence[int]) -> Spread:
         return Spread(0, 0, 0.0, 0, 0, 0)
     p50, p90 = (int(nearest_rank(values, p)) for p in (0.5, 0.9))
     return Spread(len(values), sum(values), sum(values) / len(values), p50, p90, max(values))
-
-
-def _common(a: TokenArray[int], b: TokenArray[int]) -> int:
-    """Length of the longest common prefix."""
-    shortest = min(len(a), len(b))
-    if a[:shortest] == b[:shortest]:
-        return shortest
-    low, high = 0, shortest  # a[:low] agrees, a[:high] does not
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle)
-    return low

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pensieve.workload.chance import exponential, shuffled
-from pensieve.workload.recording import Blocks, Recording
+from pensieve.workload.recording import Blocks, Call, Recording
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,31 +113,87 @@ def furthest_reuse(requests: Iterable[tuple[Sequence[int], int]], block_tokens: 
     return Reuse(never, tokens, len(later), hit_blocks, hit_tokens)
 
 
-def started_over(
-    recording: Recording, over_s: float, sessions: int, seed: int, blocks_in_one: int = 1
-) -> tuple[list[tuple[Sequence[int], int]], int]:
-    """What `recorded_blocks` gives, of a recording whose conversations have clocks of their own: so many of them, drawn by
-    the seed, begin as a Poisson process over so many seconds and keep their recorded times; what comes after is left out.
+def told_reuse(
+    requests: Iterable[tuple[Sequence[int], int]], soon: Iterable[bool], block_tokens: int, capacity_tokens: float
+) -> Reuse:
+    """As `block_reuse`, in a cache that is told with each request whether its conversation is soon back: blocks of those that
+    are not go first, least recently used among themselves, then those of the others. soon: of each request."""
+    room = int(capacity_tokens // block_tokens)
+    first: OrderedDict[int, None] = OrderedDict()
+    last: OrderedDict[int, None] = OrderedDict()
+    seen: set[int] = set()
+    blocks = tokens = hit_blocks = hit_tokens = 0
+    for (hashes, prompt_tokens), back in zip(requests, soon, strict=True):
+        for index, block in enumerate(hashes):
+            filled = max(0, min(block_tokens, prompt_tokens - index * block_tokens))
+            blocks += 1
+            tokens += filled
+            if block in first or block in last:
+                hit_blocks += 1
+                hit_tokens += filled
+                first.pop(block, None)
+                last.pop(block, None)
+            seen.add(block)
+            (last if back else first)[block] = None
+            if len(first) + len(last) > room:
+                (first or last).popitem(last=False)
+    return Reuse(blocks, tokens, len(seen), hit_blocks, hit_tokens)
 
-    blocks_in_one: so many recorded blocks that follow each other are one here; what is left behind the last whole one is
-    left out. Conversations that others began are left out.
-    """
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A recorded call at the time when it is sent. session: the number of its conversation, by when they begin."""
+
+    at_s: float
+    session: int
+    call: Call
+
+
+def started(recording: Recording, over_s: float, sessions: int, seed: int) -> list[Asked]:
+    """Of a recording whose conversations have clocks of their own so many, drawn by the seed, which begin as a Poisson
+    process over so many seconds and keep their recorded times; what comes after is left out. In the order of their times.
+    Conversations that others began are left out."""
     people = [one for one in recording.conversations if one.begun is None]
-    names: dict[tuple[int, ...], int] = {}
-    found: list[tuple[float, int, list[int]]] = []
-    began_s, size = 0.0, 1
+    found: list[Asked] = []
+    began_s = 0.0
     for place, index in enumerate(shuffled(len(people), seed, "conversations")[:sessions]):
         began_s += exponential(over_s / sessions, seed, "arrival", place)
         for call in people[index].calls:
-            assert isinstance(call.content, Blocks) and call.at_s is not None
+            assert call.at_s is not None
             if began_s + call.at_s > over_s:
                 break
-            hashes, size = call.content.hashes, call.content.block_tokens * blocks_in_one
-            starts = range(0, len(hashes) - blocks_in_one + 1, blocks_in_one)
-            wide = [tuple(hashes[start : start + blocks_in_one]) for start in starts]
-            found.append((began_s + call.at_s, place, [names.setdefault(one, len(names)) for one in wide]))
-    found.sort(key=lambda one: one[:2])
-    return [(blocks, len(blocks) * size) for _, _, blocks in found], size
+            found.append(Asked(began_s + call.at_s, place, call))
+    return sorted(found, key=lambda one: (one.at_s, one.session))
+
+
+def back_within(asked: Sequence[Asked], within_s: float) -> list[bool]:
+    """Of each call, whether the next one of its conversation comes within so many seconds."""
+    following: dict[int, float] = {}
+    found = []
+    for one in reversed(asked):
+        found.append(following.get(one.session, math.inf) - one.at_s <= within_s)
+        following[one.session] = one.at_s
+    return found[::-1]
+
+
+def started_over(
+    recording: Recording, over_s: float, sessions: int, seed: int, blocks_in_one: int = 1
+) -> tuple[list[tuple[Sequence[int], int]], int]:
+    """What `recorded_blocks` gives, of the calls that `started` gives.
+
+    blocks_in_one: so many recorded blocks that follow each other are one here; what is left behind the last whole one is
+    left out.
+    """
+    names: dict[tuple[int, ...], int] = {}
+    found: list[list[int]] = []
+    size = 1
+    for one in started(recording, over_s, sessions, seed):
+        assert isinstance(one.call.content, Blocks)
+        hashes, size = one.call.content.hashes, one.call.content.block_tokens * blocks_in_one
+        starts = range(0, len(hashes) - blocks_in_one + 1, blocks_in_one)
+        wide = [tuple(hashes[start : start + blocks_in_one]) for start in starts]
+        found.append([names.setdefault(block, len(names)) for block in wide])
+    return [(blocks, len(blocks) * size) for blocks in found], size
 
 
 def recorded_blocks(recording: Recording) -> tuple[list[tuple[Sequence[int], int]], int]:

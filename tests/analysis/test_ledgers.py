@@ -29,14 +29,17 @@ HELD = {
 PREFILL = {32: 0.5, 64: 1.5}
 
 
-def swept(held: Any = HELD, prices: Prices | None = None, seeds: tuple[int, ...] = (0, 1)) -> Source:
+def swept(
+    held: Any = HELD, prices: Prices | None = None, seeds: tuple[int, ...] = (0, 1), axis: str = "baseline"
+) -> Source:
     """A GPU tier of 4 GiB, and tokens of half a GiB; the second seed holds and saves twice as much."""
+    axes = {axis: list(held)} if axis == "baseline" else {axis: list(held), "baseline": ["pensieve"]}
 
     def turns(at: Any, seed: int) -> Any:
         found = [answered(name, turn, 500.0 * turn, history=5) for name in "ab" for turn in (1, 2)]
         for turn in found:
             turn.misses = (Miss("new", 10, 300.0 * turn.turn), Miss("evicted", 5, 200.0 * turn.turn, "b", 1.0))
-            if at["baseline"] == "stateless":
+            if at[axis] == "stateless":
                 turn.misses = (Miss("new", 10, 400.0), Miss("never_stored", 5, 500.0 * turn.turn - 400.0))
         warm = answered("w", 1, 900.0)
         warm.phase, warm.misses = "warmup", (Miss("new", 99, 900.0),)
@@ -46,10 +49,10 @@ def swept(held: Any = HELD, prices: Prices | None = None, seeds: tuple[int, ...]
 
     store = ResultsStore(MEMORY)
     columns = {"gpu_bytes": 4 * GIB, "kv_bytes_per_token": GIB // 2, "device_count": 2}
-    source = fill(store, {"baseline": list(held)}, turns, seeds=seeds, summary=True, **columns)
+    source = fill(store, axes, turns, seeds=seeds, summary=True, **columns)
     for trial in source.trials:
         own = [one._replace(**{name: (1 + trial.seed) * getattr(one, name) for name in ("gib_s", "saved_s", "idle_gib_s")})
-               for one in held[trial.baseline]]  # fmt: skip
+               for one in held[getattr(trial, axis)]]  # fmt: skip
         store.add_holdings(trial.id, own)
         sums: dict[tuple[str, str], float] = defaultdict(float)
         for one in own:
@@ -138,6 +141,31 @@ def test_break_even_at_equal_gib_s_and_with_prices(tmp_path: Any, drawn: Any) ->
     assert not drawn["break_even"].clipped
     rows = {(row["baseline"], row["tier"]): row for row in rows_of(holding_table, swept(prices=prices), tmp_path)}
     assert float(rows["pensieve", "cpu"]["paid_back"]) == pytest.approx(4.5 * 600 / 60)
+
+
+def test_the_policies_of_one_baseline_stand_side_by_side(tmp_path: Any, drawn: Any) -> None:
+    """Not a picture for each of them: the same rows as by baseline, under the names of the policies."""
+    held = {"lru": HELD["pensieve"], "belady": HELD["stateless"], **{f"other_{n}": HELD["pensieve"] for n in range(5)}}
+    source = swept(held, axis="eviction")
+    rows = rows_of(holding_table, source, tmp_path)
+    assert [(row["baseline"], row["eviction"]) for row in rows[:3]] == [("pensieve", "lru")] * 2 + [
+        ("pensieve", "belady")
+    ]
+    plain = {(row["baseline"], row["tier"]): row for row in rows_of(holding_table, swept(), tmp_path)}
+    lru = next(row for row in rows if (row["eviction"], row["tier"]) == ("lru", "gpu"))
+    assert [lru[name] for name in ("gib_s", "idle_gib_s", "saved_s", "paid_back")] == [
+        plain["pensieve", "gpu"][name] for name in ("gib_s", "idle_gib_s", "saved_s", "paid_back")
+    ]
+    [drawing] = holding_table.draw(source, tmp_path)
+    assert drawing.table is not None and drawing.table[0]["eviction"] == "lru"
+    assert {row["eviction"] for row in rows_of(holding, source, tmp_path)} == set(held)
+    assert len(rows_of(miss_causes, source, tmp_path)) == 2 * len(held)
+    rows_of(break_even, source, tmp_path)
+    assert len(drawn["break_even"].lines) == 1, "one machine, one line"
+    for name in ("holding", "miss_causes", "break_even"):
+        assert not drawn[name].clipped
+    ticks = [label for axes in drawn["miss_causes"].figure.axes for label in axes.get_yticklabels()]
+    assert {label.get_text() for label in ticks} == set(held)
 
 
 def test_a_tier_without_its_price_has_no_break_even(tmp_path: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -53,6 +54,37 @@ def test_where_more_is_never_worse_the_smallest_cells_that_suffice_have_run(shap
                 assert any(suffices(p) and p[0] <= gpu and p[1] <= cpu for p in run)
             else:
                 assert any(not suffices(p) and p[0] >= gpu and p[1] >= cpu for p in run)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.tuples(st.integers(1, 6), st.integers(1, 6), st.integers(2, 4)),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(0, 3)), max_size=4),
+    st.booleans(),
+)
+def test_with_an_axis_of_disks_the_smallest_cells_that_suffice_have_run_too(shape, steps, apart):
+    """apart: what holds beside a disk does not follow from cells without one."""
+    every = list(product(*map(range, shape)))
+
+    def suffices(place):
+        return any(all(have >= least for have, least in zip(place, step, strict=True)) for step in steps)
+
+    run, _ = explore(shape, suffices, mode=lambda place: str(apart and place[2] > 0))
+
+    def minimal(cells):
+        good = [place for place in cells if suffices(place)]
+        return {p for p in good if not any(q != p and all(a <= b for a, b in zip(q, p, strict=True)) for q in good)}
+
+    assert minimal(run) == minimal(every)
+
+
+def test_an_axis_of_disks_costs_less_than_a_map_for_each():
+    """Three disks, the same border beside each: what is larger than a cell that suffices without one need not run."""
+    steps = [(6 - i, i, 0) for i in range(7)]
+    run, _ = explore((8, 8, 3), lambda p: any(all(a >= b for a, b in zip(p, s, strict=True)) for s in steps))
+    alone, _ = explore((8, 8), staircase([step[:2] for step in steps]))
+    assert {place[:2] for place in run if place[2] == 0} >= {step[:2] for step in steps}
+    assert len(run) < 3 * len(alone)
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,8 @@ def test_ctrl_c_keeps_what_is_there(outputs, monkeypatch, capsys):
     [
         (["size.gpu=[]"], ConfigError, "size.gpu names no size"),
         (["size.gpu=[4GB,100 tokens]"], ConfigError, "mixes bytes and tokens"),
+        (["size.disk=[0GB,4GB]", "size.cpu=[0GB]", "baseline=gpu_only"], ConfigError, "nothing reaches a disk"),
+        (["size.disk=[]"], ConfigError, "size.disk names no size"),
         (["size.gpu=[4000000GB]"], HardwareMissing, "are there; use"),
         (["size.gpu=[1GB]", "size.cpu=[900000GB]"], HardwareMissing, "use a smaller cache.cpu"),
         (["size.gpu=[64 tokens]"], CapacityError, "blocks of 32"),
@@ -255,7 +257,7 @@ def test_the_default_sizes_hold_the_longest_conversation_of_every_seed_and_fit_t
         sizes = [parse_capacity(size).bytes for size in question.gpu]
         assert sizes == sorted(set(sizes)) and len(sizes) == points
         assert question.cpu[0] == "0GB" and len(question.cpu) == points
-        check_memory(plan_trial(check(load.of(question.gpu[-1], question.cpu[-1], 0))))
+        check_memory(plan_trial(check(load.of(*question.sizes(question.corner), 0))))
 
 
 def test_a_map_beside_a_disk_is_one_of_its_own(outputs, capsys):
@@ -274,6 +276,35 @@ def test_a_map_beside_a_disk_is_one_of_its_own(outputs, capsys):
         hits = sum(turn.gpu_hit_tokens + turn.cpu_hit_tokens + turn.disk_hit_tokens for turn in known)
         assert beside.mean(place, "found") == pytest.approx(hits / sum(turn.history_tokens for turn in known))
     assert sum(turn.disk_hit_tokens for turn in known) > 0
+    # Both as one map with an axis of disks: every trial is found again, and the answer may be beside a disk or not.
+    prices = ("size.prices.disk_gib_hour=0.001", "size.prices.gpu_gib_hour=1")
+    _, both = planned(outputs, *sizes, *slow, "size.disk=[0GB,16384 tokens]", "size.refine=false", *prices)
+    assert trials(outputs) == 4, "none ran again"
+    assert both.question.shape == (1, 2, 2) and len(both.cells) == 4
+    for gpu, cpu, disk in both.cells:
+        same = (beside if disk else without).cells[gpu, cpu]
+        assert both.cells[gpu, cpu, disk].one.trial.id == same.one.trial.id
+    assert both.knee[0][2] == 1, "99 % of what the disk finds needs it"
+    assert "beside 16384 tokens of disk" in both.sentence()
+    assert "CPU 128 tokens, disk 16384 tokens, seed 3" in "".join(capsys.readouterr())
+    bytes_of = same.one.trial.kv_bytes_per_token
+    assert both.an_hour((0, 1, 1)) - both.an_hour((0, 1, 0)) == pytest.approx(0.001 * 16384 * bytes_of / 2**30)
+
+
+def test_a_place_of_a_map_with_disks_has_three_indices_and_its_own_job():
+    from pensieve.results.size_map import Question
+
+    question = Question(
+        gpu=("1GB", "2GB"), cpu=("0GB", "1GB", "2GB"), seeds=(5, 7), disk=("", "9GB"), modes=(("a",) * 3,) * 2
+    )
+    jobs = {question.job(place, seed): (place, seed) for place in question.places for seed in question.seeds}
+    assert sorted(jobs) == list(range(24)) and all(question.where(job) == task for job, task in jobs.items())
+    assert (question.corner, question.sizes((1, 0, 1))) == ((1, 2, 1), ("2GB", "0GB", "9GB"))
+    assert question.mode((0, 0, 0)) == question.mode((1, 2, 0)) != question.mode((0, 0, 1))
+    # One disk behind every cell is no axis; maps that were asked before there were several say which as a text.
+    one = Question.model_validate_json('{"gpu": ["1GB"], "cpu": ["0GB", "1GB"], "seeds": [0], "disk": "9GB"}')
+    assert (one.shape, one.sizes((0, 1)), one.job((0, 1), 0)) == ((1, 2), ("1GB", "1GB", "9GB"), 1)
+    assert Question.model_validate_json('{"gpu": ["1GB"], "cpu": ["0GB"], "seeds": [0], "disk": ""}').disk == ("",)
 
 
 # -- in words, of made-up trials ----------------------------------------------------------------------------------------

@@ -5,7 +5,15 @@ import pytest
 
 from pensieve.workload.chance import exponential
 from pensieve.workload.recording import Blocks, Call, Conversation, Count, Recording, hashes_of
-from pensieve.workload.reuse import block_reuse, furthest_reuse, recorded_blocks, started_over
+from pensieve.workload.reuse import (
+    Asked,
+    back_within,
+    block_reuse,
+    furthest_reuse,
+    recorded_blocks,
+    started_over,
+    told_reuse,
+)
 
 
 def test_unbounded_reuse_counts_repeats_and_partly_filled_blocks():
@@ -83,6 +91,37 @@ def test_sessions_with_clocks_of_their_own_are_started_over_a_stretch():
     assert len(found) == sum(at + later <= 1000.0 for at in began for later in (0.0, 10.0)) > 12
     assert found == started_over(recording, 1000.0, 12, seed=1, blocks_in_one=2)[0]
     assert block_reuse(found, size).unique_blocks == 3
+
+
+def test_who_is_not_soon_back_goes_first():
+    draw = random.Random(3)
+    prompts = [([draw.randrange(40) for _ in range(draw.randrange(1, 8))], 8) for _ in range(300)]
+    soon = [draw.random() < 0.5 for _ in prompts]
+    for room in (0, 1, 5, 17, 60):
+        held, hits = {}, 0  # block -> (is it soon back, when it was used)
+        uses = itertools.count()
+        for (blocks, _), back in zip(prompts, soon, strict=True):
+            for block in blocks:
+                hits += block in held
+                held[block] = (back, next(uses))
+                if len(held) > room:
+                    del held[min(held, key=held.get)]
+        assert told_reuse(prompts, soon, 1, room).hit_blocks == hits
+        for alike in (True, False):
+            assert told_reuse(prompts, [alike] * 300, 1, room) == block_reuse(prompts, 1, room), "nothing is told"
+    # Two blocks of room; 1 is back at once and 2 never: least recently used keeps 2 and 3, who is told keeps 1.
+    few = [([1], 4), ([2], 4), ([3], 4), ([1], 4)]
+    assert (block_reuse(few, 4, 8).hit_blocks, told_reuse(few, [True, False, False, False], 4, 8).hit_blocks) == (0, 1)
+
+
+def test_back_within_is_of_the_next_call_of_the_same_conversation():
+    def asked(*calls):
+        return [Asked(at_s, session, None) for at_s, session in calls]
+
+    calls = asked((0, 0), (5, 1), (50, 0), (70, 1), (200, 0))
+    assert back_within(calls, 60) == [True, False, False, False, False]
+    assert back_within(calls, 65) == [True, True, False, False, False]
+    assert back_within([], 60) == []
 
 
 def test_nothing_asked_is_no_reuse():

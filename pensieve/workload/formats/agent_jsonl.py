@@ -2,38 +2,64 @@
 
 from __future__ import annotations
 
+from pensieve.session import common_prefix
 from pensieve.workload.formats.reading import Malformed, Reader, Row, text
-from pensieve.workload.recording import Call, Conversation, Recording, Text
+from pensieve.workload.recording import Begun, Call, Conversation, Recording, Text
 
 RULE = (
-    "Calls with one session id are a conversation, the shortest input first, since each input goes on where an earlier "
-    "one ended and the recorded times are unreliable (and not used). Every call carries its whole prompt; recorded "
-    "replies are not part of later inputs."
+    "Calls with one session id are a session, the shortest input first, since each input goes on where an earlier one "
+    "ended and the recorded times are unreliable (and not used). Where roles take turns in it, as an agent and the model "
+    "that plays its user, each role is a conversation of its own: a call goes on with the one that has the earlier input it "
+    "begins like for longest; where that is less than half of that input, it begins another, after the reply of the "
+    "session's first conversation that comes before it. Every call carries its whole prompt; recorded replies are not part "
+    "of later inputs."
 )
+CONTINUES = 0.5
+"""Share of the best earlier input that a call has to begin with; less is another role's."""
+
+Said = tuple[str, str]  # a call: its input and its reply
 
 
 def read(reader: Reader) -> Recording:
     """The path is one file, or a folder of them."""
-    calls: dict[str, list[tuple[str, str]]] = {}
+    calls: dict[str, list[Said]] = {}
     for file in reader.files("*.jsonl"):
         for session, prompt, reply in reader.json_lines(_line, file):
             calls.setdefault(session, []).append((prompt, reply))
     return Recording(
         format="agent_jsonl",
-        conversations=tuple(
-            Conversation(
-                f"agent-{session}",
-                tuple(
-                    Call(Text(prompt), Text(reply), continues=False)
-                    for prompt, reply in sorted(each, key=lambda call: len(call[0]))
-                ),
-            )
-            for session, each in calls.items()
-        ),
+        conversations=tuple(one for session, each in calls.items() for one in _roles(f"agent-{session}", each)),
         rule=RULE,
         malformed=reader.malformed,
         examples=tuple(reader.examples),
+        facts={"sessions_in_file": len(calls)},
     )
+
+
+def _roles(session: str, calls: list[Said]) -> list[Conversation]:
+    """The conversations of a session, the one with the shortest input first; it began the others."""
+    roles: list[list[Said]] = []
+    begun: list[Begun | None] = []
+    earlier: list[tuple[str, int]] = []  # inputs, and whose they are
+    for prompt, reply in sorted(calls, key=lambda call: len(call[0])):
+        alike = [common_prefix(before, prompt) for before, _ in earlier]
+        best = max(range(len(earlier)), key=lambda place: alike[place], default=None)
+        if best is not None and alike[best] >= CONTINUES * len(earlier[best][0]):
+            role = earlier[best][1]
+        else:
+            role = len(roles)
+            begun.append(Begun(session, len(roles[0])) if roles else None)
+            roles.append([])
+        roles[role].append((prompt, reply))
+        earlier.append((prompt, role))
+    return [
+        Conversation(
+            f"{session}/{place}" if place else session,
+            tuple(Call(Text(prompt), Text(reply), continues=False) for prompt, reply in role),
+            begun[place],
+        )
+        for place, role in enumerate(roles)
+    ]
 
 
 def _line(row: Row) -> tuple[str, str, str]:

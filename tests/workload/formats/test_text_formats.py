@@ -6,7 +6,7 @@ import pytest
 
 from pensieve.errors import ConfigError, MalformedInput
 from pensieve.workload.formats import load
-from pensieve.workload.recording import Text
+from pensieve.workload.recording import Begun, Text
 from pensieve.workload.trace import trace_workload
 from tests.scripted import context
 from tests.workload.dry import drive
@@ -112,6 +112,70 @@ def test_agents_calls_are_ordered_by_the_length_of_their_input(tmp_path):
     assert not any(call.continues for one in recording.conversations for call in one.calls)
     assert not recording.timed
     assert len(load(tmp_path / "two.jsonl", "agent_jsonl").conversations) == 1
+
+
+def role_play(folder, turns=6):
+    """A session in which an agent and the model that plays its user take turns, each with a prompt of its own that grows."""
+    agent, user, rows = "You book flights. " * 5, "You want to fly to Oslo. " * 4, []
+    for turn in range(turns):
+        agent += f"<user> question {turn} " * 3
+        rows.append({"input": agent, "output": "a", "session_id": "s"})
+        user += f"<agent> answer {turn} " * 3
+        rows.append({"input": user, "output": "u", "session_id": "s"})
+    (folder / "roles.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return [row["input"] for row in rows]
+
+
+def alike(one, other):
+    """Characters until they differ."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def found_again(conversations):
+    """Of all characters of prompts, those that the prompt before in the same conversation begins with."""
+    pairs = [(one[at - 1] if at else "", one[at]) for one in conversations for at in range(len(one))]
+    return sum(alike(*pair) for pair in pairs) / sum(len(prompt) for _, prompt in pairs)
+
+
+def test_roles_that_take_turns_in_a_session_find_the_best_earlier_prompt(tmp_path):
+    prompts = sorted(role_play(tmp_path), key=len)
+    recording = load(tmp_path, "agent_jsonl")
+    roles = [[call.content.text for call in one.calls] for one in recording.conversations]
+    assert [len(role) for role in roles] == [6, 6] and all(len({prompt[:9] for prompt in role}) == 1 for role in roles)
+    best = [max(alike(earlier, prompt) for earlier in prompts[:at]) for at, prompt in enumerate(prompts) if at]
+    best = sum(best) / sum(map(len, prompts))
+    assert found_again(roles) == pytest.approx(best, abs=0.01), "the roles share no more than how a sentence begins"
+    assert found_again([prompts]) < 0.2 < 0.7 < best, "one after another by their lengths, each is the other's end"
+
+
+def test_the_second_role_begins_after_a_reply_to_the_first_and_is_not_left_behind(tmp_path):
+    role_play(tmp_path)
+    first, second = load(tmp_path, "agent_jsonl").conversations
+    assert (first.id, second.id, first.begun, second.begun) == ("agent-s", "agent-s/1", None, Begun("agent-s", 1))
+    for part, sessions in (("1/2", {"agent-s", "agent-s/1"}), ("2/2", {"agent-s", "agent-s/1"})):
+        try:
+            workload = trace_workload(
+                context(max_context=4096), path=str(tmp_path), format="agent_jsonl", part=part, warmup_turns=1
+            )
+        except ConfigError:  # the session is in the other half
+            continue
+        arrivals = [arrival for arrival in drive(workload) if arrival.request.phase != "warmup"]
+        assert {arrival.request.session for arrival in arrivals} == sessions, "both roles are in one half"
+        assert [arrival.request.session for arrival in arrivals].count("agent-s/1") == 6
+        at = {(one.request.session, one.request.turn): one.at_s for one in arrivals}
+        assert at["agent-s/1", 1] >= at["agent-s", 1] + 1.0, "a second is what a reply takes"
+        return
+    pytest.fail("the session is in no half")
+
+
+def test_an_input_that_was_cut_in_the_middle_is_still_of_its_conversation(tmp_path):
+    whole = "abcdefghij" * 6
+    said = (whole[:30], whole[:18] + "." * 20, whole, whole[:14] + "-" * 60)
+    rows = [{"input": one, "output": "x", "session_id": "s"} for one in said]
+    (tmp_path / "one.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    roles = load(tmp_path, "agent_jsonl").conversations
+    # 18 of 30 characters are more than half; the third begins with all of the first; 14 of 30 are less than half.
+    assert [[call.content.text for call in one.calls] for one in roles] == [[said[0], said[1], said[2]], [said[3]]]
 
 
 def test_a_folder_without_sessions(tmp_path):
