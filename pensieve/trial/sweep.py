@@ -214,6 +214,7 @@ def open_sweep(
         n_expected=n_expected,
         host=host(),
         git_commit=git_commit(),
+        anew=any(plan.config.force for plan in plans),
     )
     # In a launcher's processes nobody would write what waits; a real trial takes so long that MLflow is looked at meanwhile.
     here = config.hydra.launcher.get("_target_") == BASIC_LAUNCHER
