@@ -369,7 +369,7 @@ def _replay(
 
     Raises TrialTimeout past the deadline: when a turn progresses, and on a wall clock also when none does.
     """
-    bar = TrialProgress(job.title, described.turns, shown=job.bar)
+    bar = TrialProgress(job.title, described.turns, shown=job.progress)
 
     def on_batch(turns: Sequence[TurnRecord]) -> None:
         tracking.store.add_turns(trial_id, turns)

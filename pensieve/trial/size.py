@@ -148,7 +148,8 @@ class _Planner:
         (gpu, cpu), seed = task
         number = self.question.job(task[0], seed)
         folder = self.folder if self.tracking.kept else self.tracking.outputs
-        job = Job(self._title(task), folder / str(number), self.sweep_id, number, preflight=False, bar=False)
+        place = folder / str(number)
+        job = Job(self._title(task), place, self.sweep_id, number, preflight=False, progress="nothing")
         return Asked(resolved(self.load.of(self.question.gpu[gpu], self.question.cpu[cpu], seed)), job)
 
     def _processes(self) -> int:

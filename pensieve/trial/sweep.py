@@ -363,6 +363,7 @@ def _record(cfg: DictConfig, config: TrialConfig, tracking: Tracking, membership
             mlflow_run_id=membership.mlflow_run_id,
             mlflow_later=membership.mlflow_later,
             preflight=False,
+            progress="bar" if membership.owner in (None, this_process()) else "lines",
             keeps=membership.keeps,
         )
         outcome = run_trial(config, resolved(cfg), tracking, job, say)
