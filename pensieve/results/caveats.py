@@ -269,6 +269,11 @@ def _few(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:
         notes.append(
             "One seed: intervals, where there are any, are over its conversations, which met one machine at one time."
         )
+        if (times := len({trial.repeat for trial in found.trials})) > 1:
+            notes.append(
+                f"The seed ran {times} times, and each counts as conversations of its own: intervals are those of this "
+                "machine, and narrower than other conversations would make them. Add seeds."
+            )
     elif len(seeds) < FEWEST_GROUPS:
         notes.append(f"{len(seeds)} seeds: no intervals below {FEWEST_GROUPS}; add seed=0,1,2,3,4.")
     counts = [

@@ -236,3 +236,11 @@ def test_what_one_seed_contradicts_is_not_told() -> None:
     ):
         add_trial(store, sweep, job, baseline, turns(FLAT), {"tpot_ms_mean": ms}, seed=seed)
     assert "is behind" not in " ".join(sweep_table(store, sweep).answers)
+
+
+@pytest.mark.parametrize(("repeats", "seeds", "warned"), [((0,), 1, False), ((0, 1), 1, True), ((0, 1), 2, False)])
+def test_one_seed_that_ran_several_times_is_no_more_seeds(repeats: tuple[int, ...], seeds: int, warned: bool) -> None:
+    trials = [{"baseline": b, "ttft": FLAT, "repeat": repeat} for b in ("pensieve", "stateless") for repeat in repeats]
+    assert (
+        "The seed ran 2 times, and each counts as conversations of its own" in answers(*trials, seeds=seeds)
+    ) is warned
