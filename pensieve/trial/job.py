@@ -14,8 +14,8 @@ class Job:
 
     sweep_id: None for a single run. preflight: False where the sweep has done it for all its jobs. reproduces: the trial
     that this one repeats, to be compared with it. mlflow_later: its copy in MLflow waits for mlflow_copy.copy_waiting.
-    progress: how it is shown how far it is. keeps: the process that an isolated trial runs in may stay for the next one, since
-    whoever runs both ends it when they are over.
+    progress: of its turns, see progress.Shown. keeps: the process that an isolated trial runs in may stay for the next one,
+    since whoever runs both ends it when they are over.
     """
 
     title: str

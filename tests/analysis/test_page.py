@@ -166,7 +166,7 @@ def test_a_reader_in_the_dark_gets_the_dark_picture(tmp_path):
     html = render(page(pictures=[Picture("TTFT", "", light, ["a.csv"], dark=dark)]))
     assert_self_contained(html)
     [loaded] = re.findall(
-        r'<source media="\(prefers-color-scheme: dark\)" srcset="data:image/png;base64,([^"]+)">', html
+        r'<source media="screen and \(prefers-color-scheme: dark\)" srcset="data:image/png;base64,([^"]+)">', html
     )
     assert base64.b64decode(loaded) == dark.read_bytes()
     assert "<source" not in render(page(pictures=[Picture("TTFT", "", light, ["a.csv"])]))
