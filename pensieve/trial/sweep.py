@@ -129,7 +129,9 @@ class OpenSweep:
         jobs = tracking.store.trials_of_sweep(self.sweep_id)
         completed = all(job.last.status == "completed" for job in jobs) and len(jobs) >= max(1, self.n_expected)
         status = "completed" if completed else "failed"
-        with ThreadPoolExecutor(1) as beside:  # another process draws while this one makes the table and writes to MLflow
+        with ThreadPoolExecutor(
+            1
+        ) as beside:  # another process draws while this one makes the table and writes to MLflow
             drawn = None
             if tracking.kept and completed:
                 drawn = beside.submit(draw_figures, tracking, self.config.tracking.url_env, self.sweep_id)
