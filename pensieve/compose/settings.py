@@ -90,6 +90,8 @@ def explain_invalid(
         return ended(f"The field {field} is unknown{nearest(field, known)}")
     if first["type"] == "missing":
         return f"The field {field} has no value; set it."
+    if first["type"] == "list_type":
+        return f"{field} takes a list; write {field}=[{value}]."
     place = first["loc"][: len(path)]
     of_a_union = [
         e["msg"] for e in errors if e is not first and e["loc"][: len(path)] == place and len(e["loc"]) > len(path)

@@ -220,6 +220,7 @@ def test_ctrl_c_keeps_what_is_there(outputs, monkeypatch, capsys):
     ("overrides", "error", "part"),
     [
         (["size.gpu=[]"], ConfigError, "size.gpu names no size"),
+        (["size.gpu=4GB"], ConfigError, r"size\.gpu takes a list; write size\.gpu=\[4GB\]"),
         (["size.gpu=[4GB,100 tokens]"], ConfigError, "mixes bytes and tokens"),
         (["size.gpu=[4000000GB]"], HardwareMissing, "are there; use"),
         (["size.gpu=[1GB]", "size.cpu=[900000GB]"], HardwareMissing, "use a smaller cache.cpu"),
