@@ -53,13 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build(source: Source, judged: Sequence[Judged], folder: Path) -> Page:
     """The sweep as a page; its figures are drawn into `folder`, where the page's rendering reads them."""
     pictures, not_drawn = _figures(source, folder)
-    sweep = source.sweep
+    sweep, warnings = source.sweep, particulars.warnings(source)
     return Page(
         title=particulars.title(source),
         subtitle=particulars.subtitle(source),
         facts=particulars.facts(source),
-        warnings=particulars.warnings(source),
-        answers=outcomes.answers(source),
+        warnings=warnings,
+        answers=[sentence for sentence in outcomes.answers(source) if sentence not in warnings],
         results=outcomes.results(source),
         notes=outcomes.notes(source),
         verdicts=[verdicted(one) for one in judged],

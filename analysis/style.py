@@ -194,6 +194,7 @@ def save(figure: Figure, stem: Path, title: str, caption: str, dark: bool = Fals
     stem.parent.mkdir(parents=True, exist_ok=True)
     paths = [stem.with_name(stem.name + suffix) for suffix in (".png", ".pdf", ".txt")]
     figure.savefig(paths[0])
+    figure.set_layout_engine("none")  # all is in its place now: finding it again takes as long as drawing
     figure.savefig(paths[1], metadata={"Title": title, "Subject": caption, "CreationDate": None})
     paths[2].write_text(f"{caption}\n", encoding="utf-8")
     if dark:

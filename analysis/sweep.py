@@ -92,6 +92,7 @@ class Source:
     prices: Prices = field(default_factory=Prices)
     jobs: Sequence[JobResult] = field(init=False)
     _frames: dict[tuple[int, bool], pd.DataFrame] = field(init=False, default_factory=dict, repr=False)
+    _conversations: dict[int, frozenset[Any]] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.jobs = self.store.trials_of_sweep(self.sweep.id)
@@ -169,8 +170,14 @@ class Source:
 
     def trace(self, trials: Sequence[Trial], incomplete: int = 0) -> Provenance:
         """What numbers of these trials stand on. Raises MixedPanel where they must not stand beside each other."""
-        conversations = {key for trial in trials for key in conversations_of(self.frame(trial, measured=True))}
+        conversations = set[Any]().union(*(self._conversations_of(trial) for trial in trials))
         return trace(self.sweep, trials, mixtures(trials), len(conversations), incomplete, self.allow_mixed)
+
+    def _conversations_of(self, trial: Trial) -> frozenset[Any]:
+        """(seed, repeat, session) of those with a measured turn; kept, since each figure asks again."""
+        if trial.id not in self._conversations:
+            self._conversations[trial.id] = frozenset(conversations_of(self.frame(trial, measured=True)))
+        return self._conversations[trial.id]
 
     def turns(self, cell: Cell, measured: bool = True) -> pd.DataFrame:
         """The turns of a cell's trials, in order, as frame.turn_frame gives them.

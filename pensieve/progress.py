@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import sys
 import time
-from typing import TextIO
+from typing import Literal, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 LINE_INTERVAL_S = 5.0
+
+Shown = Literal["bar", "lines", "nothing"]
+"""How a trial's progress is shown: by a bar, which owns the terminal (in a log there are lines); by lines now and then, where
+other trials run at the same time; or not at all."""
 
 
 class TrialProgress:
@@ -19,18 +23,18 @@ class TrialProgress:
     tokens/s are those of this machine's wall clock, simulated or not: they say how long the user will wait.
     """
 
-    def __init__(self, title: str, total: int | None, stream: TextIO | None = None, shown: bool = True) -> None:
+    def __init__(self, title: str, total: int | None, stream: TextIO | None = None, shown: Shown = "bar") -> None:
         self._title = title
         self._total = total
         self._stream = stream or sys.stderr
-        self._quiet = not shown or ("PYTEST_CURRENT_TEST" in os.environ and stream is None)
+        self._quiet = shown == "nothing" or ("PYTEST_CURRENT_TEST" in os.environ and stream is None)
         self._turns = 0
         self._tokens = 0
         self._started = time.perf_counter()
         self._spoke = self._started
         self._bar: Progress | None = None
         self._task: TaskID | None = None
-        if not self._quiet and self._stream.isatty():
+        if not self._quiet and shown == "bar" and self._stream.isatty():
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),

@@ -77,9 +77,9 @@ def _copied_mlflow(request, monkeypatch, empty_mlflow):
 @pytest.fixture(autouse=True)
 def _not_live(request, monkeypatch):
     """No process beside each real trial; tests of what is shown while a trial runs ask for `live_mlflow`."""
-    module = sys.modules.get("pensieve.trial.mlflow_live")
+    module = sys.modules.get("pensieve.trial.mlflow_process")
     if module is not None and "live_mlflow" not in request.fixturenames:
-        monkeypatch.setattr(module, "installed", lambda package: False)
+        monkeypatch.setattr(module, "find_spec", lambda package: None)
 
 
 @pytest.fixture

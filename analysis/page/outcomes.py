@@ -38,7 +38,7 @@ def results(source: Source) -> list[Table]:
 
 
 def notes(source: Source) -> list[str]:
-    warned = ("Simulated on", "Random weights", "Not completed", "trials were never begun", "shared their device")
+    warned = ("Simulated on", "Random weights", "Not completed", "trials were never begun")
     found = [
         note for note in sweep_table(source.store, source.sweep.id).notes if not any(word in note for word in warned)
     ]

@@ -9,8 +9,9 @@ from typing import Any
 from analysis.page.document import Table
 from analysis.page.outcomes import NONE, number
 from analysis.provenance import ranges
-from analysis.results import JobResult, Trial, axis_value, mixtures, varying_axes
+from analysis.results import JobResult, Trial, axis_value, varying_axes
 from analysis.sweep import DEFAULT_COMMAND, Source
+from pensieve.results.caveats import mixed, without
 from pensieve.results.claims import Judged
 from pensieve.results.fields import differences, flat
 
@@ -70,11 +71,7 @@ def warnings(source: Source) -> list[str]:
         )
     if any(trial.weights == "random" for trial in trials):
         found.append("Random weights: the text is meaningless; the speed is that of the architecture.")
-    found += [f"The sweep holds {one.what}: do not compare their times, and {one.remedy}." for one in mixtures(trials)]
-    missing = sum(job.trial is None for job in source.jobs) + max(0, source.sweep.n_expected - len(source.jobs))
-    if missing:
-        found.append(f"{missing} of the sweep's trials did not complete; the same command runs what is missing.")
-    return found
+    return [*found, *mixed(trials), *without(source.sweep.n_expected, source.jobs)]
 
 
 def failures(source: Source) -> Table | None:

@@ -108,6 +108,8 @@ def _unreadable(override: str) -> str:
 
 def _no_such_option(error: MissingConfigException) -> str:
     missing = error.missing_cfg_file or ""
+    if (named := missing.removeprefix("model/")) != missing and "/" in named:  # as the API takes it
+        return f"There is no option {named!r} of model; a folder or a hub id is given as model=hf model.hub_id={named}."
     group, _, option = missing.rpartition("/")
     if error.options and group:
         return ended(f"There is no {group} {option!r}{nearest(option, {str(o) for o in error.options} - set(BASES))}")

@@ -203,7 +203,7 @@ class SloConfig(_Group):
 class TrialConfig(_Group):
     """One trial. eviction and workload carry a `_target_` of their own. cache_state: see workload.cache_state."""
 
-    experiment_name: str = "pensieve"
+    experiment_name: str = Field(default="pensieve", min_length=1)
     seed: int = 0
     repeat: Annotated[int, Field(ge=0)] = 0
     force: bool = False

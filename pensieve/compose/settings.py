@@ -75,7 +75,8 @@ def explain_invalid(
 
     given: what was validated; group: where it is in the configuration. fields_of: the fields that a path may have.
     """
-    first = next((e for e in error.errors() if e["type"] == "extra_forbidden"), error.errors()[0])
+    errors = error.errors()
+    first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
     path: list[str] = []
     value: Any = given
     for part in first["loc"]:
@@ -89,7 +90,17 @@ def explain_invalid(
         return ended(f"The field {field} is unknown{nearest(field, known)}")
     if first["type"] == "missing":
         return f"The field {field} has no value; set it."
-    return f"{field}={value!r} cannot be used: {first['msg']}."
+    if first["type"] == "list_type":
+        return f"{field} takes a list; write {field}=[{value}]."
+    place = first["loc"][: len(path)]
+    of_a_union = [
+        e["msg"] for e in errors if e is not first and e["loc"][: len(path)] == place and len(e["loc"]) > len(path)
+    ]
+    said = first["msg"].removeprefix("Value error, ").rstrip(".")
+    said = " or ".join([said, *(text.removeprefix("Input should be ") for text in of_a_union)])
+    if isinstance(value, Mapping):  # what is wrong is said of fields together, and names them
+        return f"{said}." if said.startswith(f"{field}.") else f"{field}: {said}."
+    return f"{field}={value!r} cannot be used: {said}."
 
 
 def _fields_of(model: type[BaseModel], path: Sequence[str]) -> Iterable[str]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
+from pensieve.metrics import STATUSES
 from pensieve.results.compare_trials import UNEQUAL_RATE
 from pensieve.results.evidence import Evidence, TrialGroup
 from pensieve.results.frame import CONVERSATION, conversations_of, values_of
 from pensieve.results.headline import OURS
+from pensieve.results.mixture import mixtures
 from pensieve.results.schema import Trial
+from pensieve.results.store import JobResult
 from pensieve.statistics import FEWEST_GROUPS, enough_for
 
 if TYPE_CHECKING:
@@ -27,8 +31,12 @@ _SHOWN = 4  # places that a sentence names
 def caveats(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:
     """What a reader has to know before the numbers."""
     return [
+        *(without(found.sweep.n_expected, found.jobs) if found.trials else ()),
+        *_turns_without_reply(found, groups),
+        *_mixed_groups(groups),
         *_waiting(found, groups),
         *_less_finished(found, groups),
+        *_slower_at(found, groups),
         *_slots(found, groups),
         *_few(found, groups),
         *_tiers_unused(found),
@@ -44,6 +52,87 @@ def offered_rate(trials: Sequence[Trial]) -> float | None:
     rates = [plan.get("request_rate_per_s") if isinstance(plan, Mapping) else None for plan in plans]
     known = [float(rate) for rate in rates if rate is not None]
     return fmean(known) if known and len(known) == len(rates) else None
+
+
+def without(n_expected: int, jobs: Sequence[JobResult]) -> list[str]:
+    """How many trials of a sweep have nothing to show: everything said is of the others."""
+    missing = sum(job.trial is None for job in jobs) + max(0, n_expected - len(jobs))
+    expected = max(n_expected, len(jobs))
+    if not missing:
+        return []
+    if missing == expected:
+        return [f"None of the sweep's {expected} trials completed; the same command runs them again."]
+    return [
+        f"{missing} of the sweep's {expected} trials did not complete, and all that is said is of the others; the same "
+        "command runs what is missing."
+    ]
+
+
+def mixed(trials: Sequence[Trial]) -> list[str]:
+    """What these trials mix, so that their times must not be compared."""
+    return [f"The sweep holds {one.what}: do not compare their times, and {one.remedy}." for one in mixtures(trials)]
+
+
+def _mixed_groups(groups: Sequence[TrialGroup]) -> list[str]:
+    """Within a setting, whose trials stand beside each other: that an axis sweeps hardware or weights is no mixture."""
+    beside = [[trial for own in group.trials.values() for trial in own] for group in groups]
+    return list(dict.fromkeys(sentence for trials in beside for sentence in mixed(trials)))
+
+
+def _turns_without_reply(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:
+    """Turns that timed out, failed or were refused are in no latency: who loses the slowest ones looks fast."""
+    lost = []
+    for group in groups:
+        for name, trials in group.trials.items():
+            turns: Counter[str] = Counter()
+            for trial, status in ((trial, status) for trial in trials for status in STATUSES):
+                turns[status] += int(found.metric(trial, "turns", status) or 0)
+            if less := turns.total() - turns["completed"]:
+                each = ", ".join(
+                    f"{count:,} {status}" for status, count in turns.items() if status != "completed" and count
+                )
+                lost.append(f"{_place(group, name)} {less:,} of {turns.total():,} ({each})")
+    if not lost:
+        return []
+    return [f"Turns that did not complete are in no latency and no ratio: {_listed(lost, between='; ')}."]
+
+
+def _slower_at(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:
+    """At what Pensieve is clearly behind another baseline with every seed: the sentence above is of the first token alone."""
+    slower = []
+    for group in groups:
+        for other in (name for name in group.trials if OURS in group.trials and name != OURS):
+            ours, theirs = group.trials[OURS], group.trials[other]
+            token_ms = _behind(_by_seed(found, theirs, "tpot_ms_mean"), _by_seed(found, ours, "tpot_ms_mean"))
+            if token_ms is not None:
+                slower.append(
+                    f"{token_ms[1]:.3g} ms a further token where {_place(group, other)} takes {token_ms[0]:.3g}"
+                )
+            if _steady_rates(found, ours) and _steady_rates(found, theirs):
+                continue  # the load decides how many tokens there are to make; who finishes less of it is told
+            made = _behind(*(_by_seed(found, own, "throughput_output_tok_s") for own in (ours, theirs)))
+            if made is not None:
+                slower.append(f"{made[0]:.3g} output tokens/s where {_place(group, other)} makes {made[1]:.3g}")
+    if not slower:
+        return []
+    return [f"Pensieve is behind at: {_listed(slower, between='; ')} (means of trials, and the same with every seed)."]
+
+
+def _by_seed(found: Evidence, trials: Sequence[Trial], name: str) -> dict[int, float]:
+    """The mean of a metric over the trials of each seed."""
+    values: dict[int, list[float]] = {}
+    for trial in trials:
+        if (value := found.metric(trial, name)) is not None:
+            values.setdefault(trial.seed, []).append(value)
+    return {seed: fmean(own) for seed, own in values.items()}
+
+
+def _behind(less: Mapping[int, float], more: Mapping[int, float]) -> tuple[float, float] | None:
+    """The two means over the seeds that both have, where the first is clearly less with each of them."""
+    seeds = less.keys() & more.keys()
+    if not seeds or not all(_clearly_less(less[seed], more[seed]) for seed in seeds):
+        return None
+    return fmean(less[seed] for seed in seeds), fmean(more[seed] for seed in seeds)
 
 
 def _waiting(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:
@@ -126,11 +215,7 @@ def _steady_rates(found: Evidence, trials: Sequence[Trial]) -> dict[int, float]:
     conversations; empty under another."""
     if any(trial.flags.get("load", "closed") == "closed" or "window" in trial.flags for trial in trials):
         return {}
-    rates: dict[int, list[float]] = {}
-    for trial in trials:
-        if (rate := found.metric(trial, "throughput_req_s")) is not None:
-            rates.setdefault(trial.seed, []).append(rate)
-    return {seed: fmean(own) for seed, own in rates.items()}
+    return _by_seed(found, trials, "throughput_req_s")
 
 
 def starting(trials: Sequence[Trial]) -> bool:
@@ -184,6 +269,11 @@ def _few(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:
         notes.append(
             "One seed: intervals, where there are any, are over its conversations, which met one machine at one time."
         )
+        if (times := len({trial.repeat for trial in found.trials})) > 1:
+            notes.append(
+                f"The seed ran {times} times, and each counts as conversations of its own: intervals are those of this "
+                "machine, and narrower than other conversations would make them. Add seeds."
+            )
     elif len(seeds) < FEWEST_GROUPS:
         notes.append(f"{len(seeds)} seeds: no intervals below {FEWEST_GROUPS}; add seed=0,1,2,3,4.")
     counts = [

@@ -39,6 +39,7 @@ NOT_CODE = (
     "trial/liveness.py",
     "trial/mlflow_copy.py",
     "trial/mlflow_live.py",
+    "trial/mlflow_process.py",
     "trial/parallel.py",
     "trial/refine.py",
     "trial/reproduce.py",

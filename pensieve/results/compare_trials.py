@@ -121,13 +121,21 @@ def select_trials(store: ResultsStore, words: str) -> list[Trial]:
     trials = _of_sweep(store, sweep) if sweep is not None else _all(store)
     for key, value in conditions.items():
         known = {text_of(field_of(trial, key)) for trial in trials}
-        trials = [trial for trial in trials if text_of(field_of(trial, key)) == value]
+        trials = [trial for trial in trials if text_of(field_of(trial, key)) in (value, _as_a_number(value))]
         if not trials:
             there = ", ".join(sorted(known)) or "nothing"
             raise ResultsError(f"No completed trial has {key}={value}; {key} is {there}.")
     if not trials:
         raise ResultsError(f"No completed trial is meant by {words!r}; python runners/run.py -m makes some.")
     return trials
+
+
+def _as_a_number(text: str) -> str:
+    """2.0 and 2e0 are typed for what a record has as 2."""
+    try:
+        return text_of(float(text))
+    except ValueError:
+        return text
 
 
 def compare_trials(

@@ -25,6 +25,10 @@ def field_of(trial: Trial, name: str) -> Any:
 
 
 def text_of(value: Any) -> str:
+    """As a person would write it: true, none, 0.25, 3.12e+14."""
+    if isinstance(value, float):
+        exact = (text for digits in (6, 12, 17) if float(text := f"{value:.{digits}g}") == value)
+        return next(exact, str(value))  # nan equals nothing
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 OURS = "pensieve"
 REFERENCE = "stateless"
 _GROUPS_SHOWN = 4  # sentences that anybody reads; of more groups one sentence gives the least and the most
+_PRINTED_ALIKE = 0.005  # of ratios: "1.00×"
 _NAMES = {"stateless": "stateless serving's"}
 
 
@@ -64,10 +65,12 @@ def _over_groups(beside: Sequence[tuple[TrialGroup, Mapping[str, PairedRatio]]])
         _over_settings(other, [(ratios[other], group.name) for group, ratios in beside if other in ratios])
         for other in others
     ]
-    simulated = all(trial.simulated for group, _ in beside for trial in group.trials[OURS])
-    where = "on simulated hardware " if simulated else ""
-    told = f"Pensieve's first token {where}{', and '.join(parts)}"
-    return f"At a conversation's last turn, over {len(beside)} settings, {told}."
+    simulated = [all(trial.simulated for trial in group.trials[OURS]) for group, _ in beside]
+    where = "on simulated hardware " if all(simulated) else ""
+    partly = f" ({sum(simulated)} of them simulated)" if any(simulated) and not all(simulated) else ""
+    doubt = _without_interval([ratio for _, ratios in beside for ratio in ratios.values()])
+    told = f"Pensieve's first token {where}{', and '.join(parts)}{doubt}"
+    return f"At a conversation's last turn, over {len(beside)} settings{partly}, {told}."
 
 
 def _over_settings(other: str, found: Sequence[tuple[PairedRatio, str]]) -> str:
@@ -103,19 +106,28 @@ def _of_group(found: Evidence, group: TrialGroup, ratios: Mapping[str, PairedRat
         parts.append(f"is not told apart from {_listed(even, faster=False)}")
     at = f"{group.name}: " if group.name else ""
     simulated = "on simulated hardware " if all(trial.simulated for trial in group.trials[OURS]) else ""
-    few = f" ({_counted(next(iter(ratios.values())))}: no interval)"
-    doubt = few if all(ratio.ci_low is None for ratio in ratios.values()) else ""
+    doubt = _without_interval(list(ratios.values()))
     sentence = f"{at}At a conversation's last turn Pensieve's first token {simulated}{', and '.join(parts)}{doubt}"
     return f"{sentence}{_sources(found, group)}."
+
+
+def _without_interval(ratios: Sequence[PairedRatio]) -> str:
+    """What a sentence adds where none of its ratios has an interval."""
+    if any(ratio.ci_low is not None for ratio in ratios):
+        return ""
+    return f" ({_counted(min(ratios, key=lambda ratio: ratio.groups))}: no interval)"
 
 
 def _counted(ratio: PairedRatio) -> str:
     return f"{ratio.groups} {'seeds' if ratio.n_seeds > 1 else 'conversations'}"
 
 
-def _side(ratio: PairedRatio, level: float = 1) -> int:
-    """1: above the level with its interval; -1: below; 0: not told apart. Without an interval the ratio alone decides."""
+def _side(ratio: PairedRatio, level: float = 1, alike: float = _PRINTED_ALIKE) -> int:
+    """1: above the level with its interval; -1: below; 0: not told apart. Without an interval the ratio alone decides, unless
+    it is as near to the level as `alike`."""
     low, high = (ratio.ratio if end is None else end for end in (ratio.ci_low, ratio.ci_high))
+    if ratio.ci_low is None and abs(ratio.ratio - level) < alike:
+        return 0
     return 1 if low > level else -1 if high < level else 0
 
 
@@ -128,6 +140,10 @@ def _listed(ratios: Mapping[str, PairedRatio], faster: bool = True) -> str:
 
 def _name(baseline: str) -> str:
     return _NAMES.get(baseline, f"{baseline}'s")
+
+
+def _some_of(names: Sequence[str]) -> str:
+    return _all_of(names) if len(names) <= _GROUPS_SHOWN else f"{len(names)} settings"
 
 
 def _all_of(parts: Sequence[str]) -> str:
@@ -163,12 +179,15 @@ def _of_alternatives(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]
             missed[group.name] = rate
     if len(missed) < 2:
         return []
-    best, worst = min(missed, key=lambda name: missed[name]), max(missed, key=lambda name: missed[name])
-    if missed[best] == missed[worst]:
-        return [f"All {len(missed)} settings recompute the same share of history, {missed[best]:.1%}."]
+    shown = {name: f"{rate:.1%}" for name, rate in missed.items()}
+    least, most = shown[min(missed, key=lambda name: missed[name])], shown[max(missed, key=lambda name: missed[name])]
+    if least == most:
+        return [f"All {len(missed)} settings recompute the same share of history, {least}."]
+    best, worst = ([name for name in shown if shown[name] == share] for share in (least, most))
+    recompute = "recomputes" if len(best) == 1 else "recompute"
     return [
-        f"{best} recomputes least of the history, {missed[best]:.1%}, and {worst} most, {missed[worst]:.1%} "
-        "(means of trials; compare them with runners/compare.py)."
+        f"{_some_of(best)} {recompute} least of the history, {least}, and {_some_of(worst)} most, {most} (means of trials; "
+        "compare them with runners/compare.py)."
     ]
 
 
@@ -202,7 +221,7 @@ def apart(beside: Mapping[str, PairedRatio]) -> str:
     """
     sides: dict[str, list[str]] = {"more than": [], "less than": [], "the same as": [], "not told apart from": []}
     for policy, more in beside.items():
-        side = _side(more, level=0)
+        side = _side(more, level=0, alike=0)
         sign = -1 if side < 0 else 1
         digits = 1 if abs(more.ratio) >= 0.0095 else 2
         points = f"{100 * sign * more.ratio + 0.0:.{digits}f}"

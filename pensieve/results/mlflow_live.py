@@ -2,8 +2,8 @@
 
 The trials' process only writes lines of JSON to a pipe; importing MLflow and each of its transactions happen here.
 
-- A simulated trial is copied when it is over: {"open": folder} has MLflow imported meanwhile, and {"copy": {...}} is answered
-  by COPIED, or by NOT_COPIED and the reason.
+- A simulated trial is copied when it is over: {"import": true} has MLflow imported meanwhile, {"open": folder} its store
+  opened, and {"copy": {...}} is answered by COPIED, or by NOT_COPIED and the reason.
 - A real one is shown while it runs, at a lower priority: {"run": {...}}, answered by READY when the run is there; any number
   of {"step": second, "turns": [[...], ...], "gauges": {...}}, each with what came since the last; {"end": true}, answered by
   ENDED. The run is then left as it is: the copy of the whole trial, which follows, finds and completes it.
@@ -20,9 +20,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from pensieve.results.mlflow_series import Series, Served
+if TYPE_CHECKING:
+    from pensieve.results.mlflow_series import Served
 
 READY, ENDED = "ready", "ended"
 LOWER_PRIORITY = 10
@@ -50,6 +51,10 @@ class CopyTarget:
     experiment: str
 
 
+def import_line() -> str:
+    return json.dumps({"import": True}) + "\n"
+
+
 def open_line(outputs: Path) -> str:
     return json.dumps({"open": str(outputs)}) + "\n"
 
@@ -72,12 +77,16 @@ def end_line() -> str:
 
 def write_live(lines: Iterable[str], answers: IO[str]) -> None:
     """Until the lines end. Raises whatever MLflow does: nobody depends on this process."""
-    from pensieve.results.mlflow_store import client_of, log_batches, metrics_of, open_if_free
+    from pensieve.results.mlflow_series import Series, Served
+    from pensieve.results.mlflow_store import client_of, import_mlflow, log_batches, metrics_of, open_if_free
 
     client: Any = None
     run_id, series = "", Series()
     for told in _told(lines):
-        if "open" in told:
+        if "import" in told:
+            import_mlflow()
+            import pensieve.results.mlflow_runs  # noqa: F401  by which a trial is copied
+        elif "open" in told:
             open_if_free(Path(told["open"]))
         elif "copy" in told:
             print(_copied(CopyTarget(**told["copy"])), file=answers, flush=True)

@@ -105,7 +105,7 @@ def forget_clients() -> None:
 
 def open_if_free(outputs: Path) -> None:
     """Import MLflow, and open the store unless another process holds its lock: who logs something waits for that, once."""
-    _imported()
+    import_mlflow()
     try:
         lock(outputs).acquire(timeout=0).lock.release()
     except Timeout:
@@ -113,7 +113,7 @@ def open_if_free(outputs: Path) -> None:
     client_of(outputs)
 
 
-def _imported() -> Any:
+def import_mlflow() -> Any:
     """MLflow's class of clients; nothing is sent to its makers."""
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
     os.environ["DO_NOT_TRACK"] = "true"
@@ -127,7 +127,7 @@ def _imported() -> Any:
 
 @functools.lru_cache(maxsize=4)
 def _client(outputs: Path, remote: str | None) -> Any:
-    make = _imported()
+    make = import_mlflow()
     if remote is not None:
         for name, value in PATIENCE.items():
             os.environ.setdefault(name, value)

@@ -121,10 +121,12 @@ class ResultsStore:
         n_expected: int,
         host: str,
         git_commit: str | None,
+        anew: bool = False,
     ) -> int:
         """Record a sweep as running, or running again if its key is known; returns its id.
 
-        overrides: key -> text, swept axes included.
+        overrides: key -> text, swept axes included. anew: if its key is known, it is another sweep all the same, and the
+        older one stays as it is.
         """
         values: dict[str, Any] = {
             "name": name, "experiment": experiment, "command": command, "overrides": dict(overrides),
@@ -135,8 +137,9 @@ class ResultsStore:
             try:
                 with self.database.writing() as connection:
                     found = connection.scalar(select(Sweep.id).where(Sweep.key == key))
-                    if found is None:
-                        return _inserted_id(connection, Sweep, {**values, "key": key})
+                    if found is None or anew:
+                        own = key if found is None else _next_key(connection, key)
+                        return _inserted_id(connection, Sweep, {**values, "key": own})
                     connection.execute(update(Sweep).where(Sweep.id == found).values(**values))
                     return int(found)
             except IntegrityError:
@@ -486,6 +489,12 @@ def _now() -> datetime:
 
 def _current() -> Select[Trial]:
     return select(Trial).where(Trial.id.in_(select(current_trial.c.id)))
+
+
+def _next_key(connection: Connection, key: str) -> str:
+    """Of one more sweep of the same command: the key, and how many there are already."""
+    again = select(func.count()).where(Sweep.key.startswith(f"{key}+", autoescape=True))
+    return f"{key}+{1 + (connection.scalar(again) or 0)}"
 
 
 def _inserted_id(connection: Connection, mapped: type[Sweep] | type[Trial], values: Mapping[str, Any]) -> int:

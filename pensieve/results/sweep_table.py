@@ -225,11 +225,6 @@ def _notes(found: Evidence) -> list[str]:
         speed = "" if simulated else ", speed is real"
         notes.append(f"Random weights: text is meaningless{speed}.")
     notes += footer(trials)
-    contended = sum(trial.contended for trial in trials)
-    if contended:
-        notes.append(
-            f"{contended} trials shared their device with others (trial.exclusive=false): do not compare times."
-        )
     preparing = _preparing_turns(found.store, trials)
     warmup = f"{preparing:,} warm-up turns are left out of all columns." if preparing else None
     notes += [note for note in (load_line(trials), _budgets(trials), warmup) if note]

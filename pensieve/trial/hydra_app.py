@@ -23,6 +23,7 @@ from pensieve.compose.explain import explain, explain_crash, is_the_users
 from pensieve.errors import PensieveError
 from pensieve.trial.compositions import compose_once
 from pensieve.trial.jobs import compose_jobs, plan_jobs
+from pensieve.trial.mlflow_process import end_beside, import_beside
 from pensieve.trial.terminal import FULL_TRACE, leave_quietly
 
 if TYPE_CHECKING:
@@ -114,11 +115,15 @@ def _single(cfg: DictConfig) -> None:
     if is_inspection(config):
         _inspect([config])
         return
-    plan_trial(config)
+    plan = plan_trial(config)
+    if plan.device.simulated and config.tracking.mlflow:
+        import_beside()
+    try:
+        from pensieve.trial.sweep import run_single
 
-    from pensieve.trial.sweep import run_single
-
-    run_single(cfg, config)
+        run_single(cfg, config)
+    finally:
+        end_beside()
 
 
 def _inspect(configs: Iterable[TrialConfig]) -> None:

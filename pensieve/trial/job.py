@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from pensieve.progress import Shown
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """title: for the progress bar and messages. folder: for the trial's files.
 
     sweep_id: None for a single run. preflight: False where the sweep has done it for all its jobs. reproduces: the trial
-    that this one repeats, to be compared with it. mlflow_later: its copy in MLflow waits for mlflow_copy.copy_waiting. bar:
-    show how far it is; not where several trials run at once. keeps: the process that an isolated trial runs in may stay for
-    the next one, since whoever runs both ends it when they are over.
+    that this one repeats, to be compared with it. mlflow_later: its copy in MLflow waits for mlflow_copy.copy_waiting.
+    progress: of its turns, see progress.Shown. keeps: the process that an isolated trial runs in may stay for the next one,
+    since whoever runs both ends it when they are over.
     """
 
     title: str
@@ -24,7 +26,7 @@ class Job:
     mlflow_later: bool = False
     preflight: bool = True
     reproduces: int | None = None
-    bar: bool = True
+    progress: Shown = "bar"
     keeps: bool = False
 
 

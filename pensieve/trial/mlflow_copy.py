@@ -11,15 +11,13 @@ trial's row shows no run then, and the same command writes it.
 from __future__ import annotations
 
 import logging
-import sys
 from collections import deque
 from dataclasses import dataclass
 
-from pensieve.compose.machine import cores
 from pensieve.errors import PensieveError
 from pensieve.results.mlflow_live import COPIED, NOT_COPIED, CopyTarget, copy_line, open_line
 from pensieve.trial.job import Job
-from pensieve.trial.mlflow_live import Writer, start_writer
+from pensieve.trial.mlflow_process import Writer, import_beside, take_beside
 from pensieve.trial.terminal import interrupts_held
 from pensieve.trial.tracking import Tracking
 
@@ -38,16 +36,13 @@ class _Waiting:
 
 
 _waiting: deque[_Waiting] = deque()
-_beside: list[Writer] = []  # none or one
 
 
-def import_beside(tracking: Tracking) -> None:
-    """Have another process import MLflow while a trial runs here, where that is sooner."""
-    if tracking.mlflow and not _beside and _sooner():
-        writer = start_writer()
-        if writer is not None:
-            _beside.append(writer)
-            writer.sent(open_line(tracking.outputs))
+def open_beside(tracking: Tracking) -> None:
+    """A trial begins: have another process open the store meanwhile, where that is sooner."""
+    writer = import_beside() if tracking.mlflow else None
+    if writer is not None:
+        writer.sent(open_line(tracking.outputs))
 
 
 def copy_trial(tracking: Tracking, trial_id: int, experiment_name: str, job: Job, reused: bool = False) -> None:
@@ -65,7 +60,7 @@ def copy_trial(tracking: Tracking, trial_id: int, experiment_name: str, job: Job
 
 def copy_waiting(parent_run_id: str | None = None) -> None:
     """Copy the trials that wait, under this parent. Ctrl-C ends it between two of them: no run is left half written."""
-    writer = _beside.pop() if _beside else None
+    writer = take_beside()
     try:
         while _waiting:
             with interrupts_held():
@@ -80,10 +75,6 @@ def copy_waiting(parent_run_id: str | None = None) -> None:
     finally:
         if writer is not None:
             writer.kill()  # it has nothing more to write
-
-
-def _sooner() -> bool:
-    return "mlflow" not in sys.modules and cores() > 1
 
 
 def _answered(one: _Waiting, writer: Writer) -> bool:

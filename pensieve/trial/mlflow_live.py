@@ -8,92 +8,25 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
-import select
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
-from pathlib import Path
 from types import TracebackType
 
-import pensieve
 from pensieve.record import TurnRecord
 from pensieve.results.mlflow_labels import trial_name, trial_tags
 from pensieve.results.mlflow_live import ENDED, READY, LiveTarget, begin_line, end_line, step_line
 from pensieve.results.mlflow_series import Served, served
 from pensieve.trial.job import Job
+from pensieve.trial.mlflow_process import Writer, start_writer
 from pensieve.trial.samples import Occupancy
-from pensieve.trial.summary import installed
 from pensieve.trial.tracking import Tracking
 
 INTERVAL_S = 5.0
 READY_S = 60.0  # how long a trial waits for a busy machine to import MLflow
 LAST_LINES_S = 10.0
-COMMAND = (sys.executable, "-m", "pensieve.results.mlflow_live")
 
 log = logging.getLogger(__name__)
-
-
-class Writer:
-    """The other process. What it says on stderr is thrown away: the copy made here meets the same error and reports it."""
-
-    def __init__(self) -> None:
-        above = str(Path(pensieve.__file__).parents[1])
-        path = os.pathsep.join(filter(None, [above, os.environ.get("PYTHONPATH")]))
-        self._process = subprocess.Popen(
-            COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path},
-        )  # fmt: skip
-        self._heard = b""  # of the next line
-
-    def send(self, line: str) -> None:
-        """Raises OSError where the process has ended."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(line.encode())
-        self._process.stdin.flush()
-
-    def sent(self, line: str) -> bool:
-        """Whether the process is there to read it."""
-        try:
-            self.send(line)
-        except OSError:
-            return False
-        return True
-
-    def answered(self, word: str, within_s: float) -> bool:
-        """Wait for this answer; False where it does not come in time, or the process has ended."""
-        return self.answer((word,), within_s) is not None
-
-    def answer(self, words: tuple[str, ...], within_s: float) -> str | None:
-        """Wait for a line that begins with one of these words, whatever MLflow prints between; None where none comes in
-        time, or the process has ended."""
-        assert self._process.stdout is not None
-        answers, ends = self._process.stdout.fileno(), time.monotonic() + within_s
-        while True:
-            line, newline, rest = self._heard.partition(b"\n")
-            if newline:
-                self._heard = rest
-                if (said := line.decode(errors="replace")).startswith(words):
-                    return said
-                continue
-            left_s = ends - time.monotonic()
-            if left_s <= 0 or not select.select([answers], [], [], left_s)[0]:
-                return None
-            told = os.read(answers, 4096)
-            if not told:
-                return None
-            self._heard += told
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
-def start_writer() -> Writer | None:
-    """None where MLflow is not installed."""
-    return Writer() if installed("mlflow") else None
 
 
 @functools.lru_cache(maxsize=1)

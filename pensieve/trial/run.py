@@ -59,7 +59,7 @@ from pensieve.trial.isolate import run_isolated
 from pensieve.trial.job import Job, Outcome
 from pensieve.trial.liveness import Deadline, Heartbeat, device_lock
 from pensieve.trial.meters import allocator_peak_bytes, forget_allocator_peak, meter_of
-from pensieve.trial.mlflow_copy import copy_trial, import_beside
+from pensieve.trial.mlflow_copy import copy_trial, open_beside
 from pensieve.trial.mlflow_live import LiveRun
 from pensieve.trial.neighbours import Neighbours
 from pensieve.trial.samples import DeviceSampler, Occupancy
@@ -115,7 +115,7 @@ def run_trial(
         preflight(plan)
         say(plan.budget())
     if job.mlflow_later and job.sweep_id is None and plan.device.simulated:
-        import_beside(tracking)
+        open_beside(tracking)
     for attempts_left in range(config.trial.retries, -1, -1):
         if _isolated(plan):
             outcome = run_isolated(resolved, tracking, job, config.trial.timeout_s, _shares_process(plan, job))
@@ -369,7 +369,7 @@ def _replay(
 
     Raises TrialTimeout past the deadline: when a turn progresses, and on a wall clock also when none does.
     """
-    bar = TrialProgress(job.title, described.turns, shown=job.bar)
+    bar = TrialProgress(job.title, described.turns, shown=job.progress)
 
     def on_batch(turns: Sequence[TurnRecord]) -> None:
         tracking.store.add_turns(trial_id, turns)

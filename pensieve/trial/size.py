@@ -48,7 +48,7 @@ def size(cfg: DictConfig, typed: Sequence[str], folder: Path) -> int:
     check_question(load, question)
     store = tracking.store
     store.interrupt_dead()
-    sweep_id = _open(tracking, load, question, typed, first.experiment_name)
+    sweep_id = _open(tracking, load, question, typed, first)
     planner = _Planner(load, question, settings, first, tracking, sweep_id, folder)
     close_at_exit(planner.close)
     try:
@@ -62,14 +62,14 @@ def size(cfg: DictConfig, typed: Sequence[str], folder: Path) -> int:
     return planner.report(found)
 
 
-def _open(tracking: Tracking, load: Load, question: Question, typed: Sequence[str], name: str) -> int:
-    """The map's row among the sweeps: the same question, load and code find it again."""
+def _open(tracking: Tracking, load: Load, question: Question, typed: Sequence[str], first: TrialConfig) -> int:
+    """The map's row among the sweeps: the same question, load and code find it again; with force=true it is another one."""
     plain = resolved(load.of(question.gpu[0], question.cpu[0], question.disk[0], question.seeds[0]))
     asked = question.model_dump_json()
     kept = [text for text in typed if counts_for_sweep(text) and not text.startswith(f"{SETTINGS}.")]
     return tracking.store.open_sweep(
         key=sweep_key([*kept, f"code={code_hash(plain)}"], {SETTINGS: asked}, [plain]),
-        name=name,
+        name=first.experiment_name,
         experiment=next((text.partition("=")[2] for text in kept if text.startswith("experiment=")), None),
         command=command_line(),
         overrides={
@@ -82,6 +82,7 @@ def _open(tracking: Tracking, load: Load, question: Question, typed: Sequence[st
         n_expected=0,
         host=host(),
         git_commit=git_commit(),
+        anew=first.force,
     )
 
 
@@ -146,7 +147,7 @@ class _Planner:
         place, seed = task
         number = self.question.job(place, seed)
         folder = self.folder if self.tracking.kept else self.tracking.outputs
-        job = Job(self._title(task), folder / str(number), self.sweep_id, number, preflight=False, bar=False)
+        job = Job(self._title(task), folder / str(number), self.sweep_id, number, preflight=False, progress="nothing")
         return Asked(resolved(self.load.of(*self.question.sizes(place), seed)), job)
 
     def _processes(self) -> int:

@@ -129,11 +129,13 @@ class OpenSweep:
         jobs = tracking.store.trials_of_sweep(self.sweep_id)
         completed = all(job.last.status == "completed" for job in jobs) and len(jobs) >= max(1, self.n_expected)
         status = "completed" if completed else "failed"
-        table = self._set_status(tracking, status, shown=True)
-        with ThreadPoolExecutor(1) as beside:  # another process draws while this one writes to MLflow
+        with ThreadPoolExecutor(
+            1
+        ) as beside:  # another process draws while this one makes the table and writes to MLflow
             drawn = None
             if tracking.kept and completed:
                 drawn = beside.submit(draw_figures, tracking, self.config.tracking.url_env, self.sweep_id)
+            table = self._set_status(tracking, status, shown=True)
             self._to_mlflow(tracking, table, status)
             figures = drawn.result() if drawn else []
             for line in figure_lines(figures):
@@ -214,6 +216,7 @@ def open_sweep(
         n_expected=n_expected,
         host=host(),
         git_commit=git_commit(),
+        anew=any(plan.config.force for plan in plans),
     )
     # In a launcher's processes nobody would write what waits; a real trial takes so long that MLflow is looked at meanwhile.
     here = config.hydra.launcher.get("_target_") == BASIC_LAUNCHER
@@ -362,6 +365,7 @@ def _record(cfg: DictConfig, config: TrialConfig, tracking: Tracking, membership
             mlflow_run_id=membership.mlflow_run_id,
             mlflow_later=membership.mlflow_later,
             preflight=False,
+            progress="bar" if membership.owner in (None, this_process()) else "lines",
             keeps=membership.keeps,
         )
         outcome = run_trial(config, resolved(cfg), tracking, job, say)

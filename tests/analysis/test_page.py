@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from analysis.page.document import SYMBOLS, Page, Picture, Table, Verdicted, interval, leading_first, render
+from analysis.page.document import HERE, SYMBOLS, Page, Picture, Table, Verdicted, interval, leading_first, render
 from pensieve.results.claims.verdict import VERDICTS, Bounds, Measured
 
 HOSTILE = "<script src='https://evil.example/x.js'>alert(1)</script>\"'&"
@@ -166,10 +166,19 @@ def test_a_reader_in_the_dark_gets_the_dark_picture(tmp_path):
     html = render(page(pictures=[Picture("TTFT", "", light, ["a.csv"], dark=dark)]))
     assert_self_contained(html)
     [loaded] = re.findall(
-        r'<source media="\(prefers-color-scheme: dark\)" srcset="data:image/png;base64,([^"]+)">', html
+        r'<source media="screen and \(prefers-color-scheme: dark\)" srcset="data:image/png;base64,([^"]+)">', html
     )
     assert base64.b64decode(loaded) == dark.read_bytes()
     assert "<source" not in render(page(pictures=[Picture("TTFT", "", light, ["a.csv"])]))
+
+
+def test_the_leading_figures_have_narrower_columns_than_the_others():
+    """So that three stand in a row: of two rules for one element the more special one counts, or the later one."""
+    css = (HERE / "page.css").read_text(encoding="utf-8")
+    special, plain = (css.index(f"\n{name} {{") for name in (".figures.leading", ".figures"))
+    assert special != plain
+    assert "minmax(min(100%, 20rem), 1fr)" in css[special:].partition("}")[0]
+    assert "minmax(min(100%, 24rem), 1fr)" in css[plain:].partition("}")[0]
 
 
 def test_the_answer_and_three_figures_stand_before_the_results(tmp_path):

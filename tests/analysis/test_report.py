@@ -161,7 +161,7 @@ def test_a_sweep_without_completed_trials_still_has_its_page(outputs, without_fi
     assert report.main([]) == 0
     text = read((outputs / "reports" / f"sweep-{sweep}.html").read_text(encoding="utf-8")).text
     assert "The GPU caught fire" in text
-    assert "3 of the sweep's trials did not complete" in text
+    assert "None of the sweep's 3 trials completed" in text
     assert set(verdicts(store, sweep).values()) == {"not comparable"}
 
 

@@ -105,6 +105,11 @@ def test_what_cannot_be_planned(overrides, error, parts):
             HardwareMissing,
             ["needs 15.3 GiB", "4.0 GiB are there", "hardware.gpus=8"],
         ),
+        (
+            ("hardware=sim_h100", "hardware.router=affinity", "hardware.replicas=1000000000"),
+            HardwareMissing,
+            ["hardware.replicas=1,000,000,000 are engines that take at least 9.1 TiB", "would fit"],
+        ),
         (("cache.cpu=400GB",), HardwareMissing, ["cache.cpu='400GB'", "372.5 GiB", "238.4 GiB"]),
     ],
 )

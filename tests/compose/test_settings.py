@@ -23,6 +23,8 @@ def test_resolved_has_no_hydra_and_no_interpolation():
         ("baseline.kv_budget=half", "baseline.kv_budget='half' cannot be used"),
         ("trial.isolate=maybe", "trial.isolate='maybe' cannot be used"),
         ("cache.gpu=[1]", "cache.gpu=[1] cannot be used"),
+        ("trial.isolate=maybe", "Input should be 'auto' or a valid boolean"),
+        ("experiment_name=", "experiment_name='' cannot be used"),
     ],
 )
 def test_a_wrong_field_is_one_sentence(override, sentence):
@@ -30,6 +32,16 @@ def test_a_wrong_field_is_one_sentence(override, sentence):
         checked(override)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_fields_that_are_wrong_together_are_named_without_the_whole_group():
+    with pytest.raises(ConfigError) as caught:
+        checked("hardware=sim_h100", "hardware.replicas=4")
+    assert str(caught.value) == (
+        "hardware.replicas and hardware.failure_s need a router: set hardware.router=affinity, say."
+    )
+    with pytest.raises(ConfigError, match=r"^hardware\.terms: terms\.projections and .* or neither\.$"):
+        checked("hardware=sim_h100", "hardware.terms.projections=h100", "hardware.terms.attention=roofline")
 
 
 def test_an_unresolvable_reference_is_one_sentence():

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from pensieve.metrics import Metric
 from pensieve.record import TurnRecord
 from pensieve.results.store import ResultsStore
 from pensieve.results.sweep_table import sweep_table
 from tests.results.answers import FLAT, RISING, answers, turns
-from tests.results.trials import MEMORY, add_trial, open_sweep, turn
+from tests.results.trials import MEMORY, add_trial, open_sweep, trial_fields, turn
 
 
 @pytest.mark.parametrize(("queue", "warned"), [(0.4, False), (0.6, True)])
@@ -149,3 +150,97 @@ def test_few_seeds_are_told(seeds: int, said: str | None) -> None:
     trials: list[dict[str, Any]] = [{"baseline": "pensieve", "ttft": FLAT}, {"baseline": "stateless", "ttft": RISING}]
     text = answers(*trials, seeds=seeds)
     assert [part for part in ("One seed:", "3 seeds: no intervals below 5") if part in text] == ([said] if said else [])
+
+
+def test_trials_that_did_not_complete_are_told_first_of_all_caveats() -> None:
+    store = ResultsStore(MEMORY)
+    sweep = open_sweep(store, n_expected=6, seed="0,1,2")
+    for job, (baseline, seed) in enumerate([("pensieve", 0), ("stateless", 0), ("pensieve", 1)]):
+        add_trial(store, sweep, job, baseline, turns(FLAT), seed=seed)
+    failed = store.begin_trial(trial_fields("failed", baseline="stateless", seed=1))
+    store.link(sweep, failed, 3, reused=False)
+    store.finish_trial(failed, "failed", "It broke.")
+    answers = sweep_table(store, sweep).answers
+    assert answers[1].startswith("3 of the sweep's 6 trials did not complete, and all that is said is of the others")
+
+
+def test_a_whole_sweep_and_one_with_nothing_say_nothing_of_missing_trials() -> None:
+    trial = {"ttft": FLAT}
+    assert "did not complete" not in answers({"baseline": "pensieve", **trial}, {"baseline": "stateless", **trial})
+    store = ResultsStore(MEMORY)
+    assert sweep_table(store, open_sweep(store, n_expected=2)).answers == []
+
+
+def test_turns_without_a_reply_are_told_since_who_loses_the_slow_ones_looks_fast() -> None:
+    counts = {"completed": 90.0, "timeout": 8.0, "failed": 2.0, "refused": 0.0}
+    store = ResultsStore(MEMORY)
+    sweep = open_sweep(store, seed="0,1")
+    for job, (baseline, seed) in enumerate([("pensieve", 0), ("stateless", 0), ("pensieve", 1), ("stateless", 1)]):
+        trial = add_trial(store, sweep, job, baseline, turns(FLAT), seed=seed)
+        own = counts if baseline == "stateless" else {"completed": 100.0}
+        store.add_metrics(trial, [Metric("turns", value, "turns", status) for status, value in own.items()])
+    said = " ".join(sweep_table(store, sweep).answers)
+    assert "are in no latency and no ratio: stateless 20 of 200 (16 timeout, 4 failed)." in said
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"contended": True}, "holds trials that shared their device with others: do not compare their times"),
+        ({"code_hash": "other"}, "holds trials of different versions of the code: do not compare their times"),
+    ],
+)
+def test_what_must_not_be_compared_is_told_above_the_table(changed: dict[str, Any], said: str) -> None:
+    both = [{"baseline": "pensieve", "ttft": FLAT}, {"baseline": "stateless", "ttft": RISING}]
+    assert said not in answers(*both)
+    assert answers(both[0], {**both[1], **changed}).count(said) == 1
+
+
+def test_hardware_that_an_axis_sweeps_is_no_mixture() -> None:
+    trials = [
+        {"baseline": baseline, "ttft": FLAT, "hardware": hardware, "simulated": hardware != "cpu"}
+        for hardware in ("cpu", "sim_h100")
+        for baseline in ("pensieve", "stateless")
+    ]
+    assert "do not compare" not in answers(*trials, hardware="cpu,sim_h100")
+
+
+@pytest.mark.parametrize(
+    ("load", "ours", "theirs", "said"),
+    [
+        ("closed", (15.6, 100.0), (13.4, 100.0), "behind at: 15.6 ms a further token where stateless takes 13.4 ("),
+        ("open", (15.6, 80.0), (13.4, 100.0), "behind at: 15.6 ms a further token where stateless takes 13.4 ("),
+        ("closed", (13.4, 80.0), (13.4, 100.0), "behind at: 80 output tokens/s where stateless makes 100 ("),
+        ("closed", (13.6, 98.0), (13.4, 100.0), None),  # 2 %
+        ("closed", (10.0, 120.0), (13.4, 100.0), None),  # ahead
+    ],
+)
+def test_what_pensieve_is_behind_at_is_told_beside_its_first_token(
+    load: str, ours: tuple[float, float], theirs: tuple[float, float], said: str | None
+) -> None:
+    def trial(baseline: str, ttft: list[float], given: tuple[float, float]) -> dict[str, Any]:
+        rates = {"tpot_ms_mean": given[0], "throughput_output_tok_s": given[1], "throughput_req_s": 5.0}
+        return {"baseline": baseline, "ttft": ttft, "metrics": rates, "flags": {"load": load}}
+
+    text = answers(trial("pensieve", FLAT, ours), trial("stateless", RISING, theirs))
+    assert "as soon as stateless serving's" in text
+    assert (said or "first token") in text
+    assert ("is behind" in text) is (said is not None)
+
+
+def test_what_one_seed_contradicts_is_not_told() -> None:
+    store = ResultsStore(MEMORY)
+    sweep = open_sweep(store, seed="0,1")
+    for job, (baseline, seed, ms) in enumerate(
+        [("pensieve", 0, 40.0), ("stateless", 0, 10.0), ("pensieve", 1, 9.0), ("stateless", 1, 10.0)]
+    ):
+        add_trial(store, sweep, job, baseline, turns(FLAT), {"tpot_ms_mean": ms}, seed=seed)
+    assert "is behind" not in " ".join(sweep_table(store, sweep).answers)
+
+
+@pytest.mark.parametrize(("repeats", "seeds", "warned"), [((0,), 1, False), ((0, 1), 1, True), ((0, 1), 2, False)])
+def test_one_seed_that_ran_several_times_is_no_more_seeds(repeats: tuple[int, ...], seeds: int, warned: bool) -> None:
+    trials = [{"baseline": b, "ttft": FLAT, "repeat": repeat} for b in ("pensieve", "stateless") for repeat in repeats]
+    assert (
+        "The seed ran 2 times, and each counts as conversations of its own" in answers(*trials, seeds=seeds)
+    ) is warned

@@ -161,7 +161,8 @@ def span(ratios: dict[str, float]) -> str:
 def test_many_settings_are_one_sentence_with_the_least_and_the_most():
     said, ratios = many_settings({str(n): {"stateless": t} for n, t in enumerate([1.8, 2.5, 4.0, 2.0, 3.0])})
     assert min(ratios["stateless"].values()) > 1
-    assert said.startswith(f"{OVER_5} comes {span(ratios['stateless'])} as stateless serving's.")
+    doubt = "(3 conversations: no interval)"
+    assert said.startswith(f"{OVER_5} comes {span(ratios['stateless'])} as stateless serving's {doubt}.")
 
 
 def test_where_some_of_many_settings_are_slower_it_says_in_how_many():
@@ -169,7 +170,8 @@ def test_where_some_of_many_settings_are_slower_it_says_in_how_many():
     own = ratios["stateless"]
     assert sorted(ratio > 1 for ratio in own.values()) == [False, False, True, True, True]
     assert said.startswith(
-        f"{OVER_5} is faster than stateless serving's in 3 of 5 settings, slower in 2, not told apart in 0 ({span(own)})."
+        f"{OVER_5} is faster than stateless serving's in 3 of 5 settings, slower in 2, not told apart in 0 ({span(own)}) (3 "
+        "conversations: no interval)."
     )
 
 
@@ -191,7 +193,9 @@ def test_where_the_least_is_the_most_it_is_said_once():
             trials.append({"baseline": "gpu_only", "turns": turns([120.0] * 3), "config": config})
     said = answers(*trials, seeds=1, **{"cache.gpu": "1,2,3,4,5"})
     once = "comes 3.00× (cache.gpu=3) as soon as gpu_only's"
-    assert said.startswith(f"{OVER_5} comes 2.00× as soon as stateless serving's, and {once}.")
+    assert said.startswith(
+        f"{OVER_5} comes 2.00× as soon as stateless serving's, and {once} (3 conversations: no inter"
+    )
 
 
 def test_where_nobody_recomputed_anything_the_papers_policy_is_not_held_against_others():
@@ -210,3 +214,53 @@ def test_the_papers_policy_with_nothing_beside_it_is_compared_with_nothing():
         for baseline in ("pensieve", "stateless")
     ]
     assert "the paper's policy" not in answers(*trials, eviction="retention_value")
+
+
+def test_with_intervals_none_is_missed():
+    said, _ = many_settings({str(n): {"stateless": t} for n, t in enumerate([1.8, 2.5, 4.0, 2.0, 3.0])}, seeds=5)
+    assert said.startswith(f"{OVER_5} comes ")
+    assert "no interval" not in said
+
+
+def test_a_ratio_that_is_printed_as_one_is_no_finding_without_an_interval():
+    """Times without chance: 0.3 % apart."""
+    trials = [{"baseline": b, "turns": turns([ms] * 3)} for b, ms in (("pensieve", 100.0), ("stateless", 100.3))]
+    said = answers(*trials, seeds=3)
+    assert "is not told apart from stateless serving's (1.00×) (3 seeds: no interval)" in said
+    assert "as soon as" not in said
+    apart = [trials[0], {"baseline": "stateless", "turns": turns([102.0] * 3)}]
+    assert "comes 1.02× as soon as stateless serving's (3 seeds: no interval)" in answers(*apart, seeds=3)
+
+
+def test_of_simulated_and_real_settings_it_says_how_many_are_simulated():
+    trials = [
+        {
+            "baseline": baseline,
+            "turns": turns([40.0 * (1 + (baseline != "pensieve"))] * 3),
+            "hardware": hardware,
+            "simulated": hardware != "cpu",
+        }
+        for hardware in ("cpu", "sim_a", "sim_b", "sim_c", "sim_d")
+        for baseline in ("pensieve", "stateless")
+    ]
+    said = answers(*trials, hardware="cpu,sim_a,sim_b,sim_c,sim_d")
+    assert "over 5 settings (4 of them simulated), Pensieve's first token comes 2.00×" in said
+    assert "on simulated hardware" not in said
+    assert "over 4 settings" not in said
+
+
+def ranked(rates: dict[str, float]) -> str:
+    trials = (
+        {"baseline": "pensieve", "ttft": FLAT, "eviction": n, "metrics": {"miss_rate": r}} for n, r in rates.items()
+    )
+    return answers(*trials, eviction=",".join(rates))
+
+
+def test_settings_that_are_printed_alike_share_their_place():
+    said = ranked({"lru": 0.1001, "fifo": 0.6, "belady": 0.1003})
+    assert said.startswith(
+        "eviction=lru and eviction=belady recompute least of the history, 10.0%, and eviction=fifo most, 60.0%"
+    )
+    assert ranked({"lru": 0.1001, "fifo": 0.1003}).startswith(
+        "All 2 settings recompute the same share of history, 10.0%."
+    )

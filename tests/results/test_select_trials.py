@@ -2,7 +2,7 @@ import pytest
 
 from pensieve.errors import ResultsError
 from pensieve.results.compare_trials import select_trials
-from pensieve.results.fields import differences, flat
+from pensieve.results.fields import differences, flat, text_of
 from pensieve.results.store import ResultsStore
 from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep
 
@@ -61,3 +61,29 @@ def test_what_varies_leaves_seeds_out(store):
 def test_flat_leaves_out_where_a_trial_is_kept():
     config = {"a": {"b": 1, "c": True}, "tracking": {"name": "local"}, "hydra": {}, "d": None}
     assert flat(config) == [("a.b", "1"), ("a.c", "true"), ("d", "none")]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(312e12, "3.12e+14"), (25e9, "2.5e+10"), (2.0, "2"), (0.2, "0.2"), (1234567.0, "1234567"),
+     (0.1 + 0.2, "0.30000000000000004"), (float("nan"), "nan"), (21474836480, "21474836480"), (True, "true"), (None, "none")],
+)  # fmt: skip
+def test_a_number_is_written_as_it_would_be_typed(value, text):
+    assert text_of(value) == text
+    assert flat({"hardware": {"flops": value}}) == [("hardware.flops", text)]
+
+
+def test_a_number_is_found_however_it_is_typed():
+    store = ResultsStore(MEMORY)
+    sweep = open_sweep(store)
+    config = {"seed": 0, "hardware": {"flops": 312e12}, "workload": {"think_time_s": 2.0}}
+    add_trial(store, sweep, 0, "pensieve", conversation_turns([10.0]), config=config)
+    for words in (
+        "hardware.flops=3.12e+14",
+        "hardware.flops=312e12",
+        "workload.think_time_s=2",
+        "workload.think_time_s=2.0",
+    ):
+        assert len(select_trials(store, words)) == 1
+    with pytest.raises(ResultsError, match=r"workload\.think_time_s is 2\.$"):
+        select_trials(store, "workload.think_time_s=2.5")

@@ -42,6 +42,19 @@ def test_the_same_key_is_the_same_sweep(store: ResultsStore) -> None:
         store.sweep(99)
 
 
+def test_a_sweep_begun_anew_leaves_the_older_ones_as_they_are(store: ResultsStore) -> None:
+    def opened(command: str, anew: bool) -> int:
+        return store.open_sweep("key", "chat", None, command, {}, 1, "host", None, anew=anew)
+
+    first = opened("first", anew=True)  # there is no older one
+    others = [opened("forced", anew=True), opened("forced again", anew=True)]
+    assert len({first, *others}) == 3
+    assert [store.sweep(sweep).command for sweep in (first, *others)] == ["first", "forced", "forced again"]
+    assert opened("without force", anew=False) == first
+    store.open_sweep("key_", "chat", None, None, {}, 1, "host", None)  # another key that begins alike
+    assert len({store.sweep(sweep).key for sweep in (first, *others, opened("forced", anew=True))}) == 4
+
+
 def test_a_trial_from_begin_to_end(store: ResultsStore) -> None:
     trial_id = store.begin_trial(trial_fields(device="cpu"))
     trial = store.trial(trial_id)

@@ -12,7 +12,7 @@ from pensieve import cli
 from pensieve.results import mlflow_runs, mlflow_store
 from pensieve.results.mlflow_live import COPIED, NOT_COPIED, CopyTarget, copy_line, open_line, write_live
 from pensieve.results.store import open_store
-from pensieve.trial import mlflow_copy, mlflow_live, terminal
+from pensieve.trial import mlflow_copy, mlflow_process, terminal
 from pensieve.trial import run as run_module
 from tests.results.trials import trial_fields
 
@@ -151,15 +151,15 @@ def test_an_isolated_trial_is_copied_once_by_its_parent(typed, tmp_path, written
 
 @pytest.fixture
 def beside(monkeypatch, live_mlflow):
-    """Runs this program, which is told two lines, as the other process; the list it is then in."""
+    """Runs this program, which is told three lines, as the other process; the list it is then in."""
     started = []
 
     def program(text):
-        monkeypatch.setattr(mlflow_live, "COMMAND", (sys.executable, "-S", "-c", f"input(); input(); {text}"))
-        monkeypatch.setattr(mlflow_copy, "_sooner", lambda: True)
-        monkeypatch.setattr(
-            mlflow_copy, "start_writer", lambda: started.append(mlflow_live.start_writer()) or started[0]
-        )
+        told = "input(); input(); input()"  # to import, to open, to copy
+        start = mlflow_process.start_writer
+        monkeypatch.setattr(mlflow_process, "COMMAND", (sys.executable, "-S", "-c", f"{told}; {text}"))
+        monkeypatch.setattr(mlflow_process, "_sooner", lambda: True)
+        monkeypatch.setattr(mlflow_process, "start_writer", lambda: started.append(start()) or started[-1])
         return started
 
     return program
@@ -182,7 +182,8 @@ def test_what_the_other_process_does_not_answer_this_one_copies_when_it_is_dead(
     assert typed()[0] == 0
     assert ended == [True]
     assert runs(tmp_path) == [("1", "FINISHED", None)]
-    assert mlflow_copy._beside == []
+    assert mlflow_process._beside == []
+    assert len(started) == 1
 
 
 def test_what_the_other_process_could_not_copy_is_said_and_not_tried_again(typed, tmp_path, written, beside):
@@ -193,6 +194,27 @@ def test_what_the_other_process_could_not_copy_is_said_and_not_tried_again(typed
     sentence = "Nothing was logged to MLflow (The lock is busy.); the results database is complete without it."
     assert said.err.count(sentence) + said.out.count(sentence) == 1
     assert open_store(tmp_path).trial(1).status == "completed"
+
+
+def test_what_is_refused_before_it_is_a_trial_ends_the_other_process_and_leaves_no_store(
+    typed, tmp_path, monkeypatch, beside
+):
+    started = beside("pass")
+    status, said = typed("cache.gpu='256 tokens'")  # preflight refuses
+    assert "longest conversation" in (status if isinstance(status, str) else said.err)
+    assert [writer._process.poll() is not None for writer in started] == [True]
+    assert mlflow_process._beside == []
+    assert not list(tmp_path.glob("mlflow.db*"))
+
+
+def test_nothing_is_started_beside_for_a_real_trial_or_without_mlflow(typed, beside, monkeypatch):
+    started = beside("pass")
+    monkeypatch.setattr("pensieve.trial.sweep.run_single", lambda *_: None)
+    typed("tracking=off")
+    typed("hardware=cpu")
+    assert started == []
+    typed()
+    assert len(started) == 1
 
 
 def test_a_busy_lock_is_waited_for_once_and_is_the_answer(tmp_path, monkeypatch):
@@ -218,7 +240,7 @@ def test_a_trial_that_another_command_completed_is_copied_in_this_process(monkey
     """The other process is not told that the trial is reused."""
     copied, killed = [], []
     writer = SimpleNamespace(sent=lambda line: pytest.fail("it was sent"), kill=lambda: killed.append(True))
-    monkeypatch.setattr(mlflow_copy, "_beside", [writer])
+    monkeypatch.setattr(mlflow_process, "_beside", [writer])
     monkeypatch.setattr(mlflow_copy, "_copy", lambda one, parent: copied.append((one.trial_id, one.reused)))
     mlflow_copy.copy_trial(
         SimpleNamespace(mlflow=True), 7, "mine", SimpleNamespace(mlflow_run_id=None, mlflow_later=True), reused=True

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from pensieve.results.store import open_store
-from pensieve.trial import mlflow_live
+from pensieve.trial import mlflow_live, mlflow_process
 from pensieve.trial.job import Job
 from pensieve.trial.mlflow_live import LiveRun
 from pensieve.trial.tracking import Tracking
@@ -32,8 +32,8 @@ def live(tmp_path, monkeypatch, live_mlflow):
 
     def made(*command):
         mlflow_live._writer.cache_clear()
-        monkeypatch.setattr(mlflow_live, "COMMAND", command)
-        monkeypatch.setattr(mlflow_live, "installed", lambda package: True)
+        monkeypatch.setattr(mlflow_process, "COMMAND", command)
+        monkeypatch.setattr(mlflow_process, "find_spec", lambda package: "there")
         trial = store.begin_trial(trial_fields(f"f{time.monotonic()}"))
         return LiveRun(Tracking(tmp_path, store, True, True), trial, "pensieve", Job("t", tmp_path))
 

@@ -220,6 +220,7 @@ def test_ctrl_c_keeps_what_is_there(outputs, monkeypatch, capsys):
     ("overrides", "error", "part"),
     [
         (["size.gpu=[]"], ConfigError, "size.gpu names no size"),
+        (["size.gpu=4GB"], ConfigError, r"size\.gpu takes a list; write size\.gpu=\[4GB\]"),
         (["size.gpu=[4GB,100 tokens]"], ConfigError, "mixes bytes and tokens"),
         (["size.disk=[0GB,4GB]", "size.cpu=[0GB]", "baseline=gpu_only"], ConfigError, "nothing reaches a disk"),
         (["size.disk=[]"], ConfigError, "size.disk names no size"),

@@ -1,8 +1,62 @@
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from pensieve import cli
+from pensieve.results.store import ResultsStore, open_store
+from pensieve.results.sweep_table import sweep_table
+from pensieve.trial import terminal
 from pensieve.trial.sweep import figure_lines
 
 FOLDER = Path("/outputs/figures/sweep-3")
+TWO_TRIALS = (
+    "hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2", "tracking.mlflow=false",
+    "-m", "seed=0", "baseline=pensieve,stateless",
+)  # fmt: skip
+Typed = Callable[..., object]
+
+
+@pytest.fixture
+def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Typed]:
+    """Runs a sweep in this process; its exit status."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    monkeypatch.setattr("pensieve.trial.sweep.draw_figures", lambda *_: [])
+
+    def run(*arguments: str) -> object:
+        GlobalHydra.instance().clear()
+        monkeypatch.setattr("sys.argv", ["run.py", *TWO_TRIALS, *arguments])
+        try:
+            return cli.run()
+        except SystemExit as left:
+            return left.code
+
+    yield run
+    signal.signal(signal.SIGINT, before)
+    terminal._close_sweep = None
+
+
+def shown(store: ResultsStore, sweep: int) -> list[int | None]:
+    return [job.trial and job.trial.id for job in store.trials_of_sweep(sweep)]
+
+
+def test_force_never_changes_what_an_older_sweep_shows(typed: Typed, tmp_path: Path) -> None:
+    assert typed() == 0
+    store = open_store(tmp_path)
+    before = sweep_table(store, 1).text()
+    for sweep, trials in ((2, [3, 4]), (3, [5, 6])):  # typed twice, the second one leaves the first as it is, too
+        assert typed("force=true") == 0
+        assert shown(store, sweep) == trials
+        latest = store.latest_sweep()
+        assert latest is not None and latest.id == sweep
+    assert [shown(store, sweep) for sweep in (1, 2)] == [[1, 2], [3, 4]]
+    assert typed() == 0  # without force the same command is the same sweep
+    assert shown(store, 1) == [1, 2]
+    assert sweep_table(store, 1).text() == before
 
 
 def test_pictures_and_tables_are_named_and_those_of_many_settings_counted() -> None:
