@@ -16,7 +16,7 @@ from analysis.sweep import Cell, Panel, Source, number
 from pensieve.metrics import PERCENTILES
 from pensieve.statistics import Estimate, PairedRatio, enough_for
 
-AXIS = "workload.agents"
+AXIS, PROMPT = "workload.agents", "workload.reason_tokens"
 STAGES = ("reason", "reflect")
 COMMAND = "python runners/run.py experiment=agent_scaling -m"
 NOTHING = Estimate(float("nan"), None, None, 0, 0)  # of a stage that no turn completed
@@ -83,12 +83,17 @@ def read(source: Source) -> Iterator[tuple[Panel, list[Scaling]]]:
 def _load(source: Source, cell: Cell) -> Load:
     agents = number(cell.at[AXIS])
     assert agents is not None, f"{AXIS} is a number"
-    turns, every = source.turns(cell), source.turns(cell, measured=False)
-    latencies = {stage: by_conversation(turns.loc[turns["label"] == stage, "latency_ms"]) for stage in STAGES}
+    every, latencies = source.turns(cell, measured=False), _latencies(source, cell)
     asked = every[every["label"].isin(STAGES)]
     refused = (asked["status"] == "refused") & (asked["finish_reason"] == "capacity")  # more than the GPU tier holds
     failed = (asked["status"] == "failed") & asked["error"].fillna("").str.contains("memory")  # the device ran out
     return Load(int(agents), cell, latencies, int((refused | failed).sum()))
+
+
+def _latencies(source: Source, cell: Cell) -> dict[str, ByConversation]:
+    """Of completed turns by stage."""
+    turns = source.turns(cell)
+    return {stage: by_conversation(turns.loc[turns["label"] == stage, "latency_ms"]) for stage in STAGES}
 
 
 @figure(
@@ -230,6 +235,71 @@ def agent_ratios(source: Source) -> Iterator[Plot]:
         table = [_ratio_line(scaling, first, ratios[scaling.baseline]) for scaling in scalings]
         rows = [_ratio_row(scaling, first, ratios[scaling.baseline], most) for scaling in scalings]
         yield Plot(panel, None, lead, rows, table)
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Of one length of the reason's prompt. latency_ms: means of completed turns by stage. ratio: reason over reflection,
+    paired by seed and agent."""
+
+    prompt: float
+    cell: Cell
+    latency_ms: Mapping[str, Estimate]
+    ratio: Estimate
+
+
+@figure(
+    "agent_stages",
+    "A reflection beside the reason before it",
+    shows="how many times as fast a reflection is as the reason before it, against the length of the reason's prompt",
+    command="python runners/run.py experiment=agent_stages hardware=sim_h100 model=llama3_1_8b cache=large -m",
+    applies=lambda source: source.has_workload("agents") and len(source.swept(PROMPT)) > 1,
+)
+def agent_stages(source: Source) -> Iterator[Plot]:
+    for panel in source.panels(PROMPT):
+        found = {
+            name: sorted((_stages(source, cell) for cell in panel.of(name)), key=lambda one: one.prompt)
+            for name in panel.baselines
+        }
+        picture, [[axes]] = style.new_grid(2.0, 1)
+        for order, (name, stages) in enumerate(found.items()):
+            marks.line(axes, name, [(one.prompt, one.ratio) for one in stages], order=order)
+        marks.mark_counts(axes, sorted({one.prompt for stages in found.values() for one in stages}))
+        marks.plain_log(axes, "y")
+        axes.set_xlabel("tokens of the reason's prompt")
+        axes.set_ylabel("latency of a reason\nover a reflection's (×)")
+        style.legend(picture)
+        lead = "Geometric mean over the pairs of one seed and agent, arrival to last token, with its 95 % interval"
+        pairs = [(name, one) for name, stages in found.items() for one in stages]
+        rows = [
+            {
+                "baseline": name,
+                "reason_tokens": one.prompt,
+                **columns("reason_over_reflect", one.ratio),
+                **{f"{stage}_ms_mean": one.latency_ms[stage].value for stage in STAGES},
+                "trials": one.cell.ids,
+            }
+            for name, one in pairs
+        ]
+        table = [
+            {
+                "baseline": name,
+                "prompt (tokens)": f"{one.prompt:,.0f}",
+                **{f"{stage} (ms)": tables.estimated(one.latency_ms[stage]) for stage in STAGES},
+                "reason / reflect (×)": tables.estimated(one.ratio),
+            }
+            for name, one in pairs
+        ]
+        yield Plot(panel, picture, lead, rows, table)
+
+
+def _stages(source: Source, cell: Cell) -> Stages:
+    latencies, prompt = _latencies(source, cell), number(cell.at[PROMPT])
+    ratio = _paired(*(latencies[stage] for stage in STAGES))
+    if ratio is None or prompt is None:
+        raise source.lacks(f"agent of {cell.baseline} that reasoned and reflected with {PROMPT}={cell.at[PROMPT]}")
+    means = {stage: estimates.mean(latencies[stage]) for stage in STAGES}
+    return Stages(prompt, cell, means, estimates.as_estimate(ratio))
 
 
 def density_ratio(one: Scaling, other: Scaling) -> tuple[float | None, str]:

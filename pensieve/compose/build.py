@@ -292,6 +292,7 @@ def _asked_model(plan: TrialPlan) -> shelf.ModelAsked:
         threads=config.hardware.threads,
         attention=config.attention_backend,
         chunk_tokens=plan.chunk_tokens,
+        memory_bytes=memory_limit_bytes(config.hardware),
     )
 
 

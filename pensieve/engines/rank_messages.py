@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pensieve.worker.torch.options import TorchOptions
 
 # A command is a letter, and then what it needs.
-LAUNCH, COLLECT, START, ROOM = b"L", b"C", b"S", b"R"
+LAUNCH, COLLECT, START, ROOM, FORGET = b"L", b"C", b"S", b"R", b"F"
 
 _LENGTH = struct.Struct("<Q")
 _SENT = struct.Struct("<q")

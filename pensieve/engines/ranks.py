@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection, wait
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from pensieve.engines.guard import die_with_parent
-from pensieve.engines.rank_messages import COLLECT, LAUNCH, ROOM, START, Failure, Setup, launched, receive, send
+from pensieve.engines.rank_messages import COLLECT, FORGET, LAUNCH, ROOM, START, Failure, Setup, launched, receive, send
 from pensieve.errors import EngineFailed, PensieveError
 from pensieve.plan import StartReport, StepResult
 
@@ -78,6 +78,9 @@ class Rank:
             answer = self._collected(self.worker.collect(None))
         elif letter == START:
             answer = self.worker.start(*pickle.loads(data))
+        elif letter == FORGET:
+            self.worker.forget()
+            answer = None
         else:
             assert letter == ROOM, f"no command begins with {letter!r}"
             answer = self.worker.room()
@@ -314,5 +317,7 @@ def _serve(setup: Setup, others: _Others, source: IO[bytes], answer: Callable[[A
             answer(result)
         elif command[:1] == START:
             answer(Together.start(every))
+        elif command[:1] == FORGET:
+            answer(None)
         else:
             answer(min(every))

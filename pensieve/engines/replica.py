@@ -52,7 +52,7 @@ class Replica:
         try:
             model = load_model(
                 setup.model, setup.weights, setup.hub_id, setup.revision, setup.seed, setup.device, setup.threads,
-                chunk_tokens=size,
+                chunk_tokens=size, memory_bytes=memory_bytes,
             )  # fmt: skip
             clock = WallClock()
             options = TorchOptions(max_batch_tokens=setup.batch_tokens, max_batch_requests=1)

@@ -17,7 +17,7 @@ from typing import Any
 
 from pensieve.clock import Clock
 from pensieve.engines.process import EngineProcess
-from pensieve.engines.rank_messages import COLLECT, ROOM, START, Failure, Setup, launch, receive, send
+from pensieve.engines.rank_messages import COLLECT, FORGET, ROOM, START, Failure, Setup, launch, receive, send
 from pensieve.errors import EngineFailed, PensieveError
 from pensieve.plan import StartReport, StepPlan, StepResult
 
@@ -78,6 +78,10 @@ class TensorParallelWorker:
         if result is None or result.ended_ns is None:
             return result
         return replace(result, ended_ns=result.ended_ns - self._clock_began_ns)
+
+    def forget(self) -> None:
+        self._send(FORGET)
+        self._answer()
 
     def close(self) -> None:
         """End all ranks. Safe to call twice."""

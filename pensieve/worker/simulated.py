@@ -198,6 +198,9 @@ class SimulatedWorker:
         self._clock.advance_to(ends)
         return StepResult(step=None, done=self._finished_copies())
 
+    def forget(self) -> None:
+        """There is nothing."""
+
     def close(self) -> None:
         self._launched.clear()
         for way in self._ways():

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 import pytest
 
 from analysis import agents, style
-from analysis.agents import agent_ratios, agent_scaling, agent_table
+from analysis.agents import agent_ratios, agent_scaling, agent_stages, agent_table
 from analysis.sweep import open_source
 from pensieve.errors import MissingSeries
 from pensieve.results.store import ResultsStore
 from tests.analysis.prefixes import colours, marks, swapped
-from tests.analysis.sweeps import fill
+from tests.analysis.sweeps import fill, flat
 from tests.results.trials import MEMORY, turn
 
 FAST = {"reason": 100.0, "reflect": 20.0}
@@ -199,3 +199,40 @@ def test_a_baseline_that_took_too_long_at_many_agents_is_drawn_at_few(module, tm
     else:
         there = {(row["baseline"], row["agents"]) for row in rows}
         assert there == {("pensieve", n) for n in ("1", "4", "16")} | {("stateless", n) for n in ("1", "4")}
+
+
+def staged_sweep(store, costs):
+    """Three agents reason and reflect once; a reason takes as many times as long as its prompt is longer than 192 tokens."""
+
+    def turns(at, seed):
+        longer, found = int(at["workload.reason_tokens"]) / 192, []
+        for agent in range(3):
+            own = 1 + agent / 10 + seed
+            found.append(labelled(f"agent-{agent}", 1, "reason", costs[at["baseline"]]["reason"] * longer * own))
+            found.append(labelled(f"agent-{agent}", 2, "reflect", costs[at["baseline"]]["reflect"] * own))
+        return found
+
+    return fill(store, {"workload.reason_tokens": ["768", "192"], "baseline": list(costs)}, turns, workload="agents")
+
+
+def test_a_reflection_is_compared_with_the_reason_of_its_own_agent(drawn, tmp_path, store):
+    source = staged_sweep(store, {"pensieve": FAST, "stateless": SLOW})
+    assert agent_stages.applies(source) and not agent_scaling.applies(source)
+    [drawing] = agent_stages.draw(source, tmp_path)
+    lines = drawn["agent_stages"].lines
+    assert flat(lines["pensieve"]) == pytest.approx([192, 5, 768, 20])
+    assert flat(lines["stateless"]) == pytest.approx([192, 2, 768, 8])
+    assert drawn["agent_stages"].clipped == []
+    rows = {(row["baseline"], row["reason_tokens"]): row for row in rows_of(tmp_path, "agent_stages")}
+    long = rows["pensieve", "768.0"]
+    assert float(long["reason_ms_mean"]) / float(long["reflect_ms_mean"]) == pytest.approx(20)
+    assert drawing.table is not None and len(drawing.table) == 4
+
+
+def test_agents_that_never_reflected_are_named(store, tmp_path):
+    staged_sweep(store, {"pensieve": FAST})
+    with store.database.writing() as connection:
+        connection.exec_driver_sql("UPDATE turn SET status = 'failed' WHERE phase = 'reflect'")
+    with pytest.raises(MissingSeries, match="reasoned and reflected"):
+        agent_stages.draw(open_source(store), tmp_path)
+    assert not agent_stages.applies(agent_sweep(ResultsStore(MEMORY), {"pensieve": FAST}))

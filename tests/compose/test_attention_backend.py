@@ -35,7 +35,9 @@ def test_simulated_hardware_ignores_it() -> None:
     system.close()
 
 
-def test_the_model_is_loaded_with_it_and_with_the_size_of_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_is_loaded_with_it_the_size_of_the_blocks_and_the_memory_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: dict[str, Any] = {}
 
     def load(*arguments: Any, **options: Any) -> None:
@@ -45,7 +47,10 @@ def test_the_model_is_loaded_with_it_and_with_the_size_of_the_blocks(monkeypatch
     monkeypatch.setattr("pensieve.worker.torch.model.load_model", load)
     with pytest.raises(EngineMissing, match="enough seen"):
         build_system(plan_trial(checked("hardware=cpu", "attention_backend=varlen", "cache.chunk_tokens=64")))
-    assert (seen["attention"], seen["chunk_tokens"]) == ("varlen", 64)
+    assert (seen["attention"], seen["chunk_tokens"], seen["memory_bytes"]) == ("varlen", 64, None)
+    with pytest.raises(EngineMissing, match="enough seen"):
+        build_system(plan_trial(checked("hardware=cpu", "hardware.cpu_memory=2GiB")))
+    assert seen["memory_bytes"] == 2 * 2**30
 
 
 @pytest.mark.parametrize(

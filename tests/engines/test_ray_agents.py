@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -48,6 +49,39 @@ def test_a_replica_keeps_its_conversation_and_computes_only_what_is_new() -> Non
             replica.answer(message(4, "b", 2, prompt(400)))
     finally:
         replica.close()
+
+
+def test_a_replica_loads_its_model_within_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def load(*_: Any, memory_bytes: int | None, **__: Any) -> None:
+        assert memory_bytes is not None
+        seen.append(memory_bytes)
+        raise RuntimeError("not enough memory")
+
+    monkeypatch.setattr("pensieve.engines.replica.forbid_more", seen.append)
+    monkeypatch.setattr("pensieve.worker.torch.model.load_model", load)
+    with pytest.raises(MemoryError):
+        Replica(setup_of(), 256, 2**31)
+    assert seen == [2**31, 2**31], "of what the kernel grants, and of what may be packed"
+
+
+@pytest.mark.parametrize("kind", [RayKeepalive, RayServerless])
+@pytest.mark.parametrize(("device", "share"), [("cuda:0", 0.01), ("cpu", 0.0)])
+def test_a_hundred_agents_may_share_a_gpu_so_that_its_memory_is_the_limit(
+    kind: type[Any], device: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+
+    def remote(_: Any, **options: Any) -> None:
+        asked.append(options["num_gpus"])
+        raise NotImplementedError
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
+    monkeypatch.setattr("pensieve.engines.ray_agents.remote", remote)
+    with pytest.raises(NotImplementedError):
+        kind(replace(setup_of(), device=device)).answer(message(1, "a", 1, prompt(4)), None)
+    assert asked == [share]
 
 
 @pytest.mark.parametrize("kind", [RayKeepalive, RayServerless])

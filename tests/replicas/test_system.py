@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -510,6 +511,28 @@ def choice(router: SessionRouter, running: list[Any], errand: Errand) -> list[An
     [rank] = asyncio.run(router.choose_replicas(running, pending))
     assert pending.routing_context.should_backoff, "or a full replica would be asked again without end"
     return rank
+
+
+def test_ray_serve_gets_the_bounds_of_the_replicas_and_the_time_to_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def deployment(body: type[Any], **options: Any) -> Any:
+        asked.clear()
+        asked.update(options)
+        return SimpleNamespace(bind=lambda fields: (body, fields))
+
+    monkeypatch.setattr(system_module.serve, "start", lambda **_: None)
+    monkeypatch.setattr(system_module.serve, "deployment", deployment)
+    monkeypatch.setattr(system_module.serve, "run", lambda application, **_: application)
+    scaling = Scaling(1, 4, turns=3, up_s=5, down_s=60, drain_s=7)
+    system = ReplicaSystem({"model": "tiny"}, scaling, "affinity")
+    assert system._deployed() == (EngineReplica, {"model": "tiny"})
+    between = asked["autoscaling_config"]
+    assert (between.min_replicas, between.max_replicas, between.target_ongoing_requests) == (1, 4, 3)
+    assert (between.upscale_delay_s, between.downscale_delay_s) == (5, 60)
+    assert asked["graceful_shutdown_timeout_s"] == 7 and "num_replicas" not in asked
+    ReplicaSystem({}, Scaling(3, 3), "affinity")._deployed()
+    assert asked["num_replicas"] == 3 and "autoscaling_config" not in asked
 
 
 def test_ray_is_told_one_replica_that_of_the_hash() -> None:

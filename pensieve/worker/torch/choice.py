@@ -44,16 +44,17 @@ def choose(
     fused: bool,
     backends: Sequence[str],
     chunk_tokens: int,
+    memory_bytes: int | None = None,
 ) -> Choice:
-    """Try the attention backends in order, and warn of a fall-back. Raises what the last one raises: EngineMissing,
-    UnsupportedModel."""
+    """Try the attention backends in order, and warn of a fall-back. memory_bytes: see load_model. Raises what the last one
+    raises: EngineMissing, UnsupportedModel."""
     notes: list[str] = []
     refused = False
     for name, backend in _loaded(backends, device, dtype, spec.head_dim, chunk_tokens):
         try:
             if isinstance(backend, EngineMissing):
                 raise backend
-            found = _forward(module, spec, device, dtype, fused, backend, chunk_tokens)
+            found = _forward(module, spec, device, dtype, fused, backend, chunk_tokens, memory_bytes)
         except (EngineMissing, UnsupportedModel) as error:
             if name == backends[-1]:
                 raise
@@ -126,6 +127,7 @@ def _forward(
     fused: bool,
     backend: AttentionBackend,
     chunk_tokens: int,
+    memory_bytes: int | None,
 ) -> _Found:
     """Raises UnsupportedModel if no forward passes its check."""
 
@@ -137,7 +139,7 @@ def _forward(
     plain = TransformersForward(module)
     if not fused:
         return _Found(plain, "asked for", check(plain))
-    built = build_fused(module)
+    built = build_fused(module, memory_bytes=memory_bytes)
     if isinstance(built, str):
         return _Found(plain, f"no fused forward: {built}", check(plain))
     try:

@@ -9,6 +9,7 @@ import torch
 from pensieve.errors import HardwareMissing
 from pensieve.specs import ModelSpec
 from pensieve.units import format_bytes
+from pensieve.worker.torch.pages import zero_pages
 from pensieve.worker.torch.transfers.pinned import pinned_bytes
 
 
@@ -69,6 +70,12 @@ class KvTensors:
     def gpu_tokens(self) -> torch.Tensor:
         """The GPU pool as [layers, tokens, 2, kv_heads, head_dim]; token slot = block * chunk_tokens + offset."""
         return self.gpu.view(self.layers, self.gpu_blocks * self.chunk_tokens, *self.token_shape)
+
+    def forget(self) -> None:
+        """What the pools hold is not needed. On a CPU they are then as they were made: zeroes that take no memory."""
+        if self.device.type == "cpu":
+            for pool in (self.gpu, self.cpu):
+                zero_pages(pool)
 
     def _pool(self, blocks: int, device: torch.device, pinned: bool) -> torch.Tensor:
         shape = (self.layers, blocks, self.chunk_tokens, *self.token_shape)

@@ -110,6 +110,7 @@ def load_model(
     attention: str = "auto",
     chunk_tokens: int = 32,
     ranks: Ranks | None = None,
+    memory_bytes: int | None = None,
 ) -> LoadedModel:
     """Load through transformers (safetensors only, never remote code) and check against eager attention.
 
@@ -118,7 +119,8 @@ def load_model(
     the fused forward where the architecture has one and it passes the check; otherwise transformers' modules.
     attention: a backend's name, or auto for the best that loads and passes the check with blocks of `chunk_tokens`.
     ranks: load this process's part, by transformers' plan for the model and in transformers' modules; all of them load at
-    once, and all compute in every forward.
+    once, and all compute in every forward. memory_bytes: what this process may have resident, for whether weights are
+    packed too; None: what the machine has.
     Raises WeightsMissing, HardwareMissing, UnsupportedModel, EngineMissing for a backend that cannot run here.
     """
     where = resolve_device(device)
@@ -137,7 +139,7 @@ def load_model(
         try:
             module = _module(spec, weights, hub_id, revision, seed, where, ranks)
             part = spec if ranks is None else ranks.part_of(spec)
-            chosen = choose(module, part, where, dtype, fused and ranks is None, names, chunk_tokens)
+            chosen = choose(module, part, where, dtype, fused and ranks is None, names, chunk_tokens, memory_bytes)
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise HardwareMissing(
                 f"Model {spec.name} needs {format_bytes(spec.weight_bytes)} for its weights, more than {where} has left; "

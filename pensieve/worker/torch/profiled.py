@@ -61,6 +61,9 @@ class ProfiledWorker:
         with record_function("collect"):
             return self._worker.collect(until_ns)
 
+    def forget(self) -> None:
+        self._worker.forget()
+
     def close(self) -> None:
         self._write()
         self._worker.close()

@@ -37,6 +37,7 @@ class ModelAsked(NamedTuple):
     threads: int | None = None
     attention: str = "auto"
     chunk_tokens: int = 32
+    memory_bytes: int | None = None
 
 
 _Key = tuple[ModelAsked, object]

@@ -194,6 +194,10 @@ class TorchWorker:
             return self._with_disk(StepResult(None, done=self._transfer.done(), failed=self._transfer.failed()))
         return self._land(self._flights.popleft())
 
+    def forget(self) -> None:
+        assert not self._flights, "what is under way writes to the blocks"
+        self.tensors.forget()
+
     def close(self) -> None:
         """Free the pools, once what is to be on disk is there; the model stays with whoever loaded it."""
         if self._transfer is not None:

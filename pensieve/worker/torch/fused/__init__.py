@@ -26,11 +26,11 @@ _BUILDERS: dict[str, Callable[[Any, bool], FusedModel | str]] = {
 }
 
 
-def build_fused(module: Any, pack: bool | None = None) -> FusedModel | str:
+def build_fused(module: Any, pack: bool | None = None, memory_bytes: int | None = None) -> FusedModel | str:
     """The fused forward of a loaded transformers model, or in a few words why it has none.
 
-    pack: copy the weights into oneDNN's layout and do in C what is faster there; by default where that is possible. The
-    module's joined parameters become views.
+    pack: copy the weights into oneDNN's layout and do in C what is faster there; by default where that is possible and
+    leaves room in memory_bytes, of which packable tells. The module's joined parameters become views.
     """
     builder = _BUILDERS.get(module.config.model_type)
     if builder is None:
@@ -38,6 +38,6 @@ def build_fused(module: Any, pack: bool | None = None) -> FusedModel | str:
     if getattr(module, "is_quantized", False):
         return "quantized weights"
     try:
-        return builder(module, packable(module) if pack is None else pack)
+        return builder(module, packable(module, memory_bytes) if pack is None else pack)
     except AttributeError as error:  # another version of transformers, in which the modules have other parts
         return f"modules of another make: {error}"

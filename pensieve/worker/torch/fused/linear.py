@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from pensieve.errors import EngineMissing
 from pensieve.worker.torch.fused.few_rows import FewRows
 from pensieve.worker.torch.fused.int8 import int8_of, int8_product
+from pensieve.worker.torch.pages import return_file_pages
 
 # Packed products take 4 to 6 rows in less time than 1 or 2, so that batches are padded to this many rows where they are
 # not multiplied in C.
@@ -20,10 +21,11 @@ _PACKING_HINT = 64  # rows; every hint above 1 gives the same layout, which serv
 _SPARE_SHARE = 4  # weights are packed where their second copy takes at most this fraction of free memory
 
 
-def packable(module: Any) -> bool:
+def packable(module: Any, memory_bytes: int | None = None) -> bool:
     """May this model's weights be packed: a type that oneDNN multiplies on this CPU, and room for a second copy?
 
-    The first stays with the transformers module, the reference that self-check and tests compare with.
+    The first stays with the transformers module, the reference that self-check and tests compare with. memory_bytes: what
+    this process may have resident; None: what the machine has.
     """
     weights = list(module.parameters())
     if any(w.device.type != "cpu" for w in weights):
@@ -32,7 +34,10 @@ def packable(module: Any) -> bool:
         return False
     if not all(_multiplies(dtype) for dtype in {w.dtype for w in weights}):
         return False
-    return sum(w.nbytes for w in weights) * _SPARE_SHARE <= psutil.virtual_memory().available
+    free = psutil.virtual_memory().available
+    if memory_bytes is not None:
+        free = min(free, memory_bytes - psutil.Process().memory_info().rss)
+    return sum(w.nbytes for w in weights) * _SPARE_SHARE <= free
 
 
 def _multiplies(dtype: torch.dtype) -> bool:
@@ -45,7 +50,8 @@ def _multiplies(dtype: torch.dtype) -> bool:
 class Linear:
     """x [rows, in] to [rows, out], with the weights of several modules that read the same x stacked along out.
 
-    The joined weights are one tensor, which the modules' own parameters become views of, so that no weight exists twice.
+    The joined weights are one tensor, which the modules' own parameters become views of, so that no weight exists twice;
+    pages of the file that they were read from are returned.
     pack: a copy in oneDNN's blocked layout too, at half the time of a plain product for 4 to 16 rows; and few rows are
     multiplied in C where the weights are float32 and a compiler is there, or with the int8 weights where there are any.
     few_rows: the type of the weights that few rows are multiplied with in C; None where they are not.
@@ -94,12 +100,13 @@ def _joined(modules: Sequence[Any], contiguous: bool) -> torch.Tensor:
     weights = [_out_by_in(module) for module in modules]
     if len(modules) == 1 and (weights[0].is_contiguous() or not contiguous):
         return weights[0]
-    joined = torch.cat([weight.contiguous() for weight in weights])
+    joined, before = torch.cat([weight.contiguous() for weight in weights]), [module.weight for module in modules]
     for module, rows in zip(modules, joined.split([len(w) for w in weights]), strict=True):
         int8 = int8_of(module)
         module.weight = torch.nn.Parameter(rows.t() if _is_conv1d(module) else rows, requires_grad=False)
         if int8 is not None:
             module.weight.int8 = int8
+    return_file_pages(before)
     return joined
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -99,6 +100,16 @@ def test_weights_that_onednn_multiplies_here_and_that_fit_twice_are_packed(
     assert tiny_model("llama").forward.name == "fused"
 
 
+def test_what_a_process_may_have_is_all_that_a_second_copy_may_take_of(llama: LoadedModel) -> None:
+    resident = psutil.Process().memory_info().rss
+    assert packable(llama.module, memory_bytes=resident + 2**30)
+    assert not packable(llama.module, memory_bytes=resident // 2), "it has more than that by itself"
+    spec = tiny_spec("llama")
+    for memory, forward in ((1, "fused"), (2**40, "fused, packed weights, few rows in C")):
+        model = load_model(spec, "random", None, None, 0, "cpu", threads=1, memory_bytes=memory)
+        assert model.forward.name == forward
+
+
 def test_a_linear_of_modules_with_and_without_bias_is_our_own_bug() -> None:
     with pytest.raises(AssertionError, match="have a bias"):
         Linear([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, bias=False)], pack=False)
@@ -144,8 +155,8 @@ def test_variants_without_a_fused_forward(name: str, changes: dict[str, Any], wo
 def test_a_fused_forward_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     right = build_fused
 
-    def wrong(module: Any) -> Any:
-        fused = right(module)
+    def wrong(module: Any, **options: Any) -> Any:
+        fused = right(module, **options)
         assert isinstance(fused, FusedModel)
         return type("Wrong", (), {"name": "fused", "__call__": lambda self, *given: fused(*given) * 1.01})()
 

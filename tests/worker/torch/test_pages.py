@@ -1,0 +1,115 @@
+"""Memory that is needed no more goes back: files that weights were mapped from, and blocks that only a measurement filled."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pensieve.baselines import profiling
+from pensieve.compose import build_system, plan_trial
+from pensieve.engines.memory_watch import resident_bytes
+from pensieve.worker.torch.model import load_model
+from pensieve.worker.torch.pages import return_file_pages, zero_pages
+from tests.composed import checked
+from tests.worker.torch.driver import plain_logits, tiny_spec
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages of a file are told by Linux")
+
+READ_AROUND = 64 * 1024  # bytes that a page fault may map on either side
+
+
+def mapped(file: Path) -> tuple[int, int]:
+    """Bytes of a file that this process has mapped, and of them those in memory."""
+    size = resident = 0
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        fields = line.split()
+        if "-" in fields[0] and not fields[0].endswith(":"):
+            inside = line.endswith(str(file))
+        elif inside and fields[0] in ("Size:", "Rss:"):
+            size += int(fields[1]) * 1024 * (fields[0] == "Size:")
+            resident += int(fields[1]) * 1024 * (fields[0] == "Rss:")
+    return size, resident
+
+
+LLAMA = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
+GPT2 = {"n_embd": 256, "n_inner": 1024, "n_head": 8}
+COPIED = {"llama": ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "gpt2": ("c_attn", "c_proj", "c_fc")}
+"""Joined, or turned round: GPT-2 keeps its weights the other way."""
+
+
+@pytest.mark.parametrize(("name", "large"), [("llama", LLAMA), ("gpt2", GPT2)])
+def test_weights_that_were_laid_out_anew_do_not_stay_in_memory_as_they_were(
+    name: str, large: dict[str, int], tmp_path: Path
+) -> None:
+    spec = tiny_spec(name, **large)
+    saved = load_model(spec, "random", None, None, 0, "cpu", threads=1)
+    saved.module.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    model = load_model(spec, str(tmp_path), None, None, 0, "cpu", threads=1)
+    assert model.forward.name.startswith("fused")
+    weights = {
+        path: weight
+        for path, weight in model.module.named_parameters()
+        if path.endswith("weight") and path.split(".")[-2] in COPIED[name]
+    }
+    copied = sum(weight.nbytes for weight in weights.values())
+    size, resident = mapped(file)
+    assert size >= file.stat().st_size, "the other weights are the file's own pages"
+    assert 0 < resident <= size - copied + 2 * READ_AROUND * len(weights) < size - copied / 2
+    assert plain_logits(model, [5, 6, 7]).equal(plain_logits(saved, [5, 6, 7]))
+    stored = load_file(file)
+    assert all(weight.equal(stored[path]) for path, weight in weights.items())
+
+
+def test_only_pages_of_a_file_are_returned_and_read_again_from_it(tmp_path: Path) -> None:
+    file = tmp_path / "weights.safetensors"
+    written = torch.arange(2**18, dtype=torch.float32)
+    save_file({"a": written, "b": written + 1}, file)
+    stored = load_file(file)
+    first, other = stored["a"], stored["b"]
+    assert first.sum() == written.sum() and other.sum() == written.sum() + 2**18
+    assert mapped(file)[1] >= first.nbytes + other.nbytes
+    own = written.clone()
+    assert return_file_pages([own, own[::2], torch.ones(3)]) == 0
+    assert own.equal(written), "memory that belongs to no file keeps what it holds"
+    returned = return_file_pages([first])
+    assert first.nbytes - 2 * 4096 <= returned <= first.nbytes
+    assert mapped(file)[1] <= other.nbytes + 2 * READ_AROUND
+    assert first.equal(written) and other.equal(written + 1)
+    assert zero_pages(other) == 0 and other.equal(written + 1), "a file's pages would not come back as zeroes"
+
+
+def test_memory_is_zeroed_by_returning_its_pages() -> None:
+    pool = torch.from_numpy(np.zeros(2**25 + 6, np.uint8))[3:-3].view(torch.uint8)
+    before = resident_bytes(os.getpid())
+    pool.fill_(7)
+    assert resident_bytes(os.getpid()) - before > 0.9 * pool.nbytes
+    assert pool.nbytes - 2 * 4096 <= zero_pages(pool) <= pool.nbytes
+    assert resident_bytes(os.getpid()) - before < 0.1 * pool.nbytes
+    assert not pool.any(), "the parts of pages at both ends too"
+    assert zero_pages(pool[::2]) == zero_pages(pool[:100]) == 0
+
+
+def test_what_measures_the_machine_leaves_both_tiers_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the first trial of a process, and a server, has memory for both that no conversation has asked for."""
+    monkeypatch.setattr(profiling, "_known", {})
+    options = ("hardware=cpu", "hardware.threads=1", "cache.gpu=512 tokens", "cache.cpu=512 tokens")
+    system = build_system(plan_trial(checked(*options, "model.architecture.num_hidden_layers=2")))
+    launched: list[int] = []
+    worker: Any = system._worker  # type: ignore[attr-defined]
+    launch = worker.launch
+    monkeypatch.setattr(worker, "launch", lambda plan: (launched.append(plan.step), launch(plan)))
+    system.start()
+    try:
+        assert set(launched) == {-1}, "it was measured"
+        assert not worker.tensors.gpu.any() and not worker.tensors.cpu.any()
+    finally:
+        system.close()
