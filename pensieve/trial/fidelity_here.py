@@ -26,9 +26,9 @@ FEWEST_REPEATS = 5
 _RATES = {"gpu_hit_rate": "GPU", "cpu_hit_rate": "CPU", "miss_rate": "missed"}
 _AXIS = "hardware"
 _LEGEND = (
-    "Errors against the median of the real repeats: shares of the history found in a tier, or in none, in points; output "
-    "tokens a second; first tokens, mean over turns of the size of each one's error. Real again: each repeat against the "
-    "others."
+    "Simulated/real again: how far the simulation is from the median of n real repeats, and each of these from the others. "
+    "Shares of the history found in a tier, or in none, in points; output tokens a second, in %; first tokens, in %: mean "
+    "over turns of the size of each one's error."
 )
 
 ByTurn = Mapping[tuple[str, int], float]
@@ -112,18 +112,20 @@ def fidelity_here(store: ResultsStore, sweep_id: int) -> RenderableType | None:
     compared = compare(Evidence(store, sweep_id))
     if not compared:
         return None
-    table = Table(title="This machine's simulation, against the machine", title_justify="left", box=box.SIMPLE_HEAD)
-    figures = (*_RATES.values(), "tok/s, %", "TTFT, %")
-    for head, names in (("", ("",)), ("", ("repeats",)), ("simulated", figures), ("real again", figures)):
-        for place, name in enumerate(names):
-            table.add_column(f"{head if not place else ''}\n{name}", justify="right" if name else "left")
+    table = Table(
+        title="This machine's simulation, against the machine",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("", overflow="fold", min_width=10)
+    for name in ("n", *_RATES.values(), "tok/s", "TTFT"):
+        table.add_column(name, justify="right", no_wrap=True)
     for one in compared:
         real = one.real or Errors((None,) * len(_RATES), None, None)
-        table.add_row(
-            one.place, str(one.repeats),
-            *map(_signed, one.simulated.rates), _signed(one.simulated.throughput), _plain(one.simulated.ttft),
-            *map(_plain, real.rates), _plain(real.throughput), _plain(real.ttft),
-        )  # fmt: skip
+        beside = zip((*one.simulated.rates, one.simulated.throughput), (*real.rates, real.throughput), strict=True)
+        cells = [f"{_signed(ours)}/{_plain(theirs)}" for ours, theirs in beside]
+        table.add_row(one.place, str(one.repeats), *cells, f"{_plain(one.simulated.ttft)}/{_plain(real.ttft)}")
     return Group(table, _LEGEND, verdict(compared))
 
 
@@ -196,8 +198,8 @@ def _mean_size(values: Iterable[float | None]) -> float | None:
 
 
 def _signed(value: float | None) -> str:
-    return "–" if value is None else f"{value:+.2f}"
+    return "–" if value is None else f"{value:+.1f}"
 
 
 def _plain(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
+    return "–" if value is None else f"{value:.1f}"
