@@ -19,7 +19,7 @@ class ModelSpec:
     """A decoder-only transformer. Sizes in elements unless the name says bytes.
 
     architecture: the fields of the transformers configuration, so that weights=random needs no download.
-    sliding_window: tokens that a windowed layer attends to, None for full attention everywhere.
+    sliding_window: tokens that a windowed layer attends to, its own among them; None for full attention everywhere.
     quantization: None, or int8 for weights that are rounded to it and multiplied in it where rows are few.
     """
 
@@ -94,13 +94,23 @@ class ModelSpec:
             max_context=need("max_position_embeddings", "n_positions"),
             dtype=dtype,
             tied_embeddings=bool(a.get("tie_word_embeddings", model_type in {"gpt2", "opt", "gemma2"})),
-            sliding_window=a.get("sliding_window"),
+            sliding_window=None if a.get("use_sliding_window") is False else a.get("sliding_window"),
             architecture=a,
         )
 
     @property
     def dtype_bytes(self) -> int:
         return DTYPE_BYTES[self.dtype]
+
+    @property
+    def windowed_layers(self) -> int:
+        """How many layers attend to `sliding_window` tokens only: those that the configuration lists, of Gemma 2 every other
+        one from the first on, of all others each."""
+        if self.sliding_window is None:
+            return 0
+        if listed := self.architecture.get("layer_types"):
+            return sum(kind == "sliding_attention" for kind in listed)
+        return (self.layers + 1) // 2 if self.model_type == "gemma2" else self.layers
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -197,8 +207,10 @@ class HardwareSpec:
 
     @property
     def one_memory(self) -> bool:
-        """Both tiers of the cache are the same memory."""
-        return not self.simulated and self.device == "cpu"
+        """Both tiers of the cache are the same memory: of a CPU, and of the simulation of one that was profiled."""
+        if self.simulated:
+            return self.profile is not None and not self.overlaps
+        return self.device == "cpu"
 
     def load_parts(self, layers: int) -> int:
         """In how many parts a load to the GPU comes; the compute of each waits for that part alone."""

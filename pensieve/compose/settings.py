@@ -62,7 +62,23 @@ def check(cfg: DictConfig | Mapping[str, Any]) -> TrialConfig:
             f"trial.trace=true draws what a simulated machine does, and hardware={config.hardware.name} is real; "
             "use trial.profile=true, or hardware=sim_h100."
         )
+    if config.trial.trace:
+        _check_drawable(config)
     return config
+
+
+def _check_drawable(config: TrialConfig) -> None:
+    """Raises ConfigError where there is not one machine that runs our iterations."""
+    if config.hardware.router != "single":
+        raise ConfigError(
+            f"trial.trace=true draws one machine, and hardware.router={config.hardware.router} is in front of "
+            "several; use hardware.router=single hardware.replicas=1."
+        )
+    if config.baseline.simulated is not None:
+        raise ConfigError(
+            f"trial.trace=true draws the iterations of our engine, and baseline={config.baseline.name} is a model of an "
+            "engine of others; choose a baseline in the engine, or leave trial.trace out."
+        )
 
 
 def explain_invalid(

@@ -171,7 +171,8 @@ class ProfiledCost:
         return self._profile.costs.load_s()
 
     def hidden_copies(self) -> float | None:
-        return None  # a simulated link is beside the compute or not, by overlaps
+        """Of the machine, so that scheduler.copy_ahead=auto comes to what it does there."""
+        return self._profile.costs.hidden_copies()
 
     def describe(self) -> dict[str, Any]:
         return {

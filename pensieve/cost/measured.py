@@ -24,7 +24,7 @@ from typing import Any
 
 from pensieve.cost.base import one_after_another
 from pensieve.cost.kernel_tables import AttentionGrid, Curve, KernelTable, Shape, all_reduce, nearest
-from pensieve.cost.roofline import transfer_s
+from pensieve.cost.roofline import attended_pairs, transfer_s
 from pensieve.errors import ConfigError
 from pensieve.specs import HardwareSpec, ModelSpec
 
@@ -51,7 +51,8 @@ class MeasuredCost:
         self._beyond: dict[str, list[float]] = {}  # term -> iterations beyond what was measured, and the furthest ratio
         self._table = nearest(hardware.terms["projections"], self._shape)
         self._kernels = _Kernels(self._table, self._shape, hardware, model)
-        self._attention = _attention_of(hardware, self._shape, model.sliding_window)
+        self._attention = _attention_of(hardware, self._shape)
+        self._windowed = model.windowed_layers
         self._reduce = _reduce_of(hardware)
         self._reduced_bytes = model.hidden * model.dtype_bytes
         self._linear: dict[int, float] = {}  # tokens -> seconds of all layers; iterations repeat them
@@ -69,7 +70,7 @@ class MeasuredCost:
     def _following_attention_s(self, runs: Sequence[Run]) -> Iterator[float] | None:
         """Of a layer, where all rows are decodes and nothing but their KV changes; None: each iteration is looked up."""
         decodes = all(stop - start == 1 for start, stop in runs)
-        if not decodes or not 0 < len(runs) <= self._kernels.most_tokens or self.model.sliding_window is not None:
+        if not decodes or not 0 < len(runs) <= self._kernels.most_tokens or self._windowed:
             return None
         return self._attention.following_s(sum(start for start, _ in runs), len(runs))
 
@@ -86,12 +87,13 @@ class MeasuredCost:
 
     def iteration_s(self, runs: Iterable[Run], sampled: int) -> float:
         """One iteration over attention rows of queries [start, stop) each; logits of `sampled` positions."""
-        batch = Batch.of(runs, self.model.sliding_window)
+        runs = tuple(runs) if self._windowed else runs
+        batch = Batch.of(runs, None)
         if not batch.tokens:
             return 0.0
         self._iterations += 1
         tokens = graph_size(batch.tokens) if self.hardware.graph_sizes else batch.tokens
-        attention, reach = self._attention.seconds(batch)
+        attention, reach = self._layers_attention_s(runs, batch)
         if reach > 1:
             self._note("attention", reach)
         if batch.tokens > self._kernels.most_tokens:
@@ -99,11 +101,23 @@ class MeasuredCost:
         layers = self.model.layers
         return (
             self._linear_s(tokens)
-            + layers * attention
+            + attention
             + self._head_s(sampled)
             + (2 * layers + 1) * self._reduce(tokens * self._reduced_bytes)
             + self.hardware.step_overhead_s
         )
+
+    def _layers_attention_s(self, runs: Iterable[Run], batch: Batch) -> tuple[float, float]:
+        """Of all layers, those with a window apart. batch: of the runs, without one."""
+        layers, windowed = self.model.layers, self._windowed
+        if not windowed:
+            attention, reach = self._attention.seconds(batch)
+            return layers * attention, reach
+        beside, reach = self._attention.seconds(Batch.of(runs, self.model.sliding_window))
+        if windowed == layers:
+            return layers * beside, reach
+        attention, further = self._attention.seconds(batch)
+        return (layers - windowed) * attention + windowed * beside, max(reach, further)
 
     def transfer_s(self, blocks: int, to_gpu: bool, runs: int = 1) -> float:
         """See SimulatedCost."""
@@ -119,9 +133,9 @@ class MeasuredCost:
     def _chunk_s(self, context_tokens: int) -> float:
         most = min(2048, self._kernels.most_tokens)
         linear = (self._linear_s(most) + (2 * self.model.layers + 1) * self._reduce(most * self._reduced_bytes)) / most
-        batch = Batch.of(((max(0, context_tokens - _TAIL), max(context_tokens, _TAIL)),), self.model.sliding_window)
-        attention, _ = self._attention.seconds(batch)
-        return self.chunk_tokens * (linear + self.model.layers * attention / _TAIL)
+        runs = ((max(0, context_tokens - _TAIL), max(context_tokens, _TAIL)),)
+        attention, _ = self._layers_attention_s(runs, Batch.of(runs, None))
+        return self.chunk_tokens * (linear + attention / _TAIL)
 
     def step_s(self) -> float:
         return self.hardware.step_overhead_s
@@ -225,10 +239,11 @@ class Batch:
 
     @staticmethod
     def of(runs: Iterable[Run], window: int | None) -> Batch:
+        """As layers with that window see it; None: those that attend to everything."""
         chunk, pairs, longest, decodes, decode_kv, decode_longest = 0, 0.0, 0, 0, 0, 0
         for start, stop in runs:
             queries = stop - start
-            before = start if window is None else min(start, window)
+            before = start if window is None else min(start, window - 1)
             if queries == 1:
                 decodes += 1
                 decode_kv += before
@@ -236,7 +251,7 @@ class Batch:
                     decode_longest = before
             else:
                 chunk += queries
-                pairs += queries * (before + (queries + 1) / 2)
+                pairs += attended_pairs(start, stop, window)
                 longest = max(longest, before + queries)
         mean = decode_kv / decodes if decodes else 0.0
         return Batch(chunk + decodes, chunk, pairs, longest, decodes, mean, decode_longest)
@@ -466,7 +481,7 @@ class _FittedAttention:
         }
 
 
-def _attention_of(hardware: HardwareSpec, shape: Shape, window: int | None) -> _MeasuredAttention | _FittedAttention:
+def _attention_of(hardware: HardwareSpec, shape: Shape) -> _MeasuredAttention | _FittedAttention:
     source = hardware.terms["attention"]
     if source == "fitted":
         return _FittedAttention(shape, hardware)

@@ -1,7 +1,8 @@
 """Seconds from arithmetic: the cost model of simulated hardware.
 
-Linear layers and attention are separate kernels, each bound by the slower of its arithmetic and its memory traffic.
-Work is split evenly over the GPUs of a tensor-parallel group, which adds two all-reduces a layer.
+Linear layers and attention are separate kernels, each bound by the slower of its arithmetic and its memory traffic. Layers
+that attend to a window only are counted apart from those that attend to all. Work is split evenly over the GPUs of a
+tensor-parallel group, which adds two all-reduces a layer.
 """
 
 from __future__ import annotations
@@ -33,19 +34,23 @@ class Roofline:
         self._layers_bytes = model.layers * model.layer_parameters * model.dtype_bytes
         self._head_bytes = model.vocab * model.hidden * model.dtype_bytes
         self._kv_bytes = model.kv_bytes_per_token
-        self._reduced_bytes = 2 * model.layers * model.hidden * model.dtype_bytes if hardware.gpus > 1 else 0
+        self._reduces = 2 * model.layers if hardware.gpus > 1 else 0
+        self._reduced_bytes = self._reduces * model.hidden * model.dtype_bytes
+        self._windowed = model.windowed_layers / model.layers
         self._recompute_s: dict[int, float] = {}  # by context
         self._flops_s = hardware.flops * hardware.compute_efficiency
         self._bytes_s = hardware.memory_bw * hardware.memory_efficiency
 
     def iteration_s(self, runs: Iterable[Run], sampled: int) -> float:
         """One iteration over attention rows of queries [start, stop) each; logits of `sampled` positions."""
+        if self._windowed:
+            return self._mixed_iteration_s(tuple(runs), sampled)
         tokens, pairs, kv_tokens = self._counts(runs)
         return self._iteration_s(tokens, pairs, kv_tokens, sampled) if tokens else 0.0
 
     def following_s(self, runs: Sequence[Run], sampled: int) -> Iterator[float]:
         """Without a window both counts of an iteration grow by a constant."""
-        if self.model.sliding_window:
+        if self._windowed:
             yield from one_after_another(self.iteration_s, runs, sampled)
         tokens, pairs, kv_tokens = self._counts(runs)
         more = sum((stop - start) ** 2 for start, stop in runs)
@@ -66,19 +71,32 @@ class Roofline:
         seconds: list[float] = (linear + attention + reduce + self.hardware.step_overhead_s).tolist()
         return seconds
 
-    def _counts(self, runs: Iterable[Run]) -> tuple[int, int, int]:
+    def _counts(self, runs: Iterable[Run], window: int | None = None) -> tuple[int, int, int]:
         """Query positions, pairs of a query and a position it attends to, and positions that are read."""
-        tokens, pairs, kv_tokens, window = 0, 0, 0, self.model.sliding_window
+        tokens, pairs, kv_tokens = 0, 0, 0
         for start, stop in runs:
             tokens += stop - start
-            pairs += causal_pairs(stop - start, stop)
-            kv_tokens += min(stop, window) if window else stop
+            pairs += attended_pairs(start, stop, window)
+            kv_tokens += stop if window is None else min(stop, stop - start + window - 1)
         return tokens, pairs, kv_tokens
 
     def _iteration_s(self, tokens: int, pairs: int, kv_tokens: int, sampled: int) -> float:
-        linear = self._linear_s(tokens, sampled)
-        attention = self._bound(pairs * self._pair_flops, (kv_tokens + tokens) * self._kv_bytes)
-        return linear + attention + self._all_reduce_s(tokens) + self.hardware.step_overhead_s
+        attention = self._attention_s(tokens, pairs, kv_tokens)
+        return self._linear_s(tokens, sampled) + attention + self._all_reduce_s(tokens) + self.hardware.step_overhead_s
+
+    def _mixed_iteration_s(self, runs: Sequence[Run], sampled: int) -> float:
+        """Of a model some or all of whose layers have a window."""
+        everything, share = self._counts(runs), self._windowed
+        tokens = everything[0]
+        if not tokens:
+            return 0.0
+        windowed = self._counts(runs, self.model.sliding_window)
+        attention = (1 - share) * self._attention_s(*everything) + share * self._attention_s(*windowed)
+        return self._linear_s(tokens, sampled) + attention + self._all_reduce_s(tokens) + self.hardware.step_overhead_s
+
+    def _attention_s(self, tokens: int, pairs: int, kv_tokens: int) -> float:
+        """If all layers were of this kind."""
+        return self._bound(pairs * self._pair_flops, (kv_tokens + tokens) * self._kv_bytes)
 
     def _linear_s(self, tokens: int, sampled: int) -> float:
         weights = self._layers_bytes + (self._head_bytes if sampled else 0)
@@ -91,8 +109,12 @@ class Roofline:
     def recompute_s(self, context_tokens: int) -> float:
         known = self._recompute_s.get(context_tokens)  # asked for each chunk of each miss
         if known is None:
-            size = self.chunk_tokens
-            attention = self._bound(causal_pairs(size, max(context_tokens, size)) * self._pair_flops, 0)
+            size, share = self.chunk_tokens, self._windowed
+            stop = max(context_tokens, size)
+            pairs: float = attended_pairs(stop - size, stop, None)
+            if share:
+                pairs += share * (attended_pairs(stop - size, stop, self.model.sliding_window) - pairs)
+            attention = self._bound(pairs * self._pair_flops, 0)
             known = self._recompute_s[context_tokens] = self._bound(size * self._linear_flops, 0) + attention
         return known
 
@@ -118,13 +140,24 @@ class Roofline:
         return max(flops / self._flops_s, moved_bytes / self._bytes_s) / self.hardware.gpus
 
     def _all_reduce_s(self, tokens: int) -> float:
+        if not self._reduces:
+            return 0.0
         h = self.hardware
-        return 2 * (h.gpus - 1) / h.gpus * (tokens * self._reduced_bytes) / h.link_bw if self._reduced_bytes else 0.0
+        moving = 2 * (h.gpus - 1) / h.gpus * (tokens * self._reduced_bytes) / h.link_bw
+        return moving + self._reduces * h.link_latency_s
 
 
 def causal_pairs(query_tokens: int, kv_tokens: int) -> int:
     """Pairs of a query and a position it attends to, of a causal row of so many queries that ends at `kv_tokens`."""
     return query_tokens * kv_tokens - query_tokens * (query_tokens - 1) // 2
+
+
+def attended_pairs(start: int, stop: int, window: int | None) -> int:
+    """Pairs of the queries [start, stop) and what each attends to: all up to itself, or a window's last positions of it."""
+    if window is None or stop <= window:
+        return causal_pairs(stop - start, stop)
+    filled = max(start, window)  # from here on each has a whole window
+    return causal_pairs(filled - start, filled) + (stop - filled) * window
 
 
 def transfer_s(hardware: HardwareSpec, size: int, pieces: int, to_gpu: bool) -> float:

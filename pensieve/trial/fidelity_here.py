@@ -23,8 +23,13 @@ from pensieve.statistics import median
 HIT_POINTS, THROUGHPUT_PCT, TTFT_PCT = 1.0, 5.0, 10.0
 """What each error may come to: hit rates in points, by tier; output tokens a second; first tokens, mean over turns."""
 FEWEST_REPEATS = 5
-_RATES = ("gpu_hit_rate", "cpu_hit_rate", "miss_rate")
+_RATES = {"gpu_hit_rate": "GPU", "cpu_hit_rate": "CPU", "miss_rate": "missed"}
 _AXIS = "hardware"
+_LEGEND = (
+    "Simulated/real again: how far the simulation is from the median of n real repeats, and each of these from the others. "
+    "Shares of the history found in a tier, or in none, in points; output tokens a second, in %; first tokens, in %: mean "
+    "over turns of the size of each one's error."
+)
 
 ByTurn = Mapping[tuple[str, int], float]
 """(conversation, turn) -> ms."""
@@ -41,11 +46,16 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """hits: the furthest rate in points; throughput, ttft: in percent. None: cannot be told."""
+    """rates: of _RATES, in points; throughput, ttft: in percent. None: cannot be told."""
 
-    hits: float | None
+    rates: tuple[float | None, ...]
     throughput: float | None
     ttft: float | None
+
+    @property
+    def hits(self) -> float | None:
+        """The furthest rate."""
+        return max((rate for rate in self.rates if rate is not None), key=abs, default=None)
 
     def within(self) -> bool:
         limits = zip((self.hits, self.throughput, self.ttft), (HIT_POINTS, THROUGHPUT_PCT, TTFT_PCT), strict=True)
@@ -65,18 +75,18 @@ class Compared:
 
 def errors_of(one: Observed, others: Sequence[Observed]) -> Errors:
     """Of a trial against the median of others. ttft: mean absolute percentage error over the turns that all have."""
-    rates = []
+    rates: list[float | None] = []
     for index, value in enumerate(one.rates):
         theirs = [other.rates[index] for other in others]
         known = [rate for rate in theirs if rate is not None]
-        if value is not None and len(known) == len(theirs):
-            rates.append(100 * (value - median(known)))
+        told = value is not None and len(known) == len(theirs)
+        rates.append(100 * (value - median(known)) if value is not None and told else None)
     flows = [other.throughput for other in others if other.throughput]
     middle = median(flows) if flows and len(flows) == len(others) else None
     common = set(one.ttft_ms).intersection(*(other.ttft_ms for other in others))
     off = [abs(one.ttft_ms[turn] / median([other.ttft_ms[turn] for other in others]) - 1) for turn in sorted(common)]
     return Errors(
-        hits=max(rates, key=abs) if rates else None,
+        rates=tuple(rates),
         throughput=100 * (one.throughput / middle - 1) if one.throughput and middle else None,
         ttft=100 * fmean(off) if off else None,
     )
@@ -87,7 +97,11 @@ def real_against_real(repeats: Sequence[Observed]) -> Errors | None:
     if len(repeats) < 2:
         return None
     each = [errors_of(one, [*repeats[:place], *repeats[place + 1 :]]) for place, one in enumerate(repeats)]
-    return Errors(*(_mean_size(getattr(one, name) for one in each) for name in ("hits", "throughput", "ttft")))
+    return Errors(
+        rates=tuple(map(_mean_size, zip(*(one.rates for one in each), strict=True))),
+        throughput=_mean_size(one.throughput for one in each),
+        ttft=_mean_size(one.ttft for one in each),
+    )
 
 
 def fidelity_here(store: ResultsStore, sweep_id: int) -> RenderableType | None:
@@ -98,19 +112,21 @@ def fidelity_here(store: ResultsStore, sweep_id: int) -> RenderableType | None:
     compared = compare(Evidence(store, sweep_id))
     if not compared:
         return None
-    table = Table(title="This machine's simulation, against the machine", title_justify="left", box=box.SIMPLE_HEAD)
-    names = ("", "repeats", "hits, points", "throughput", "TTFT", "hits", "throughput", "TTFT")
-    heads = ("", "", "simulated", "", "", "real again", "", "")
-    for head, name in zip(heads, names, strict=True):
-        table.add_column(f"{head}\n{name}", justify="left" if not name else "right")
+    table = Table(
+        title="This machine's simulation, against the machine",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("", overflow="fold", min_width=10)
+    for name in ("n", *_RATES.values(), "tok/s", "TTFT"):
+        table.add_column(name, justify="right", no_wrap=True)
     for one in compared:
-        real = one.real or Errors(None, None, None)
-        table.add_row(
-            one.place, str(one.repeats),
-            _signed(one.simulated.hits, ""), _signed(one.simulated.throughput, " %"), _plain(one.simulated.ttft, " %"),
-            _plain(real.hits, ""), _plain(real.throughput, " %"), _plain(real.ttft, " %"),
-        )  # fmt: skip
-    return Group(table, verdict(compared))
+        real = one.real or Errors((None,) * len(_RATES), None, None)
+        beside = zip((*one.simulated.rates, one.simulated.throughput), (*real.rates, real.throughput), strict=True)
+        cells = [f"{_signed(ours)}/{_plain(theirs)}" for ours, theirs in beside]
+        table.add_row(one.place, str(one.repeats), *cells, f"{_plain(one.simulated.ttft)}/{_plain(real.ttft)}")
+    return Group(table, _LEGEND, verdict(compared))
 
 
 def compare(found: Evidence) -> list[Compared]:
@@ -181,9 +197,9 @@ def _mean_size(values: Iterable[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def _signed(value: float | None, unit: str) -> str:
-    return "–" if value is None else f"{value:+.2f}{unit}"
+def _signed(value: float | None) -> str:
+    return "–" if value is None else f"{value:+.1f}"
 
 
-def _plain(value: float | None, unit: str) -> str:
-    return "–" if value is None else f"{value:.2f}{unit}"
+def _plain(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}"

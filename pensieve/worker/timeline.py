@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,14 +38,15 @@ class Timeline:
     """Collects events of Chrome's trace format, times in microseconds of the simulated clock."""
 
     def __init__(self) -> None:
-        self._events: list[dict[str, Any]] = [
+        self._names: list[dict[str, Any]] = [
             {"ph": "M", "name": "process_name", "pid": _MACHINE, "args": {"name": "machine"}},
             {"ph": "M", "name": "process_name", "pid": _REQUESTS, "args": {"name": "requests"}},
         ]
-        self._events += [
+        self._names += [
             {"ph": "M", "name": "thread_name", "pid": _MACHINE, "tid": lane, "args": {"name": name}}
             for name, lane in _LANES.items()
         ]
+        self._events: list[dict[str, Any]] = []
 
     def add(self, lane: str, name: str, begins_ns: int, ends_ns: int, **args: int) -> None:
         """One iteration, or one copy."""
@@ -61,10 +63,12 @@ class Timeline:
         )
 
     def write(self, path: Path, turns: Iterable[Drawn], origin_s: float) -> None:
-        """Compressed, as Perfetto opens it. turns: whose times count from `origin_s` of the simulated clock."""
+        """Compressed, as Perfetto opens it, in the order of time: a copy is known when it is done, and a request at its end.
+        turns: whose times count from `origin_s` of the simulated clock."""
         requests = [event for turn in turns for event in _phases(turn, origin_s)]
+        events = self._names + sorted(self._events + requests, key=itemgetter("ts"))
         with gzip.open(path, "wt", encoding="utf-8") as file:
-            json.dump({"traceEvents": self._events + requests, "displayTimeUnit": "ms"}, file)
+            json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
 
 
 def _phases(turn: Drawn, origin_s: float) -> list[dict[str, Any]]:

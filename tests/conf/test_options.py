@@ -19,7 +19,7 @@ CONTRACT = {
     "baseline": "pensieve gpu_only stateless prefix_cache llama_slots native_pytorch transformers_cb llama_cpp "
     "llama_cpp_http vllm vllm_http openai_http ray_keepalive ray_serverless semantic_blind partially_aware fully_aware",
     "workload": "chat hotness sharegpt ultrachat trace prefix_invalidation decode agents rounds",
-    "hardware": "local cpu cuda sim_a100_80g sim_h100 sim_h200 sim_gtx1650",
+    "hardware": "local cpu cuda sim_a100_80g sim_a100_80g_pcie sim_h100 sim_h200 sim_gtx1650",
     "tracking": "local postgres off",
     "sweep": "baselines none",
 }

@@ -108,6 +108,30 @@ def test_a_machine_and_its_profile_serve_the_same_trial_alike(h100, tmp_path):
     assert system.settings()["cost"]["kind"] == "machine profile"
 
 
+@pytest.mark.parametrize(
+    ("overlaps", "hidden", "mode"), [(False, 0.2, "never"), (False, 0.9, "paper"), (True, 0.2, "paper")]
+)
+def test_copies_ahead_are_made_as_on_the_machine(h100, tmp_path, overlaps, hidden, mode):
+    """A CPU whose copies hold up its compute makes none ahead of time: a simulation that does keeps other chunks."""
+    file = tmp_path / "machine.json"
+    costs = replace(h100.costs, hidden_share=hidden)
+    h100.model_copy(update={"overlaps": overlaps, "costs": costs}).write(file)
+    rounds = ("workload=rounds", "workload.rounds=2", "workload.pressure=0.5")
+    _, system = replayed(*TIERS, *rounds, "hardware=sim_profile", f"hardware.profile={file}")
+    assert system.engine.scheduler.settings.copy_ahead == mode
+
+
+def test_the_machine_and_its_simulation_are_compared_by_one_profile(h100, tmp_path, monkeypatch):
+    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
+    file = tmp_path / "profiles" / "latest.json"
+    h100.model_copy(update={"where": {**h100.where, "dtype": "float32"}}).write(file)
+    real, simulated = (
+        plan_trial(check(composed("experiment=fidelity", f"hardware={name}"))) for name in ("cpu", "sim_profile")
+    )
+    assert {plan.config.hardware.profile for plan in (real, simulated)} == {str(file)}
+    assert _measured_before(real) == h100.costs
+
+
 def test_a_profile_of_something_else_is_refused_in_a_sentence(h100, tmp_path):
     file = tmp_path / "machine.json"
     h100.write(file)

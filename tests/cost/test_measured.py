@@ -160,6 +160,20 @@ def test_an_all_reduce_is_taken_from_its_table_twice_a_layer_and_once_more():
         cost_of("sim_a100_80g", "llama2_70b", gpus=3)
 
 
+@pytest.mark.parametrize(("projections", "attention"), [("a100", "fitted"), ("roofline", "roofline")])
+def test_an_all_reduce_over_a_link_takes_its_latency_and_its_bytes(projections, attention):
+    config = read_option("hardware", "sim_a100_80g") | {"gpus": 4, "link_latency_s": 20e-6, "link_bw": 20e9}
+    config["terms"] = {"projections": projections, "attention": attention, "all_reduce": "link"}
+    machine = HardwareConfig.model_validate(config)
+    slow = hardware_spec(machine, find_device(machine))
+    free = replace(slow, link_latency_s=0.0, link_bw=1e30)
+    model, rows = model_of("opt_66b"), [(0, 2048)]
+    taken, without = (simulated_cost(model, spec, 32).iteration_s(rows, 1) for spec in (slow, free))
+    times = 2 * 64 + (projections == "a100")  # the tables' models reduce their embeddings too
+    moved = 2048 * 9216 * 2  # bytes; each of four devices sends and receives 6 / 4 of them
+    assert taken - without == pytest.approx(times * (20e-6 + 1.5 * moved / 20e9))
+
+
 def _terms(hardware: str) -> dict[str, str]:
     return dict(read_option("hardware", hardware)["terms"])
 

@@ -23,7 +23,8 @@ def observed(gpu=0.5, cpu=0.3, flow=100.0, **ttft_ms):
 def test_a_trial_is_held_against_the_median_of_the_repeats():
     real = [observed(flow=flow, a=a, b=20.0) for flow, a in ((90.0, 8.0), (100.0, 10.0), (200.0, 40.0))]
     found = errors_of(observed(gpu=0.505, cpu=0.28, flow=104.0, a=11.0, b=16.0), real)
-    assert found.hits == pytest.approx(-2.0)  # cpu: 28 against 30 %
+    assert found.rates == pytest.approx((0.5, -2.0, 1.5))  # cpu: 28 against 30 %
+    assert found.hits == pytest.approx(-2.0)
     assert found.throughput == pytest.approx(4.0)
     assert found.ttft == pytest.approx((10 + 20) / 2)
     assert not found.within()
@@ -34,18 +35,23 @@ def test_only_turns_that_all_have_are_compared_and_nothing_is_no_zero():
     found = errors_of(observed(a=11.0, c=99.0), [observed(a=10.0, b=1.0)])
     assert found.ttft == pytest.approx(10.0)
     nothing = errors_of(Observed((None, None, None), None, {}), [observed(a=10.0)])
-    assert nothing == Errors(None, None, None)
+    assert nothing == Errors((None, None, None), None, None) and nothing.hits is None
 
 
 def test_a_machine_against_itself():
     assert real_against_real([observed(a=1.0)]) is None
-    assert real_against_real([observed(a=1.0)] * 3) == Errors(0.0, 0.0, 0.0)
-    spread = real_against_real([observed(flow=100.0, a=10.0), observed(flow=110.0, a=10.0)])
+    assert real_against_real([observed(a=1.0)] * 3) == Errors((0.0, 0.0, 0.0), 0.0, 0.0)
+    spread = real_against_real([observed(flow=100.0, a=10.0), observed(gpu=0.48, flow=110.0, a=10.0)])
+    assert spread.rates == pytest.approx((2.0, 0.0, 2.0))
     assert spread.throughput == pytest.approx((100 * (1 - 100 / 110) + 10.0) / 2)
 
 
+def of(hits, throughput, ttft):
+    return Errors((hits, 0.0, None), throughput, ttft)
+
+
 def place(hits, throughput, ttft, real=None, repeats=5):
-    return Compared("pressure=4", repeats, Errors(hits, throughput, ttft), real or Errors(0.0, 1.0, 2.0))
+    return Compared("pressure=4", repeats, of(hits, throughput, ttft), real or of(0.0, 1.0, 2.0))
 
 
 def test_the_verdict_says_where_it_fails_and_whether_the_machine_was_busy():
@@ -53,7 +59,7 @@ def test_the_verdict_says_where_it_fails_and_whether_the_machine_was_busy():
     for errors in ((1.1, 0.0, 0.0), (0.0, -5.1, 0.0), (0.0, 0.0, 10.1)):
         assert "fails at 1 of 1 places: pressure=4" in verdict([place(*errors)])
     assert "what is evicted differs" in verdict([place(1.1, 0.0, 0.0)])
-    restless = verdict([place(1.1, 20.0, 0.0, Errors(3.0, 20.0, 0.0))])
+    restless = verdict([place(1.1, 20.0, 0.0, of(3.0, 20.0, 0.0))])
     assert "the machine differs from itself" in restless and "what is evicted differs" not in restless
     assert "2 real repeats" in verdict([place(0.0, 0.0, 0.0, repeats=2)])
 
@@ -81,7 +87,8 @@ def printed(store, sweep_id):
 
 def test_a_sweep_over_both_machines_has_a_verdict_and_any_other_has_none():
     text = printed(*swept([9.0, 10.0, 11.0], [10.4]))
-    assert "+0.00 -3.85 % 4.00 %" in text
+    assert "n GPU CPU missed tok/s TTFT" in text
+    assert "3 +0.0/0.0 +0.0/0.0 +0.0/0.0 -3.8/13.8 4.0/14.4" in text
     assert "Verdict: holds" in text and "3 real repeats" in text
     assert "fails at 1 of 1" in printed(*swept([9.0, 10.0, 11.0], [12.0]))
     assert fidelity_here(*swept([9.0, 10.0], [])) is None

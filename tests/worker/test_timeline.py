@@ -30,6 +30,8 @@ def test_every_iteration_copy_and_request_is_drawn_at_its_time(tmp_path: Path, w
     worker.timeline.write(tmp_path / "trace.json.gz", turns, 0.0)
     with gzip.open(tmp_path / "trace.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]
+    timed = [event["ts"] for event in events if event["ph"] != "M"]
+    assert timed == sorted(timed) and events[: len(events) - len(timed)] == [e for e in events if e["ph"] == "M"]
     lanes = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
     drawn = {name: [e for e in events if e["ph"] == "X" and e["tid"] == lane] for name, lane in lanes.items()}
     assert len(drawn["compute"]) == 4 * 8, "each request alone: a prefill that gives the first token, and seven decodes"
@@ -50,3 +52,9 @@ def test_every_iteration_copy_and_request_is_drawn_at_its_time(tmp_path: Path, w
 def test_a_real_machine_is_profiled_and_not_drawn() -> None:
     with pytest.raises(ConfigError, match=r"trial\.profile=true"):
         check(composed("hardware=cpu", "trial.trace=true"))
+
+
+@pytest.mark.parametrize("several", [("hardware.router=affinity", "hardware.replicas=2"), ("baseline=fully_aware",)])
+def test_what_cannot_be_drawn_is_refused_and_not_left_out(several: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"trial\.trace=true draws"):
+        check(composed("hardware=sim_h100", "model=llama3_8b", "trial.trace=true", *several))
