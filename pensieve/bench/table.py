@@ -114,7 +114,7 @@ def markdown(
 
 
 def append(path: Path, text: str) -> None:
-    """At the end of the file, after an empty line; a new file where there is none."""
+    """Append text to the file, after an empty line; make the file if there is none."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         before = path.read_text(encoding="utf-8").rstrip("\n") + "\n\n" if path.is_file() else ""
