@@ -22,7 +22,7 @@ from pensieve.idle_sessions import MemoryLimits
 from pensieve.plan import StartReport
 from pensieve.record import Event, TurnRecord
 from pensieve.request import Request
-from pensieve.scheduler.composition import SchedulerSettings
+from pensieve.scheduler.composition import SchedulerSettings, high_watermark
 from pensieve.scheduler.copy_ahead import CopyChoice, choose_copy_ahead
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.tokenizer import Tokenizer
@@ -129,7 +129,7 @@ class EngineSystem(ABC):
             cache.cpu_blocks,
             self._hardware.one_memory,
             believed.hidden_copies(),
-            self._scheduler_settings.high_watermark(cache.gpu_blocks),
+            high_watermark(settings.swap_out_stop, cache.gpu_blocks),
         )
         if self._copy_choice.note:
             _log.info("Copies ahead of time: %s, since %s.", self._copy_choice.mode, self._copy_choice.note)

@@ -26,6 +26,11 @@ def without(runs: Iterable[Run], gone: Iterable[Run]) -> tuple[Run, ...]:
     return tuple(left)
 
 
+def tokens_in(runs: Iterable[Run]) -> int:
+    """How many positions the runs have together."""
+    return sum(stop - start for start, stop in runs)
+
+
 def merged(runs: Iterable[Run]) -> tuple[Run, ...]:
     """Join neighbouring intervals. runs: ascending."""
     found: list[Run] = []
@@ -78,7 +83,7 @@ class Residency:
             left = [replace(one, stop=min(one.stop, start)) for one in missed]
             left += [replace(one, start=max(one.start, end)) for one in missed]
             missed = sorted((one for one in left if one.start < one.stop), key=lambda one: one.start)
-        hit = self.disk_hit + sum(stop - start for start, stop in found)
+        hit = self.disk_hit + tokens_in(found)
         return replace(self, disk_hit=hit, missed=joined(missed), on_disk=(*self.on_disk, *found))
 
     @property

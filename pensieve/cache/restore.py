@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from operator import gt
 from typing import Literal, get_args
 
-from pensieve.cache.base import CacheCounters, Run, merged
+from pensieve.cache.base import CacheCounters, Run, merged, tokens_in
 from pensieve.cache.tiers import missing_runs
 from pensieve.cost.base import CostModel
 from pensieve.errors import ConfigError
@@ -78,8 +78,8 @@ class RestoreTimes:
         if not loads:
             return self._alone_s(work)
         below, above = _cut_at(work, leading.chunks[recomputed][0])
-        alone, shared = _first(below, _tokens(below) // self.batch_tokens * self.batch_tokens)
-        joining, after = _first(above, self.batch_tokens - _tokens(shared))
+        alone, shared = _first(below, tokens_in(below) // self.batch_tokens * self.batch_tokens)
+        joining, after = _first(above, self.batch_tokens - tokens_in(shared))
         began = self._alone_s(alone)
         compute = self.cost.step_s() + self.compute_s(shared) + self.compute_s(joining)
         loaded = (backlog + loads) * self.cost.load_s()
@@ -92,7 +92,7 @@ class RestoreTimes:
         return sum(self._below_s(stop) - self._below_s(start) for start, stop in runs)
 
     def _alone_s(self, runs: Sequence[Run]) -> float:
-        return ceil_div(_tokens(runs), self.batch_tokens) * self.cost.step_s() + self.compute_s(runs)
+        return ceil_div(tokens_in(runs), self.batch_tokens) * self.cost.step_s() + self.compute_s(runs)
 
     def _below_s(self, position: int) -> float:
         """Positions [0, position); within a chunk each position counts alike."""
@@ -178,10 +178,6 @@ class Leading:
             runs.append((self.chunks[first][0], self.chunks[count - 1][1]))
             count = first
         return runs
-
-
-def _tokens(runs: Iterable[Run]) -> int:
-    return sum(stop - start for start, stop in runs)
 
 
 def _cut_at(runs: Sequence[Run], position: int) -> tuple[list[Run], list[Run]]:

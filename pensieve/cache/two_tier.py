@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from pensieve.cache.base import Admission, CacheManager, Demand, Residency, Run, edited_run
+from pensieve.cache.base import Admission, CacheManager, Demand, Residency, Run, edited_run, tokens_in
 from pensieve.cache.disk import DiskTier
 from pensieve.cache.invariants import check_tiers
 from pensieve.cache.loops import Victim
@@ -193,7 +193,7 @@ class TwoTierCache(CacheManager):
         tiers.update_duplicates(session)
         work = missing_runs(session, length, size)
         again = sum(max(0, min(stop, session.computed) - start) for start, stop in work)
-        table, swapped = tuple(chunks.gpu), restore.loaded_tokens + sum(stop - start for start, stop in read)
+        table, swapped = tuple(chunks.gpu), restore.loaded_tokens + tokens_in(read)
         return Admission(residency, work, table, swap_in, swapped, again, restore.recomputed_tokens, disk_ticket, read)
 
     # -- disk ---------------------------------------------------------------------------------------------------------

@@ -289,18 +289,6 @@ class ResultsStore:
                     connection.execute(insert(TurnRow), [dict(zip(_TURN_FIELDS, row, strict=True)) for row in rows])
                 self._add_misses(connection, trial_id, batch)
 
-    def misses_of(self, trial_id: int) -> Sequence[Row[Any]]:
-        """Return the ledger of a trial: ordinal of the turn, cause, evicted_by, tokens, ms."""
-        c = miss_table.c
-        query = (
-            select(TurnRow.ordinal, c.cause, c.evicted_by, c.tokens, c.ms)
-            .join(TurnRow, TurnRow.id == c.turn_id)
-            .where(c.trial_id == trial_id)
-            .order_by(TurnRow.ordinal, c.cause, c.evicted_by)
-        )
-        with self.database.reading() as connection:
-            return connection.execute(query).all()
-
     def miss_sums(self, trial_id: int) -> Sequence[Row[Any]]:
         """Sum the ledger over measured turns that completed: cause, evicted_by, tokens, ms."""
         c = miss_table.c

@@ -11,11 +11,11 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from functools import partial
 
-from pensieve.cache.base import CacheManager, Run
+from pensieve.cache.base import CacheManager, Run, tokens_in
 from pensieve.cost.base import CostModel
 from pensieve.errors import RequestRefused
 from pensieve.plan import Copy, DiskLoad, Row, StepPlan
-from pensieve.scheduler.composition import SchedulerSettings
+from pensieve.scheduler.composition import SchedulerSettings, high_watermark
 from pensieve.scheduler.loads import DiskReads, Loads
 from pensieve.scheduler.sequence import Sequence
 
@@ -120,7 +120,7 @@ class Scheduler:
         self._unsent = _Draft()  # admissions that no plan has told the worker of
         ahead_of_time = settings.copy_ahead != "never"
         self._low_watermark = math.ceil(settings.swap_out_start * cache.gpu_blocks) if ahead_of_time else 0
-        self._high_watermark = settings.high_watermark(cache.gpu_blocks)
+        self._high_watermark = high_watermark(settings.swap_out_stop, cache.gpu_blocks)
         self._reserve = math.ceil(settings.admission_reserve * cache.gpu_blocks)
 
     def refusal(self, sequence: Sequence) -> RequestRefused | None:
@@ -207,7 +207,7 @@ class Scheduler:
             horizon_ns=horizon_ns,
         )
         computed = [(sequence, row.runs) for sequence, row in rows]
-        tokens = sum(_tokens(runs) for _, runs in computed)
+        tokens = sum(tokens_in(runs) for _, runs in computed)
         sampled = sum(row.sample is not None for _, row in rows)
         self.counters.steps += 1
         self.counters.batched_tokens += tokens
@@ -395,7 +395,7 @@ class Scheduler:
         times, size = len(planned_s), self.cache.chunk_tokens
         self.counters.steps += times
         decodes = [sequence for sequence, _ in step.rows[: step.sampled]]
-        prefills = [(sequence, _tokens(runs)) for sequence, runs in step.rows[step.sampled :]]
+        prefills = [(sequence, tokens_in(runs)) for sequence, runs in step.rows[step.sampled :]]
         self.counters.batched_tokens += times * (len(decodes) + sum(count for _, count in prefills))
         starts = [len(sequence.session.tokens) - times - 1 for sequence in decodes]
         for further, row in sorted(
@@ -468,10 +468,6 @@ class Scheduler:
         else:
             wanted = max(ahead, lacking - cache.outgoing if lacking else 0)
             draft.add_swap_out(cache.swap_out(wanted, now_s, urgent=bool(lacking)), head)
-
-
-def _tokens(runs: Iterable[Run]) -> int:
-    return sum(stop - start for start, stop in runs)
 
 
 class WaitingQueue:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 
-from pensieve.cache.base import Admission, Residency, Run
+from pensieve.cache.base import Admission, Residency, Run, tokens_in
 from pensieve.errors import CapacityError, ContextLengthError, RequestRefused
 from pensieve.ledger import Missed, joined
 from pensieve.plan import Row, Sample
@@ -163,7 +163,7 @@ class Sequence:
         self.preempted = self.misled = False
         self.slot = slot
         self.work = deque(admission.work)
-        self.work_tokens = sum(stop - start for start, stop in admission.work)
+        self.work_tokens = tokens_in(admission.work)
 
     def _missed(self, residency: Residency) -> tuple[Missed, ...]:
         """Explain every prompt position without KV. Where the conversation is new to the engine and not to its server, the

@@ -76,10 +76,6 @@ def close() -> None:
         _open.pop()
 
 
-def is_open() -> bool:
-    return bool(_open)
-
-
 def empty() -> None:
     """Return the memory of what is kept, so that something else may have it; the shelf stays open."""
     if not _open:
