@@ -14,9 +14,8 @@ from rich.text import Text
 from pensieve.bench.case import Measured, Result
 from pensieve.errors import ConfigError
 from pensieve.results.environment import environment, gpus
-from pensieve.units import format_bytes
+from pensieve.units import NONE, format_bytes
 
-NONE = "–"
 COLUMNS = ("case", "backend", "value", "spread", "unit", "limit", "value / limit", "against best peer", "beside")
 WIDTH = 100
 _NARROW = ("case", "backend", "value", "spread", "unit", "limit", "of limit", "of peer")
