@@ -18,7 +18,7 @@ from pensieve.compose.plan import TrialPlan, memory_share, plans_in_flight
 from pensieve.compose.schema import HardwareConfig, TrialConfig
 from pensieve.compose.target import factory
 from pensieve.compose.tokenizer import build_tokenizer
-from pensieve.compose.weights import loadable
+from pensieve.compose.weights import loadable, model_identity
 from pensieve.cost.base import CostModel
 from pensieve.cost.capacity import Batches, Lengths, stateless_capacity
 from pensieve.cost.machine_profile import read_profile
@@ -321,7 +321,6 @@ def _divided_worker(plan: TrialPlan, clock: Clock) -> TensorParallelWorker:
 
 def _disk_options(plan: TrialPlan, keeps: bool) -> DiskOptions:
     """Name the file store of this model and layout of its KV."""
-    from pensieve.compose.model_identity import model_identity
     from pensieve.worker.torch.options import DiskOptions
 
     model, size = model_identity(plan.config.model, simulated=False), plan.model.kv_bytes_per_token

@@ -43,8 +43,8 @@ class Loads:
         whose load has more left than the iteration would take with them."""
         if not self._ends_s:
             return running
-        settled = [sequence for sequence in running if sequence.arrival not in self._ends_s]
-        decodes = [sequence.work[0] for sequence in settled if sequence.decoding]
+        there = [sequence for sequence in running if sequence.arrival not in self._ends_s]
+        decodes = [sequence.work[0] for sequence in there if sequence.decoding]
         for sequence in running:
             left_s = self._ends_s.get(sequence.arrival, now_s) - now_s
             if left_s > 0 and decodes and left_s > self._iteration_s([*decodes, *_first(sequence, max_tokens)]):
