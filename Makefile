@@ -58,7 +58,7 @@ format: $(STAMP)  ## let ruff fix and format
 	$(BIN)/ruff format .
 
 ui: $(STAMP)  ## MLflow UI on the local store, loopback only: http://127.0.0.1:5000
-	@MLFLOW_DISABLE_TELEMETRY=true $(BIN)/mlflow ui --host 127.0.0.1 --port $${PORT:-5000} --workers 1 \
+	@MLFLOW_DISABLE_TELEMETRY=true MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false $(BIN)/mlflow ui --host 127.0.0.1 --port $${PORT:-5000} --workers 1 \
 		--backend-store-uri sqlite:///$${PENSIEVE_OUTPUTS:-outputs}/mlflow.db
 
 figures: $(STAMP)  ## draw every figure that the latest sweep supports into outputs/figures/latest

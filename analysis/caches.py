@@ -17,6 +17,7 @@ from analysis.registry import Plot, Row, columns, figure
 from analysis.results import PAPERS, apart, by_conversation, found_more, values_of, varying_axes
 from analysis.sweep import Cell, Panel, Source
 from pensieve.statistics import FEWEST_GROUPS, Estimate
+from pensieve.units import significant
 
 PARTS = {
     "GPU hit": "gpu_hit_pct",
@@ -363,7 +364,7 @@ def _ablation_plot(one: Ablation, panel: Panel, lines: Sequence[Line], finding: 
             else:
                 gid = f"{line.name}/{measure.name}"
                 marks.draw_bar(
-                    axes, marks.Bar(found, style.colour(line.cell.baseline), _short(found.value), gid), place
+                    axes, marks.Bar(found, style.colour(line.cell.baseline), significant(found.value), gid), place
                 )
             if measure is HITS and line.bound is not None:
                 axes.plot(
@@ -388,10 +389,6 @@ def _ablation_plot(one: Ablation, panel: Panel, lines: Sequence[Line], finding: 
             lead += f"; {BOUND}: what a policy that knows the future could find with the same room"
         style.legend(picture, handles)
     return Plot(panel, picture, lead, [_ablation_row(one, line) for line in lines])
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _lead(lines: Sequence[Line]) -> str:

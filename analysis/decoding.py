@@ -20,6 +20,7 @@ from analysis.results import by_conversation, values_of
 from analysis.sweep import Cell, Source
 from pensieve.errors import MissingSeries
 from pensieve.statistics import Estimate
+from pensieve.units import significant
 
 COMMAND = "python runners/run.py experiment=llm_decode -m"
 CROSSING = "python runners/run.py experiment=disaggregated_decode -m"
@@ -209,18 +210,13 @@ def _parts(share: Share) -> Group:
         Bar(
             found,
             colour,
-            f"{'all' if part == 'latency' else part} {_ms(found.value)}",
+            f"{'all' if part == 'latency' else part} {significant(found.value)}",
             f"{name}/{part}",
             part != "latency",
         )
         for part, found in shown.items()
     ]
     return Group(name, colour, bars, room=3)
-
-
-def _ms(value: float) -> str:
-    """Three digits, and all of those before the point."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _ways(share: Share) -> Group:

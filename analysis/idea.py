@@ -15,14 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-CHECKOUT = Path(__file__).resolve().parents[1]
-if (CHECKOUT / "pensieve").is_dir():
-    sys.path.insert(0, str(CHECKOUT))
-
-from analysis import style  # noqa: E402
-from analysis.results import JobResult, ResultsStore, open_store  # noqa: E402
-from pensieve.errors import MissingSeries, PensieveError  # noqa: E402
-from pensieve.request import is_measured  # noqa: E402
+from analysis import style
+from analysis.results import JobResult, ResultsStore, open_store
+from pensieve.errors import MissingSeries, PensieveError
+from pensieve.request import is_measured
 
 COMMAND = (
     "python runners/run.py -m hardware=sim_a100_80g model=llama3_8b cache=small seed=0 baseline=pensieve,stateless"

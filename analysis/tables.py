@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from pensieve.statistics import Estimate, PairedRatio
+from pensieve.units import NONE as NONE  # told to whoever makes a table
 
 Table = Sequence[Mapping[str, str]]
 """Lines of cells by column, all with the same columns, of which the first names the line."""
 WIDTH = 120  # of a terminal that does not say
-NONE = "–"
 
 
 def estimated(found: Estimate | PairedRatio | None) -> str:

@@ -183,7 +183,7 @@ def most_saved(idle: Sequence[Idle], capacity_tokens: int, prices: Prices) -> fl
 
 
 def _packed(intervals: Sequence[Idle], tokens: Sequence[int], capacity_tokens: int) -> int:
-    """As most_kept, for intervals in order of their start and so many tokens of each."""
+    """As most_kept. intervals: in order of their start. tokens: of each."""
     kept: list[int] = [0] * len(intervals)
     ending: list[tuple[float, int]] = []  # of what is kept: the next end first
     latest: list[tuple[float, int]] = []  # the last end first

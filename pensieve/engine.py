@@ -133,7 +133,7 @@ class Engine:
         self.scheduler.submit(sequence, now_s)
 
     def cancel(self, request_id: int, status: str) -> None:
-        """What was generated so far stays in the conversation; without any output the turn is undone."""
+        """End a request early. What it generated so far stays in the conversation; a turn without any output is undone."""
         sequence = self._sequences.get(request_id)
         if sequence is None or sequence.closed:
             return
@@ -142,7 +142,7 @@ class Engine:
         self._release(sequence)
 
     def expect(self, session: str, next_use_s: float | None) -> None:
-        """When a conversation will be asked again, by the schedule; read by offline policies only."""
+        """Set when the schedule will ask a conversation again; read by offline policies only."""
         known = self.cache.find(session)
         if known is not None:
             self.cache.expect(known, next_use_s)
@@ -159,8 +159,8 @@ class Engine:
                 self.cache.forget(known)
 
     def ended(self, session: str) -> None:
-        """Nobody will ask this conversation again. Its KV stays until others need the blocks, as that of any other would,
-        and what else is kept of it goes then: its tokens, its chunks' records. So nothing changes for others."""
+        """Let go of a conversation that nobody will ask again, without any change for others: its KV stays until its blocks
+        are needed, and its tokens and chunk records are deleted then."""
         known = self.cache.find(session)
         if known is not None:
             self._over.append(known)
@@ -172,8 +172,8 @@ class Engine:
                 self._idle.let_go(over)
 
     def disown(self, session: str, tenant: str, tokens: TokenArray[int]) -> None:
-        """`forget` a conversation, and give up what an earlier engine has left of it. tokens: all but the last had KV.
-        Nothing happens where it has a request under way."""
+        """`forget` a conversation, and delete what an earlier engine left of it on disk. tokens: all but the last had KV.
+        Does nothing while it has a request under way."""
         self.forget(session)  # it may have been asked since, and the turn come to nothing
         if tokens and self.cache.find(session) is None:
             known = self.cache.open(session, self.clock.now_s(), tenant)
@@ -181,8 +181,8 @@ class Engine:
             self.cache.forget(known)
 
     def receive(self, session: str, tenant: str, tokens: TokenArray[int], lengths: Many[int]) -> int:
-        """KV of a conversation has come from another engine (CacheManager.receive). Nothing is taken where it has a request
-        under way."""
+        """Take over KV of a conversation from another engine (CacheManager.receive). Returns how many tokens of it were
+        taken: 0 while it has a request under way."""
         if session in self._under_way:
             return 0
         self.cache.at(self.clock.now_ns())
@@ -192,7 +192,7 @@ class Engine:
         return taken
 
     def step(self, until_ns: int | None) -> list[Event]:
-        """One iteration, or finished copies, or nothing by `until_ns`; returns what requests got."""
+        """Perform one iteration, or finish copies, or reach `until_ns`; returns what requests got."""
         while self._may_launch() and (step := self._plan(until_ns)) is not None:
             self._launched.append(step)
             self.worker.launch(step.plan)
@@ -200,7 +200,7 @@ class Engine:
         return self.take_events()
 
     def take_events(self) -> list[Event]:
-        """What happened since the last call; `step` returns it too."""
+        """Return, once, the events since the last call; `step` returns them too."""
         events, self._events = self._events, []
         return events
 
@@ -211,7 +211,7 @@ class Engine:
         return launched < self.worker.depth and not (launched and self.scheduler.must_drain)
 
     def _plan(self, until_ns: int | None) -> Step | None:
-        """The next iteration, and an end for the requests that turn out to be too large for the machine."""
+        """Plan the next iteration, and close the requests that turn out to be too large for the machine."""
         began = time.perf_counter_ns()
         now_s = self.clock.now_s()
         self.cache.at(self.clock.now_ns())
@@ -226,7 +226,7 @@ class Engine:
         return step
 
     def _forget_surplus(self) -> None:
-        """Conversations that were idle for too long, or are too many, are forgotten."""
+        """Forget conversations that were idle for too long, or are too many."""
         for session in self._idle.take_surplus(self.clock.now_ns()):
             self.counters.forgotten_sessions += 1
             if session is not None:
@@ -243,7 +243,7 @@ class Engine:
             self.counters.schedule_ns += time.perf_counter_ns() - began
 
     def _commit(self, result: StepResult) -> None:
-        """What the worker has done becomes true for the cache and for the requests."""
+        """Apply what the worker has done to the cache and to the requests."""
         self._count_result(result)
         self.cache.at(self.clock.now_ns() if result.ended_ns is None else result.ended_ns)
         self.cache.not_on_disk(result.unkept)
@@ -293,8 +293,8 @@ class Engine:
         counters.sent_plans += result.plan_bytes > 0
 
     def _count_copies(self, step: Step, result: StepResult) -> None:
-        """The bytes that the step moved, to the turns that waited for them. Blocks are equally large; of a step that failed
-        nobody knows what it moved. A record does not change once it was given out."""
+        """Attribute the bytes that the step moved to the turns that waited for them. Blocks are equally large. What a
+        failed step moved is unknown. The record of a closed request is not changed: it has been given out."""
         column: Literal["h2d_bytes", "d2h_bytes"]
         for column, copies, moved in (
             ("h2d_bytes", step.plan.swap_in, result.h2d_bytes),
@@ -308,9 +308,9 @@ class Engine:
                     sequence.record.copied(column, count)
 
     def _commit_rows(self, step: Step, result: StepResult, now_s: float, misled: Many[Sequence]) -> None:
-        """Times and tokens to the requests that had a row. The row of a request that was closed meanwhile was for nothing:
-        its token is dropped, and the cache was never told of its position. misled: those whose rows read something else from
-        disk than was asked for: what they computed is nothing."""
+        """Give times and tokens to the requests that had a row. A request that was closed meanwhile gets none, and the
+        cache was never told of its position. misled: requests whose rows read something else from disk than was asked for;
+        what they computed is discarded."""
         self._count_prediction(step, step.rows[0][1] if step.rows else (), result.compute_ns)
         for sequence, runs in step.rows:
             if sequence in misled:
@@ -326,7 +326,7 @@ class Engine:
                 self._append(sequence, token, result.margins.get(sequence.slot), now_s)
 
     def _commit_repeats(self, step: Step, repeats: Repeats, now_s: float) -> None:
-        """Further iterations of a plan: what as many results of one iteration would have told."""
+        """Apply the further iterations of a repeated plan, as one result for each of them would have."""
         times_s = [ended_ns / 1e9 for ended_ns in repeats.ended_ns]
         self.counters.steps += len(times_s)
         self.counters.compute_ns += sum(repeats.compute_ns)
@@ -356,7 +356,7 @@ class Engine:
                 sequence.decode_next()
 
     def _tell_earlier(self, ids: list[int], times_s: list[float], emitted: list[TokenArray[int]]) -> None:
-        """What these requests got in iterations that ended at these times: all that a window emitted but the last."""
+        """Emit the tokens of all iterations of a window but the last. times_s: when each of these iterations ended."""
         if self.counts_windows:
             if times_s:
                 self._events += [Event("token", one, times_s[-1], tokens=len(times_s)) for one in ids]
@@ -366,14 +366,14 @@ class Engine:
             self._events += [Event("token", *each) for each in zip(ids, repeat(at_s), tokens)]
 
     def _count_prediction(self, step: Step, runs: Many[Run], compute_ns: int) -> None:
-        """Of an iteration of these runs, where they are all of it."""
+        """Add predicted and measured time of an iteration, if these runs were all of it and long enough."""
         if self._cost is not None and len(step.rows) == 1 and step.tokens >= _LONG_ROW:
             predicted = predicted_s(self._cost, runs, self.cache.chunk_tokens)
             self.counters.predicted_ns += round(predicted * 1e9)
             self.counters.predictable_ns += compute_ns
 
     def _append(self, sequence: Sequence, sampled: int, margin: float | None, now_s: float) -> None:
-        """The next token of the request, which may be its last."""
+        """Append the sampled token to its request, and close the request if it was the last."""
         kind: Literal["first_token", "token"] = "token" if sequence.generated else "first_token"
         token = sequence.append(sampled, margin, now_s)
         self._events.append(Event(kind, sequence.request.id, now_s, token))
@@ -406,7 +406,7 @@ class Engine:
         self._fail_requests(failing, "A copy between the CPU and the GPU tier failed.", self.clock.now_s())
 
     def _start_over(self, misled: Many[Sequence]) -> None:
-        """They wait again, and compute what they could not read."""
+        """Make these requests wait again, and compute what they could not read."""
         for sequence in misled:
             if not sequence.closed and sequence.slot is not None:
                 self.scheduler.start_over(sequence, self.clock.now_s())
@@ -415,7 +415,7 @@ class Engine:
         return [sequence for sequence in self.scheduler.running if sequence.session in sessions]
 
     def _fail_requests(self, failing: Many[Sequence], error: str, now_s: float) -> None:
-        """Close them; what plans in flight compute for them is not valid."""
+        """Close these requests as failed; what plans in flight compute for them is not valid."""
         for later in self._launched:
             for sequence, runs in later.rows:
                 if sequence in failing:
@@ -430,15 +430,15 @@ class Engine:
     def _close(
         self, sequence: Sequence, status: str, reason: str | None, now_s: float, error: str | None = None
     ) -> None:
-        """The request is over for whoever asked."""
+        """End the request for whoever asked: close its record and emit `finished`."""
         sequence.close(status, reason, now_s, error)
         if self._cost is not None and self._prices is not None:
             sequence.record.account(self._cost, self._prices, self.cache.chunk_tokens)
         self._events.append(Event("finished", sequence.request.id, now_s, turn=sequence.record))
 
     def _release(self, sequence: Sequence) -> None:
-        """Once nothing of a closed request is in flight: its place and its blocks are given back, as of when it was closed,
-        and a turn that does not stand is undone."""
+        """Give back slot and blocks of a closed request once nothing of it is in flight, as of the time at which it was
+        closed, and undo a turn that does not stand."""
         if sequence.in_flight or self._sequences.get(sequence.request.id) is not sequence:
             return  # not yet, or done already
         closed_s = sequence.record.finished_s
@@ -454,7 +454,7 @@ class Engine:
         self._remove(sequence)
 
     def _remove(self, sequence: Sequence) -> None:
-        """The request is under way no more; its conversation may be idle from now on."""
+        """Stop counting the request as under way; its conversation becomes idle if it has no other."""
         if self._sequences.pop(sequence.request.id, None) is not None:
             name = sequence.session.name
             self._under_way[name] -= 1

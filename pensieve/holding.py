@@ -31,7 +31,8 @@ _FREE = -2  # of a block that is in its pool
 
 
 class Held(NamedTuple):
-    """Of one conversation and tier. idle_block_ns: the part of it while no request of the conversation ran."""
+    """What one conversation has held of one tier, in blocks times ns. idle_block_ns: the part of it while none of its
+    requests ran."""
 
     block_ns: int
     idle_block_ns: int
@@ -48,7 +49,7 @@ class Account:
         self._blocks, self._ns, self._idle_ns = ([0] * len(TIERS) for _ in range(3))
 
     def change(self, tier: int, blocks: int) -> None:
-        """It has so many more from now on, or fewer."""
+        """Add `blocks` to what it holds of a tier (below 0: take them off)."""
         block_ns = blocks * self._book.now_ns
         self._blocks[tier] += blocks
         self._ns[tier] -= block_ns
@@ -56,7 +57,7 @@ class Account:
             self._idle_ns[tier] -= block_ns
 
     def start(self) -> None:
-        """A request of it runs from now on."""
+        """Record that a request of it runs from now on."""
         self._run(True)
 
     def stop(self) -> None:
@@ -67,8 +68,8 @@ class Account:
         return Held(self._ns[tier] + open_ns, self._idle_ns[tier] + (0 if self._running else open_ns))
 
     def total(self) -> array[int] | None:
-        """By tier all that it held, and the idle part of it; None: it has not given everything back, or it is too much for 64
-        bits."""
+        """Return all that it has held and the idle part, tier by tier; None where it still holds something, or the sums
+        exceed 64 bits."""
         if any(self._blocks) or max(self._ns) >= _BEYOND:
             return None
         return array("q", (ns for both in zip(self._ns, self._idle_ns, strict=True) for ns in both))
@@ -92,12 +93,13 @@ class Holding:
         self._numbers, self._names, self._totals = array("q"), list[str](), array("q")
 
     def open(self, number: int, name: str) -> Account:
-        """Of a new conversation; one that was forgotten and begins anew under its name gets another."""
+        """Open the account of a new conversation; one that was forgotten and begins anew under its name gets another."""
         account = self._accounts[number] = Account(name, self)
         return account
 
     def close(self, number: int) -> None:
-        """Of a conversation that will not be asked again: once it holds nothing, a few numbers are all that is kept of it."""
+        """Close the account of a conversation that will not be asked again: once it holds nothing, a few numbers are all
+        that is kept."""
         self._closing.append(number)
         for _ in range(min(_LOOKED_AT, len(self._closing))):
             number = self._closing.popleft()
@@ -110,11 +112,11 @@ class Holding:
             self._totals.extend(total)
 
     def column(self, tier: Tier, blocks: int) -> Holders:
-        """Who pays for each block of a tier: all are free so far."""
+        """Make the record of who pays for each block of a tier, all of them free."""
         return Holders(self._accounts, TIERS.index(tier), blocks)
 
     def until_now(self) -> dict[tuple[str, Tier], Held]:
-        """By conversation and tier, where anything was held."""
+        """Return what each conversation has held of each tier, where that is anything."""
         found: dict[tuple[str, Tier], Held] = {}
         for name, by_tier in self._in_order():
             for tier, held in zip(TIERS, by_tier, strict=True):
@@ -124,7 +126,7 @@ class Holding:
         return found
 
     def _in_order(self) -> Iterator[tuple[str, list[Held]]]:
-        """Of each conversation, the first one first."""
+        """Yield what each conversation has held by tier, in the order in which they were opened."""
         over = {number: place for place, number in enumerate(self._numbers)}
         width = 2 * len(TIERS)
         for number in sorted((*over, *self._accounts)):
@@ -137,19 +139,19 @@ class Holding:
 
 
 class Holders:
-    """By block of one tier the number of the conversation that pays for it."""
+    """Who pays for each block of one tier: the number of a conversation."""
 
     def __init__(self, accounts: dict[int, Account], tier: int, blocks: int) -> None:
         self._accounts, self._tier = accounts, tier
         self._of = array("i", (_FREE,)) * blocks
 
     def give(self, first: int, count: int, number: int) -> None:
-        """Free blocks from `first` on to this conversation."""
+        """Charge free blocks from `first` on to this conversation."""
         self._of[first : first + count] = array("i", (number,)) * count
         self._accounts[number].change(self._tier, count)
 
     def take(self, first: int, count: int) -> None:
-        """They are free again."""
+        """Mark blocks from `first` on as free again."""
         if count == 1:  # prefix_cache evicts block by block
             self._accounts[self._of[first]].change(self._tier, -1)
             self._of[first] = _FREE
@@ -158,7 +160,7 @@ class Holders:
         self._of[first : first + count] = array("i", (_FREE,)) * count
 
     def pass_on(self, blocks: Sequence[int], number: int) -> None:
-        """Blocks that are not free are this conversation's from now on."""
+        """Charge blocks that are not free to this conversation from now on."""
         before = array("i", map(self._of.__getitem__, blocks))
         if before.count(number) < len(before):
             self._leave(before)
@@ -167,7 +169,7 @@ class Holders:
             self._accounts[number].change(self._tier, len(before))
 
     def of(self, block: int) -> int | None:
-        """Who pays for it; None: it is free."""
+        """Return who pays for the block; None: it is free."""
         number = self._of[block]
         return None if number == _FREE else number
 

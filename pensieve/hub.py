@@ -78,7 +78,7 @@ def settings_folder(hub_id: str, revision: str | None, enough: Callable[[Path], 
         try:
             folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(SETTINGS)))
         except Exception as error:  # as in _ask
-            reason = _first_line(error)
+            reason = first_line(error)
         else:
             if enough(folder):
                 return folder
@@ -111,9 +111,9 @@ def _ask(hub_id: str, revision: str | None) -> tuple[str | None, str | None]:
     except RepositoryNotFoundError:
         return "the hub knows no such model, or not for you (huggingface-cli login)", None
     except HFValidationError as error:
-        return f"that is no hub id ({_first_line(error)})", None
+        return f"that is no hub id ({first_line(error)})", None
     except HfHubHTTPError as error:
-        return f"the hub answered: {_first_line(error)}", None
+        return f"the hub answered: {first_line(error)}", None
     except (
         Exception
     ) as error:  # the hub's HTTP client, whichever it is, has an error class of its own for each way to fail
@@ -122,5 +122,5 @@ def _ask(hub_id: str, revision: str | None) -> tuple[str | None, str | None]:
     return None, commit
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

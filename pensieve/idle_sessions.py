@@ -21,7 +21,7 @@ class MemoryLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Idle:
-    """session: None: the cache knows it no more, but its tokens and its age count as before."""
+    """One idle conversation. session None: the cache has let it go; its tokens and its age count as before."""
 
     session: Session | None
     tokens: int
@@ -40,25 +40,26 @@ class IdleSessions:
 
     @property
     def next_expiry_ns(self) -> int | None:
-        """When `take_surplus` will have a conversation to forget for its age; None: never, as things stand."""
+        """When the next conversation will have been idle for too long; None: never, as things stand."""
         if self._ttl_ns is None or not self._idle:
             return None
         return next(iter(self._idle.values())).since_ns + self._ttl_ns
 
     def add(self, session: Session, now_ns: int) -> None:
-        """Its last request ended."""
+        """Count a conversation as idle: its last request ended."""
         self.remove(session)
         self._idle[session.name] = _Idle(session, len(session.tokens), now_ns)
         self.tokens += len(session.tokens)
 
     def remove(self, session: Session) -> None:
-        """A request of it arrived, or it was forgotten."""
+        """Stop counting a conversation: a request of it arrived, or it was forgotten."""
         known = self._idle.pop(session.name, None)
         if known is not None:
             self.tokens -= known.tokens
 
     def let_go(self, session: Session) -> None:
-        """The cache has forgotten it, with nothing of it left to give up: who else is forgotten must not depend on that."""
+        """Record that the cache has let the conversation go. Where there are limits its tokens and age go on counting, so
+        that which others are forgotten does not depend on it."""
         known = self._idle.get(session.name)
         if known is None or known.session is not session:
             return  # it was forgotten, and its name may be another conversation's by now
@@ -68,7 +69,7 @@ class IdleSessions:
             self._idle[session.name] = _Idle(None, known.tokens, known.since_ns)
 
     def take_surplus(self, now_ns: int) -> Iterator[Session | None]:
-        """Conversations to forget now, each removed as it is yielded; None: the cache has forgotten it before."""
+        """Yield the conversations to forget now, and remove each; None for one that the cache has let go before."""
         while self._idle:
             expiry_ns = self.next_expiry_ns
             expired = expiry_ns is not None and expiry_ns <= now_ns

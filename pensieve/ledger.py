@@ -48,8 +48,9 @@ class Miss:
 
 
 def ledger_of(missed: Sequence[Missed], ttft_ms: float, cost: CostModel, chunk_tokens: int) -> tuple[Miss, ...]:
-    """Lines whose tokens are the positions missed, and whose ms add up to ttft_ms: what the whole turn waited for its first
-    token is divided in proportion to what the cost model says each position takes to compute."""
+    """Divide a turn's time to first token among the causes of its missed positions, in proportion to what the cost model
+    says each position takes to compute. Returns a line for each cause and evicting conversation (the MOST_EVICTORS
+    largest): their tokens add up to the positions missed, their ms to ttft_ms."""
     seconds: dict[tuple[Cause, str | None], float] = {}
     tokens: dict[tuple[Cause, str | None], int] = {}
     when: dict[tuple[Cause, str | None], float] = {}
@@ -80,12 +81,12 @@ def ledger_of(missed: Sequence[Missed], ttft_ms: float, cost: CostModel, chunk_t
 
 
 def seconds_of(missed: Iterable[Missed], below: int, prices: PositionPrices) -> float:
-    """What the missed positions below `below` take, as part of a longer prefill."""
+    """Seconds to compute the missed positions below `below`, as part of a longer prefill."""
     return prices.of((one.start, min(one.stop, below)) for one in missed if one.start < below)
 
 
 def joined(missed: Iterable[Missed]) -> tuple[Missed, ...]:
-    """Neighbours of one cause as one."""
+    """Join neighbours of one cause and loss, and leave empty ones out."""
     runs: list[Missed] = []
     for one in missed:
         if one.start >= one.stop:

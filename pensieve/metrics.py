@@ -157,7 +157,8 @@ def thin_percentiles(metrics: Iterable[Metric]) -> list[str]:
 
 
 def slo_metrics(turns: Sequence[TurnRecord], start_s: float, end_s: float, slo: Slo) -> list[Metric]:
-    """Those of `summarise` that depend on the objective; turns: all of a trial, [start_s, end_s]: its window."""
+    """Return those metrics of `summarise` that depend on the objective. turns: all of a trial, [start_s, end_s]: its
+    window."""
     measured = chosen(turns, lambda turn: is_measured(turn.phase))
     measurement = Measurement(turns, start_s, end_s, measured_from_s=start_s, ended_s=end_s)
     return _slo(measurement, measured, slo) if slo != Slo() else []
@@ -239,7 +240,7 @@ def _summary(
     n_unit: str,
     wanted: Sequence[str],
 ) -> list[Metric]:
-    """Of values by conversation."""
+    """Summarise values grouped by conversation: the wanted ones of mean and percentiles."""
     if not groups:
         return [Metric(f"{name}_{suffix}", None, unit, label, n=0, n_unit=n_unit) for suffix in wanted]
     estimates: dict[str, Estimate] = {}
@@ -281,7 +282,7 @@ def _throughputs(measurement: Measurement, measured: Sequence[TurnRecord]) -> li
 
 
 def _none_inside(measurement: Measurement, measured: Sequence[TurnRecord]) -> bool:
-    """Turns completed, but all of them outside of the window: it then says nothing of how fast they were served."""
+    """Whether turns completed, but all outside of the window, which then says nothing of how fast they were served."""
     start, end = measurement.measure_start_s, measurement.measure_end_s
     ended = False
     for turn in measured:
@@ -354,7 +355,7 @@ def _counts(measurement: Measurement, measured: Sequence[TurnRecord]) -> list[Me
 
 
 def _moved_for(measured: Sequence[TurnRecord], name: str) -> float | None:
-    """Bytes over all of them; None where one that completed was not counted, or none was."""
+    """Sum the bytes over all turns; None where one that completed was not counted, or none was."""
     if any(getattr(turn, name) is None and turn.status == "completed" for turn in measured):
         return None
     counted = array("q", (value for turn in measured if (value := getattr(turn, name)) is not None))
@@ -404,7 +405,7 @@ def _out_of_memory(measured: Sequence[TurnRecord]) -> Metric:
 
 
 def out_of_memory(turn: TurnRecord) -> bool:
-    """It did not get the memory it needed: of one GPU tier, or of the machine for a process of its own."""
+    """Whether the turn did not get the memory that it needed: of one GPU tier, or of the machine for a process of its own."""
     return (turn.status, turn.finish_reason) in (("refused", CapacityError.reason), ("failed", MemoryRanOut.reason))
 
 

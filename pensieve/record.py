@@ -29,7 +29,7 @@ class ScratchFile:
         self._end = 0
 
     def append(self, data: bytes) -> int:
-        """Returns where it begins; raises OSError where there is no room for it."""
+        """Write at the end; returns where the data begins. Raises OSError where there is no room for it."""
         place, written = self._end, 0
         while written < len(data):
             written += os.pwrite(self._file.fileno(), data[written:], place + written)
@@ -48,7 +48,7 @@ class ScratchFile:
 
 @dataclass(frozen=True, slots=True)
 class StoredTimes:
-    """Times of tokens, in seconds."""
+    """Times of `count` tokens, in seconds, from byte `place` of the file on."""
 
     file: ScratchFile
     place: int
@@ -134,7 +134,7 @@ class TurnRecord:
 
     @classmethod
     def arrived(cls, request: Request, turn: int, now_s: float) -> TurnRecord:
-        """The request has reached an engine, which counts the bytes it copies."""
+        """Make the record of a request that has reached an engine which counts the bytes it copies."""
         return cls(
             session=request.session,
             turn=turn,
@@ -151,7 +151,7 @@ class TurnRecord:
 
     @classmethod
     def never_sent(cls, request: Request, now_s: float) -> TurnRecord:
-        """The request timed out before any system had it."""
+        """Make the record of a request that timed out before any system had it."""
         record = cls(request.session, request.turn, intended_s=request.intended_s, request_id=request.id)
         record.close("timeout", None, now_s)
         return record
@@ -166,7 +166,7 @@ class TurnRecord:
     # -- in the engine ------------------------------------------------------------------------------------------------
 
     def admitted(self, admission: Admission, now_s: float) -> None:
-        """Its first admission: where its history was."""
+        """Record its first admission: where its history was."""
         residency = admission.found
         self.admitted_s = now_s
         self.prompt_tokens, self.history_tokens = residency.prompt, residency.history
@@ -180,36 +180,36 @@ class TurnRecord:
         self.found = admission.spared
 
     def read_again(self, found: Residency) -> None:
-        """What was read from disk for its first admission was something else; this is where its history was after all."""
+        """Correct where its history was: what its first admission read from disk was something else."""
         self.disk_hit_tokens, self.recomputed_tokens = found.disk_hit, found.recomputed
         self.found = (*self.found[:-1], found.on_disk)
 
     def explained(self, missed: tuple[Missed, ...]) -> None:
-        """Why each prompt position without KV had none."""
+        """Set why each prompt position without KV had none."""
         self.missed = missed
 
     def resumed(self, admission: Admission) -> None:
-        """An admission after it was preempted: what that cost."""
+        """Add what an admission after a preemption cost."""
         self.resumed_swapped_tokens += admission.swapped_tokens
         self.resumed_recomputed_tokens += admission.again_tokens
 
     def step(self, compute_ns: int, stall_ns: int) -> None:
-        """It had a row in an iteration that took so long."""
+        """Add the times of an iteration in which it had a row."""
         self.compute_ms = (self.compute_ms or 0.0) + compute_ns / 1e6
         self.transfer_ms = (self.transfer_ms or 0.0) + stall_ns / 1e6
 
     def more_steps(self, compute_ms: Sequence[float]) -> None:
-        """As `step` for each, of iterations that waited for no transfer."""
+        """As `step` for several iterations, none of which waited for a transfer."""
         self.compute_ms = reduce(add, compute_ms, self.compute_ms or 0.0)  # `sum` compensates, in some versions
         self.transfer_ms = self.transfer_ms or 0.0
 
     def copied(self, column: Literal["h2d_bytes", "d2h_bytes"], count: int | None) -> None:
-        """A step copied so many bytes that it waited for; None: the step failed, so nobody knows how many, from now on."""
+        """Add the bytes of a copy that it waited for. count None: the step failed, so the sum is unknown from now on."""
         before = getattr(self, column)
         setattr(self, column, None if before is None or count is None else before + count)
 
     def token(self, token: int, margin: float | None, now_s: float) -> None:
-        """The next token of its output. margin: top logit less the second, where it is known."""
+        """Add the next token of its output. margin: top logit less the second; None: not known."""
         self.token_ids.append(token)
         self.margins.append(float("nan") if margin is None else margin)
         self.emitted_s.append(now_s)
@@ -217,14 +217,14 @@ class TurnRecord:
             self.first_token_s = now_s
 
     def more_tokens(self, tokens: TokenArray[int], times_s: TokenArray[float]) -> None:
-        """Several at once, of a worker that knows no margins; not the first ones."""
+        """Add several tokens at once, of a worker that knows no margins; the first token came before."""
         assert self.first_token_s is not None
         self.token_ids.extend(tokens)
         self.margins.extend(_UNKNOWN * len(tokens))
         self.emitted_s.extend(times_s)
 
     def close(self, status: str, finish_reason: str | None, now_s: float, error: str | None = None) -> None:
-        """It ended: the durations and the digest follow from what it has."""
+        """End it: set its status, its durations and the digest of its output."""
         self.status, self.finish_reason, self.error = status, finish_reason, error
         self.finished_s = now_s
         self.latency_ms = (now_s - self.intended_s) * 1e3
@@ -236,7 +236,7 @@ class TurnRecord:
         self.output_sha256 = hashlib.sha256(self.token_ids.tobytes()).hexdigest()
 
     def account(self, cost: CostModel, prices: PositionPrices, chunk_tokens: int) -> None:
-        """What it computed again and what it found in seconds, and its ledger, once it is over."""
+        """Price, once it is over, what it computed again and what it found (seconds), and make its ledger."""
         if self.history_tokens is not None:
             self.recomputed_s = seconds_of(self.missed, self.history_tokens, prices)
             self.saved_s = tuple(prices.of(runs) for runs in self.found)
@@ -247,30 +247,30 @@ class TurnRecord:
     # -- outside the engine -------------------------------------------------------------------------------------------
 
     def generated(self, tokens: TokenArray[int], emitted_s: TokenArray[float], admitted_s: float | None) -> None:
-        """The output of a system that tells it when all of it is there, and when it was admitted, if it knows."""
+        """Set the whole output, of a system that tells it at the end. admitted_s: None where the system does not know."""
         self.token_ids, self.emitted_s, self.admitted_s = tokens, emitted_s, admitted_s
         self.first_token_s = emitted_s[0] if emitted_s else None
 
     def sent(self, at_s: float) -> None:
-        """When it was submitted, unless its system knows better."""
+        """Set when it was submitted, unless its system has told."""
         if self.sent_s is None:
             self.sent_s = at_s
 
     def received(self, count: int) -> None:
-        """So many bytes of its history's KV came over a network."""
+        """Set how many bytes of its history's KV came over a network."""
         self.received_bytes = count
 
     def overdue(self) -> None:
-        """It ended after its deadline, in a system that cannot cancel."""
+        """Mark it as timed out: it ended after its deadline, in a system that cannot cancel."""
         self.status = "timeout"
 
     def planned(self, request: Request, ordinal: int) -> None:
-        """What the workload says of it. ordinal: its place in the order of scheduling."""
+        """Set what the workload says of it. ordinal: its place in the order of scheduling."""
         self.ordinal, self.iteration = ordinal, request.iteration
         self.phase, self.label, self.stream = request.phase, request.label, request.stream
 
     def shift(self, origin_s: float) -> None:
-        """From times of the system's clock to seconds since `origin_s`."""
+        """Convert times of the system's clock to seconds since `origin_s`."""
         if origin_s == 0.0:
             return
         for name in ("sent_s", "arrived_s", "admitted_s", "first_token_s", "finished_s"):
@@ -281,15 +281,15 @@ class TurnRecord:
         self.emitted_s = array("d", (value - origin_s for value in self.emitted_s))
 
     def drop_tokens(self, file: ScratchFile) -> None:
-        """Whoever wanted the token ids has had them: only their number and digest stay, and their times in a file. Raises
-        OSError where there is no room for them; they then stay in memory."""
+        """Free token ids and margins, which whoever wanted them has read: their number and digest stay, and their times go
+        to the file. Raises OSError where it has no room; the times then stay in memory."""
         self.token_ids, self.margins = _NO_TOKENS, _NO_TIMES
         if self.emitted_s:
             place = file.append(self.emitted_s.tobytes())
             self.stored, self.emitted_s = StoredTimes(file, place, len(self.emitted_s)), _NO_TIMES
 
     def times_s(self) -> TokenArray[float]:
-        """emitted_s, wherever they are."""
+        """Return emitted_s, from memory or from the file."""
         return self.emitted_s if self.stored is None else self.stored.read()
 
 

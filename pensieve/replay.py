@@ -66,10 +66,11 @@ class LooksAhead(Protocol):
     """A system of parts, each of which may run as far ahead of the others as nothing can reach it."""
 
     def look_ahead(self, foresee: Callable[[str, int], Following | None]) -> None:
-        """From now on every request is announced before it is due, and `foresee` says what follows it (Foresees)."""
+        """Expect every request to be announced before it is due, from now on; `foresee` says what follows it (Foresees)."""
 
     def announce(self, at_ns: int, request: Request | None) -> None:
-        """At that time of the system's clock the request is sent, or ended before its time. None: anything happens."""
+        """Announce that the request is sent, or ended early, at that time of the system's clock. request None: anything may
+        happen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ class SessionLog:
     under_way: set[str] = field(default_factory=set)
 
     def complete(self, request: Request) -> bool:
-        """Its prompt can be written: no earlier turn of its conversation is under way."""
+        """Whether the request's prompt can be written: no earlier turn of its conversation is under way."""
         return request.session not in self.under_way
 
     def whole(self, request: Request) -> Request:
@@ -145,7 +146,7 @@ class SessionLog:
         return replace(request, prompt=self.tokens.get(request.session, array("i")) + request.prompt, continues=False)
 
     def note(self, sent: Request, turn: TurnRecord) -> None:
-        """The turn ended: what it said is in the next prompt, if it stands (as in the engine)."""
+        """Add what a turn that ended has said to its conversation's next prompt, if the turn stands (as in the engine)."""
         self.under_way.discard(sent.session)
         self.said_s[sent.session] = turn.finished_s or 0.0
         if turn.stands:
@@ -170,7 +171,7 @@ class MeasuredStretches:
         self._under_way: set[int] = set()
 
     def sending(self, request: Request) -> None:
-        """To be called before the system has the request."""
+        """Record that the request is about to be sent; called before the system has it."""
         if is_measured(request.phase):
             self._under_way.add(request.id)
             if self._before is None:
@@ -182,7 +183,7 @@ class MeasuredStretches:
         self._under_way.discard(request.id)
 
     def counts(self) -> dict[str, float]:
-        """Over all stretches, of which the last one ends now. Empty where no measured turn was sent."""
+        """End the last stretch, and return the counts of all. Empty where no measured turn was sent."""
         self._end()
         return dict(self._sum)
 
@@ -194,7 +195,8 @@ class MeasuredStretches:
 
 
 def _held_whole(turn: TurnRecord) -> bool:
-    """The prompt had been asked before, word for word, and nothing of it was left to compute but what every request must."""
+    """Whether the prompt had been asked before, word for word, and nothing of it was left to compute but what every request
+    must."""
     tiers = (turn.gpu_hit_tokens, turn.cpu_hit_tokens, turn.disk_hit_tokens, turn.shared_hit_tokens)
     known = sum(tokens or 0 for tokens in tiers)
     return turn.status == "completed" and turn.prompt_tokens is not None and 0 < known >= turn.prompt_tokens - 1
@@ -439,11 +441,11 @@ class _Run:
                 self.overdue.add(request_id)
 
     def _end_here(self, request: Request) -> None:
-        """A timeout of a request that the system never had."""
+        """End a request that the system never had as a timeout."""
         self._finish(request, TurnRecord.never_sent(request, self.system.clock.now_s()))
 
     def _cut_off(self) -> None:
-        """Time is up: nothing more is sent, and what is in flight ends as a timeout."""
+        """Stop the replay for want of time: nothing more is sent, and what is in flight ends as a timeout."""
         self.cut_off = True
         elapsed = self._since(self.system.clock.now_ns())
         self.flags["cut_off"] = f"The replay was cut off after {elapsed:.1f} s; turns in flight then are timeouts."

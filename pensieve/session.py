@@ -65,7 +65,7 @@ class Chunks:
         return (Chunk(self, index) for index in range(len(self.view)))
 
     def add(self, count: int) -> None:
-        """So many more, without blocks."""
+        """Append `count` chunks without blocks."""
         for blocks, lengths in ((self.gpu, self.gpu_len), (self.cpu, self.cpu_len)):
             blocks.extend(repeated(NO_BLOCK, count))
             lengths.extend(repeated(0, count))
@@ -74,7 +74,7 @@ class Chunks:
         self.lost.extend([None] * count)
 
     def cut(self, first: int) -> None:
-        """Those from `first` on cease to exist."""
+        """Delete the chunks from `first` on."""
         del self.gpu[first:], self.gpu_len[first:], self.cpu[first:], self.cpu_len[first:]
         del self.copying[first:], self.view[first:], self.lost[first:]
 
@@ -95,7 +95,7 @@ class Chunks:
         return runs_of(index for index, block in enumerate(column) if block == NO_BLOCK)
 
     def take(self, index: int, other: Chunks, lost: Loss) -> None:
-        """This chunk gets what another conversation's of the same index has, which that one loses."""
+        """Take over blocks and KV of another conversation's chunk of the same index, which has lost them then."""
         for name in ("gpu", "gpu_len", "cpu", "cpu_len", "lost"):
             getattr(self, name)[index] = getattr(other, name)[index]
         other.gpu[index] = other.cpu[index] = NO_BLOCK
@@ -107,7 +107,7 @@ _ONE = [bytes((view,)) for view in View]
 
 
 def repeated(value: int, count: int) -> TokenArray[int]:
-    """A column of one value."""
+    """Return an array with `count` times this value."""
     return _single(value) * count
 
 
@@ -202,47 +202,48 @@ class Session:
     account: Account | None = None
 
     def append(self, token: int) -> None:
-        """A token was generated."""
+        """Add a token that was generated."""
         self.tokens.append(token)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """A message was asked."""
+        """Add the tokens of a message."""
         self.tokens.extend(tokens)
 
     def begin_as(self, other: Session, length: int) -> None:
-        """It is new, and begins with the first `length` tokens of another one, as far as those were computed."""
+        """Begin this new conversation with the first `length` tokens of another one, computed as far as they were there."""
         assert not self.tokens
         self.tokens.extend(other.tokens[:length])
         self.computed = self.inherited = min(other.computed, len(self.tokens), max(len(self.tokens) - 1, 0))
 
     def recall(self, tokens: TokenArray[int]) -> None:
-        """It is new, and had these tokens in an engine before this one, and KV of all but the last."""
+        """Restore the tokens that this new conversation had in an earlier engine; all but the last count as computed."""
         assert not self.tokens
         self.tokens.extend(tokens)
         self.computed = len(tokens) - 1
 
     def advance(self, stop: int) -> None:
-        """The plan being made computes positions up to `stop`."""
+        """Record that the plan being made computes positions up to `stop`."""
         if stop > self.computed:
             self.computed = stop
 
     def rollback(self, length: int, computed: int | None = None) -> None:
-        """Only the first `length` tokens stand. computed: how far they were computed at the time that is returned to; None:
-        as far as they are."""
+        """Keep the first `length` tokens only. computed: how far they were computed at the time that is returned to; None:
+        as far as they are now."""
         assert not self.running
         del self.tokens[length:]
         self.computed = min(self.computed, length if computed is None else min(computed, length))
         self.inherited = min(self.inherited, length)
 
     def start(self, now_s: float) -> None:
-        """A request of it runs from now on."""
+        """Mark it as running from now on."""
         self.running = True
         self.last_active_s = now_s
         if self.account is not None:
             self.account.start()
 
     def stop(self, now_s: float) -> None:
-        """The request ended or was preempted. The last token it has is known, and its KV is for the next one to compute."""
+        """Mark it as no longer running: its request ended or was preempted. Computing the KV of its last token is left to
+        the next request."""
         self.running = False
         self.last_active_s = now_s
         if self.account is not None:
@@ -265,7 +266,7 @@ def chunks_of(tokens: int, chunk_tokens: int) -> int:
 
 
 def runs_of(indices: Iterable[int]) -> list[tuple[int, int]]:
-    """Ascending numbers as runs."""
+    """Group ascending numbers into half-open runs."""
     listed = list(indices)
     if listed and listed[-1] - listed[0] == len(listed) - 1:
         return [(listed[0], listed[-1] + 1)]

@@ -72,7 +72,7 @@ class PairedRatio:
 
     @property
     def groups(self) -> int:
-        """Independent ones: seeds where there are several, else the conversations of the one."""
+        """Number of independent groups: seeds where there are several, else the conversations of the one."""
         return self.n_seeds if self.n_seeds > 1 else self.n
 
 
@@ -136,7 +136,7 @@ def spread(
 
 
 def _joined(parts: Iterable[Sequence[float]]) -> Iterator[Floats]:
-    """As few larger parts."""
+    """Join small parts into fewer, larger ones."""
     waiting: TokenArray[float] = array("d")
     for part in parts:
         waiting.extend(part)
@@ -199,7 +199,8 @@ def bootstrap_percentiles_by_seed(
 def _percentiles(
     by_seed: Sequence[Sequence[Floats]], ps: Sequence[float], resamples: int, seed: int, groups: int
 ) -> list[Estimate]:
-    """Over the values of all sessions, which are drawn together with their session. groups: as the estimates say."""
+    """Percentiles over the values of all sessions, which are drawn together with their session. groups: how many the
+    estimates count."""
     sessions = [part for parts in by_seed for part in parts]
     values = np.concatenate(sessions)
     member = np.repeat(np.arange(len(sessions)), [len(part) for part in sessions])
@@ -306,7 +307,8 @@ def _by_seed(values: Mapping[tuple[int, str], float]) -> list[Floats]:
 
 
 def _independent(by_seed: Sequence[Floats]) -> int:
-    """Seeds, where there are several: their conversations share what makes a seed. Else the conversations of the one."""
+    """Number of independent groups: seeds where there are several, since their conversations share what makes a seed, else
+    the conversations of the one."""
     return len(by_seed) if len(by_seed) != 1 else len(by_seed[0])
 
 

@@ -43,7 +43,7 @@ class _Columns:
         return cls(file, starts, len(turns))
 
     def unread(self) -> _Columns:
-        """The same batch, with no column read yet: so that one pass over the file leaves nothing in memory."""
+        """Return the same batch with no column read yet, so that one pass over the file leaves nothing in memory."""
         return _Columns(self._file, self._starts, self.count)
 
     def column(self, name: str) -> list[Any]:
@@ -146,7 +146,7 @@ class TurnLog(Sequence[TurnRecord]):
 
 
 class Chosen(Sequence[TurnRecord]):
-    """Those of some turns that are wanted, looked for again each time that somebody goes through them."""
+    """Some turns of a log, chosen anew each time that somebody goes through them."""
 
     def __init__(self, turns: Sequence[TurnRecord], wanted: Callable[[TurnRecord], bool]) -> None:
         self._turns, self._wanted = turns, wanted

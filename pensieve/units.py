@@ -1,4 +1,4 @@
-"""Sizes as people write them: "4GiB", "2 GB", "8192 tokens"."""
+"""Sizes as people write them ("4GiB", "2 GB", "8192 tokens"), and numbers as tables and figures show them."""
 
 from __future__ import annotations
 
@@ -78,3 +78,24 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+NONE = "–"
+"""In place of a number that is not known."""
+
+
+def three_digits(value: float | None) -> str:
+    """1234 as 1,234 and 12.34 as 12.3, with two decimals below 10."""
+    if value is None:
+        return NONE
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def significant(value: float) -> str:
+    """Three significant digits, and all of those before the point: 1,234, 1.5, 0.00123."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def percent(share: float | None) -> str:
+    """A share from 0 to 1 in percent, with one decimal and no sign."""
+    return NONE if share is None else f"{100 * share:.1f}"

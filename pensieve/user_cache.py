@@ -7,6 +7,6 @@ from pathlib import Path
 
 
 def user_cache() -> Path:
-    """Not made here. Raises RuntimeError for a user without a home."""
+    """Path of the user's cache folder, which is not made here. Raises RuntimeError for a user without a home."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "pensieve"

@@ -1,9 +1,10 @@
-"""For all tests: one thread for torch, as workers of pytest-xdist share the cores; MLflow stores are copies of one, and a
-file of conf/ is read once."""
+"""For all tests: one thread for torch, as workers of pytest-xdist share the cores; MLflow stores are copies of one, a file of
+conf/ is read once, and what was imported is not searched for garbage."""
 
 import copy
 import dataclasses
 import functools
+import gc
 import os
 import shutil
 import sys
@@ -17,6 +18,18 @@ from pensieve.results import mlflow_store
 
 def pytest_configure():
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; for the processes that tests start, too
+
+
+def pytest_collection_modifyitems(items):
+    """Files with slow tests come first, so that no worker is left with a long test when the others are done."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish():
+    """What was imported by now is here to stay: no collection of cycles goes through its million objects again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,9 +1,9 @@
 """What a newcomer has to open to follow one turn: the files of the package that it runs through.
 
-18 are left, each for a question of its own, so that fewer would put two questions into one file: who drives (system, engine,
+20 are left, each for a question of its own, so that fewer would put two questions into one file: who drives (system, engine,
 clock, idle conversations), what becomes of the request (sequence, record, session), who runs and what an iteration computes
-(scheduler, composition), where KV is (contract, manager, tiers, pool, restore, victims, policy), and what it takes (worker,
-roofline).
+(scheduler, composition), where KV is (contract, manager, tiers, pool, restore, victims, policy), what it takes (worker,
+roofline), and what it is charged for (the ledger of misses, prices of positions).
 """
 
 from __future__ import annotations

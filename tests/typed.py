@@ -7,6 +7,7 @@ runners/test_bare.py and runners/test_command.py.
 from __future__ import annotations
 
 import atexit
+import functools
 import multiprocessing
 import os
 import runpy
@@ -36,7 +37,10 @@ import pensieve.eviction.retention_value
 import pensieve.trial.hydra_app
 import pensieve.worker.simulated
 import pensieve.workload.chat  # noqa: F401
+from pensieve.results.code import code_hash
+from pensieve.results.environment import environment
 from pensieve.trial import sweep
+from tests.composed import composed
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 FORK = multiprocessing.get_context("fork")
@@ -48,13 +52,14 @@ def typed(
     outputs: Path,
     cwd: Path | None = None,
     figures: bool = False,
+    without: tuple[str, ...] = (),
     timeout_s: float = 120.0,
-    **environment: str,
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
     """`python SCRIPT ARGUMENTS`, to its end; see `typed_process`. Raises AssertionError after `timeout_s`."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = typed_process(
-            script, *arguments, outputs=outputs, cwd=cwd, figures=figures, to=(out, err), **environment
+            script, *arguments, outputs=outputs, cwd=cwd, figures=figures, without=without, to=(out, err), **variables
         )
         process.join(timeout_s)
         if process.exitcode is None:
@@ -72,21 +77,31 @@ def typed_process(
     to: tuple[TextIO, TextIO],
     cwd: Path | None = None,
     figures: bool = False,
-    **environment: str,
+    without: tuple[str, ...] = (),
+    **variables: str,
 ) -> ForkProcess:
     """`python SCRIPT ARGUMENTS` in `cwd`, by default the parent of `outputs`; it runs.
 
     script: relative to the checkout. figures: a sweep draws its figures, which takes it seconds. to: files for stdout and
-    stderr.
+    stderr. without: packages that this package does not find; it is imported anew for that. variables: of the environment.
     """
+    warm_up()
     kept = {k: v for k, v in os.environ.items() if k not in ("PYTEST_CURRENT_TEST", "HYDRA_FULL_ERROR")}
-    given = {**kept, "PENSIEVE_OUTPUTS": str(outputs), "HF_HUB_OFFLINE": "1", **environment}
+    given = {**kept, "PENSIEVE_OUTPUTS": str(outputs), "HF_HUB_OFFLINE": "1", **variables}
     words = [str(CHECKOUT / script), *arguments]
     process = FORK.Process(
-        target=_run, args=(words, given, cwd or outputs.parent, environment.get("PYTHONPATH"), figures, *to)
+        target=_run, args=(words, given, cwd or outputs.parent, variables.get("PYTHONPATH"), figures, without, *to)
     )
     process.start()
     return process
+
+
+@functools.cache
+def warm_up() -> None:
+    """Read here, once, what every process reads anew: the package's hash, this machine, and the files of conf/."""
+    code_hash()
+    environment()
+    composed()
 
 
 def _all_of(file: TextIO) -> str:
@@ -95,9 +110,17 @@ def _all_of(file: TextIO) -> str:
 
 
 def _run(
-    words: list[str], given: dict[str, str], cwd: Path, added: str | None, figures: bool, out: TextIO, err: TextIO
+    words: list[str],
+    given: dict[str, str],
+    cwd: Path,
+    added: str | None,
+    figures: bool,
+    without: tuple[str, ...],
+    out: TextIO,
+    err: TextIO,
 ) -> None:
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a new interpreter
     atexit._clear()  # the parent's
     for number, file in ((1, out), (2, err)):
         os.dup2(file.fileno(), number)
@@ -117,6 +140,10 @@ def _run(
     if added is not None:
         sys.path[1:1] = added.split(os.pathsep)
         Singleton._instances.pop(Plugins, None)  # Hydra looks for its plugins again
+    if without:
+        for name in [name for name in sys.modules if name.split(".")[0] in ("pensieve", "runners", *without)]:
+            del sys.modules[name]
+        sys.modules.update(dict.fromkeys(without))  # None there: not found, whoever asks in which way
     status = _status_of(words[0])
     threading._shutdown()  # type: ignore[attr-defined]  # as an interpreter ends: threads, what was left for the end, files
     atexit._run_exitfuncs()

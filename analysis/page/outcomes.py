@@ -13,8 +13,8 @@ from pensieve.results.claims.measures import Sides
 from pensieve.results.claims.measures.turns import Which, speedup
 from pensieve.results.evidence import Evidence
 from pensieve.results.sweep_table import SweepRow, sweep_table
+from pensieve.units import NONE, percent, three_digits
 
-NONE = "–"
 SPEEDUP_TURNS: Sequence[tuple[str, Which]] = (
     ("turn 1", 1),
     ("turn 5", 5),
@@ -86,9 +86,9 @@ def _row(row: SweepRow, on_disk: bool) -> list[str]:
     return [
         row.baseline,
         str(row.trials),
-        *(number(ms) for ms in (row.ttft_first_ms, row.ttft_fifth_ms, row.ttft_last_ms)),
-        number(row.throughput_output_tok_s),
-        *(_percent(rate) for rate in (row.gpu_hit_rate, row.cpu_hit_rate, *disk, row.miss_rate)),
+        *(three_digits(ms) for ms in (row.ttft_first_ms, row.ttft_fifth_ms, row.ttft_last_ms)),
+        three_digits(row.throughput_output_tok_s),
+        *(percent(rate) for rate in (row.gpu_hit_rate, row.cpu_hit_rate, *disk, row.miss_rate)),
         _outputs(row),
     ]
 
@@ -142,18 +142,8 @@ def _cases(source: Source) -> list[Table]:
     for job in source.jobs:
         for (name, case), metric in sorted(job.metrics.items()):
             if job.trial is not None and metric.value is not None:
-                limit = NONE if metric.limit_value is None else with_unit(number(metric.limit_value), metric.unit)
+                limit = NONE if metric.limit_value is None else with_unit(three_digits(metric.limit_value), metric.unit)
                 value = estimated(metric.value, metric.ci_low, metric.ci_high, metric.unit)
                 found[job.trial.workload].append([case or NONE, job.trial.baseline, name, value, limit])
     columns = [("case", ""), ("backend", ""), ("metric", ""), ("value", "95 % interval"), ("limit", "")]
     return [Table(columns, sorted(rows, key=lambda row: row[0]), workload, words=3) for workload, rows in found.items()]
-
-
-def number(value: float | None) -> str:
-    if value is None:
-        return NONE
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def _percent(rate: float | None) -> str:
-    return NONE if rate is None else f"{100 * rate:.1f}"

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from analysis.page.document import Table
-from analysis.page.outcomes import NONE, number
 from analysis.provenance import ranges
 from analysis.results import JobResult, Trial, axis_value, varying_axes
 from analysis.sweep import DEFAULT_COMMAND, Source
 from pensieve.results.caveats import mixed, without
 from pensieve.results.claims import Judged
 from pensieve.results.fields import differences, flat
+from pensieve.units import NONE, three_digits
 
 _GROUPS = ("model", "cache", "eviction", "scheduler", "baseline", "workload", "hardware")
 MANY = 4
@@ -190,10 +190,10 @@ def _trial(job: JobResult, axes: Sequence[str]) -> dict[tuple[str, str], str]:
         ("status", ""): f"{job.last.status}{', reused' if job.reused else ''}",
         ("job", ""): str(job.job),
         ("seed", ""): f"{one.seed}, repeat {one.repeat}" if one.repeat else str(one.seed),
-        ("TTFT", "mean, ms"): number(job.value("ttft_ms_mean")),
-        ("output", "tok/s"): number(job.value("throughput_output_tok_s")),
-        ("window", "s"): number(window),
-        ("took", "s"): number(took),
+        ("TTFT", "mean, ms"): three_digits(job.value("ttft_ms_mean")),
+        ("output", "tok/s"): three_digits(job.value("throughput_output_tok_s")),
+        ("window", "s"): three_digits(window),
+        ("took", "s"): three_digits(took),
         ("code", ""): one.code_hash[:8],
         ("fingerprint", ""): one.fingerprint[:8],
     }

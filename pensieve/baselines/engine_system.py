@@ -22,7 +22,7 @@ from pensieve.idle_sessions import MemoryLimits
 from pensieve.plan import StartReport
 from pensieve.record import Event, TurnRecord
 from pensieve.request import Request
-from pensieve.scheduler.composition import SchedulerSettings
+from pensieve.scheduler.composition import SchedulerSettings, high_watermark
 from pensieve.scheduler.copy_ahead import CopyChoice, choose_copy_ahead
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.tokenizer import Tokenizer
@@ -86,7 +86,7 @@ class EngineSystem(ABC):
 
     @abstractmethod
     def _begin(self) -> None:
-        """The engine is there: let it serve."""
+        """Start to serve; called once the engine has been made."""
 
     def start(self) -> StartReport:
         """Where anything fails, the worker is closed before the error is raised."""
@@ -129,7 +129,7 @@ class EngineSystem(ABC):
             cache.cpu_blocks,
             self._hardware.one_memory,
             believed.hidden_copies(),
-            self._scheduler_settings.high_watermark(cache.gpu_blocks),
+            high_watermark(settings.swap_out_stop, cache.gpu_blocks),
         )
         if self._copy_choice.note:
             _log.info("Copies ahead of time: %s, since %s.", self._copy_choice.mode, self._copy_choice.note)
@@ -158,14 +158,15 @@ class EngineSystem(ABC):
         self.engine.cache.count_holding()
 
     def holdings(self) -> dict[tuple[str, Tier], Held]:
-        """By conversation and tier until now, where `count_holding` was called; for when nothing runs."""
+        """Return what each conversation has held of each tier so far; empty without `count_holding`. Call it while nothing
+        runs."""
         cache = self.engine.cache
         cache.at(self.clock.now_ns())
         return {} if cache.holding is None else cache.holding.until_now()
 
     @property
     def block_bytes(self) -> int:
-        """Of KV in a block, all devices together."""
+        """Bytes of KV in a block, summed over the devices."""
         return self._chunk_tokens * self._model.kv_bytes_per_token
 
     @abstractmethod
@@ -197,7 +198,7 @@ class EngineSystem(ABC):
         return others
 
     def _disappoint(self, error: WorkerError) -> None:
-        """All whose request has not ended get this error."""
+        """Pass this error to every listener whose request has not ended."""
         for request_id in list(self._listeners):
             listener = self._listeners.pop(request_id, None)
             if listener is not None:

@@ -79,12 +79,12 @@ class InlineSystem(EngineSystem):
             self.engine.expect(session, next_use_s)
 
     def ended(self, session: str) -> None:
-        """Nobody will ask this conversation again: it is forgotten when nothing of it is in the cache any more."""
+        """Let go of a conversation that nobody will ask again: it is forgotten once nothing of it is in the cache."""
         with self._lock:
             self.engine.ended(session)
 
     def count_windows(self) -> None:
-        """From now on most tokens are told to whoever polls as a number of them alone (Event.tokens)."""
+        """Tell whoever polls of most tokens only how many they are, from now on (Event.tokens)."""
         self._counts_windows = True
 
     def forget(self, session: str | None) -> None:
@@ -122,10 +122,10 @@ class InlineSystem(EngineSystem):
         return simulated_cost(self._model, self._hardware, self._chunk_tokens)
 
     def _begin(self) -> None:
-        """Nothing runs before the first poll."""
+        """Do nothing: the engine runs when it is polled."""
 
     def _serve_listeners(self) -> None:
-        """Until some request has finished. A crash ends all that were asked."""
+        """Run the engine until some request has finished. A crash ends all requests."""
         try:
             self._untold += self._tell(self._run(None))
         except BaseException as crash:  # the engine may have stopped half way through a step, whatever it was
@@ -136,7 +136,7 @@ class InlineSystem(EngineSystem):
             raise
 
     def _empty_inbox(self) -> None:
-        """The engine learns of what was begun and released."""
+        """Hand to the engine what was begun and released since the last call."""
         while self._inbox:
             entry = self._inbox.popleft()
             if callable(entry):

@@ -56,7 +56,8 @@ _POOL_SETTINGS = {"gpu_pool_bytes", "cpu_pool_bytes", "mean_fragment_bytes", "co
 
 
 def prefill_s(worker: Worker, clock: Clock, chunk_tokens: int, start: int, stop: int) -> float:
-    """Over whatever KV lies in the blocks below `start`: its values change no time."""
+    """Seconds to compute positions [start, stop) over whatever KV lies in the blocks below `start`: its values change no
+    time."""
     table = tuple(range(ceil_div(stop, chunk_tokens)))
     tokens = tuple(i % 250 for i in range(start, stop))
     row = Row(slot=0, runs=((start, stop),), tokens=tokens, sample=Sample(stop))
@@ -114,7 +115,7 @@ def hidden_share(worker: Worker, clock: Clock, chunk_tokens: int, blocks: int) -
 
 
 def _seconds(worker: Worker, clock: Clock, plan: StepPlan) -> float:
-    """Until the plan and its copies are done."""
+    """Seconds from the launch of a plan until it and its copies are done."""
     began = clock.now_ns()
     worker.launch(plan)
     waits_for, computed = {copy.ticket for copy in (*plan.swap_in, *plan.swap_out)}, False

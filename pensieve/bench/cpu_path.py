@@ -60,7 +60,7 @@ class Timing:
     peer: list[float]
 
     def ratio(self, times: Sequence[float]) -> tuple[float, float, float]:
-        """Of the best rounds; and the quartiles of the ratios within a round."""
+        """Ratio to the floor: of the best rounds, and the quartiles of the ratios within a round."""
         each = sorted(time / floor for time, floor in zip(times, self.floor, strict=True))
         return min(times) / min(self.floor), each[len(each) // 4], each[(3 * len(each)) // 4]
 
@@ -130,7 +130,7 @@ def _paged(model: LoadedModel, step: Step) -> Callable[[], object]:
 
 
 def _transformers(module: Any, step: Step, vocab: int) -> Callable[[], object]:
-    """One step over a cache that holds the past already; what the step added is cut off after it."""
+    """Make a call that computes one step over a cache which holds the past, and then cuts off what the step added."""
     from transformers import DynamicCache
 
     ids = torch.arange(step.requests * step.new).remainder(vocab).view(step.requests, step.new)

@@ -204,7 +204,7 @@ def _case(bench: Bench, inputs: Inputs, label: str, parameters: Mapping[str, Any
 def _record(
     bench: Bench, case: Case, runners: Runners, backends: Backends, over: tuple[str, str] | None = None
 ) -> None:
-    """over: a backend of the case, and the name of the figure for the time of ours over its time."""
+    """Measure and record a case. over: a backend of the case, and the name of the figure for our time over its time."""
     began = now()
     with torch.inference_mode():
         times = interleaved(runners.calls, bench.rounds(_ROUNDS[bench.device.type]), bench.device)

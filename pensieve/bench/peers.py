@@ -27,7 +27,7 @@ _PREFILL_TOKENS = 16384  # of one forward, so that its activations fit beside th
 
 
 def prompts(batch: int, context: int, vocab: int) -> list[list[int]]:
-    """Of `context` tokens each; none shares a block with another, so that no prefix cache helps."""
+    """Make `batch` prompts of `context` tokens; none shares a block with another, so that no prefix cache helps."""
     return [[(slot * 31 + 7 * i) % (vocab - 1) + 1 for i in range(context)] for slot in range(batch)]
 
 

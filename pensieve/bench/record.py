@@ -89,7 +89,8 @@ def now() -> datetime:
 
 
 def _identity(setting: Setting, case: Case, backend: str) -> tuple[Identity, dict[str, Any]]:
-    """Without repetitions and output paths: the same case on the same device is the same trial, measured again."""
+    """Identify a backend's trial by case and device, without repetitions and output paths: measured again, it is the same
+    one."""
     config = {
         "bench": {"target": setting.target, "case": case.label, "metric": case.metric, **case.parameters},
         "model": {"name": setting.model, "dtype": setting.dtype},
@@ -147,7 +148,7 @@ def _metrics(case: Case, measured: Measured) -> list[Metric]:
 
 
 def runtime() -> dict[str, Any]:
-    """Versions that only loaded libraries know, and the present clocks of the devices."""
+    """Return the versions that only loaded libraries know, and the present clocks of the devices."""
     torch = sys.modules.get("torch")
     found: dict[str, Any] = {"gpus": gpus()}
     if torch is not None:

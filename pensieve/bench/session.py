@@ -141,7 +141,7 @@ def _matrix_flops_s(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _best_s(run: Callable[[], object], device: torch.device) -> float:
-    """Of the best round: a limit is what the machine can do undisturbed."""
+    """Seconds of the best round: a limit is what the machine can do undisturbed."""
     with torch.inference_mode():
         times = interleaved({"": run}, _ROUNDS, device, at_least_ms=20.0)[""]
     assert times.error is None, times.error

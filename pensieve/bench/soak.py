@@ -122,7 +122,7 @@ class Episode:
 
 
 def perform(engine: CheckedEngine, operations: Sequence[Operation]) -> Paths:
-    """All of them, and whatever is still waiting after the last; closes the engine. Raises as `Episode.run` does."""
+    """Perform the operations, then whatever still waits, and close the engine. Raises as `Episode.run` does."""
     number = 0
     for operation in operations:
         if operation.kind in ("ask", "edit"):

@@ -56,7 +56,7 @@ def run_decode(bench: Bench) -> None:
 
 
 def floor_ms(spec: ModelSpec, batch: int, context: int, copy_bytes_s: float, matrix_flops_s: float) -> float:
-    """Of one step: every weight and all KV read once, or all operations done, whichever takes longer."""
+    """Least time of one decode step: every weight and all KV read once, or all operations done, whichever takes longer."""
     read = spec.dtype_bytes * (spec.layers * spec.layer_parameters + spec.vocab * spec.hidden)
     read += batch * (context + 1) * spec.kv_bytes_per_token
     flops = batch * (spec.linear_flops_per_token + spec.head_flops + (context + 1) * spec.attention_flops_per_pair)
@@ -216,7 +216,7 @@ def prompt(slot: int, tokens: int, vocab: int) -> tuple[int, ...]:
 
 
 def _options(bench: Bench, requests: int) -> TorchOptions:
-    """Those of a trial on this hardware, with graphs for every batch that is asked for."""
+    """Return the options of a trial on this hardware, with graphs for every batch that is asked for."""
     return torch_options(bench.hardware, bench.machine, _PREFILL_TOKENS, max(_GRAPH_ROWS, requests))
 
 

@@ -14,9 +14,8 @@ from rich.text import Text
 from pensieve.bench.case import Measured, Result
 from pensieve.errors import ConfigError
 from pensieve.results.environment import environment, gpus
-from pensieve.units import format_bytes
+from pensieve.units import NONE, format_bytes
 
-NONE = "–"
 COLUMNS = ("case", "backend", "value", "spread", "unit", "limit", "value / limit", "against best peer", "beside")
 WIDTH = 100
 _NARROW = ("case", "backend", "value", "spread", "unit", "limit", "of limit", "of peer")
@@ -114,7 +113,7 @@ def markdown(
 
 
 def append(path: Path, text: str) -> None:
-    """At the end of the file, after an empty line; a new file where there is none."""
+    """Append text to the file, after an empty line; make the file if there is none."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         before = path.read_text(encoding="utf-8").rstrip("\n") + "\n\n" if path.is_file() else ""

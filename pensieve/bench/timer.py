@@ -31,7 +31,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def turns(names: Sequence[str], rounds: int) -> Iterator[str]:
-    """All names in every round, each round beginning with another."""
+    """Yield all names once a round, each round beginning with another one."""
     for number in range(rounds):
         shift = number % len(names) if names else 0
         yield from (*names[shift:], *names[:shift])

@@ -18,7 +18,7 @@ Run = tuple[int, int]
 
 
 def without(runs: Iterable[Run], gone: Iterable[Run]) -> tuple[Run, ...]:
-    """What is left of them."""
+    """Return what is left of `runs` once the intervals `gone` are cut out of them."""
     left = list(runs)
     for first, last in gone:
         parts = [((start, min(stop, first)), (max(start, last), stop)) for start, stop in left]
@@ -26,8 +26,13 @@ def without(runs: Iterable[Run], gone: Iterable[Run]) -> tuple[Run, ...]:
     return tuple(left)
 
 
+def tokens_in(runs: Iterable[Run]) -> int:
+    """How many positions the runs have together."""
+    return sum(stop - start for start, stop in runs)
+
+
 def merged(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """Ascending intervals, neighbours as one."""
+    """Join neighbouring intervals. runs: ascending."""
     found: list[Run] = []
     for start, stop in runs:
         if found and found[-1][1] == start:
@@ -69,7 +74,7 @@ class Residency:
         return self.prompt - self.history
 
     def with_disk(self, read: Iterable[Run]) -> Residency:
-        """The same, with these positions found on disk."""
+        """Return a copy that counts these positions as found on disk, and no longer as missed."""
         missed, found = list(self.missed), []
         for start, stop in read:
             end = min(stop, self.history)
@@ -78,7 +83,7 @@ class Residency:
             left = [replace(one, stop=min(one.stop, start)) for one in missed]
             left += [replace(one, start=max(one.start, end)) for one in missed]
             missed = sorted((one for one in left if one.start < one.stop), key=lambda one: one.start)
-        hit = self.disk_hit + sum(stop - start for start, stop in found)
+        hit = self.disk_hit + tokens_in(found)
         return replace(self, disk_hit=hit, missed=joined(missed), on_disk=(*self.on_disk, *found))
 
     @property
@@ -90,8 +95,8 @@ class Residency:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What an admission takes of `available`: blocks beyond those that the session has, and of the latter the own_available
-    ones, which count as available until it runs."""
+    """GPU blocks that an admission takes. blocks: beyond those that the session has. own_available: of those that it has,
+    the ones that `available` counts until the session runs."""
 
     blocks: int
     own_available: int
@@ -193,7 +198,7 @@ class CacheManager(ABC):
 
     @property
     def spare_cpu_blocks(self) -> int:
-        """CPU blocks that nothing has its only copy in."""
+        """CPU blocks that are free or hold a second copy: using them for something else loses no KV."""
         return 0
 
     def on_cpu(self, session: Session) -> bool:
@@ -224,7 +229,7 @@ class CacheManager(ABC):
 
     @property
     def chosen(self) -> Mapping[str, float]:
-        """What it was not told and decided itself, for the record of a trial."""
+        """Settings that it was not given and chose itself, for the record of a trial."""
         return {}
 
     @abstractmethod
@@ -254,7 +259,7 @@ class CacheManager(ABC):
 
     @abstractmethod
     def resume(self, session: Session, now_s: float) -> Admission:
-        """As `admit`, for a preempted request: the tokens stand as they are."""
+        """As `admit`, for a preempted request, whose tokens the conversation has already."""
 
     @abstractmethod
     def extend(self, session: Session, length: int, now_s: float) -> tuple[int, tuple[int, ...]] | None:
@@ -265,47 +270,48 @@ class CacheManager(ABC):
 
     @abstractmethod
     def advance(self, session: Session, runs: Iterable[Run]) -> None:
-        """The plan being made computes these positions."""
+        """Record that the plan being made computes these positions."""
 
     @abstractmethod
     def launched(self, step: int) -> None:
-        """The plan of this number goes to the worker."""
+        """Record that the plan of this number goes to the worker."""
 
     @abstractmethod
     def collected(self, step: int) -> None:
-        """Plans up to this number are over."""
+        """Record that plans up to this number are over."""
 
     @abstractmethod
     def complete(self, tickets: Sequence[int]) -> None:
-        """These copies are done."""
+        """Record that the copies with these tickets are done."""
 
     @abstractmethod
     def void(self, tickets: Sequence[int]) -> list[Session]:
-        """These copies failed, or their plan did: nothing they wrote is valid. Returns the running conversations that lost
-        KV on GPU by it; their requests cannot go on."""
+        """Record that these copies failed, or their plan did: nothing they wrote is valid. Returns the running
+        conversations that lost KV on GPU by it; their requests cannot go on."""
 
     @abstractmethod
     def fail(self, session: Session, written: Iterable[Run]) -> None:
-        """A plan that computed these positions failed: no KV on GPU of the chunks it wrote is valid."""
+        """Invalidate the KV on GPU of every chunk that holds one of these positions: the plan that computed them failed."""
 
     @abstractmethod
     def preempt(self, session: Session, now_s: float) -> tuple[Copy, ...]:
-        """Its request stops in mid-turn: its chunks may be evicted, and those that are on GPU only are copied out at once."""
+        """Stop a request in mid-turn: its chunks may be evicted from now on. Returns the copies, started at once, of those
+        that are on GPU only."""
 
     def end_preempted(self, session: Session, now_s: float) -> None:
-        """A preempted request ended without running again: what `release` gives up beyond `preempt` goes now."""
+        """Give up what `release` gives up beyond `preempt`: a preempted request has ended without running again."""
         return None
 
     @abstractmethod
     def release(self, session: Session, now_s: float) -> None:
-        """Its request ended: its chunks may be evicted, and reserved blocks that were not used come back."""
+        """End a request: its chunks may be evicted from now on, and reserved blocks that were not used are freed."""
 
     def release_unfinished(self, session: Session, now_s: float) -> None:
-        """As release, of a request that will go on: its turn is not over."""
+        """As `release`, for a request that waits again: its turn is not over."""
         self.release(session, now_s)
 
     def make_room_for(self, session: Session, now_s: float) -> None:
-        """What is given up from now on is given up for a request of this conversation."""
+        """Attribute what is given up from now on to a request of this conversation."""
         self.taker = Loss(session.name, now_s)
         self.at(round(now_s * 1e9))
 
@@ -320,8 +326,8 @@ class CacheManager(ABC):
         return ()
 
     def exchange(self, session: Session, lacking: int, now_s: float) -> tuple[tuple[Copy, ...], tuple[Copy, ...]]:
-        """For a waiting conversation that lacks so many GPU blocks: copies to the GPU and to the CPU by which what it has on
-        CPU changes places with what must leave the GPU, a part of it at a time."""
+        """Make a waiting conversation that lacks so many GPU blocks change places, a part at a time: load what it has on
+        CPU, and copy out as much of what must leave the GPU. Returns the copies to the GPU and those to the CPU."""
         return (), self.swap_out(lacking - self.outgoing, now_s, urgent=True)
 
     @abstractmethod
@@ -331,54 +337,54 @@ class CacheManager(ABC):
     # -- disk ---------------------------------------------------------------------------------------------------------
 
     def use_disk(self, slots: int, load_s: float, layers: int, cost: CostModel, kept: Mapping[bytes, int]) -> None:
-        """There is a file store of so many chunks; told once, before the first request. See DiskTier. Managers without a CPU
-        tier have no use for it."""
+        """Add a disk tier: a file store of so many chunks. Called once, before the first request; see DiskTier for the
+        arguments. Managers without a CPU tier ignore it."""
         return None
 
     @property
     def has_disk_work(self) -> bool:
-        """Something is to be written to disk or read from it that no plan has yet."""
+        """Writes to disk or reads from it were decided that no plan has taken yet."""
         return False
 
     def take_disk_work(self) -> tuple[DiskStore | DiskLoad, ...]:
-        """What the plan being made has to write to disk and to read from it."""
+        """Return, once, the writes to disk and the reads from it that the plan being made shall perform."""
         return ()
 
     def not_on_disk(self, keys: Iterable[bytes]) -> None:
-        """The file store does not hold these after all."""
+        """Remove these chunks from the index of the disk tier: the file store does not hold them."""
         return None
 
     # -- lifecycle ----------------------------------------------------------------------------------------------------
 
     def set_cost_model(self, cost: CostModel, layers: int, batch_tokens: int) -> None:
-        """What the machine takes to compute and to load; told once, before the first request."""
+        """Set what computing and loading take on this machine. Called once, before the first request."""
         return None
 
     def watch_content(self) -> None:
-        """From now on say of each prompt what could be found of it in other conversations (Residency.elsewhere, anywhere),
-        where they can share; told before the first request, if at all."""
+        """Record from now on how much of each prompt other conversations have had (Residency.elsewhere, anywhere), where
+        conversations can share KV. Called before the first request, if at all."""
         return None
 
     def count_holding(self) -> None:
-        """From now on count what each conversation holds of each tier (holding.py); told before the first request, and after
-        `use_disk`, if at all. Memory for it grows with the conversations ever asked."""
+        """Count from now on what each conversation holds of each tier (holding.py). Called before the first request and
+        after `use_disk`, if at all. Its memory grows with the number of conversations ever asked."""
         assert not self._sessions_made
         self.holding = Holding()
         self._count_blocks(self.holding)
 
     @abstractmethod
     def _count_blocks(self, holding: Holding) -> None:
-        """Its pools tell this of every block that they give and take."""
+        """Have the pools report every block that they give out or take back to `holding`."""
 
     def at(self, now_ns: int) -> None:
-        """What is done to the cache from now on happens at this moment."""
+        """Set the time, in ns of the engine's clock, at which the following changes count as made."""
         if self.holding is not None:
             self.holding.now_ns = max(
                 self.holding.now_ns, now_ns
             )  # with plans in flight one ends before the next was made
 
     def open(self, name: str, now_s: float, tenant: str = "") -> Session:
-        """The conversation of that name, made if new."""
+        """Return the conversation of that name; make it if it is new."""
         session = self.sessions.get(name)
         if session is None:
             session = self.sessions[name] = Session(name, self._sessions_made, now_s, now_s, tenant=tenant)
@@ -388,26 +394,27 @@ class CacheManager(ABC):
         return session
 
     def recall(self, session: Session, tokens: TokenArray[int]) -> None:
-        """A new conversation had these tokens, and KV of all but the last, before the engine was started again."""
+        """Restore the tokens that a new conversation had before the engine was started again: all but the last count as
+        computed, though none of their KV is in a tier of this engine but the disk."""
         session.recall(tokens)
 
     def receive(self, session: Session, tokens: TokenArray[int], lengths: Sequence[int], now_s: float) -> int:
-        """KV of the idle conversation's `tokens` has come from another machine: by chunk, of so many leading offsets. Returns
-        the number of tokens whose KV it takes; managers without a CPU tier take none."""
+        """Take over KV of an idle conversation that came from another machine. lengths: by chunk of `tokens`, the leading
+        offsets that came. Returns the number of tokens whose KV is taken; managers without a CPU tier take none."""
         return 0
 
     def fork(self, parent: Session, child: Session, length: int, takes_kv: bool) -> None:
-        """A new conversation begins with the first `length` tokens of another one. A cache that shares by content finds their
-        KV by itself; one that does not may give the child that of the parent, if it `takes_kv`."""
+        """Begin a new conversation with the first `length` tokens of another one. A cache that shares by content finds
+        their KV by itself; one that does not may move the parent's to the child, if it `takes_kv`."""
         child.begin_as(parent, length)
 
     def expect(self, session: Session, next_use_s: float | None) -> None:
-        """When it will be asked again, by the schedule; None: not known to return. For offline policies."""
+        """Set when the schedule will ask it again; None: not known to return. Read by offline policies only."""
         session.next_use_s = next_use_s
 
     def mark_waiting(self, session: Session, arrival: int, now_s: float) -> None:
-        """A request of it waits: its chunks are victims only after those of every conversation that has none. arrival: its
-        place in the order in which requests are admitted."""
+        """Record that a request of it waits: its chunks are victims only after those of every conversation that has none.
+        arrival: the request's place in the order of admission."""
         session.mark_waiting(arrival)
 
     def unmark_waiting(self, session: Session, arrival: int, now_s: float) -> None:
@@ -415,19 +422,19 @@ class CacheManager(ABC):
 
     @abstractmethod
     def truncate(self, session: Session, length: int, computed: int | None = None) -> None:
-        """Session.rollback, and KV of the other tokens is given up."""
+        """Roll the session back (Session.rollback), and give up the KV of the tokens that are cut off."""
 
     @abstractmethod
     def forget(self, session: Session) -> None:
-        """As though it had never been asked."""
+        """Remove the conversation and its KV, as though it had never been asked."""
 
     def let_go(self, session: Session) -> bool:
-        """Nobody will ask it again: forget it, unless it has KV here or something else depends on it. Returns whether it was
-        forgotten, of which nobody else notices anything."""
+        """Remove a conversation that nobody will ask again, unless it has KV here or something depends on it. Returns
+        whether it was removed; nothing changes for the others."""
         return False
 
     def _close(self, session: Session) -> None:
-        """It is not among the conversations any more."""
+        """Remove it from the conversations, and close its account of what it held."""
         del self.sessions[session.name]
         if self.holding is not None:
             self.holding.close(session.number)
@@ -438,8 +445,8 @@ class CacheManager(ABC):
 
 
 def edited_run(session: Session, keep: int, suffix: TokenArray[int], history: int) -> tuple[Missed, ...]:
-    """The positions behind `history` where the conversation had computed other tokens than the prompt now has; told before it
-    is truncated to `keep`."""
+    """Return the positions behind `history` at which the prompt has other tokens than the conversation had computed. Called
+    before the conversation is truncated to `keep`."""
     if keep >= len(session.tokens) or not suffix or suffix[0] == session.tokens[keep]:
         return ()
     return joined([Missed(max(history, keep), min(session.computed, keep + len(suffix)), "edited")])

@@ -22,7 +22,7 @@ class HashChain:
         self._hashes: list[BlockHash] = []
 
     def upto(self, tokens: TokenArray[int], length: int) -> list[BlockHash]:
-        """Of the full blocks in [0, length)."""
+        """Return the hashes of the full blocks in [0, length)."""
         while (len(self._hashes) + 1) * self._size <= length:
             start = len(self._hashes) * self._size
             before = self._hashes[-1] if self._hashes else self._before
@@ -31,7 +31,7 @@ class HashChain:
         return self._hashes[: length // self._size]
 
     def known(self, index: int) -> BlockHash | None:
-        """Of a full block that was asked for before; from any thread."""
+        """Return the hash of full block `index` if `upto` has made it, else None. Any thread may ask."""
         return self._hashes[index] if index < len(self._hashes) else None
 
     def cut(self, length: int) -> None:

@@ -25,15 +25,15 @@ class SeenContent:
         self._noted[conversation] = len(blocks)
 
     def cut(self, conversation: int, blocks: int) -> None:
-        """Only the leading `blocks` of it stand; what was said stays noted."""
+        """Truncate the conversation to its leading `blocks`; what was noted stays noted."""
         self._noted[conversation] = min(blocks, self._noted.get(conversation, 0))
 
     def ended(self, conversation: int) -> None:
-        """Nothing is added to it any more; what was said stays noted."""
+        """Stop following the conversation; what was noted stays noted."""
         self._noted.pop(conversation, None)
 
     def elsewhere(self, conversation: int, blocks: Sequence[BlockHash]) -> int:
-        """Leading blocks that another conversation has had."""
+        """Count the leading blocks that another conversation has had."""
         found = 0
         for block in blocks:
             if self._owner.get(block, conversation) == conversation:
@@ -42,5 +42,5 @@ class SeenContent:
         return found
 
     def anywhere(self, blocks: Sequence[BlockHash]) -> int:
-        """Leading blocks that any conversation has had."""
+        """Count the leading blocks that any conversation has had."""
         return next((index for index, block in enumerate(blocks) if block not in self._owner), len(blocks))

@@ -60,17 +60,17 @@ class DiskTier:
 
     @property
     def has_work(self) -> bool:
-        """Something is to be written or read that no plan has yet."""
+        """Writes or reads were decided that no plan has taken yet."""
         return bool(self._work)
 
     def holds(self, session: Session, index: int) -> bool:
-        """As far as its chunks were named so far; from any thread."""
+        """Whether the store has this chunk, as far as its name is known. Any thread may ask."""
         chain = self._chains.get(session.number)
         return chain is not None and chain.known(index) in self._slots
 
     def worth_reading(self, session: Session) -> list[Run]:
-        """Of the chunks without KV, which are read: those runs with which the prompt is predicted to be done sooner than if
-        they were computed with the rest of it, behind the reads under way. The last token is computed in any case."""
+        """Choose which chunks without KV are read, as runs: those with which the prompt is predicted to be done sooner than
+        if they were computed with the rest of it. Reads under way come first. The last token is computed in any case."""
         size, layers = self._size, self._layers
         names = self._chain(session).upto(session.tokens, min(session.computed, len(session.tokens) - 1))
         there = map(max, session.chunks.gpu_len, session.chunks.cpu_len)
@@ -99,7 +99,7 @@ class DiskTier:
     # -- what is to be done -------------------------------------------------------------------------------------------
 
     def leave(self, session: Session, start: int, stop: int, on_gpu: bool) -> None:
-        """The chunks are about to give up these blocks, the last that have their KV."""
+        """Store the full ones of these chunks, which are about to give up the last blocks that have their KV."""
         chunks, size = session.chunks, self._size
         blocks, lengths = (chunks.gpu, chunks.gpu_len) if on_gpu else (chunks.cpu, chunks.cpu_len)
         names = self._chain(session).upto(session.tokens, min(stop * size, session.computed))
@@ -125,7 +125,7 @@ class DiskTier:
         self.counts["disk_stored_chunks"] += 1
 
     def read(self, session: Session, runs: Iterable[Run], ticket: int) -> None:
-        """These chunks, which have GPU blocks, are read with this ticket."""
+        """Read these chunks into the GPU blocks that they have, under this ticket."""
         names = self._chain(session).upto(session.tokens, session.computed)
         indices = [index for start, stop in runs for index in range(start, stop)]
         chosen = [names[index] for index in indices]
@@ -139,7 +139,8 @@ class DiskTier:
         self.counts["disk_loaded_chunks"] += len(chosen)
 
     def take_work(self) -> tuple[DiskStore | DiskLoad, ...]:
-        """What the plan being made is to do, in the order in which it was decided."""
+        """Return, once, the writes and reads that the plan being made shall perform, in the order in which they were
+        decided."""
         work, self._work = tuple(self._work), []
         return work
 
@@ -150,7 +151,7 @@ class DiskTier:
             self._reading.pop(ticket, None)
 
     def missing(self, names: Iterable[BlockHash]) -> None:
-        """These are not in the store, or not as they were written."""
+        """Free the slots of these chunks, which the store lacks or holds damaged."""
         for name in names:
             slot = self._slots.pop(name, None)
             if slot is not None:
@@ -161,18 +162,19 @@ class DiskTier:
     # -- conversations ------------------------------------------------------------------------------------------------
 
     def cut(self, session: Session, length: int) -> None:
-        """Only its first `length` tokens stand; what is on disk of the others may be said again."""
+        """Drop the names of chunks beyond the first `length` tokens. What the disk has of them stays: the same may be said
+        again."""
         chain = self._chains.get(session.number)
         if chain is not None:
             chain.cut(length)
 
     def forget(self, session: Session) -> None:
-        """Nothing of it stays in the store; what a fork has in common with it goes too, and is a miss there."""
+        """Delete all chunks of the conversation from the store, also those that a fork has in common with it."""
         self.missing(list(self._chain(session).upto(session.tokens, session.computed)))
         del self._chains[session.number]
 
     def count_holding(self, holders: Holders) -> None:
-        """From now on tell who pays for a slot: the conversation that wrote or read it last."""
+        """Report from now on which conversation pays for a slot: the one that wrote or read it last."""
         self._holders = holders
         for slot in self._slots.values():
             holders.give(slot, 1, NOBODY_NOW)

@@ -28,8 +28,8 @@ class BlockPool:
             self._put(0, blocks)
 
     def allocate(self, count: int, holder: int = NOBODY_NOW) -> tuple[int, ...]:
-        """`count` free blocks, in as few runs as the classes give quickly; the caller has checked that there are enough.
-        holder: the number of the conversation that pays for them."""
+        """Take `count` free blocks, in as few runs as the size classes give quickly. The caller has checked that there are
+        enough. holder: the number of the conversation that pays for them."""
         assert count <= self.free, f"{count} blocks asked, {self.free} free"
         taken: list[int] = []
         while count:
@@ -46,9 +46,9 @@ class BlockPool:
         return tuple(taken)
 
     def allocate_after(self, block: int | None, count: int, holder: int = NOBODY_NOW) -> list[int]:
-        """The blocks behind this one as far as they are free, so that chunks that come one after another lie in runs. The
-        others in the middle of the longest free extents, where there is room to go on. The caller has checked that there are
-        so many."""
+        """Take `count` free blocks: those behind `block` as far as they are free, so that consecutive chunks lie in runs,
+        and the others from the middle of the longest free extents, where a run has room to grow. The caller has checked
+        that there are enough."""
         taken: list[int] = []
         while len(taken) < count:
             lacking = count - len(taken)
@@ -81,7 +81,7 @@ class BlockPool:
         return next(iter(self._classes[self._sizes.bit_length() - 1]))
 
     def _take(self, start: int, offset: int, count: int) -> None:
-        """Blocks out of the free extent that begins at `start`."""
+        """Take `count` blocks, from `offset` on, out of the free extent that begins at `start`."""
         length = self._length_at[start]
         self._cut(start)
         if offset:
@@ -129,7 +129,7 @@ class BlockPool:
 
 
 def _extents(blocks: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Runs of consecutive numbers: the first of each, and how many."""
+    """Group consecutive block numbers: the first of each run, and how many."""
     first = length = 0
     for block in blocks:
         if length and block == first + length:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from operator import gt
 from typing import Literal, get_args
 
-from pensieve.cache.base import CacheCounters, Run, merged
+from pensieve.cache.base import CacheCounters, Run, merged, tokens_in
 from pensieve.cache.tiers import missing_runs
 from pensieve.cost.base import CostModel
 from pensieve.errors import ConfigError
@@ -78,8 +78,8 @@ class RestoreTimes:
         if not loads:
             return self._alone_s(work)
         below, above = _cut_at(work, leading.chunks[recomputed][0])
-        alone, shared = _first(below, _tokens(below) // self.batch_tokens * self.batch_tokens)
-        joining, after = _first(above, self.batch_tokens - _tokens(shared))
+        alone, shared = _first(below, tokens_in(below) // self.batch_tokens * self.batch_tokens)
+        joining, after = _first(above, self.batch_tokens - tokens_in(shared))
         began = self._alone_s(alone)
         compute = self.cost.step_s() + self.compute_s(shared) + self.compute_s(joining)
         loaded = (backlog + loads) * self.cost.load_s()
@@ -92,7 +92,7 @@ class RestoreTimes:
         return sum(self._below_s(stop) - self._below_s(start) for start, stop in runs)
 
     def _alone_s(self, runs: Sequence[Run]) -> float:
-        return ceil_div(_tokens(runs), self.batch_tokens) * self.cost.step_s() + self.compute_s(runs)
+        return ceil_div(tokens_in(runs), self.batch_tokens) * self.cost.step_s() + self.compute_s(runs)
 
     def _below_s(self, position: int) -> float:
         """Positions [0, position); within a chunk each position counts alike."""
@@ -105,7 +105,8 @@ class RestoreTimes:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """load: indices of the chunks to copy from CPU to GPU. recomputed_tokens: of those on CPU that are not."""
+    """load: indices of the chunks to copy from CPU to GPU, which hold loaded_tokens. recomputed_tokens: on CPU, and
+    computed again instead."""
 
     load: list[int]
     loaded_tokens: int
@@ -133,7 +134,8 @@ class Restorer:
         self.times = RestoreTimes(cost, self._chunk_tokens, layers, batch_tokens)
 
     def choose(self, session: Session, backlog: int, alone: bool) -> Restore:
-        """For a conversation that starts to run. backlog: chunks that are being copied to the GPU for others."""
+        """Decide the restore of a conversation that starts to run. backlog: chunks that are being copied to the GPU for
+        others. alone: no other request runs."""
         chunks, size = session.chunks, self._chunk_tokens
         on_cpu = [index for index, more in enumerate(map(gt, chunks.cpu_len, chunks.gpu_len)) if more]
         recomputed = len(on_cpu) if self.mode == "recompute" else 0
@@ -145,7 +147,8 @@ class Restorer:
         return Restore(on_cpu[recomputed:], sum(tokens[recomputed:]), sum(tokens[:recomputed]))
 
     def _count(self, split: Split) -> int:
-        """Sums over all restores of what was predicted, so that the measured saving can be compared with it."""
+        """Add the predicted times to the counters, so that the measured saving can be compared with them; returns how many
+        chunks to compute again."""
         extra = self._counters.extra
         for name, value in (
             ("hybrid_restores", 1.0),
@@ -158,7 +161,7 @@ class Restorer:
 
 
 class Leading:
-    """The chunks on CPU, so that the first few of them come as runs without joining them one by one."""
+    """The chunks on CPU, stored so that the first few of them come as runs without joining them one by one."""
 
     def __init__(self, chunks: Sequence[Run]) -> None:
         self.chunks = chunks
@@ -168,7 +171,7 @@ class Leading:
             self._from.append(self._from[-1] if follows else index)
 
     def runs(self, count: int) -> list[Run]:
-        """Of the first `count` chunks, the last run first."""
+        """Return the first `count` chunks as runs, the last run first."""
         runs: list[Run] = []
         while count:
             first = self._from[count - 1]
@@ -177,18 +180,15 @@ class Leading:
         return runs
 
 
-def _tokens(runs: Iterable[Run]) -> int:
-    return sum(stop - start for start, stop in runs)
-
-
 def _cut_at(runs: Sequence[Run], position: int) -> tuple[list[Run], list[Run]]:
-    """Those below the position and those above; it is the start of a loaded chunk, so no run crosses it."""
+    """Divide the runs into those below the position and those above it. It is the start of a loaded chunk, so no run
+    crosses it."""
     count = bisect_left(runs, (position, position))
     return list(runs[:count]), list(runs[count:])
 
 
 def _first(runs: Sequence[Run], tokens: int) -> tuple[list[Run], list[Run]]:
-    """The first `tokens` positions of the runs, and the others."""
+    """Divide the runs into their first `tokens` positions and the others."""
     taken: list[Run] = []
     for index, (start, stop) in enumerate(runs):
         if tokens < stop - start:

@@ -57,9 +57,9 @@ _BEFORE_THE_FIRST = -1  # the number of no plan
 
 
 class Tiers:
-    """Both pools, the copies between them, and an index of victims a view.
+    """Both pools, the copies between them, and an index of victims for each view.
 
-    It changes where a chunk is when it is told to; which chunk it is that must go, the cache decides.
+    It moves chunks as it is told; which chunk has to go, the cache decides.
     """
 
     def __init__(
@@ -82,14 +82,15 @@ class Tiers:
     # -- a session runs, or stops ---------------------------------------------------------------------------------------
 
     def pin(self, session: Session) -> None:
-        """It starts to run: its chunks leave the indices."""
+        """Protect the chunks of a session that starts to run: they leave the victim indices."""
         for victims in self._index.values():
             victims.remove_session(session)
         self.transfers.pin(session)
         session.chunks.view = bytearray(len(session.chunks))
 
     def unpin(self, session: Session) -> None:
-        """It runs no longer: blocks without KV come back, and the other chunks may be evicted."""
+        """Release the chunks of a session that has stopped: blocks without KV are freed, and the other chunks may be
+        evicted."""
         chunks = session.chunks
         self.transfers.unpin(session)
         lacks = 0 in chunks.gpu_len or any(map(lt, chunks.gpu_len, chunks.cpu_len))
@@ -111,14 +112,14 @@ class Tiers:
         self.update(session, 0, unused)
 
     def reorder(self, session: Session) -> None:
-        """What its place in the order of eviction depends on has changed."""
+        """Sort a session's chunks in anew: what the policy's order depends on has changed."""
         for victims in self._index.values():
             victims.refresh(session)
 
     # -- chunks change their state ------------------------------------------------------------------------------------
 
     def update(self, session: Session, start: int, stop: int) -> None:
-        """Bring the chunks into the indices that their records say."""
+        """Derive the chunks' views from their records, and enter them into the victim indices accordingly."""
         if session.running:
             for index in range(start, stop):
                 self.update_duplicate(session, index)
@@ -129,12 +130,13 @@ class Tiers:
         )
 
     def update_duplicates(self, session: Session) -> None:
-        """Of all its chunks; it has just started to run."""
+        """Call update_duplicate for all chunks of a session that has just started to run."""
         for index in self._on_cpu(session):
             self.update_duplicate(session, index)
 
     def update_duplicate(self, session: Session, index: int) -> None:
-        """Of a running session: whether the chunk's copy on CPU is one that the GPU has as much of."""
+        """Register a running session's copy on CPU as a duplicate where the GPU has as much of the chunk; else take it off
+        the register."""
         chunks = session.chunks
         if (
             chunks.cpu[index] != NO_BLOCK
@@ -146,7 +148,7 @@ class Tiers:
             self.duplicates.pop((session.number, index), None)
 
     def free_duplicates(self, count: int) -> None:
-        """Give up the CPU blocks of the oldest of them, of so many at most; no KV is lost by it."""
+        """Free the CPU blocks of the oldest duplicates, `count` at most; no KV is lost."""
         oldest = list(islice(self.duplicates, count))
         place = 0
         while place < len(oldest):
@@ -158,38 +160,38 @@ class Tiers:
             self.free_cpu(session, start, stop)
 
     def free_copy(self, session: Session, index: int) -> None:
-        """Give up the CPU block of a clean chunk: its KV stays on GPU."""
+        """Free the CPU block of a clean chunk, whose KV stays on GPU."""
         self.free_cpu(session, index, index + 1)
         self.update(session, index, index + 1)
 
     def reclaim(self, session: Session, start: int, stop: int) -> None:
-        """Take the GPU blocks of clean chunks, whose KV stays on CPU."""
+        """Free the GPU blocks of clean chunks, whose KV stays on CPU."""
         self.free_gpu(session, start, stop)
         self.counters.evicted_chunks += stop - start
         self._set_views(session, start, bytes((View.CPU_ONLY,)) * (stop - start))
 
     def drop_gpu(self, session: Session, start: int, stop: int) -> None:
-        """Take the GPU blocks of chunks that are not on CPU: their KV is lost, or on disk."""
+        """Free the GPU blocks of chunks that are not on CPU: their KV is lost, or on disk."""
         self.leaving(session, start, stop, True)
         self.free_gpu(session, start, stop)
         self.counters.evicted_chunks += stop - start
         self._lose(session, start, stop)
 
     def drop_cpu(self, session: Session, start: int, stop: int) -> None:
-        """Take the CPU blocks of chunks that are not on GPU: their KV is lost, or on disk."""
+        """Free the CPU blocks of chunks that are not on GPU: their KV is lost, or on disk."""
         self.leaving(session, start, stop, False)
         self.free_cpu(session, start, stop)
         self._lose(session, start, stop)
 
     def invalidate(self, session: Session, start: int, stop: int) -> None:
-        """Of a running session: what the chunks' GPU blocks hold is not valid."""
+        """Mark what the GPU blocks of a running session's chunks hold as not valid; the chunks keep the blocks."""
         for index in range(start, stop):
             session.chunks.gpu_len[index] = 0
             session.chunks.lost[index] = None  # nobody took it: its step failed
             self.duplicates.pop((session.number, index), None)
 
     def cut(self, session: Session, length: int) -> None:
-        """The conversation has only the first `length` tokens now: KV of the others is given up."""
+        """Give up the KV beyond the conversation's first `length` tokens."""
         size, chunks = self.chunk_tokens, session.chunks
         self.discard(session, chunks_of(length, size))
         if chunks and length % size:
@@ -201,7 +203,7 @@ class Tiers:
             self.update(session, index, index + 1)
 
     def discard(self, session: Session, first: int) -> None:
-        """Chunks from `first` on cease to exist; a block that a copy or a launched plan still uses waits in quarantine."""
+        """Delete the chunks from `first` on. A block that a copy or a launched plan still uses waits in quarantine."""
         stop = len(session.chunks)
         if stop <= first:
             return
@@ -215,7 +217,7 @@ class Tiers:
         session.chunks.cut(first)
 
     def free_gpu(self, session: Session, start: int, stop: int, discarded: bool = False) -> None:
-        """discarded: a launched plan may still write to the blocks."""
+        """Free the GPU blocks of these chunks. discarded: a launched plan may still write to them."""
         self._free(True, session, start, stop, discarded)
 
     def free_cpu(self, session: Session, start: int, stop: int, discarded: bool = False) -> None:
@@ -230,7 +232,7 @@ class Tiers:
         lengths[start:stop] = repeated(0, len(blocks))
 
     def move(self, source: Session, target: Session, count: int) -> None:
-        """The first `count` chunks of an idle conversation to a new one, but for those that a copy reads or writes."""
+        """Move the first `count` chunks of an idle conversation to a new one, except those that a copy reads or writes."""
         old, new = source.chunks, target.chunks
         assert not new
         count = min(count, len(old))
@@ -248,7 +250,7 @@ class Tiers:
     # -- copies -----------------------------------------------------------------------------------------------------
 
     def outward(self, session: Session, start: int, stop: int) -> Transfer:
-        """The copy of dirty chunks to their CPU blocks, not started; the chunks leave their index."""
+        """Prepare the copy of dirty chunks to their CPU blocks, without starting it; the chunks leave their index."""
         chunks = session.chunks
         self._set_views(session, start, bytes(stop - start))
         # A block that held an older, shorter copy is overwritten with the same values, so that copy stays valid.
@@ -257,7 +259,7 @@ class Tiers:
         )
 
     def copy_out(self, moves: list[Transfer], order: Sequence[Victim], urgent: bool) -> tuple[Copy, ...]:
-        """order: in which the chunks were chosen."""
+        """Start these copies to the CPU under one ticket. order: in which the chunks were chosen."""
         if not moves:
             return ()
         gpu, cpu = chain.from_iterable(m.gpu for m in moves), chain.from_iterable(m.cpu for m in moves)
@@ -266,7 +268,8 @@ class Tiers:
         return (copy,)
 
     def copy_in(self, session: Session, runs: Iterable[Run]) -> tuple[Copy, ...]:
-        """To GPU blocks that the chunks have; their KV counts as there at once, and plans wait for it."""
+        """Start to load these chunks into the GPU blocks that they have. Their KV counts as there at once; plans wait for
+        it."""
         chunks, moves = session.chunks, []
         for start, stop in runs:
             self._set_views(session, start, bytes(stop - start))
@@ -281,7 +284,8 @@ class Tiers:
         return (copy,)
 
     def read_in(self, session: Session, runs: Iterable[Run]) -> int:
-        """DISK TIER: full chunks without KV, to GPU blocks that they have. As copy_in; returns the ticket."""
+        """Start to read full chunks without KV from disk into the GPU blocks that they have; returns the ticket. As with
+        copy_in, their KV counts as there at once."""
         chunks, moves = session.chunks, []
         for start, stop in runs:
             full, nowhere = repeated(self.chunk_tokens, stop - start), repeated(NO_BLOCK, stop - start)
@@ -290,7 +294,7 @@ class Tiers:
         return self.transfers.open(moves)
 
     def finish(self, tickets: Sequence[int], valid: bool) -> list[Session]:
-        """These copies are over; not valid: what they wrote is nothing. Returns the running sessions that lost KV by it."""
+        """End these copies. valid: False where nothing they wrote counts. Returns the running sessions that lost KV by it."""
         lost: dict[str, Session] = {}
         for ticket in tickets:
             moves, order = self.transfers.close(ticket)
@@ -308,7 +312,7 @@ class Tiers:
         return list(lost.values())
 
     def _landed(self, moved: Transfer, valid: bool) -> bool:
-        """What the end of the copy makes of its chunks' records; returns whether KV on GPU was lost."""
+        """Update the records of the chunks of a copy that is over; returns whether KV on GPU was lost."""
         session, chunks = moved.session, moved.session.chunks
         lost = False
         for start, stop in moved.alive():
@@ -326,7 +330,7 @@ class Tiers:
         return lost
 
     def _update_duplicates(self, running: dict[int, Session], moves: list[Transfer], order: Sequence[Victim]) -> None:
-        """As the chunks were chosen, since the oldest duplicate is the first that is given up."""
+        """Register duplicates in the order in which the chunks were chosen, since the oldest one is given up first."""
         existing = {
             (moved.session.number, index): moved.session
             for moved in moves
@@ -341,7 +345,7 @@ class Tiers:
     # -- how --------------------------------------------------------------------------------------------------------
 
     def _on_cpu(self, session: Session) -> list[int]:
-        """Chunks that have a CPU block."""
+        """Indices of the chunks that have a CPU block."""
         blocks = session.chunks.cpu
         if blocks.count(NO_BLOCK) == len(blocks):
             return []
@@ -363,11 +367,11 @@ class Tiers:
 
 
 def _stay_nowhere(session: Session, start: int, stop: int, on_gpu: bool) -> None:
-    """Without a disk tier."""
+    """Do nothing with chunks that lose their last blocks: there is no disk tier."""
 
 
 def _views(gpu_len: TokenArray[int], cpu_len: TokenArray[int], copying: bytearray) -> bytes:
-    """Of chunks whose session does not run. The first two cases are what a turn and a copy leave, told at once."""
+    """Views of chunks whose session does not run. The first two cases, which most turns and copies leave, need no loop."""
     count = len(gpu_len)
     if copying.count(0) == count:
         if gpu_len == cpu_len and 0 not in gpu_len:
@@ -417,7 +421,7 @@ class Transfer:
 
     @property
     def incoming(self) -> int:
-        """Chunks that take their turn among the copies from the CPU."""
+        """Chunks that keep the link from the CPU busy."""
         return 0 if self.outward or self.from_disk else len(self.gpu)
 
     def alive(self) -> Iterator[Run]:
@@ -459,7 +463,8 @@ class Transfers:
         self.launched = self._collected = _BEFORE_THE_FIRST
 
     def open(self, moves: list[Transfer], order: Sequence[Victim] = ()) -> int:
-        """A new ticket for these chunks; each is marked as copying until it is closed. order: in which they were chosen."""
+        """Issue a ticket for these copies, and mark their chunks as copying until it is closed. order: in which they were
+        chosen."""
         self._last_ticket += 1
         self._open[self._last_ticket] = moves, order
         for moved in moves:
@@ -470,7 +475,8 @@ class Transfers:
         return self._last_ticket
 
     def close(self, ticket: int) -> tuple[list[Transfer], Sequence[Victim]]:
-        """It is over, done or failed: what it moved, and in which order that was chosen."""
+        """Close the ticket of copies that are done or failed; returns these, and the order in which their chunks were
+        chosen."""
         moves, order = self._open.pop(ticket)
         for moved in moves:
             own = self._of[moved.session.number]
@@ -492,31 +498,32 @@ class Transfers:
         return bool(self._open)
 
     def any_of(self, session: Session) -> bool:
-        """A copy reads or writes blocks that it has or had."""
+        """Whether an open copy reads or writes blocks that the session has or had."""
         return session.number in self._of
 
     def under_way(self) -> Iterator[Transfer]:
-        """All that are open: for check()."""
+        """Yield all open copies; for check()."""
         for moves, _ in self._open.values():
             yield from moves
 
     def pin(self, session: Session) -> None:
-        """It has started to run: the end of a copy does not make a chunk evictable."""
+        """Stop counting a session's copies as outgoing: it runs, so their end makes no chunk evictable."""
         self.outgoing -= self._outward_of(session)
 
     def unpin(self, session: Session) -> None:
-        """It runs no longer."""
+        """Count a session's copies as outgoing again: it has stopped."""
         self.outgoing += self._outward_of(session)
 
     def shorten(self, session: Session, index: int, length: int) -> None:
-        """The chunk was truncated: what its copy brings is valid up to here at most."""
+        """Limit what the open copies of a chunk make valid to its first `length` offsets, to which it was truncated."""
         for moved in self._of.get(session.number, ()):
             place = index - moved.first
             if 0 <= place < len(moved.fates) and moved.fates[place] == _ALIVE:
                 moved.lengths[place] = min(moved.lengths[place], length)
 
     def abandon(self, session: Session, start: int, stop: int) -> None:
-        """The chunks give their blocks up: they wait in quarantine for their copies, and what those bring is of no use."""
+        """Mark the chunks' open copies as useless: the chunks give up their blocks, which wait in quarantine for these
+        copies."""
         for moved in self._of.get(session.number, ()):
             first, last = max(start, moved.first) - moved.first, min(stop, moved.stop) - moved.first
             if first < last:
@@ -527,7 +534,7 @@ class Transfers:
                 self.outgoing += moved.outgoing
 
     def gone(self, session: Session, first: int) -> None:
-        """Chunks from `first` on, which were abandoned if they were copied, cease to exist."""
+        """Mark the chunks from `first` on as deleted in open copies; those under way were abandoned before."""
         for moved in self._of.get(session.number, ()):
             place = max(first - moved.first, 0)
             assert _ALIVE not in moved.fates[place:]
@@ -539,13 +546,13 @@ class Transfers:
         return self.launched > self._collected
 
     def collected(self, step: int) -> None:
-        """Plans up to this one are over."""
+        """Release the blocks that waited for plans up to this one."""
         self._collected = step
         while self._after_plan and self._after_plan[0][0] <= step:
             self._let_go(self._after_plan.popleft()[1])
 
     def retire(self, on_gpu: bool, session: Session, first: int, blocks: TokenArray[int], discarded: bool) -> None:
-        """The chunks from `first` on give these blocks (NO_BLOCK: none) back to their pool, as soon as nothing uses them.
+        """Return these blocks (NO_BLOCK: none) of the chunks from `first` on to their pool, as soon as nothing uses them.
 
         No launched plan uses an evicted block, since its session does not run; one that was discarded may still be written
         by a plan under way.
@@ -570,7 +577,7 @@ class Transfers:
         return [block for tier, block in self._holds if tier is on_gpu]
 
     def check(self) -> None:
-        """Assert that what is kept from call to call is what a recount finds."""
+        """Assert that the counts kept from call to call equal a recount."""
         moves = list(self.under_way())
         assert self.outgoing == sum(moved.outgoing for moved in moves)
         assert self.incoming == sum(moved.incoming for moved in moves)
@@ -593,7 +600,7 @@ class Transfers:
         return sum(moved.fates.count(_ALIVE) for moved in self._of.get(session.number, ()) if moved.outward)
 
     def _copies_with(self, on_gpu: bool, session: Session, index: int, block: int) -> int:
-        """How many open copies read or write this block of a chunk."""
+        """Count the open copies that read or write this block of a chunk."""
         count = 0
         for moved in self._of.get(session.number, ()):
             blocks, place = moved.gpu if on_gpu else moved.cpu, index - moved.first
@@ -601,7 +608,7 @@ class Transfers:
         return count
 
     def _let_go(self, place: _Place) -> None:
-        """One of those that a block may have waited for is over."""
+        """Record that one copy or plan is over that the block may have waited for."""
         holds = self._holds.get(place)
         if holds is None:
             return  # the chunk has it still
@@ -625,8 +632,8 @@ class CpuRoom:
         self._now_s = now_s
 
     def give(self, leaving: Sequence[Victim], sessions: Mapping[int, Session]) -> tuple[list[Victim], list[Victim]]:
-        """See that chunks that leave the GPU have CPU blocks. Returns those that have one, and those for which there is none:
-        where every CPU block holds what the policy would keep longer than the chunk, it is the chunk that should be lost."""
+        """Provide CPU blocks for chunks that leave the GPU. Returns the chunks that have one, and those for which there is
+        none: where every CPU block holds what the policy would keep longer than the chunk, the chunk should be lost."""
         tiers = self._tiers
         lacking = [victim for victim in leaving if sessions[victim[3]].chunks.cpu[victim[4]] == NO_BLOCK]
         if tiers.cpu.free < len(lacking) and tiers.duplicates:
@@ -654,7 +661,8 @@ class CpuRoom:
         return kept, lost
 
     def _place(self, session: Session, start: int, stop: int) -> None:
-        """Behind the block of the chunk before, as far as that is free."""
+        """Take CPU blocks for those of the chunks that have none, behind the block of the chunk before as far as that is
+        free."""
         blocks = session.chunks.cpu
         for first, end in runs_of(index for index in range(start, stop) if blocks[index] == NO_BLOCK):
             behind = blocks[first - 1] if first and blocks[first - 1] != NO_BLOCK else None
@@ -664,8 +672,8 @@ class CpuRoom:
 def residency_of(
     session: Session, keep: int, prompt: int, known: int | None, chunk_tokens: int, early: Collection[int] = ()
 ) -> Residency:
-    """Where the history is of a prompt of `prompt` tokens whose first `keep` are the conversation's own; known overrides how
-    long the history is. early: chunks that were loaded for this very prompt, and so count as on CPU."""
+    """Where the history of a prompt is. prompt: its tokens, of which the first `keep` are the conversation's own. known:
+    overrides the length of the history. early: chunks that were loaded for this very prompt, and so count as on CPU."""
     history = min(keep, session.computed, prompt - 1) if known is None else min(known, prompt - 1)
     gpu_hit = cpu_hit = 0
     found = min(history, keep)

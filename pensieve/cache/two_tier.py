@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from pensieve.cache.base import Admission, CacheManager, Demand, Residency, Run, edited_run
+from pensieve.cache.base import Admission, CacheManager, Demand, Residency, Run, edited_run, tokens_in
 from pensieve.cache.disk import DiskTier
 from pensieve.cache.invariants import check_tiers
 from pensieve.cache.loops import Victim
@@ -133,8 +133,8 @@ class TwoTierCache(CacheManager):
         session.chunks.add(chunks_of(len(tokens), self.chunk_tokens))
 
     def receive(self, session: Session, tokens: TokenArray[int], lengths: Sequence[int], now_s: float) -> int:
-        """Into CPU blocks that are free, duplicates', or of the policy's victims. Where these do not suffice, its last chunks
-        get them, which take longest to compute."""
+        """Store the KV in CPU blocks that are free, or of duplicates, or of the policy's victims. Where these do not
+        suffice, the last chunks get them, which take longest to compute."""
         size, chunks, tiers = self.chunk_tokens, session.chunks, self.tiers
         keep = common_prefix(session.tokens, tokens)
         for index, length in enumerate(lengths[: len(chunks)]):
@@ -174,7 +174,7 @@ class TwoTierCache(CacheManager):
         return first, blocks
 
     def _start(self, session: Session, residency: Residency, now_s: float) -> Admission:
-        """Reserve what its tokens and one more need, and decide what of it is loaded."""
+        """Reserve blocks for its tokens and one more, and decide which of its chunks are loaded and which computed."""
         tiers, size, length = self.tiers, self.chunk_tokens, len(session.tokens)
         chunks, total = session.chunks, chunks_of(length + 1, size)
         chunks.add(total - len(chunks))
@@ -193,7 +193,7 @@ class TwoTierCache(CacheManager):
         tiers.update_duplicates(session)
         work = missing_runs(session, length, size)
         again = sum(max(0, min(stop, session.computed) - start) for start, stop in work)
-        table, swapped = tuple(chunks.gpu), restore.loaded_tokens + sum(stop - start for start, stop in read)
+        table, swapped = tuple(chunks.gpu), restore.loaded_tokens + tokens_in(read)
         return Admission(residency, work, table, swap_in, swapped, again, restore.recomputed_tokens, disk_ticket, read)
 
     # -- disk ---------------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class TwoTierCache(CacheManager):
             self.disk.missing(keys)
 
     def _read_from_disk(self, session: Session) -> tuple[int | None, tuple[Run, ...]]:
-        """Start to read what is worth it of the chunks that are in neither tier: the ticket, and the positions that come."""
+        """Start to read those chunks without KV for which reading is worth it; returns the ticket and the positions."""
         if self.disk is None or not (runs := self.disk.worth_reading(session)):
             return None, ()
         ticket, size = self.tiers.read_in(session, runs), self.chunk_tokens
@@ -306,9 +306,9 @@ class TwoTierCache(CacheManager):
         return self._copy_out(self.tiers.dirty.choose(most, now_s), now_s, urgent=False) if most > 0 else ()
 
     def exchange(self, session: Session, lacking: int, now_s: float) -> tuple[tuple[Copy, ...], tuple[Copy, ...]]:
-        """Its chunks are loaded into the GPU blocks that are free; the CPU blocks of those that are there take what leaves
-        the GPU, which frees further GPU blocks. So only what it needs beyond them costs others their only copies, and, where
-        no GPU block is free to begin with, an eighth."""
+        """Load its chunks into the free GPU blocks. What leaves the GPU takes the CPU blocks of its chunks that are loaded
+        already, and so frees further GPU blocks. Others lose their only copies only for what it needs beyond that, and for
+        an eighth of its chunks where no GPU block is free to begin with."""
         if not self.cpu_blocks:
             return (), ()
         tiers, chunks, wanted = self.tiers, session.chunks, lacking - self.outgoing
@@ -331,7 +331,7 @@ class TwoTierCache(CacheManager):
         return loads, outward
 
     def _load_early(self, session: Session, now_s: float) -> tuple[Copy, ...]:
-        """Of a waiting conversation, as many chunks from the CPU as there are GPU blocks for without a copy."""
+        """Load as many CPU chunks of a waiting conversation as there are GPU blocks for without a copy."""
         chunks = session.chunks
         most = max(self.available - chunks.view.count(View.CLEAN), 0)
         behind = [index for index, view in enumerate(chunks.view) if view == View.CPU_ONLY][:most]
@@ -350,7 +350,7 @@ class TwoTierCache(CacheManager):
         return self._take(self.tiers.dirty, self.tiers.drop_gpu, blocks, now_s)
 
     def reclaim(self, blocks: int, now_s: float) -> int:
-        """Free GPU blocks of clean chunks, whose KV stays on CPU; returns how many there were."""
+        """Free GPU blocks of clean chunks, whose KV stays on CPU; returns how many were freed."""
         return self._take(self.tiers.clean, self.tiers.reclaim, blocks, now_s)
 
     def _take(self, victims: VictimIndex, take: Callable[[Session, int, int], None], blocks: int, now_s: float) -> int:
@@ -366,14 +366,14 @@ class TwoTierCache(CacheManager):
             take(sessions[number], start, stop)
 
     def _of_others(self, victims: VictimIndex, session: Session, view: View, count: int, now_s: float) -> list[Victim]:
-        """At most so many victims, none of this conversation, whatever its own chunks are worth to the policy."""
+        """Choose at most `count` victims among the other conversations, whatever its own chunks are worth to the policy."""
         own = session.chunks.view.count(view)
         return [victim for victim in victims.choose(count + own, now_s) if victim[3] != session.number][:count]
 
     def _copy_out(
         self, chosen: list[Victim], now_s: float, urgent: bool, giving: tuple[Session, list[int]] | None = None
     ) -> tuple[Copy, ...]:
-        """Dirty chunks; one for which there is no room on CPU is dropped. giving: see CpuRoom."""
+        """Start to copy dirty chunks to the CPU, and drop those for which there is no room. giving: see CpuRoom."""
         if not chosen:
             return ()
         tiers = self.tiers
@@ -385,7 +385,8 @@ class TwoTierCache(CacheManager):
         return tiers.copy_out(moves, kept, urgent)
 
     def _take_gpu(self, session: Session, count: int, now_s: float, behind: int | None = None) -> tuple[int, ...]:
-        """Free blocks for it, reclaimed from clean chunks (or, without a CPU tier, dropped) as far as they are lacking."""
+        """Take GPU blocks for a session: free ones, and as far as these do not suffice those of clean chunks or, without a
+        CPU tier, of dropped ones. behind: a block that they should follow."""
         pool = self.tiers.gpu
         lacking = count - pool.free
         taken = self.reclaim(lacking, now_s)
@@ -419,8 +420,8 @@ class TwoTierCache(CacheManager):
         self.tiers.reorder(session)
 
     def fork(self, parent: Session, child: Session, length: int, takes_kv: bool) -> None:
-        """A block belongs to one conversation. A child that takes KV gets the whole chunks that both have in common; the
-        parent keeps their raw tokens, as of chunks that were dropped."""
+        """Move the whole chunks that both have in common to a child that takes KV, since a block belongs to one
+        conversation. The parent keeps their raw tokens, as of chunks that were dropped."""
         super().fork(parent, child, length, takes_kv)
         self.make_room_for(child, child.last_active_s)
         if takes_kv and not parent.running and not parent.waiting:

@@ -23,7 +23,7 @@ _NOT_ENTERED = -1  # the stamp of a lead that no heap has an entry of
 
 
 class _Lead:
-    """What an index holds of one conversation: how many chunks, and which is the first."""
+    """The chunks of one conversation in an index: how many, and the first of them."""
 
     __slots__ = ("chunk", "count", "key", "passed", "session", "since_s", "stamp")
 
@@ -73,7 +73,8 @@ class VictimIndex:
         self.chunks = 0
 
     def changed(self, session: Session, more: int) -> None:
-        """The views of its chunks have changed: so many more of them are this index's, or fewer."""
+        """Add `more` of the session's chunks to this index (fewer than 0: take them out), and sort in the one that is now
+        the first."""
         lead = self._leads.get(session.number)
         if lead is None:
             if not more:
@@ -90,14 +91,14 @@ class VictimIndex:
             self._enter(lead, first)
 
     def remove_session(self, session: Session) -> None:
-        """All chunks of a conversation leave at once, since it starts to run; the caller resets their views."""
+        """Remove all chunks of a conversation, which starts to run; the caller resets their views."""
         lead = self._leads.pop(session.number, None)
         if lead is not None:
             self.chunks -= lead.count
             self._leave(lead)
 
     def refresh(self, session: Session) -> None:
-        """Its last active, next use or level changed."""
+        """Sort a conversation in anew: its last active, next use or level has changed."""
         lead = self._leads.get(session.number)
         if lead is not None:
             self._enter(lead, lead.chunk)
@@ -114,11 +115,11 @@ class VictimIndex:
         return (self._merge if self._merges else self._one_by_one)(count, now_s, whole)
 
     def sessions_of(self, victims: Iterable[Victim]) -> dict[int, Session]:
-        """Whose chunks these are, by session number, as long as they are in this index."""
+        """Return the sessions of these chunks by session number, as long as they are in this index."""
         return {number: self._leads[number].session for number in {victim[3] for victim in victims}}
 
     def spans(self, victims: list[Victim]) -> list[Span]:
-        """The chunks of a choice as runs, those of one conversation together."""
+        """Return the chunks of a choice as runs, those of one conversation together."""
         return self._loops.spans(victims)
 
     def victims(self, now_s: float) -> Iterator[tuple[Session, int]]:
@@ -217,7 +218,7 @@ class VictimIndex:
         return {number: (lead.chunk, lead.count) for number, lead in self._leads.items()}
 
     def _leave(self, lead: _Lead) -> None:
-        """Its entry is not valid any more."""
+        """Make the conversation's entry in its heap invalid."""
         self._valid[lead.key] -= 1
         self._touch(lead.key)
         lead.stamp = _NOT_ENTERED
@@ -251,7 +252,7 @@ class VictimIndex:
         self._touch(key)
 
     def _grow_older(self, now_s: float) -> None:
-        """Conversations that have passed an age since the last choice go to where they belong now."""
+        """Move the conversations that have passed an age since the last choice to the heap of that age."""
         aging, moved = self._aging, []
         while aging and aging[0][0] <= now_s:
             _, _, lead, since_s = heapq.heappop(aging)

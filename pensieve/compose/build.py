@@ -18,7 +18,7 @@ from pensieve.compose.plan import TrialPlan, memory_share, plans_in_flight
 from pensieve.compose.schema import HardwareConfig, TrialConfig
 from pensieve.compose.target import factory
 from pensieve.compose.tokenizer import build_tokenizer
-from pensieve.compose.weights import loadable
+from pensieve.compose.weights import loadable, model_identity
 from pensieve.cost.base import CostModel
 from pensieve.cost.capacity import Batches, Lengths, stateless_capacity
 from pensieve.cost.machine_profile import read_profile
@@ -321,8 +321,7 @@ def _divided_worker(plan: TrialPlan, clock: Clock) -> TensorParallelWorker:
 
 
 def _disk_options(plan: TrialPlan, keeps: bool) -> DiskOptions:
-    """One file a model and layout of its KV."""
-    from pensieve.compose.model_identity import model_identity
+    """Name the file store of this model and layout of its KV."""
     from pensieve.worker.torch.options import DiskOptions
 
     model, size = model_identity(plan.config.model, simulated=False), plan.model.kv_bytes_per_token
@@ -366,7 +365,8 @@ def make_workload(plan: TrialPlan, tokenizer: Tokenizer) -> Workload:
 
 
 def _capacity(plan: TrialPlan) -> Callable[[Lengths], float]:
-    """Of stateless serving on the simulated machine, whatever this trial's baseline is."""
+    """Return a function from lengths to the requests a second that stateless serving finishes on the simulated machine,
+    whatever this trial's baseline is."""
     s = plan.config.scheduler
     kv_tokens = int((1 - s.admission_reserve) * plan.budget_gpu_blocks) * plan.chunk_tokens
     batches = Batches(kv_tokens, s.max_batch_requests, s.max_batch_tokens)
@@ -402,6 +402,6 @@ def longest_context(described: WorkloadPlan) -> int | None:
 
 
 def longest_conversation(described: WorkloadPlan) -> int | None:
-    """Its tokens; None where the workload does not know them in advance."""
+    """Tokens of the longest conversation; None where the workload does not know them in advance."""
     longest = described.facts.get("longest_conversation_tokens")
     return None if longest is None else int(longest)

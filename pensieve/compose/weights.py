@@ -122,6 +122,18 @@ def weights_identity(model: ModelConfig) -> str | None:
     return commit(model.hub_id, model.revision) if kind == "hub" and model.hub_id else None
 
 
+def model_identity(model: ModelConfig, simulated: bool) -> str:
+    """A digest of what two models must share for the tokens and the KV of one to mean the same to the other.
+
+    It covers architecture, tokenizer, dtype, and the weights' content as far as it is known before they are loaded: of a
+    folder or file all of it, of the hub the commit, of random weights their seed. simulated: no weights at all.
+    """
+    from pensieve.results.identity import config_hash  # which imports the database
+
+    weights = None if simulated else weights_identity(model)
+    return config_hash({"model": model.model_dump(), "weights_content": weights, "simulated": simulated})
+
+
 def folder_architecture(folder: str) -> dict[str, Any]:
     """config.json of a folder. Raises WeightsMissing where there is none."""
     file = Path(folder).expanduser() / "config.json"

@@ -142,6 +142,6 @@ def positive_ratio(a: Mapping[tuple[int, str], float], b: Mapping[tuple[int, str
 
 
 def conversation_ends(pairs: pd.DataFrame, last: bool) -> pd.DataFrame:
-    """Of sorted pairs the first or the last turn of each conversation."""
+    """Return the first or the last turn of each conversation. pairs: sorted."""
     conversations = pairs.groupby(level=CONVERSATION)
     return conversations.tail(1) if last else conversations.head(1)

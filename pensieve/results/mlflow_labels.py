@@ -83,7 +83,7 @@ def note(answers: Sequence[str], command: str | None) -> str:
 
 
 def _who() -> dict[str, str]:
-    """Whoever copies to MLflow: the results database does not keep users."""
+    """Tag the user who copies to MLflow: the results database does not keep users."""
     try:
         return {"mlflow.user": getpass.getuser()}
     except (KeyError, OSError):  # a container whose user has no name
@@ -91,7 +91,7 @@ def _who() -> dict[str, str]:
 
 
 def _source(command: str | None, commit: str | None) -> dict[str, str]:
-    """The script of the command, and the checkout's commit."""
+    """Tag the script of the command, and the checkout's commit."""
     found = {"mlflow.source.type": "LOCAL"}
     words = shlex.split(command) if command else []
     if words and PurePath(words[0]).name.startswith("python"):

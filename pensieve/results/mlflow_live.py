@@ -76,7 +76,7 @@ def end_line() -> str:
 
 
 def write_live(lines: Iterable[str], answers: IO[str]) -> None:
-    """Until the lines end. Raises whatever MLflow does: nobody depends on this process."""
+    """Write what the lines tell to MLflow until they end. Raises whatever MLflow does: nobody depends on this process."""
     from pensieve.results.mlflow_series import Series, Served
     from pensieve.results.mlflow_store import client_of, import_mlflow, log_batches, metrics_of, open_if_free
 

@@ -177,7 +177,7 @@ def move_away(outputs: Path) -> Path | None:
 
 
 def lock(outputs: Path) -> FileLock:
-    """To be held while a run is looked for and then made, so that two processes do not make it twice."""
+    """Make the lock to hold while a run is looked for and then made, so that two processes do not make it twice."""
     return FileLock(outputs / "mlflow.db.lock", timeout=LOCK_TIMEOUT_S)
 
 
@@ -231,7 +231,7 @@ def tagged(**tags: str) -> str:
 def log_batches(
     client: Any, run_id: str, params: Sequence[Any], metrics: Sequence[Any], tags: Mapping[str, str] | None = None
 ) -> None:
-    """In as few calls as MLflow's limits allow, since each is a transaction."""
+    """Log parameters, metrics and tags in as few calls as MLflow's limits allow, since each is a transaction."""
     from mlflow.entities import RunTag
 
     if tags:
@@ -253,7 +253,7 @@ def params_of(values: Mapping[str, Any]) -> list[Any]:
 
 
 def metrics_of(values: Mapping[str, float | None], at_ms: int, step: int = 0) -> list[Any]:
-    """Without those whose value is not known."""
+    """Make MLflow's metrics of the values that are known."""
     from mlflow.entities import Metric
 
     return [Metric(allowed_name(name), v, at_ms, step) for name, v in values.items() if v is not None]

@@ -46,7 +46,7 @@ def served_of(settings: Mapping[str, Any]) -> Served:
 
 
 def sentence(served: Served, settings: Sequence[Mapping[str, Any]], baselines: str = "") -> str:
-    """Of all that were served in this way, the one that came nearest to its limit."""
+    """Say how trials were served, and the self-check of the one among them that came nearest to its limit."""
     worst = max(settings, key=lambda one: one["self_check_difference"] / one["self_check_limit"])
     right = "the model's own" if served.against == "eager" else "those of the same weights in float32"
     of = f" ({baselines})" if baselines else ""

@@ -292,20 +292,8 @@ class ResultsStore:
                     connection.execute(insert(TurnRow), [dict(zip(_TURN_FIELDS, row, strict=True)) for row in rows])
                 self._add_misses(connection, trial_id, batch)
 
-    def misses_of(self, trial_id: int) -> Sequence[Row[Any]]:
-        """The ledger: ordinal of the turn, cause, evicted_by, tokens, ms."""
-        c = miss_table.c
-        query = (
-            select(TurnRow.ordinal, c.cause, c.evicted_by, c.tokens, c.ms)
-            .join(TurnRow, TurnRow.id == c.turn_id)
-            .where(c.trial_id == trial_id)
-            .order_by(TurnRow.ordinal, c.cause, c.evicted_by)
-        )
-        with self.database.reading() as connection:
-            return connection.execute(query).all()
-
     def miss_sums(self, trial_id: int) -> Sequence[Row[Any]]:
-        """Over measured turns that completed: cause, evicted_by, tokens, ms."""
+        """Sum the ledger over measured turns that completed: cause, evicted_by, tokens, ms."""
         c = miss_table.c
         query = (
             select(c.cause, c.evicted_by, func.sum(c.tokens).label("tokens"), func.sum(c.ms).label("ms"))
@@ -317,7 +305,7 @@ class ResultsStore:
             return list(connection.execute(query))
 
     def _add_misses(self, connection: Connection, trial_id: int, turns: Sequence[TurnRecord]) -> None:
-        """Of turns that were inserted just now: the newest of the trial, found by their ordinals."""
+        """Write the ledger of turns that were inserted just now: the newest of the trial, found by their ordinals."""
         if not any(turn.misses for turn in turns):
             return
         newest = select(TurnRow.id, TurnRow.ordinal).where(TurnRow.trial_id == trial_id)
@@ -344,7 +332,8 @@ class ResultsStore:
                 connection.execute(insert(holding_table), rows)
 
     def holdings_of(self, trial_id: int) -> list[Holding]:
-        """By conversation and tier; empty where they were not counted: outside engines, several replicas, older trials."""
+        """Return what was held by conversation and tier; empty where it was not counted: outside engines, several replicas,
+        older trials."""
         c = holding_table.c
         query = select(*(c[name] for name in Holding._fields)).where(c.trial_id == trial_id).order_by(c.session, c.tier)
         with self.database.reading() as connection:

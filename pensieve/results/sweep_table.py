@@ -29,12 +29,12 @@ from pensieve.results.served_by import footer
 from pensieve.results.store import JobResult, ResultsStore
 from pensieve.results.tokens import TokenComparison, compare_tokens
 from pensieve.statistics import FEWEST_GROUPS, PairedRatio, median
+from pensieve.units import NONE, percent, three_digits
 from pensieve.window import HALVES_MAY_DIFFER
 
 if TYPE_CHECKING:
     import pandas as pd
 
-NONE = "–"
 _FIFTH = 4  # turns after the first one
 
 _WINDOW_FLAGS = {
@@ -336,12 +336,12 @@ def _table(group: Mapping[str, str], rows: Sequence[SweepRow], axes: str = "") -
         table.add_column("\noutputs", justify="right", no_wrap=True)
     for row in rows:
         cells = [", ".join(row.group.values()) if axes else row.baseline, str(row.trials)]
-        cells += [_number(ms) for ms in (row.ttft_first_ms, row.ttft_fifth_ms, row.ttft_last_ms)]
+        cells += [three_digits(ms) for ms in (row.ttft_first_ms, row.ttft_fifth_ms, row.ttft_last_ms)]
         cells += [_ratio(row.last_speedup, row.baseline == REFERENCE)] if with_ratio else []
-        cells.append(_number(row.throughput_output_tok_s))
+        cells.append(three_digits(row.throughput_output_tok_s))
         disk = [row.disk_hit_rate] if on_disk else []
-        cells += [_percent(rate) for rate in (row.gpu_hit_rate, row.cpu_hit_rate, *disk, row.miss_rate)]
-        cells += [_percent(_hits(row)), _percent(row.bound_hit_rate)] if bounded else []
+        cells += [percent(rate) for rate in (row.gpu_hit_rate, row.cpu_hit_rate, *disk, row.miss_rate)]
+        cells += [percent(_hits(row)), percent(row.bound_hit_rate)] if bounded else []
         cells += [_closed(row.gap_closed)] if closed else []
         cells += [_outputs(row.outputs)] if checked else []
         table.add_row(*cells)
@@ -407,7 +407,7 @@ def _notes_on_rows(rows: Sequence[SweepRow]) -> list[str]:
                 "conversation, with the 95 % interval."
             )
     elif bounds and len(rows) == len({row.baseline for row in rows}):  # several groups: it is in the database
-        named = ", ".join(f"{baseline} {_percent(bound)}" for baseline, bound in bounds.items())
+        named = ", ".join(f"{baseline} {percent(bound)}" for baseline, bound in bounds.items())
         notes.append(f"Offline bound, the most that hits could have come to with this capacity, in %: {named}.")
     return notes
 
@@ -421,17 +421,6 @@ def _interval_note(ratios: Sequence[PairedRatio]) -> str:
         unit = "seeds" if several else "conversations of one seed"
         notes.append(f"; n counts {unit}, no interval below {FEWEST_GROUPS}")
     return "".join(notes)
-
-
-def _number(value: float | None) -> str:
-    """A number with at least three digits."""
-    if value is None:
-        return NONE
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def _percent(value: float | None) -> str:
-    return NONE if value is None else f"{100 * value:.1f}"
 
 
 def _ratio(ratio: PairedRatio | None, is_reference: bool) -> str:

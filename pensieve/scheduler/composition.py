@@ -86,10 +86,6 @@ class SchedulerSettings:
         if not 0 <= self.admission_reserve < 1:
             raise ConfigError("scheduler.admission_reserve is a share of the GPU blocks, at least 0 and below 1.")
 
-    def high_watermark(self, gpu_blocks: int) -> int:
-        """Blocks of this GPU tier that are free or clean when copies ahead of time stop."""
-        return high_watermark(self.swap_out_stop, gpu_blocks)
-
     @property
     def is_unified(self) -> bool:
         """Every iteration computes all decodes, and prefills as far as it then has positions left."""

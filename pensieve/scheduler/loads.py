@@ -24,27 +24,27 @@ class Loads:
 
     @property
     def expected(self) -> bool:
-        """Somebody has not joined yet."""
+        """Some request still waits for its load."""
         return bool(self._ends_s)
 
     def begin(self, sequence: Running, copies: Iterable[Copy], now_s: float) -> None:
-        """It is admitted with these swap-ins, or with none."""
+        """Record that the request is admitted with these swap-ins, if there are any."""
         blocks = sum(len(copy.src) for copy in copies)
         if blocks:
             self._link_free_s = max(self._link_free_s, now_s) + blocks * self._cost.load_s()
             self._ends_s[sequence.arrival] = self._link_free_s
 
     def end(self, sequence: Running) -> None:
-        """It joined, was preempted, or is over."""
+        """Stop waiting for the request: it joined, was preempted, or is over."""
         self._ends_s.pop(sequence.arrival, None)
 
     def joined(self, running: Sequence[Running], max_tokens: int, now_s: float) -> Sequence[Running]:
-        """Those that the next iteration may compute: all, where nobody decodes meanwhile; else without those whose load has
-        more left than the iteration would take with them."""
+        """Return the requests that the next iteration may compute: all, where nobody decodes meanwhile; else without those
+        whose load has more left than the iteration would take with them."""
         if not self._ends_s:
             return running
-        settled = [sequence for sequence in running if sequence.arrival not in self._ends_s]
-        decodes = [sequence.work[0] for sequence in settled if sequence.decoding]
+        there = [sequence for sequence in running if sequence.arrival not in self._ends_s]
+        decodes = [sequence.work[0] for sequence in there if sequence.decoding]
         for sequence in running:
             left_s = self._ends_s.get(sequence.arrival, now_s) - now_s
             if left_s > 0 and decodes and left_s > self._iteration_s([*decodes, *_first(sequence, max_tokens)]):
@@ -65,14 +65,14 @@ class DiskReads:
 
     @property
     def expected(self) -> bool:
-        """Somebody has not read yet."""
+        """Some request still waits for the disk."""
         return bool(self._tickets)
 
     def begin(self, sequence: Running, ticket: int) -> None:
         self._tickets[sequence.arrival] = ticket
 
     def end(self, sequence: Running) -> None:
-        """It was preempted, or is over."""
+        """Stop waiting for the request: it was preempted, or is over."""
         self._tickets.pop(sequence.arrival, None)
 
     def done(self, tickets: Iterable[int]) -> None:
@@ -81,12 +81,12 @@ class DiskReads:
             self._tickets = {arrival: ticket for arrival, ticket in self._tickets.items() if ticket not in over}
 
     def without(self, running: Sequence[Running]) -> Sequence[Running]:
-        """Those that do not wait for it."""
+        """Return the running requests that do not wait for the disk."""
         return [one for one in running if one.arrival not in self._tickets] if self._tickets else running
 
 
 def _first(sequence: Running, most: int) -> list[tuple[int, int]]:
-    """The first positions of its work, as one iteration takes them."""
+    """The first `most` positions of its work, as one iteration takes them."""
     runs = []
     for start, stop in sequence.work:
         taken = min(stop - start, most)

@@ -11,11 +11,11 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from functools import partial
 
-from pensieve.cache.base import CacheManager, Run
+from pensieve.cache.base import CacheManager, Run, tokens_in
 from pensieve.cost.base import CostModel
 from pensieve.errors import RequestRefused
 from pensieve.plan import Copy, DiskLoad, Row, StepPlan
-from pensieve.scheduler.composition import SchedulerSettings
+from pensieve.scheduler.composition import SchedulerSettings, high_watermark
 from pensieve.scheduler.loads import DiskReads, Loads
 from pensieve.scheduler.sequence import Sequence
 
@@ -120,7 +120,7 @@ class Scheduler:
         self._unsent = _Draft()  # admissions that no plan has told the worker of
         ahead_of_time = settings.copy_ahead != "never"
         self._low_watermark = math.ceil(settings.swap_out_start * cache.gpu_blocks) if ahead_of_time else 0
-        self._high_watermark = settings.high_watermark(cache.gpu_blocks)
+        self._high_watermark = high_watermark(settings.swap_out_stop, cache.gpu_blocks)
         self._reserve = math.ceil(settings.admission_reserve * cache.gpu_blocks)
 
     def refusal(self, sequence: Sequence) -> RequestRefused | None:
@@ -128,7 +128,7 @@ class Scheduler:
         return sequence.refusal(self.cache.chunk_tokens, self.cache.request_blocks, self._max_context)
 
     def take_refused(self) -> list[tuple[Sequence, RequestRefused]]:
-        """Requests whose conversation outgrew the machine while they waited."""
+        """Return, once, the requests whose conversation outgrew the machine while they waited."""
         refused, self._refused = self._refused, []
         return refused
 
@@ -137,8 +137,8 @@ class Scheduler:
         self.queue.push(sequence)
 
     def plan(self, now_s: float, in_flight: bool = False, horizon_ns: int | None = None) -> Step | None:
-        """The next iteration; None when there is nothing to compute or copy. in_flight: an earlier one is not collected.
-        horizon_ns: when something from outside may change what is planned."""
+        """Plan the next iteration; None when there is nothing to compute or copy. in_flight: an earlier plan is not
+        collected. horizon_ns: when something from outside may change what is planned."""
         self._in_flight, self.must_drain = in_flight, in_flight and self._must_preempt()
         if self.must_drain:
             return None
@@ -161,7 +161,7 @@ class Scheduler:
         return self._launch(draft, rows, self._repeat(rows), horizon_ns)
 
     def remove(self, sequence: Sequence, now_s: float) -> None:
-        """It is over: its blocks may be evicted, and the next turn of its conversation may start."""
+        """Remove a request that is over: its blocks may be evicted, and the next turn of its conversation may start."""
         if sequence.slot is None:
             self._remove_waiting(sequence, now_s)
             return
@@ -172,8 +172,8 @@ class Scheduler:
         self.queue.ended(sequence.session.name)
 
     def start_over(self, sequence: Sequence, now_s: float) -> None:
-        """What was read from disk for it is not what was asked for: it waits again, as though it had been preempted, and what
-        has no KV then is computed."""
+        """Make a request wait again, as though it had been preempted, because something else was read from disk than was
+        asked for; what has no KV then is computed."""
         self.running.remove(sequence)
         self._left(sequence)
         self._slots.append(sequence.mislead())
@@ -195,7 +195,7 @@ class Scheduler:
             self.cache.end_preempted(sequence.session, now_s)
 
     def _launch(self, draft: _Draft, rows: list[tuple[Sequence, Row]], repeat: int, horizon_ns: int | None) -> Step:
-        """The draft as a plan that is about to be launched."""
+        """Make a plan of the draft, to be launched next."""
         plan = StepPlan(
             step=self.counters.steps,
             rows=tuple(row for _, row in rows),
@@ -207,7 +207,7 @@ class Scheduler:
             horizon_ns=horizon_ns,
         )
         computed = [(sequence, row.runs) for sequence, row in rows]
-        tokens = sum(_tokens(runs) for _, runs in computed)
+        tokens = sum(tokens_in(runs) for _, runs in computed)
         sampled = sum(row.sample is not None for _, row in rows)
         self.counters.steps += 1
         self.counters.batched_tokens += tokens
@@ -222,7 +222,7 @@ class Scheduler:
     # -- admission ----------------------------------------------------------------------------------------------------
 
     def _admit(self, draft: _Draft, now_s: float) -> int:
-        """Admit from the head while it fits; returns the blocks that a deferred head lacks."""
+        """Admit waiting requests, in order, while they fit; returns the blocks that a deferred one lacks, else 0."""
         settings = self.settings
         budget = None if settings.admit_beyond_budget else settings.max_batch_tokens
         while (head := self.queue.head()) is not None and self._slots:
@@ -246,7 +246,7 @@ class Scheduler:
         return 0
 
     def _lacking(self, head: Sequence, keep: int) -> int:
-        """Blocks that its admission takes beyond those that are available; not positive: none."""
+        """Blocks that its admission takes beyond those available; 0 or less: it fits."""
         cache = self.cache
         demand = cache.demand(head.session, keep, head.prompt_length())
         reserve = self._reserve if self.running and cache.grows else 0
@@ -277,7 +277,7 @@ class Scheduler:
     # -- iterations ---------------------------------------------------------------------------------------------------
 
     def _compose(self, draft: _Draft, now_s: float) -> list[tuple[Sequence, Row]]:
-        """The rows of the plan, and a block for each position they need."""
+        """Choose the rows of the plan, and take a block for each position that they need."""
         running = [sequence for sequence in self.running if not sequence.closed] if self._ahead else self.running
         joined: Many[Sequence] = running if self.disk_reads is None else self.disk_reads.without(running)
         if self._loads is not None:
@@ -301,7 +301,8 @@ class Scheduler:
         return rows
 
     def _extend(self, sequence: Sequence, draft: _Draft, rows: list[tuple[Sequence, Row]], now_s: float) -> bool:
-        """A block for the next decoded position. False: the request skips this iteration, or was preempted."""
+        """Take a block for the next decoded position. Returns False where the request skips this iteration, or was
+        preempted."""
         cache, session = self.cache, sequence.session
         length = sequence.work[0][1]
         cache.make_room_for(session, now_s)
@@ -384,17 +385,17 @@ class Scheduler:
         return any(waits is not None and waits.expected for waits in (self.disk_reads, self._loads))
 
     def _blocks_for(self, lengths: list[int], further: int) -> int:
-        """That requests whose positions fill blocks up to these lengths take for so many more."""
+        """Blocks that requests whose positions fill blocks up to these lengths take for `further` positions more each."""
         size = self.cache.chunk_tokens
         return sum((length + further - 1) // size - (length - 1) // size for length in lengths)
 
     def repeated(self, step: Step, planned_s: list[float]) -> None:
-        """The step's plan was performed so many times more, which would have been planned at these times: its requests have
-        the KV of what they decoded, and got each block when they needed it."""
+        """Apply the further iterations of a repeated plan. planned_s: when each would have been planned. The cache learns
+        what they computed, and each request takes every block at the time at which it needed it."""
         times, size = len(planned_s), self.cache.chunk_tokens
         self.counters.steps += times
         decodes = [sequence for sequence, _ in step.rows[: step.sampled]]
-        prefills = [(sequence, _tokens(runs)) for sequence, runs in step.rows[step.sampled :]]
+        prefills = [(sequence, tokens_in(runs)) for sequence, runs in step.rows[step.sampled :]]
         self.counters.batched_tokens += times * (len(decodes) + sum(count for _, count in prefills))
         starts = [len(sequence.session.tokens) - times - 1 for sequence in decodes]
         for further, row in sorted(
@@ -443,14 +444,14 @@ class Scheduler:
     # -- making room --------------------------------------------------------------------------------------------------
 
     def _on_its_way(self) -> bool:
-        """Copies are under way that give the head of the queue blocks, or let it change places with what has them."""
+        """Whether copies are under way that give the head of the queue blocks, or let it change places with what has them."""
         if self.cache.outgoing:
             return True
         return self.settings.copy_ahead == "never" and (self._in_flight or not self.cache.copies_done)
 
     def _swap_out(self, draft: _Draft, lacking: int, now_s: float) -> None:
-        """At once for a head that lacks blocks; ahead of time as copy_ahead says, below the low watermark and up to the high
-        one (section 4.3.2)."""
+        """Start copies to the CPU: at once for a head that lacks blocks; ahead of time, as copy_ahead says, below the low
+        watermark and up to the high one (section 4.3.2)."""
         cache, mode = self.cache, self.settings.copy_ahead
         head = self.queue.head() if lacking else None
         have = cache.available + cache.outgoing
@@ -469,10 +470,6 @@ class Scheduler:
             draft.add_swap_out(cache.swap_out(wanted, now_s, urgent=bool(lacking)), head)
 
 
-def _tokens(runs: Iterable[Run]) -> int:
-    return sum(stop - start for start, stop in runs)
-
-
 class WaitingQueue:
     """Requests that wait, in the order of arrival, the turns of one conversation one after the other.
 
@@ -488,7 +485,7 @@ class WaitingQueue:
         self._size = 0
 
     def __len__(self) -> int:
-        """All that wait, parked ones included."""
+        """Number of requests that wait, parked ones included."""
         return self._size
 
     def push(self, sequence: Sequence) -> None:
@@ -501,7 +498,7 @@ class WaitingQueue:
             heapq.heappush(self._ready, (sequence.arrival, sequence))
 
     def push_back(self, sequence: Sequence) -> None:
-        """A preempted request: its conversation is busy with it already."""
+        """Queue a preempted request again; its conversation is busy with it already."""
         self._size += 1
         heapq.heappush(self._ready, (sequence.arrival, sequence))
 
@@ -518,7 +515,7 @@ class WaitingQueue:
         return head
 
     def ended(self, session: str) -> None:
-        """The conversation's current request is over: the next parked one, if any, becomes ready."""
+        """Record that the conversation's current request is over: the next parked one, if any, becomes ready."""
         parked = self._parked.get(session)
         if not parked:
             self._busy.discard(session)
@@ -529,7 +526,8 @@ class WaitingQueue:
         heapq.heappush(self._ready, (following.arrival, following))
 
     def remove(self, sequence: Sequence) -> None:
-        """Cancelled while it waited. If its conversation was busy with it, the next one becomes ready."""
+        """Remove a request that was cancelled while it waited. If its conversation was busy with it, the next one becomes
+        ready."""
         self._size -= 1
         name = sequence.session.name
         parked = self._parked.get(name)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 
-from pensieve.cache.base import Admission, Residency, Run
+from pensieve.cache.base import Admission, Residency, Run, tokens_in
 from pensieve.errors import CapacityError, ContextLengthError, RequestRefused
 from pensieve.ledger import Missed, joined
 from pensieve.plan import Row, Sample
@@ -73,7 +73,7 @@ class Sequence:
         eos: frozenset[int],
         decode_text: Callable[[Many[int]], str] | None,
     ) -> Sequence:
-        """eos, decode_text: as Engine takes them."""
+        """Make the sequence of a request that has just arrived. eos, decode_text: as Engine takes them."""
         output = request.output
         turn = session.turns if request.turn == UNNUMBERED else request.turn
         sequence = cls(
@@ -128,26 +128,27 @@ class Sequence:
         return min(self._common[1], len(prompt) - 1)
 
     def suffix(self, keep: int) -> TokenArray[int]:
-        """The tokens of the prompt after the first `keep`."""
+        """Return the tokens of the prompt after the first `keep`."""
         if self.request.continues:
             return self.request.prompt or self.session.tokens[keep:]
         return self.request.prompt[keep:]
 
     def prompt_length(self) -> int:
-        """Tokens that its admission computes or finds; of a preempted request, with those it has generated."""
+        """Tokens that its admission computes or finds, those generated before a preemption included."""
         if self.preempted:
             return len(self.session.tokens)
         return len(self.request.prompt) + (len(self.session.tokens) if self.request.continues else 0)
 
     def remember_conversation(self, keep: int) -> None:
-        """Before the first admission, which keeps `keep` tokens: what to return to if the turn does not stand."""
+        """Remember, before the first admission, what the conversation returns to if the turn does not stand. keep: tokens
+        that the admission keeps."""
         session = self.session
         self.length_before = len(session.tokens) if self.request.continues else keep
         self.computed_before = min(session.computed, self.length_before)
         self.replaced = session.tokens[self.length_before :]
 
     def start(self, admission: Admission, slot: int, now_s: float) -> None:
-        """It is admitted, or resumed if it was preempted, and runs in `slot` from now on."""
+        """Begin to run in `slot`: it is admitted, or resumed after it was preempted."""
         if self.misled and self.residency is not None:
             found = self.residency.with_disk(admission.read)
             self.record.read_again(found)
@@ -162,11 +163,11 @@ class Sequence:
         self.preempted = self.misled = False
         self.slot = slot
         self.work = deque(admission.work)
-        self.work_tokens = sum(stop - start for start, stop in admission.work)
+        self.work_tokens = tokens_in(admission.work)
 
     def _missed(self, residency: Residency) -> tuple[Missed, ...]:
-        """All prompt positions without KV. Where the conversation is new to the engine and not to its server, the server says
-        why; what is left was never said before."""
+        """Explain every prompt position without KV. Where the conversation is new to the engine and not to its server, the
+        server says why; what is left was never said before."""
         forgotten = self.request.forgotten
         runs = [one for one in residency.missed if one.stop <= residency.history]
         if forgotten is not None and forgotten[1] == "restarted":
@@ -219,25 +220,25 @@ class Sequence:
 
     @property
     def further_tokens(self) -> int | None:
-        """How many more it will sample after those awaited; None: its end is not known in advance."""
+        """How many more tokens it will sample after those awaited; None: not known in advance."""
         if self.eos or self.stop is not None:
             return None
         return self.max_new_tokens - self.generated - self.awaited
 
     def further_prefills(self, row: Row) -> int:
-        """How often its next positions would be a row as this one, behind it, and not its last."""
+        """How many further rows of as many positions follow this one and leave some of its work."""
         if len(row.runs) > 1 or not self.work or self.work[0][0] != row.runs[0][1]:
             return 0
         start, stop = self.work[0]
         return (stop - start - 1) // row.positions
 
     def prefilled(self, count: int) -> tuple[Run, ...]:
-        """Further iterations of one plan took so many positions of its work: which."""
+        """Take the `count` positions off its work that further iterations of a repeated plan have computed; returns them."""
         return self._take(count)
 
     def repeated(self, sampled: TokenArray[int], times_s: TokenArray[float]) -> TokenArray[int]:
-        """Tokens of further iterations of one plan, each sampled at the position of the one before: returns those that count,
-        and what follows is its work."""
+        """Append the tokens of further iterations of a repeated plan, each sampled at the position of the one before.
+        Returns those appended: the given ones, where the output is forced."""
         output = self.request.output
         if isinstance(output, Forced):
             sampled = output.tokens[self.generated : self.generated + len(sampled)]
@@ -246,20 +247,20 @@ class Sequence:
         return sampled
 
     def launched(self) -> None:
-        """A plan that has a part of it is in flight."""
+        """Count a launched plan that has a part of it."""
         self.in_flight += 1
 
     def collected(self) -> None:
-        """A plan that has a part of it is over."""
+        """Stop counting a plan that has a part of it: it is over."""
         self.in_flight -= 1
 
     def disregard(self) -> None:
-        """What the plan just collected has computed for it is nothing, and a token that it sampled is none."""
+        """Discard what the plan just collected has computed for it, with the token that it sampled."""
         assert not self.in_flight
         self.awaited = 0
 
     def append(self, sampled: int, margin: float | None, now_s: float) -> int:
-        """The token that a plan sampled for it, or the one that its output forces: returns which."""
+        """Append the token that a plan sampled for it, or the one that its output forces; returns the token."""
         output = self.request.output
         token = output.tokens[self.generated] if isinstance(output, Forced) else sampled
         self.awaited -= 1
@@ -268,7 +269,7 @@ class Sequence:
         return token
 
     def finish_reason(self, token: int) -> str | None:
-        """Why it ends with this token, its last; None: it goes on."""
+        """Why this token is its last one; None: it goes on."""
         if token in self.eos:
             return "eos"
         if self.stop is not None and self.stop.push(token):
@@ -276,7 +277,7 @@ class Sequence:
         return "length" if self.generated >= self.max_new_tokens else None
 
     def decode_next(self) -> None:
-        """The next token's position is the work that is left, unless the tokens awaited are the last ones."""
+        """Make the next token's position its work, unless the tokens awaited are the last ones."""
         awaited = self.awaited
         if len(self.record.token_ids) + awaited < self.max_new_tokens:
             position = len(self.session.tokens) - 1 + awaited
@@ -285,17 +286,17 @@ class Sequence:
             self.work_tokens = 1
 
     def mislead(self) -> int:
-        """It waits again, since what it read from disk was not what it had asked for; returns the slot it had."""
+        """Make it wait again, since what it read from disk was not what it had asked for; returns the slot it had."""
         self.misled = True
         return self.preempt()
 
     def preempt(self) -> int:
-        """It waits again until blocks are to be had; returns the slot it had."""
+        """Make it wait again until blocks are available; returns the slot it had."""
         self.preempted = True
         return self.leave_slot()
 
     def leave_slot(self) -> int:
-        """It runs no more; returns the slot it had."""
+        """Stop running; returns the slot it had."""
         assert self.slot is not None
         slot, self.slot = self.slot, None
         return slot
@@ -316,18 +317,19 @@ class Sequence:
     # -- at its end ---------------------------------------------------------------------------------------------------
 
     def close(self, status: str, reason: str | None, now_s: float, error: str | None = None) -> None:
-        """It is over for whoever asked."""
+        """End it for whoever asked."""
         self.record.close(status, reason, now_s, error)
         self.closed = True
 
     @property
     def undone(self) -> bool:
-        """The conversation holds something of a turn that does not stand."""
+        """Whether its turn was admitted and does not stand, so that the conversation has to be rolled back."""
         return self.record.admitted_s is not None and not self.record.stands
 
 
 def noise_key(sampling: Sampling, session: str, turn: int) -> int:
-    """What the noise of a turn's sampling is drawn with: 63 bits; `hash()` would differ from one process to the next."""
+    """Return the key of the noise that a turn's sampling is drawn with: 63 bits; `hash()` would differ from one process to
+    the next."""
     named = str(sampling.seed) if sampling.anonymous else f"{sampling.seed}/{session}/{turn}"
     digest = hashlib.blake2b(named.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

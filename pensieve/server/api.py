@@ -48,7 +48,7 @@ class Stream:
         self.turn: Turn
 
     def follow(self, turn: Turn) -> None:
-        """It is the reply of this turn, whose `on_event` is `happened` and whose `on_end` is `ended`."""
+        """Become the reply of this turn, whose `on_event` is `happened` and whose `on_end` is `ended`."""
         self.turn = turn
 
     def __iter__(self) -> Iterator[str]:
@@ -393,7 +393,7 @@ class Server:
         return lambda held: Asked(held.tokens + ids)
 
     def _start(self, turn: Turn) -> None:
-        """It is the conversation's running turn."""
+        """Submit the turn, as the running one of its conversation."""
         try:
             request = turn.request()
         except PensieveError as error:
@@ -410,7 +410,7 @@ class Server:
             self.system.release(conversation.engine_name)
 
     def _ended(self, turn: Turn, record: TurnRecord) -> None:
-        """Called in the engine's thread."""
+        """Finish a turn with its record; called in the engine's thread."""
         turn.record = record
         self._count(record)
         error = error_of(record)
@@ -445,7 +445,7 @@ class Server:
         self.conversations.settle(conversation, tokens, turn.mark, messages, replies)
 
     def _failed(self, turn: Turn, error: PensieveError, cause: BaseException | None) -> None:
-        """Called by whoever learned that the engine has ended."""
+        """Finish a turn with an error; called by whoever learned that the engine has ended."""
         self._over(turn, error, cause)
 
     def _never_started(self, turn: Turn) -> None:
@@ -454,7 +454,7 @@ class Server:
         turn.settle(Generation([], "", record))
 
     def _over(self, turn: Turn, what: Generation | PensieveError | None, cause: BaseException | None = None) -> None:
-        """The conversation is free for its next turn; one that never came to anything is given up."""
+        """Finish a turn: free its conversation for the next one, and give up a conversation that never came to anything."""
         assert what is not None
         conversation = turn.conversation
         with self.conversations.lock:  # before who waits is told: its next request finds the conversation idle

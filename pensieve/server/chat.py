@@ -125,7 +125,7 @@ class Conversation:
         self._begun = False
 
     def run(self, read: Callable[[], str]) -> None:
-        """Until exit or the end of input. Ctrl-C at the prompt gives up the line."""
+        """Answer lines until `exit` or the end of input. Ctrl-C at the prompt gives up the line."""
         while True:
             try:
                 line = read().strip()

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 
 from pensieve.cache.loops import fastest_loops
 from pensieve.compose import ModelConfig, outputs_folder, resolved
-from pensieve.compose.model_identity import model_identity
 from pensieve.compose.settings import explain_invalid
+from pensieve.compose.weights import model_identity
 from pensieve.engines.ray_cluster import check_serve
 from pensieve.errors import ConfigError, PensieveError
 from pensieve.server import memory

@@ -94,7 +94,7 @@ class Asked:
 
 
 def message_keys(messages: Sequence[Message], tools: object = None) -> list[bytes]:
-    """Of each message a name for it and all before it. tools: that the template shows with them."""
+    """Return for each message a key of it and all before it. tools: that the template shows with them."""
     keys: list[bytes] = []
     before = _digest(b"", tools) if tools else b""
     for message in messages:
@@ -235,7 +235,7 @@ class Conversations:
         messages: list[Message] | None = None,
         replies: dict[int, list[int]] | None = None,
     ) -> None:
-        """A turn stands: this is what the conversation holds now."""
+        """Record a turn that stands: what the conversation holds now, and the mark of its end."""
         with self.lock:
             kept = common_prefix(conversation.tokens, tokens)
             self._forget_marks(conversation, kept)
@@ -249,8 +249,8 @@ class Conversations:
         self.on_settled(conversation, kept)
 
     def restore(self, conversation: Conversation) -> None:
-        """It is as it was before the server was started again. Where two begin alike, the first one restored is the one
-        that is found by what both said."""
+        """Add a conversation as it was before the server was started again. Where two begin alike, the first one restored
+        is the one that is found by what both said."""
         with self.lock:
             known = self._all.setdefault(conversation.tenant, {})
             while conversation.id in known:  # a name that was written twice, by whatever fault: both are kept
@@ -267,7 +267,7 @@ class Conversations:
             conversation.restored = conversation.begun = True
 
     def _forget_marks(self, conversation: Conversation, kept: int) -> None:
-        """Of turns whose tokens are replaced. The key of a turn that a fork took over stays the fork's."""
+        """Drop the keys of turns whose tokens are replaced. The key of a turn that a fork took over stays the fork's."""
         for place, mark in enumerate(conversation.marks):
             if mark.length > kept and mark.key is not None:
                 known = self._by_key.get((conversation.tenant, mark.key))

@@ -46,14 +46,14 @@ class Feed:
         self.turn: Turn
 
     def on_event(self, event: Event) -> None:
-        """In the engine's thread, as on_end."""
+        """Queue an event for the loop; called in the engine's thread, as on_end is."""
         self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     def on_end(self) -> None:
         self._loop.call_soon_threadsafe(self._events.put_nowait, None)
 
     def started(self, turn: Turn) -> None:
-        """Its turn, whose `on_end` is this one's, has begun."""
+        """Follow this turn, which has begun and whose `on_end` is this feed's."""
         self.turn = turn
         if self._server.system.clock.virtual:
             self._loop.run_in_executor(None, self._server.drive, turn.future)
@@ -76,12 +76,12 @@ class Feed:
             self._end()
 
     def take_ids(self) -> list[int]:
-        """Of the tokens that came since it was asked last."""
+        """Return the ids of the tokens that came since the last call."""
         ids, self._ids = self._ids, []
         return ids
 
     async def whole(self, request: Request) -> str:
-        """All of its text. Raises what the turn ended with, or ClientLeft."""
+        """Wait for the end of the turn and return its text. Raises what the turn ended with, or ClientLeft."""
         watch = asyncio.ensure_future(self._watch(request.receive))
         try:
             while await self._events.get() is not None:
@@ -94,7 +94,7 @@ class Feed:
     async def sent(
         self, request: Request, events: AsyncGenerator[str, None], headers: dict[str, str]
     ) -> StreamingResponse:
-        """The response that sends these events of it. Raises what ends the turn before the first of them."""
+        """Make the response that streams these events. Raises what ends the turn before the first of them."""
         watch = asyncio.ensure_future(self._watch(request.receive))
         try:
             first = await anext(events)
@@ -124,14 +124,14 @@ class Feed:
         return self.turn.future.result()
 
     async def _watch(self, receive: Receive) -> None:
-        """A client that leaves ends the turn, and so whatever waits for it."""
+        """End the turn when its client leaves, and so whatever waits for it."""
         while (await receive())["type"] != "http.disconnect":
             pass
         self._left = True
         self._end()
 
     def _end(self) -> None:
-        """Whoever read this has all of it, or has gone."""
+        """Cancel the turn, unless it has ended."""
         if not self.turn.future.done():
             self._server.cancel_turn(self.turn)
 

@@ -74,7 +74,7 @@ def _local(host: str) -> bool:
 
 
 async def _read(receive: Receive, limit: int) -> bytes | None:
-    """The body; None where it is larger than `limit`."""
+    """Read the whole body; None where it is larger than `limit`."""
     parts: list[bytes] = []
     size = 0
     while True:
@@ -90,7 +90,7 @@ async def _read(receive: Receive, limit: int) -> bytes | None:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """The body in one piece, then whatever comes."""
+    """Make a `receive` that gives the body in one piece, then whatever comes."""
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     def again() -> Awaitable[Message]:

@@ -44,7 +44,7 @@ class Recording:
         server.observe(self._ended)
 
     def close(self) -> None:
-        """All that ended is written."""
+        """Write the turns that have ended, and complete the trial."""
         self._turns.put(None)
         self._thread.join()
         self._heartbeat.__exit__(None, None, None)
@@ -57,7 +57,7 @@ class Recording:
         return self._server.system.clock.now_s() - self._origin_s
 
     def _ended(self, _: Turn, turn: TurnRecord) -> None:
-        """In the engine's thread."""
+        """Queue a turn for the writer; called in the engine's thread."""
         self._turns.put(turn)
 
     def _write(self) -> None:
@@ -76,7 +76,7 @@ class Recording:
                 log.error("%s turns are not recorded: %s", len(batch), error)
 
     def _row(self, turn: TurnRecord) -> TurnRecord:
-        """A copy in seconds since the recording began; the conversation keeps the turn as it is."""
+        """Copy a turn with its times in seconds since the recording began; the conversation keeps the turn as it is."""
         row = dataclasses.replace(turn, ordinal=self._ordinal, token_ids=array("i"), margins=array("d"))
         self._ordinal += 1
         row.shift(self._origin_s)

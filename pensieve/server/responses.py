@@ -60,7 +60,7 @@ class ResponseStore:
         return self._stored.get(tenant) or OrderedDict()
 
     def delete(self, tenant: str, response_id: str) -> bool:
-        """Its conversation goes with the last response that claims it, unless it has a name."""
+        """Delete a stored response. Its conversation goes with the last response that claims it, unless it has a name."""
         with self._lock:
             stored = self._of(tenant).pop(response_id, None)
         if stored is None:
@@ -75,7 +75,7 @@ class ResponseStore:
 
 
 def _nothing(*_: object) -> None:
-    """Nobody keeps them."""
+    """Do nothing with a response that is dropped: nobody keeps a copy."""
 
 
 _NOTHING_SAID = {"type": "function", "description": None, "parameters": None, "strict": None}
@@ -94,7 +94,7 @@ class Responder:
         self._numbers = itertools.count()
 
     def begin(self, dialogue: Dialogue, previous: Stored | None, wish: Wish) -> Turn:
-        """Instructions are those of this response: earlier ones are not carried over."""
+        """Begin the turn of this response. Its instructions are those of this response: earlier ones are not carried over."""
         new = messages_of(self._body.input)
         system: list[Message] = (
             [] if self._body.instructions is None else [{"role": "system", "content": self._body.instructions}]
@@ -199,7 +199,7 @@ class Responder:
 
 
 def messages_of(given: str | list[dict[str, Any]]) -> list[Message]:
-    """Input items as messages. Raises ConfigError for items that are no text."""
+    """Convert input items to messages. Raises ConfigError for items that are no text."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[Message] = []

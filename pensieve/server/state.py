@@ -104,7 +104,7 @@ class StateFile:
     # -- read ---------------------------------------------------------------------------------------------------------
 
     def restore(self, conversations: Conversations, responses: ResponseStore) -> int:
-        """All that this model's conversations held; from now on their changes are kept. Returns how many there are."""
+        """Restore all that this model's conversations held, and keep their changes from now on. Returns their number."""
         by_id: dict[int, Conversation] = {}
         try:
             for row in self._database.execute("SELECT * FROM conversation WHERE model = ? ORDER BY id", (self._model,)):
@@ -165,7 +165,7 @@ class StateFile:
     # -- write --------------------------------------------------------------------------------------------------------
 
     def _settled(self, conversation: Conversation, kept: int) -> None:
-        """A turn of it stands, and its first `kept` tokens are what they were."""
+        """Write a turn that stands; the conversation's first `kept` tokens are unchanged."""
         with self._conversations.lock, self._writing(conversation):
             row = self._rows.get(conversation)
             parent = self._conversations.find(conversation.tenant, conversation.parent or "")
@@ -240,7 +240,7 @@ class StateFile:
 
     @contextmanager
     def _writing(self, conversation: Conversation | None) -> Iterator[None]:
-        """One transaction. After one that failed, the conversation's next turn writes all of it."""
+        """Run the block in one transaction. After one that failed, the conversation's next turn writes all of it."""
         with self._lock:
             before = None if conversation is None else self._rows.get(conversation)
             try:

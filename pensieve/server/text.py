@@ -27,7 +27,7 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """All of it so far, the part that is held back included."""
+        """The whole text so far, with the part that is held back."""
         return before_stop(self._before + self._decode(self._ids), self._stops)
 
     def push(self, token: int) -> str:
@@ -48,7 +48,7 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """What was held back."""
+        """Return the text that was held back."""
         return self._hand_out(self.text)
 
     def _hand_out(self, text: str) -> str:

@@ -65,7 +65,7 @@ class Turn:
     cut: bool = False
 
     def request(self) -> Request:
-        """To be asked when the turns before it have ended; from then on it is the conversation's running turn."""
+        """Make the request, once the turns before this one have ended; it is then the conversation's running turn."""
         conversation = self.conversation
         self.held = len(conversation.tokens)
         assert self.ask is not None, "a turn asks once"
@@ -126,7 +126,7 @@ class Turn:
             log.exception("the listener of request %s failed", self.id)
 
     def settle(self, generation: Generation | PensieveError, cause: BaseException | None = None) -> None:
-        """Tell whoever waits; whoever gave up is not told."""
+        """Give the result to whoever waits, unless they have cancelled."""
         if not self.future.set_running_or_notify_cancel():
             pass
         elif isinstance(generation, Generation):

@@ -36,7 +36,7 @@ class Compositions(ConfigLoaderImpl):
         self._kept: dict[Any, bytes] = {}  # pickled: a tenth of the memory, and read back faster than copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As Hydra's loader: a launcher's processes compose what they run."""
+        """Pickle it as Hydra's own loader: the processes of a launcher compose what they run."""
         return _plain, ({name: value for name, value in self.__dict__.items() if name != "_kept"},)
 
     def load_configuration(
@@ -67,7 +67,7 @@ class Compositions(ConfigLoaderImpl):
 
 
 def _plain(state: Mapping[str, Any]) -> ConfigLoaderImpl:
-    """Not made by its constructor, which asks for plugins: a process that unpickles it loads them later."""
+    """Make Hydra's loader without its constructor, which asks for plugins: a process that unpickles it loads them later."""
     loader = ConfigLoaderImpl.__new__(ConfigLoaderImpl)
     loader.__dict__.update(state)
     return loader
@@ -90,7 +90,7 @@ def _set_seed(config: DictConfig, overrides: list[str]) -> None:
 
 
 def compose_once() -> None:
-    """From here on, Hydra's configurations of this process are composed once."""
+    """Have Hydra's configurations composed once in this process, from now on."""
     hydra = GlobalHydra.instance().hydra
     assert hydra is not None, "Hydra is not initialised"
     loader = hydra.config_loader

@@ -95,7 +95,8 @@ def gpu_run(checkout: Path, steps: Sequence[Step] | None = None) -> int:
 
 
 def perform(steps: Sequence[Step], checkout: Path, folder: Path) -> list[Outcome]:
-    """One after the other, whatever becomes of each. Ctrl-C ends the step under way and leaves the others out."""
+    """Run the steps one after the other, whatever becomes of each. Ctrl-C ends the step under way and leaves the others
+    out."""
     outcomes: list[Outcome] = []
     stopped = False
     for step in steps:
@@ -133,7 +134,7 @@ def _perform(step: Step, checkout: Path, folder: Path) -> tuple[Outcome, bool]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """With all it has started; a worker that holds the device would spoil the next step."""
+    """End a step with all it has started: a worker that holds the device would spoil the next step."""
     for how in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is not None:
             return
@@ -163,7 +164,7 @@ def _of_device(field: str) -> str:
 
 
 def _said(command: Sequence[str]) -> str:
-    """Its output; "" where it fails or is not there."""
+    """Return the output of a command; "" where it fails or is not there."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, check=True)
     except (OSError, subprocess.SubprocessError):

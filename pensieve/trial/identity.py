@@ -33,7 +33,7 @@ def marks_of(plan: TrialPlan) -> dict[str, bool]:
 
 
 def contended(plan: TrialPlan) -> bool:
-    """Other trials may run on the same device at the same time."""
+    """Whether other trials may run on the same device at the same time."""
     return not plan.config.trial.exclusive and not plan.device.simulated
 
 
@@ -85,7 +85,7 @@ def _outside_facts(plan: TrialPlan) -> dict[str, Any]:
 
 
 def _compiler() -> str | None:
-    """None where attention_backend=native is given and no compiler is found; the start then says so."""
+    """Name the C compiler; None where attention_backend=native is given and none is found, which the start reports."""
     from pensieve.compiler import compiler_version, find_compiler
 
     try:

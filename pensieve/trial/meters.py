@@ -102,7 +102,7 @@ class CpuMeter:
         return load, memory
 
     def _all(self) -> list[psutil.Process]:
-        """The same objects at each reading: they know how much time had passed at the last one."""
+        """Return the same process objects at each reading: they know how much time had passed at the last one."""
         if self._children:
             for child in self._processes[os.getpid()].children(recursive=True):
                 self._processes.setdefault(child.pid, child)

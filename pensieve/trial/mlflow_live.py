@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @functools.lru_cache(maxsize=1)
 def _writer() -> Writer | None:
-    """One a process, for all of its trials."""
+    """Return the writer that all trials of this process share."""
     return start_writer()
 
 
@@ -70,7 +70,7 @@ class LiveRun:
         self._thread.start()
 
     def finished(self, turn: TurnRecord) -> None:
-        """Called by the replay for each finished turn."""
+        """Queue a finished turn; called by the replay for each."""
         one = served(turn)
         if one is not None:
             self._turns.append(one)

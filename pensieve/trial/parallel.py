@@ -72,7 +72,7 @@ _ended = False
 
 
 def _perform(asked: Asked, outputs: Path, owner: Owner) -> Outcome | None:
-    """In a worker; None: interrupted."""
+    """Run a trial in a worker; None: it was interrupted."""
     global _ended
     end_with(owner)
     try:

@@ -23,7 +23,8 @@ _PART_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class LastStart:
-    """Of an earlier trial of this model on this device: load_s, and warmup_s, from then until it was ready."""
+    """How long an earlier trial of this model on this device took to start: load_s, and warmup_s, from then until it was
+    ready."""
 
     trial_id: int
     load_s: float
@@ -113,7 +114,8 @@ def reading_s(plan: TrialPlan) -> float | None:
 
 
 def _read_part(folder: Path, files: Mapping[str, int]) -> float | None:
-    """From the middle of the largest one: its beginning may have been read to look at the header."""
+    """Time the reading of a part of the largest file, from its middle: its beginning may have been read to look at the
+    header."""
     if not files or not any(files.values()):
         return None
     name, size = max(files.items(), key=lambda item: item[1])

@@ -14,8 +14,8 @@ from pensieve.results.mlflow_store import URL_ENV, remote_url
 from pensieve.results.served_by import footer
 from pensieve.results.store import ResultsStore
 from pensieve.trial.tracking import Tracking
+from pensieve.units import NONE
 
-NONE = "–"
 ROWS = (
     ("TTFT p50", "ttft_ms_p50", "ms"),
     ("TTFT p99", "ttft_ms_p99", "ms"),

@@ -237,7 +237,7 @@ def open_sweep(
 
 
 def _print_fidelity(store: ResultsStore, trial_id: int) -> None:
-    """Of a trial that replayed a real run, how far it is from it."""
+    """Print how far a trial that replayed a real run is from it; nothing for any other."""
     table = fidelity(store, trial_id)
     if table is not None:
         console().print(table)

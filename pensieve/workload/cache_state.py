@@ -114,7 +114,7 @@ class _Warmed:
 
 
 def _measured(arrival: Arrival) -> Arrival:
-    """Its id is odd, those of the warm-up are even."""
+    """Give a measured request an odd id; those of the warm-up have even ones."""
     return replace(arrival, request=_numbered(arrival.request))
 
 

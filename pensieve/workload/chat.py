@@ -148,7 +148,7 @@ class ChatWorkload(Talks[Script]):
         return self._writer.arrival(script, turn, at_s, self._timeout_s, before)
 
     def _measured_scripts(self, fewest: int, goal: float) -> list[Script]:
-        """At least `fewest`, and as many as have `goal` tokens together."""
+        """Write at least `fewest` conversations, and as many as have `goal` tokens together."""
         scripts: list[Script] = []
         tokens = 0
         while len(scripts) < fewest or tokens < goal:

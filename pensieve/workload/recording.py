@@ -70,7 +70,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """By whom a conversation was begun: another one, after the reply of this turn (from 1)."""
+    """The conversation that began another one, and the turn (from 1) after whose reply it did."""
 
     conversation: str
     turn: int

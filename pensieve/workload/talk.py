@@ -56,8 +56,8 @@ class Talks(ABC, Generic[T]):
 
     @abstractmethod
     def _pause_s(self, talk: T, turn: int) -> float:
-        """Between the reply of this turn and the user's next message, in this conversation or the next; turn 0: before the
-        user's first message."""
+        """Seconds between the reply of this turn and the user's next message, in this conversation or the next; turn 0:
+        before the user's first message."""
 
     def _plan(self, load: str, free: bool, facts: Mapping[str, Any]) -> WorkloadPlan:
         """free: the model ends its replies."""
@@ -108,7 +108,7 @@ class Talks(ABC, Generic[T]):
         return [self._arrival(talk, 1, now + self._pause_s(talk, 0)) for talk in first]
 
     def _poisson_starts(self, talks: Sequence[T], now: float, interval_s: float, seed: int) -> list[Arrival]:
-        """These conversations, `interval_s` apart on average."""
+        """Make the first arrivals of these conversations, `interval_s` apart on average."""
         arrivals = []
         for index, talk in enumerate(talks):
             now += exponential(interval_s, seed, "arrival", index) if index else 0.0

@@ -196,12 +196,17 @@ def test_the_revisions_lead_to_the_schema_that_a_new_database_gets(old, tmp_path
 
 def test_version_3_adds_a_ledger_that_goes_with_its_turns(old):
     store = open_store(old.parent)
-    assert store.misses_of(1) == []
+    ledger = text(
+        "SELECT ordinal, cause, evicted_by, tokens, ms FROM miss JOIN turn ON turn.id = turn_id "
+        "WHERE miss.trial_id = 1 ORDER BY ordinal, cause"
+    )
+    with store.database.reading() as connection:
+        assert connection.execute(ledger).all() == []
     turn = TurnRecord("c", 1, ordinal=7)
     turn.misses = (Miss("evicted", 5, 1.5, "b", 3.0), Miss("new", 2, 0.5))
     store.add_turns(1, [TurnRecord("c", 0, ordinal=6), turn])
-    assert [tuple(row) for row in store.misses_of(1)] == [(7, "evicted", "b", 5, 1.5), (7, "new", None, 2, 0.5)]
     with store.database.writing() as connection:
+        assert connection.execute(ledger).all() == [(7, "evicted", "b", 5, 1.5), (7, "new", None, 2, 0.5)]
         connection.execute(text("DELETE FROM turn WHERE trial_id = 1"))
         assert connection.execute(text("SELECT count(*) FROM miss")).scalar() == 0
 

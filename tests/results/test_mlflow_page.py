@@ -20,7 +20,7 @@ from tests.results.browser import CHROMIUM, Page
 from tests.results.trials import add_trial, conversation_turns, open_sweep
 from tests.typed import typed
 
-CHILDREN = 110  # more than the hundred
+CHILDREN = 101  # more than the hundred
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def outputs(tmp_path):
     """A sweep of completed trials in the database, and the MLflow store that is made from it."""
     pytest.importorskip("mlflow.store.tracking.sqlalchemy_store")  # imported here, in each fork no more
     store = open_store(tmp_path)
-    sweep = open_sweep(store, CHILDREN, seed="range(0,110)")
+    sweep = open_sweep(store, CHILDREN, seed=f"range(0,{CHILDREN})")
     first = add_trial(store, sweep, 0, "pensieve", conversation_turns([10.0, 11.0]), {"ttft_ms_mean": 10.0})
     with store.database.writing() as connection:
         row = dict(connection.execute(Trial.__table__.select()).one()._mapping)
@@ -59,7 +59,8 @@ def page(outputs):
         sys.executable, "-m", "mlflow", "ui", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
         "--backend-store-uri", mlflow_url(outputs),
     ]  # fmt: skip
-    quiet = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
+    quiet = {**os.environ, "DO_NOT_TRACK": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    quiet["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"
     with (outputs / "ui.log").open("w") as log:
         server = subprocess.Popen(command, env=quiet, stdout=log, stderr=log, start_new_session=True)
     try:

@@ -9,13 +9,14 @@ import time
 from hydra.core.global_hydra import GlobalHydra
 
 import runners.run as runner
-from tests.typed import FORK  # and what a trial imports late
+from tests.typed import FORK, warm_up  # and what a trial imports late
 
 SHORT = ("hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2")
 
 
 def start(outputs, *arguments):
     """python runners/run.py ARGUMENTS, in a session of its own; what it prints goes to outputs/said.txt."""
+    warm_up()
     process = FORK.Process(target=_sweep, args=(outputs, arguments))
     process.start()
     return process

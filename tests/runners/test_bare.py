@@ -1,4 +1,7 @@
-"""A machine with torch and transformers, and without mlflow, datasets and matplotlib: what runs, and what it says."""
+"""A machine with torch and transformers, and without mlflow, datasets and matplotlib: what runs, and what it says.
+
+Two of them are new interpreters; the others are forks of this one, in which the package is imported anew.
+"""
 
 import os
 import sqlite3
@@ -7,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.typed import typed
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 BARE = ("mlflow", "datasets", "matplotlib")
@@ -18,17 +23,40 @@ SHORT = ("model=llama3_8b", "cache=small", "hardware=sim_a100_80g", "workload.us
 
 
 @pytest.fixture
-def bare(tmp_path):
+def blocker(tmp_path):
+    """Makes a folder for PYTHONPATH that hides these packages from a new interpreter."""
+
+    def hide(without):
+        folder = tmp_path / "blocker"
+        folder.mkdir(exist_ok=True)
+        (folder / "sitecustomize.py").write_text(BLOCKER.format(blocked=without))
+        return str(folder)
+
+    return hide
+
+
+@pytest.fixture
+def bare(tmp_path, blocker):
     """Runs a runner where the named packages cannot be imported, also not by the processes that it starts."""
 
     def run(runner, *arguments, without=BARE):
-        blocker = tmp_path / "blocker"
-        blocker.mkdir(exist_ok=True)
-        (blocker / "sitecustomize.py").write_text(BLOCKER.format(blocked=without))
-        env = {**os.environ, "PYTHONPATH": str(blocker), "PENSIEVE_OUTPUTS": str(tmp_path), "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "PYTHONPATH": blocker(without), "PENSIEVE_OUTPUTS": str(tmp_path), "OMP_NUM_THREADS": "1"}
         env.pop("PYTEST_CURRENT_TEST", None)
         command = [sys.executable, str(CHECKOUT / "runners" / f"{runner}.py"), *arguments]
         return subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=240)
+
+    return run
+
+
+@pytest.fixture
+def forked(tmp_path, blocker):
+    """As `bare`, in a fork of this interpreter."""
+
+    def run(runner, *arguments, without=BARE):
+        hidden = blocker(without)
+        return typed(
+            f"runners/{runner}.py", *arguments, outputs=tmp_path, without=without, figures=True, PYTHONPATH=hidden
+        )
 
     return run
 
@@ -39,12 +67,12 @@ def statuses(folder):
 
 
 @pytest.mark.slow
-def test_a_trial_and_a_sweep_are_recorded_in_the_database_alone(bare, tmp_path):
-    done = bare("run", *SHORT)
+def test_a_trial_and_a_sweep_are_recorded_in_the_database_alone(forked, tmp_path):
+    done = forked("run", *SHORT)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("MLflow is not installed") == 1
     assert "complete without it" in done.stdout
-    done = bare("run", *SHORT, "-m", "seed=0", "baseline=pensieve,stateless")
+    done = forked("run", *SHORT, "-m", "seed=0", "baseline=pensieve,stateless")
     assert done.returncode == 0, done.stderr
     assert sum("matplotlib" in line for line in done.stderr.splitlines()) == 1
     assert "Traceback" not in done.stderr
@@ -60,9 +88,9 @@ def test_without_pyarrow_the_tokens_are_missing_and_nothing_else(bare, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_bench_runs_and_is_recorded(bare, tmp_path):
+def test_a_bench_runs_and_is_recorded(forked, tmp_path):
     options = ("hardware=cpu", "hardware.threads=1", "bench.repeats=1", "bench.exclusive=false", "bench.model=tiny")
-    done = bare("bench", "target=prefill", *options, without=(*BARE, "pandas", "pyarrow", "alembic", "pynvml"))
+    done = forked("bench", "target=prefill", *options, without=(*BARE, "pandas", "pyarrow", "alembic", "pynvml"))
     assert done.returncode == 0, done.stderr
     assert "prefill 768" in done.stdout
     assert statuses(tmp_path) == [("ours", "completed"), ("transformers", "completed")]

@@ -106,7 +106,7 @@ def test_a_sweep_killed_at_random_moments_resumes(tmp_path):
     reason="hydra-joblib-launcher is not installed",
 )
 @pytest.mark.slow
-def test_joblib_runs_a_sweep_and_resumes_it(tmp_path):
+def test_joblib_runs_a_sweep_and_resumes_it(tmp_path, monkeypatch):
     outputs = tmp_path / "outputs"
     arguments = (*SWEEP, "hydra/launcher=joblib_2")
     process = start(outputs, *arguments)
@@ -117,6 +117,9 @@ def test_joblib_runs_a_sweep_and_resumes_it(tmp_path):
     assert process.pid not in pids
     wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), 30)
     finished = completed(outputs)
+    from joblib.externals.loky.backend import context
+
+    monkeypatch.setattr(context, "_DEFAULT_START_METHOD", "fork")  # new interpreters have been shown to work
     process = start(outputs, *arguments)
     process.join(100)
     assert process.exitcode == 0, said(outputs)

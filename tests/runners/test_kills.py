@@ -18,7 +18,7 @@ from pensieve.results.mlflow_runs import rebuild_mlflow
 from pensieve.results.mlflow_store import ensure_store
 from pensieve.results.store import open_store
 from tests.results.test_database import FORK
-from tests.runners.sweeping import SHORT, kill, start
+from tests.runners.sweeping import SHORT, kill, start, wait_until
 from tests.runners.test_faults import check_whole, completed, query, said
 
 SWEEP = (*SHORT, "-m", "seed=0", "baseline=pensieve,gpu_only,stateless")
@@ -147,7 +147,7 @@ def test_joblib_killed_at_random_moments(tmp_path, forked_workers):
     """Parent, worker or both, in turn. A parent that lives tells of its worker; workers that live end by themselves."""
     outputs = tmp_path / "outputs"
     turns = itertools.cycle(["parent", "worker", "both"])
-    left, told = [], []
+    left, told, at_trials = [], [], set()
 
     def at_work(process):
         """The worker whose trial runs, waited for: a kill between two trials may be one that nobody has to hear of."""
@@ -169,6 +169,8 @@ def test_joblib_killed_at_random_moments(tmp_path, forked_workers):
             left.extend(workers)
             process.kill()  # the next sweep begins at once, while its workers may still be at work
             process.join()
+            with contextlib.suppress(sqlite3.OperationalError):  # before there is a table
+                at_trials.update(pid for (pid,) in query(outputs, "select pid from trial"))
         elif who == "worker" and process.exitcode is None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 at_work(process).send_signal(signal.SIGKILL)
@@ -184,14 +186,19 @@ def test_joblib_killed_at_random_moments(tmp_path, forked_workers):
 
     kill_and_resume(outputs, 6, (*SWEEP, "hydra/launcher=joblib_2"), kill_one)
     assert told
-    psutil.wait_procs(left, timeout=30)
-    alive = [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    at_trials.update(pid for (pid,) in query(outputs, "select pid from trial"))
+    wait_until(lambda: all(_has_ended(worker) for worker in left if worker.pid in at_trials), 30)
     for process in left:  # those that never got a job wait for one
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    pids = {pid for (pid,) in query(outputs, "select pid from trial")}
-    assert not pids & {p.pid for p in alive}
-    assert os.getpid() not in pids
+    assert os.getpid() not in at_trials
+
+
+def _has_ended(process):
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _is_tracker(process):

@@ -1,4 +1,4 @@
-"""The command lines a user types, in processes of their own: new ones where it matters, else forks of this one."""
+"""The command lines a user types, in processes of their own: forks of this one but where a new one matters."""
 
 import contextlib
 import os
@@ -6,12 +6,13 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.typed import typed
+from tests.typed import typed, typed_process
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 SHORT = ["hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2"]
@@ -24,14 +25,6 @@ def outputs(tmp_path):
 
 def run(outputs, *arguments, script="run.py", **given):
     return typed(f"runners/{script}", *arguments, outputs=outputs, **given)
-
-
-def started(outputs, *arguments, script="run.py", **environment):
-    """In a new process, which imports everything itself."""
-    env = {k: v for k, v in os.environ.items() if k not in ("PYTEST_CURRENT_TEST", "HYDRA_FULL_ERROR")}
-    env |= {"PENSIEVE_OUTPUTS": str(outputs), "HF_HUB_OFFLINE": "1", **environment}
-    command = [sys.executable, str(CHECKOUT / "runners" / script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=env, cwd=outputs.parent, timeout=120)
 
 
 def rows(outputs, query):
@@ -131,7 +124,10 @@ def test_no_traceback_for_what_a_user_mistypes(outputs):
 
 
 def test_the_whole_trace_on_request(outputs):
-    done = started(outputs, "model=lama3_8b", HYDRA_FULL_ERROR="1")
+    """In a new process: the variable is read when the package is imported."""
+    command = [sys.executable, str(CHECKOUT / "runners" / "run.py"), "model=lama3_8b"]
+    given = {**os.environ, "PENSIEVE_OUTPUTS": str(outputs), "HYDRA_FULL_ERROR": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=given, timeout=120)
     assert done.returncode != 0
     assert "Traceback" in done.stderr
 
@@ -146,7 +142,7 @@ def test_a_failed_trial_is_recorded_and_the_exit_status_says_so(outputs):
 
 @pytest.mark.slow
 def test_help_and_configuration(outputs):
-    shown = started(outputs, "--help")
+    shown = run(outputs, "--help")
     assert shown.returncode == 0, shown.stderr
     for text in ("baseline: ", "sim_a100_80g", "runners/doctor.py", "group.field=value"):
         assert text in shown.stdout
@@ -161,12 +157,14 @@ def test_help_and_configuration(outputs):
 @pytest.mark.parametrize("arguments", [["workload.inspect=true", "-m"], ["workload.inspect=true"]])
 def test_a_reader_that_has_read_enough_hears_no_complaint(outputs, arguments):
     """... | head"""
-    env = {**os.environ, "PENSIEVE_OUTPUTS": str(outputs)}
-    command = [sys.executable, str(CHECKOUT / "runners" / "run.py"), *SHORT, *arguments]
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    process.stdout.close()
-    assert process.stderr.read() == ""
-    assert process.wait(60) == 0
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as out, tempfile.TemporaryFile("w+") as err:
+        process = typed_process("runners/run.py", *SHORT, *arguments, outputs=outputs, to=(out, err))
+        process.join(60)
+        err.seek(0)
+        assert err.read() == ""
+    assert process.exitcode == 0
 
 
 def test_outputs_that_cannot_be_written(outputs):
@@ -179,36 +177,31 @@ def test_outputs_that_cannot_be_written(outputs):
 
 @pytest.mark.slow
 def test_ctrl_c_is_one_line_and_130(outputs):
-    env = {**os.environ, "PENSIEVE_OUTPUTS": str(outputs)}
-    env.pop("PYTEST_CURRENT_TEST", None)
     long = ["hardware=sim_h100", "workload.conversations=4000", "tracking.mlflow=false", "seed=0"]
-    process = subprocess.Popen(
-        [sys.executable, str(CHECKOUT / "runners" / "run.py"), "-m", *long],
-        env=env,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
-    )
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        with contextlib.suppress(sqlite3.OperationalError):  # the database is being made
-            if outputs.exists() and rows(outputs, "select 1 from trial where status = 'running'"):
-                break
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    try:
-        _, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 130
-    assert err.strip().splitlines()[-1].startswith("Interrupted;")
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = typed_process("runners/run.py", "-m", *long, outputs=outputs, to=(out, err))
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with contextlib.suppress(sqlite3.OperationalError):  # the database is being made
+                if outputs.exists() and rows(outputs, "select 1 from trial where status = 'running'"):
+                    break
+            time.sleep(0.1)
+        os.kill(process.pid, signal.SIGINT)
+        try:
+            process.join(60)
+        finally:
+            process.kill()
+        err.seek(0)
+        said = err.read()
+    assert process.exitcode == 130
+    assert said.strip().splitlines()[-1].startswith("Interrupted;")
     assert rows(outputs, "select status from trial") == [("interrupted",)]
     assert rows(outputs, "select status from sweep") == [("interrupted",)]
 
 
 @pytest.mark.slow
 def test_the_doctor(outputs):
-    done = started(outputs, script="doctor.py")
+    done = run(outputs, script="doctor.py")
     assert done.returncode == 0, done.stdout + done.stderr
     for text in ("Python", "torch", "llama3_8b", "none yet", "python runners/run.py -m"):
         assert text in done.stdout

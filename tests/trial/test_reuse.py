@@ -35,7 +35,7 @@ def store(tmp_path, monkeypatch):
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
     yield open_store(tmp_path)
     isolate.end_kept()
-    while shelf.is_open():
+    while shelf._open:
         shelf.close()
 
 

@@ -132,7 +132,7 @@ def _remembered(shapes: Sequence[tuple[int, int, int]]) -> Path | None:
 
 
 def _remember(file: Path, measured: Measured) -> None:
-    """Whole or not at all; a folder that cannot be written to costs a measurement a start."""
+    """Write the answer, whole or not at all; where the folder cannot be written to, each start measures again."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with NamedTemporaryFile("w", dir=file.parent, delete=False) as scratch:

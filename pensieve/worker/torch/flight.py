@@ -49,7 +49,7 @@ class Flight:
             self.copied = both
 
     def wait(self) -> None:
-        """Until the device is done with it. Raises what the device says."""
+        """Wait until the device is done with the step. Raises what the device says."""
         if self.ended is not None:
             self.ended.synchronize()
             self.compute_ns = int(self.began.elapsed_time(self.ended) * 1e6)

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from pensieve.errors import UnsupportedModel, WeightsMissing
-from pensieve.worker.torch.model import first_line, quiet_transformers
+from pensieve.hub import first_line
+from pensieve.worker.torch.model import quiet_transformers
 
 
 def dequantise(source: Path, folder: Path) -> None:

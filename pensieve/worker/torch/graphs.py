@@ -72,7 +72,8 @@ class CudaRecorder:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all recordings of the process: on each stream that multiplies cuBLAS keeps a workspace of 32 MiB for good."""
+    """Make the one stream of all recordings of this process: on each stream that multiplies, cuBLAS keeps a workspace of 32
+    MiB for good."""
     return torch.cuda.Stream(device)
 
 
@@ -164,7 +165,7 @@ class DecodeGraphs:
         return self._made[size]
 
     def _fill(self, bucket: _Bucket, batch: Batch) -> None:
-        """In place: a graph reads the addresses it was recorded with."""
+        """Copy a batch into the bucket's buffers, in place: a graph reads the addresses it was recorded with."""
         rows, scratch = len(batch.spans), self._scratch * self._chunk_tokens
         for static, values, padding in (
             (bucket.batch.token_ids, batch.token_ids, 0),

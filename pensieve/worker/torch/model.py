@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from pensieve.errors import HardwareMissing, UnsupportedModel, WeightsMissing
-from pensieve.hub import why_not
+from pensieve.hub import first_line, why_not
 from pensieve.specs import ModelSpec
 from pensieve.units import format_bytes
 from pensieve.worker.torch.attention import IMPLEMENTATION, REFERENCE, register
@@ -414,10 +414,6 @@ def _check_settable(name: str, module: Any) -> None:
             "choose a model of another architecture."
         )
     module.set_attn_implementation(IMPLEMENTATION)
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 @contextmanager

@@ -55,7 +55,7 @@ def numbers_of(samples: Sequence[Sample]) -> tuple[list[NDArray[np.int64]], bool
 
 
 def draws_of(numbers: Sequence[torch.Tensor], limited: bool) -> Draws:
-    """From what `numbers_of` gave, on the device."""
+    """Make Draws, on the device, of what `numbers_of` gave."""
     rows, starts, temperatures, top_p, top_k = numbers
     return Draws(rows, starts, temperatures.view(torch.float64), top_p.view(torch.float64), top_k, limited)
 
@@ -90,7 +90,7 @@ def noise_start(key: int, position: int) -> int:
 
 
 def noise_starts(keys: Sequence[int], positions: Sequence[int]) -> NDArray[np.int64]:
-    """noise_start of each pair."""
+    """Return noise_start of each key with its position."""
     unsigned = np.array([key & (2**64 - 1) for key in keys], dtype=np.uint64)
     return _mix_array(_mix_array(unsigned) ^ np.array(positions, dtype=np.int64).view(np.uint64)).view(np.int64)
 

@@ -140,7 +140,7 @@ def _prompts(spec: ModelSpec, length: int, device: torch.device) -> list[torch.T
 
 @contextmanager
 def _eager(module: Any) -> Iterator[None]:
-    """Inside, the module attends by itself."""
+    """Let the module attend by its own eager code inside the block."""
     module.set_attn_implementation("eager")
     try:
         yield

@@ -66,7 +66,7 @@ def open_shelf() -> Iterator[None]:
 
 
 def begin() -> None:
-    """The same for those whose end is not the end of a block: `close` comes later. One inside another keeps its own."""
+    """Open a shelf as `open_shelf` does, until `close` is called. A shelf inside another keeps its own models."""
     _open.append(_Shelf())
 
 
@@ -75,10 +75,6 @@ def close() -> None:
     if _open:
         empty()
         _open.pop()
-
-
-def is_open() -> bool:
-    return bool(_open)
 
 
 def empty() -> None:

@@ -223,7 +223,7 @@ class TorchWorker:
         return self._disk.wait()
 
     def _with_disk(self, result: StepResult) -> StepResult:
-        """And what the disk has done since the last result."""
+        """Add to the result what the disk has done since the last one."""
         if self._disk is None:
             return result
         read, unread = self._disk.ended()
@@ -382,7 +382,7 @@ class TorchWorker:
         self._synchronize()
 
     def _recorder(self) -> Recorder | None:
-        """What records decode iterations; None where they are not to be, or cannot be."""
+        """Return what records decode iterations; None where they are not to be recorded, or cannot be."""
         backend = self.model.attention
         if not (self.options.graphs and backend.captures and isinstance(backend, CapturingBackend)):
             return None

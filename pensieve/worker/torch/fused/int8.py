@@ -33,7 +33,7 @@ def rounded(weight: torch.Tensor) -> Int8Weights:
     """[out, in] to the nearest numbers of which the largest of each output is 127; an output of zeros has the scale 0."""
     scales = weight.abs().amax(dim=1) / _LARGEST
     numbers = (weight / scales.where(scales > 0, 1)[:, None]).round().to(torch.int8)
-    return Int8Weights(numbers, scales)
+    return Int8Weights(numbers.contiguous(), scales)
 
 
 def quantise(module: Any) -> None:
@@ -54,8 +54,21 @@ def int8_of(part: Any) -> Int8Weights | None:
     return found
 
 
-def int8_product(parts: Sequence[Int8Weights], bias: torch.Tensor | None) -> FewRows:
-    """x [rows, in] float32 times the weights of several modules, stacked along out. Raises EngineMissing without a C
-    compiler."""
-    numbers, scales = torch.cat([part.numbers for part in parts]), torch.cat([part.scales for part in parts])
-    return FewRows(numbers, scales, bias)
+def joined_int8(modules: Sequence[Any]) -> Int8Weights | None:
+    """Stack the int8 weights of modules that read the same x along out; None where one has none. The modules' own become
+    views of the stack, so that no number exists twice."""
+    parts = [part for module in modules if (part := int8_of(module)) is not None]
+    if len(parts) < len(modules):
+        return None
+    if len(parts) == 1:
+        return parts[0]
+    whole = Int8Weights(torch.cat([part.numbers for part in parts]), torch.cat([part.scales for part in parts]))
+    lengths = [len(part.scales) for part in parts]
+    for module, *own in zip(modules, whole.numbers.split(lengths), whole.scales.split(lengths), strict=True):
+        module.weight.int8 = Int8Weights(*own)
+    return whole
+
+
+def int8_product(weights: Int8Weights, bias: torch.Tensor | None) -> FewRows:
+    """x [rows, in] float32 times the weights. Raises EngineMissing without a C compiler."""
+    return FewRows(weights.numbers, weights.scales, bias)

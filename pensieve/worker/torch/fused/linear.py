@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from pensieve.errors import EngineMissing
 from pensieve.worker.torch.fused.few_rows import FewRows
-from pensieve.worker.torch.fused.int8 import int8_of, int8_product
+from pensieve.worker.torch.fused.int8 import int8_of, int8_product, joined_int8
 from pensieve.worker.torch.pages import return_file_pages
 
 # Packed products take 4 to 6 rows in less time than 1 or 2, so that batches are padded to this many rows where they are
@@ -64,9 +64,8 @@ class Linear:
             biases = [module.bias for module in modules if module.bias is not None]
             assert len(biases) in (0, len(modules)), "some of the joined projections have a bias, and some have none"
             self._bias = torch.cat([bias.detach() for bias in biases]) if biases else None
-            rounded = [found for module in modules if (found := int8_of(module)) is not None]
             self._packed, self._few = pack, None
-            if len(rounded) == len(modules):
+            if (rounded := joined_int8(modules)) is not None:
                 self._few, self.few_rows = int8_product(rounded, self._bias), "int8"
             self._weight = _joined(modules, contiguous=pack)
             if pack:

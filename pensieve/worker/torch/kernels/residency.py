@@ -24,7 +24,7 @@ class Multiprocessor:
 
     @classmethod
     def of(cls, properties: Any) -> Multiprocessor | None:
-        """From torch.cuda.get_device_properties; None where this torch does not say all of it."""
+        """Read torch.cuda.get_device_properties; None where this torch does not say all of it."""
         names = (
             "regs_per_multiprocessor", "shared_memory_per_multiprocessor", "max_threads_per_multi_processor",
             "shared_memory_per_block_optin",
@@ -52,7 +52,8 @@ def resident(registers: int, shared_bytes: int, warps: int, on: Multiprocessor) 
 
 
 def resident_of(compiled: Any, warps: int, properties: Any) -> int | None:
-    """Of what a launch of Triton's returned; None where it does not say (an interpreter, a stand-in, another Triton)."""
+    """How many programs of a kernel that Triton has launched share a multiprocessor; None where the launch does not say (an
+    interpreter, a stand-in, another Triton)."""
     registers, on = getattr(compiled, "n_regs", None), Multiprocessor.of(properties)
     shared = getattr(getattr(compiled, "metadata", None), "shared", None)
     if not registers or shared is None or on is None:

@@ -163,7 +163,7 @@ class Geometry:
         return max(_LEAST_ROWS, triton.next_power_of_2(self.group))
 
     def tiles(self, large: bool, window: int | None, descriptors: bool) -> Tiles:
-        """descriptors: whether the pool may be read through them."""
+        """Choose the sizes of a launch. descriptors: whether the pool may be read through them."""
         shared, capability = 2**20, 8
         if self.device.type == "cuda":
             properties = torch.cuda.get_device_properties(self.device)
@@ -174,7 +174,7 @@ class Geometry:
         return tiles_for(self.padded_dim, itemsize, self.small_rows, large, shared, capability, boxes)
 
     def cutting(self, tiles: Tiles, programs: int = _PROGRAMS_PER_SM) -> Cutting:
-        """programs: on a multiprocessor at once."""
+        """Choose how work is cut for this device. programs: that a multiprocessor holds at once."""
         multiprocessors = _INTERPRETED_SMS
         if self.device.type == "cuda":
             multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -232,7 +232,7 @@ class _TritonPlan(ABC):
 
     @abstractmethod
     def _launch(self, geometry: Geometry, window: int | None) -> Launch:
-        """Made at a window's first layer, kept for the others."""
+        """Return a window's launch, made at its first layer and kept for the others."""
 
     def __init__(self, pool: torch.Tensor, chunk_tokens: int, learned: Learned) -> None:
         assert chunk_tokens & (chunk_tokens - 1) == 0, "blocks hold a power of two of tokens"

@@ -26,14 +26,14 @@ _TILE = 8192  # elements of 4 bytes: 8 x 16 bytes a thread
 
 
 def copy_runs(piece: Piece) -> None:
-    """By slices, never by an index list: x[ids].copy_(y) would write into a temporary."""
+    """Copy runs by slices, never by an index list: x[ids].copy_(y) would write into a temporary."""
     source, target = piece.source.flatten(1), piece.target.flatten(1)
     for run in piece.runs:
         target[run.dst : run.dst + run.blocks].copy_(source[run.src : run.src + run.blocks], non_blocking=True)
 
 
 def copy_and_wait(piece: Piece) -> None:
-    """To or from a GPU, on a stream of its own: on the default stream the copy would wait for the compute."""
+    """Copy to or from a GPU on a stream of its own, and wait: on the default stream the copy would wait for the compute."""
     stream = torch.cuda.Stream(gpu_of(piece.source, piece.target))
     with torch.cuda.stream(stream):
         copy_runs(piece)

@@ -111,20 +111,21 @@ class DiskTransfer:
         return stalled
 
     def ended(self) -> tuple[list[int], list[int]]:
-        """Tickets of loads that are over since the last call: those that brought what was asked for, and the others."""
+        """Return the tickets of loads that are over since the last call: those that brought what was asked for, and the
+        others."""
         over = [read for read in self._reads if read.marks[-1].is_set()]
         self._reads = [read for read in self._reads if read not in over]
         return [read.load.ticket for read in over if not read.wrong], [read.load.ticket for read in over if read.wrong]
 
     def unkept(self) -> tuple[bytes, ...]:
-        """Keys that the store does not hold after all, told once."""
+        """Return, once, the keys that the store does not hold after all."""
         keys = []
         while not self._unkept.empty():
             keys.append(self._unkept.get())
         return tuple(keys)
 
     def wait(self) -> bool:
-        """Until a load is over. False where none is under way."""
+        """Wait until a load is over. False where none is under way."""
         if not self._reads:
             return False
         self._reads[0].marks[-1].wait()
@@ -137,7 +138,7 @@ class DiskTransfer:
             self._reads.remove(read)
 
     def close(self) -> None:
-        """What is to be written is written."""
+        """Write what is still to be written, and close the file."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -154,7 +155,7 @@ class DiskTransfer:
                 self._write(order)
 
     def _next(self) -> _Write | _Read | None:
-        """What is to be done now; None: it is over, and all is written."""
+        """Wait for the next write or read; None: the transfer is closed, and all is written."""
         with self._changed:
             while not self._to_read and not self._to_write:
                 if self._closing:
@@ -221,5 +222,5 @@ class DiskTransfer:
 
 
 def _bytes_of(layer: torch.Tensor) -> memoryview:
-    """Its own memory."""
+    """Return the layer's own memory as bytes."""
     return memoryview(layer.reshape(-1).view(torch.uint8).numpy())

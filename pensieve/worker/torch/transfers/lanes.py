@@ -84,7 +84,7 @@ class _CudaLane:
 
 
 def _copy_nothing(layer: int) -> None:
-    """For a haul without runs."""
+    """Do nothing for a layer of a haul without runs."""
 
 
 class CudaMark:

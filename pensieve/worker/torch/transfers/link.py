@@ -94,7 +94,7 @@ class Link(Protocol):
         ...
 
     def computed(self) -> Mark:
-        """Reached when the compute launched so far is done."""
+        """Return a mark that is reached when the compute launched so far is done."""
         ...
 
     def hold_compute(self, mark: Mark) -> None:

@@ -57,7 +57,7 @@ def samples_of(blocks: int, layer_block_bytes: int) -> list[Sample]:
 
 
 def scattered(sample: Sample) -> list[BlockRun]:
-    """Its runs, with a block between them in both pools, in another order in the target."""
+    """Make the sample's runs, with a block between them in both pools, and in another order in the target."""
     starts = [number * (sample.blocks + 1) for number in range(sample.runs)]
     targets = random.Random(0).sample(starts, len(starts))
     return [BlockRun(src, dst, sample.blocks) for src, dst in zip(starts, targets, strict=True)]
@@ -124,7 +124,7 @@ def measure(
     samples: Sequence[Sample],
     stopwatch: Stopwatch,
 ) -> dict[str, dict[Sample, Took]]:
-    """By copier's name and sample, the fastest of some rounds in which the copiers take turns."""
+    """Time each copier on each sample, and keep the fastest of some rounds in which the copiers take turns."""
     took: dict[str, dict[Sample, Took]] = {copier.name: {} for copier in copiers}
     for sample in samples:
         haul = Haul(scattered(sample), source, target)
@@ -192,6 +192,6 @@ def _synchronize(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _own_stream(source: torch.Tensor, target: torch.Tensor) -> AbstractContextManager[object]:
-    """As lanes have: the driver takes no batch on the default stream."""
+    """Use a stream of its own inside the block, as lanes do: the driver takes no batch on the default stream."""
     device = gpu_of(source, target)
     return nullcontext() if device is None else torch.cuda.stream(torch.cuda.Stream(device))

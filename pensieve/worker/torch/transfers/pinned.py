@@ -40,20 +40,21 @@ def pinned_bytes(size: int) -> torch.Tensor:
 
 
 def _lent(locked: NDArray[np.uint8], size: int, device: int) -> torch.Tensor:
-    """The first bytes of page-locked memory, which is given to the shelf when no view of the tensor is left."""
+    """Make a tensor of the first bytes of page-locked memory, which goes to the shelf when no view of the tensor is left."""
     part = locked[:size]
     weakref.finalize(part, shelf.give_pinned, device, locked).atexit = False
     return torch.from_numpy(part)
 
 
 def send(values: NDArray[np.int32], target: torch.Tensor) -> None:
-    """Into `target` without waiting for the device: from pinned memory, which torch keeps until the copy is done."""
+    """Copy values into `target` without waiting for the device: from pinned memory, which torch keeps until the copy is
+    done."""
     source = torch.from_numpy(values)
     target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
 
 
 def sent(values: NDArray[np.int32], device: torch.device) -> torch.Tensor:
-    """A new tensor there, filled as `send` does it."""
+    """Make a new tensor on the device, filled as `send` does it."""
     target = torch.empty(values.shape, dtype=torch.int32, device=device)
     send(values, target)
     return target

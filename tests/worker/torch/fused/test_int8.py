@@ -13,7 +13,7 @@ from pensieve.errors import EngineMissing
 from pensieve.worker.torch.fused import build_fused
 from pensieve.worker.torch.fused.decoder import FusedModel
 from pensieve.worker.torch.fused.few_rows import FEW_ROWS
-from pensieve.worker.torch.fused.int8 import Int8Weights, int8_product, quantise, rounded
+from pensieve.worker.torch.fused.int8 import Int8Weights, int8_of, int8_product, quantise, rounded
 from pensieve.worker.torch.model import LoadedModel, load_model
 
 from ..driver import ARCHITECTURES, Driver, converse, plain_logits, random_tokens, tiny_spec
@@ -41,7 +41,8 @@ def test_each_output_has_a_scale_of_its_own() -> None:
 def test_a_product_is_that_of_the_restored_weights(inside: int, outside: int, with_bias: bool) -> None:
     parts = [rounded(_noise(outside, inside, seed=1)), rounded(_noise(2, inside, seed=2))]
     bias = _noise(outside + 2, seed=3) if with_bias else None
-    product = int8_product(parts, bias)
+    stacked = Int8Weights(torch.cat([part.numbers for part in parts]), torch.cat([part.scales for part in parts]))
+    product = int8_product(stacked, bias)
     whole = torch.cat([part.restored for part in parts]).double()
     for rows in range(1, FEW_ROWS[torch.int8] + 2):
         x = _noise(rows, inside, seed=rows)
@@ -54,7 +55,7 @@ def test_a_product_is_that_of_the_restored_weights(inside: int, outside: int, wi
 
 
 def test_threads_change_nothing() -> None:
-    product, x = int8_product([rounded(_noise(300, 64))], None), _noise(3, 64)
+    product, x = int8_product(rounded(_noise(300, 64)), None), _noise(3, 64)
     before = torch.get_num_threads()
     try:
         results = []
@@ -64,6 +65,10 @@ def test_threads_change_nothing() -> None:
     finally:
         torch.set_num_threads(before)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def _is_rounded(part: Any) -> bool:
+    return int8_of(part) is not None if isinstance(getattr(part, "weight", None), torch.Tensor) else False
 
 
 def _quantised(name: str) -> LoadedModel:
@@ -83,7 +88,8 @@ def test_turns_equal_transformers_on_the_rounded_weights(name: str) -> None:
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
 def test_the_joined_weights_are_the_modules_own_and_it_can_be_built_again(name: str, pack: bool) -> None:
-    """No float32 weight exists twice but in oneDNN's layout; another attention backend builds from the same module."""
+    """No float32 weight exists twice but in oneDNN's layout, and no int8 number; another attention backend builds from the
+    same module."""
     module = load_model(tiny_spec(name), "random", None, None, 0, "cpu", threads=1).module
     quantise(module)
     before = {key: value.clone() for key, value in module.state_dict().items()}
@@ -91,9 +97,13 @@ def test_the_joined_weights_are_the_modules_own_and_it_can_be_built_again(name: 
         forward = build_fused(module, pack=pack)
         assert isinstance(forward, FusedModel) and forward.few_rows == "int8"
         own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+        numbers = {
+            part.weight.int8.numbers.untyped_storage().data_ptr() for part in module.modules() if _is_rounded(part)
+        }
         layer: Any = forward.layers[0]
         for part in (layer.qkv, layer.out, layer.down):
             assert part.few_rows == "int8"
+            assert part._few._weights.untyped_storage().data_ptr() in numbers
             assert pack or part._weight.untyped_storage().data_ptr() in own
         assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
 

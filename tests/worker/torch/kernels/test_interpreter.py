@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import INTERPRETED
+from .conftest import INTERPRETED, NAMES
 
 
 @pytest.mark.slow
@@ -19,7 +19,7 @@ from .conftest import INTERPRETED
 def test_the_kernel_in_tritons_interpreter() -> None:
     """All of this folder, with TRITON_INTERPRET=1: TRITON_INTERPRET=1 pytest tests/worker/torch/kernels by hand."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    files = [f"test_{name}.py" for name in ("paged", "boxes", "mixed", "standing", "conversation", "block_copy")]
+    files = [f"test_{name}.py" for name in NAMES]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-x", "-v", "-p", "no:cacheprovider", *files],
         cwd=Path(__file__).parent,

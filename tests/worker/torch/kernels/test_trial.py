@@ -1,16 +1,12 @@
-"""A whole trial on the Triton kernel, by the command a user types, in Triton's interpreter."""
+"""A whole trial on the Triton kernel, by the command a user types, in Triton's interpreter; see conftest.py."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
+import sqlite3
+from contextlib import closing
 
-import pytest
-
-from .test_run import CHECKOUT, rows
+from tests.typed import typed
 
 ARCHITECTURE = {
     "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
@@ -23,10 +19,11 @@ SAID = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    find_spec("triton") is None, reason="the extra triton is not installed: pip install 'pensieve[triton]'"
-)
+def rows(outputs, query):
+    with closing(sqlite3.connect(outputs / "results.db")) as connection:
+        return connection.execute(query).fetchall()
+
+
 def test_a_trial_on_the_triton_kernel_gives_the_reference_tokens(tmp_path):
     """Prompts, appends to a history that was kept on GPU or came back from CPU, and decoding, several in a batch."""
     conversations = [
@@ -35,12 +32,6 @@ def test_a_trial_on_the_triton_kernel_gives_the_reference_tokens(tmp_path):
     ]
     (tmp_path / "said.json").write_text(json.dumps(conversations))
     outputs = tmp_path / "outputs"
-    own = {
-        "PENSIEVE_OUTPUTS": str(outputs),
-        "OMP_NUM_THREADS": "1",
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": str(CHECKOUT),
-    }
     words = (
         "-m", "attention_backend=triton,reference", "baseline=pensieve", "seed=0", "cache.gpu=128 tokens",
         "cache.cpu=256 tokens", "cache.chunk_tokens=16", "hardware.threads=1", "tracking.mlflow=false",
@@ -48,10 +39,7 @@ def test_a_trial_on_the_triton_kernel_gives_the_reference_tokens(tmp_path):
         "workload.max_new_tokens=3", "workload.warmup_turns=1", "workload.request_rate=50", "workload.think_time_s=0.5",
         *(f"model.architecture.{name}={value}" for name, value in ARCHITECTURE.items()),
     )  # fmt: skip
-    done = subprocess.run(  # a process of its own: Triton asks for its interpreter when it is imported
-        [sys.executable, "runners/run.py", *words],
-        cwd=CHECKOUT, env={**os.environ, **own}, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = typed("runners/run.py", *words, outputs=outputs, timeout_s=250)
     assert done.returncode == 0, done.stderr
     served = rows(outputs, "select json_extract(engine, '$.attention_backend') from trial order by id")
     assert served == [("triton",), ("reference",)]
