@@ -29,6 +29,8 @@ def caveats(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:
     return [
         *_waiting(found, groups),
         *_less_finished(found, groups),
+        *_unserved(groups),
+        *_caches(groups),
         *_slots(found, groups),
         *_few(found, groups),
         *_tiers_unused(found),
@@ -136,6 +138,38 @@ def _steady_rates(found: Evidence, trials: Sequence[Trial]) -> dict[int, float]:
 def starting(trials: Sequence[Trial]) -> bool:
     """Whether an open load was still filling up when the window began: the offered rate is that of steady state."""
     return any("not_steady" in trial.flags for trial in trials)
+
+
+def _unserved(groups: Sequence[TrialGroup]) -> list[str]:
+    """Turns that were refused or failed, which are in no latency and no share of history."""
+    told = _flagged(groups, "failures")
+    if not told:
+        return []
+    return [
+        f"Turns that did not complete are in no latency and in no share of history, and end some conversations: {told}. "
+        "What is left may be the easier part."
+    ]
+
+
+def _caches(groups: Sequence[TrialGroup]) -> list[str]:
+    """Servers that ran before a trial, whose cache was not what it declares, or of which nobody can tell."""
+    held, untold = (_flagged(groups, flag) for flag in ("contaminated", "cache_state_unverified"))
+    return [
+        *([f"The cache was not what was declared: {held}"] if held else []),
+        *([f"Whether the cache was what was declared is not known: {untold}"] if untold else []),
+    ]
+
+
+def _flagged(groups: Sequence[TrialGroup], flag: str) -> str:
+    """Where trials have the flag, with what it says of the first of them; empty where none has."""
+    places = []
+    for group in groups:
+        for name, trials in group.trials.items():
+            said = [str(trial.flags[flag]).rstrip(".") for trial in trials if flag in trial.flags]
+            if said:
+                more = f" (and {len(said) - 1} more trials)" if len(said) > 1 else ""
+                places.append(f"{_place(group, name)}: {said[0]}{more}")
+    return _listed(places, between="; ")
 
 
 def _slots(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:

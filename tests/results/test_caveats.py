@@ -44,6 +44,20 @@ def test_one_trial_on_a_busy_machine_is_told_too() -> None:
     assert "used 1% of this machine's CPU time meanwhile (median of trials, at most 62%)" in said
 
 
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("contaminated", "The cache was not what was declared: stateless: It held 64 tokens"),
+        ("cache_state_unverified", "was declared is not known: stateless: It does not say"),
+    ],
+)
+def test_a_cache_that_was_not_what_was_declared_is_told(flag: str, said: str) -> None:
+    words = "It held 64 tokens." if flag == "contaminated" else "It does not say."
+    clean = {"baseline": "pensieve", "ttft": FLAT}
+    assert said in answers(clean, {"baseline": "stateless", "ttft": FLAT, "flags": {flag: words}})
+    assert "was declared" not in answers(clean, {"baseline": "stateless", "ttft": FLAT})
+
+
 @pytest.mark.parametrize(("error", "warned"), [(788.0, True), (-60.0, True), (12.0, False)])
 def test_a_cost_model_that_is_far_off_is_told(error: float, warned: bool) -> None:
     metrics = {"cost_model_error_pct": error}
