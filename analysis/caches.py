@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from analysis import marks, style
-from analysis.estimates import over_seeds, percentile, rate
+from analysis.estimates import over_seeds, percent, percentile
 from analysis.registry import Plot, Row, columns, figure
 from analysis.results import PAPERS, apart, by_conversation, found_more, values_of, varying_axes
 from analysis.sweep import Cell, Panel, Source
@@ -62,18 +62,10 @@ def shares(source: Source, cell: Cell) -> Shares | None:
     turns = turns[(turns["history_tokens"] > 0) & turns["gpu_hit_tokens"].notna()]
     if turns.empty:
         return None
-    gpu, history = 100 * turns["gpu_hit_tokens"], turns["history_tokens"]
-    others = turns["cpu_hit_tokens"].fillna(0) + turns["disk_hit_tokens"].fillna(0)
-    on_disk = 100 * turns["disk_hit_tokens"].fillna(0)
-    disk = rate(on_disk, history).value if _has_disk(source) else None
-    return Shares(_in_hundred(rate(gpu, history)), _in_hundred(rate(gpu + 100 * others, history)), disk)
-
-
-def _in_hundred(share: Estimate) -> Estimate:
-    """An interval of few conversations may reach beyond what a share can be."""
-    if share.ci_low is None or share.ci_high is None:
-        return share
-    return replace(share, ci_low=max(share.ci_low, 0.0), ci_high=min(share.ci_high, 100.0))
+    gpu, history = turns["gpu_hit_tokens"], turns["history_tokens"]
+    on_disk = turns["disk_hit_tokens"].fillna(0)
+    disk = percent(on_disk, history).value if _has_disk(source) else None
+    return Shares(percent(gpu, history), percent(gpu + turns["cpu_hit_tokens"].fillna(0) + on_disk, history), disk)
 
 
 def _draw_shares(axes: Axes, place: float, found: Shares, name: str, *, across: bool) -> None:

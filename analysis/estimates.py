@@ -17,6 +17,7 @@ from pensieve.statistics import (
     bootstrap_percentile_by_seed,
     bootstrap_percentiles_by_seed,
     paired_ratio,
+    rate_by_seed,
 )
 
 
@@ -37,10 +38,12 @@ def mean(values: ByConversation) -> Estimate:
     return as_estimate(paired_ratio(sums, counts, of="means"), sum(len(found) for found in values.values()))
 
 
-def rate(tops: pd.Series[Any], bottoms: pd.Series[Any]) -> Estimate:
-    """Sum over sum, such as hit tokens over history tokens; n counts conversations."""
-    sums = [conversation_sums(part) for part in (tops, bottoms)]
-    return as_estimate(paired_ratio(*sums, of="means"), len(sums[1]))
+def percent(parts: pd.Series[Any], wholes: pd.Series[Any]) -> Estimate:
+    """Sum over sum in percent, such as hit tokens of history tokens; n counts conversations."""
+    tops, bottoms = (conversation_sums(one) for one in (parts, wholes))
+    found = rate_by_seed({key: (tops[key], whole) for key, whole in bottoms.items()})
+    low, high = (None if end is None else 100 * end for end in (found.ci_low, found.ci_high))
+    return Estimate(100 * found.value, low, high, len(bottoms), found.groups)
 
 
 def over_seeds(values: Mapping[tuple[int, int], float]) -> Estimate:

@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import pandas as pd
 
 from analysis import tables
+from analysis.alike import refuse_unlike
 from analysis.estimates import one_each
 from analysis.prefix import WORKLOAD, named, steps_of, ttft
 from analysis.registry import Plot, columns, figure
-from analysis.sweep import Cell, Source
-from pensieve.errors import MixedPanel
+from analysis.sweep import Source
 from pensieve.statistics import Estimate, bootstrap_percentile_by_seed
 
 INTERFACES = {"llama_cpp": "llama_cpp_http", "vllm": "vllm_http"}
 """Baselines that are the same engine, without HTTP and with it."""
-
-ALIKE = ("gpu_tokens", "cpu_tokens", "max_batch_tokens", "max_batch_requests", "threads", "dtype")
-"""Settings that engines must share to be compared, as each reports them; one that an engine does not report is not held
-against it."""
-
-
-def refuse_unlike(cells: Iterable[Cell]) -> None:
-    """Raise MixedPanel where engines ran with other sizes, batches or threads."""
-    found: dict[str, dict[str, str]] = {name: {} for name in ALIKE}
-    for cell in cells:
-        for trial in cell.trials:
-            for name in ALIKE:
-                value = (trial.engine or {}).get(name)
-                if value is not None:
-                    found[name].setdefault(str(value), cell.baseline)
-    unlike = [
-        f"{name} is " + " and ".join(f"{value} for {baseline}" for value, baseline in values.items())
-        for name, values in found.items()
-        if len(values) > 1
-    ]
-    if unlike:
-        raise MixedPanel(
-            f"Engines of unlike settings cannot be compared: {'; '.join(unlike)}. Give them the same with cache.gpu, "
-            "cache.cpu, scheduler.max_batch_tokens, scheduler.max_batch_requests and hardware.threads."
-        )
 
 
 def http_ms(inside: pd.DataFrame, over: pd.DataFrame) -> Estimate:

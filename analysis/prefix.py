@@ -12,6 +12,7 @@ import pandas as pd
 from matplotlib.transforms import ScaledTranslation
 
 from analysis import marks, style, tables
+from analysis.alike import refuse_unlike_engines
 from analysis.estimates import median, one_each
 from analysis.marks import Bar, Group
 from analysis.registry import Plot, Row, columns, figure
@@ -140,6 +141,7 @@ def invalidation_cost(source: Source) -> Iterator[Plot]:
         "in brackets the miss over the hit, of means"
     )
     for panel in source.panels(BLOCKS):
+        refuse_unlike_engines(panel.cells)
         sections: dict[str, list[Group]] = {blocks: [] for blocks in panel.values(BLOCKS)}
         rows: list[Row] = []
         for blocks, groups in sections.items():
@@ -298,6 +300,7 @@ def cache_architecture(source: Source) -> Iterator[Plot]:
         f"{NO_HITS}: the engine keeps nothing, so both are computed and the miss, a shorter prompt, takes less"
     )
     for panel in source.panels(BLOCKS):
+        refuse_unlike_engines(panel.cells)
         groups: list[Group] = []
         rows: list[Row] = []
         for name in panel.baselines:
@@ -439,6 +442,7 @@ class Summary:
 def summaries(source: Source) -> Iterator[tuple[Panel, list[Summary]]]:
     """What each baseline came to, a panel for each split of the prefix."""
     for panel in source.panels():
+        refuse_unlike_engines(panel.cells)
         yield panel, [_summary(source, cell) for cell in panel.cells]
 
 

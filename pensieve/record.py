@@ -116,6 +116,8 @@ class TurnRecord:
     # Not columns: kept for the offline bound (see Residency), for the Parquet of tokens and for the caller.
     elsewhere_tokens: int | None = None
     anywhere_tokens: int | None = None
+    unexplained_tokens: int | None = None
+    """Found in the cache of an engine of others though nobody in this trial had said them. None: it does not report."""
     recomputed_s: float | None = None
     """What the cost model says its recomputed_tokens take, as part of a longer prefill; None: there is none."""
     missed: tuple[Missed, ...] = ()

@@ -164,9 +164,26 @@ def bootstrap_mean(groups: Mapping[str, Sequence[float]], *, resamples: int = RE
 def bootstrap_rate(groups: Mapping[str, tuple[float, float]], *, resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
     """Sum of parts over sum of wholes, given as one pair a group; n is the sum of wholes."""
     pairs = np.array([pair for pair in groups.values() if pair[1] > 0], dtype=np.float64).reshape(-1, 2)
-    value, low, high = _ratio_of_sums([pairs[:, 0]], [pairs[:, 1]], resamples, seed)
-    low, high = None if low is None else max(low, 0.0), None if high is None else min(high, 1.0)
-    return Estimate(value, low, high, int(pairs[:, 1].sum()), len(pairs))
+    return Estimate(*_share([pairs], resamples, seed), int(pairs[:, 1].sum()), len(pairs))
+
+
+def rate_by_seed(
+    groups: Mapping[tuple[int, str], tuple[float, float]], *, resamples: int = RESAMPLES, seed: int = 0
+) -> Estimate:
+    """The same of a pair for each (seed, session), resampling seeds first, then sessions; n counts sessions, groups seeds."""
+    pairs: dict[int, list[tuple[float, float]]] = {}
+    for key in sorted(groups):
+        if groups[key][1] > 0:
+            pairs.setdefault(key[0], []).append(groups[key])
+    by_seed = [np.array(part, dtype=np.float64) for part in pairs.values()]
+    return Estimate(*_share(by_seed, resamples, seed), sum(map(len, by_seed)), len(by_seed))
+
+
+def _share(pairs: Sequence[Floats], resamples: int, seed: int) -> tuple[float, float | None, float | None]:
+    """Parts over wholes, [sessions, 2] of each seed. No end of its interval is below none or above all of it: those of a few
+    conversations, of which most have nothing or all, would be."""
+    value, low, high = _ratio_of_sums([part[:, 0] for part in pairs], [part[:, 1] for part in pairs], resamples, seed)
+    return value, None if low is None else max(low, 0.0), None if high is None else min(high, 1.0)
 
 
 def bootstrap_percentiles(

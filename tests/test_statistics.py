@@ -21,6 +21,7 @@ from pensieve.statistics import (
     fit_line,
     nearest_rank,
     paired_ratio,
+    rate_by_seed,
     spread,
 )
 
@@ -139,6 +140,33 @@ def test_intervals_of_a_rate_hold_the_truth_and_stay_a_share(groups):
         return found
 
     assert cover(300, draw, 4 / 6) >= 0.93
+
+
+@pytest.mark.parametrize("share", [0.12, 0.5, 0.88])
+@pytest.mark.parametrize(("seeds", "sessions"), [(1, 9), (5, 5)])
+def test_intervals_of_a_rate_by_seed_hold_the_truth_near_none_and_all(share, seeds, sessions):
+    """Of conversations that differ much: most of them find little where the share is small."""
+
+    def draw(rng, repetition):
+        wholes = rng.integers(50, 400, (seeds, sessions))
+        parts = rng.beta(5 * share, 5 * (1 - share), (seeds, sessions)) * wholes
+        pairs = {(s, str(i)): (parts[s, i], wholes[s, i]) for s in range(seeds) for i in range(sessions)}
+        found = rate_by_seed(pairs, resamples=300, seed=repetition)
+        assert 0.0 <= found.ci_low <= found.value <= found.ci_high <= 1.0
+        return found
+
+    assert cover(200, draw, share) >= 0.92
+
+
+def test_a_rate_has_one_interval_whoever_asks_for_it():
+    """The metric of a trial and the table of a sweep of one seed; nine conversations that find 12 % of their history."""
+    found = {"a": 0.9, "b": 0.0, "c": 0.1, "d": 0.0, "e": 0.0, "f": 0.08, "g": 0.0, "h": 0.0, "i": 0.0}
+    pairs = {name: (100 * share, 100.0) for name, share in found.items()}
+    trial, table = bootstrap_rate(pairs), rate_by_seed({(7, name): pair for name, pair in pairs.items()})
+    assert (trial.value, trial.ci_low, trial.ci_high) == (table.value, table.ci_low, table.ci_high)
+    assert trial.value == pytest.approx(0.12)
+    assert trial.ci_low == 0.0 and 0.12 < trial.ci_high <= 1.0
+    assert (trial.n, trial.groups, table.n, table.groups) == (900, 9, 9, 1)
 
 
 @pytest.mark.parametrize(("seeds", "sessions"), [(1, 5), (1, 15), (5, 1), (5, 5), (8, 5), (15, 5)])

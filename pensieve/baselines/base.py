@@ -18,11 +18,13 @@ __all__ = ["AnsweringSystem", "Capabilities", "Event", "Listener", "System"]
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """keeps_sessions: only the new message is sent (Request.continues). cancels: a request can be ended before its time.
-    max_in_flight: requests it takes at once; None for no limit."""
+    max_in_flight: requests it takes at once; None for no limit. starts_empty: nothing is cached after `start`; a server that
+    ran before may hold what others asked."""
 
     keeps_sessions: bool = True
     cancels: bool = True
     max_in_flight: int | None = None
+    starts_empty: bool = True
 
 
 class System(Protocol):

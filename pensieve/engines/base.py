@@ -49,8 +49,9 @@ class Reply:
     """What an engine says of a request that it has served.
 
     tokens: those that the channel has not been told; they have no times of their own, unless emitted_s says them. None:
-    the engine does not report it: cached_tokens: prompt tokens whose KV it had; cached_on_host: of those, the ones
-    that it had behind the device, in host memory; admitted_s, emitted_s: readings of
+    the engine does not report it: prompt_tokens: of the prompt as it read it, which are more where a server puts text of its
+    own around it; cached_tokens: of those, the ones whose KV it had; cached_on_host: of those, the ones that it had
+    behind the device, in host memory; admitted_s, emitted_s: readings of
     time.perf_counter; compute_ms: prompt and tokens, without its queue; transfer_ms: waited for what crossed a network;
     *_bytes: of the bodies, over a network.
     """
@@ -58,6 +59,7 @@ class Reply:
     finish_reason: str | None = None
     tokens: TokenArray[int] | None = None
     emitted_s: TokenArray[float] | None = None
+    prompt_tokens: int | None = None
     cached_tokens: int | None = None
     cached_on_host: int | None = None
     admitted_s: float | None = None

@@ -11,6 +11,15 @@ from pensieve.errors import ContextLengthError, EngineFailed, RequestFailed
 CONNECT_S = 5.0
 DONE = "[DONE]"
 DATA = "data:"
+REFUSES_KEY = (401, 403)
+
+
+class AnswerBroken(EngineFailed):
+    """A server began to answer and broke off."""
+
+
+class KeyRefused(EngineFailed):
+    """A server wants another key, or has none of its pages for this one."""
 
 
 class CompletionsClient:
@@ -24,6 +33,7 @@ class CompletionsClient:
     ) -> None:
         import httpx
 
+        self.address = base_url
         self._http = httpx.Client(
             base_url=base_url,
             headers=dict(headers or {}),
@@ -33,23 +43,26 @@ class CompletionsClient:
             trust_env=False,  # loopback, or the address that was given: no proxy between
         )
 
-    def get(self, path: str, timeout_s: float = CONNECT_S) -> Any:
-        """The answer's JSON; None where there is none, or no such page, or no server yet."""
+    def page(self, path: str, timeout_s: float = CONNECT_S) -> tuple[int | None, str]:
+        """The status, None where no server answers, and the text."""
         import httpx
 
         try:
             response = self._http.get(path, timeout=timeout_s)
-            return response.json() if response.status_code == 200 else None
-        except (httpx.HTTPError, ValueError):
+        except httpx.HTTPError:
+            return None, ""
+        return response.status_code, response.text
+
+    def get(self, path: str, timeout_s: float = CONNECT_S) -> Any:
+        """The answer's JSON; None where there is none, or no such page, or no server yet."""
+        status, text = self.page(path, timeout_s)
+        try:
+            return json.loads(text) if status == 200 else None
+        except ValueError:
             return None
 
     def healthy(self, path: str = "/health") -> bool:
-        import httpx
-
-        try:
-            return self._http.get(path, timeout=CONNECT_S).status_code == 200
-        except httpx.HTTPError:
-            return False
+        return self.page(path)[0] == 200
 
     def post(self, path: str, body: Mapping[str, Any] | None = None) -> int:
         """The status."""
@@ -67,7 +80,7 @@ class Answer:
     """The answer to one request: its pieces as they come, one if it is not streamed. Leaving the block before the last one
     closes the connection, by which servers know that nobody waits any more.
 
-    sent_bytes, received_bytes: of the bodies.
+    sent_bytes, received_bytes: of the bodies. whole: a stream has said that this was all of it.
     """
 
     def __init__(self, http: Any, path: str, body: dict[str, Any], headers: dict[str, str]) -> None:
@@ -78,6 +91,7 @@ class Answer:
         )
         self._response: Any = None
         self.sent_bytes = len(self._content)
+        self.whole = False
 
     def __enter__(self) -> Answer:
         import httpx
@@ -97,7 +111,7 @@ class Answer:
         return int(self._response.num_bytes_downloaded)
 
     def pieces(self) -> Iterator[dict[str, Any]]:
-        """The JSON objects of the answer. Raises ContextLengthError, RequestFailed, EngineFailed."""
+        """The JSON objects of the answer. Raises ContextLengthError, RequestFailed; AnswerBroken, KeyRefused."""
         import httpx
 
         response = self._response
@@ -110,14 +124,14 @@ class Answer:
             for line in response.iter_lines():
                 text = line.removeprefix(DATA).strip() if line.startswith(DATA) else ""
                 if text == DONE:
-                    continue
-                if text:
+                    self.whole = True
+                elif text:
                     piece = _object(text)
                     if piece.get("error"):
-                        raise _refusal(int(piece["error"].get("code") or 500), text.encode())
+                        raise _refusal(_status_of(piece["error"]), text.encode())
                     yield piece
         except httpx.HTTPError as error:
-            raise _gone(error) from error
+            raise broken(f"{type(error).__name__}: {error}") from error
 
 
 def error_of(said: Mapping[str, Any], status: int) -> ContextLengthError | RequestFailed:
@@ -130,14 +144,27 @@ def error_of(said: Mapping[str, Any], status: int) -> ContextLengthError | Reque
     return RequestFailed(f"The engine answered {status}: {message.rstrip('.')}.")
 
 
-def _refusal(status: int, body: bytes) -> ContextLengthError | RequestFailed:
+def broken(why: str) -> AnswerBroken:
+    return AnswerBroken(f"The engine's server broke off in the middle of its answer ({why}).")
+
+
+def _refusal(status: int, body: bytes) -> ContextLengthError | RequestFailed | KeyRefused:
     text = body.decode("utf-8", errors="replace")
     try:
         said = json.loads(text)
     except ValueError:
-        return RequestFailed(f"The engine answered {status}: {text[:300]}")
-    said = said.get("error", said) if isinstance(said, dict) else {"message": text}
-    return error_of(said if isinstance(said, dict) else {"message": str(said)}, status)
+        said = text[:300]
+    said = said.get("error", said) if isinstance(said, dict) else said
+    error = error_of(said if isinstance(said, dict) else {"message": str(said)}, status)
+    if status in REFUSES_KEY:
+        return KeyRefused(f"{error} Put its key into the environment variable that baseline.engine.key_env names.")
+    return error
+
+
+def _status_of(error: Any) -> int:
+    """Of an error within a stream, whose code is a status in some servers and a word in others."""
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, int) else 500
 
 
 def _object(text: str | bytes) -> dict[str, Any]:

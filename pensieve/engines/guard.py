@@ -1,10 +1,10 @@
 """Runs a command and ends it, with everything it started, as soon as its own parent is gone, also after kill -9.
 
-    python guard.py FD LOG COMMAND [ARGUMENT ...]
+    python guard.py FD COMMAND [ARGUMENT ...]
 
 FD is the reading end of a pipe whose writing end the parent alone holds: the kernel closes it when the parent ends, in
-whatever way. LOG, which nobody will read then, is deleted; that of a command that ended before is the parent's. Should the
-guard itself be killed, Linux kills the command (PR_SET_PDEATHSIG). The exit status is the command's.
+whatever way. Should the guard itself be killed, Linux kills the command (PR_SET_PDEATHSIG). The exit status is the
+command's.
 This file runs by its path, without the package.
 """
 
@@ -40,7 +40,7 @@ def _kill_descendants() -> None:
             descendant.kill()
 
 
-def main(life: int, log: str, command: list[str]) -> int:
+def main(life: int, command: list[str]) -> int:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     os.set_inheritable(life, False)
     try:
@@ -48,7 +48,6 @@ def main(life: int, log: str, command: list[str]) -> int:
     except OSError as error:
         print(f"{command[0]} cannot be run: {error.strerror}", file=sys.stderr)
         return 127
-    readable: list[int] = []
     while child.poll() is None:
         readable, _, _ = select.select([life], [], [], WAKE_S)
         if readable:  # its end: nobody ever writes
@@ -57,11 +56,8 @@ def main(life: int, log: str, command: list[str]) -> int:
                 child.wait(GRACE_S)
             break
     _kill_descendants()
-    if readable:
-        with suppress(OSError):
-            os.unlink(log)
     return child.wait()
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

@@ -6,14 +6,15 @@ differs between the two baselines is the way to it. Prompts are token ids; see g
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
 import sys
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter, sleep
@@ -23,7 +24,7 @@ from pensieve.baselines.base import Capabilities
 from pensieve.engines.base import Channel, EngineSetup, Reply
 from pensieve.engines.completions import CompletionsClient, error_of
 from pensieve.engines.gguf_export import refuse_family, tokens_in
-from pensieve.engines.process import EngineProcess, free_port, while_it_serves
+from pensieve.engines.process import LOG_LINES, EngineProcess, free_port, while_it_serves
 from pensieve.engines.weights import gguf_file
 from pensieve.errors import ConfigError, EngineFailed, EngineMissing
 from pensieve.plan import StartReport
@@ -36,8 +37,9 @@ KV_BYTES = {"f32": 4.0, "f16": 2.0, "q8_0": 34 / 32}  # a value; q8_0: 32 of the
 MOST_SLOTS = 4
 CELLS = 256
 WAITING = 64  # requests that may wait in the server's own queue
-SILENT, ERRORS, EVERYTHING = 0, 1, 4  # its levels of log
-LOG_S = 0.3  # its log is written by a thread of its own
+SILENT, EVERYTHING = 0, 4  # its levels of log
+LOG_S, LOG_POLL_S = 0.3, 0.002  # its log is written by a thread of its own
+IDLE = "all slots are idle"  # the last line of a start
 PATH = "/v1/completions"
 _REPORTED = re.compile(r"llama_context: (n_seq_max|n_ctx|n_ctx_seq|n_batch|n_ubatch|flash_attn|kv_unified)\s*= (\S+)")
 _KV = re.compile(r"llama_kv_cache: size =\s*[\d.]+ MiB.*K \((\w+)\).*V \((\w+)\)")
@@ -126,6 +128,7 @@ class _LlamaCpp(ABC):
             "engine": "llama.cpp",
             **{f"configured_{name}": value for name, value in self._fields.items()},
             **reported,
+            "n_batch": reported.get("reported_n_batch", self._fields["n_batch"]),
             "max_batch_tokens": reported.get("reported_n_ubatch", self._fields["n_ubatch"]),
             "max_batch_requests": len(slots) if slots else None,
             "threads": reported.get("reported_threads", self._fields["threads"]),
@@ -210,20 +213,25 @@ class LlamaCpp(_LlamaCpp):
     def _open(self, file: Path) -> dict[str, Any]:
         import xllamacpp
 
-        def serve(verbosity: int) -> Any:
-            return xllamacpp.Server(params_of(file, self._fields, port=0, verbosity=verbosity))
-
-        try:
-            self._server = serve(SILENT)
-        except RuntimeError as error:
-            said: list[str] = []
-            with suppress(RuntimeError), _stderr_into(said):  # once more, to hear why
-                try:
-                    serve(ERRORS)
-                finally:
-                    sleep(LOG_S)
-            raise EngineFailed(f"llama.cpp did not start ({error})" + "".join(f"\n{line}" for line in said)) from error
-        return {"version": xllamacpp.__version__, "build": str(xllamacpp.get_system_info()).strip()}
+        silence = _silencer(xllamacpp)
+        params = params_of(file, self._fields, port=0, verbosity=SILENT if silence is None else EVERYTHING)
+        failed: RuntimeError | None = None
+        with _stderr_read() as said:
+            try:
+                self._server = xllamacpp.Server(params)
+            except RuntimeError as error:
+                failed = error
+            ends = perf_counter() + LOG_S
+            while perf_counter() < ends and (failed is not None or IDLE not in said()):
+                sleep(LOG_POLL_S)
+            if silence is not None:
+                silence(SILENT)
+            log = said()
+        if failed is not None:
+            last = [line for line in log.splitlines() if line.strip()][-LOG_LINES:]
+            raise EngineFailed("\n".join([f"llama.cpp did not start ({failed})", *last])) from failed
+        build = str(xllamacpp.get_system_info()).strip()
+        return {"version": xllamacpp.__version__, "build": build, **reported(log)}
 
     def _slots(self) -> list[dict[str, Any]]:
         client = CompletionsClient(self._server.listening_address)
@@ -407,16 +415,22 @@ def reported(log: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _stderr_into(lines: list[str]) -> Iterator[None]:
-    """What C code writes to standard error while the block runs."""
+def _stderr_read() -> Iterator[Callable[[], str]]:
+    """What C code writes to standard error while the block runs: a function that returns it so far."""
     sys.stderr.flush()
     kept = os.dup(2)
     with tempfile.TemporaryFile() as file:
-        os.dup2(file.fileno(), 2)
+        descriptor = file.fileno()
+        os.dup2(descriptor, 2)
         try:
-            yield
+            yield lambda: os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode("utf-8", errors="replace")
         finally:
             os.dup2(kept, 2)
             os.close(kept)
-            file.seek(0)
-            lines += [line for line in file.read().decode("utf-8", errors="replace").splitlines() if line.strip()][-12:]
+
+
+def _silencer(xllamacpp: Any) -> Callable[[int], object] | None:
+    """What sets how much the server in this process logs once it runs, a function of its library that the wheel has no name
+    for; None where this build has none: its log is not read then, as it could not be ended again."""
+    name = "_Z30common_log_set_verbosity_tholdi"  # common_log_set_verbosity_thold(int)
+    return getattr(ctypes.CDLL(xllamacpp.xllamacpp.__file__), name, None)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from time import monotonic, sleep
 from typing import Any, Literal
 
 from pensieve.baselines.base import Capabilities
 from pensieve.engines.base import Channel, EngineSetup, Reply
-from pensieve.engines.completions import Answer, CompletionsClient
+from pensieve.engines.completions import REFUSES_KEY, Answer, AnswerBroken, CompletionsClient, broken
 from pensieve.engines.process import POLL_S
 from pensieve.errors import ConfigError, EngineFailed, RequestFailed
 from pensieve.plan import StartReport
@@ -23,7 +25,8 @@ AT_ONCE = 256
 class OpenAIHttp:
     """A server that somebody else started. Its cache is what it is: the trial's own counts tell whether it was cold.
 
-    base_url: with its version, "http://127.0.0.1:8000/v1". model: as the server calls it; null: the first that it lists.
+    base_url: with its version, "http://127.0.0.1:8000/v1". model: as the server calls it; null: the first that it lists,
+    which a server without such a list cannot do without.
     key_env: the environment variable that holds the key, where one is needed. api: completions sends the whole prompt every
     turn; responses only the new message, with previous_response_id. prompts: ids sends token ids (completions only), text
     sends what the tokenizer makes of them. session_header: a header that carries the conversation's name (our own server's
@@ -31,7 +34,7 @@ class OpenAIHttp:
 
     A server's token ids are taken where it gives them (token_ids), else its text is encoded. Cached tokens are those of its
     `usage`, and on which tier where it says so, as ours does; a server that reports none leaves them null. Nothing is asked
-    twice.
+    twice: an answer that breaks off, or one that says "too many requests", fails its request alone.
     """
 
     def __init__(
@@ -46,7 +49,7 @@ class OpenAIHttp:
         session_header: str | None = None,
         start_timeout_s: float = 10.0,
     ) -> None:
-        self.can = Capabilities(keeps_sessions=api == "responses")
+        self.can = Capabilities(keeps_sessions=api == "responses", starts_empty=False)
         self.at_once = AT_ONCE
         self._setup = setup
         self._base_url, self._model, self._key_env = base_url.rstrip("/"), model, key_env
@@ -67,22 +70,19 @@ class OpenAIHttp:
         return {"server": self._base_url}
 
     def start(self) -> StartReport:
-        """Raises EngineFailed where no server answers in time, or it does not list the model."""
+        """Raises EngineFailed where no server answers in time, it refuses the key, or it does not list the model."""
         self.check()
         key = os.environ.get(self._key_env)
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._client = CompletionsClient(self._base_url, headers)
-        ends = monotonic() + self._timeout_s
-        while (listed := self._client.get("/models")) is None:
-            if monotonic() > ends:
-                raise EngineFailed(
-                    f"No server lists its models at {self._base_url}/models; start one, or correct baseline.engine.base_url "
-                    f"(or the key in {self._key_env})."
-                )
-            sleep(POLL_S)
-        names = [str(one.get("id")) for one in listed.get("data", ())]
+        self._client = client = CompletionsClient(self._base_url, headers)
+        names = self._listed(client)
         if self._model is None and not names:
             raise EngineFailed(f"The server at {self._base_url} lists no model; name one with baseline.engine.model.")
+        if self._model is not None and names and not any(fnmatchcase(self._model, name) for name in names):
+            raise EngineFailed(
+                f"The server at {self._base_url} lists no model {self._model}; baseline.engine.model is one of "
+                f"{', '.join(names)}."
+            )
         self._model = self._model or names[0]
         settings = {
             "engine": "openai",
@@ -96,14 +96,41 @@ class OpenAIHttp:
         }
         return StartReport(0.0, 0.0, settings)
 
+    def _listed(self, client: CompletionsClient) -> list[str]:
+        """The models that the server lists, waiting until it does; none where it has no such list and the model is named."""
+        ends = monotonic() + self._timeout_s
+        while True:
+            status, text = client.page("/models")
+            if status in REFUSES_KEY:
+                held = "the key" if os.environ.get(self._key_env) else "to answer without a key, and there is none"
+                raise EngineFailed(
+                    f"The server at {self._base_url} refuses {held} in the environment variable {self._key_env} ({status}); "
+                    "put its key there, or name another variable with baseline.engine.key_env."
+                )
+            if status == 200:
+                return _names(text)
+            if status is not None and status < 500 and self._model is not None:
+                return []
+            if monotonic() > ends:
+                said = "nothing answers there" if status is None else f"it answers {status}"
+                raise EngineFailed(
+                    f"No server lists its models at {self._base_url}/models; start one, or correct "
+                    f"baseline.engine.base_url ({said})."
+                )
+            sleep(POLL_S)
+
     def answer(self, request: Request, channel: Channel) -> Reply:
+        """A server that breaks off one answer may give the next: the request fails. One that cannot be reached is gone."""
         assert self._client is not None
         headers = {self._session_header: request.session} if self._session_header else {}
-        if self._api == "responses":
-            with self._client.ask("/responses", self._response_body(request), headers) as answer:
-                return self._read_response(request, channel, answer)
-        with self._client.ask("/completions", self.body(request), headers) as answer:
-            return read_completion(answer, request, channel, self._setup)
+        try:
+            if self._api == "responses":
+                with self._client.ask("/responses", self._response_body(request), headers) as answer:
+                    return self._read_response(request, channel, answer)
+            with self._client.ask("/completions", self.body(request), headers) as answer:
+                return read_completion(answer, request, channel, self._setup)
+        except AnswerBroken as error:
+            raise RequestFailed(str(error)) from error
 
     def body(self, request: Request) -> dict[str, Any]:
         ids = list(request.prompt)
@@ -145,12 +172,16 @@ class OpenAIHttp:
                 whole = "".join(
                     part.get("text", "") for item in piece.get("output", ()) for part in item.get("content", ())
                 )
+        if not final and not channel.cancelled:
+            raise broken("the response never ended")
         if "id" in final:
             self._last[request.session] = str(final["id"])
-        details = (final.get("usage") or {}).get("input_tokens_details") or {}
+        usage = final.get("usage") or {}
+        details = usage.get("input_tokens_details") or {}
         return Reply(
             "length" if final.get("status") == "incomplete" else final.get("status"),
             tokens=None if request.stream else tokens_of(self._tokenizer.encode(whole)),
+            prompt_tokens=usage.get("input_tokens"),
             cached_tokens=details.get("cached_tokens"),
             cached_on_host=details.get("cpu"),
             sent_bytes=answer.sent_bytes,
@@ -192,11 +223,18 @@ def completion_body(request: Request, model: str | None, prompt: list[int] | str
     return body
 
 
+def _names(text: str) -> list[str]:
+    try:
+        return [str(one["id"]) for one in json.loads(text)["data"]]
+    except (ValueError, TypeError, LookupError):
+        return []
+
+
 def read_completion(answer: Answer, request: Request, channel: Channel, setup: EngineSetup) -> Reply:
-    """The answer of a completions endpoint, streamed or whole."""
+    """The answer of a completions endpoint, streamed or whole. Raises AnswerBroken where a stream ends without an end."""
     tokens: list[int] = []
     finish: str | None = None
-    details: Mapping[str, Any] = {}
+    usage: Mapping[str, Any] = {}
     for piece in answer.pieces():
         for choice in piece.get("choices", ()):
             ids = choice.get("token_ids")
@@ -206,10 +244,14 @@ def read_completion(answer: Answer, request: Request, channel: Channel, setup: E
             if request.stream and not channel.tell(*(ids or ())):
                 return Reply(finish, sent_bytes=answer.sent_bytes, received_bytes=answer.received_bytes)
             tokens += ids or ()
-        details = (piece.get("usage") or {}).get("prompt_tokens_details") or details
+        usage = piece.get("usage") or usage
+    if request.stream and finish is None and not answer.whole:
+        raise broken(f"after {len(tokens)} tokens, without an end")
+    details = usage.get("prompt_tokens_details") or {}
     return Reply(
         finish,
         tokens=None if request.stream else tokens_of(tokens),
+        prompt_tokens=usage.get("prompt_tokens"),
         cached_tokens=details.get("cached_tokens"),
         cached_on_host=details.get("cpu"),
         sent_bytes=answer.sent_bytes,

@@ -38,8 +38,7 @@ def free_port() -> int:
 
 class EngineProcess:
     """A command that lives no longer than this object, nor than the process that made it (guard.py). What it prints goes to
-    a log in the temporary folder, which `close` deletes; where the process that made it was killed meanwhile, the guard does.
-    It stays only where the command had ended by itself before that: its guard ended with it.
+    a log in the temporary folder that has no name, so that nothing of it is left, whoever ends first and however.
 
     talk: its standard input and output are pipes, `sends` and `receives`; otherwise its output goes to the log too.
     """
@@ -48,11 +47,11 @@ class EngineProcess:
         self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None, talk: bool = False
     ) -> None:
         self.name = name
-        descriptor, path = tempfile.mkstemp(prefix=f"pensieve-{name}-", suffix=".log")
-        self._log = Path(path)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
+        descriptor = self._log.fileno()
         life, keep = os.pipe()
         self._life: int | None = keep
-        guard = [sys.executable, "-I", str(Path(__file__).with_name("guard.py")), str(life), path]
+        guard = [sys.executable, "-I", str(Path(__file__).with_name("guard.py")), str(life)]
         pipe = subprocess.PIPE if talk else None
         try:
             self._process = subprocess.Popen(
@@ -66,7 +65,6 @@ class EngineProcess:
             )
         finally:
             os.close(life)
-            os.close(descriptor)
 
     @property
     def pid(self) -> int:
@@ -89,9 +87,11 @@ class EngineProcess:
     def log(self) -> str:
         """All that it has printed; nothing once it is closed."""
         try:
-            return self._log.read_text(encoding="utf-8", errors="replace")
-        except OSError:
+            descriptor = self._log.fileno()
+        except ValueError:
             return ""
+        said = os.pread(descriptor, os.fstat(descriptor).st_size, 0)  # its position is where the engine writes
+        return said.decode("utf-8", errors="replace")
 
     def last_lines(self) -> str:
         return "\n".join([line for line in self.log().splitlines() if line.strip()][-LOG_LINES:])
@@ -130,7 +130,7 @@ class EngineProcess:
             if stream is not None:
                 with suppress(OSError):
                     stream.close()
-        self._log.unlink(missing_ok=True)
+        self._log.close()
 
 
 @contextmanager

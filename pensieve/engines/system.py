@@ -11,6 +11,7 @@ from typing import Any
 from pensieve.baselines.outbox import Outbox
 from pensieve.clock import Clock, WallClock
 from pensieve.engines.base import OutsideEngine, Reply
+from pensieve.engines.heard import Heard
 from pensieve.errors import EngineFailed, RequestFailed, RequestRefused, WorkerError
 from pensieve.plan import StartReport
 from pensieve.record import Event, TurnRecord
@@ -34,6 +35,7 @@ class OutsideSystem:
         self.can = engine.can
         self._engine = engine
         self._said = SaidLog()
+        self.heard = Heard()
         self._live: dict[int, _Exchange] = {}
         self._outbox = Outbox(self.clock, lambda: self._ended)
         self._threads: ThreadPoolExecutor | None = None
@@ -123,6 +125,7 @@ class OutsideSystem:
             exchange.reply(reply)
         del self._live[request.id]
         turn = exchange.turn
+        self.heard.hears(request.session, exchange.whole + turn.token_ids)
         self._said.note(request, turn)
         assert turn.finished_s is not None
         self.tell([Event("finished", request.id, turn.finished_s, turn=turn)])
@@ -134,9 +137,12 @@ class OutsideSystem:
     def history_of(self, request: Request) -> tuple[int, int]:
         return self._said.history_of(request)
 
+    def whole(self, request: Request) -> TokenArray[int]:
+        return self._said.whole(request)
+
 
 class SaidLog:
-    """What each conversation said so far, for the record alone."""
+    """What each conversation said so far, for the record alone: turns that do not stand were never said."""
 
     def __init__(self) -> None:
         self._said: dict[str, TokenArray[int]] = {}
@@ -156,11 +162,12 @@ class SaidLog:
 
     def note(self, request: Request, turn: TurnRecord) -> None:
         """The turn has ended."""
-        if not turn.stands:
-            return
-        said_before = request.prompt if not request.continues else self._said.get(request.session, array("i"))
-        whole = said_before + request.prompt if request.continues else said_before
-        self._said[request.session] = whole + turn.token_ids
+        if turn.stands:
+            self._said[request.session] = self.whole(request) + turn.token_ids
+
+    def whole(self, request: Request) -> TokenArray[int]:
+        """Its prompt with all that was said before."""
+        return self._said.get(request.session, array("i")) + request.prompt if request.continues else request.prompt
 
     def forget(self, session: str | None) -> None:
         if session is None:
@@ -178,6 +185,9 @@ class _Exchange:
         self.turn = turn = TurnRecord.arrived(request, request.turn, now_s)
         turn.h2d_bytes = turn.d2h_bytes = None  # nobody here counts what an outside engine copies
         self._prompt, self._history = system.history_of(request)
+        self.whole = system.whole(request)
+        self._own = system.heard.of_session(request.session, self.whole)
+        system.heard.hears(request.session, self.whole)
         self.cancelled_as: str | None = None
 
     @property
@@ -218,6 +228,7 @@ class _Exchange:
             turn.gpu_hit_tokens = hits - (turn.cpu_hit_tokens or 0)
             turn.shared_hit_tokens = reply.cached_tokens - hits
             turn.recomputed_tokens = self._history - hits
+            turn.unexplained_tokens = self._unexplained(reply.cached_tokens, reply.prompt_tokens)
         asked = self.request.output
         short = isinstance(asked, Length) and len(turn.token_ids) < asked.tokens
         if short and not self.cancelled:
@@ -229,6 +240,15 @@ class _Exchange:
             )
         else:
             self.close("completed", reply.finish_reason, None)
+
+    def _unexplained(self, cached: int, prompt: int | None) -> int:
+        """Of the tokens that it had cached, those beyond all that this system was asked or answered before. What a server
+        puts around a prompt is in none of its prompts here, and in all of them there."""
+        around = max(0, (prompt or 0) - self._prompt)
+        if cached - around <= self._own:
+            return 0
+        others = self._system.heard.of_others(self.request.session, self.whole)
+        return max(0, cached - around - max(self._own, others))
 
     def close(self, status: str, finish_reason: str | None, error: str | None) -> None:
         turn = self.turn

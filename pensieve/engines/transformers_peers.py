@@ -183,7 +183,7 @@ class _Telling:
 
 class ContinuousBatching:
     """transformers' generate_batch behind its manager. Sized by hand, since its own choice serves far worse: pages for the
-    KV budget, batches as large as the scheduler's. It shares full prefix pages and does not report that it did."""
+    KV budget and no more, batches as large as the scheduler's. It shares full prefix pages, and does not say when it did."""
 
     def __init__(self, setup: EngineSetup, *, page_tokens: int = 32) -> None:
         self.can = Capabilities(keeps_sessions=False, cancels=False)
@@ -209,7 +209,12 @@ class ContinuousBatching:
         began = perf_counter()
         module = plain_module(setup)
         loaded = perf_counter()
-        sizes = sized(setup.kv_tokens, setup.batch_tokens, setup.batch_requests, self._page)
+        sizes = {
+            "page_size": self._page,
+            "num_blocks": max(1, setup.kv_tokens // self._page),
+            "max_batch_tokens": setup.batch_tokens,
+            "max_requests_per_batch": setup.batch_requests,
+        }
         self._manager = self._open.enter_context(continuous_batching(module, sizes))
         self._reader = threading.Thread(target=self._read, name="continuous-batching-results", daemon=True)
         self._reader.start()

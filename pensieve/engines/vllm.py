@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -34,6 +35,12 @@ ENVIRONMENT_ENV = "PENSIEVE_VLLM_ENV"
 DEFAULT = Path(__file__).parents[2] / ".venv-vllm"  # where `make vllm-env` puts it
 AT_ONCE = 256
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm 0.32, v1/attention/backends/cpu_attn.py
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+_COUNTS = {"block_size": "block_size", "num_blocks": "num_gpu_blocks"}
+_LOGGED = {
+    "dtype": re.compile(r"engine .* with config: .*?\bdtype=torch\.(\w+)"),
+    "max_batch_tokens": re.compile(r"with max_num_batched_tokens=(\d+)"),
+}
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -133,6 +140,7 @@ class _Vllm(ABC):
             "max_batch_tokens": self._fields["max_num_batched_tokens"],
             "max_batch_requests": self._fields["max_num_seqs"],
             "threads": self._setup.threads,
+            "wait_policy": os.environ.get("OMP_WAIT_POLICY"),
             **reported,
             "gpu_tokens": tokens,
             "gpu_bytes": tokens * self._per_token,
@@ -253,8 +261,9 @@ class VllmHttp(_Vllm):
         self._process.wait_until(client.healthy, self._timeout_s)
         version = (client.get("/version") or {}).get("version")
         listed = (client.get("/v1/models") or {}).get("data") or [{}]
-        reported = {"version": version, "n_ctx": listed[0].get("max_model_len")}
-        return StartReport(perf_counter() - began, 0.0, self._settings(reported))
+        said = reported(client.page("/metrics")[1], self._process.log())
+        said |= {"version": version, "n_ctx": listed[0].get("max_model_len")}
+        return StartReport(perf_counter() - began, 0.0, self._settings(said))
 
     def _command(self, folder: Path, port: int) -> list[str]:
         options = [str(self.python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
@@ -279,3 +288,18 @@ class VllmHttp(_Vllm):
         if self._client is not None:
             self._client.close()
         super().close()
+
+
+def reported(metrics: str, log: str) -> dict[str, Any]:
+    """What the server says of itself: of its cache in its metrics, of its weights and batch in its log."""
+    cache = next((line for line in metrics.splitlines() if line.startswith("vllm:cache_config_info{")), "")
+    labels = dict(_LABEL.findall(cache))
+    found: dict[str, Any] = {
+        name: int(labels[label]) for name, label in _COUNTS.items() if labels.get(label, "").isdigit()
+    }
+    if labels:
+        found |= {"prefix_caching": labels.get("enable_prefix_caching") == "True", "kv_type": labels.get("cache_dtype")}
+    for name, pattern in _LOGGED.items():
+        for value in pattern.findall(log)[:1]:
+            found[name] = int(value) if value.isdigit() else value
+    return found

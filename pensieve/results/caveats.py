@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from pensieve.metrics import STATUSES
 from pensieve.results.compare_trials import UNEQUAL_RATE
 from pensieve.results.evidence import Evidence, TrialGroup
 from pensieve.results.frame import CONVERSATION, conversations_of, values_of
@@ -37,6 +35,7 @@ def caveats(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:
         *_waiting(found, groups),
         *_less_finished(found, groups),
         *_slower_at(found, groups),
+        *_caches(groups),
         *_slots(found, groups),
         *_few(found, groups),
         *_tiers_unused(found),
@@ -84,17 +83,17 @@ def _turns_without_reply(found: Evidence, groups: Sequence[TrialGroup]) -> list[
     lost = []
     for group in groups:
         for name, trials in group.trials.items():
-            turns: Counter[str] = Counter()
-            for trial, status in ((trial, status) for trial in trials for status in STATUSES):
-                turns[status] += int(found.metric(trial, "turns", status) or 0)
-            if less := turns.total() - turns["completed"]:
-                each = ", ".join(
-                    f"{count:,} {status}" for status, count in turns.items() if status != "completed" and count
-                )
-                lost.append(f"{_place(group, name)} {less:,} of {turns.total():,} ({each})")
+            less = found.incomplete(trials)
+            if less:
+                turns = less.total() + sum(int(found.metric(trial, "turns", "completed") or 0) for trial in trials)
+                each = ", ".join(f"{count:,} {status}" for status, count in less.items())
+                lost.append(f"{_place(group, name)} {less.total():,} of {turns:,} ({each})")
     if not lost:
         return []
-    return [f"Turns that did not complete are in no latency and no ratio: {_listed(lost, between='; ')}."]
+    return [
+        f"Turns that did not complete are in no latency, no ratio and no share of history, and end some conversations: "
+        f"{_listed(lost, between='; ')}. What is left may be the easier part."
+    ]
 
 
 def _slower_at(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:
@@ -221,6 +220,27 @@ def _steady_rates(found: Evidence, trials: Sequence[Trial]) -> dict[int, float]:
 def starting(trials: Sequence[Trial]) -> bool:
     """Whether an open load was still filling up when the window began: the offered rate is that of steady state."""
     return any("not_steady" in trial.flags for trial in trials)
+
+
+def _caches(groups: Sequence[TrialGroup]) -> list[str]:
+    """Servers that ran before a trial, whose cache was not what it declares, or of which nobody can tell."""
+    held, untold = (_flagged(groups, flag) for flag in ("contaminated", "cache_state_unverified"))
+    return [
+        *([f"The cache was not what was declared: {held}"] if held else []),
+        *([f"Whether the cache was what was declared is not known: {untold}"] if untold else []),
+    ]
+
+
+def _flagged(groups: Sequence[TrialGroup], flag: str) -> str:
+    """Where trials have the flag, with what it says of the first of them; empty where none has."""
+    places = []
+    for group in groups:
+        for name, trials in group.trials.items():
+            said = [str(trial.flags[flag]).rstrip(".") for trial in trials if flag in trial.flags]
+            if said:
+                more = f" (and {len(said) - 1} more trials)" if len(said) > 1 else ""
+                places.append(f"{_place(group, name)}: {said[0]}{more}")
+    return _listed(places, between="; ")
 
 
 def _slots(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:

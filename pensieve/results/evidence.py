@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pensieve.metrics import Metric
+from pensieve.metrics import STATUSES, Metric
 from pensieve.results.fields import axis_value, varying_axes
 from pensieve.results.frame import latest, turn_frame
 from pensieve.results.schema import Sweep, Trial
@@ -46,6 +46,11 @@ class Evidence:
     def metric(self, trial: Trial, name: str, label: str = "") -> float | None:
         found = self._metrics[trial.id].get((name, label))
         return found.value if found else None
+
+    def incomplete(self, trials: Sequence[Trial]) -> Counter[str]:
+        """How many turns of these trials timed out, failed, were refused or cancelled, by status."""
+        lost = (name for name in STATUSES if name != "completed")
+        return +Counter({name: sum(int(self.metric(trial, "turns", name) or 0) for trial in trials) for name in lost})
 
     def groups(self, over: str | None = None) -> Sequence[TrialGroup]:
         """Trials by the values of every axis that the sweep varied, but seed, repeat, baseline and `over`."""

@@ -170,7 +170,10 @@ def _sources(found: Evidence, group: TrialGroup) -> str:
 
 
 def _of_alternatives(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:
-    """Several settings of one baseline: which had to recompute least, and which most."""
+    """Several settings of one baseline: which had to recompute least, and which most. Nothing where some served less than was
+    asked, since nobody knows what the rest would have found."""
+    if any(found.incomplete(trials) for group in groups for trials in group.trials.values()):
+        return []
     missed = {}
     for group in groups:
         [trials] = group.trials.values()

@@ -31,6 +31,10 @@ def mixtures(trials: Sequence[Trial]) -> list[Mixture]:
     profiled = tuple(sorted(trial.id for trial in trials if (trial.flags or {}).get("profiled")))
     if profiled:
         found.append(Mixture("trials that a profiler slowed", "run them again without trial.profile=true", profiled))
+    contaminated = tuple(sorted(trial.id for trial in trials if (trial.flags or {}).get("contaminated")))
+    if contaminated:
+        what = "trials whose engine still held what an earlier run had asked"
+        found.append(Mixture(what, "start it anew, or run them with cache_state=salted and another seed", contaminated))
     if len({trial.weights == "random" for trial in trials if not trial.simulated}) > 1:
         found.append(Mixture("random and trained weights", "give all trials the same model.weights"))
     if any(len(hashes) > 1 for hashes in _code(trials).values()):

@@ -70,7 +70,7 @@ from pensieve.trial.tracking import Tracking
 from pensieve.units import format_bytes
 from pensieve.worker.torch import shelf
 from pensieve.workload.base import Workload, WorkloadPlan
-from pensieve.workload.start_state import check_start, contamination
+from pensieve.workload.start_state import check_start, contamination, unverified
 from pensieve.workload.vllm_run import VllmRun
 
 log = logging.getLogger(__name__)
@@ -294,7 +294,7 @@ def _run(
             f"this process had {format_bytes(own.peak_bytes)} resident, and hardware.cpu_memory={config.hardware.cpu_memory}"
         )
     _refuse_empty(record.turns)
-    check_start(described, record.turns)
+    check_start(described, record.turns, system.can.starts_empty)
     slo = Slo(config.slo.ttft_ms, config.slo.tpot_ms)
     metrics = summarise(record.measurement, started, slo)
     start_s, end_s = record.measurement.measure_start_s, record.measurement.measure_end_s
@@ -316,6 +316,8 @@ def _run(
         flags["others_cpu_share"] = round(others, 3)
     if (found := contamination(described, record.turns)) is not None:
         flags["contaminated"] = found
+    if (untold := unverified(described, record.turns, system.can.starts_empty)) is not None:
+        flags["cache_state_unverified"] = untold
     if config.trial.profile:
         flags["profiled"] = True
     extrapolated = system.extrapolated() if isinstance(system, InlineSystem) else {}

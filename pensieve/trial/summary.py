@@ -27,6 +27,8 @@ ROWS = (
     ("recomputed", "miss_rate", "share"),
     ("scheduler a step", "schedule_ms_mean", "ms"),
 )
+TOLD = ("failures", "contaminated", "cache_state_unverified", "held_whole", "late_sends", "oom")
+"""Flags of a trial without which its numbers would mislead."""
 
 
 def summary(store: ResultsStore, trial_id: int) -> RenderableType:
@@ -46,7 +48,8 @@ def summary(store: ResultsStore, trial_id: int) -> RenderableType:
     for title, name, unit in ROWS:
         if (name, "") in metrics:
             table.add_row(title, _text(metrics[(name, "")], unit))
-    return Group(table, *(Text(line) for line in footer([trial])))
+    told = [str(trial.flags[flag]) for flag in TOLD if flag in trial.flags]
+    return Group(table, *(Text(line) for line in [*told, *footer([trial])]))
 
 
 def places(tracking: Tracking) -> list[str]:

@@ -11,6 +11,8 @@ from pensieve.request import is_measured
 from pensieve.workload.base import WorkloadPlan
 
 STATES = ("cold", "salted", "warm", "primed", "carried")
+REMEDY = "Start it anew, or ask with cache_state=salted and a seed that it has not seen."
+CHANCE_TOKENS = 16  # of a prompt that may be found without anybody having said it: two texts that begin alike
 
 
 class _Begun(NamedTuple):
@@ -24,13 +26,14 @@ class _Begun(NamedTuple):
     found: int
 
 
-def check_start(plan: WorkloadPlan, turns: Sequence[TurnRecord]) -> None:
+def check_start(plan: WorkloadPlan, turns: Sequence[TurnRecord], starts_empty: bool = True) -> None:
     """Hold `plan.cache_state` against the turns of the trial, which tell what was found.
 
     cold, salted, warm: no measured conversation has history when its first measured turn is admitted (warm: others have said
-    the same before). primed: every one has. All four: the very first turn of the trial finds nothing at all. carried: some
-    measured conversation has history that no turn of this trial made. Turns that were never admitted, or whose history nobody
-    knows, say nothing. Raises MeasurementInvalid.
+    the same before). primed: every one has. All four: the very first turn of the trial finds nothing at all, where the
+    engine was started for it (starts_empty; of one that ran before, `contamination` tells). carried: some measured
+    conversation has history that no turn of this trial made. Turns that were never admitted, or whose history nobody knows,
+    say nothing. Raises MeasurementInvalid.
     """
     assert plan.cache_state in STATES, plan.cache_state
     first: dict[str, _Begun] = {}  # of each conversation its first measured turn
@@ -52,7 +55,7 @@ def check_start(plan: WorkloadPlan, turns: Sequence[TurnRecord]) -> None:
             )
         return
     found = min(opened.values()).found
-    if found:
+    if found and starts_empty:
         raise MeasurementInvalid(
             f"The workload starts with a {plan.cache_state} cache, and the first turn of the trial found "
             f"{found} tokens of its prompt there; restart the engine or empty its cache."
@@ -66,17 +69,44 @@ def check_start(plan: WorkloadPlan, turns: Sequence[TurnRecord]) -> None:
 
 
 def contamination(plan: WorkloadPlan, turns: Sequence[TurnRecord]) -> str | None:
-    """A sentence where the engine found what nothing in this trial can have put there: text of a salted conversation, whose
-    salt nobody else has, at its very first turn."""
+    """A sentence where the engine found what nothing in this trial can have put there: text that nobody had said, by its own
+    count of cached tokens (warm: in a measured turn; carried: that is what it declares); or text of a salted conversation,
+    whose salt nobody else has, at its very first turn."""
+    if plan.cache_state == "carried":
+        return None
+    strange = [
+        turn
+        for turn in turns
+        if (turn.unexplained_tokens or 0) >= CHANCE_TOKENS and (plan.cache_state != "warm" or is_measured(turn.phase))
+    ]
+    if strange:
+        first = strange[0]
+        tokens = sum(turn.unexplained_tokens or 0 for turn in strange)
+        return (
+            f"The cache was declared {plan.cache_state}, and {len(strange)} of {len(turns)} turns found {tokens:,} tokens in "
+            f"it that nobody had said in this trial (turn {first.turn} of {first.session}: {first.unexplained_tokens:,}): "
+            f"the engine still held what it was asked before. {REMEDY}"
+        )
     if plan.cache_state != "salted":
         return None
     salt = int(plan.facts["salt_tokens"])
-    first = [turn for turn in turns if turn.turn == 1 and _found(turn) >= salt]
-    if not first:
+    found = [turn for turn in turns if turn.turn == 1 and _found(turn) >= salt]
+    if not found:
         return None
     return (
-        f"{len(first)} salted conversations were found in the cache at their first turn ({_found(first[0])} tokens of "
-        f"{first[0].session}): the engine still held an earlier run of them."
+        f"{len(found)} salted conversations were found in the cache at their first turn ({_found(found[0])} tokens of "
+        f"{found[0].session}): the engine still held an earlier run of them. {REMEDY}"
+    )
+
+
+def unverified(plan: WorkloadPlan, turns: Sequence[TurnRecord], starts_empty: bool) -> str | None:
+    """A sentence where nobody can say whether the cache was what the workload declares."""
+    tells = any(turn.gpu_hit_tokens is not None for turn in turns)
+    if starts_empty or tells or plan.cache_state in ("warm", "carried"):
+        return None
+    return (
+        f"The cache was declared {plan.cache_state}; the engine ran before this trial and does not report what it finds in "
+        "its cache, so nobody can tell."
     )
 
 

@@ -64,7 +64,9 @@ def test_the_other_way_round_it_is_negative_and_without_http_it_is_none(drawn, t
     assert float(rows(tmp_path)["hit", "difference"]["ttft_ms"]) == 0.0
 
 
-@pytest.mark.parametrize("name", ["gpu_tokens", "max_batch_tokens", "max_batch_requests", "threads"])
+@pytest.mark.parametrize(
+    "name", ["gpu_tokens", "cpu_tokens", "n_batch", "max_batch_tokens", "max_batch_requests", "threads", "dtype"]
+)
 def test_engines_of_unlike_settings_are_refused_by_name(name, drawn, tmp_path):
     source, _ = sweep(engine_of=lambda baseline: {name: 1 if baseline == "llama_cpp" else 2})
     with pytest.raises(MixedPanel, match=rf"{name} is 1 for llama_cpp and 2 for llama_cpp_http"):

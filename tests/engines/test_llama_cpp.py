@@ -83,6 +83,29 @@ def test_over_http_the_tokens_are_the_same_streamed_and_whole() -> None:
     system.close()
 
 
+def test_in_this_process_it_reports_what_it_runs_with_and_is_silent_then(capfd: pytest.CaptureFixture[str]) -> None:
+    fields: dict[str, Any] = {
+        "n_batch": 256,
+        "n_ubatch": 64,
+        "n_parallel": 2,
+        "kv_type": "f16",
+        "flash_attention": True,
+    }
+    system = opened(setup={"host_tokens": 3 * 2**20 // setup_of().model.kv_bytes_per_token}, n_ctx=1024, **fields)
+    settings = system.settings()
+    for name, value in {**fields, "n_ctx": 1024}.items():
+        assert settings[f"configured_{name}"] == value
+    expected = {
+        "n_ctx": 1024, "n_batch": 256, "n_ubatch": 64, "n_seq_max": 2, "kv_type": "f16", "flash_attn": "enabled",
+        "threads": 1, "threads_batch": 1,
+    }  # fmt: skip
+    assert {name: settings[f"reported_{name}"] for name in expected} == expected
+    assert (settings["n_batch"], settings["max_batch_tokens"], settings["n_parallel"]) == (256, 64, 2)
+    served(system, ask(1, "a", prompt(50), output=2))
+    system.close()
+    assert capfd.readouterr().err == "", "not a line for each request among a trial's own"
+
+
 def test_an_identical_prompt_computes_one_token() -> None:
     system = opened()
     served(system, ask(1, "a", prompt(50), output=1))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,63 +16,8 @@ from pensieve.engines.weights import plain_module
 from pensieve.errors import ConfigError, EngineFailed, WorkerError
 from pensieve.request import Length, Request
 from pensieve.tokenizer import ByteTokenizer
+from tests.engines.endpoint import Endpoint
 from tests.engines.small import ask, greedy, prompt, served, setup_of
-
-
-class Endpoint(ThreadingHTTPServer):
-    """Answers what `script` says for each path; remembers what it was asked."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.asked: list[tuple[str, dict[str, Any], dict[str, str]]] = []
-        self.pieces: list[dict[str, Any]] = []
-        self.status = 200
-        self.drops = False  # the connection, in the middle of a stream
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/v1"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Endpoint
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_: object) -> None: ...
-
-    def do_GET(self) -> None:
-        self._json({"data": [{"id": "served"}]})
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        server = self.server
-        server.asked.append((self.path, body, {name.lower(): value for name, value in self.headers.items()}))
-        if server.status != 200:
-            self._json(server.pieces[0], server.status)
-        elif not body["stream"]:
-            self._json(server.pieces[-1])
-        else:
-            self.send_response(200)
-            self.send_header("content-type", "text/event-stream")
-            self.send_header("connection", "close")
-            if server.drops:
-                self.send_header("content-length", "100000")
-            self.end_headers()
-            for piece in server.pieces:
-                self.wfile.write(f"data: {json.dumps(piece)}\n\n".encode())
-            if not server.drops:
-                self.wfile.write(b"data: [DONE]\n\n")
-            self.close_connection = True
-
-    def _json(self, content: dict[str, Any], status: int = 200) -> None:
-        data = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
 
 
 @pytest.fixture
@@ -158,13 +101,109 @@ def test_a_refusal_and_a_failure_end_their_request_and_nothing_is_asked_twice(en
     system.close()
 
 
-def test_a_stream_that_breaks_off_ends_the_trial(endpoint: Endpoint) -> None:
+@pytest.mark.parametrize("drops", ["early", "silently"])
+@pytest.mark.parametrize("api", ["completions", "responses"])
+def test_a_stream_that_breaks_off_fails_its_request_alone(endpoint: Endpoint, drops: str, api: str) -> None:
+    system = opened(endpoint.url, api=api)
+    piece = completion(65) if api == "completions" else {"type": "response.output_text.delta", "delta": "A"}
+    end = {"type": "response.completed", "response": {"id": "r", "status": "completed"}}
+    endpoint.pieces, endpoint.drops = [piece], drops
+
+    def asked(number: int) -> Request:
+        return Request(number, f"s{number}", 1, prompt(40), Length(1 + (number == 1)), continues=api == "responses")
+
+    [broken] = served(system, asked(1))
+    assert (broken.status, list(broken.token_ids)) == ("failed", [65])
+    assert "broke off in the middle of its answer" in str(broken.error)
+    endpoint.pieces, endpoint.drops = [piece, end], ""
+    [whole] = served(system, asked(2))
+    assert whole.status == "completed"
+    assert len(endpoint.asked) == 2, "nothing is asked twice"
+    system.close()
+
+
+def test_a_server_that_is_gone_ends_the_trial(endpoint: Endpoint) -> None:
     system = opened(endpoint.url)
-    endpoint.pieces, endpoint.drops = [completion(65)], True
+    endpoint.shutdown()
+    endpoint.server_close()
     system.submit(ask(1, "a", prompt(40), output=2))
     with pytest.raises(WorkerError, match="does not answer"):
-        list(map(system.poll, [None, None]))  # its first token, then the end
-    assert len(endpoint.asked) == 1
+        system.poll(None)
+    system.close()
+
+
+def test_too_many_requests_fail_theirs_and_wait_for_nobody(endpoint: Endpoint) -> None:
+    system = opened(endpoint.url)
+    endpoint.status, endpoint.pieces = (
+        429,
+        [{"error": {"message": "Rate limit reached", "code": "rate_limit_exceeded"}}],
+    )
+    [slow] = served(system, ask(1, "a", prompt(40)))
+    assert slow.status == "failed" and str(slow.error) == "The engine answered 429: Rate limit reached."
+    endpoint.status, endpoint.pieces = 200, [completion(65), {"error": {"message": "overloaded", "code": "busy"}}]
+    [within] = served(system, ask(2, "b", prompt(40)))
+    assert within.status == "failed" and "overloaded" in str(within.error), (
+        "an error within a stream, whose code is a word"
+    )
+    assert len(endpoint.asked) == 2
+    system.close()
+
+
+def test_a_key_that_is_refused_is_told_at_once(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SOME_KEY", raising=False)
+    endpoint.listing = 401, {"error": {"message": "no"}}
+    with pytest.raises(EngineFailed, match=r"without a key.*SOME_KEY \(401\)"):
+        opened(endpoint.url, key_env="SOME_KEY", start_timeout_s=60)
+    monkeypatch.setenv("SOME_KEY", "secret")
+    with pytest.raises(EngineFailed, match=r"refuses the key in the environment variable SOME_KEY \(401\)") as caught:
+        opened(endpoint.url, key_env="SOME_KEY", start_timeout_s=60)
+    assert "secret" not in str(caught.value)
+    endpoint.listing = 200, {"data": [{"id": "served"}]}  # some list their models to anybody
+    system = opened(endpoint.url)
+    endpoint.status, endpoint.pieces = 401, [{"error": {"message": "Invalid API Key"}}]
+    system.submit(ask(1, "a", prompt(40)))
+    with pytest.raises(WorkerError, match=r"Invalid API Key.*key_env"):
+        system.poll(None)
+    system.close()
+
+
+def test_a_model_that_is_not_served_is_told_with_those_that_are(endpoint: Endpoint) -> None:
+    with pytest.raises(EngineFailed, match=r"lists no model gpt-9; baseline\.engine\.model is one of served\."):
+        opened(endpoint.url, model="gpt-9")
+    endpoint.listing = 200, {"data": [{"id": "vendor/*"}]}
+    opened(endpoint.url, model="vendor/gpt-9").close()
+    endpoint.listing = 404, {}
+    opened(endpoint.url, model="gpt-9").close()
+    with pytest.raises(EngineFailed, match=r"it answers 404"):
+        opened(endpoint.url, start_timeout_s=0.1)
+
+
+def test_what_each_stream_costs_in_connections(endpoint: Endpoint) -> None:
+    """A server that closes the connection after each stream: the next request opens another, and its time counts."""
+    endpoint.pieces = [completion(65), completion(66), {"choices": [], "usage": USAGE}]
+    system = opened(endpoint.url)
+    before = endpoint.connections
+    turns = served(system, *(ask(number, "a", prompt(40), output=2) for number in (1, 2, 3)))
+    assert [turn.status for turn in turns] == ["completed"] * 3
+    assert endpoint.connections == before + 3
+    endpoint.pieces = [{**completion(65, 66), "usage": USAGE}]
+    for number in (4, 5, 6):
+        served(system, ask(number, "a", prompt(40), output=2, stream=False))
+    assert endpoint.connections <= before + 4, "answers that are not streamed share one"
+    system.close()
+
+
+def test_what_nobody_had_said_is_counted(endpoint: Endpoint) -> None:
+    """A server that ran before: 24 tokens of the first prompt were there, and of the second those that the first had said."""
+    system = opened(endpoint.url)
+    assert not system.can.starts_empty
+    usage = {"prompt_tokens": 40, "prompt_tokens_details": {"cached_tokens": 24}}
+    endpoint.pieces = [completion(65), completion(66), {"choices": [], "usage": usage}]
+    [first] = served(system, ask(1, "a", prompt(40), output=2))
+    [same] = served(system, ask(2, "b", prompt(40), output=2))
+    usage["prompt_tokens"] = 47  # it puts seven tokens of its own around each prompt
+    [around] = served(system, ask(3, "c", prompt(20, start=9) + prompt(20), output=2))
+    assert [turn.unexplained_tokens for turn in (first, same, around)] == [24, 0, 17]
     system.close()
 
 

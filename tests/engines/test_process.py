@@ -97,39 +97,42 @@ def test_a_command_that_ignores_the_request_to_end_is_killed(tmp_path: Path, mon
 
 
 def test_the_engine_dies_with_its_trial_also_after_kill_9(tmp_path: Path) -> None:
-    """And its log is not left in the temporary folder."""
-    file, log = tmp_path / "pid", tmp_path / "log"
+    """And no log is left in the temporary folder: not its own, nor that of one that had ended by itself before."""
+    file, told, temporary = tmp_path / "pid", tmp_path / "told", tmp_path / "temporary"
+    temporary.mkdir()
     parent = textwrap.dedent(
         f"""
         import pathlib, time
         from pensieve.engines.process import EngineProcess
+        ended = EngineProcess("engine", ["/bin/sh", "-c", "echo no such model; exit 3"])
+        while ended.alive:
+            time.sleep(0.02)
         engine = EngineProcess("engine", ["/bin/sh", "-c", "echo $$ > {file}; exec sleep 100"])
-        pathlib.Path("{log}").write_text(str(engine._log))
+        pathlib.Path("{told}").write_text(ended.last_lines())
         time.sleep(100)
         """
     )
-    trial = subprocess.Popen([sys.executable, "-c", parent])
+    trial = subprocess.Popen([sys.executable, "-c", parent], env={**os.environ, "TMPDIR": str(temporary)})
     pid = pid_in(file)
-    assert until(lambda: log.is_file() and log.read_text() != "")
-    left = Path(log.read_text())
-    assert left.exists()
+    assert until(lambda: told.is_file() and told.read_text() != "")
+    assert told.read_text() == "no such model"
     os.kill(trial.pid, signal.SIGKILL)
     trial.wait()
-    assert until(lambda: gone(pid) and not left.exists())
+    assert until(lambda: gone(pid))
+    assert list(temporary.iterdir()) == []
 
 
-def test_all_it_started_is_ended_also_where_its_log_cannot_be_deleted(tmp_path: Path) -> None:
-    stray, log = tmp_path / "stray", tmp_path / "log"
-    log.mkdir()
+def test_all_it_started_is_ended_where_its_parent_is_gone(tmp_path: Path) -> None:
+    stray = tmp_path / "stray"
     life, keep = os.pipe()
     guard = str(Path(process.__file__).with_name("guard.py"))
     script = f"setsid sh -c 'echo $$ > {stray}; exec sleep 100' & wait"
-    guarding = subprocess.Popen([sys.executable, "-I", guard, str(life), str(log), *shell(script)], pass_fds=(life,))
+    guarding = subprocess.Popen([sys.executable, "-I", guard, str(life), *shell(script)], pass_fds=(life,))
     os.close(life)
     pid = pid_in(stray)
     os.close(keep)
-    assert guarding.wait(PATIENCE_S) == -signal.SIGTERM % 256, "as it ends, no error of its own"
-    assert until(lambda: gone(pid)) and log.exists()
+    assert guarding.wait(PATIENCE_S) == -signal.SIGTERM % 256
+    assert until(lambda: gone(pid))
 
 
 def test_the_engine_dies_with_its_guard(tmp_path: Path) -> None:
@@ -141,13 +144,13 @@ def test_the_engine_dies_with_its_guard(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_telemetry_is_off_and_the_log_is_deleted() -> None:
+def test_telemetry_is_off_and_a_closed_engine_says_nothing_more() -> None:
     engine = EngineProcess("engine", shell("env; exec sleep 100"))
     assert until(lambda: "VLLM_NO_USAGE_STATS=1" in engine.log())
     said = engine.log()
     assert all(f"{name}={value}" in said for name, value in process.QUIET.items())
     engine.close()
-    assert engine.log() == "" and not engine._log.exists()
+    assert engine.log() == ""
 
 
 def test_free_ports_are_of_the_loopback_and_free() -> None:

@@ -98,6 +98,17 @@ def test_a_free_output_ends_with_its_end_of_sequence(kind: type[Any]) -> None:
     system.close()
 
 
+def test_continuous_batching_has_the_kv_of_the_others_and_no_more() -> None:
+    """A conversation as long as all of it, then one that fits only where the first gives way."""
+    module, system = plain_module(setup_of()), opened(ContinuousBatching(setup_of(kv_tokens=256, batch_tokens=64)))
+    settings = system.settings()
+    assert (settings["gpu_tokens"], settings["configured_num_blocks"]) == (256, 8)
+    for number, start in enumerate((1, 2)):
+        [turn] = served(system, ask(number, f"s{number}", prompt(240, start=start), output=6))
+        assert list(turn.token_ids) == greedy(module, prompt(240, start=start), 6)
+    system.close()
+
+
 def test_pages_hold_the_budget() -> None:
     sizes = sized(1000, 512, 4)
     assert (sizes["num_blocks"] - 4 - 1) * 32 >= 1000 > (sizes["num_blocks"] - 4 - 2) * 32

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from pensieve.engines.openai_http import OpenAIHttp
+from pensieve.engines.process import QUIET
 from pensieve.engines.system import OutsideSystem
-from pensieve.engines.vllm import ENVIRONMENT_ENV, Vllm, VllmHttp
+from pensieve.engines.vllm import ENVIRONMENT_ENV, Vllm, VllmHttp, reported
 from pensieve.engines.weights import plain_module
-from pensieve.errors import EngineMissing, UnsupportedModel
+from pensieve.errors import EngineFailed, EngineMissing, UnsupportedModel
 from tests.engines.small import ask, greedy, prompt, served, setup_of
 
 
@@ -76,25 +78,83 @@ def test_the_server_is_given_every_field() -> None:
         assert command[command.index(flag) + 1] == value
 
 
+def test_what_vllm_needs_on_a_cpu_is_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process, no cores taken by number, room for the KV, as many threads as all others, nobody told."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    engine = Vllm(setup_of("wide_llama", threads=2, kv_tokens=4096))
+    given = {**QUIET, **engine._variables()}
+    assert given["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and given["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert given["OMP_NUM_THREADS"] == "2" and given["VLLM_NO_USAGE_STATS"] == "1" and given["HF_HUB_OFFLINE"] == "1"
+    assert int(given["VLLM_CPU_KVCACHE_SPACE"]) * 2**30 >= 129 * 32 * setup_of("wide_llama").model.kv_bytes_per_token
+    assert engine._fields["enforce_eager"] is True
+    settings = engine._settings({})
+    assert settings["wait_policy"] == "PASSIVE" and settings["OMP_NUM_THREADS"] == "2"
+
+
+METRICS = """# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{block_size="16",cache_dtype="auto",enable_prefix_caching="False",engine="0",num_gpu_blocks="65"} 1.0
+vllm:num_requests_running{engine="0",model_name="served"} 0.0
+"""
+LOG = """INFO [scheduler.py:308] Chunked prefill is enabled with max_num_batched_tokens=256.
+INFO [core.py:133] Initializing a V1 LLM engine (v0.32.0) with config: model='/m', dtype=torch.bfloat16, max_seq_len=992
+"""
+
+
+def test_the_server_s_own_words_are_recorded_over_what_was_configured() -> None:
+    found = reported(METRICS, LOG)
+    assert found == {
+        "block_size": 16, "num_blocks": 65, "prefix_caching": False, "kv_type": "auto", "dtype": "bfloat16",
+        "max_batch_tokens": 256,
+    }  # fmt: skip
+    settings = VllmHttp(setup_of("wide_llama"))._settings(found)
+    assert settings["configured_block_size"] == 32 and settings["block_size"] == 16
+    assert settings["gpu_tokens"] == 64 * 16
+    assert (settings["dtype"], settings["max_batch_tokens"], settings["prefix_caching"]) == ("bfloat16", 256, False)
+    assert reported("", "") == {}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not there(), reason="no environment with vLLM: make vllm-env")
-@pytest.mark.parametrize("kind", [Vllm, VllmHttp])
+@pytest.mark.parametrize(("kind", "caching"), [(Vllm, True), (VllmHttp, True), (Vllm, False)])
 def test_vllm_gives_our_tokens_and_reports_what_it_had_cached(
-    kind: type[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: type[Any], caching: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     module = plain_module(setup_of("wide_llama"))
-    system = OutsideSystem(kind(setup_of("wide_llama")))
+    system = OutsideSystem(kind(setup_of("wide_llama"), prefix_caching=caching))
     system.start()
     said = prompt(100)
     for turn in (1, 2):
         [record] = served(system, ask(turn, "a", said, output=20, turn=turn, stream=turn == 1))
         assert list(record.token_ids) == greedy(module, said, 20)
         # Whole blocks of 32: of the 119 positions that have KV, 96.
-        assert (record.history_tokens, record.gpu_hit_tokens) == ((0, 0) if turn == 1 else (119, 96))
+        assert (record.history_tokens, record.gpu_hit_tokens) == ((0, 0) if turn == 1 else (119, 96 * caching))
+        assert record.unexplained_tokens == 0
         said = said + record.token_ids + prompt(10, start=turn)
     [long] = served(system, ask(7, "b", prompt(1100), output=2))
     assert (long.status, long.finish_reason) == ("refused", "context")
-    assert system.settings()["gpu_tokens"] == 1024
+    settings = system.settings()
+    expected = {"gpu_tokens": 1024, "block_size": 32, "num_blocks": 33, "prefix_caching": caching, "dtype": "float32",
+                "max_batch_tokens": 128, "n_ctx": 1024}  # fmt: skip
+    assert {name: settings[name] for name in expected} == expected
+    if kind is VllmHttp:
+        _another_asks_the_same_server(system._engine._client, said, greedy(module, said, 6))
     system.close()
+
+
+def _another_asks_the_same_server(client: Any, said: Any, expected: list[int]) -> None:
+    """Through baseline=openai_http, which knows of its cache what the server tells: that it was asked this before."""
+    endpoint = OutsideSystem(OpenAIHttp(setup_of("wide_llama"), base_url=f"{client.address}/v1"))
+    endpoint.start()
+    assert endpoint.settings()["served_model"] == "served"
+    streamed, whole = (
+        served(endpoint, ask(number, "a", said, output=6, stream=stream))[0]
+        for number, stream in ((1, True), (2, False))
+    )
+    assert list(streamed.token_ids) == list(whole.token_ids) == expected
+    assert (streamed.shared_hit_tokens, streamed.unexplained_tokens) == (128, 128)
+    assert (whole.gpu_hit_tokens, whole.unexplained_tokens) == (128, 0)
+    with pytest.raises(EngineFailed, match="is one of served"):
+        OutsideSystem(OpenAIHttp(setup_of("wide_llama"), base_url=f"{client.address}/v1", model="other")).start()
+    endpoint.close()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
+from pensieve.metrics import Metric
 from pensieve.record import TurnRecord
 from pensieve.results.store import ResultsStore
 from pensieve.results.sweep_table import sweep_table
@@ -35,10 +36,9 @@ def answers(*trials: dict[str, Any], seeds: int = 5, **axes: str) -> str:
             fields = dict(given)
             chance = CHANCE[(seed + 2 * number) % len(CHANCE)]
             own = fields.pop("turns", None) or turns(fields.pop("ttft"), chance, fields.pop("queue", 0.1))
-            flags = fields.pop("flags", None)
+            statuses = fields.pop("statuses", {})
             trial = add_trial(
                 store, sweep, next(job), fields.pop("baseline"), own, fields.pop("metrics", None), seed=seed, **fields
             )
-            if flags:
-                store.set_trial(trial, flags=flags)
+            store.add_metrics(trial, [Metric("turns", n, "turns", status) for status, n in statuses.items()])
     return " ".join(sweep_table(store, sweep).answers)

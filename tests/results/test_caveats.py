@@ -45,6 +45,20 @@ def test_one_trial_on_a_busy_machine_is_told_too() -> None:
     assert "used 1% of this machine's CPU time meanwhile (median of trials, at most 62%)" in said
 
 
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("contaminated", "The cache was not what was declared: stateless: It held 64 tokens"),
+        ("cache_state_unverified", "was declared is not known: stateless: It does not say"),
+    ],
+)
+def test_a_cache_that_was_not_what_was_declared_is_told(flag: str, said: str) -> None:
+    words = "It held 64 tokens." if flag == "contaminated" else "It does not say."
+    clean = {"baseline": "pensieve", "ttft": FLAT}
+    assert said in answers(clean, {"baseline": "stateless", "ttft": FLAT, "flags": {flag: words}})
+    assert "was declared" not in answers(clean, {"baseline": "stateless", "ttft": FLAT})
+
+
 @pytest.mark.parametrize(("error", "warned"), [(788.0, True), (-60.0, True), (12.0, False)])
 def test_a_cost_model_that_is_far_off_is_told(error: float, warned: bool) -> None:
     metrics = {"cost_model_error_pct": error}
@@ -180,7 +194,8 @@ def test_turns_without_a_reply_are_told_since_who_loses_the_slow_ones_looks_fast
         own = counts if baseline == "stateless" else {"completed": 100.0}
         store.add_metrics(trial, [Metric("turns", value, "turns", status) for status, value in own.items()])
     said = " ".join(sweep_table(store, sweep).answers)
-    assert "are in no latency and no ratio: stateless 20 of 200 (16 timeout, 4 failed)." in said
+    assert "are in no latency, no ratio and no share of history, and end some conversations: " in said
+    assert "stateless 20 of 200 (16 timeout, 4 failed)." in said
 
 
 @pytest.mark.parametrize(

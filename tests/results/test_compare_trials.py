@@ -115,7 +115,11 @@ def test_times_of_a_simulation_and_of_a_device_are_not_compared():
 
 @pytest.mark.parametrize(
     ("changed", "what"),
-    [({"code_hash": "older"}, "different versions of the code"), ({"flags": {"profiled": True}}, "a profiler slowed")],
+    [
+        ({"code_hash": "older"}, "different versions of the code"),
+        ({"flags": {"profiled": True}}, "a profiler slowed"),
+        ({"flags": {"contaminated": "It held."}}, "still held what an earlier run had asked"),
+    ],
 )
 def test_what_figures_refuse_is_not_compared(changed, what):
     store = ResultsStore(MEMORY)

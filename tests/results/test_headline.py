@@ -63,6 +63,27 @@ def test_settings_of_one_baseline_are_ranked_by_what_they_recompute() -> None:
     assert said.startswith("eviction=belady recomputes least of the history, 10.0%, and eviction=fifo most, 60.0%")
 
 
+def test_settings_that_refused_turns_are_not_ranked() -> None:
+    rates = {"lru": 0.4, "fifo": 0.6}
+    refused = {"statuses": {"completed": 6.0, "refused": 3.0}}
+    said = answers(
+        *(
+            {
+                "baseline": "pensieve",
+                "ttft": FLAT,
+                "eviction": n,
+                "metrics": {"miss_rate": r},
+                **(refused if n == "lru" else {}),
+            }
+            for n, r in rates.items()
+        ),
+        eviction="lru,fifo",
+    )
+    assert "recomputes least" not in said
+    assert "in no latency, no ratio and no share of history, and end some conversations: " in said
+    assert "pensieve (eviction=lru) 15 of 45 (15 refused). What is left" in said
+
+
 def test_the_load_says_how_long_people_think_at_most():
     plan = {"load": "closed", "sessions": 10, "think_time_s": 0.5}
     trials: Any = [SimpleNamespace(engine={"workload": facts}) for facts in (plan, {**plan, "think_time_cap_s": 1.25})]

@@ -1,9 +1,11 @@
+from dataclasses import replace
+
 import pytest
 
 from pensieve.errors import MeasurementInvalid
 from pensieve.record import TurnRecord
 from pensieve.workload.base import WorkloadPlan
-from pensieve.workload.start_state import check_start
+from pensieve.workload.start_state import CHANCE_TOKENS, check_start, contamination, unverified
 
 
 def plan(state):
@@ -44,3 +46,43 @@ def test_a_carried_start_finds_what_this_trial_did_not_make():
 def test_turns_that_were_never_admitted_say_nothing():
     check_start(plan("cold"), [TurnRecord("a", 1, status="refused")])
     check_start(plan("primed"), [TurnRecord("a", 2, admitted_s=1.0)])
+
+
+def strange(session, number, unexplained, phase="chat"):
+    record = turn(session, number, float(number), shared=unexplained, phase=phase)
+    record.unexplained_tokens = unexplained
+    return record
+
+
+@pytest.mark.parametrize("state", ["cold", "salted", "primed"])
+def test_what_nobody_said_in_the_trial_is_told(state):
+    clean = [strange("w", 1, 0, "warmup"), strange("a", 1, CHANCE_TOKENS - 1)]
+    declared = replace(plan(state), facts={"salt_tokens": 16})
+    assert contamination(declared, clean) is None
+    said = contamination(declared, [*clean, strange("b", 1, 64), strange("c", 1, 36)])
+    assert f"declared {state}, and 2 of 4 turns found 100 tokens" in said
+    assert "turn 1 of b: 64" in said and "cache_state=salted" in said
+
+
+def test_a_warm_cache_may_hold_what_warmed_it_and_a_carried_one_anything():
+    assert contamination(plan("warm"), [strange("before-a", 1, 64, "warmup"), strange("a", 1, 0)]) is None
+    assert contamination(plan("warm"), [strange("a", 1, 64)]) is not None
+    assert contamination(plan("carried"), [strange("a", 7, 64)]) is None
+
+
+def test_a_server_that_ran_before_is_not_refused_but_told():
+    first = [turn("w", 1, 0.0, phase="warmup", shared=64), turn("a", 1, 1.0)]
+    check_start(plan("cold"), first, starts_empty=False)
+    with pytest.raises(MeasurementInvalid, match="found 64 tokens"):
+        check_start(plan("cold"), first, starts_empty=True)
+    with pytest.raises(MeasurementInvalid, match="a had 5 tokens of history"):
+        check_start(plan("cold"), [turn("a", 1, 1.0, history=5)], starts_empty=False)
+
+
+def test_a_server_that_ran_before_and_says_nothing_leaves_it_open():
+    silent = turn("a", 1, 0.0)
+    silent.gpu_hit_tokens = None
+    assert "nobody can tell" in unverified(plan("cold"), [silent], starts_empty=False)
+    assert unverified(plan("cold"), [silent], starts_empty=True) is None, "it was started for this trial"
+    assert unverified(plan("cold"), [turn("a", 1, 0.0)], starts_empty=False) is None
+    assert unverified(plan("warm"), [silent], starts_empty=False) is None

@@ -1,0 +1,99 @@
+"""Trials on a server that runs on between them: whether its cache was what the trial declares, by its own counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pensieve.compose import resolved
+from pensieve.results.mixture import mixtures
+from pensieve.trial import Job, run_trial
+from pensieve.trial.summary import summary
+from pensieve.trial.tracking import Tracking, open_tracking
+from tests.composed import checked, composed
+from tests.engines.endpoint import Endpoint
+
+SMALL = (
+    "tracking=local", "baseline=openai_http", "model=tiny", "hardware=cpu", "hardware.threads=1", "workload=rounds",
+    "workload.conversations=2", "workload.rounds=2", "workload.message_tokens=40", "workload.reply_tokens=4",
+    "trial.exclusive=false", "force=true",
+)  # fmt: skip
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    server = Endpoint(caches=True)
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def tracking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tracking:
+    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
+    return replace(open_tracking(checked("tracking=local")), mlflow=False)
+
+
+def run(tracking: Tracking, endpoint: Endpoint, *words: str) -> Any:
+    words = (*SMALL, f"baseline.engine.base_url={endpoint.url}", *words)
+    outcome = run_trial(
+        checked(*words), resolved(composed(*words)), tracking, Job("test", tracking.outputs / "x"), lambda text: None
+    )
+    assert outcome.completed, outcome.error
+    return tracking.store.trial(outcome.trial_id)
+
+
+def held(*trials: Any) -> list[tuple[int, ...]]:
+    return [one.trials for one in mixtures(trials) if "an earlier run had asked" in one.what]
+
+
+def test_a_warm_server_that_was_declared_cold_is_flagged_and_not_compared(
+    tracking: Tracking, endpoint: Endpoint
+) -> None:
+    first = run(tracking, endpoint)
+    assert "contaminated" not in first.flags
+    assert held(first) == []
+    turns = tracking.store.turns_of(first.id)
+    assert sum(turn.gpu_hit_tokens for turn in turns) > 0, "second turns found their own first ones"
+
+    again = run(tracking, endpoint)
+    said = again.flags["contaminated"]
+    assert "declared cold, and 6 of 6 turns found" in said
+    unseen = [turn for turn in tracking.store.turns_of(again.id) if turn.turn == 1]
+    assert all(turn.shared_hit_tokens == 39 for turn in unseen), "all but the last token of what it was asked before"
+    assert held(first, again) == [(again.id,)]
+    assert "held_whole" not in first.flags
+    assert again.flags["held_whole"].startswith("4 measured prompts were cached but for their last token")
+
+
+def test_a_single_trial_says_it_below_its_numbers(tracking: Tracking, endpoint: Endpoint) -> None:
+    def shown(trial: Any) -> str:
+        with (console := Console(width=200)).capture() as capture:
+            console.print(summary(tracking.store, trial.id))
+        return capture.get()
+
+    assert "declared cold" not in shown(run(tracking, endpoint))
+    again = shown(run(tracking, endpoint))
+    assert "The cache was declared cold, and 6 of 6 turns found" in again and "4 measured prompts were cached" in again
+
+
+def test_salted_conversations_are_new_to_a_warm_server_until_they_are_asked_again(
+    tracking: Tracking, endpoint: Endpoint
+) -> None:
+    run(tracking, endpoint)
+    assert "contaminated" not in run(tracking, endpoint, "cache_state=salted").flags
+    assert "declared salted" in run(tracking, endpoint, "cache_state=salted").flags["contaminated"]
+    assert "contaminated" not in run(tracking, endpoint, "cache_state=salted", "seed=1").flags
+    assert "contaminated" not in run(tracking, endpoint, "cache_state=warm").flags, "what warmed it was asked before"
+
+
+def test_a_server_that_reports_nothing_cannot_be_held_to_it(tracking: Tracking, endpoint: Endpoint) -> None:
+    endpoint.reports = False
+    trial = run(tracking, endpoint)
+    assert "nobody can tell" in trial.flags["cache_state_unverified"]
+    assert "contaminated" not in trial.flags
