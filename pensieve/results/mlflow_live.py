@@ -71,7 +71,7 @@ def end_line() -> str:
 
 
 def write_live(lines: Iterable[str], answers: IO[str]) -> None:
-    """Write what the lines tell to MLflow until they end. Raises whatever MLflow does: nobody depends on this process."""
+    """Until the lines end. Raises whatever MLflow does: nobody depends on this process."""
     from pensieve.results.mlflow_store import client_of, log_batches, metrics_of, open_if_free
 
     client: Any = None

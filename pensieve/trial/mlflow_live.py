@@ -92,13 +92,13 @@ class Writer:
 
 
 def start_writer() -> Writer | None:
-    """Start the process that writes to MLflow, before it is needed; None where MLflow is not installed."""
+    """None where MLflow is not installed."""
     return Writer() if installed("mlflow") else None
 
 
 @functools.lru_cache(maxsize=1)
 def _writer() -> Writer | None:
-    """Return the writer that all trials of this process share."""
+    """One a process, for all of its trials."""
     return start_writer()
 
 
@@ -137,7 +137,7 @@ class LiveRun:
         self._thread.start()
 
     def finished(self, turn: TurnRecord) -> None:
-        """Queue a finished turn; called by the replay for each."""
+        """Called by the replay for each finished turn."""
         one = served(turn)
         if one is not None:
             self._turns.append(one)
