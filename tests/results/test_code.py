@@ -18,8 +18,9 @@ def double(value: int) -> int:
 '''
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is known of a package that was hashed before."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     code._package_hash.cache_clear()
     yield
@@ -41,6 +42,7 @@ def changed_hash(file: Path, text: str) -> str:
     return code_hash()
 
 
+@pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize(
     ("name", "counts"),
     [
@@ -67,6 +69,7 @@ def test_which_files_of_the_package_count(
     assert (changed_hash(package / name, SOURCE.replace("2 *", "3 *")) != before) is counts
 
 
+@pytest.mark.usefixtures("fresh")
 def test_a_benchmark_counts_for_benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = made_package(tmp_path, monkeypatch, "bench/kernel.py")
     bench = {"bench": {"target": "kernel"}}
@@ -80,6 +83,7 @@ def test_what_does_not_count_is_there() -> None:
     assert [name for name in NOT_CODE if name != "conf/" and not (root / name).exists()] == []
 
 
+@pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize(
     ("name", "old", "new", "counts"),
     [
