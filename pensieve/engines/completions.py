@@ -25,15 +25,21 @@ class KeyRefused(EngineFailed):
 class CompletionsClient:
     """One server. Any number of threads ask. Nothing is ever asked twice: a retry would hide a failure and count its time.
 
-    read_timeout_s: between two pieces of an answer; None: no limit, as where a trial has its own.
+    read_timeout_s: between two pieces of an answer; None: no limit, as where a trial has its own. keeps_streams: the server
+    keeps a connection after a streamed answer. llama.cpp's says so and closes it, some time after the last piece: a request
+    sent meanwhile would be lost.
     """
 
     def __init__(
-        self, base_url: str, headers: Mapping[str, str] | None = None, read_timeout_s: float | None = None
+        self,
+        base_url: str,
+        headers: Mapping[str, str] | None = None,
+        read_timeout_s: float | None = None,
+        keeps_streams: bool = False,
     ) -> None:
         import httpx
 
-        self.address = base_url
+        self.address, self._keeps_streams = base_url, keeps_streams
         self._http = httpx.Client(
             base_url=base_url,
             headers=dict(headers or {}),
@@ -70,7 +76,8 @@ class CompletionsClient:
 
     def ask(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Answer:
         """To be used as a context manager. Raises, there or while it is read, what `OutsideEngine.answer` may."""
-        return Answer(self._http, path, dict(body), dict(headers or {}))
+        leaves = {"connection": "close"} if body.get("stream") and not self._keeps_streams else {}
+        return Answer(self._http, path, dict(body), {**leaves, **(headers or {})})
 
     def close(self) -> None:
         self._http.close()

@@ -113,6 +113,10 @@ class OpenAIHttp:
                 return []
             if monotonic() > ends:
                 said = "nothing answers there" if status is None else f"it answers {status}"
+                if status is not None and status >= 500:
+                    said += (
+                        f" after {self._timeout_s:g} s; baseline.engine.start_timeout_s waits longer for one that loads"
+                    )
                 raise EngineFailed(
                     f"No server lists its models at {self._base_url}/models; start one, or correct "
                     f"baseline.engine.base_url ({said})."

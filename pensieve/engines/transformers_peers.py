@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from array import array
@@ -79,6 +80,7 @@ class NativePytorch:
             "version": transformers.__version__,
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
+            "wait_policy": os.environ.get("OMP_WAIT_POLICY"),
             "attention": self._module.config._attn_implementation,
             "keep_cache": self._keep,
             "gpu_tokens": budget,
@@ -225,6 +227,7 @@ class ContinuousBatching:
             "version": transformers.__version__,
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
+            "wait_policy": os.environ.get("OMP_WAIT_POLICY"),
             **{f"configured_{name}": value for name, value in sizes.items()},
             "max_batch_tokens": setup.batch_tokens,
             "max_batch_requests": setup.batch_requests,

@@ -257,7 +257,7 @@ class VllmHttp(_Vllm):
         began = perf_counter()
         port = free_port()
         self._process = EngineProcess(self._setup.baseline, self._command(folder, port), self._variables())
-        self._client = client = CompletionsClient(f"http://127.0.0.1:{port}")
+        self._client = client = CompletionsClient(f"http://127.0.0.1:{port}", keeps_streams=True)
         self._process.wait_until(client.healthy, self._timeout_s)
         version = (client.get("/version") or {}).get("version")
         listed = (client.get("/v1/models") or {}).get("data") or [{}]

@@ -186,6 +186,7 @@ def test_what_each_stream_costs_in_connections(endpoint: Endpoint) -> None:
     turns = served(system, *(ask(number, "a", prompt(40), output=2) for number in (1, 2, 3)))
     assert [turn.status for turn in turns] == ["completed"] * 3
     assert endpoint.connections == before + 3
+    assert [headers["connection"] for _, _, headers in endpoint.asked] == ["close"] * 3, "whatever the server promises"
     endpoint.pieces = [{**completion(65, 66), "usage": USAGE}]
     for number in (4, 5, 6):
         served(system, ask(number, "a", prompt(40), output=2, stream=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -142,6 +143,7 @@ class TorchWorker:
             "collectives": "none" if model.ranks is None else model.ranks.backend,
             "dtype": str(model.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
+            "wait_policy": os.environ.get("OMP_WAIT_POLICY"),
             "depth": self.depth,
             "graphs": "off" if graphs is None else graphs.note or "on",
             "graph_buckets": [] if graphs is None else list(graphs.buckets),
