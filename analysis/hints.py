@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from analysis import marks, style
 from analysis.caches import BOUND, shares
 from analysis.estimates import over_seeds
-from analysis.policies import share_closed
+from analysis.policies import LEAST, share_closed
 from analysis.registry import Plot, Row, columns, figure
 from analysis.sweep import Cell, Panel, Source
 from analysis.tables import estimated
@@ -101,10 +101,9 @@ def _plot(panel: Panel, worth: Sequence[Worth]) -> Plot:
     left.set_xlim(0, 100)
     left.set_xlabel("history found (%)")
     right.set_xlabel("gap closed (%)")
-    low = min((one.gap.value for one in worth if one.gap is not None), default=0.0)
-    high = max((one.gap.value for one in worth if one.gap is not None), default=0.0)
-    span = max(high - min(low, 0.0), 1.0)
-    right.set_xlim(min(low, 0.0) - (0.25 * span if low < 0 else 0.0), high + 0.25 * span)
+    right.margins(x=0.2)  # for the numbers beyond the intervals
+    right.autoscale_view()
+    right.set_xlim(left=max(right.get_xlim()[0], LEAST))
     known = [one.bound for one in worth if one.bound is not None]
     lead = "Bars with their 95 % interval over seeds (and, of hits, conversations)"
     if known:

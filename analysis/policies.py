@@ -20,7 +20,7 @@ from pensieve.statistics import Estimate, PairedRatio
 AXIS = "eviction"
 COMMAND = "python runners/run.py experiment=policies -m"
 TIMES = (MEDIAN, TAIL, OUTPUT)
-_LEAST = -150.0  # percent; what loses more would leave all others no width
+LEAST = -150.0  # percent; what loses more would leave all others no width
 _MORE = f"more_than_{PAPERS}_pct"
 _MORE_COLUMNS = tuple(columns(_MORE, Estimate(0.0, None, None, 0, 0), prefix="more_"))
 
@@ -127,14 +127,14 @@ def policy_gap(source: Source) -> Iterator[Plot]:
             axes.set_title(said, loc="right", fontsize=6.5)  # towards the names, which leave the axes little width
             axes.margins(x=0.12)
         left = grid[-1][0].get_xlim()[0]
-        grid[-1][0].set_xlim(left=max(left, _LEAST))
+        grid[-1][0].set_xlim(left=max(left, LEAST))
         grid[-1][0].set_xlabel(f"gap from {START} to the bound closed (%)")
         style.legend(picture, [Line2D([], [], color="black", linewidth=1, linestyle="--", label=BOUND)])
         lead = (
             f"Bars: (hits - {START}'s) / (bound - {START}'s) in history tokens, paired by seed and conversation, with the "
             "95 % interval; beside each the share of history found"
         )
-        lead += f". What is below {_LEAST:g} % is cut off there" if left < _LEAST else ""
+        lead += f". What is below {LEAST:g} % is cut off there" if left < LEAST else ""
         yield Plot(panel, picture, lead, [_row(one) for policies in by_size.values() for one in policies])
 
 

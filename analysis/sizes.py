@@ -57,7 +57,7 @@ def size_map(source: Source) -> Iterator[Plot]:
 def _drawn(found: SizeMap, beside: Place) -> Any:
     """beside: how the places of this picture's cells end: with the index of their disk, where there are several."""
     q = found.question
-    height = 0.17 * len(q.gpu) + 0.35
+    height = max(0.17 * len(q.gpu) + 0.35, 1.2)  # of few sizes too their axis has a name
     picture, grid = style.new_grid(2 * height + 0.3, 2, 1, sharex=True)
     above, below = grid[0][0], grid[1][0]
     kind = "history" if q.of == "history" else "prompt"

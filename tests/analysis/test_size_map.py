@@ -18,9 +18,9 @@ GPU, CPU = ("1GB", "2GB", "4GB"), ("0GB", "8GB", "16GB")
 FOUND = {(0, 0): 0.2, (0, 2): 0.5, (2, 0): 0.69, (2, 2): 0.7, (1, 1): 0.6}
 
 
-def mapped(store, found=FOUND, slo=500.0, disk=("",)):
+def mapped(store, found=FOUND, slo=500.0, **more):
     """A map of one seed; the first token takes a second less 700 ms a share found."""
-    question = Question(gpu=GPU, cpu=CPU, seeds=(0,), slo_ttft_ms=slo, knee=0.95, disk=disk)
+    question = Question(gpu=GPU, cpu=CPU, seeds=(0,), slo_ttft_ms=slo, knee=0.95, **more)
     overrides = {"cache.gpu": f"choice({','.join(GPU)})", SETTINGS: question.model_dump_json()}
     sweep = store.open_sweep("key", "size", None, "python runners/size.py", overrides, 0, "host", None)
     for place, share in found.items():
@@ -77,7 +77,7 @@ def test_where_an_objective_is_met_its_border_is_drawn_and_the_answer_marked(sto
 
 def test_several_disks_are_a_picture_each_and_the_answer_is_marked_in_one(store, drawn, tmp_path):
     found = {(*place, 0): share for place, share in FOUND.items()} | {(*place, 1): 0.72 for place in FOUND}
-    drawings, problems = draw_all(mapped(store, found, slo=600.0, disk=("", "9GB")), tmp_path)
+    drawings, problems = draw_all(mapped(store, found, slo=600.0, disk=("", "9GB"), devices=2), tmp_path)
     assert not problems
     assert [drawing.panel.group for drawing in drawings] == [{"cache.disk": "0"}, {"cache.disk": "9GB"}]
     without, beside = (drawn[drawing.png.stem] for drawing in drawings)
@@ -85,7 +85,11 @@ def test_several_disks_are_a_picture_each_and_the_answer_is_marked_in_one(store,
     assert beside.lines["knee"] == [(-0.5, 2.5), (-0.5, -0.5), (2.5, -0.5)]
     assert without.lines["knee"] == [(-0.5, 2.5), (-0.5, 1.5), (2.5, 1.5)]
     assert beside.lines["knee/chosen"] == [(0.0, 0.0)] and "knee/chosen" not in without.lines
-    assert "To meet 600 ms at p90 you need 1 GB of GPU and 0 GB of CPU KV beside 9 GB of disk" in beside.caption
+    assert (
+        "To meet 600 ms at p90 you need 1 GB of GPU and 0 GB of CPU KV a device beside 9 GB of disk" in beside.caption
+    )
+    above, below = (axes.yaxis.label.get_window_extent() for axes in beside.figure.axes[:2])
+    assert not beside.clipped and not above.overlaps(below), "the names of both axes stand apart"
     for drawing, share in zip(drawings, (0.2, 0.72), strict=True):
         with drawing.csv.open() as file:
             rows = {(row["cache.gpu"], row["cache.cpu"]): row for row in csv.DictReader(file)}

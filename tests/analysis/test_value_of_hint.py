@@ -67,6 +67,24 @@ def test_the_gap_is_what_lies_between_lru_and_the_bound(tmp_path: Any, drawn: An
     assert widths["“soon”, always right/gap"] == 50.0 and widths["stop reason, a priority/gap"] == -12.5
 
 
+def test_the_intervals_of_the_gap_are_drawn_to_their_ends(tmp_path: Any, drawn: Any) -> None:
+    """Of one seed, over conversations that differ: the whiskers are longer than the bars."""
+
+    def turns(at: Any, seed: int) -> Any:
+        found = {"lru": (30, 30), "ttl": (55, 15), "oracle_hint": (80, 20)}[at["eviction"]]
+        return [answered(name, turn, 5.0, history=100 * (turn - 1), gpu=found[place % 2] * (turn - 1))
+                for place, name in enumerate("abcdefgh") for turn in (1, 2)]  # fmt: skip
+
+    axes = {"eviction": ["lru", "ttl", "oracle_hint"], "baseline": ["pensieve"]}
+    source = fill(ResultsStore(MEMORY), axes, turns, lambda at, seed: {"bound_hit_rate": 0.9}, seeds=(0,), summary=True)
+    rows, _ = rows_of(source, tmp_path)
+    ends = [float(row[name]) for row in rows if row["gap_ci_low"] for name in ("gap_ci_low", "gap_ci_high")]
+    assert len(ends) == 6 and min(ends) < min(float(row["gap_closed_pct"]) for row in rows)
+    low, high = drawn["value_of_hint"].figure.axes[1].get_xlim()
+    assert low < min(ends) and max(ends) < high
+    assert not drawn["value_of_hint"].clipped
+
+
 def test_where_there_is_no_gap_none_is_closed(tmp_path: Any) -> None:
     rows, drawing = rows_of(swept({"lru": (60, 30), "ttl": (60, 30)}), tmp_path)
     assert [row["gap_closed_pct"] for row in rows] == ["", ""]
