@@ -296,7 +296,9 @@ def _results_parser() -> argparse.ArgumentParser:
     listed = command("list", _list, "sweeps and the newest trials, a line each")
     listed.add_argument("--sweep", type=int, help="only trials of this sweep")
     listed.add_argument("--status", choices=("running", "completed", "failed", "interrupted"), help="only such trials")
-    listed.add_argument("--limit", type=int, default=50, help="at most so many trials (default: 50; 0: all)")
+    listed.add_argument(
+        "--limit", type=_number_from_0, default=50, metavar="N", help="at most so many trials (default: 50; 0: all)"
+    )
     shown = command("show", _show, "all that is known of a trial")
     shown.add_argument("trial", type=int)
     read = command("read", _read, "a conversation of a trial as text, with where each turn's history came from")
@@ -317,6 +319,12 @@ def _results_parser() -> argparse.ArgumentParser:
     bundled.add_argument("sweep", type=int)
     bundled.add_argument("--to", type=Path, help="file (default: outputs/bundle/sweep-<id>.zip)")
     return parser
+
+
+def _number_from_0(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
+    return int(text)
 
 
 def _complete(parser: argparse.ArgumentParser) -> int:
@@ -387,6 +395,8 @@ def _list(store: ResultsStore, options: argparse.Namespace) -> int:
     from pensieve.results.listing import list_sweeps, list_trials
 
     limit = options.limit or None
+    if options.sweep is not None:
+        store.sweep(options.sweep)  # says where there is none
     if options.sweep is None and options.status is None:
         _print([*list_sweeps(store, limit), ""])
     _print(list_trials(store, options.sweep, options.status, limit))

@@ -14,11 +14,12 @@ from pensieve.bench.case import Case, Figure, Measured
 from pensieve.bench.models import plain_module
 from pensieve.bench.peers import TransformersSystem
 from pensieve.bench.record import now
-from pensieve.bench.session import Bench
+from pensieve.bench.session import Bench, Options
 from pensieve.bench.throughput import Point, Turn, all_hit_ratio, at_latency, common_latency
 from pensieve.bench.timer import explain
 from pensieve.bench.trials import outcome_of
 from pensieve.compose import TrialPlan, build_tokenizer, build_workload, check, plan_trial
+from pensieve.compose.machine import Device
 from pensieve.cost.roofline import Roofline
 from pensieve.errors import ConfigError, PensieveError, RequestFailed
 from pensieve.metrics import Metric, summarise
@@ -88,13 +89,20 @@ def cells(gpu: bool, full: bool) -> list[Cell]:
     return found
 
 
+def chosen_cells(machine: Device, options: Options) -> list[Cell]:
+    """Raises ConfigError where bench.only names none."""
+    like_gpu = machine.kind == "cuda" or machine.simulated
+    wanted = [cell for cell in cells(like_gpu, options.size == "full") if (options.only or "") in cell.label]
+    if not wanted:
+        raise ConfigError(f"bench.only={options.only} names no cell of serve; try sharegpt or agents.")
+    return wanted
+
+
 def run(bench: Bench) -> None:
     """Target serve. Raises PensieveError where no baseline can run."""
     like_gpu = bench.on_gpu or bench.machine.simulated
     bench.model = bench.options.model or ("llama3_8b" if like_gpu else "tiny")
-    wanted = [cell for cell in cells(like_gpu, bench.full) if (bench.options.only or "") in cell.label]
-    if not wanted:
-        raise ConfigError(f"bench.only={bench.options.only} names no cell of serve; try sharegpt or agents.")
+    wanted = chosen_cells(bench.machine, bench.options)
     for cell in wanted:
         _measure(bench, cell)
     bench.note(

@@ -196,8 +196,8 @@ class TrialOptions(_Group):
 
 
 class SloConfig(_Group):
-    ttft_ms: Rate | None = None
-    tpot_ms: Rate | None = None
+    ttft_ms: Annotated[float, Field(gt=0.0)] | None = None
+    tpot_ms: Annotated[float, Field(gt=0.0)] | None = None
 
 
 class TrialConfig(_Group):

@@ -100,8 +100,15 @@ def _announce(plan: TrialPlan, say: Callable[[str], None]) -> None:
 
 
 def plan_live(fields: Mapping[str, Any]) -> TrialPlan:
-    """The plan of an engine that serves callers. Raises ConfigError for a policy that cannot."""
+    """The plan of an engine that serves callers. Raises ConfigError for a policy that cannot, EngineMissing for an engine of
+    others."""
     config = check({**fields, "workload": read_option("workload", "chat")})
+    if config.baseline.engine is not None:
+        raise EngineMissing(
+            f"baseline={config.baseline.name} is an outside engine, and only ours answer callers here; compare with it in "
+            f"trials (python runners/run.py baseline=pensieve,{config.baseline.name} -m), or choose one of ours, such as "
+            "baseline=prefix_cache."
+        )
     if needs_future(locate(str(config.eviction["_target_"]), f"eviction={config.eviction.get('name')}")):
         raise ConfigError(
             f"eviction={config.eviction.get('name')} needs a workload whose future is known, and live traffic has none; "

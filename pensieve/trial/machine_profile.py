@@ -69,6 +69,10 @@ def profile(config: Mapping[str, Any], _typed: Collection[str] = ()) -> int:
         raise HardwareMissing(
             f"hardware={plan.config.hardware.name} is simulated, and a profile is of a real machine; use hardware=local."
         )
+    if plan.config.baseline.engine is not None:
+        raise ConfigError(
+            f"baseline={plan.config.baseline.name} is an engine of others, and a profile is of ours; leave baseline out."
+        )
     if plan.device.divided:
         raise ConfigError(f"hardware.gpus={plan.device.count}: a profile is of one device; use hardware.gpus=1.")
     with device_lock(plan.device, plan.config.trial.exclusive, say):

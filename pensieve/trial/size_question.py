@@ -97,12 +97,12 @@ def question_of(settings: SizeSettings, load: Load, config: TrialConfig) -> Ques
                 f"baseline={config.baseline.name} has no CPU tier, and without one nothing reaches a disk; leave size.disk "
                 "out, or use baseline=pensieve."
             )
-        cpu = cpu or ["0GB"]
+        cpu = ["0GB"] if cpu is None else cpu
     disks = settings.disk if settings.disk is not None else [config.cache.disk] if plan.disk_blocks else [0]
     if gpu is None or cpu is None:
         loads = [_described(load.plan(config.cache.gpu, config.cache.cpu, 0, seed)) for seed in settings.seeds]
         suggested = default_sizes(plan, loads, settings.points)
-        gpu, cpu = gpu or suggested[0], cpu or suggested[1]
+        gpu, cpu = suggested[0] if gpu is None else gpu, suggested[1] if cpu is None else cpu
     sizes = _ascending(gpu, "size.gpu"), _ascending(cpu, "size.cpu")
     return Question(
         gpu=sizes[0],

@@ -139,3 +139,10 @@ def test_the_table_fits_and_a_limit_that_is_beaten_gets_a_word(
     assert "a peer with a long name is at 0.50 of the limit (bytes over bandwidth)" in text
     assert "ours is at" not in text
     assert "ours: share of peak 0.25" in text
+
+
+def test_a_name_of_no_cell_leaves_no_record(config: dict[str, Any], tmp_path: Path) -> None:
+    config["bench"]["only"] = "zzz"
+    with pytest.raises(ConfigError, match=r"bench\.only=zzz names no cell of serve"):
+        run_target({**config, "target": "serve"}, {"bench.only": "zzz"})
+    assert not (tmp_path / "results.db").exists()

@@ -9,13 +9,13 @@ import pytest
 
 from pensieve.baselines.profiling import load_s, profile_of
 from pensieve.clock import VirtualClock
-from pensieve.compose import check, plan_trial
+from pensieve.compose import check, plan_trial, resolved
 from pensieve.compose.build import _measured_before
 from pensieve.cost.machine_profile import Grid, MachineProfile, ProfiledCost, powers_of_two, read_profile
 from pensieve.cost.simulated import simulated_cost
 from pensieve.errors import ConfigError
 from pensieve.metrics import summarise
-from pensieve.trial.machine_profile import _grid, measure_grids
+from pensieve.trial.machine_profile import _grid, measure_grids, profile
 from pensieve.worker.simulated import SimulatedWorker
 from tests.composed import composed, replayed
 
@@ -167,3 +167,10 @@ def test_the_runners_folder_hides_no_module_of_the_standard_library():
     """`python runners/run.py` puts runners/ first on the path, and cProfile imports profile."""
     for runner in (Path(__file__).parents[2] / "runners").glob("*.py"):
         assert "sys.path[0] = str(CHECKOUT)" in runner.read_text(), runner.name
+
+
+def test_a_profile_is_of_our_engine():
+    fields = composed("baseline=vllm", "hardware=cpu", "tracking=off")
+    config = {name: value for name, value in resolved(fields).items() if name != "workload"}
+    with pytest.raises(ConfigError, match=r"^baseline=vllm is an engine of others"):
+        profile({**config, "profile": {}})

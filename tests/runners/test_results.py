@@ -43,6 +43,9 @@ def test_list_and_show(swept):
         ["1", "completed", "pensieve"],
     ]
     assert "ttft_ms_p50" in results(swept, "show", "1").stdout
+    assert "There is no sweep 99" in results(swept, "list", "--sweep", "99", status=1).stderr
+    with pytest.raises(SystemExit):
+        results(swept, "list", "--limit", "-1")
     wrong = results(swept, "show", "99", status=1)
     assert wrong.stderr.strip().startswith("There is no trial 99")
     assert len(wrong.stderr.strip().splitlines()) == 1

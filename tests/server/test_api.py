@@ -17,6 +17,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from pensieve import create_server
 from pensieve.compose import read_option
 from pensieve.errors import CapacityError, ConfigError, ContextLengthError, EngineMissing, PensieveError, RequestRefused
+from pensieve.server.create import plan_live
 
 
 def server(mode: str = "pensieve", **fields: Any) -> Any:
@@ -260,3 +261,13 @@ def test_refused_is_not_failed() -> None:
         counts = s.get_statistics()
         assert (counts["turns"], counts["refused_turns"], counts["failed_turns"]) == (2, 1, 0)
         assert "0 turns failed, 1 refused" in s.get_statistics_str()
+
+
+@pytest.mark.parametrize("name", ["vllm", "fully_aware"])
+def test_commands_that_answer_callers_name_an_engine_that_is_not_ours(name: str) -> None:
+    chosen = {"cache": "demo", "eviction": "lru", "scheduler": "unified", "hardware": "cpu", "tracking": "off"}
+    fields = {
+        group: read_option(group, option) for group, option in {**chosen, "baseline": name, "model": "tiny"}.items()
+    }
+    with pytest.raises(EngineMissing, match=rf"^baseline={name} is an outside engine, and only ours answer"):
+        plan_live({"seed": 0, **fields})

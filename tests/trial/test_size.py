@@ -220,7 +220,9 @@ def test_ctrl_c_keeps_what_is_there(outputs, monkeypatch, capsys):
     ("overrides", "error", "part"),
     [
         (["size.gpu=[]"], ConfigError, "size.gpu names no size"),
-        (["size.gpu=4GB"], ConfigError, r"size\.gpu takes a list; write size\.gpu=\[4GB\]"),
+        (["size.gpu=[]", "size.cpu=null"], ConfigError, "size.gpu names no size"),  # nothing is suggested in its place
+        (["slo.ttft_ms=0"], ConfigError, "slo.ttft_ms=0 cannot be used"),
+        (["size.gpu=4GB"], ConfigError, "size.gpu takes a list; write size.gpu=[4GB]"),
         (["size.gpu=[4GB,100 tokens]"], ConfigError, "mixes bytes and tokens"),
         (["size.disk=[0GB,4GB]", "size.cpu=[0GB]", "baseline=gpu_only"], ConfigError, "nothing reaches a disk"),
         (["size.disk=[]"], ConfigError, "size.disk names no size"),

@@ -12,9 +12,9 @@ from pensieve.trial import terminal
 from pensieve.trial.sweep import figure_lines
 
 FOLDER = Path("/outputs/figures/sweep-3")
-TWO_TRIALS = (
+ONE_TRIAL = (
     "hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2", "tracking.mlflow=false",
-    "-m", "seed=0", "baseline=pensieve,stateless",
+    "-m", "seed=0", "baseline=pensieve",
 )  # fmt: skip
 Typed = Callable[..., object]
 
@@ -29,7 +29,7 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Typed]:
 
     def run(*arguments: str) -> object:
         GlobalHydra.instance().clear()
-        monkeypatch.setattr("sys.argv", ["run.py", *TWO_TRIALS, *arguments])
+        monkeypatch.setattr("sys.argv", ["run.py", *ONE_TRIAL, *arguments])
         try:
             return cli.run()
         except SystemExit as left:
@@ -44,18 +44,18 @@ def shown(store: ResultsStore, sweep: int) -> list[int | None]:
     return [job.trial and job.trial.id for job in store.trials_of_sweep(sweep)]
 
 
+@pytest.mark.slow
 def test_force_never_changes_what_an_older_sweep_shows(typed: Typed, tmp_path: Path) -> None:
     assert typed() == 0
     store = open_store(tmp_path)
     before = sweep_table(store, 1).text()
-    for sweep, trials in ((2, [3, 4]), (3, [5, 6])):  # typed twice, the second one leaves the first as it is, too
+    for sweep in (2, 3):  # typed twice, the second one leaves the first as it is, too
         assert typed("force=true") == 0
-        assert shown(store, sweep) == trials
         latest = store.latest_sweep()
         assert latest is not None and latest.id == sweep
-    assert [shown(store, sweep) for sweep in (1, 2)] == [[1, 2], [3, 4]]
+    assert [shown(store, sweep) for sweep in (1, 2, 3)] == [[1], [2], [3]]
     assert typed() == 0  # without force the same command is the same sweep
-    assert shown(store, 1) == [1, 2]
+    assert shown(store, 1) == [1]
     assert sweep_table(store, 1).text() == before
 
 
