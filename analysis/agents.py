@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
 
 from analysis import estimates, marks, style, tables
 from analysis.registry import Plot, Row, columns, figure
@@ -237,6 +238,12 @@ def agent_ratios(source: Source) -> Iterator[Plot]:
         yield Plot(panel, None, lead, rows, table)
 
 
+def _by_prompt(source: Source) -> bool:
+    """Not where prompts are as long as the KV that replicas send each other."""
+    alone = len(source.swept("hardware.migration")) < 2
+    return source.has_workload("agents") and len(source.swept(PROMPT)) > 1 and alone
+
+
 @dataclass(frozen=True, slots=True)
 class Stages:
     """Of one length of the reason's prompt. latency_ms: means of completed turns by stage. ratio: reason over reflection,
@@ -253,7 +260,7 @@ class Stages:
     "A reflection beside the reason before it",
     shows="how many times as fast a reflection is as the reason before it, against the length of the reason's prompt",
     command="python runners/run.py experiment=agent_stages hardware=sim_h100 model=llama3_1_8b cache=large -m",
-    applies=lambda source: source.has_workload("agents") and len(source.swept(PROMPT)) > 1,
+    applies=_by_prompt,
 )
 def agent_stages(source: Source) -> Iterator[Plot]:
     for panel in source.panels(PROMPT):
@@ -265,8 +272,9 @@ def agent_stages(source: Source) -> Iterator[Plot]:
         for order, (name, stages) in enumerate(found.items()):
             marks.line(axes, name, [(one.prompt, one.ratio) for one in stages], order=order)
         marks.mark_counts(axes, sorted({one.prompt for stages in found.values() for one in stages}))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{tokens / 1000:.2g}"))
         marks.plain_log(axes, "y")
-        axes.set_xlabel("tokens of the reason's prompt")
+        axes.set_xlabel("thousand tokens in the reason's prompt")
         axes.set_ylabel("latency of a reason\nover a reflection's (×)")
         style.legend(picture)
         lead = "Geometric mean over the pairs of one seed and agent, arrival to last token, with its 95 % interval"

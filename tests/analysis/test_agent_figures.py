@@ -201,7 +201,7 @@ def test_a_baseline_that_took_too_long_at_many_agents_is_drawn_at_few(module, tm
         assert there == {("pensieve", n) for n in ("1", "4", "16")} | {("stateless", n) for n in ("1", "4")}
 
 
-def staged_sweep(store, costs):
+def staged_sweep(store, costs, **more):
     """Three agents reason and reflect once; a reason takes as many times as long as its prompt is longer than 192 tokens."""
 
     def turns(at, seed):
@@ -212,7 +212,8 @@ def staged_sweep(store, costs):
             found.append(labelled(f"agent-{agent}", 2, "reflect", costs[at["baseline"]]["reflect"] * own))
         return found
 
-    return fill(store, {"workload.reason_tokens": ["768", "192"], "baseline": list(costs)}, turns, workload="agents")
+    axes = {"workload.reason_tokens": ["768", "192"], **more, "baseline": list(costs)}
+    return fill(store, axes, turns, workload="agents")
 
 
 def test_a_reflection_is_compared_with_the_reason_of_its_own_agent(drawn, tmp_path, store):
@@ -236,3 +237,5 @@ def test_agents_that_never_reflected_are_named(store, tmp_path):
     with pytest.raises(MissingSeries, match="reasoned and reflected"):
         agent_stages.draw(open_source(store), tmp_path)
     assert not agent_stages.applies(agent_sweep(ResultsStore(MEMORY), {"pensieve": FAST}))
+    moved = staged_sweep(ResultsStore(MEMORY), {"pensieve": FAST}, **{"hardware.migration": ["never", "always"]})
+    assert not agent_stages.applies(moved), "what is compared there is how KV moves"
