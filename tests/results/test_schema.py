@@ -66,6 +66,7 @@ def test_a_turn_record_is_a_turn_row() -> None:
         "misses",
         "recomputed_s",
         "stored",
+        "unexplained_tokens",
     )
     names = [f.name for f in fields(TurnRecord) if f.name not in elsewhere]
     assert sorted(names) == sorted(CONTRACT["turn"].split()[2:])
