@@ -243,12 +243,14 @@ class _Exchange:
 
     def _unexplained(self, cached: int, prompt: int | None) -> int:
         """Of the tokens that it had cached, those beyond all that this system was asked or answered before. What a server
-        puts around a prompt is in none of its prompts here, and in all of them there."""
+        puts around a prompt is in none of its prompts here, and in all of them there. History need not be a prefix: a server
+        that reuses by content finds it wherever it stands."""
         around = max(0, (prompt or 0) - self._prompt)
-        if cached - around <= self._own:
+        said = max(self._own, self._history)
+        if cached - around <= said:
             return 0
         others = self._system.heard.of_others(self.request.session, self.whole)
-        return max(0, cached - around - max(self._own, others))
+        return max(0, cached - around - max(said, others))
 
     def close(self, status: str, finish_reason: str | None, error: str | None) -> None:
         turn = self.turn

@@ -7,6 +7,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 from pensieve.workload.chance import exponential, shuffled
 from pensieve.workload.recording import Blocks, Call, Recording
@@ -114,16 +115,25 @@ def furthest_reuse(requests: Iterable[tuple[Sequence[int], int]], block_tokens: 
 
 
 def told_reuse(
-    requests: Iterable[tuple[Sequence[int], int]], soon: Iterable[bool], block_tokens: int, capacity_tokens: float
+    requests: Iterable[tuple[Sequence[int], int]],
+    soon: Iterable[bool],
+    block_tokens: int,
+    capacity_tokens: float,
+    at_s: Iterable[float] | None = None,
+    within_s: float = math.inf,
 ) -> Reuse:
     """As `block_reuse`, in a cache that is told with each request whether its conversation is soon back: blocks of those that
-    are not go first, least recently used among themselves, then those of the others. soon: of each request."""
+    are not go first, least recently used among themselves, then those of the others.
+
+    soon: of each request. at_s: when each was sent; after `within_s` what was told of its blocks holds no more, and they
+    go by when they were used, as those of which it was never said.
+    """
     room = int(capacity_tokens // block_tokens)
-    first: OrderedDict[int, None] = OrderedDict()
-    last: OrderedDict[int, None] = OrderedDict()
+    first: OrderedDict[int, float] = OrderedDict()  # block -> when it was used
+    last: OrderedDict[int, float] = OrderedDict()
     seen: set[int] = set()
     blocks = tokens = hit_blocks = hit_tokens = 0
-    for (hashes, prompt_tokens), back in zip(requests, soon, strict=True):
+    for (hashes, prompt_tokens), back, now_s in zip(requests, soon, repeat(0.0) if at_s is None else at_s):
         for index, block in enumerate(hashes):
             filled = max(0, min(block_tokens, prompt_tokens - index * block_tokens))
             blocks += 1
@@ -134,9 +144,11 @@ def told_reuse(
                 first.pop(block, None)
                 last.pop(block, None)
             seen.add(block)
-            (last if back else first)[block] = None
+            (last if back else first)[block] = now_s
             if len(first) + len(last) > room:
-                (first or last).popitem(last=False)
+                used_s, told_s = (next(iter(tier.values()), math.inf) for tier in (first, last))
+                lapsed = told_s < min(used_s, now_s - within_s)
+                (last if lapsed or not first else first).popitem(last=False)
     return Reuse(blocks, tokens, len(seen), hit_blocks, hit_tokens)
 
 

@@ -70,8 +70,8 @@ def check_start(plan: WorkloadPlan, turns: Sequence[TurnRecord], starts_empty: b
 
 def contamination(plan: WorkloadPlan, turns: Sequence[TurnRecord]) -> str | None:
     """A sentence where the engine found what nothing in this trial can have put there: text that nobody had said, by its own
-    count of cached tokens (warm: in a measured turn; carried: that is what it declares); or text of a salted conversation,
-    whose salt nobody else has, at its very first turn."""
+    count of cached tokens (warm: in a measured turn; carried: that is what it declares); or, where nobody knows what was
+    said, text of a salted conversation, whose salt nobody else has, at its very first turn."""
     if plan.cache_state == "carried":
         return None
     strange = [
@@ -90,7 +90,8 @@ def contamination(plan: WorkloadPlan, turns: Sequence[TurnRecord]) -> str | None
     if plan.cache_state != "salted":
         return None
     salt = int(plan.facts["salt_tokens"])
-    found = [turn for turn in turns if turn.turn == 1 and _found(turn) >= salt]
+    unjudged = (turn for turn in turns if turn.turn == 1 and turn.unexplained_tokens is None)
+    found = [turn for turn in unjudged if _found(turn) >= salt]
     if not found:
         return None
     return (

@@ -114,6 +114,28 @@ def test_who_is_not_soon_back_goes_first():
     assert (block_reuse(few, 4, 8).hit_blocks, told_reuse(few, [True, False, False, False], 4, 8).hit_blocks) == (0, 1)
 
 
+def test_what_was_told_of_a_block_lapses():
+    draw = random.Random(5)
+    prompts = [([draw.randrange(40) for _ in range(draw.randrange(1, 8))], 8) for _ in range(300)]
+    soon = [draw.random() < 0.5 for _ in prompts]
+    at_s = list(itertools.accumulate(draw.random() for _ in prompts))
+    lapsing = {}
+    for within_s in (0.0, 3.0, 1e9):
+        held, hits = {}, 0  # block -> (when it was used, in which order, is it soon back)
+        uses = itertools.count()
+        for (blocks, _), back, now_s in zip(prompts, soon, at_s, strict=True):
+            for block in blocks:
+                hits += block in held
+                held[block] = (now_s, next(uses), back)
+                if len(held) > 17:
+                    told = {one for one, (used_s, _, kept) in held.items() if kept and used_s >= now_s - within_s}
+                    del held[min(held, key=lambda one: (one in told, held[one][1]))]
+        lapsing[within_s] = told_reuse(prompts, soon, 1, 17, at_s, within_s).hit_blocks
+        assert lapsing[within_s] == hits
+    assert lapsing[1e9] == told_reuse(prompts, soon, 1, 17).hit_blocks
+    assert len(set(lapsing.values())) == 3
+
+
 def test_back_within_is_of_the_next_call_of_the_same_conversation():
     def asked(*calls):
         return [Asked(at_s, session, None) for at_s, session in calls]

@@ -64,6 +64,16 @@ def test_what_nobody_said_in_the_trial_is_told(state):
     assert "turn 1 of b: 64" in said and "cache_state=salted" in said
 
 
+def test_what_a_server_puts_around_each_prompt_is_no_salted_text():
+    """16 tokens of its chat template were cached: the count of what nobody said has left them out."""
+    declared = replace(plan("salted"), facts={"salt_tokens": 16})
+    around = strange("a", 1, 0)
+    around.shared_hit_tokens = 16
+    assert contamination(declared, [around]) is None
+    around.unexplained_tokens = None  # an engine whose requests nobody remembers
+    assert "1 salted conversations were found" in contamination(declared, [around])
+
+
 def test_a_warm_cache_may_hold_what_warmed_it_and_a_carried_one_anything():
     assert contamination(plan("warm"), [strange("before-a", 1, 64, "warmup"), strange("a", 1, 0)]) is None
     assert contamination(plan("warm"), [strange("a", 1, 64)]) is not None
