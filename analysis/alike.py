@@ -126,7 +126,7 @@ def _unlike(cells: Iterable[Cell], kv: Mapping[str, Same]) -> list[str]:
     places: dict[tuple[tuple[str, str], ...], list[Trial]] = {}
     for cell in cells:
         places.setdefault(tuple(sorted(cell.at.items())), []).extend(cell.trials)
-    found = {}
+    found: dict[str, None] = {}
     for trials in places.values():
         for name, same in {**kv, **_ALIKE}.items():
             known = _first_of_each(trials, name)

@@ -143,5 +143,7 @@ def while_it_serves(process: EngineProcess, reachable: Callable[[], bool]) -> It
     except EngineFailed as error:
         if isinstance(error, AnswerBroken) and reachable():
             raise RequestFailed(str(error)) from error
+        if process.alive and not isinstance(error, AnswerBroken):
+            raise
         what = "does not answer any more" if process.alive else "ended while it served requests"
         raise process.failed(what) from error
