@@ -2,34 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
-from analysis.sweep import Cell
+from analysis.results import Trial
+from analysis.sweep import Cell, Panel, Source
 from pensieve.errors import MixedPanel
 from pensieve.results.fields import field_of
+from pensieve.units import ceil_div
 
 Reported = Mapping[str, Any]
 """What the engine of a trial says of itself."""
 
-
-def refuse_unlike(cells: Iterable[Cell]) -> None:
-    """Raise MixedPanel where an engine and its other interface ran with unlike settings, at one place of the swept axes. What
-    an engine does not report is not held against it."""
-    _refuse(cells, ("gpu_tokens", "cpu_tokens"))
+SLOT_CELLS, RAM_STEP = 256, 2**20
+"""llama.cpp's steps: KV of a slot in cells, its host-memory prompt cache in bytes."""
 
 
-def refuse_unlike_engines(cells: Iterable[Cell]) -> None:
-    """The same for different engines, as soon as one of them is of others: baselines in ours differ by design. One with a
-    single tier may have in it what others have in two (baseline.kv_budget=total)."""
-    cells = list(cells)
-    if any(field_of(trial, "baseline.engine") for cell in cells for trial in cell.trials):
-        _refuse(cells, ("kv_tokens",))
+def panels_of_engines(source: Source, *along: str) -> Iterator[Panel]:
+    """The panels of a figure that compares engines. Raises MixedPanel where one of others ran with unlike settings, at one
+    place of the axes; where the source allows mixtures, the panel notes it. What an engine does not report is not held
+    against it, and baselines in ours differ by design.
+    """
+    for panel in source.panels(*along):
+        outside = any(field_of(trial, "baseline.engine") for cell in panel.cells for trial in cell.trials)
+        yield _checked(panel, _unlike(panel.cells, {"kv_tokens": _same_kv}) if outside else [], source.allow_mixed)
 
 
-def _kv_tokens(engine: Reported) -> int | None:
-    tokens = engine.get("gpu_tokens")
-    return None if tokens is None else int(tokens) + int(engine.get("cpu_tokens") or 0)
+def panels_of_interfaces(source: Source, interfaces: Mapping[str, str]) -> Iterator[Panel]:
+    """The same where an engine is compared with its other interface alone, by pairs of baselines: its KV is the same to the
+    token."""
+    for panel in source.panels():
+        pairs = ([*panel.of(plain), *panel.of(http)] for plain, http in interfaces.items())
+        exact = dict.fromkeys(("gpu_tokens", "cpu_tokens"), _equal)
+        unlike = [what for pair in pairs for what in _unlike(pair, exact)]
+        yield _checked(panel, unlike, source.allow_mixed)
+
+
+def _checked(panel: Panel, unlike: list[str], allow_mixed: bool) -> Panel:
+    if not unlike:
+        return panel
+    found = f"engines of unlike settings: {'; '.join(unlike)}"
+    if not allow_mixed:
+        raise MixedPanel(
+            f"One panel would hold {found}. Give them the same with cache.gpu, cache.cpu, baseline.kv_budget, "
+            "scheduler.max_batch_tokens, scheduler.max_batch_requests and hardware.threads, or draw it with --allow-mixed, "
+            "which it then says."
+        )
+    return replace(panel, provenance=replace(panel.provenance, mixed=(*panel.provenance.mixed, found)))
 
 
 def _n_batch(engine: Reported) -> Any:
@@ -37,34 +59,98 @@ def _n_batch(engine: Reported) -> Any:
     return engine.get("n_batch", engine.get("max_batch_tokens"))
 
 
+def _kv_tokens(engine: Reported) -> str | None:
+    """On the device, and behind it."""
+    gpu, cpu = engine.get("gpu_tokens"), engine.get("cpu_tokens")
+    return None if gpu is None else f"{gpu} + {cpu}" if cpu else str(gpu)
+
+
+def _equal(one: Trial, other: Trial, name: str) -> bool:
+    return str(_value(one, name)) == str(_value(other, name))
+
+
+def _same_kv(one: Trial, other: Trial, _: str) -> bool:
+    """Tier by tier, but for what llama.cpp rounds. An engine with a single tier may have in it what the other has on its
+    device (baseline.kv_budget=device), or in both tiers (total)."""
+    engines = [one.engine or {}, other.engine or {}]
+    (gpu, other_gpu), (cpu, other_cpu) = (
+        [int(engine.get(tier) or 0) for engine in engines] for tier in ("gpu_tokens", "cpu_tokens")
+    )
+    slots, ram = (max(map(rounds, engines)) for rounds in (_slot_rounding, _ram_rounding))
+    device = abs(gpu - other_gpu) <= slots
+    if bool(cpu) == bool(other_cpu):
+        return device and abs(cpu - other_cpu) <= ram
+    total = abs(gpu + cpu - other_gpu - other_cpu) <= slots + ram
+    budget = field_of(other if cpu else one, "baseline.kv_budget")
+    return {"device": device, "total": total}.get(str(budget), device or total)
+
+
+def _slot_rounding(engine: Reported) -> int:
+    """Tokens by which its KV may be less than what it was given."""
+    slots = engine.get("n_parallel")
+    if slots is None:
+        return 0
+    return SLOT_CELLS * (1 if engine.get("configured_kv_unified") else int(slots)) - 1
+
+
+def _ram_rounding(engine: Reported) -> int:
+    if "configured_ram_cache_mib" not in engine:
+        return 0
+    return ceil_div(RAM_STEP, int(engine["kv_bytes_per_token"]))
+
+
+def _same_requests(one: Trial, other: Trial, name: str) -> bool:
+    """Bounds that the workload does not reach are as good as one."""
+    asked = max(_at_once(one), _at_once(other))
+    return _equal(one, other, name) or asked <= min(_value(one, name), _value(other, name))
+
+
+def _at_once(trial: Trial) -> float:
+    found = ((trial.engine or {}).get("workload") or {}).get("requests_at_once")
+    return math.inf if found is None else float(found)
+
+
+Same = Callable[[Trial, Trial, str], bool]
 _DERIVED: Mapping[str, Callable[[Reported], Any]] = {"kv_tokens": _kv_tokens, "n_batch": _n_batch}
-_ALIKE = ("max_batch_tokens", "n_batch", "max_batch_requests", "threads", "dtype")
+_ALIKE: Mapping[str, Same] = {
+    "max_batch_tokens": _equal,
+    "n_batch": _equal,
+    "max_batch_requests": _same_requests,
+    "threads": _equal,
+    "dtype": _equal,
+}
 
 
-def _refuse(cells: Iterable[Cell], kv: tuple[str, ...]) -> None:
-    places: dict[tuple[tuple[str, str], ...], list[Cell]] = {}
+def _unlike(cells: Iterable[Cell], kv: Mapping[str, Same]) -> list[str]:
+    """A clause for each setting that is not the same at one place of the axes."""
+    places: dict[tuple[tuple[str, str], ...], list[Trial]] = {}
     for cell in cells:
-        places.setdefault(tuple(sorted(cell.at.items())), []).append(cell)
-    unlike = {
-        f"{name} is " + " and ".join(f"{value} for {baseline}" for value, baseline in found.items()): None
-        for together in places.values()
-        for name in (*kv, *_ALIKE)
-        if len(found := _values(together, name)) > 1
-    }
-    if unlike:
-        raise MixedPanel(
-            f"Engines of unlike settings cannot be compared: {'; '.join(unlike)}. Give them the same with cache.gpu, "
-            "cache.cpu, baseline.kv_budget, scheduler.max_batch_tokens, scheduler.max_batch_requests and hardware.threads."
-        )
+        places.setdefault(tuple(sorted(cell.at.items())), []).extend(cell.trials)
+    found: dict[str, None] = {}
+    for trials in places.values():
+        for name, same in {**kv, **_ALIKE}.items():
+            known = _first_of_each(trials, name)
+            if not all(same(one, other, name) for one, other in combinations(known, 2)):
+                said: dict[str, str] = {}
+                for trial in known:
+                    said.setdefault(str(_value(trial, name)), trial.baseline)
+                values = [f"{value} for {baseline}" for value, baseline in said.items()]
+                found[f"{name} is {' and '.join(values)}"] = None
+    return list(found)
 
 
-def _values(cells: Iterable[Cell], name: str) -> dict[str, str]:
-    """Each with the first baseline that has it."""
-    found: dict[str, str] = {}
-    for cell in cells:
-        for trial in cell.trials:
+def _first_of_each(trials: Iterable[Trial], name: str) -> list[Trial]:
+    """Those that report it; of trials that report the same of everything that is asked, the first."""
+    found: dict[str, Trial] = {}
+    for trial in trials:
+        if _value(trial, name) is not None:
             engine = trial.engine or {}
-            value = _DERIVED[name](engine) if name in _DERIVED else engine.get(name)
-            if value is not None:
-                found.setdefault(str(value), cell.baseline)
-    return found
+            read = ("gpu_tokens", "cpu_tokens", "n_parallel", "configured_kv_unified", "kv_bytes_per_token")
+            key = (_value(trial, name), "configured_ram_cache_mib" in engine, _at_once(trial), *map(engine.get, read))
+            found.setdefault(str(key), trial)
+    return list(found.values())
+
+
+def _value(trial: Trial, name: str) -> Any:
+    engine = trial.engine or {}
+    return _DERIVED[name](engine) if name in _DERIVED else engine.get(name)

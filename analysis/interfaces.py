@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pandas as pd
 
 from analysis import tables
-from analysis.alike import refuse_unlike
+from analysis.alike import panels_of_interfaces
 from analysis.estimates import one_each
 from analysis.prefix import WORKLOAD, named, steps_of, ttft
 from analysis.registry import Plot, columns, figure
@@ -38,8 +38,7 @@ def engine_interfaces(source: Source) -> Iterator[Plot]:
         "Medians of times to first token over conversations with 95 % intervals; difference: over HTTP minus in this "
         "process, paired by seed and conversation"
     )
-    for panel in source.panels():
-        refuse_unlike(panel.cells)
+    for panel in panels_of_interfaces(source, INTERFACES):
         steps = {cell.baseline: (cell, steps_of(source, cell)) for cell in panel.cells}
         table, rows = [], []
         for plain, http in INTERFACES.items():

@@ -12,7 +12,7 @@ import pandas as pd
 from matplotlib.transforms import ScaledTranslation
 
 from analysis import marks, style, tables
-from analysis.alike import refuse_unlike_engines
+from analysis.alike import panels_of_engines
 from analysis.estimates import median, one_each
 from analysis.marks import Bar, Group
 from analysis.registry import Plot, Row, columns, figure
@@ -140,8 +140,7 @@ def invalidation_cost(source: Source) -> Iterator[Plot]:
         "Median time to first token and its 95 % interval, of [A, B, Q] (hit) and of [B, Q] (miss) after [A, B] was warmed; "
         "in brackets the miss over the hit, of means"
     )
-    for panel in source.panels(BLOCKS):
-        refuse_unlike_engines(panel.cells)
+    for panel in panels_of_engines(source, BLOCKS):
         sections: dict[str, list[Group]] = {blocks: [] for blocks in panel.values(BLOCKS)}
         rows: list[Row] = []
         for blocks, groups in sections.items():
@@ -299,8 +298,7 @@ def cache_architecture(source: Source) -> Iterator[Plot]:
         "(miss − hit) / hit of the mean times to first token and its 95 % interval, paired by round, for each A/B in tokens; "
         f"{NO_HITS}: the engine keeps nothing, so both are computed and the miss, a shorter prompt, takes less"
     )
-    for panel in source.panels(BLOCKS):
-        refuse_unlike_engines(panel.cells)
+    for panel in panels_of_engines(source, BLOCKS):
         groups: list[Group] = []
         rows: list[Row] = []
         for name in panel.baselines:
@@ -441,8 +439,7 @@ class Summary:
 
 def summaries(source: Source) -> Iterator[tuple[Panel, list[Summary]]]:
     """What each baseline came to, a panel for each split of the prefix."""
-    for panel in source.panels():
-        refuse_unlike_engines(panel.cells)
+    for panel in panels_of_engines(source):
         yield panel, [_summary(source, cell) for cell in panel.cells]
 
 

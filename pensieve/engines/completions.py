@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from pensieve.errors import ContextLengthError, EngineFailed, RequestFailed
@@ -11,15 +11,19 @@ from pensieve.errors import ContextLengthError, EngineFailed, RequestFailed
 CONNECT_S = 5.0
 DONE = "[DONE]"
 DATA = "data:"
-REFUSES_KEY = (401, 403)
+REFUSES_KEY, NOT_THERE = 401, 404
 
 
 class AnswerBroken(EngineFailed):
-    """A server began to answer and broke off."""
+    """A server lost one request, or broke off its answer; it may serve the next."""
 
 
 class KeyRefused(EngineFailed):
-    """A server wants another key, or has none of its pages for this one."""
+    """A server wants another key."""
+
+
+class NotThere(RequestFailed):
+    """A server has no such page, or no such model."""
 
 
 class CompletionsClient:
@@ -27,7 +31,8 @@ class CompletionsClient:
 
     read_timeout_s: between two pieces of an answer; None: no limit, as where a trial has its own. keeps_streams: the server
     keeps a connection after a streamed answer. llama.cpp's says so and closes it, some time after the last piece: a request
-    sent meanwhile would be lost.
+    sent meanwhile would be lost. Such a server gets a connection for each request, streamed or not, so that both pay the
+    same for it. health: a page that it has as long as it serves.
     """
 
     def __init__(
@@ -36,16 +41,19 @@ class CompletionsClient:
         headers: Mapping[str, str] | None = None,
         read_timeout_s: float | None = None,
         keeps_streams: bool = False,
+        health: str = "/health",
     ) -> None:
         import httpx
 
-        self.address, self._keeps_streams = base_url, keeps_streams
+        self.address, self._health = base_url, health
+        kept = httpx.Limits(max_connections=None, max_keepalive_connections=32 if keeps_streams else 0)
         self._http = httpx.Client(
             base_url=base_url,
             headers=dict(headers or {}),
             timeout=httpx.Timeout(read_timeout_s, connect=CONNECT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=32),
-            transport=httpx.HTTPTransport(retries=0),
+            transport=httpx.HTTPTransport(
+                retries=0, limits=kept
+            ),  # the client's own limits are not those of a transport
             trust_env=False,  # loopback, or the address that was given: no proxy between
         )
 
@@ -67,8 +75,12 @@ class CompletionsClient:
         except ValueError:
             return None
 
-    def healthy(self, path: str = "/health") -> bool:
-        return self.page(path)[0] == 200
+    def healthy(self) -> bool:
+        return self.page(self._health)[0] == 200
+
+    def reachable(self) -> bool:
+        """Whether the server answers, whatever it says."""
+        return self.page(self._health)[0] is not None
 
     def post(self, path: str, body: Mapping[str, Any] | None = None) -> int:
         """The status."""
@@ -76,8 +88,7 @@ class CompletionsClient:
 
     def ask(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Answer:
         """To be used as a context manager. Raises, there or while it is read, what `OutsideEngine.answer` may."""
-        leaves = {"connection": "close"} if body.get("stream") and not self._keeps_streams else {}
-        return Answer(self._http, path, dict(body), {**leaves, **(headers or {})})
+        return Answer(self._http, path, dict(body), dict(headers or {}), self.reachable)
 
     def close(self) -> None:
         self._http.close()
@@ -90,8 +101,11 @@ class Answer:
     sent_bytes, received_bytes: of the bodies. whole: a stream has said that this was all of it.
     """
 
-    def __init__(self, http: Any, path: str, body: dict[str, Any], headers: dict[str, str]) -> None:
+    def __init__(
+        self, http: Any, path: str, body: dict[str, Any], headers: dict[str, str], reachable: Callable[[], bool]
+    ) -> None:
         self._content = json.dumps(body).encode()
+        self._reachable = reachable
         self._streamed = bool(body.get("stream"))
         self._stream = http.stream(
             "POST", path, content=self._content, headers={"content-type": "application/json", **headers}
@@ -105,6 +119,12 @@ class Answer:
 
         try:
             self._response = self._stream.__enter__()
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            if self._reachable():
+                raise _lost(error) from error
+            raise _gone(error) from error
+        except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
+            raise _lost(error) from error
         except httpx.HTTPError as error:
             raise _gone(error) from error
         return self
@@ -163,9 +183,9 @@ def _refusal(status: int, body: bytes) -> ContextLengthError | RequestFailed | K
         said = text[:300]
     said = said.get("error", said) if isinstance(said, dict) else said
     error = error_of(said if isinstance(said, dict) else {"message": str(said)}, status)
-    if status in REFUSES_KEY:
+    if status == REFUSES_KEY:
         return KeyRefused(f"{error} Put its key into the environment variable that baseline.engine.key_env names.")
-    return error
+    return NotThere(str(error)) if status == NOT_THERE else error
 
 
 def _status_of(error: Any) -> int:
@@ -182,6 +202,10 @@ def _object(text: str | bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise RequestFailed(f"The engine's answer is no JSON object: {text[:200]!r}")
     return found
+
+
+def _lost(error: Exception) -> AnswerBroken:
+    return AnswerBroken(f"The engine's server lost the request before it answered ({type(error).__name__}: {error}).")
 
 
 def _gone(error: Exception) -> EngineFailed:

@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import re
+import shutil
 import sys
 import tempfile
 from abc import ABC, abstractmethod
@@ -121,8 +122,7 @@ class _LlamaCpp(ABC):
         began = perf_counter()
         file = gguf_file(self._setup, self._weights_type, self._gguf_path)
         written = perf_counter()
-        reported = self._open(file)
-        ready = perf_counter()
+        ready, reported = self._open(file)
         slots = self._slots()
         settings = {
             "engine": "llama.cpp",
@@ -180,8 +180,8 @@ class _LlamaCpp(ABC):
         return True
 
     @abstractmethod
-    def _open(self, file: Path) -> dict[str, Any]:
-        """Serve this file; returns what the engine says of itself."""
+    def _open(self, file: Path) -> tuple[float, dict[str, Any]]:
+        """Serve this file; returns since when (time.perf_counter), and what the engine says of itself."""
 
     @abstractmethod
     def _slots(self) -> list[dict[str, Any]]:
@@ -210,28 +210,29 @@ class LlamaCpp(_LlamaCpp):
     def identity(self) -> dict[str, str]:
         return {"packages": "xllamacpp"}
 
-    def _open(self, file: Path) -> dict[str, Any]:
+    def _open(self, file: Path) -> tuple[float, dict[str, Any]]:
         import xllamacpp
 
         silence = _silencer(xllamacpp)
         params = params_of(file, self._fields, port=0, verbosity=SILENT if silence is None else EVERYTHING)
-        failed: RuntimeError | None = None
         with _stderr_read() as said:
             try:
                 self._server = xllamacpp.Server(params)
             except RuntimeError as error:
-                failed = error
-            ends = perf_counter() + LOG_S
-            while perf_counter() < ends and (failed is not None or IDLE not in said()):
-                sleep(LOG_POLL_S)
+                if silence is not None:  # else it has no log to wait for
+                    sleep(LOG_S)
+                    silence(SILENT)
+                last = [line for line in said().splitlines() if line.strip()][-LOG_LINES:]
+                raise EngineFailed("\n".join([f"llama.cpp did not start ({error})", *last])) from error
+            ready = perf_counter()
             if silence is not None:
+                ends = ready + LOG_S
+                while perf_counter() < ends and IDLE not in said():
+                    sleep(LOG_POLL_S)
                 silence(SILENT)
             log = said()
-        if failed is not None:
-            last = [line for line in log.splitlines() if line.strip()][-LOG_LINES:]
-            raise EngineFailed("\n".join([f"llama.cpp did not start ({failed})", *last])) from failed
         build = str(xllamacpp.get_system_info()).strip()
-        return {"version": xllamacpp.__version__, "build": build, **reported(log)}
+        return ready, {"version": xllamacpp.__version__, "build": build, **reported(log)}
 
     def _slots(self) -> list[dict[str, Any]]:
         client = CompletionsClient(self._server.listening_address)
@@ -275,13 +276,13 @@ class LlamaCppHttp(_LlamaCpp):
     def _needs_wheel(self) -> bool:
         return self._server_path is None
 
-    def _open(self, file: Path) -> dict[str, Any]:
+    def _open(self, file: Path) -> tuple[float, dict[str, Any]]:
         port = free_port()
         command = self._command(file, port)
         self._process = EngineProcess(self._setup.baseline, command)
         self._client = client = CompletionsClient(f"http://127.0.0.1:{port}")
         self._process.wait_until(client.healthy, self._timeout_s)
-        return reported(self._process.log())
+        return perf_counter(), reported(self._process.log())
 
     def _command(self, file: Path, port: int) -> list[str]:
         if self._server_path is None:
@@ -306,7 +307,8 @@ class LlamaCppHttp(_LlamaCpp):
 
     def _ask(self, body: dict[str, Any], reading: _Reading) -> tuple[int | None, int | None]:
         assert self._client is not None and self._process is not None
-        with while_it_serves(self._process), self._client.ask(PATH, body) as answer:
+        client = self._client
+        with while_it_serves(self._process, client.reachable), client.ask(PATH, body) as answer:
             for piece in answer.pieces():
                 if not reading.take(piece):
                     break
@@ -416,7 +418,8 @@ def reported(log: str) -> dict[str, Any]:
 
 @contextmanager
 def _stderr_read() -> Iterator[Callable[[], str]]:
-    """What C code writes to standard error while the block runs: a function that returns it so far."""
+    """What C code writes to standard error while the block runs: a function that returns it so far. A block that raises
+    shows it there after all."""
     sys.stderr.flush()
     kept = os.dup(2)
     with tempfile.TemporaryFile() as file:
@@ -424,6 +427,11 @@ def _stderr_read() -> Iterator[Callable[[], str]]:
         os.dup2(descriptor, 2)
         try:
             yield lambda: os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode("utf-8", errors="replace")
+        except BaseException:
+            file.seek(0)
+            with os.fdopen(os.dup(kept), "wb") as shown:
+                shutil.copyfileobj(file, shown)
+            raise
         finally:
             os.dup2(kept, 2)
             os.close(kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -11,7 +12,7 @@ from typing import Any, Literal
 
 from pensieve.baselines.base import Capabilities
 from pensieve.engines.base import Channel, EngineSetup, Reply
-from pensieve.engines.completions import REFUSES_KEY, Answer, AnswerBroken, CompletionsClient, broken
+from pensieve.engines.completions import Answer, AnswerBroken, CompletionsClient, NotThere, broken
 from pensieve.engines.process import POLL_S
 from pensieve.errors import ConfigError, EngineFailed, RequestFailed
 from pensieve.plan import StartReport
@@ -19,14 +20,17 @@ from pensieve.request import Free, Request, tokens_of
 from pensieve.tokenizer import Tokenizer
 
 KEY_ENV = "OPENAI_API_KEY"
+MODELS = "/models"
+REFUSES_START = (401, 403)
 AT_ONCE = 256
+log = logging.getLogger(__name__)
 
 
 class OpenAIHttp:
     """A server that somebody else started. Its cache is what it is: the trial's own counts tell whether it was cold.
 
-    base_url: with its version, "http://127.0.0.1:8000/v1". model: as the server calls it; null: the first that it lists,
-    which a server without such a list cannot do without.
+    base_url: with its version, "http://127.0.0.1:8000/v1". model: as the server calls it, which may be otherwise than it
+    lists it; null: the first that it lists, which a server without such a list cannot do without.
     key_env: the environment variable that holds the key, where one is needed. api: completions sends the whole prompt every
     turn; responses only the new message, with previous_response_id. prompts: ids sends token ids (completions only), text
     sends what the tokenizer makes of them. session_header: a header that carries the conversation's name (our own server's
@@ -57,6 +61,7 @@ class OpenAIHttp:
         self._timeout_s = start_timeout_s
         self._client: CompletionsClient | None = None
         self._last: dict[str, str] = {}  # the id of each conversation's last response
+        self._unlisted: str | None = None  # until it has answered: that the server lists other models
 
     def check(self) -> None:
         if not self._base_url.startswith(("http://", "https://")):
@@ -70,19 +75,17 @@ class OpenAIHttp:
         return {"server": self._base_url}
 
     def start(self) -> StartReport:
-        """Raises EngineFailed where no server answers in time, it refuses the key, or it does not list the model."""
+        """Raises EngineFailed where no server answers in time, or it refuses the key."""
         self.check()
         key = os.environ.get(self._key_env)
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._client = client = CompletionsClient(self._base_url, headers)
+        self._client = client = CompletionsClient(self._base_url, headers, health=MODELS)
         names = self._listed(client)
         if self._model is None and not names:
             raise EngineFailed(f"The server at {self._base_url} lists no model; name one with baseline.engine.model.")
         if self._model is not None and names and not any(fnmatchcase(self._model, name) for name in names):
-            raise EngineFailed(
-                f"The server at {self._base_url} lists no model {self._model}; baseline.engine.model is one of "
-                f"{', '.join(names)}."
-            )
+            self._unlisted = f"The server at {self._base_url} lists no model {self._model}, but {', '.join(names)}"
+            log.warning("%s; it is asked for %s all the same.", self._unlisted, self._model)
         self._model = self._model or names[0]
         settings = {
             "engine": "openai",
@@ -100,8 +103,8 @@ class OpenAIHttp:
         """The models that the server lists, waiting until it does; none where it has no such list and the model is named."""
         ends = monotonic() + self._timeout_s
         while True:
-            status, text = client.page("/models")
-            if status in REFUSES_KEY:
+            status, text = client.page(MODELS)
+            if status in REFUSES_START:
                 held = "the key" if os.environ.get(self._key_env) else "to answer without a key, and there is none"
                 raise EngineFailed(
                     f"The server at {self._base_url} refuses {held} in the environment variable {self._key_env} ({status}); "
@@ -124,17 +127,29 @@ class OpenAIHttp:
             sleep(POLL_S)
 
     def answer(self, request: Request, channel: Channel) -> Reply:
-        """A server that breaks off one answer may give the next: the request fails. One that cannot be reached is gone."""
-        assert self._client is not None
-        headers = {self._session_header: request.session} if self._session_header else {}
+        """A server that breaks off one answer may give the next: the request fails. One that cannot be reached is gone, and
+        one that has no such model, as its list says, serves nothing."""
         try:
-            if self._api == "responses":
-                with self._client.ask("/responses", self._response_body(request), headers) as answer:
-                    return self._read_response(request, channel, answer)
-            with self._client.ask("/completions", self.body(request), headers) as answer:
-                return read_completion(answer, request, channel, self._setup)
+            reply = self._asked(request, channel)
         except AnswerBroken as error:
             raise RequestFailed(str(error)) from error
+        except NotThere as error:
+            if self._unlisted is None:
+                raise
+            raise EngineFailed(
+                f"{self._unlisted}, and refuses it; correct baseline.engine.model ({str(error).rstrip('.')})."
+            ) from error
+        self._unlisted = None
+        return reply
+
+    def _asked(self, request: Request, channel: Channel) -> Reply:
+        assert self._client is not None
+        headers = {self._session_header: request.session} if self._session_header else {}
+        if self._api == "responses":
+            with self._client.ask("/responses", self._response_body(request), headers) as answer:
+                return self._read_response(request, channel, answer)
+        with self._client.ask("/completions", self.body(request), headers) as answer:
+            return read_completion(answer, request, channel, self._setup)
 
     def body(self, request: Request) -> dict[str, Any]:
         ids = list(request.prompt)

@@ -13,7 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from pensieve.errors import EngineFailed
+from pensieve.engines.completions import AnswerBroken
+from pensieve.errors import EngineFailed, RequestFailed
 
 LOG_LINES = 12
 POLL_S = 0.05
@@ -134,11 +135,15 @@ class EngineProcess:
 
 
 @contextmanager
-def while_it_serves(process: EngineProcess) -> Iterator[None]:
-    """An engine's answer that breaks off because the engine ended is told as that, with the last lines of its log."""
+def while_it_serves(process: EngineProcess, reachable: Callable[[], bool]) -> Iterator[None]:
+    """An engine's answer that breaks off because the engine ended is told as that, with the last lines of its log; where it
+    still answers, the request has failed alone."""
     try:
         yield
     except EngineFailed as error:
-        if process.alive:
+        if isinstance(error, AnswerBroken) and reachable():
+            raise RequestFailed(str(error)) from error
+        if process.alive and not isinstance(error, AnswerBroken):
             raise
-        raise process.failed("ended while it served requests") from error
+        what = "does not answer any more" if process.alive else "ended while it served requests"
+        raise process.failed(what) from error

@@ -281,7 +281,10 @@ class VllmHttp(_Vllm):
         assert self._client is not None and self._process is not None
         body = completion_body(request, "served", list(request.prompt))
         body |= {"detokenize": False, "stop_token_ids": self._eos(request)}
-        with while_it_serves(self._process), self._client.ask("/v1/completions", body) as answer:
+        with (
+            while_it_serves(self._process, self._client.reachable),
+            self._client.ask("/v1/completions", body) as answer,
+        ):
             return read_completion(answer, request, channel, self._setup)
 
     def close(self) -> None:

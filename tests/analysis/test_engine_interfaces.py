@@ -1,5 +1,6 @@
 import csv
 import statistics
+from dataclasses import replace
 
 import pytest
 
@@ -71,6 +72,17 @@ def test_engines_of_unlike_settings_are_refused_by_name(name, drawn, tmp_path):
     source, _ = sweep(engine_of=lambda baseline: {name: 1 if baseline == "llama_cpp" else 2})
     with pytest.raises(MixedPanel, match=rf"{name} is 1 for llama_cpp and 2 for llama_cpp_http"):
         engine_interfaces.draw(source, tmp_path)
+
+
+def test_engines_that_are_not_compared_here_may_differ(drawn, tmp_path):
+    costs = {**HTTP_MS, "pensieve": 0.0}
+    engine_interfaces.draw(sweep(costs, lambda name: {"gpu_tokens": 1 + (name == "pensieve")})[0], tmp_path)
+
+
+def test_unlike_settings_are_said_where_mixtures_are_allowed(drawn, tmp_path):
+    source, _ = sweep(engine_of=lambda baseline: {"threads": 1 if baseline == "llama_cpp" else 2})
+    [drawing] = engine_interfaces.draw(replace(source, allow_mixed=True), tmp_path)
+    assert "MIXED: engines of unlike settings: threads is 1 for llama_cpp and 2 for llama_cpp_http" in drawing.caption
 
 
 def test_what_an_engine_does_not_report_is_not_held_against_it(drawn, tmp_path):

@@ -15,8 +15,8 @@ class Endpoint(ThreadingHTTPServer):
     """Answers with `pieces`, or, where it `caches`, with tokens of its own and what of the prompt it was asked before, by
     whomever; remembers what it was asked.
 
-    drops: the connection, in the middle of a stream: "early", before the length it had named, or "silently". reports: says
-    in its usage what was cached.
+    drops: the connection, in the middle of a stream: "early", before the length it had named, or "silently"; "at once",
+    before it answers. reports: says in its usage what was cached.
     """
 
     daemon_threads = True
@@ -68,7 +68,9 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         server = self.server
         server.asked.append((self.path, body, {name.lower(): value for name, value in self.headers.items()}))
-        if server.status != 200:
+        if server.drops == "at once":
+            self.close_connection = True
+        elif server.status != 200:
             self._json(server.pieces[0], server.status)
         elif not body["stream"]:
             self._json(server.answer(body)[-1])

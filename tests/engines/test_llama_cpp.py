@@ -6,11 +6,14 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from time import perf_counter, sleep
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
+from pensieve.engines import llama_cpp
 from pensieve.engines.llama_cpp import LlamaCpp, LlamaCppHttp, reported
 from pensieve.engines.system import OutsideSystem
 from pensieve.engines.weights import plain_module
@@ -116,6 +119,41 @@ def test_in_this_process_it_reports_what_it_runs_with_and_is_silent_then(capfd: 
     assert capfd.readouterr().err == "", "not a line for each request among a trial's own"
 
 
+def test_a_start_takes_as_long_as_the_server_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its log is waited for beside that, and not at all where nothing could silence it afterwards."""
+    waits: list[float] = []
+    monkeypatch.setattr(llama_cpp, "IDLE", "a line that never comes")
+    monkeypatch.setattr(llama_cpp, "LOG_POLL_S", 0.5)
+    monkeypatch.setattr(llama_cpp, "sleep", lambda seconds: (waits.append(seconds), sleep(seconds)))
+    engine = LlamaCpp(setup_of())
+    began = perf_counter()
+    report = engine.start()
+    whole = perf_counter() - began
+    engine.close()
+    assert waits == [0.5] and 0 < report.load_s < whole - 0.5  # type: ignore[operator]
+    monkeypatch.setattr(llama_cpp, "_silencer", lambda _: None)
+    engine.start()
+    engine.close()
+    assert waits == [0.5]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError])
+def test_what_a_start_that_fails_had_to_say_is_shown(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fails(_: Any) -> None:
+        os.write(2, b"no room for the weights\n")
+        raise error
+
+    monkeypatch.setattr(llama_cpp, "LOG_S", 0.0)
+    monkeypatch.setattr("xllamacpp.Server", fails)
+    with pytest.raises(EngineFailed if error is RuntimeError else error):
+        LlamaCpp(setup_of()).start()
+    assert capfd.readouterr().err == "no room for the weights\n"
+    os.write(2, b"as before\n")
+    assert capfd.readouterr().err == "as before\n"
+
+
 def test_an_identical_prompt_computes_one_token() -> None:
     system = opened()
     served(system, ask(1, "a", prompt(50), output=1))
@@ -213,6 +251,24 @@ def test_a_free_output_ends_with_its_end_of_sequence(kind: type[Any]) -> None:
     ended, whole = served(system, free, ignoring)
     assert list(ended.token_ids) == tokens[: eos_at + 1] and ended.finish_reason == "eos"
     assert list(whole.token_ids) == tokens
+    system.close()
+
+
+def test_a_request_that_a_running_server_loses_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    system = opened(LlamaCppHttp)
+    send = httpx.HTTPTransport.handle_request
+
+    def loses(transport: httpx.HTTPTransport, request: httpx.Request) -> httpx.Response:
+        if request.method == "POST":
+            raise httpx.ReadError("reset", request=request)
+        return send(transport, request)
+
+    monkeypatch.setattr(httpx.HTTPTransport, "handle_request", loses)
+    [lost] = served(system, ask(1, "a", prompt(30), output=1))
+    assert lost.status == "failed" and "lost the request before it answered" in str(lost.error)
+    monkeypatch.undo()
+    [whole] = served(system, ask(2, "a", prompt(30), output=1))
+    assert whole.status == "completed"
     system.close()
 
 

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from pensieve.engines.completions import CompletionsClient
 from pensieve.engines.gguf_export import write_gguf
 from pensieve.engines.openai_http import OpenAIHttp
 from pensieve.engines.system import OutsideSystem
@@ -167,31 +169,114 @@ def test_a_key_that_is_refused_is_told_at_once(endpoint: Endpoint, monkeypatch: 
     system.close()
 
 
-def test_a_model_that_is_not_served_is_told_with_those_that_are(endpoint: Endpoint) -> None:
-    with pytest.raises(EngineFailed, match=r"lists no model gpt-9; baseline\.engine\.model is one of served\."):
-        opened(endpoint.url, model="gpt-9")
+def test_a_key_that_may_not_do_one_thing_fails_one_request(endpoint: Endpoint) -> None:
+    system = opened(endpoint.url)
+    endpoint.status, endpoint.pieces = 403, [{"error": {"message": "moderated"}}]
+    [refused] = served(system, ask(1, "a", prompt(40), output=1))
+    assert (refused.status, str(refused.error)) == ("failed", "The engine answered 403: moderated.")
+    endpoint.status, endpoint.pieces = 200, [completion(65)]
+    [whole] = served(system, ask(2, "b", prompt(40), output=1))
+    assert whole.status == "completed"
+    system.close()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_connection_that_is_lost_before_the_answer_fails_its_request_alone(endpoint: Endpoint, stream: bool) -> None:
+    system = opened(endpoint.url)
+    endpoint.drops = "at once"
+    [lost] = served(system, ask(1, "a", prompt(40), output=1, stream=stream))
+    assert lost.status == "failed" and "lost the request before it answered" in str(lost.error)
+    endpoint.drops, endpoint.pieces = "", [completion(65)]
+    [whole] = served(system, ask(2, "b", prompt(40), output=1, stream=stream))
+    assert whole.status == "completed"
+    assert len(endpoint.asked) == 2, "nothing is asked twice"
+    system.close()
+
+
+@pytest.mark.parametrize("error", [httpx.ConnectTimeout, httpx.ConnectError, httpx.ReadError])
+def test_a_server_that_takes_one_connection_less_is_not_gone(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, error: type[httpx.TransportError]
+) -> None:
+    """It still answers at the page that was asked at the start."""
+    system = opened(endpoint.url)
+    send = httpx.HTTPTransport.handle_request
+
+    def busy(transport: httpx.HTTPTransport, request: httpx.Request) -> httpx.Response:
+        if request.method == "POST":
+            raise error("busy", request=request)
+        return send(transport, request)
+
+    monkeypatch.setattr(httpx.HTTPTransport, "handle_request", busy)
+    [lost] = served(system, ask(1, "a", prompt(40), output=1))
+    assert lost.status == "failed" and f"{error.__name__}: busy" in str(lost.error)
+    monkeypatch.undo()
+    endpoint.pieces = [completion(65)]
+    [whole] = served(system, ask(2, "b", prompt(40), output=1))
+    assert whole.status == "completed"
+    system.close()
+
+
+def test_a_model_may_be_called_otherwise_than_it_is_listed(
+    endpoint: Endpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint.listing = 200, {"data": [{"id": "llama3.2:latest"}, {"id": "/models/other.gguf"}]}
+    endpoint.pieces = [completion(65)]
+    system = opened(endpoint.url, model="llama3.2")
+    for number in (1, 2):
+        [turn] = served(system, ask(number, "a", prompt(40), output=1))
+        assert turn.status == "completed"
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        f"The server at {endpoint.url} lists no model llama3.2, but llama3.2:latest, /models/other.gguf; it is asked for "
+        "llama3.2 all the same."
+    ]
+    endpoint.status, endpoint.pieces = 404, [{"error": {"message": "no such page"}}]
+    [failed] = served(system, ask(3, "a", prompt(40), output=1))
+    assert failed.status == "failed", "it has served this model, so it is of the request"
+    system.close()
+
+
+def test_a_model_that_is_not_served_is_told_with_those_that_are(
+    endpoint: Endpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    system = opened(endpoint.url, model="gpt-9")
+    endpoint.status, endpoint.pieces = 404, [{"error": {"message": "The model `gpt-9` does not exist."}}]
+    system.submit(ask(1, "a", prompt(40)))
+    with pytest.raises(WorkerError, match=r"lists no model gpt-9, but served, and refuses it; .*engine\.model \(.*404"):
+        system.poll(None)
+    system.close()
+    caplog.clear()
     endpoint.listing = 200, {"data": [{"id": "vendor/*"}]}
     opened(endpoint.url, model="vendor/gpt-9").close()
     endpoint.listing = 404, {}
     opened(endpoint.url, model="gpt-9").close()
+    assert not caplog.records
     with pytest.raises(EngineFailed, match=r"it answers 404"):
         opened(endpoint.url, start_timeout_s=0.1)
 
 
-def test_what_each_stream_costs_in_connections(endpoint: Endpoint) -> None:
-    """A server that closes the connection after each stream: the next request opens another, and its time counts."""
-    endpoint.pieces = [completion(65), completion(66), {"choices": [], "usage": USAGE}]
+def test_streamed_or_not_each_request_opens_a_connection(endpoint: Endpoint) -> None:
+    """In either order and together: else one of the two would pay for the other's connection."""
     system = opened(endpoint.url)
-    before = endpoint.connections
-    turns = served(system, *(ask(number, "a", prompt(40), output=2) for number in (1, 2, 3)))
-    assert [turn.status for turn in turns] == ["completed"] * 3
-    assert endpoint.connections == before + 3
-    assert [headers["connection"] for _, _, headers in endpoint.asked] == ["close"] * 3, "whatever the server promises"
-    endpoint.pieces = [{**completion(65, 66), "usage": USAGE}]
-    for number in (4, 5, 6):
-        served(system, ask(number, "a", prompt(40), output=2, stream=False))
-    assert endpoint.connections <= before + 4, "answers that are not streamed share one"
+    opens, number = [], 0
+    for stream in (False, True, True, False, False, True):
+        number, before = number + 1, endpoint.connections
+        endpoint.pieces = [{**completion(65, 66), "usage": USAGE}]
+        [turn] = served(system, ask(number, "a", prompt(40), output=2, stream=stream))
+        assert turn.status == "completed"
+        opens.append(endpoint.connections - before)
+    assert opens == [1] * 6
     system.close()
+
+
+@pytest.mark.parametrize(("keeps", "expected"), [(True, 1), (False, 4)])
+def test_a_server_that_keeps_a_connection_is_asked_on_one(endpoint: Endpoint, keeps: bool, expected: int) -> None:
+    client = CompletionsClient(endpoint.url, keeps_streams=keeps)
+    endpoint.pieces = [completion(65)]
+    for _ in range(4):
+        with client.ask("/completions", {"stream": False}) as answer:
+            assert list(answer.pieces()) == endpoint.pieces
+    assert endpoint.connections == expected
+    client.close()
 
 
 def test_what_nobody_had_said_is_counted(endpoint: Endpoint) -> None:
