@@ -61,9 +61,41 @@ def test_a_replica_loads_its_model_within_its_memory(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("pensieve.engines.replica.forbid_more", seen.append)
     monkeypatch.setattr("pensieve.worker.torch.model.load_model", load)
-    with pytest.raises(MemoryError):
-        Replica(setup_of(), 256, 2**31)
-    assert seen == [2**31, 2**31], "of what the kernel grants, and of what may be packed"
+    setup = setup_of()
+    kv = 256 * setup.model.kv_bytes_per_token
+    for share, weights in ((None, 2**31 - kv), (2**29, 2**29 - kv)):
+        seen.clear()
+        with pytest.raises(MemoryError):
+            Replica(setup, 256, 2**31, share)
+        assert seen == [2**31, weights], "of what the kernel grants, and of what may be packed"
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "conversations", "sharing"),
+    [
+        (RayKeepalive, "cpu", 3, 3),
+        (RayKeepalive, "cpu", None, 1),
+        (RayServerless, "cpu", 3, 1),
+        (RayServerless, "cuda:0", 1000, 100),
+    ],
+)
+def test_weights_are_packed_as_in_one_engine_of_a_processes_share(
+    kind: type[Any], device: str, conversations: int | None, sharing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An actor told of the whole limit would pack a second copy, as would all others, until one of them is killed."""
+    given: list[tuple[int, ...]] = []
+
+    class Remote:
+        def remote(self, *arguments: Any) -> None:
+            given.append(tuple(one for one in arguments if isinstance(one, int)))
+            raise NotImplementedError
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(exceptions=SimpleNamespace(RayError=OSError)))
+    monkeypatch.setattr("pensieve.engines.ray_agents.remote", lambda *_, **__: Remote())
+    setup = setup_of(device=device, memory_bytes=2**31 + 1, conversations=conversations)
+    with pytest.raises(NotImplementedError):
+        kind(setup).answer(message(1, "a", 1, prompt(4)), None)
+    assert given == [(setup.longest_tokens + setup.block_tokens, 2**31 + 1, (2**31 + 1) // sharing)]
 
 
 @pytest.mark.parametrize("kind", [RayKeepalive, RayServerless])
