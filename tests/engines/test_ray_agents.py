@@ -14,6 +14,7 @@ from unittest.mock import MagicMock
 import psutil
 import pytest
 
+from pensieve.compose import build_outside, build_tokenizer, build_workload, plan_trial
 from pensieve.engines.base import EngineSetup
 from pensieve.engines.memory_watch import resident_bytes
 from pensieve.engines.ray_agents import RayKeepalive, RayServerless
@@ -22,6 +23,7 @@ from pensieve.engines.system import OutsideSystem
 from pensieve.engines.weights import plain_module
 from pensieve.errors import CapacityError, EngineMissing, MemoryRanOut, RequestFailed
 from pensieve.request import Length, Request
+from tests.composed import checked
 from tests.engines.small import ask, greedy, prompt, served, setup_of
 
 
@@ -96,6 +98,14 @@ def test_weights_are_packed_as_in_one_engine_of_a_processes_share(
     with pytest.raises(NotImplementedError):
         kind(setup).answer(message(1, "a", 1, prompt(4)), None)
     assert given == [(setup.longest_tokens + setup.block_tokens, 2**31 + 1, (2**31 + 1) // sharing)]
+
+
+def test_a_trial_tells_its_engine_how_many_agents_there_are() -> None:
+    words = ("baseline=ray_keepalive", "workload=agents", "workload.agents=5", "hardware=cpu", "model.weights=random")
+    plan = plan_trial(checked(*words, "hardware.cpu_memory=2GiB"))
+    tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=False)
+    engine: Any = build_outside(plan, tokenizer, build_workload(plan, tokenizer)[1])._engine
+    assert engine._limits == (2**31, 2**31 // 5)
 
 
 @pytest.mark.parametrize("kind", [RayKeepalive, RayServerless])
