@@ -12,6 +12,12 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _GATED = {"llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3"}
 _LEARNED_POSITIONS = {"gpt2", "opt"}
+_WINDOW_ON_REQUEST = {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
+"""No layer has a window unless use_sliding_window says so."""
+_FULL_FIRST = {"qwen2", "qwen3"}
+"""The first max_window_layers (28) have no window."""
+_WINDOW_PATTERN = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
+"""Every n-th layer has no window, where neither layer_types nor sliding_window_pattern says which, as in transformers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +87,7 @@ class ModelSpec:
                     f"model.architecture.{field_name}={value} of model {name} is no multiple of {of}={parts}; change one of "
                     "the two."
                 )
+        windowed = a.get("use_sliding_window", model_type not in _WINDOW_ON_REQUEST)
         return ModelSpec(
             name=name,
             model_type=model_type,
@@ -94,7 +101,7 @@ class ModelSpec:
             max_context=need("max_position_embeddings", "n_positions"),
             dtype=dtype,
             tied_embeddings=bool(a.get("tie_word_embeddings", model_type in {"gpt2", "opt", "gemma2"})),
-            sliding_window=None if a.get("use_sliding_window") is False else a.get("sliding_window"),
+            sliding_window=a.get("sliding_window") if windowed else None,
             architecture=a,
         )
 
@@ -104,13 +111,17 @@ class ModelSpec:
 
     @property
     def windowed_layers(self) -> int:
-        """How many layers attend to `sliding_window` tokens only: those that the configuration lists, of Gemma 2 every other
-        one from the first on, of all others each."""
+        """How many layers attend to `sliding_window` tokens only: those that the configuration lists, or all but every
+        sliding_window_pattern-th, or all from max_window_layers on, as transformers reads it of each family; of all others
+        each."""
         if self.sliding_window is None:
             return 0
         if listed := self.architecture.get("layer_types"):
             return sum(kind == "sliding_attention" for kind in listed)
-        return (self.layers + 1) // 2 if self.model_type == "gemma2" else self.layers
+        if self.model_type in _FULL_FIRST:
+            return max(0, self.layers - int(self.architecture.get("max_window_layers", 28)))
+        pattern = self.architecture.get("sliding_window_pattern", _WINDOW_PATTERN.get(self.model_type))
+        return self.layers - self.layers // pattern if isinstance(pattern, int) and pattern else self.layers
 
     @property
     def kv_bytes_per_token(self) -> int:

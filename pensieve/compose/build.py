@@ -192,9 +192,11 @@ def outside_engine(
     longest_tokens: int | None = None,
     tokenizer: Tokenizer | None = None,
     weights: str | None = None,
+    conversations: int | None = None,
 ) -> OutsideEngine:
     """The engine of an outside baseline, not started and nothing of it imported yet. weights: what it loads, see
-    weights.loadable; None: as the configuration names them, for an engine that is not going to start.
+    weights.loadable; None: as the configuration names them, for an engine that is not going to start. longest_tokens,
+    conversations: see EngineSetup.
 
     Raises EngineMissing, ConfigError.
     """
@@ -219,6 +221,7 @@ def outside_engine(
             batch_tokens=config.scheduler.max_batch_tokens,
             batch_requests=config.scheduler.max_batch_requests,
             longest_tokens=longest_tokens,
+            conversations=conversations,
             eos=frozenset(int(token) for token in listed),
             tokenizer=tokenizer,
             memory_bytes=memory_limit_bytes(config.hardware),
@@ -230,7 +233,9 @@ def outside_engine(
 def build_outside(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan | None = None) -> OutsideSystem:
     """The system of an outside engine, not started yet."""
     longest = longest_context(described) if described else None
-    return OutsideSystem(outside_engine(plan, longest, tokenizer, weights=loadable(plan.config.model)))
+    conversations = described.sessions if described else None
+    weights = loadable(plan.config.model)
+    return OutsideSystem(outside_engine(plan, longest, tokenizer, weights, conversations))
 
 
 def build_simulated(plan: TrialPlan) -> System:
@@ -292,8 +297,14 @@ def _asked_model(plan: TrialPlan) -> shelf.ModelAsked:
         threads=config.hardware.threads,
         attention=config.attention_backend,
         chunk_tokens=plan.chunk_tokens,
-        memory_bytes=memory_limit_bytes(config.hardware),
+        memory_bytes=_weights_memory_bytes(plan),
     )
+
+
+def _weights_memory_bytes(plan: TrialPlan) -> int | None:
+    """What hardware.cpu_memory leaves for weights when the KV tiers in host memory are full; None without that limit."""
+    limit = memory_limit_bytes(plan.config.hardware)
+    return None if limit is None else limit - plan.cpu_bytes - (plan.gpu_bytes if plan.device.kind == "cpu" else 0)
 
 
 def _divided_worker(plan: TrialPlan, clock: Clock) -> TensorParallelWorker:

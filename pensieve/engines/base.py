@@ -18,9 +18,10 @@ class EngineSetup:
 
     weights: random (drawn under `seed`), hub (`hub_id`, `revision`), or a folder: those that our engine would run. device:
     cpu or cuda:N. kv_tokens, host_tokens: of KV on the device, and behind it in host memory. longest_tokens: of the
-    longest conversation, where the workload knows it. batch_tokens, batch_requests: of one iteration. eos: ids that end a
-    Free output. tokenizer: the model's, for engines that are asked in text. memory_bytes: what an engine's processes may have
-    resident together (hardware.cpu_memory); None: what the machine has. network_gbps: of the network between client and model
+    longest conversation, where the workload knows it. conversations: that the workload has; None: not known. batch_tokens,
+    batch_requests: of one iteration. eos: ids that end a Free output. tokenizer: the model's, for engines that are asked in
+    text. memory_bytes: what an engine's processes may have resident together (hardware.cpu_memory); None: what the machine
+    has. network_gbps: of the network between client and model
     (hardware.network_gbps); None: as fast as it is.
     """
 
@@ -38,6 +39,7 @@ class EngineSetup:
     batch_tokens: int
     batch_requests: int
     longest_tokens: int | None = None
+    conversations: int | None = None
     eos: frozenset[int] = frozenset()
     tokenizer: Tokenizer | None = None
     memory_bytes: int | None = None

@@ -43,8 +43,8 @@ class _Actor:
 class _ActorBody:
     """What runs in an actor's process. The model is loaded by a call of its own, so that the process is known before."""
 
-    def __init__(self, setup: EngineSetup, kv_tokens: int, memory_bytes: int | None) -> None:
-        self._arguments = (setup, kv_tokens, memory_bytes)
+    def __init__(self, setup: EngineSetup, kv_tokens: int, memory_bytes: int | None, share_bytes: int | None) -> None:
+        self._arguments = (setup, kv_tokens, memory_bytes, share_bytes)
 
     def pid(self) -> int:
         return os.getpid()
@@ -67,7 +67,8 @@ class _RayAgents(ABC):
     start_timeout_s: until Ray must be ready.
 
     hardware.cpu_memory is what the processes of all agents may have resident together: the one that was started last is
-    killed beyond it. Without it Ray kills when the machine itself is nearly full.
+    killed beyond it. Without it Ray kills when the machine itself is nearly full. A process packs its weights where an engine
+    would whose limit is its share: that limit by the number of processes that are there at a time.
     """
 
     def __init__(self, setup: EngineSetup, *, kv_tokens: int | None = None, start_timeout_s: float = 120.0) -> None:
@@ -89,6 +90,17 @@ class _RayAgents(ABC):
         self.at_once = AT_ONCE
 
     can: Capabilities
+
+    @property
+    @abstractmethod
+    def _at_a_time(self) -> int:
+        """Processes that hold a model at a time when all requests of the workload are served."""
+
+    @property
+    def _limits(self) -> tuple[int | None, int | None]:
+        """What the kernel grants a process at most, since it may be the only one, and its share; None: what is there."""
+        limit = self._setup.memory_bytes
+        return limit, None if limit is None else limit // self._at_a_time
 
     def check(self) -> None:
         check_ray(self._setup.baseline)
@@ -206,6 +218,10 @@ class RayKeepalive(_RayAgents):
         self._actors: dict[str, _Actor] = {}
         self._full = False
 
+    @property
+    def _at_a_time(self) -> int:
+        return max(1, self._setup.conversations or 1)
+
     def answer(self, request: Request, channel: Channel) -> Reply:
         import ray
 
@@ -242,7 +258,7 @@ class RayKeepalive(_RayAgents):
         if self._full:
             raise self._ran_out()
         options = {"num_cpus": 0, "num_gpus": self._gpu_share, "max_restarts": 0}
-        handle = remote(_ActorBody, **options).remote(self._setup, self._kv_tokens, self._setup.memory_bytes)
+        handle = remote(_ActorBody, **options).remote(self._setup, self._kv_tokens, *self._limits)
         pid = None
         try:
             pid = self._result(handle.pid.remote())
@@ -275,13 +291,18 @@ class RayServerless(_RayAgents):
         super().__init__(setup, **fields)
         self.can = Capabilities(keeps_sessions=False, cancels=False)
 
+    @property
+    def _at_a_time(self) -> int:
+        """One on a CPU: each asks for all the CPUs that the cluster has."""
+        return 1 if not self._gpu_share else min(max(1, self._setup.conversations or 1), int(1 / self._gpu_share))
+
     def answer(self, request: Request, channel: Channel) -> Reply:
         import ray
 
         cpus = 0 if self._gpu_share else self._setup.threads
         task = remote(answer_once, num_cpus=cpus, num_gpus=self._gpu_share, max_calls=1, max_retries=0)
         try:
-            promised = task.remote(self._setup, self._kv_tokens, self._setup.memory_bytes, request)
+            promised = task.remote(self._setup, self._kv_tokens, *self._limits, request)
             reply, started = self._result(promised)
         except ray.exceptions.RayError as error:
             raise self._failure(error, None) from error

@@ -31,10 +31,14 @@ class Replica:
     """The model, and KV for `kv_tokens`, under the engine, scheduler and kernels of baseline=gpu_only: what differs from
     sharing one engine is the process alone.
 
-    memory_bytes: this process gets no more than that from the kernel. Raises MemoryError where that is too little.
+    memory_bytes: this process gets no more than that from the kernel. share_bytes: of that, what is meant for this process
+    where others have the rest: whether weights are packed is decided as for an engine that has no more. Raises MemoryError
+    where memory_bytes is too little.
     """
 
-    def __init__(self, setup: EngineSetup, kv_tokens: int, memory_bytes: int | None) -> None:
+    def __init__(
+        self, setup: EngineSetup, kv_tokens: int, memory_bytes: int | None, share_bytes: int | None = None
+    ) -> None:
         began = perf_counter()
         if memory_bytes is not None:
             forbid_more(memory_bytes)
@@ -49,10 +53,13 @@ class Replica:
         from pensieve.worker.torch.worker import TorchWorker
 
         size = setup.block_tokens
+        blocks = ceil_div(kv_tokens, size)
+        share = memory_bytes if share_bytes is None else share_bytes
+        beside_kv = None if share is None else share - blocks * size * setup.model.kv_bytes_per_token
         try:
             model = load_model(
                 setup.model, setup.weights, setup.hub_id, setup.revision, setup.seed, setup.device, setup.threads,
-                chunk_tokens=size, memory_bytes=memory_bytes,
+                chunk_tokens=size, memory_bytes=beside_kv,
             )  # fmt: skip
             clock = WallClock()
             options = TorchOptions(max_batch_tokens=setup.batch_tokens, max_batch_requests=1)
@@ -64,7 +71,7 @@ class Replica:
                 cache=TwoTierCache,
                 policy=Lru,
                 scheduler=SchedulerSettings(max_batch_tokens=setup.batch_tokens, max_batch_requests=1),
-                gpu_blocks=ceil_div(kv_tokens, size),
+                gpu_blocks=blocks,
                 cpu_blocks=0,
                 chunk_tokens=size,
                 tokenizer=setup.tokenizer,
@@ -113,10 +120,10 @@ def _raise_unserved(turn: TurnRecord) -> None:
 
 
 def answer_once(
-    setup: EngineSetup, kv_tokens: int, memory_bytes: int | None, request: Request
+    setup: EngineSetup, kv_tokens: int, memory_bytes: int | None, share_bytes: int | None, request: Request
 ) -> tuple[Reply, Started]:
     """One request on a Replica that exists for it alone."""
-    replica = Replica(setup, kv_tokens, memory_bytes)
+    replica = Replica(setup, kv_tokens, memory_bytes, share_bytes)
     try:
         return replica.answer(request), replica.started()
     finally:

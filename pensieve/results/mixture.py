@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pensieve.results.code import outside_names
+from pensieve.results.identity import NOT_CONFIG
 from pensieve.results.schema import Trial
 
 
@@ -40,6 +42,23 @@ def mixtures(trials: Sequence[Trial]) -> list[Mixture]:
     if any(len(hashes) > 1 for hashes in _code(trials).values()):
         what = "trials of different versions of the code"
         found.append(Mixture(what, "run the sweep's command again, which redoes the older ones"))
+    unlike = sorted({name for names in _forwards(trials).values() if len(names) > 1 for name in names})
+    if unlike:
+        what = f"trials of one baseline and setting with different forwards ({'; '.join(unlike)})"
+        found.append(Mixture(what, "run all of them again with force=true, and hardware.cpu_memory set on a CPU"))
+    return found
+
+
+def _forwards(trials: Sequence[Trial]) -> Mapping[tuple[str, str], set[str]]:
+    """What computed the forwards of each baseline and setting, where it was recorded: whether weights are packed without a
+    limit of memory depends on what else the machine held."""
+    found: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for trial in trials:
+        forward = (trial.engine or {}).get("forward")
+        if forward is not None:
+            left_out = (*NOT_CONFIG, "seed", "repeat")
+            setting = {key: value for key, value in (trial.config or {}).items() if key not in left_out}
+            found[trial.baseline, json.dumps(setting, sort_keys=True, default=str)].add(str(forward))
     return found
 
 

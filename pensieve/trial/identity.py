@@ -5,6 +5,7 @@ It is asked before every trial, so it must cost nothing where the trial is then 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,14 +43,14 @@ def device_facts(plan: TrialPlan) -> dict[str, Any]:
 
     attention: the backend expected to serve; the self-check at the start may fall back to another one, which the trial's
     column `engine` then names. copies: none without a CPU tier over a link; auto is measured at the start, as is copy_ahead
-    where both tiers are one memory. compiler: the C
-    compiler of the native kernels.
+    where both tiers are one memory. compiler: the C compiler of the native kernels. wait_policy: of OpenMP's threads on a
+    CPU, as the environment says it.
     """
     device: dict[str, Any] = {"name": plan.device.label, "count": plan.device.count}
     if plan.device.simulated:
         return device
     if plan.config.baseline.engine is not None:
-        return {**device, **_outside_facts(plan)}
+        return {**device, **_waiting(plan), **_outside_facts(plan)}
     from pensieve.compose.plan import plans_in_flight
     from pensieve.worker.torch.kernels.availability import CAPTURING, expected
     from pensieve.worker.torch.threads import physical_cores
@@ -61,6 +62,7 @@ def device_facts(plan: TrialPlan) -> dict[str, Any]:
         **device,
         **({} if hardware.router == "single" else {"ray": ray_version()}),
         "threads": hardware.threads or physical_cores(),
+        **_waiting(plan),
         "dtype": plan.model.dtype,
         "attention": attention,
         "compiler": _compiler() if attention == "native" else None,
@@ -69,6 +71,14 @@ def device_facts(plan: TrialPlan) -> dict[str, Any]:
         "copy_ahead": plan.config.scheduler.copy_ahead if plan.cpu_blocks else "none",
         "depth": plans_in_flight(plan.device, hardware.depth),
     }
+
+
+def _waiting(plan: TrialPlan) -> dict[str, Any]:
+    """How threads of OpenMP wait for each other in our engine and in all that this process starts."""
+    import pensieve.worker.torch  # noqa: F401 - sets what is used where the environment names none
+
+    policy = os.environ.get("OMP_WAIT_POLICY")
+    return {"wait_policy": policy.upper()} if policy and plan.device.kind == "cpu" else {}
 
 
 def _outside_facts(plan: TrialPlan) -> dict[str, Any]:

@@ -49,8 +49,10 @@ def test_the_model_is_loaded_with_it_the_size_of_the_blocks_and_the_memory_there
         build_system(plan_trial(checked("hardware=cpu", "attention_backend=varlen", "cache.chunk_tokens=64")))
     assert (seen["attention"], seen["chunk_tokens"], seen["memory_bytes"]) == ("varlen", 64, None)
     with pytest.raises(EngineMissing, match="enough seen"):
-        build_system(plan_trial(checked("hardware=cpu", "hardware.cpu_memory=2GiB")))
-    assert seen["memory_bytes"] == 2 * 2**30
+        build_system(plan := plan_trial(checked("hardware=cpu", "hardware.cpu_memory=2GiB")))
+    tiers = (plan.gpu_blocks + plan.cpu_blocks) * plan.block_bytes
+    assert plan.gpu_blocks and plan.cpu_blocks
+    assert seen["memory_bytes"] == 2 * 2**30 - tiers, "what full tiers leave"
 
 
 @pytest.mark.parametrize(

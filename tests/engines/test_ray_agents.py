@@ -14,6 +14,7 @@ from unittest.mock import MagicMock
 import psutil
 import pytest
 
+from pensieve.compose import build_outside, build_tokenizer, build_workload, plan_trial
 from pensieve.engines.base import EngineSetup
 from pensieve.engines.memory_watch import resident_bytes
 from pensieve.engines.ray_agents import RayKeepalive, RayServerless
@@ -22,6 +23,7 @@ from pensieve.engines.system import OutsideSystem
 from pensieve.engines.weights import plain_module
 from pensieve.errors import CapacityError, EngineMissing, MemoryRanOut, RequestFailed
 from pensieve.request import Length, Request
+from tests.composed import checked
 from tests.engines.small import ask, greedy, prompt, served, setup_of
 
 
@@ -61,9 +63,49 @@ def test_a_replica_loads_its_model_within_its_memory(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("pensieve.engines.replica.forbid_more", seen.append)
     monkeypatch.setattr("pensieve.worker.torch.model.load_model", load)
-    with pytest.raises(MemoryError):
-        Replica(setup_of(), 256, 2**31)
-    assert seen == [2**31, 2**31], "of what the kernel grants, and of what may be packed"
+    setup = setup_of()
+    kv = 256 * setup.model.kv_bytes_per_token
+    for share, weights in ((None, 2**31 - kv), (2**29, 2**29 - kv)):
+        seen.clear()
+        with pytest.raises(MemoryError):
+            Replica(setup, 256, 2**31, share)
+        assert seen == [2**31, weights], "of what the kernel grants, and of what may be packed"
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "conversations", "sharing"),
+    [
+        (RayKeepalive, "cpu", 3, 3),
+        (RayKeepalive, "cpu", None, 1),
+        (RayServerless, "cpu", 3, 1),
+        (RayServerless, "cuda:0", 1000, 100),
+    ],
+)
+def test_weights_are_packed_as_in_one_engine_of_a_processes_share(
+    kind: type[Any], device: str, conversations: int | None, sharing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An actor told of the whole limit would pack a second copy, as would all others, until one of them is killed."""
+    given: list[tuple[int, ...]] = []
+
+    class Remote:
+        def remote(self, *arguments: Any) -> None:
+            given.append(tuple(one for one in arguments if isinstance(one, int)))
+            raise NotImplementedError
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(exceptions=SimpleNamespace(RayError=OSError)))
+    monkeypatch.setattr("pensieve.engines.ray_agents.remote", lambda *_, **__: Remote())
+    setup = setup_of(device=device, memory_bytes=2**31 + 1, conversations=conversations)
+    with pytest.raises(NotImplementedError):
+        kind(setup).answer(message(1, "a", 1, prompt(4)), None)
+    assert given == [(setup.longest_tokens + setup.block_tokens, 2**31 + 1, (2**31 + 1) // sharing)]
+
+
+def test_a_trial_tells_its_engine_how_many_agents_there_are() -> None:
+    words = ("baseline=ray_keepalive", "workload=agents", "workload.agents=5", "hardware=cpu", "model.weights=random")
+    plan = plan_trial(checked(*words, "hardware.cpu_memory=2GiB"))
+    tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=False)
+    engine: Any = build_outside(plan, tokenizer, build_workload(plan, tokenizer)[1])._engine
+    assert engine._limits == (2**31, 2**31 // 5)
 
 
 @pytest.mark.parametrize("kind", [RayKeepalive, RayServerless])

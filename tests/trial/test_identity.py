@@ -6,7 +6,7 @@ import pytest
 
 from pensieve.compose import plan_trial, resolved
 from pensieve.compose.machine import Device
-from pensieve.results.identity import explain_difference
+from pensieve.results.identity import _platform_change, explain_difference
 from pensieve.results.store import ResultsStore
 from pensieve.trial.identity import device_facts, identity_of
 from tests.composed import checked, composed
@@ -111,6 +111,22 @@ def test_what_can_be_captured_is_what_the_backends_say():
     mixed = [MixedBackend(one, TritonBackend()) for one in (FlashInferBackend, VarlenBackend)]
     assert {one.name for one in mixed} == set(MIXED)
     assert {one.name for one in (*alone, *mixed) if one.captures} == CAPTURING
+
+
+def test_how_threads_wait_makes_another_trial(monkeypatch):
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    before = identity(*CPU)
+    assert platform(before)["wait_policy"] == "PASSIVE"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    assert identity(*CPU).fingerprint == before.fingerprint
+    outside = (*CPU, "baseline=transformers_cb")
+    theirs, simulated = identity(*outside), identity("hardware=sim_h100")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    after = identity(*CPU)
+    assert platform(after)["wait_policy"] == "ACTIVE" and after.fingerprint != before.fingerprint
+    assert "wait_policy PASSIVE -> ACTIVE" in _platform_change(before.platform, after.platform)
+    assert identity(*outside).fingerprint != theirs.fingerprint
+    assert identity("hardware=sim_h100").fingerprint == simulated.fingerprint
 
 
 def test_a_trial_beside_others_is_not_an_exclusive_one():

@@ -72,7 +72,8 @@ class KvTensors:
         return self.gpu.view(self.layers, self.gpu_blocks * self.chunk_tokens, *self.token_shape)
 
     def forget(self) -> None:
-        """What the pools hold is not needed. On a CPU they are then as they were made: zeroes that take no memory."""
+        """What the pools hold is not needed: their values are undefined from now on. On a CPU their memory is returned where
+        the system allows that, and they are zeroes again."""
         if self.device.type == "cpu":
             for pool in (self.gpu, self.cpu):
                 zero_pages(pool)

@@ -119,8 +119,8 @@ def load_model(
     the fused forward where the architecture has one and it passes the check; otherwise transformers' modules.
     attention: a backend's name, or auto for the best that loads and passes the check with blocks of `chunk_tokens`.
     ranks: load this process's part, by transformers' plan for the model and in transformers' modules; all of them load at
-    once, and all compute in every forward. memory_bytes: what this process may have resident, for whether weights are
-    packed too; None: what the machine has.
+    once, and all compute in every forward. memory_bytes: what the weights may take, for whether they are packed too
+    (fused.linear.packable); None: what the machine has free.
     Raises WeightsMissing, HardwareMissing, UnsupportedModel, EngineMissing for a backend that cannot run here.
     """
     where = resolve_device(device)

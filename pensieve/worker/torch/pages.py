@@ -22,7 +22,7 @@ _MAPS = Path("/proc/self/maps")
 def return_file_pages(copied: Iterable[torch.Tensor]) -> int:
     """Return the whole pages of tensors that nobody will write to or has to find changed: if one is read after all, it is as
     the file has it. Returns the bytes. Tensors that are no part of a file keep theirs."""
-    files = _files()
+    files = _files() or []
     returned = 0
     for tensor in copied:
         first, last = _whole_pages(tensor)
@@ -35,7 +35,8 @@ def zero_pages(memory: torch.Tensor) -> int:
     """Zero a tensor of memory that this process has for itself by returning its pages, which come back as zeros when they are
     next used. Returns the bytes; 0, and the tensor keeps what it holds, where that cannot be done."""
     first, last = _whole_pages(memory)
-    if first >= last or any(start < last and first < stop for start, stop in _files()):
+    files = _files() if first < last else None
+    if files is None or any(start < last and first < stop for start, stop in files):
         return 0
     returned = _returned(first, last)
     if returned:
@@ -63,12 +64,12 @@ def _returned(first: int, last: int) -> int:
     return 0 if failed else last - first
 
 
-def _files() -> list[tuple[int, int]]:
-    """Addresses at which this process has files mapped, each as start and stop."""
+def _files() -> list[tuple[int, int]] | None:
+    """Addresses at which this process has files mapped, each as start and stop; None where the system does not tell."""
     try:
         lines = _MAPS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return []
+        return None
     found = []
     for line in lines:
         addresses, _, _, _, inode = line.split(maxsplit=5)[:5]

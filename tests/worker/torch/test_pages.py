@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 from pathlib import Path
@@ -81,7 +82,7 @@ def test_only_pages_of_a_file_are_returned_and_read_again_from_it(tmp_path: Path
     assert return_file_pages([own, own[::2], torch.ones(3)]) == 0
     assert own.equal(written), "memory that belongs to no file keeps what it holds"
     returned = return_file_pages([first])
-    assert first.nbytes - 2 * 4096 <= returned <= first.nbytes
+    assert first.nbytes - 2 * mmap.PAGESIZE <= returned <= first.nbytes
     assert mapped(file)[1] <= other.nbytes + 2 * READ_AROUND
     assert first.equal(written) and other.equal(written + 1)
     assert zero_pages(other) == 0 and other.equal(written + 1), "a file's pages would not come back as zeroes"
@@ -92,10 +93,22 @@ def test_memory_is_zeroed_by_returning_its_pages() -> None:
     before = resident_bytes(os.getpid())
     pool.fill_(7)
     assert resident_bytes(os.getpid()) - before > 0.9 * pool.nbytes
-    assert pool.nbytes - 2 * 4096 <= zero_pages(pool) <= pool.nbytes
+    assert pool.nbytes - 2 * mmap.PAGESIZE <= zero_pages(pool) <= pool.nbytes
     assert resident_bytes(os.getpid()) - before < 0.1 * pool.nbytes
     assert not pool.any(), "the parts of pages at both ends too"
     assert zero_pages(pool[::2]) == zero_pages(pool[:100]) == 0
+
+
+def test_nothing_is_returned_where_the_system_does_not_say_what_is_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "weights.safetensors"
+    save_file({"a": torch.arange(2**18, dtype=torch.float32)}, file)
+    stored = load_file(file)["a"]
+    own = torch.from_numpy(np.full(2**22, 7, np.uint8))
+    monkeypatch.setattr("pensieve.worker.torch.pages._MAPS", tmp_path / "unreadable")
+    assert zero_pages(own) == zero_pages(stored) == return_file_pages([own, stored]) == 0
+    assert bool((own == 7).all()) and stored.equal(torch.arange(2**18, dtype=torch.float32))
 
 
 def test_what_measures_the_machine_leaves_both_tiers_empty(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,14 +18,15 @@ from pensieve.worker.torch.pages import return_file_pages
 # not multiplied in C.
 LEAST_ROWS = 4
 _PACKING_HINT = 64  # rows; every hint above 1 gives the same layout, which serves all batches
-_SPARE_SHARE = 4  # weights are packed where their second copy takes at most this fraction of free memory
+_SPARE_SHARE = 4  # weights are packed where their second copy takes at most this fraction of the memory that is left
 
 
 def packable(module: Any, memory_bytes: int | None = None) -> bool:
     """May this model's weights be packed: a type that oneDNN multiplies on this CPU, and room for a second copy?
 
-    The first stays with the transformers module, the reference that self-check and tests compare with. memory_bytes: what
-    this process may have resident; None: what the machine has.
+    The first stays with the transformers module, the reference that self-check and tests compare with. memory_bytes: of the
+    weights, with their second copy; what the process holds beside them is not asked for, so that the same model in the same
+    memory is always packed, or never. None: what the machine has free.
     """
     weights = list(module.parameters())
     if any(w.device.type != "cpu" for w in weights):
@@ -34,10 +35,9 @@ def packable(module: Any, memory_bytes: int | None = None) -> bool:
         return False
     if not all(_multiplies(dtype) for dtype in {w.dtype for w in weights}):
         return False
-    free = psutil.virtual_memory().available
-    if memory_bytes is not None:
-        free = min(free, memory_bytes - psutil.Process().memory_info().rss)
-    return sum(w.nbytes for w in weights) * _SPARE_SHARE <= free
+    needed = sum(w.nbytes for w in weights)
+    free = psutil.virtual_memory().available if memory_bytes is None else memory_bytes - needed
+    return needed * _SPARE_SHARE <= free
 
 
 def _multiplies(dtype: torch.dtype) -> bool:

@@ -1,0 +1,32 @@
+"""Trials of one baseline and setting that another forward computed are told apart."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from pensieve.results.mixture import mixtures
+
+
+def trial(number: int, forward: str | None, baseline: str = "pensieve", **config: Any) -> Any:
+    """What is compared of one; as many as differ in nothing else are repeats of each other."""
+    return SimpleNamespace(
+        id=number, simulated=False, contended=False, flags={}, weights="random", code_hash="c", baseline=baseline,
+        config={"cache": {"gpu": "512 tokens"}, "seed": number, "trial": {"retries": number}, **config},
+        engine={} if forward is None else {"forward": forward},
+    )  # fmt: skip
+
+
+def test_one_setting_has_one_forward() -> None:
+    one, other = trial(1, "fused, packed weights"), trial(2, "fused")
+    [found] = mixtures([one, other])
+    assert "different forwards (fused; fused, packed weights)" in found.what
+    assert "hardware.cpu_memory" in found.remedy
+
+
+def test_other_baselines_and_settings_have_their_own() -> None:
+    one = trial(1, "fused, packed weights")
+    assert mixtures([one, trial(2, "fused, packed weights")]) == []
+    assert mixtures([one, trial(2, "fused", baseline="native_pytorch")]) == []
+    assert mixtures([one, trial(2, "fused", cache={"gpu": "64 tokens"})]) == []
+    assert mixtures([one, trial(2, None)]) == [], "an engine that does not say it"
