@@ -216,6 +216,7 @@ def test_ctrl_c_keeps_what_is_there(outputs, monkeypatch, capsys):
     )
 
 
+@pytest.mark.slow
 def test_an_interrupted_forced_map_is_finished_by_the_same_command(outputs, monkeypatch):
     """Its answer stands on its own trials alone, also where the older map has one of a cell that was cut off."""
     real, ran = parallel.run_trial, []

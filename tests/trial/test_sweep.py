@@ -1,6 +1,5 @@
 import signal
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +63,9 @@ def test_force_never_changes_what_an_older_sweep_shows(typed: Typed, tmp_path: P
     assert sweep_table(store, 1).text() == before
 
 
-@pytest.mark.parametrize("how", ["Ctrl-C", "kill -9"])
+@pytest.mark.slow
 def test_an_interrupted_forced_sweep_is_finished_by_the_same_command(
-    how: str, typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     three, real, begun = "seed=0,1,2", sweep_module.run_trial, []
 
@@ -81,10 +80,6 @@ def test_an_interrupted_forced_sweep_is_finished_by_the_same_command(
     monkeypatch.setattr(sweep_module, "run_trial", third_is_interrupted)
     assert typed(three, "force=true") == 130
     assert store.sweep(2).status == "interrupted"
-    if how == "kill -9":
-        store.set_sweep(2, status="running")
-        for trial in (4, 5):
-            store.set_trial(trial, process_started_at=datetime(2020, 1, 1, tzinfo=UTC))
     capsys.readouterr()
     assert typed(three, "force=true") == 0
     assert [shown(store, one) for one in (1, 2)] == [[1, 2, 3], [4, 5, 6]]
