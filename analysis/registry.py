@@ -127,7 +127,8 @@ def _publish(of: Figure, plot: Plot, folder: Path, dark: bool) -> Drawing:
     warning = f"MIXED: {'; '.join(origin.mixed)}" if origin.mixed else ""
     drawn = _interval_drawn(plot)
     lead = plot.lead if drawn else f"{plot.lead}; no interval is due below {FEWEST_GROUPS} seeds"
-    caption = ". ".join(filter(None, [of.title, panel.text, warning, footnote(origin, lead)]))
+    gone = f"Left out, without a completed trial: {'; '.join(panel.left_out)}" if panel.left_out else ""
+    caption = ". ".join(filter(None, [of.title, panel.text, warning, gone, footnote(origin, lead)]))
     stem = folder / (of.name + "".join(f"-{_slug(axis)}-{_slug(value)}" for axis, value in panel.group.items()))
     png = pdf = None
     darker: list[Path] = []

@@ -57,12 +57,14 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One picture's worth. group: the swept axes that are not drawn, with their values."""
+    """One picture's worth. group: the swept axes that are not drawn, with their values. left_out: the cells that no trial of
+    has completed, as they are named to people."""
 
     sweep: Sweep
     group: Mapping[str, str]
     cells: Sequence[Cell]
     provenance: Provenance
+    left_out: Sequence[str] = ()
 
     @property
     def baselines(self) -> list[str]:
@@ -150,7 +152,7 @@ class Source:
 
     def panels(self, *along: str, partial: bool = False) -> list[Panel]:
         """A panel for each combination of the swept axes but seed, repeat, baseline and those that are drawn `along`.
-        partial: cells without a completed trial are left out where their baseline has others.
+        partial: cells without a completed trial are left out where their baseline has others, and the caption names them.
 
         An axis is a group (cache, eviction, ...) or a dotted field (workload.request_rate). Raises MissingSeries, with
         the command to run, where a panel lacks a baseline at some value, and MixedPanel where one mixes what must not be.
@@ -163,9 +165,11 @@ class Source:
         begun = [job for job in self.jobs if job.last.baseline in names]
         panels = []
         for group, jobs in self._groups(begun, along).items() or {(): begun}.items():
-            cells = self._cells(dict(group), jobs, names, along, partial)
+            every = self._cells(dict(group), jobs, names, along, partial)
+            cells = [cell for cell in every if cell.jobs]
+            left_out = [_in_words(cell, several=len(names) > 1) for cell in every if not cell.jobs]
             trials = [trial for cell in cells for trial in cell.trials]
-            panels.append(Panel(self.sweep, dict(group), cells, self.trace(trials, self._incomplete())))
+            panels.append(Panel(self.sweep, dict(group), cells, self.trace(trials, self._incomplete()), left_out))
         return panels
 
     def trace(self, trials: Sequence[Trial], incomplete: int = 0) -> Provenance:
@@ -200,6 +204,7 @@ class Source:
         along: Sequence[str],
         partial: bool,
     ) -> list[Cell]:
+        """partial: some may have no jobs."""
         places = dict.fromkeys(_place(job, along) for job in jobs) or {(): None}
         for axis in along:  # what the sweep names and never began is missing too
             for value in self._named(axis):
@@ -210,9 +215,7 @@ class Source:
             for place in places:
                 own = [job for job in jobs if job.trial and job.trial.baseline == name and _place(job, along) == place]
                 at = dict(zip(along, place, strict=True))
-                if not own:
-                    if partial and any(job.trial and job.trial.baseline == name for job in jobs):
-                        continue
+                if not own and not (partial and any(job.trial and job.trial.baseline == name for job in jobs)):
                     self._missing(name, {**group, **at})
                 cells.append(Cell(name, at, own))
         return cells
@@ -327,6 +330,12 @@ def _size(value: str) -> tuple[str, float] | None:
     except ConfigError:
         return None
     return ("tokens", capacity.tokens) if capacity.tokens is not None else ("bytes", capacity.bytes or 0)
+
+
+def _in_words(cell: Cell, several: bool) -> str:
+    """several: baselines."""
+    at = ", ".join(f"{axis}={value}" for axis, value in cell.at.items())
+    return f"{cell.baseline} ({at})" if several else at
 
 
 def _place(job: JobResult, along: Sequence[str]) -> tuple[str, ...]:

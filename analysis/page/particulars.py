@@ -71,7 +71,7 @@ def warnings(source: Source) -> list[str]:
         )
     if any(trial.weights == "random" for trial in trials):
         found.append("Random weights: the text is meaningless; the speed is that of the architecture.")
-    return [*found, *mixed(trials), *without(source.sweep.n_expected, source.jobs)]
+    return [*found, *mixed(trials), *without(source.sweep, source.jobs)]
 
 
 def failures(source: Source) -> Table | None:

@@ -11,7 +11,7 @@ from pensieve.results.evidence import Evidence, TrialGroup
 from pensieve.results.frame import CONVERSATION, conversations_of, values_of
 from pensieve.results.headline import OURS
 from pensieve.results.mixture import mixtures
-from pensieve.results.schema import Trial
+from pensieve.results.schema import Sweep, Trial
 from pensieve.results.store import JobResult
 from pensieve.statistics import FEWEST_GROUPS, enough_for
 
@@ -29,7 +29,7 @@ _SHOWN = 4  # places that a sentence names
 def caveats(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:
     """What a reader has to know before the numbers."""
     return [
-        *(without(found.sweep.n_expected, found.jobs) if found.trials else ()),
+        *(without(found.sweep, found.jobs) if found.trials else ()),
         *_turns_without_reply(found, groups),
         *_mixed_groups(groups),
         *_waiting(found, groups),
@@ -53,12 +53,19 @@ def offered_rate(trials: Sequence[Trial]) -> float | None:
     return fmean(known) if known and len(known) == len(rates) else None
 
 
-def without(n_expected: int, jobs: Sequence[JobResult]) -> list[str]:
+def without(sweep: Sweep, jobs: Sequence[JobResult]) -> list[str]:
     """How many trials of a sweep have nothing to show: everything said is of the others."""
-    missing = sum(job.trial is None for job in jobs) + max(0, n_expected - len(jobs))
-    expected = max(n_expected, len(jobs))
+    missing = sum(job.trial is None for job in jobs) + max(0, sweep.n_expected - len(jobs))
+    expected = max(sweep.n_expected, len(jobs))
     if not missing:
         return []
+    if sweep.status == "running":
+        ended = sum(job.trial is None and job.last.status != "running" for job in jobs)
+        said = [
+            *([f"{missing - ended} of its {expected} trials have not ended yet"] if missing > ended else []),
+            *([f"{ended} did not complete"] if ended else []),
+        ]
+        return [f"The sweep is running: {' and '.join(said)}; all that is said is of the others."]
     if missing == expected:
         return [f"None of the sweep's {expected} trials completed; the same command runs them again."]
     return [
@@ -98,23 +105,32 @@ def _turns_without_reply(found: Evidence, groups: Sequence[TrialGroup]) -> list[
 
 def _slower_at(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:
     """At what Pensieve is clearly behind another baseline with every seed: the sentence above is of the first token alone."""
-    slower = []
+    slower, fewest = [], FEWEST_GROUPS
     for group in groups:
         for other in (name for name in group.trials if OURS in group.trials and name != OURS):
             ours, theirs = group.trials[OURS], group.trials[other]
             token_ms = _behind(_by_seed(found, theirs, "tpot_ms_mean"), _by_seed(found, ours, "tpot_ms_mean"))
             if token_ms is not None:
+                theirs_ms, ours_ms, seeds = token_ms
                 slower.append(
-                    f"{token_ms[1]:.3g} ms a further token where {_place(group, other)} takes {token_ms[0]:.3g}"
+                    f"{ours_ms:.3g} ms a further token where {_place(group, other)} takes {theirs_ms:.3g}{_if_few(seeds)}"
                 )
-            if _steady_rates(found, ours) and _steady_rates(found, theirs):
-                continue  # the load decides how many tokens there are to make; who finishes less of it is told
+                fewest = min(fewest, seeds)
+            if any(_load_decides(trial) for trial in (*ours, *theirs)):
+                continue  # how many tokens there are to make; who finishes less of it is told
             made = _behind(*(_by_seed(found, own, "throughput_output_tok_s") for own in (ours, theirs)))
             if made is not None:
-                slower.append(f"{made[0]:.3g} output tokens/s where {_place(group, other)} makes {made[1]:.3g}")
+                few = _if_few(made[2])
+                slower.append(f"{made[0]:.3g} output tokens/s where {_place(group, other)} makes {made[1]:.3g}{few}")
+                fewest = min(fewest, made[2])
     if not slower:
         return []
-    return [f"Pensieve is behind at: {_listed(slower, between='; ')} (means of trials, and the same with every seed)."]
+    sure = ", and the same with every seed" if fewest >= FEWEST_GROUPS else ""
+    return [f"Pensieve is behind at: {_listed(slower, between='; ')} (means of trials{sure})."]
+
+
+def _if_few(seeds: int) -> str:
+    return f" ({seeds} seed{'s' * (seeds > 1)}: no interval)" if seeds < FEWEST_GROUPS else ""
 
 
 def _by_seed(found: Evidence, trials: Sequence[Trial], name: str) -> dict[int, float]:
@@ -126,12 +142,12 @@ def _by_seed(found: Evidence, trials: Sequence[Trial], name: str) -> dict[int, f
     return {seed: fmean(own) for seed, own in values.items()}
 
 
-def _behind(less: Mapping[int, float], more: Mapping[int, float]) -> tuple[float, float] | None:
-    """The two means over the seeds that both have, where the first is clearly less with each of them."""
+def _behind(less: Mapping[int, float], more: Mapping[int, float]) -> tuple[float, float, int] | None:
+    """The two means over the seeds that both have, and how many these are, where the first is clearly less with each."""
     seeds = less.keys() & more.keys()
     if not seeds or not all(_clearly_less(less[seed], more[seed]) for seed in seeds):
         return None
-    return fmean(less[seed] for seed in seeds), fmean(more[seed] for seed in seeds)
+    return fmean(less[seed] for seed in seeds), fmean(more[seed] for seed in seeds), len(seeds)
 
 
 def _waiting(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:
@@ -212,9 +228,14 @@ def _clearly_less(rate: float, other: float) -> bool:
 def _steady_rates(found: Evidence, trials: Sequence[Trial]) -> dict[int, float]:
     """By seed the mean throughput in requests/s over the window, under a load that does not wait for replies to begin
     conversations; empty under another."""
-    if any(trial.flags.get("load", "closed") == "closed" or "window" in trial.flags for trial in trials):
+    if any(not _load_decides(trial) or "window" in trial.flags for trial in trials):
         return {}
     return _by_seed(found, trials, "throughput_req_s")
+
+
+def _load_decides(trial: Trial) -> bool:
+    """How much there is to do, and not the replies, for which a closed load waits."""
+    return bool(trial.flags.get("load", "closed") != "closed")
 
 
 def starting(trials: Sequence[Trial]) -> bool:

@@ -53,7 +53,8 @@ TEXT_FIELDS = ("hardware.source",)
 
 NOT_SWEEP = ("force", "resume", "hydra", "trial", "tracking")
 """Overrides that leave the sweep the same: they say how its jobs are run and recorded, not which. force=true begins another
-one of the same jobs (ResultsStore.open_sweep), so that the older one goes on showing its trials."""
+one of the same jobs, or goes on with one that it began and that did not complete (ResultsStore.open_sweep), so that an older
+one goes on showing its trials."""
 
 INPUT_FIELDS = ("path", "weights", "profile", "file", "gguf_file", "tokenizer")
 """Last parts of the names of fields that hold paths: where the path exists, its content is hashed instead."""

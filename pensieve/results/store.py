@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import URL, Connection, Row, Select, delete, func, insert, select, update
+from sqlalchemy import URL, ColumnElement, Connection, Row, Select, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -23,7 +23,7 @@ from pensieve.metrics import Metric
 from pensieve.record import TurnRecord
 from pensieve.request import PREPARING
 from pensieve.results.database import Database
-from pensieve.results.process import Owner, is_alive, this_process
+from pensieve.results.process import HEARTBEAT_LIMIT, Owner, is_alive, this_process
 from pensieve.results.schema import (
     BENCH,
     ArtifactRow,
@@ -44,6 +44,7 @@ T = TypeVar("T")
 DATABASE_NAME = "results.db"
 ENGINE = "engine"  # `device` of readings of the cache and the queue
 TURN_BATCH = 5000
+_AGAIN = "+"  # in the key of a sweep that was begun anew, between the hash of its command and a number
 TURN_COLUMNS = tuple(c.name for c in TurnRow.__table__.columns if c.name not in ("id", "trial_id"))
 _TURN_FIELDS = ("trial_id", *TURN_COLUMNS)
 _INSERT_TURN = f"INSERT INTO turn ({', '.join(_TURN_FIELDS)}) VALUES ({', '.join('?' * len(_TURN_FIELDS))})"
@@ -125,8 +126,9 @@ class ResultsStore:
     ) -> int:
         """Record a sweep as running, or running again if its key is known; returns its id.
 
-        overrides: key -> text, swept axes included. anew: if its key is known, it is another sweep all the same, and the
-        older one stays as it is.
+        overrides: key -> text, swept axes included. anew: a sweep of its own, and those of the same key stay as they are;
+        but one that was begun anew and did not complete is gone on with, unless it still runs: of its jobs those count that
+        it has run itself, to their end.
         """
         values: dict[str, Any] = {
             "name": name, "experiment": experiment, "command": command, "overrides": dict(overrides),
@@ -136,10 +138,12 @@ class ResultsStore:
         for _ in range(2):
             try:
                 with self.database.writing() as connection:
-                    found = connection.scalar(select(Sweep.id).where(Sweep.key == key))
-                    if found is None or anew:
-                        own = key if found is None else _next_key(connection, key)
+                    found = _incomplete_anew(connection, key, _now()) if anew else _oldest(connection, key)
+                    if found is None:
+                        own = _next_key(connection, key) if anew else key
                         return _inserted_id(connection, Sweep, {**values, "key": own})
+                    if anew:
+                        _unlink_others(connection, found)
                     connection.execute(update(Sweep).where(Sweep.id == found).values(**values))
                     return int(found)
             except IntegrityError:
@@ -159,6 +163,10 @@ class ResultsStore:
         if found is None:
             raise ResultsError(f"There is no sweep {sweep_id} in {self.database.shown}.")
         return found
+
+    def is_anew(self, sweep_id: int) -> bool:
+        """Whether the sweep was begun anew, so that the trials it shows are none of another's."""
+        return _AGAIN in self.sweep(sweep_id).key
 
     def sweep_of_run(self, mlflow_run_id: str) -> Sweep | None:
         """The sweep whose parent run in MLflow this is."""
@@ -480,10 +488,50 @@ def _current() -> Select[Trial]:
     return select(Trial).where(Trial.id.in_(select(current_trial.c.id)))
 
 
+def _begun_anew(key: str) -> ColumnElement[bool]:
+    return Sweep.key.startswith(f"{key}{_AGAIN}", autoescape=True)
+
+
 def _next_key(connection: Connection, key: str) -> str:
     """Of one more sweep of the same command: the key, and how many there are already."""
-    again = select(func.count()).where(Sweep.key.startswith(f"{key}+", autoescape=True))
-    return f"{key}+{1 + (connection.scalar(again) or 0)}"
+    again = select(func.count()).where(_begun_anew(key))
+    return f"{key}{_AGAIN}{1 + (connection.scalar(again) or 0)}"
+
+
+def _oldest(connection: Connection, key: str) -> int | None:
+    """The sweep of a command that asks for no new one: its own, or where every one was begun anew the first of these."""
+    own = connection.scalar(select(Sweep.id).where(Sweep.key == key))
+    return own or connection.scalar(select(Sweep.id).where(_begun_anew(key)).order_by(Sweep.id).limit(1))
+
+
+def _incomplete_anew(connection: Connection, key: str, now: datetime) -> int | None:
+    """Of the sweeps that were begun anew the newest that has not completed and that no process goes on with."""
+    chosen = select(Sweep.id, Sweep.status, Sweep.started_at).where(_begun_anew(key), Sweep.status != "completed")
+    for row in connection.execute(chosen.order_by(Sweep.id.desc())):
+        if row.status != "running" or not _is_run(connection, row.id, row.started_at, now):
+            return int(row.id)
+    return None
+
+
+def _is_run(connection: Connection, sweep_id: int, started_at: datetime, now: datetime) -> bool:
+    """Whether a process that ran a trial of this sweep is alive. Without a trial nobody can tell: one that was begun just now
+    is taken for running."""
+    owners = connection.execute(
+        select(Trial.host, Trial.pid, Trial.process_started_at, Trial.heartbeat_at)
+        .join(SweepTrial, SweepTrial.trial_id == Trial.id)
+        .where(SweepTrial.sweep_id == sweep_id, SweepTrial.reused.is_(False))
+    ).all()
+    if not owners:
+        return now - started_at <= HEARTBEAT_LIMIT
+    return any(is_alive(Owner(r.host, r.pid, r.process_started_at), r.heartbeat_at, now) for r in owners)
+
+
+def _unlink_others(connection: Connection, sweep_id: int) -> None:
+    """Leave a sweep that was begun anew the trials that it ran and completed. In the place of one that did not complete it
+    would show an older attempt, which another sweep ran."""
+    completed = select(Trial.id).where(Trial.status == "completed")
+    others = SweepTrial.reused.is_(True) | SweepTrial.trial_id.not_in(completed)
+    connection.execute(delete(SweepTrial).where(SweepTrial.sweep_id == sweep_id, others))
 
 
 def _inserted_id(connection: Connection, mapped: type[Sweep] | type[Trial], values: Mapping[str, Any]) -> int:

@@ -306,7 +306,8 @@ def _failures(sweep: Sweep, jobs: Sequence[JobResult]) -> list[str]:
             notes.append(f"Not completed: {trial.baseline}, seed {trial.seed} (job {job.job}) is {trial.status}{why}")
     missing = sweep.n_expected - len(jobs)
     if missing > 0:
-        notes.append(f"{missing} of {sweep.n_expected} trials were never begun; run the same command again.")
+        what = "have not begun yet." if sweep.status == "running" else "were never begun; run the same command again."
+        notes.append(f"{missing} of {sweep.n_expected} trials {what}")
     return notes
 
 

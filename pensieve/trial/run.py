@@ -101,14 +101,15 @@ def run_trial(
     plan = plan_trial(config)
     identity = identity_of(plan, resolved, job.reproduces)
     note = None
-    if not config.force:
-        known = _own(tracking, job, identity) or tracking.store.completed_trial(identity.fingerprint)
+    known = _own(tracking, job, identity, config.force)
+    if known is None and not config.force:
+        known = tracking.store.completed_trial(identity.fingerprint)
         older = known or tracking.store.completed_by_config(identity.config_hash)
         if known is None and older is not None:
             note = explain_difference(older, identity)
             known = older if config.resume == "config" else None
-        if known is not None:
-            return _reuse(known, config, tracking, job, say)
+    if known is not None:
+        return _reuse(known, config, tracking, job, say)
     if note and job.number == 0:  # the other jobs of the sweep have the same reason
         say(note)
     if job.preflight:  # a mistake in the configuration is no trial: it leaves nothing in the database
@@ -129,9 +130,13 @@ def run_trial(
     return replace(outcome, note=note)
 
 
-def _own(tracking: Tracking, job: Job, identity: Identity) -> Trial | None:
-    """The trial that this job of the sweep shows already, if it is the same one: a newer one does not replace it there."""
-    shown = None if job.sweep_id is None else tracking.store.shown_trial(job.sweep_id, job.number)
+def _own(tracking: Tracking, job: Job, identity: Identity, force: bool) -> Trial | None:
+    """The trial that this job of the sweep shows already, if it is the same one: a newer one does not replace it there.
+
+    force: only of a sweep that was itself begun anew, which goes on where it was interrupted."""
+    if job.sweep_id is None or (force and not tracking.store.is_anew(job.sweep_id)):
+        return None
+    shown = tracking.store.shown_trial(job.sweep_id, job.number)
     return shown if shown is not None and shown.fingerprint == identity.fingerprint else None
 
 

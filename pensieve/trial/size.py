@@ -63,7 +63,8 @@ def size(cfg: DictConfig, typed: Sequence[str], folder: Path) -> int:
 
 
 def _open(tracking: Tracking, load: Load, question: Question, typed: Sequence[str], first: TrialConfig) -> int:
-    """The map's row among the sweeps: the same question, load and code find it again; with force=true it is another one."""
+    """The map's row among the sweeps: the same question, load and code find it again; with force=true it is
+    another one, until that one is complete."""
     plain = resolved(load.of(question.gpu[0], question.cpu[0], question.disk[0], question.seeds[0]))
     asked = question.model_dump_json()
     kept = [text for text in typed if counts_for_sweep(text) and not text.startswith(f"{SETTINGS}.")]

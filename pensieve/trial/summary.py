@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pensieve.metrics import Metric
+from pensieve.results.mixture import mixtures
 from pensieve.results.mlflow_store import URL_ENV, remote_url
 from pensieve.results.served_by import footer
 from pensieve.results.store import ResultsStore
@@ -28,7 +29,7 @@ ROWS = (
     ("scheduler a step", "schedule_ms_mean", "ms"),
 )
 TOLD = ("failures", "contaminated", "cache_state_unverified", "held_whole", "late_sends", "oom")
-"""Flags of a trial without which its numbers would mislead."""
+"""Flags of a trial without which its numbers would mislead, beside those for which it must not be compared (mixtures)."""
 
 
 def summary(store: ResultsStore, trial_id: int) -> RenderableType:
@@ -49,6 +50,7 @@ def summary(store: ResultsStore, trial_id: int) -> RenderableType:
         if (name, "") in metrics:
             table.add_row(title, _text(metrics[(name, "")], unit))
     told = [str(trial.flags[flag]) for flag in TOLD if flag in trial.flags]
+    told += [f"One of the {why.what}: do not compare its times, and {why.remedy}." for why in mixtures([trial])]
     return Group(table, *(Text(line) for line in [*told, *footer([trial])]))
 
 

@@ -373,7 +373,8 @@ def _record(cfg: DictConfig, config: TrialConfig, tracking: Tracking, membership
         log.info("job %s could not begin its trial", number, exc_info=error)
         outcome = Outcome(0, "failed", error=explain(error))
     if outcome.reused:
-        say(f"{title}: trial {outcome.trial_id} is this one and is completed (force=true runs it again)")
+        how = "this sweep ran it before" if config.force else "force=true runs it again"
+        say(f"{title}: trial {outcome.trial_id} is this one and is completed ({how})")
     elif outcome.completed:
         say(f"{title}: {brief(tracking.store, outcome.trial_id)}")
     else:

@@ -115,6 +115,19 @@ def test_every_conversation_and_tier_is_a_point_above_or_below_the_line(tmp_path
     assert "nothing is kept" in shown.texts
 
 
+@pytest.mark.parametrize("figure", [miss_causes, holding, holding_table, break_even], ids=lambda figure: figure.name)
+def test_a_policy_without_a_completed_trial_is_named_where_it_is_left_out(figure: Any, tmp_path: Any) -> None:
+    source = swept(dict.fromkeys(("lru", "fifo", "mine"), HELD["pensieve"]), axis="eviction")
+    [drawing] = figure.draw(source, tmp_path / "whole")
+    assert "Left out" not in drawing.caption and not drawing.panel.left_out
+    for trial in source.trials:
+        if trial.eviction == "mine":
+            source.store.finish_trial(trial.id, "failed", "It broke.")
+    [drawing] = figure.draw(Source(source.store, source.sweep), tmp_path / "without")
+    assert "Left out, without a completed trial: eviction=mine. " in drawing.caption
+    assert "mine" not in drawing.csv.read_text()
+
+
 def test_the_table_sums_by_tier(tmp_path: Any) -> None:
     rows = {(row["baseline"], row["tier"]): row for row in rows_of(holding_table, swept(), tmp_path)}
     gpu, cpu, none = rows["pensieve", "gpu"], rows["pensieve", "cpu"], rows["stateless", "gpu"]

@@ -158,6 +158,9 @@ def test_a_sweep_without_completed_trials_still_has_its_page(outputs, without_fi
     trial = store.begin_trial(trial_fields("one", config=USERS))
     store.link(sweep, trial, 0, reused=False)
     store.finish_trial(trial, "failed", "The GPU caught fire; buy another.")
+    running = "The sweep is running: 2 of its 3 trials have not ended yet and 1 did not complete;"
+    assert running in " ".join(particulars.warnings(open_source(store)))
+    store.set_sweep(sweep, status="failed")
     assert report.main([]) == 0
     text = read((outputs / "reports" / f"sweep-{sweep}.html").read_text(encoding="utf-8")).text
     assert "The GPU caught fire" in text

@@ -171,11 +171,25 @@ def test_trials_that_did_not_complete_are_told_first_of_all_caveats() -> None:
     sweep = open_sweep(store, n_expected=6, seed="0,1,2")
     for job, (baseline, seed) in enumerate([("pensieve", 0), ("stateless", 0), ("pensieve", 1)]):
         add_trial(store, sweep, job, baseline, turns(FLAT), seed=seed)
+    table = sweep_table(store, sweep)  # while it runs
+    assert table.answers[1] == (
+        "The sweep is running: 3 of its 6 trials have not ended yet; all that is said is of the others."
+    )
+    assert "same command" not in table.text() and "3 of 6 trials have not begun yet." in table.notes
     failed = store.begin_trial(trial_fields("failed", baseline="stateless", seed=1))
     store.link(sweep, failed, 3, reused=False)
+    assert "running: 3 of its 6 trials have not ended yet; all" in sweep_table(store, sweep).answers[1]
     store.finish_trial(failed, "failed", "It broke.")
-    answers = sweep_table(store, sweep).answers
-    assert answers[1].startswith("3 of the sweep's 6 trials did not complete, and all that is said is of the others")
+    assert sweep_table(store, sweep).answers[1] == (
+        "The sweep is running: 2 of its 6 trials have not ended yet and 1 did not complete; all that is said is of the "
+        "others."
+    )
+    store.set_sweep(sweep, status="interrupted")
+    table = sweep_table(store, sweep)
+    assert table.answers[1].startswith(
+        "3 of the sweep's 6 trials did not complete, and all that is said is of the others"
+    )
+    assert "2 of 6 trials were never begun; run the same command again." in table.notes
 
 
 def test_a_whole_sweep_and_one_with_nothing_say_nothing_of_missing_trials() -> None:
@@ -241,6 +255,34 @@ def test_what_pensieve_is_behind_at_is_told_beside_its_first_token(
     assert "as soon as stateless serving's" in text
     assert (said or "first token") in text
     assert ("is behind" in text) is (said is not None)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "said"),
+    [
+        (1, "14.3 ms a further token where stateless takes 13.4 (1 seed: no interval) (means of trials)."),
+        (4, "14.3 ms a further token where stateless takes 13.4 (4 seeds: no interval) (means of trials)."),
+        (5, "14.3 ms a further token where stateless takes 13.4 (means of trials, and the same with every seed)."),
+    ],
+)
+def test_with_few_seeds_what_pensieve_is_behind_at_is_no_more_than_means(seeds: int, said: str) -> None:
+    trials = [
+        {"baseline": name, "ttft": ttft, "metrics": {"tpot_ms_mean": ms}, "flags": {"load": "closed"}}
+        for name, ttft, ms in (("pensieve", FLAT, 14.3), ("stateless", RISING, 13.4))
+    ]
+    text = answers(*trials, seeds=seeds)
+    assert f"Pensieve is behind at: {said}" in text
+    assert ("the same with every seed" in text) is (seeds == 5)
+
+
+@pytest.mark.parametrize(("load", "told"), [("open", False), ("partly open", False), ("closed", True)])
+def test_throughput_with_start_up_and_drain_of_an_open_load_is_not_called_behind(load: str, told: bool) -> None:
+    trials = [
+        {"baseline": name, "ttft": ttft, "metrics": {"throughput_output_tok_s": made},
+         "flags": {"load": load, "window": "too small"}}
+        for name, ttft, made in (("pensieve", FLAT, 80.0), ("stateless", RISING, 100.0))
+    ]  # fmt: skip
+    assert ("is behind at: 80 output tokens/s where stateless makes 100" in answers(*trials)) is told
 
 
 def test_what_one_seed_contradicts_is_not_told() -> None:

@@ -50,6 +50,29 @@ def test_one_way_of_serving_is_one_sentence_with_the_check_that_was_nearest_to_i
     assert trials[2].seed == 1 and said in text.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (
+            {"contended": True},
+            "shared their device with others: do not compare its times, and run them again with trial.ex",
+        ),
+        (
+            {"flags": {"profiled": True}},
+            "that a profiler slowed: do not compare its times, and run them again without tri",
+        ),
+        ({}, None),
+    ],
+)
+def test_one_trial_that_is_to_be_compared_with_none_says_so(changed: dict[str, Any], said: str | None) -> None:
+    store = ResultsStore(MEMORY)
+    trial = add_trial(store, open_sweep(store), 0, "pensieve", conversation_turns([40.0]), **changed)
+    text = StringIO()
+    Console(file=text, width=300).print(summary(store, trial))
+    assert (said or f"trial {trial}:") in text.getvalue()
+    assert ("do not compare" in text.getvalue()) is (said is not None)
+
+
 def test_several_ways_are_told_apart_and_a_fall_back_is_said_with_its_reason() -> None:
     store = ResultsStore(MEMORY)
     fell = settings(

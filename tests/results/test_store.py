@@ -55,6 +55,58 @@ def test_a_sweep_begun_anew_leaves_the_older_ones_as_they_are(store: ResultsStor
     assert len({store.sweep(sweep).key for sweep in (first, *others, opened("forced", anew=True))}) == 4
 
 
+def begun_anew(store: ResultsStore) -> int:
+    return store.open_sweep("key", "chat", None, "forced", {}, 3, "host", None, anew=True)
+
+
+def ran(store: ResultsStore, sweep: int, job: int, status: str = "completed", fingerprint: str | None = None) -> int:
+    trial = store.begin_trial(trial_fields(fingerprint or f"job {job}"))
+    store.link(sweep, trial, job, reused=False)
+    store.finish_trial(trial, status)
+    return trial
+
+
+@pytest.mark.parametrize("status", ["interrupted", "failed", "running"])
+def test_a_sweep_begun_anew_is_gone_on_with_until_it_is_complete(store: ResultsStore, status: str) -> None:
+    """What it ran to the end is its own; it shows nothing of older sweeps where a trial was cut off, or was reused."""
+    old = store.open_sweep("key", "chat", None, "plain", {}, 3, "host", None)
+    before = [ran(store, old, job) for job in range(3)]
+    store.set_sweep(old, status="interrupted")  # which force leaves alone
+    forced = begun_anew(store)
+    own = ran(store, forced, 0)
+    cut = ran(store, forced, 1, "interrupted")
+    store.link(forced, before[2], 2, reused=True)
+    assert store.shown_trial(forced, 1).id == before[1]  # type: ignore[union-attr]
+    store.set_sweep(forced, status=status)
+    for trial in (own, cut):  # kill -9: their process is gone
+        store.set_trial(trial, process_started_at=datetime(2020, 1, 1, tzinfo=UTC))
+    assert begun_anew(store) == forced
+    assert store.sweep(forced).status == "running"
+    assert [(job.job, job.last.id) for job in store.trials_of_sweep(forced)] == [(0, own)]
+    assert store.shown_trial(forced, 1) is None
+    assert [job.last.id for job in store.trials_of_sweep(old)] == before
+    store.set_sweep(forced, status="completed")
+    assert begun_anew(store) not in (old, forced)
+
+
+def test_a_sweep_that_another_process_runs_is_not_gone_on_with(store: ResultsStore) -> None:
+    first = begun_anew(store)  # before its first trial
+    second = begun_anew(store)
+    ran(store, second, 0)  # this process lives, between two trials
+    third = begun_anew(store)
+    assert len({first, second, third}) == 3
+    store.set_sweep(first, status="interrupted")
+    store.set_sweep(third, status="completed")
+    assert begun_anew(store) == first
+
+
+def test_the_first_sweep_that_was_begun_anew_is_gone_on_with_too(store: ResultsStore) -> None:
+    first = begun_anew(store)
+    store.set_sweep(first, status="interrupted")
+    assert begun_anew(store) == first
+    assert store.open_sweep("key", "chat", None, "plain", {}, 3, "host", None) == first
+
+
 def test_a_trial_from_begin_to_end(store: ResultsStore) -> None:
     trial_id = store.begin_trial(trial_fields(device="cpu"))
     trial = store.trial(trial_id)

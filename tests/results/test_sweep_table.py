@@ -156,6 +156,7 @@ def test_notes_say_what_the_numbers_are_worth(store: ResultsStore) -> None:
     failed = store.begin_trial(trial_fields("failed", seed=1))
     store.link(sweep, failed, 2, reused=False)
     store.finish_trial(failed, "failed", error="The disk is full; free some space.")
+    store.set_sweep(sweep, status="failed")
     text = " ".join(sweep_table(store, sweep).text().split())
     assert "Random weights: text is meaningless, speed is real." in text
     assert "pensieve GPU 4,096 + CPU 2,048, stateless GPU 4,096; working set 8,200" in text

@@ -217,6 +217,18 @@ def test_a_sweep_keeps_its_own_trial_when_its_command_is_repeated(tracking):
     assert run(tracking).trial_id == forced.trial_id
 
 
+@pytest.mark.parametrize("anew", [True, False])
+def test_force_finds_only_what_a_sweep_begun_anew_ran_itself(tracking, anew):
+    """Under a sweep that is found again each time (a bench command's) it runs the trial again."""
+    store = tracking.store
+    run(tracking)
+    sweep = store.open_sweep("key", "x", None, None, {}, 1, "host", None, anew=anew)
+    first = run(tracking, "force=true", sweep_id=sweep)
+    assert not first.reused
+    second = run(tracking, "force=true", sweep_id=sweep)
+    assert (second.trial_id == first.trial_id) is anew
+
+
 @pytest.mark.parametrize(
     ("overrides", "error"),
     [

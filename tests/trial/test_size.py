@@ -216,6 +216,49 @@ def test_ctrl_c_keeps_what_is_there(outputs, monkeypatch, capsys):
     )
 
 
+@pytest.mark.slow
+def test_an_interrupted_forced_map_is_finished_by_the_same_command(outputs, monkeypatch):
+    """Its answer stands on its own trials alone, also where the older map has one of a cell that was cut off."""
+    real, ran = parallel.run_trial, []
+
+    def third_is_cut_off(config, plain, tracking, job, say):
+        if len(ran) == 2:
+            ran.append(None)
+            cut = tracking.store.trial(tracking.store.shown_trial(1, job.number).id)
+            columns = (
+                "fingerprint",
+                "config_hash",
+                "code_hash",
+                "platform",
+                "model",
+                "baseline",
+                "workload",
+                "hardware",
+            )
+            fields = {name: getattr(cut, name) for name in (*columns, "seed", "simulated", "config")}
+            trial = tracking.store.begin_trial(fields)
+            tracking.store.link(job.sweep_id, trial, job.number, reused=False)
+            tracking.store.finish_trial(trial, "interrupted")
+            raise KeyboardInterrupt
+        outcome = real(config, plain, tracking, job, say)
+        ran.append(None if outcome.reused else outcome.trial_id)
+        return outcome
+
+    two = ("size.gpu=[1024 tokens,4096 tokens]", "size.cpu=[0 tokens,4096 tokens]", "size.seeds=[3]")
+    planned(outputs, *two)
+    store = open_store(outputs)
+    monkeypatch.setattr(parallel, "run_trial", third_is_cut_off)
+    with pytest.raises(SystemExit):
+        planned(outputs, *two, "force=true")
+    status, found = planned(outputs, *two, "force=true")
+    assert status == 0 and store.latest_sweep().id == 2
+    shown = {job.trial.id for job in store.trials_of_sweep(2)}
+    assert shown == {trial for trial in ran if trial is not None} and len(shown) == 4 == len(found.cells)
+    assert {job.trial.id for job in store.trials_of_sweep(1)} == {1, 2, 3, 4}
+    planned(outputs, *two, "force=true")
+    assert store.latest_sweep().id == 3 and trials(outputs) == 12
+
+
 @pytest.mark.parametrize(
     ("overrides", "error", "part"),
     [

@@ -1,14 +1,18 @@
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from pensieve import cli
+from pensieve.compose import TrialConfig
 from pensieve.results.store import ResultsStore, open_store
 from pensieve.results.sweep_table import sweep_table
+from pensieve.trial import sweep as sweep_module
 from pensieve.trial import terminal
+from pensieve.trial.job import Outcome
 from pensieve.trial.sweep import figure_lines
 
 FOLDER = Path("/outputs/figures/sweep-3")
@@ -57,6 +61,33 @@ def test_force_never_changes_what_an_older_sweep_shows(typed: Typed, tmp_path: P
     assert typed() == 0  # without force the same command is the same sweep
     assert shown(store, 1) == [1]
     assert sweep_table(store, 1).text() == before
+
+
+@pytest.mark.slow
+def test_an_interrupted_forced_sweep_is_finished_by_the_same_command(
+    typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    three, real, begun = "seed=0,1,2", sweep_module.run_trial, []
+
+    def third_is_interrupted(config: TrialConfig, *rest: Any) -> Outcome:
+        begun.append(config.seed)
+        if len(begun) == 3:
+            raise KeyboardInterrupt
+        return real(config, *rest)
+
+    assert typed(three) == 0
+    store = open_store(tmp_path)
+    monkeypatch.setattr(sweep_module, "run_trial", third_is_interrupted)
+    assert typed(three, "force=true") == 130
+    assert store.sweep(2).status == "interrupted"
+    capsys.readouterr()
+    assert typed(three, "force=true") == 0
+    assert [shown(store, one) for one in (1, 2)] == [[1, 2, 3], [4, 5, 6]]
+    assert store.sweep(2).status == "completed"
+    said = capsys.readouterr().err
+    assert said.count("is completed (this sweep ran it before)") == 2 and "force=true runs" not in said
+    assert typed(three, "force=true") == 0  # it is complete: another one
+    assert [shown(store, one) for one in (1, 2, 3)] == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
 
 
 def test_pictures_and_tables_are_named_and_those_of_many_settings_counted() -> None:
