@@ -133,7 +133,8 @@ def told_reuse(
     last: OrderedDict[int, float] = OrderedDict()
     seen: set[int] = set()
     blocks = tokens = hit_blocks = hit_tokens = 0
-    for (hashes, prompt_tokens), back, now_s in zip(requests, soon, repeat(0.0) if at_s is None else at_s):
+    told, times_s = zip(requests, soon, strict=True), repeat(0.0) if at_s is None else at_s
+    for ((hashes, prompt_tokens), back), now_s in zip(told, times_s, strict=False):  # repeat has no end
         for index, block in enumerate(hashes):
             filled = max(0, min(block_tokens, prompt_tokens - index * block_tokens))
             blocks += 1
