@@ -47,22 +47,16 @@ def test_a_terminal_gets_a_bar():
     assert "seed=0" in stream.getvalue()
 
 
-def test_beside_other_trials_a_terminal_gets_lines(clock):
+@pytest.mark.parametrize(
+    ("shown", "expected"), [("lines", "seed=0: 3 of 4 turns, 1 tok/s, about 3 s left\n"), ("nothing", "")]
+)
+def test_beside_other_trials_a_terminal_gets_lines_and_nothing_where_nothing_is_asked(clock, shown, expected):
     stream = Terminal()
-    progress = TrialProgress("seed=0", total=4, stream=stream, shown="lines")
+    progress = TrialProgress("seed=0", total=4, stream=stream, shown=shown)
     clock[0] = 2 * LINE_INTERVAL_S
     progress.update(3, 10)
     progress.close()
-    assert stream.getvalue() == "seed=0: 3 of 4 turns, 1 tok/s, about 3 s left\n"
-
-
-def test_nothing_is_shown_where_nothing_is_asked(clock):
-    stream = Terminal()
-    progress = TrialProgress("seed=0", total=4, stream=stream, shown="nothing")
-    clock[0] = 2 * LINE_INTERVAL_S
-    progress.update(3, 10)
-    progress.close()
-    assert stream.getvalue() == ""
+    assert stream.getvalue() == expected
 
 
 def test_quiet_under_pytest(capsys, clock):

@@ -7,7 +7,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 
 from pensieve.workload.chance import exponential, shuffled
 from pensieve.workload.recording import Blocks, Call, Recording
@@ -115,26 +114,26 @@ def furthest_reuse(requests: Iterable[tuple[Sequence[int], int]], block_tokens: 
 
 
 def told_reuse(
-    requests: Iterable[tuple[Sequence[int], int]],
-    soon: Iterable[bool],
+    requests: Sequence[tuple[Sequence[int], int]],
+    soon: Sequence[bool],
     block_tokens: int,
     capacity_tokens: float,
-    at_s: Iterable[float] | None = None,
+    at_s: Sequence[float] | None = None,
     within_s: float = math.inf,
 ) -> Reuse:
     """As `block_reuse`, in a cache that is told with each request whether its conversation is soon back: blocks of those that
     are not go first, least recently used among themselves, then those of the others.
 
-    soon: of each request. at_s: when each was sent; after `within_s` what was told of its blocks holds no more, and they
-    go by when they were used, as those of which it was never said.
+    soon: of each request. at_s: when each was sent, in order; `within_s` later its blocks count no longer as soon used again,
+    and go by when they were last used.
     """
     room = int(capacity_tokens // block_tokens)
     first: OrderedDict[int, float] = OrderedDict()  # block -> when it was used
     last: OrderedDict[int, float] = OrderedDict()
     seen: set[int] = set()
     blocks = tokens = hit_blocks = hit_tokens = 0
-    told, times_s = zip(requests, soon, strict=True), repeat(0.0) if at_s is None else at_s
-    for ((hashes, prompt_tokens), back), now_s in zip(told, times_s, strict=False):  # repeat has no end
+    sent_s = [0.0] * len(requests) if at_s is None else at_s
+    for (hashes, prompt_tokens), back, now_s in zip(requests, soon, sent_s, strict=True):
         for index, block in enumerate(hashes):
             filled = max(0, min(block_tokens, prompt_tokens - index * block_tokens))
             blocks += 1

@@ -134,6 +134,8 @@ def test_what_was_told_of_a_block_lapses():
         assert lapsing[within_s] == hits
     assert lapsing[1e9] == told_reuse(prompts, soon, 1, 17).hit_blocks
     assert len(set(lapsing.values())) == 3
+    with pytest.raises(ValueError):  # a request without a time
+        told_reuse(prompts, soon, 1, 17, at_s[:-1], 3.0)
 
 
 def test_back_within_is_of_the_next_call_of_the_same_conversation():
