@@ -65,10 +65,10 @@ class Grid(BaseModel):
 
 class MachineProfile(BaseModel):
     """costs: what the retention value goes by. prefill: rows are queries, columns the position that they start at. decode:
-    rows are requests, columns their context. h2d_block_s, d2h_block_s: one block of `costs.chunk_tokens`,
-    which is block_bytes; overhead_s: host
-    time of an iteration beside the worker's. overlaps: copies run beside compute. where: model, dtype, device, threads,
-    versions. measured: when, how long it took, and how busy the machine was.
+    rows are requests, columns their context. h2d_block_s, d2h_block_s: one block of `costs.chunk_tokens`, which is
+    block_bytes. overhead_s: host time of an iteration beside the worker's. prompt_s: what the host takes beyond that from the
+    arrival of a prompt at an idle engine to its first token. overlaps: copies run beside compute. where: model, dtype,
+    device, threads, versions. measured: when, how long it took, and how busy the machine was.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -80,6 +80,7 @@ class MachineProfile(BaseModel):
     h2d_block_s: float
     d2h_block_s: float
     overhead_s: float
+    prompt_s: float
     overlaps: bool
     where: dict[str, Any]
     measured: dict[str, Any]
@@ -113,7 +114,9 @@ def read_profile(path: str) -> MachineProfile:
             f"There is no profile at {file}; measure one with {COMMAND}, or set hardware.profile."
         ) from None
     except ValidationError:
-        raise ConfigError(f"{file} is no profile of a machine; {COMMAND} writes them.") from None
+        raise ConfigError(
+            f"{file} is no profile of a machine, or one of an earlier version; {COMMAND} writes them."
+        ) from None
 
 
 @lru_cache(maxsize=4)
@@ -134,6 +137,7 @@ class ProfiledCost:
         """See SimulatedCost. The logits are part of what was measured: every prefill there samples a token."""
         parts: list[float] = []
         contexts: list[int] = []
+        host_s = self._overhead_s
         within, profile = True, self._profile
         for start, stop in runs:
             if stop - start == 1:
@@ -141,6 +145,8 @@ class ProfiledCost:
             else:
                 parts.append(profile.prefill.at(stop - start, start))
                 within = within and profile.prefill.covers(stop - start, start)
+        if parts:
+            host_s += profile.prompt_s
         if contexts:
             context = sum(contexts) / len(contexts)
             parts.append(profile.decode.at(len(contexts), context))
@@ -149,7 +155,7 @@ class ProfiledCost:
             return 0.0
         self._iterations += 1
         self._beyond += not within
-        return max(max(parts), sum(parts) - self._floor_s * (len(parts) - 1)) + self._overhead_s
+        return max(max(parts), sum(parts) - self._floor_s * (len(parts) - 1)) + host_s
 
     def following_s(self, runs: Sequence[Run], sampled: int) -> Iterator[float]:
         return one_after_another(self.iteration_s, runs, sampled)
@@ -181,6 +187,7 @@ class ProfiledCost:
             "where": self._profile.where,
             "measured": self._profile.measured,
             "overhead_s": self._overhead_s,
+            "prompt_s": self._profile.prompt_s,
         }
 
     def extrapolated(self) -> dict[str, Any]:

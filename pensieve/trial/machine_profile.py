@@ -42,7 +42,7 @@ from pensieve.worker.base import Worker
 
 LATEST = "latest.json"
 SHORTEST_CONTEXT = 32
-_PROMPT, _REPLY = 32, 65  # tokens of the conversation that tells the host's time
+_PROMPT, _REPLY, _PROMPTS = 32, 65, 9  # tokens of the conversation that tells the host's time; how many more prompts
 
 
 class ProfileSettings(BaseModel):
@@ -117,7 +117,7 @@ def measure_machine(plan: TrialPlan, rounds: int, budget_s: float) -> MachinePro
         inward, outward = (load_s(worker, clock, transfers, inward=inward) for inward in (True, False))
     finally:
         worker.close()
-    overhead_s, steps = _overhead_s(plan, decode)
+    overhead_s, prompt_s = _host_times_s(plan, prefill, decode)
     return MachineProfile(
         costs=costs,
         prefill=prefill,
@@ -126,13 +126,15 @@ def measure_machine(plan: TrialPlan, rounds: int, budget_s: float) -> MachinePro
         h2d_block_s=inward,
         d2h_block_s=outward,
         overhead_s=overhead_s,
+        prompt_s=prompt_s,
         overlaps=plan.device.kind == "cuda",
         where=where,
         measured={
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
             "seconds": round(perf_counter() - began, 1),
             "rounds": rounds,
-            "overhead_steps": steps,
+            "overhead_steps": _REPLY - 1,
+            "prompts": _PROMPTS,
             "others_cpu_share": round(neighbours.share(), 3),
             "load_average": [round(load, 2) for load in os.getloadavg()],
         },
@@ -192,20 +194,27 @@ def _grid(
     return Grid(rows=tuple(rows), columns=tuple(columns), seconds=tuple(tuple(times) for times in table))
 
 
-def _overhead_s(plan: TrialPlan, decode: Grid) -> tuple[float, int]:
-    """Host time of an iteration beside the worker's: the gap between two tokens of a lone conversation, less what its
-    iteration takes by itself (median of all gaps); and of how many."""
+def _host_times_s(plan: TrialPlan, prefill: Grid, decode: Grid) -> tuple[float, float]:
+    """What the host takes beside the worker, of an iteration and, beyond that, of a prompt that finds the engine idle: the
+    gaps between the tokens of a lone conversation less what its iterations take by themselves, and the first tokens of
+    others, one after another, less their prefill. Medians."""
     tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=False)
     system = build_system(plan, tokenizer)
     system.start()
     try:
         prompt = array("i", (place % plan.model.vocab for place in range(_PROMPT)))
         turn = system.ask(Request(id=1, session="profile", turn=1, prompt=prompt, output=Length(_REPLY)))
+        others = [
+            system.ask(Request(id=2 + place, session=f"profile-{place}", turn=1, prompt=prompt, output=Length(1)))
+            for place in range(_PROMPTS)
+        ]
     finally:
         system.close()
     ends = turn.emitted_s
     gaps = [ends[place] - ends[place - 1] - decode.at(1, _PROMPT + place - 1) for place in range(1, len(ends))]
-    return max(0.0, median(gaps)), len(gaps)
+    overhead_s = max(0.0, median(gaps))
+    firsts = [other.first_token_s - other.arrived_s for other in others if other.first_token_s and other.arrived_s]
+    return overhead_s, max(0.0, median(firsts) - prefill.at(_PROMPT, 0) - overhead_s)
 
 
 def _summary(found: MachineProfile) -> str:
@@ -214,7 +223,8 @@ def _summary(found: MachineProfile) -> str:
     text = (
         f"{found.where['model']} {found.where['dtype']} on {found.where['machine']}: a token of one request takes "
         f"{1e3 * one:.2f} ms, of {found.decode.rows[-1]} requests {1e3 * many:.2f} ms, the host {1e3 * found.overhead_s:.2f} "
-        f"ms an iteration, a block of {found.costs.chunk_tokens} tokens {1e6 * found.h2d_block_s:.0f} us to load."
+        f"ms an iteration and {1e3 * found.prompt_s:.2f} ms a prompt, a block of {found.costs.chunk_tokens} tokens "
+        f"{1e6 * found.h2d_block_s:.0f} us to load."
     )
     if busy > BUSY_SHARE:
         text += f" Other programs used {busy:.0%} of this machine meanwhile: measure again when it is idle."

@@ -15,7 +15,7 @@ from pensieve.cost.machine_profile import Grid, MachineProfile, ProfiledCost, po
 from pensieve.cost.simulated import simulated_cost
 from pensieve.errors import ConfigError
 from pensieve.metrics import summarise
-from pensieve.trial.machine_profile import _grid, measure_grids, profile
+from pensieve.trial.machine_profile import _grid, _host_times_s, measure_grids, profile
 from pensieve.worker.simulated import SimulatedWorker
 from tests.composed import composed, replayed
 
@@ -63,7 +63,7 @@ def measured_of(*overrides: str) -> MachineProfile:
     inward, outward = (load_s(worker, clock, blocks, inward=way) for way in (True, False))
     return MachineProfile(
         costs=costs, prefill=prefill, decode=decode, block_bytes=plan.block_bytes, h2d_block_s=inward,
-        d2h_block_s=outward, overhead_s=0.0, overlaps=True, where=where, measured={},
+        d2h_block_s=outward, overhead_s=0.0, prompt_s=0.0, overlaps=True, where=where, measured={},
     )  # fmt: skip
 
 
@@ -90,6 +90,35 @@ def test_iterations_that_were_not_measured_take_what_the_machine_takes(h100):
         for way in (True, False):
             assert cost.transfer_s(blocks, way) == pytest.approx(truth.transfer_s(blocks, way), rel=1e-3)
     assert cost.recompute_s(1024) == h100.costs.recompute_s(1024)  # one number for policy and simulator
+
+
+def test_what_the_host_takes_of_a_prompt_is_added_to_iterations_with_prompts_once(h100):
+    plan = plan_trial(check(composed(*TIERS)))
+    hardware = replace(plan.hardware, step_overhead_s=0.0)
+    plain, slow = (
+        ProfiledCost(h100.model_copy(update={"prompt_s": prompt_s}), plan.model, hardware, 32)
+        for prompt_s in (0.0, 0.25)
+    )
+    for runs, more in (([(0, 64)], 0.25), ([(0, 64), (32, 96), (9, 10)], 0.25), ([(9, 10), (99, 100)], 0.0), ([], 0.0)):
+        assert slow.iteration_s(runs, 1) == pytest.approx(plain.iteration_s(runs, 1) + more)
+    assert slow.describe()["prompt_s"] == 0.25
+
+
+def test_the_time_of_the_host_is_what_neither_grid_knows(h100):
+    """On a simulated machine whose iterations are known, less what grids are told to have seen of them."""
+    plan = plan_trial(check(composed(*TIERS)))
+    truth = simulated_cost(plan.model, plan.hardware, 32)
+    assert plan.hardware.step_overhead_s > 0
+
+    def grids(step_s: float, prompt_s: float) -> tuple[Grid, Grid]:
+        first, more = truth.iteration_s([(0, 32)], 1), [truth.iteration_s([(at, at + 1)], 1) for at in (32, 96)]
+        decode = Grid(rows=(1, 2), columns=(32, 96), seconds=(tuple(s - step_s for s in more),) * 2)
+        return Grid(rows=(32,), columns=(0,), seconds=((first - prompt_s,),)), decode
+
+    nothing = _host_times_s(plan, *grids(0.0, 0.0))
+    assert nothing == pytest.approx((0.0, 0.0), abs=1e-5)
+    step_s, prompt_s = _host_times_s(plan, *grids(2e-4, 5e-4))
+    assert (step_s, prompt_s) == pytest.approx((2e-4, 3e-4), abs=1e-5)  # an iteration's share is in its own time
 
 
 def test_a_machine_and_its_profile_serve_the_same_trial_alike(h100, tmp_path):
