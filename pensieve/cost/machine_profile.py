@@ -65,7 +65,8 @@ class Grid(BaseModel):
 
 class MachineProfile(BaseModel):
     """costs: what the retention value goes by. prefill: rows are queries, columns the position that they start at. decode:
-    rows are requests, columns their context. h2d_block_s, d2h_block_s: one block of `costs.chunk_tokens`, which is
+    rows are requests, columns their context, long after the last prefill. settling_s: what the first decodes after one
+    take beyond that. h2d_block_s, d2h_block_s: one block of `costs.chunk_tokens`, which is
     block_bytes. overhead_s: host time of an iteration beside the worker's. prompt_s: what the host takes beyond that from the
     arrival of a prompt at an idle engine to its first token. overlaps: copies run beside compute. where: model, dtype,
     device, threads, versions. measured: when, how long it took, and how busy the machine was.
@@ -76,6 +77,7 @@ class MachineProfile(BaseModel):
     costs: Profile
     prefill: Grid
     decode: Grid
+    settling_s: tuple[float, ...]
     block_bytes: int
     h2d_block_s: float
     d2h_block_s: float
@@ -132,9 +134,11 @@ class ProfiledCost:
         self._profile, self._overhead_s = profile, hardware.step_overhead_s
         self._floor_s = min(min(row) for row in profile.decode.seconds)
         self._iterations = self._beyond = 0
+        self._decodes = 0  # since the last prefill
 
     def iteration_s(self, runs: Iterable[Run], sampled: int) -> float:
-        """See SimulatedCost. The logits are part of what was measured: every prefill there samples a token."""
+        """See SimulatedCost; asked once for each iteration that runs, in order, since the first decodes after a prefill take
+        longer. The logits are part of what was measured: every prefill there samples a token."""
         parts: list[float] = []
         contexts: list[int] = []
         host_s = self._overhead_s
@@ -147,6 +151,10 @@ class ProfiledCost:
                 within = within and profile.prefill.covers(stop - start, start)
         if parts:
             host_s += profile.prompt_s
+            self._decodes = 0
+        elif contexts:
+            host_s += profile.settling_s[self._decodes] if self._decodes < len(profile.settling_s) else 0.0
+            self._decodes += 1
         if contexts:
             context = sum(contexts) / len(contexts)
             parts.append(profile.decode.at(len(contexts), context))

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pensieve.baselines.profiling import decodes_s, load_s, prefill_s, profile_of
+from pensieve.baselines.profiling import DECODES, decodes_s, load_s, prefill_s, profile_of, settling_s
 from pensieve.clock import Clock
 from pensieve.compose import (
     TrialPlan,
@@ -43,6 +43,7 @@ from pensieve.worker.base import Worker
 LATEST = "latest.json"
 SHORTEST_CONTEXT = 32
 _PROMPT, _REPLY, _PROMPTS = 32, 65, 9  # tokens of the conversation that tells the host's time; how many more prompts
+_PREFILL, _SETTLING_ROUNDS = 128, 9  # tokens before the decodes that tell how these settle; how often
 
 
 class ProfileSettings(BaseModel):
@@ -114,19 +115,22 @@ def measure_machine(plan: TrialPlan, rounds: int, budget_s: float) -> MachinePro
         prefill, decode = measure_grids(
             worker, clock, size, gpu_blocks, longest, batch.max_batch_tokens, batch.max_batch_requests, rounds, budget_s
         )
+        settling = settling_s(worker, clock, size, max(1, min(_PREFILL, longest // 2)), _SETTLING_ROUNDS)
         inward, outward = (load_s(worker, clock, transfers, inward=inward) for inward in (True, False))
     finally:
         worker.close()
-    overhead_s, prompt_s = _host_times_s(plan, prefill, decode)
+    gap_s, first_s = _host_times_s(plan, prefill, decode)
+    overhead_s = max(0.0, gap_s)
     return MachineProfile(
         costs=costs,
         prefill=prefill,
         decode=decode,
+        settling_s=tuple(settling),
         block_bytes=plan.block_bytes,
         h2d_block_s=inward,
         d2h_block_s=outward,
         overhead_s=overhead_s,
-        prompt_s=prompt_s,
+        prompt_s=max(0.0, first_s - overhead_s),
         overlaps=plan.device.kind == "cuda",
         where=where,
         measured={
@@ -135,6 +139,8 @@ def measure_machine(plan: TrialPlan, rounds: int, budget_s: float) -> MachinePro
             "rounds": rounds,
             "overhead_steps": _REPLY - 1,
             "prompts": _PROMPTS,
+            "gap_less_decode_s": gap_s,
+            "first_token_less_prefill_s": first_s,
             "others_cpu_share": round(neighbours.share(), 3),
             "load_average": [round(load, 2) for load in os.getloadavg()],
         },
@@ -165,7 +171,7 @@ def measure_grids(
         return decodes_s(worker, clock, chunk_tokens, count, context, gpu_blocks)
 
     half = budget_s / 2
-    return _grid(queries, starts, prefill, rounds, half), _grid(requests, contexts, decode, rounds, half)
+    return _grid(queries, starts, prefill, rounds, half), _grid(requests, contexts, decode, rounds, half, DECODES)
 
 
 def _grid(
@@ -174,9 +180,10 @@ def _grid(
     cell: Callable[[int, int], float | None],
     rounds: int,
     budget_s: float,
+    each: int = 1,
 ) -> Grid:
     """The median of each cell's rounds. A row ends where `cell` gives None, or the budget is spent; its first is always
-    measured."""
+    measured. each: how often a cell runs what it gives the seconds of."""
     seen: dict[tuple[int, int], list[float]] = defaultdict(list)
     spent = 0.0
     for index in range(rounds):
@@ -188,16 +195,16 @@ def _grid(
                 seconds = cell(row, column)
                 if seconds is None:
                     break
-                spent += seconds
+                spent += seconds * each
                 seen[row, column].append(seconds)
     table = [[median(seen[row, column]) for column in columns if seen[row, column]] for row in rows]
     return Grid(rows=tuple(rows), columns=tuple(columns), seconds=tuple(tuple(times) for times in table))
 
 
 def _host_times_s(plan: TrialPlan, prefill: Grid, decode: Grid) -> tuple[float, float]:
-    """What the host takes beside the worker, of an iteration and, beyond that, of a prompt that finds the engine idle: the
-    gaps between the tokens of a lone conversation less what its iterations take by themselves, and the first tokens of
-    others, one after another, less their prefill. Medians."""
+    """What the host takes beside the worker, of an iteration and of a prompt that finds the engine idle: the gaps between the
+    tokens of a lone conversation less what its iterations take by themselves, and the first tokens of others, one after
+    another, less their prefill. Medians; below 0 where the worker was slower by itself."""
     tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=False)
     system = build_system(plan, tokenizer)
     system.start()
@@ -212,9 +219,8 @@ def _host_times_s(plan: TrialPlan, prefill: Grid, decode: Grid) -> tuple[float, 
         system.close()
     ends = turn.emitted_s
     gaps = [ends[place] - ends[place - 1] - decode.at(1, _PROMPT + place - 1) for place in range(1, len(ends))]
-    overhead_s = max(0.0, median(gaps))
     firsts = [other.first_token_s - other.arrived_s for other in others if other.first_token_s and other.arrived_s]
-    return overhead_s, max(0.0, median(firsts) - prefill.at(_PROMPT, 0) - overhead_s)
+    return median(gaps), median(firsts) - prefill.at(_PROMPT, 0)
 
 
 def _summary(found: MachineProfile) -> str:

@@ -15,6 +15,7 @@ from pensieve.cost.machine_profile import Grid, MachineProfile, ProfiledCost, po
 from pensieve.cost.simulated import simulated_cost
 from pensieve.errors import ConfigError
 from pensieve.metrics import summarise
+from pensieve.scheduler.scheduler import Scheduler
 from pensieve.trial.machine_profile import _grid, _host_times_s, measure_grids, profile
 from pensieve.worker.simulated import SimulatedWorker
 from tests.composed import composed, replayed
@@ -62,7 +63,7 @@ def measured_of(*overrides: str) -> MachineProfile:
     prefill, decode = measure_grids(worker, clock, size, blocks, POOL, 512, 64, rounds=1, budget_s=1e9)
     inward, outward = (load_s(worker, clock, blocks, inward=way) for way in (True, False))
     return MachineProfile(
-        costs=costs, prefill=prefill, decode=decode, block_bytes=plan.block_bytes, h2d_block_s=inward,
+        costs=costs, prefill=prefill, decode=decode, settling_s=(), block_bytes=plan.block_bytes, h2d_block_s=inward,
         d2h_block_s=outward, overhead_s=0.0, prompt_s=0.0, overlaps=True, where=where, measured={},
     )  # fmt: skip
 
@@ -104,11 +105,36 @@ def test_what_the_host_takes_of_a_prompt_is_added_to_iterations_with_prompts_onc
     assert slow.describe()["prompt_s"] == 0.25
 
 
+def test_the_first_decodes_after_a_prefill_take_longer_with_and_without_windows(h100, tmp_path, monkeypatch):
+    plan = plan_trial(check(composed(*TIERS)))
+    settling = h100.model_copy(update={"settling_s": (0.5, 0.25)})
+    plain, cost = (
+        ProfiledCost(one, plan.model, replace(plan.hardware, step_overhead_s=0.0), 32) for one in (h100, settling)
+    )
+    decodes, prefill = [(9, 10)], [(0, 64), (9, 10)]
+    asked = [decodes, decodes, decodes, prefill, decodes, decodes, decodes, decodes]
+    more = [cost.iteration_s(runs, 1) - plain.iteration_s(runs, 1) for runs in asked]
+    assert more == pytest.approx([0.5, 0.25, 0.0, 0.0, 0.5, 0.25, 0.0, 0.0])
+    following, unsettled = cost.following_s(prefill[:1], 1), plain.following_s(prefill[:1], 1)
+    cost.iteration_s(prefill, 1)
+    assert next(following) == pytest.approx(next(unsettled))  # a prefill again
+    file = tmp_path / "machine.json"
+    settling.model_copy(update={"settling_s": (0.003, 0.002, 0.001)}).write(file)
+    load = (*TIERS, "workload=rounds", "workload.rounds=2", "workload.pressure=2", "hardware=sim_profile")
+
+    def told() -> list[tuple[str, int, float | None, float | None]]:
+        turns = replayed(*load, f"hardware.profile={file}")[0].turns
+        return [(turn.session, turn.turn, turn.first_token_s, turn.finished_s) for turn in turns]
+
+    windows = told()
+    monkeypatch.setattr(Scheduler, "_repeat", lambda self, rows: 1)
+    assert told() == windows
+
+
 def test_the_time_of_the_host_is_what_neither_grid_knows(h100):
     """On a simulated machine whose iterations are known, less what grids are told to have seen of them."""
     plan = plan_trial(check(composed(*TIERS)))
     truth = simulated_cost(plan.model, plan.hardware, 32)
-    assert plan.hardware.step_overhead_s > 0
 
     def grids(step_s: float, prompt_s: float) -> tuple[Grid, Grid]:
         first, more = truth.iteration_s([(0, 32)], 1), [truth.iteration_s([(at, at + 1)], 1) for at in (32, 96)]
@@ -118,7 +144,7 @@ def test_the_time_of_the_host_is_what_neither_grid_knows(h100):
     nothing = _host_times_s(plan, *grids(0.0, 0.0))
     assert nothing == pytest.approx((0.0, 0.0), abs=1e-5)
     step_s, prompt_s = _host_times_s(plan, *grids(2e-4, 5e-4))
-    assert (step_s, prompt_s) == pytest.approx((2e-4, 3e-4), abs=1e-5)  # an iteration's share is in its own time
+    assert (step_s, prompt_s) == pytest.approx((2e-4, 5e-4), abs=1e-5)
 
 
 def test_a_machine_and_its_profile_serve_the_same_trial_alike(h100, tmp_path):
