@@ -36,7 +36,7 @@ MANAGERS: dict[str, dict[str, Any]] = {
     "pensieve, no copies ahead": {"cache": TwoTierCache, "gpu_blocks": 12, "cpu_blocks": 8, "copy_ahead": "never"},
     "pensieve, one step ahead": {"cache": TwoTierCache, "gpu_blocks": 12, "cpu_blocks": 8, "depth": 2},
     "pensieve, late copies": {"cache": TwoTierCache, "gpu_blocks": 12, "cpu_blocks": 8, "late": True},
-    "pensieve, disk": {"cache": TwoTierCache, "gpu_blocks": 12, "cpu_blocks": 4, "slots": 20},
+    "pensieve, disk": {"cache": TwoTierCache, "gpu_blocks": 12, "cpu_blocks": 4, "disk_blocks": 20},
     "gpu_only": {"cache": TwoTierCache, "gpu_blocks": 12, "cpu_blocks": 0},
     "stateless": {"cache": StatelessCache, "gpu_blocks": 12},
     "prefix_cache": {"cache": PrefixCache, "gpu_blocks": 12},
@@ -59,13 +59,13 @@ class Priced(Dear):
 
 def engine_of(name: str, rng: random.Random) -> Engine:
     parts = {"chunk_tokens": 2, "max_batch_tokens": 8, "cost": Dear(), "policy": Lru, **MANAGERS[name]}
-    slots = parts.pop("slots", 0)
+    disk_blocks = parts.pop("disk_blocks", 0)
     if parts.pop("late", False):
         parts["late"] = rng
     engine = make_engine(hardware=replace(MACHINE, disk_bw=1e9), **parts)
-    if slots:
+    if disk_blocks:
         kept = {bytes([number]) * 32: number for number in range(3)}
-        engine.cache.use_disk(slots, 1e-9, 4, Priced(), kept)  # type: ignore[arg-type]
+        engine.cache.use_disk(disk_blocks, 1e-9, 4, Priced(), kept)  # type: ignore[arg-type]
     engine.cache.set_cost_model(Priced(), 4, 8)  # type: ignore[arg-type]
     engine.cache.count_holding()
     return engine

@@ -336,7 +336,7 @@ class CacheManager(ABC):
 
     # -- disk ---------------------------------------------------------------------------------------------------------
 
-    def use_disk(self, slots: int, load_s: float, layers: int, cost: CostModel, kept: Mapping[bytes, int]) -> None:
+    def use_disk(self, blocks: int, load_s: float, layers: int, cost: CostModel, kept: Mapping[bytes, int]) -> None:
         """Add a disk tier: a file store of so many chunks. Called once, before the first request; see DiskTier for the
         arguments. Managers without a CPU tier ignore it."""
         return None

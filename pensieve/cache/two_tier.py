@@ -119,7 +119,7 @@ class TwoTierCache(CacheManager):
             residency = replace(residency, missed=residency.missed + edited)
         if (
             self.disk is not None
-        ):  # one slot serves all conversations that begin alike, and nobody counts what that saves
+        ):  # one block on disk serves all conversations that begin alike, and nobody counts what that saves
             residency = replace(residency, elsewhere=None, anywhere=None)
         if keep < len(session.tokens):
             self.truncate(session, keep)
@@ -198,13 +198,13 @@ class TwoTierCache(CacheManager):
 
     # -- disk ---------------------------------------------------------------------------------------------------------
 
-    def use_disk(self, slots: int, load_s: float, layers: int, cost: CostModel, kept: Mapping[bytes, int]) -> None:
-        self.disk = DiskTier(slots, self.chunk_tokens, load_s, layers, cost, kept, self.counters.extra)
+    def use_disk(self, blocks: int, load_s: float, layers: int, cost: CostModel, kept: Mapping[bytes, int]) -> None:
+        self.disk = DiskTier(blocks, self.chunk_tokens, load_s, layers, cost, kept, self.counters.extra)
         self.tiers.leaving = self.disk.leave
 
     @property
     def disk_blocks(self) -> int:
-        return self.disk.slots if self.disk is not None else 0
+        return self.disk.blocks if self.disk is not None else 0
 
     @property
     def disk_blocks_used(self) -> int:
@@ -403,7 +403,7 @@ class TwoTierCache(CacheManager):
         self.tiers.gpu.holders = holding.column("gpu", self.gpu_blocks)
         self.tiers.cpu.holders = holding.column("cpu", self.cpu_blocks)
         if self.disk is not None:
-            self.disk.count_holding(holding.column("disk", self.disk.slots))
+            self.disk.count_holding(holding.column("disk", self.disk.blocks))
 
     def expect(self, session: Session, next_use_s: float | None) -> None:
         super().expect(session, next_use_s)

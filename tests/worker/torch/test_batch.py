@@ -36,16 +36,16 @@ def random_rows(source: random.Random) -> tuple[list[Row], BlockTables]:
 
 def check(batch: Batch, rows: list[Row], tables: BlockTables) -> None:
     spans = list(batch.spans)
-    wanted = {}  # by slot and position: its token and its place in the pool
+    wanted = {}  # by place in the pool and position: its token
     for row in rows:
-        places = [position for run in row.runs for position in range(*run)]
-        for position, token in zip(places, row.tokens or [None], strict=True):
+        positions = [position for run in row.runs for position in range(*run)]
+        for position, token in zip(positions, row.tokens or [None], strict=True):
             block = int(tables.blocks(row.slot, 40)[position // CHUNK])
             wanted[block * CHUNK + position % CHUNK, position] = token
     unseen = set() if batch.unseen is None else set(batch.unseen[0].tolist())
-    got = zip(batch.write_slots.tolist(), batch.positions.tolist(), batch.token_ids.tolist(), strict=True)
-    for at, (slot, position, token) in enumerate(got):
-        known = wanted.pop((slot, position))
+    got = zip(batch.write_places.tolist(), batch.positions.tolist(), batch.token_ids.tolist(), strict=True)
+    for at, (place, position, token) in enumerate(got):
+        known = wanted.pop((place, position))
         assert (known is None) == (at in unseen) and known in (None, token)
     assert not wanted
     lengths = [span.queries for span in spans]
