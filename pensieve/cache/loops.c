@@ -7,7 +7,8 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-/* A candidate in the heap: its rank, and where the next one comes from: a bucket (its iterator) or a conversation's rest. */
+/* A candidate in the heap: a victim, as loops.py calls it, and where the next one comes from: a bucket (its iterator) or what
+   is left of a session. */
 typedef struct {
     long level;
     double score, active;
@@ -75,17 +76,17 @@ static inline double real(merge *m, PyObject *value) {
     return number;
 }
 
-/* The first five of a tuple are a rank. */
-static int parse(merge *m, PyObject *rank, Py_ssize_t source, entry *into) {
-    if (!PyTuple_Check(rank) || PyTuple_GET_SIZE(rank) < 5) {
-        PyErr_SetString(PyExc_TypeError, "a rank is a tuple of five");
+/* The first five of a tuple are a victim. */
+static int parse(merge *m, PyObject *victim, Py_ssize_t source, entry *into) {
+    if (!PyTuple_Check(victim) || PyTuple_GET_SIZE(victim) < 5) {
+        PyErr_SetString(PyExc_TypeError, "a victim is a tuple of five");
         return -1;
     }
-    into->level = PyLong_AsLong(PyTuple_GET_ITEM(rank, 0));
-    into->score = real(m, PyTuple_GET_ITEM(rank, 1));
-    into->active = real(m, PyTuple_GET_ITEM(rank, 2));
-    into->number = PyLong_AsSsize_t(PyTuple_GET_ITEM(rank, 3));
-    into->chunk = PyLong_AsSsize_t(PyTuple_GET_ITEM(rank, 4));
+    into->level = PyLong_AsLong(PyTuple_GET_ITEM(victim, 0));
+    into->score = real(m, PyTuple_GET_ITEM(victim, 1));
+    into->active = real(m, PyTuple_GET_ITEM(victim, 2));
+    into->number = PyLong_AsSsize_t(PyTuple_GET_ITEM(victim, 3));
+    into->chunk = PyLong_AsSsize_t(PyTuple_GET_ITEM(victim, 4));
     into->source = source;
     return PyErr_Occurred() ? -1 : 0;
 }

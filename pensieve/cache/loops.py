@@ -16,7 +16,7 @@ from pensieve.errors import EngineMissing
 from pensieve.session import runs_of
 
 Victim = tuple[int, float, float, int, int]
-"""A chunk by its rank, lowest first: level, score, last active, session number, chunk."""
+"""A chunk as it stands in the order of eviction, lowest first: level, score, last active, session number, chunk."""
 
 Span = tuple[int, int, int]
 """A run of chunks: session number, first chunk, stop."""

@@ -273,8 +273,8 @@ class TwoTierCache(CacheManager):
         self._stop(session, now_s)
         if not self.cpu_blocks:
             return ()
-        rank, runs = self.tiers.dirty.rank, session.chunks.runs(View.DIRTY, 0, len(session.chunks))
-        dirty = [rank(session, index, now_s) for start, stop in runs for index in range(start, stop)]
+        as_victim, runs = self.tiers.dirty.as_victim, session.chunks.runs(View.DIRTY, 0, len(session.chunks))
+        dirty = [as_victim(session, index, now_s) for start, stop in runs for index in range(start, stop)]
         return self._copy_out(dirty, now_s, urgent=True)
 
     def release(self, session: Session, now_s: float) -> None:

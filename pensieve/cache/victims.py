@@ -151,7 +151,7 @@ class VictimIndex:
         left: dict[int, int] = {}
         for session, chunk in self.victims(now_s):
             lead = self._leads[session.number]
-            chosen.append(self.rank(session, chunk, now_s))
+            chosen.append(self.as_victim(session, chunk, now_s))
             left[session.number] = left.get(session.number, lead.count) - 1
             if left[session.number]:
                 self._enter(lead, session.chunks.view.find(self._view, chunk + 1))
@@ -198,8 +198,8 @@ class VictimIndex:
                 order, last_active, number, chunk, _ = entry
                 yield key[0], self._policy.score(key[1], order, now_s), last_active, number, chunk
 
-    def rank(self, session: Session, chunk: int, now_s: float) -> Victim:
-        """Where a chunk stands in the order of eviction, lowest first, also one that is in no index."""
+    def as_victim(self, session: Session, chunk: int, now_s: float) -> Victim:
+        """A chunk as it stands in the order of eviction now, also one that is in no index."""
         key, order = self._policy.bucket(session, chunk), self._policy.order(session, chunk)
         score = self._policy.score(key, order, now_s)
         return (1 if session.waiting else 0, score, session.last_active_s, session.number, chunk)

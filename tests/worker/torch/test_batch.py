@@ -109,10 +109,10 @@ def test_ordering_by_float32_keeps_what_ordering_the_scores_keeps() -> None:
         allowed = order[: int(top_k[row])] if top_k[row] else order
         mass = torch.softmax(scores[row, allowed], 0)
         before, wanted = 0.0, set()
-        for rank, token in enumerate(allowed):
-            if rank == 0 or top_p[row] == 1.0 or before < float(top_p[row]) - 1e-12:
+        for place, token in enumerate(allowed):
+            if place == 0 or top_p[row] == 1.0 or before < float(top_p[row]) - 1e-12:
                 wanted.add(token)
-            before += float(mass[rank])
+            before += float(mass[place])
         assert set(torch.isfinite(kept[row]).nonzero()[:, 0].tolist()) == wanted, row
 
 
