@@ -24,7 +24,7 @@ from pensieve.scheduler.sequence import Sequence
 from pensieve.session import Session
 from pensieve.worker.base import Worker
 
-_LOOKED_AT = 4  # conversations that are over, whenever one more is: of four that are kept three have KV at least
+_LOOKED_AT = 4  # sessions that are over, whenever one more is: of four that are kept three have KV at least
 _LONG_ROW = 128  # positions of a row whose time the cost model should tell
 
 
@@ -83,12 +83,12 @@ class Engine:
         self._decode_text = decode_text
         self._launched: deque[Step] = deque()  # oldest first
         self._sequences: dict[int, Sequence] = {}  # requests under way, by id
-        self._under_way: dict[str, int] = {}  # conversation -> its requests under way
+        self._under_way: dict[str, int] = {}  # session name -> its requests under way
         self._cost = cost
         self._prices = PositionPrices(cost, cache.chunk_tokens) if cost is not None else None
         self._idle = IdleSessions(limits or MemoryLimits())
         self._arrived = 0  # requests, ever
-        self._over: deque[Session] = deque()  # conversations that will not be asked again
+        self._over: deque[Session] = deque()  # sessions that will not be asked again
         self.progressed = False
         """The last step performed a plan or finished copies; else only an arrival or time can change anything."""
         self.counts_windows = False
@@ -102,13 +102,13 @@ class Engine:
 
     @property
     def next_expiry_ns(self) -> int | None:
-        """When a `step` will forget the next idle conversation for its age; None: not before another request ends."""
+        """When a `step` will forget the next idle session for its age; None: not before another request ends."""
         return self._idle.next_expiry_ns
 
     def submit(self, request: Request) -> None:
         """Queue a request; one that can never be served comes out of the next `step` as refused."""
         self.cache.at(self.clock.now_ns())
-        self._forget_surplus()  # may be this very conversation: whoever returns too late begins anew
+        self._forget_surplus()  # may be this very session: whoever returns too late begins anew
         now_s = self.clock.now_s()
         known = self.cache.find(request.session)
         session = known or self.cache.open(request.session, now_s, request.tenant)
@@ -133,7 +133,7 @@ class Engine:
         self.scheduler.submit(sequence, now_s)
 
     def cancel(self, request_id: int, status: str) -> None:
-        """End a request early. What it generated so far stays in the conversation; a turn without any output is undone."""
+        """End a request early. What it generated so far stays in the session; a turn without any output is undone."""
         sequence = self._sequences.get(request_id)
         if sequence is None or sequence.closed:
             return
@@ -142,13 +142,13 @@ class Engine:
         self._release(sequence)
 
     def expect(self, session: str, next_use_s: float | None) -> None:
-        """Set when the schedule will ask a conversation again; read by offline policies only."""
+        """Set when the schedule will ask a session again; read by offline policies only."""
         known = self.cache.find(session)
         if known is not None:
             self.cache.expect(known, next_use_s)
 
     def forget(self, session: str | None) -> None:
-        """Free conversations that have no request under way; what is in flight is collected first."""
+        """Free sessions that have no request under way; what is in flight is collected first."""
         while self._launched:
             self._collect(None)
         self.cache.at(self.clock.now_ns())
@@ -159,7 +159,7 @@ class Engine:
                 self.cache.forget(known)
 
     def ended(self, session: str) -> None:
-        """Let go of a conversation that nobody will ask again, without any change for others: its KV stays until its blocks
+        """Let go of a session that nobody will ask again, without any change for others: its KV stays until its blocks
         are needed, and its tokens and chunk records are deleted then."""
         known = self.cache.find(session)
         if known is not None:
@@ -172,7 +172,7 @@ class Engine:
                 self._idle.let_go(over)
 
     def disown(self, session: str, tenant: str, tokens: TokenArray[int]) -> None:
-        """`forget` a conversation, and delete what an earlier engine left of it on disk. tokens: all but the last had KV.
+        """`forget` a session, and delete what an earlier engine left of it on disk. tokens: all but the last had KV.
         Does nothing while it has a request under way."""
         self.forget(session)  # it may have been asked since, and the turn come to nothing
         if tokens and self.cache.find(session) is None:
@@ -181,7 +181,7 @@ class Engine:
             self.cache.forget(known)
 
     def receive(self, session: str, tenant: str, tokens: TokenArray[int], lengths: Many[int]) -> int:
-        """Take over KV of a conversation from another engine (CacheManager.receive). Returns how many tokens of it were
+        """Take over KV of a session from another engine (CacheManager.receive). Returns how many tokens of it were
         taken: 0 while it has a request under way."""
         if session in self._under_way:
             return 0
@@ -226,7 +226,7 @@ class Engine:
         return step
 
     def _forget_surplus(self) -> None:
-        """Forget conversations that were idle for too long, or are too many."""
+        """Forget sessions that were idle for too long, or are too many."""
         for session in self._idle.take_surplus(self.clock.now_ns()):
             self.counters.forgotten_sessions += 1
             if session is not None:
@@ -390,7 +390,7 @@ class Engine:
 
     def _fail_step(self, step: Step, error: str, now_s: float) -> None:
         """Fail the requests that had a part of the plan, also those it only swapped in, and those that run on KV that its
-        copies should have brought. Where conversations share blocks, a request that was admitted after the plan was
+        copies should have brought. Where sessions share blocks, a request that was admitted after the plan was
         launched may read a block that it wrote, and fails too. Nobody else is touched."""
         self.counters.failed_steps += 1
         failing = [*step.members, *self._running_on(self.cache.void(step.tickets))]
@@ -454,7 +454,7 @@ class Engine:
         self._remove(sequence)
 
     def _remove(self, sequence: Sequence) -> None:
-        """Stop counting the request as under way; its conversation becomes idle if it has no other."""
+        """Stop counting the request as under way; its session becomes idle if it has no other."""
         if self._sequences.pop(sequence.request.id, None) is not None:
             name = sequence.session.name
             self._under_way[name] -= 1

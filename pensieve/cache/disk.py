@@ -2,7 +2,7 @@
 
 A chunk goes there when it would be lost: its CPU block is wanted (or its GPU block, where it was not on CPU), and the copy on
 disk is what stays. It comes back straight to a GPU block. The store knows chunks by content (block_hash.py): the name of a
-chunk is a digest of its tenant and of all tokens up to its end, so a conversation can only find KV of its very tokens,
+chunk is a digest of its tenant and of all tokens up to its end, so a session can only find KV of its very tokens,
 also after a restart, and whatever became of the file meanwhile.
 
 This module decides; it reads and writes nothing. A worker does that in a thread, so that each read finds what the writes
@@ -26,7 +26,7 @@ from pensieve.session import Session, runs_of
 class DiskTier:
     """An index of the file store, least recently written or read first: that is who gives up a block.
 
-    Full chunks only: the last one of a conversation, partly filled, is computed again with the next message. counts: what it
+    Full chunks only: the last one of a session, partly filled, is computed again with the next message. counts: what it
     has done, by metric name.
     """
 
@@ -159,7 +159,7 @@ class DiskTier:
                 if self._holders is not None:
                     self._holders.take(block, 1)
 
-    # -- conversations ------------------------------------------------------------------------------------------------
+    # -- sessions -----------------------------------------------------------------------------------------------------
 
     def cut(self, session: Session, length: int) -> None:
         """Drop the names of chunks beyond the first `length` tokens. What the disk has of them stays: the same may be said
@@ -169,12 +169,12 @@ class DiskTier:
             chain.cut(length)
 
     def forget(self, session: Session) -> None:
-        """Delete all chunks of the conversation from the store, also those that a fork has in common with it."""
+        """Delete all chunks of the session from the store, also those that a fork has in common with it."""
         self.missing(list(self._chain(session).upto(session.tokens, session.computed)))
         del self._chains[session.number]
 
     def count_holding(self, holders: Holders) -> None:
-        """Report from now on which conversation pays for a block: the one that wrote or read it last."""
+        """Report from now on which session pays for a block: the one that wrote or read it last."""
         self._holders = holders
         for block in self._block_of.values():
             holders.give(block, 1, NOBODY_NOW)

@@ -1,4 +1,4 @@
-"""Automatic prefix caching: full blocks shared by content across conversations, least recently used (as vLLM and SGLang)."""
+"""Automatic prefix caching: full blocks shared by content across sessions, least recently used (as vLLM and SGLang)."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class PrefixCache(OneTier):
     def __init__(self, *, policy: EvictionPolicy, chunk_tokens: int, gpu_blocks: int, cpu_blocks: int = 0) -> None:
         super().__init__(chunk_tokens, gpu_blocks)
         self.gpu = BlockPool(gpu_blocks)
-        self._tables: dict[int, list[int]] = {}  # conversation -> blocks, while a request of it runs
-        self._computed: dict[int, int] = {}  # conversation -> positions with KV in its table
+        self._tables: dict[int, list[int]] = {}  # session number -> blocks, while a request of it runs
+        self._computed: dict[int, int] = {}  # session number -> positions with KV in its table
         self._references: dict[int, int] = {}
         self._block_of: dict[BlockHash, int] = {}
         self._hash_of: dict[int, BlockHash] = {}
@@ -62,7 +62,7 @@ class PrefixCache(OneTier):
         return found.ljust(chunks_of(len(tokens), size), "-")
 
     def demand(self, session: Session, keep: int, length: int) -> Demand:
-        """What other conversations share is not counted: it may only make the admission cheaper."""
+        """What other sessions share is not counted: it may only make the admission cheaper."""
         matched = self._match(session, session.tokens, min(keep, length - 1))
         idle = sum(block in self._idle for block in matched)
         return Demand(blocks=chunks_of(length + 1, self.chunk_tokens) - len(matched), own_available=idle)

@@ -10,7 +10,7 @@ chunk's first position, so what is missing is always a suffix:
 An offset is on GPU if it is below gpu_len, else on CPU if it is below cpu_len, else missing. While a chunk is computed again
 its gpu_len grows, and above it the copy on CPU still counts.
 
-Session.computed counts positions of the conversation, not offsets. What is missing below it was dropped or evicted and is
+Session.computed counts positions of the session, not offsets. What is missing below it was dropped or evicted and is
 computed again from its raw tokens; what is missing above it is computed for the first time:
 
     tokens      |------------------------------------------------|  len(tokens)
@@ -191,7 +191,7 @@ class Tiers:
             self.duplicates.pop((session.number, index), None)
 
     def cut(self, session: Session, length: int) -> None:
-        """Give up the KV beyond the conversation's first `length` tokens."""
+        """Give up the KV beyond the session's first `length` tokens."""
         size, chunks = self.chunk_tokens, session.chunks
         self.discard(session, chunks_of(length, size))
         if chunks and length % size:
@@ -232,7 +232,7 @@ class Tiers:
         lengths[start:stop] = repeated(0, len(blocks))
 
     def move(self, source: Session, target: Session, count: int) -> None:
-        """Move the first `count` chunks of an idle conversation to a new one, except those that a copy reads or writes."""
+        """Move the first `count` chunks of an idle session to a new one, except those that a copy reads or writes."""
         old, new = source.chunks, target.chunks
         assert not new
         count = min(count, len(old))
@@ -623,7 +623,7 @@ class Transfers:
 class CpuRoom:
     """CPU blocks for the chunks of one round of copies: free ones, then those of duplicates, then of the policy's victims.
 
-    giving: a waiting conversation, and clean chunks of it: their CPU blocks count as those of duplicates.
+    giving: a waiting session, and clean chunks of it: their CPU blocks count as those of duplicates.
     """
 
     def __init__(self, tiers: Tiers, now_s: float, giving: tuple[Session, list[int]] | None = None) -> None:
@@ -672,7 +672,7 @@ class CpuRoom:
 def residency_of(
     session: Session, keep: int, prompt: int, known: int | None, chunk_tokens: int, early: Collection[int] = ()
 ) -> Residency:
-    """Where the history of a prompt is. prompt: its tokens, of which the first `keep` are the conversation's own. known:
+    """Where the history of a prompt is. prompt: its tokens, of which the first `keep` are the session's own. known:
     overrides the length of the history. early: chunks that were loaded for this very prompt, and so count as on CPU."""
     history = min(keep, session.computed, prompt - 1) if known is None else min(known, prompt - 1)
     gpu_hit = cpu_hit = 0

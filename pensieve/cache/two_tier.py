@@ -27,7 +27,7 @@ _STAGES = 8  # an exchange that has no GPU block to begin with makes room for so
 class TwoTierCache(CacheManager):
     """Decides what is copied, loaded, computed again and lost; tiers.py keeps where everything is.
 
-    Every KV position of a conversation is on GPU, on CPU, or missing (its raw token is kept, so it can be recomputed). With
+    Every KV position of a session is on GPU, on CPU, or missing (its raw token is kept, so it can be recomputed). With
     cpu_blocks = 0 it is the GPU-only baseline: evicting a chunk drops it, and every idle chunk counts as available.
     """
 
@@ -119,7 +119,7 @@ class TwoTierCache(CacheManager):
             residency = replace(residency, missed=residency.missed + edited)
         if (
             self.disk is not None
-        ):  # one block on disk serves all conversations that begin alike, and nobody counts what that saves
+        ):  # one block on disk serves all sessions that begin alike, and nobody counts what that saves
             residency = replace(residency, elsewhere=None, anywhere=None)
         if keep < len(session.tokens):
             self.truncate(session, keep)
@@ -331,7 +331,7 @@ class TwoTierCache(CacheManager):
         return loads, outward
 
     def _load_early(self, session: Session, now_s: float) -> tuple[Copy, ...]:
-        """Load as many CPU chunks of a waiting conversation as there are GPU blocks for without a copy."""
+        """Load as many CPU chunks of a waiting session as there are GPU blocks for without a copy."""
         chunks = session.chunks
         most = max(self.available - chunks.view.count(View.CLEAN), 0)
         behind = [index for index, view in enumerate(chunks.view) if view == View.CPU_ONLY][:most]
@@ -366,7 +366,7 @@ class TwoTierCache(CacheManager):
             take(sessions[number], start, stop)
 
     def _of_others(self, victims: VictimIndex, session: Session, view: View, count: int, now_s: float) -> list[Victim]:
-        """Choose at most `count` victims among the other conversations, whatever its own chunks are worth to the policy."""
+        """Choose at most `count` victims among the other sessions, whatever its own chunks are worth to the policy."""
         own = session.chunks.view.count(view)
         return [victim for victim in victims.choose(count + own, now_s) if victim[3] != session.number][:count]
 
@@ -421,7 +421,7 @@ class TwoTierCache(CacheManager):
 
     def fork(self, parent: Session, child: Session, length: int, takes_kv: bool) -> None:
         """Move the whole chunks that both have in common to a child that takes KV, since a block belongs to one
-        conversation. The parent keeps their raw tokens, as of chunks that were dropped."""
+        session. The parent keeps their raw tokens, as of chunks that were dropped."""
         super().fork(parent, child, length, takes_kv)
         self.make_room_for(child, child.last_active_s)
         if takes_kv and not parent.running and not parent.waiting:

@@ -16,14 +16,14 @@ _Key = tuple[int, Hashable, int]  # level, policy bucket, how many of the policy
 _Entry = tuple[float, float, int, int, int]  # policy order, last active, session number, chunk, stamp
 _Head = tuple[int, float, float, int, int, int, _Key]  # level, score, last active, session number, chunk, stamp, key
 _COMPACT_BELOW = 64
-_STRETCH = 64  # chunks of a conversation whose scores are asked at once
+_STRETCH = 64  # chunks of a session whose scores are asked at once
 _MANY = 5000  # chunks chosen, which justify a compiler
 _INFINITE = float("inf")
 _NOT_ENTERED = -1  # the stamp of a lead that no heap has an entry of
 
 
 class _Lead:
-    """The chunks of one conversation in an index: how many, and the first of them."""
+    """The chunks of one session in an index: how many, and the first of them."""
 
     __slots__ = ("chunk", "count", "key", "passed", "session", "since_s", "stamp")
 
@@ -40,14 +40,14 @@ class _Lead:
 class VictimIndex:
     """The chunks of one View, ready to be taken in the policy's order.
 
-    There is a heap for each policy bucket and level (1: conversations with a waiting request, taken only after those that
-    have none), with the first chunk of each of its conversations. A choice compares the heads of the heaps. For retention
+    There is a heap for each policy bucket and level (1: sessions with a waiting request, taken only after those that
+    have none), with the first chunk of each of its sessions. A choice compares the heads of the heaps. For retention
     value a bucket is the index of that chunk: the chunks of a bucket cost the same to recompute, so their order by last
-    active never changes. One heap over all would be wrong, because the order of two conversations of different cost changes
-    with time; a scan would grow with the number of idle conversations. Outdated entries stay in a heap until they reach its
+    active never changes. One heap over all would be wrong, because the order of two sessions of different cost changes
+    with time; a scan would grow with the number of idle sessions. Outdated entries stay in a heap until they reach its
     top or outnumber the valid ones.
 
-    Where a policy has ages, a conversation moves to the next heap of its bucket as it passes one: a choice begins with those
+    Where a policy has ages, a session moves to the next heap of its bucket as it passes one: a choice begins with those
     that have passed one since the last choice.
     """
 
@@ -91,21 +91,21 @@ class VictimIndex:
             self._enter(lead, first)
 
     def remove_session(self, session: Session) -> None:
-        """Remove all chunks of a conversation, which starts to run; the caller resets their views."""
+        """Remove all chunks of a session, which starts to run; the caller resets their views."""
         lead = self._leads.pop(session.number, None)
         if lead is not None:
             self.chunks -= lead.count
             self._leave(lead)
 
     def refresh(self, session: Session) -> None:
-        """Sort a conversation in anew: its last active, next use or level has changed."""
+        """Sort a session in anew: its last active, next use or level has changed."""
         lead = self._leads.get(session.number)
         if lead is not None:
             self._enter(lead, lead.chunk)
 
     def choose(self, count: int, now_s: float, whole: bool = False) -> list[Victim]:
         """The first `count` chunks in the order of eviction, or as many as there are; none leaves the index yet. whole: where
-        the policy evicts whole conversations, as many more as the last one has."""
+        the policy evicts whole sessions, as many more as the last one has."""
         whole = whole and self._whole
         if self._policy.version != self._version:
             self._reorder()
@@ -119,7 +119,7 @@ class VictimIndex:
         return {number: self._leads[number].session for number in {victim[3] for victim in victims}}
 
     def spans(self, victims: list[Victim]) -> list[Span]:
-        """Return the chunks of a choice as runs, those of one conversation together."""
+        """Return the chunks of a choice as runs, those of one session together."""
         return self._loops.spans(victims)
 
     def victims(self, now_s: float) -> Iterator[tuple[Session, int]]:
@@ -165,7 +165,7 @@ class VictimIndex:
         return chosen
 
     def _merge(self, count: int, now_s: float, whole: bool) -> list[Victim]:
-        """For a policy that tells the scores of a run: the first entries of the buckets and, of each conversation that has
+        """For a policy that tells the scores of a run: the first entries of the buckets and, of each session that has
         given up a chunk, the next one compete. Nothing moves in the heaps."""
         self._grow_older(now_s)
         if self._told >= _MANY and self._loops is PLAIN and self._floats:
@@ -218,7 +218,7 @@ class VictimIndex:
         return {number: (lead.chunk, lead.count) for number, lead in self._leads.items()}
 
     def _leave(self, lead: _Lead) -> None:
-        """Make the conversation's entry in its heap invalid."""
+        """Make the session's entry in its heap invalid."""
         self._valid[lead.key] -= 1
         self._touch(lead.key)
         lead.stamp = _NOT_ENTERED
@@ -252,7 +252,7 @@ class VictimIndex:
         self._touch(key)
 
     def _grow_older(self, now_s: float) -> None:
-        """Move the conversations that have passed an age since the last choice to the heap of that age."""
+        """Move the sessions that have passed an age since the last choice to the heap of that age."""
         aging, moved = self._aging, []
         while aging and aging[0][0] <= now_s:
             _, _, lead, since_s = heapq.heappop(aging)
@@ -298,11 +298,11 @@ class VictimIndex:
         while heap:
             entry = heap[0]
             if self._is_valid(entry):
-                order, last_active, conversation, chunk, stamp = entry
+                order, last_active, number, chunk, stamp = entry
                 score = self._policy.score(key[1], order, now_s)
                 if not _is_key(score):
-                    refuse_key(self._policy, "score", score, self._leads[conversation].session.name)
-                return (key[0], score, last_active, conversation, chunk, stamp, key)
+                    refuse_key(self._policy, "score", score, self._leads[number].session.name)
+                return (key[0], score, last_active, number, chunk, stamp, key)
             heapq.heappop(heap)
         if heap is not None:
             del self._heaps[key], self._valid[key]

@@ -128,7 +128,7 @@ class Scheduler:
         return sequence.refusal(self.cache.chunk_tokens, self.cache.request_blocks, self._max_context)
 
     def take_refused(self) -> list[tuple[Sequence, RequestRefused]]:
-        """Return, once, the requests whose conversation outgrew the machine while they waited."""
+        """Return, once, the requests whose session outgrew the machine while they waited."""
         refused, self._refused = self._refused, []
         return refused
 
@@ -161,7 +161,7 @@ class Scheduler:
         return self._launch(draft, rows, self._repeat(rows), horizon_ns)
 
     def remove(self, sequence: Sequence, now_s: float) -> None:
-        """Remove a request that is over: its blocks may be evicted, and the next turn of its conversation may start."""
+        """Remove a request that is over: its blocks may be evicted, and the next turn of its session may start."""
         if sequence.slot is None:
             self._remove_waiting(sequence, now_s)
             return
@@ -259,7 +259,7 @@ class Scheduler:
         if sequence.preempted:
             admission = cache.resume(session, now_s)
         else:
-            sequence.remember_conversation(keep)
+            sequence.remember_session(keep)
             admission = cache.admit(session, keep, sequence.suffix(keep), sequence.request.known_tokens, now_s)
         cache.unmark_waiting(session, sequence.arrival, now_s)
         sequence.start(admission, self._slots.pop(), now_s)
@@ -471,16 +471,16 @@ class Scheduler:
 
 
 class WaitingQueue:
-    """Requests that wait, in the order of arrival, the turns of one conversation one after the other.
+    """Requests that wait, in the order of arrival, the turns of one session one after the other.
 
-    Nobody overtakes a deferred head; only a request whose conversation is still busy with an earlier one is passed over: it
+    Nobody overtakes a deferred head; only a request whose session is still busy with an earlier one is passed over: it
     is parked, and gets the place of its own arrival when that one ends.
     """
 
     def __init__(self) -> None:
         self._ready: list[tuple[int, Sequence]] = []  # a heap, by arrival
         self._parked: dict[str, deque[Sequence]] = {}
-        self._busy: set[str] = set()  # conversations that have a request ready or running
+        self._busy: set[str] = set()  # names of the sessions that have a request ready or running
         self._gone: set[int] = set()  # arrivals of those that were removed and are still in the heap
         self._size = 0
 
@@ -498,7 +498,7 @@ class WaitingQueue:
             heapq.heappush(self._ready, (sequence.arrival, sequence))
 
     def push_back(self, sequence: Sequence) -> None:
-        """Queue a preempted request again; its conversation is busy with it already."""
+        """Queue a preempted request again; its session is busy with it already."""
         self._size += 1
         heapq.heappush(self._ready, (sequence.arrival, sequence))
 
@@ -515,7 +515,7 @@ class WaitingQueue:
         return head
 
     def ended(self, session: str) -> None:
-        """Record that the conversation's current request is over: the next parked one, if any, becomes ready."""
+        """Record that the session's current request is over: the next parked one, if any, becomes ready."""
         parked = self._parked.get(session)
         if not parked:
             self._busy.discard(session)
@@ -526,7 +526,7 @@ class WaitingQueue:
         heapq.heappush(self._ready, (following.arrival, following))
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a request that was cancelled while it waited. If its conversation was busy with it, the next one becomes
+        """Remove a request that was cancelled while it waited. If its session was busy with it, the next one becomes
         ready."""
         self._size -= 1
         name = sequence.session.name
