@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from pensieve.cost.base import CostModel
 from pensieve.holding import Holding
@@ -12,6 +13,9 @@ from pensieve.ledger import Loss, Missed, joined
 from pensieve.plan import Copy, DiskLoad, DiskStore
 from pensieve.request import TokenArray
 from pensieve.session import Session
+
+if TYPE_CHECKING:
+    from pensieve.cache.disk import DiskTier
 
 Run = tuple[int, int]
 """Half-open interval of positions."""
@@ -171,6 +175,8 @@ class CacheManager(ABC):
         """For whose request room is being made: what is given up meanwhile is its doing. The scheduler says it."""
         self.holding: Holding | None = None
         """What each session holds, where that is counted."""
+        self.disk: DiskTier | None = None
+        """The tier below the CPU's, where there is one."""
         self.sessions: dict[str, Session] = {}
         self._sessions_made = 0
 
@@ -217,11 +223,11 @@ class CacheManager(ABC):
     @property
     def disk_blocks(self) -> int:
         """Chunks that its disk tier holds at most; 0: it has none."""
-        return 0
+        return 0 if self.disk is None else self.disk.blocks
 
     @property
     def disk_blocks_used(self) -> int:
-        return 0
+        return 0 if self.disk is None else self.disk.used
 
     def free_blocks(self) -> tuple[set[int], set[int]]:
         """GPU and CPU blocks that nobody may read, as far as it knows them by number; for tests."""
@@ -344,15 +350,16 @@ class CacheManager(ABC):
     @property
     def has_disk_work(self) -> bool:
         """Writes to disk or reads from it were decided that no plan has taken yet."""
-        return False
+        return self.disk is not None and self.disk.has_work
 
     def take_disk_work(self) -> tuple[DiskStore | DiskLoad, ...]:
         """Return, once, the writes to disk and the reads from it that the plan being made shall perform."""
-        return ()
+        return () if self.disk is None else self.disk.take_work()
 
     def not_on_disk(self, keys: Iterable[bytes]) -> None:
         """Remove these chunks from the index of the disk tier: the file store does not hold them."""
-        return None
+        if self.disk is not None:
+            self.disk.missing(keys)
 
     # -- lifecycle ----------------------------------------------------------------------------------------------------
 
@@ -379,9 +386,8 @@ class CacheManager(ABC):
     def at(self, now_ns: int) -> None:
         """Set the time, in ns of the engine's clock, at which the following changes count as made."""
         if self.holding is not None:
-            self.holding.now_ns = max(
-                self.holding.now_ns, now_ns
-            )  # with plans in flight one ends before the next was made
+            # With plans in flight, the time at which one ended may be before that at which the next was made.
+            self.holding.now_ns = max(self.holding.now_ns, now_ns)
 
     def open(self, name: str, now_s: float, tenant: str = "") -> Session:
         """Return the session of that name; make it if it is new."""
