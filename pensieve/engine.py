@@ -24,7 +24,7 @@ from pensieve.scheduler.sequence import Sequence
 from pensieve.session import Session
 from pensieve.worker.base import Worker
 
-_LOOKED_AT = 4  # sessions that are over, whenever one more is: of four that are kept three have KV at least
+_LOOKED_AT = 4  # ended sessions looked at whenever one more ends; so at most one in four of those kept has no KV left
 _LONG_ROW = 128  # positions of a row whose time the cost model should tell
 
 
@@ -107,7 +107,7 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request; one that can never be served comes out of the next `step` as refused."""
-        self.cache.at(self.clock.now_ns())
+        self.cache.set_time(self.clock.now_ns())
         self._forget_surplus()  # may be this very session: whoever returns too late begins anew
         now_s = self.clock.now_s()
         known = self.cache.find(request.session)
@@ -137,7 +137,7 @@ class Engine:
         sequence = self._sequences.get(request_id)
         if sequence is None or sequence.closed:
             return
-        self.cache.at(self.clock.now_ns())
+        self.cache.set_time(self.clock.now_ns())
         self._close(sequence, status, None, self.clock.now_s())
         self._release(sequence)
 
@@ -151,7 +151,7 @@ class Engine:
         """Free sessions that have no request under way; what is in flight is collected first."""
         while self._launched:
             self._collect(None)
-        self.cache.at(self.clock.now_ns())
+        self.cache.set_time(self.clock.now_ns())
         for name in [session] if session is not None else self.cache.names():
             known = self.cache.find(name)
             if known is not None and name not in self._under_way:
@@ -185,7 +185,7 @@ class Engine:
         taken: 0 while it has a request under way."""
         if session in self._under_way:
             return 0
-        self.cache.at(self.clock.now_ns())
+        self.cache.set_time(self.clock.now_ns())
         known = self.cache.open(session, self.clock.now_s(), tenant)
         taken = self.cache.receive(known, tokens, lengths, self.clock.now_s())
         self._idle.add(known, self.clock.now_ns())
@@ -214,7 +214,7 @@ class Engine:
         """Plan the next iteration, and close the requests that turn out to be too large for the machine."""
         began = time.perf_counter_ns()
         now_s = self.clock.now_s()
-        self.cache.at(self.clock.now_ns())
+        self.cache.set_time(self.clock.now_ns())
         self._forget_surplus()
         expiry_ns = self._idle.next_expiry_ns
         horizon_ns = until_ns if expiry_ns is None or (until_ns is not None and until_ns < expiry_ns) else expiry_ns
@@ -245,17 +245,17 @@ class Engine:
     def _commit(self, result: StepResult) -> None:
         """Apply what the worker has done to the cache and to the requests."""
         self._count_result(result)
-        self.cache.at(self.clock.now_ns() if result.ended_ns is None else result.ended_ns)
-        self.cache.not_on_disk(result.unkept)
+        self.cache.set_time(self.clock.now_ns() if result.ended_ns is None else result.ended_ns)
+        self.cache.remove_from_disk(result.unkept)
         repeats = result.repeats if result.repeats is not None and result.repeats.ended_ns else None
         if result.failed and repeats is None:
             self._fail_copies(result.failed)
-        misled = self._running_on(self.cache.void(result.unread)) if result.unread else []
+        misread = self._running_on(self.cache.void(result.unread)) if result.unread else []
         if self.scheduler.disk_reads is not None:
             self.scheduler.disk_reads.done((*result.done, *result.unread))
         if result.step is None:
             self.cache.complete(result.done)
-            self._start_over(misled)
+            self._start_over(misread)
             return
         step = self._launched.popleft()
         assert step.plan.step == result.step, "plans are collected in the order of their launch"
@@ -269,17 +269,17 @@ class Engine:
             self._fail_step(step, result.error, now_s)
         elif repeats is None:
             self.cache.complete(result.done)
-            self._commit_rows(step, result, now_s, misled)
+            self._commit_rows(step, result, now_s, misread)
         else:  # its copies ended with the last iteration, if any did
-            self._commit_rows(step, result, now_s, misled)
+            self._commit_rows(step, result, now_s, misread)
             self._commit_repeats(step, repeats, now_s)
-            self.cache.at(repeats.ended_ns[-1])
+            self.cache.set_time(repeats.ended_ns[-1])
             self._fail_copies(result.failed)
             self.cache.complete(result.done)
         for sequence in step.members:
             if sequence.closed:
                 self._release(sequence)
-        self._start_over(misled)
+        self._start_over(misread)
 
     def _count_result(self, result: StepResult) -> None:
         counters = self.counters
@@ -307,15 +307,15 @@ class Engine:
                     count = moved // blocks * len(copy.src) if result.error is None else None
                     sequence.record.copied(column, count)
 
-    def _commit_rows(self, step: Step, result: StepResult, now_s: float, misled: Many[Sequence]) -> None:
+    def _commit_rows(self, step: Step, result: StepResult, now_s: float, misread: Many[Sequence]) -> None:
         """Give times and tokens to the requests that had a row. A request that was closed meanwhile gets none, and the
-        cache was never told of its position. misled: requests whose rows read something else from disk than was asked for;
+        cache was never told of its position. misread: requests whose rows read something else from disk than was asked for;
         what they computed is discarded."""
         self._count_prediction(step, step.rows[0][1] if step.rows else (), result.compute_ns)
         for sequence, runs in step.rows:
-            if sequence in misled:
-                sequence.disregard()
-                self.cache.fail(sequence.session, runs)
+            if sequence in misread:
+                sequence.discard_result()
+                self.cache.invalidate(sequence.session, runs)
                 continue
             if sequence.closed:
                 continue
@@ -395,7 +395,7 @@ class Engine:
         self.counters.failed_steps += 1
         failing = [*step.members, *self._running_on(self.cache.void(step.tickets))]
         for sequence, runs in step.rows:
-            self.cache.fail(sequence.session, runs)
+            self.cache.invalidate(sequence.session, runs)
         if self.cache.shares:
             failing += [sequence for later in self._launched for sequence in later.admitted]
         self._fail_requests(failing, error, now_s)
@@ -405,9 +405,9 @@ class Engine:
         failing = self._running_on(self.cache.void(tickets))
         self._fail_requests(failing, "A copy between the CPU and the GPU tier failed.", self.clock.now_s())
 
-    def _start_over(self, misled: Many[Sequence]) -> None:
+    def _start_over(self, misread: Many[Sequence]) -> None:
         """Make these requests wait again, and compute what they could not read."""
-        for sequence in misled:
+        for sequence in misread:
             if not sequence.closed and sequence.slot is not None:
                 self.scheduler.start_over(sequence, self.clock.now_s())
 
@@ -419,7 +419,7 @@ class Engine:
         for later in self._launched:
             for sequence, runs in later.rows:
                 if sequence in failing:
-                    self.cache.fail(sequence.session, runs)
+                    self.cache.invalidate(sequence.session, runs)
         for sequence in failing:
             if not sequence.closed:
                 self._close(sequence, "failed", None, now_s, error)

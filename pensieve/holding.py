@@ -26,7 +26,7 @@ EARLIER = "(an earlier run)"
 
 NOBODY_NOW = -1  # the number of EARLIER: no session of this run
 _BEYOND = 1 << 63
-_LOOKED_AT = 4  # sessions that may hold nothing any more, whenever one more is over
+_LOOKED_AT = 4  # closed accounts looked at whenever one more closes; so at most one in four of those kept holds nothing
 _FREE = -2  # of a block that is in its pool
 
 

@@ -103,7 +103,7 @@ class Watch:
 
 def held(engine: Engine) -> dict[tuple[str, str], Held]:
     assert engine.cache.holding is not None
-    engine.cache.at(engine.clock.now_ns())
+    engine.cache.set_time(engine.clock.now_ns())
     return engine.cache.holding.until_now()  # type: ignore[return-value]
 
 
@@ -167,7 +167,7 @@ def test_stateless_holds_nothing_beyond_what_runs() -> None:
 def moment(engine: Engine, ns: int) -> None:
     assert isinstance(engine.clock, VirtualClock)
     engine.clock.advance_to(ns)
-    engine.cache.at(ns)
+    engine.cache.set_time(ns)
 
 
 def test_a_shared_block_is_paid_by_who_ran_with_it_last() -> None:
@@ -219,7 +219,7 @@ def test_chunks_of_an_earlier_run_are_paid_by_nobody_until_they_are_read() -> No
     tier.read(session, [(0, 1)], ticket=1)
     holding.now_ns = 80
     assert holding.until_now() == {(EARLIER, "disk"): Held(50 + 80, 50 + 80), ("a", "disk"): Held(30, 30)}
-    tier.missing([one, two])
+    tier.remove([one, two])
     holding.now_ns = 1000
     assert holding.until_now() == {(EARLIER, "disk"): Held(50 + 80, 50 + 80), ("a", "disk"): Held(30, 30)}
 

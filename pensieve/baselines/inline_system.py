@@ -151,7 +151,7 @@ class InlineSystem(EngineSystem):
             self._ended = self._ended or why
             begun, self._inbox = self._inbox, deque()
         self._listeners.update((entry[0].id, entry[1]) for entry in begun if not callable(entry))
-        self._disappoint(WorkerError(self._ended))
+        self._fail_listeners(WorkerError(self._ended))
 
     def _run(self, until_ns: int | None) -> list[Event]:
         self._empty_inbox()

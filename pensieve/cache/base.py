@@ -296,7 +296,7 @@ class CacheManager(ABC):
         sessions that lost KV on GPU by it; their requests cannot go on."""
 
     @abstractmethod
-    def fail(self, session: Session, written: Iterable[Run]) -> None:
+    def invalidate(self, session: Session, written: Iterable[Run]) -> None:
         """Invalidate the KV on GPU of every chunk that holds one of these positions: the plan that computed them failed."""
 
     @abstractmethod
@@ -316,10 +316,10 @@ class CacheManager(ABC):
         """As `release`, for a request that waits again: its turn is not over."""
         self.release(session, now_s)
 
-    def make_room_for(self, session: Session, now_s: float) -> None:
+    def attribute_losses_to(self, session: Session, now_s: float) -> None:
         """Attribute what is given up from now on to a request of this session."""
         self.taker = Loss(session.name, now_s)
-        self.at(round(now_s * 1e9))
+        self.set_time(round(now_s * 1e9))
 
     # -- evict --------------------------------------------------------------------------------------------------------
 
@@ -356,10 +356,10 @@ class CacheManager(ABC):
         """Return, once, the writes to disk and the reads from it that the plan being made shall perform."""
         return () if self.disk is None else self.disk.take_work()
 
-    def not_on_disk(self, keys: Iterable[bytes]) -> None:
+    def remove_from_disk(self, keys: Iterable[bytes]) -> None:
         """Remove these chunks from the index of the disk tier: the file store does not hold them."""
         if self.disk is not None:
-            self.disk.missing(keys)
+            self.disk.remove(keys)
 
     # -- lifecycle ----------------------------------------------------------------------------------------------------
 
@@ -383,7 +383,7 @@ class CacheManager(ABC):
     def _count_blocks(self, holding: Holding) -> None:
         """Have the pools report every block that they give out or take back to `holding`."""
 
-    def at(self, now_ns: int) -> None:
+    def set_time(self, now_ns: int) -> None:
         """Set the time, in ns of the engine's clock, at which the following changes count as made."""
         if self.holding is not None:
             # With plans in flight, the time at which one ended may be before that at which the next was made.

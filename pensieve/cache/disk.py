@@ -98,7 +98,7 @@ class DiskTier:
 
     # -- what is to be done -------------------------------------------------------------------------------------------
 
-    def leave(self, session: Session, start: int, stop: int, on_gpu: bool) -> None:
+    def store(self, session: Session, start: int, stop: int, on_gpu: bool) -> None:
         """Store the full ones of these chunks, which are about to give up the last blocks that have their KV."""
         chunks, size = session.chunks, self._size
         blocks, lengths = (chunks.gpu, chunks.gpu_len) if on_gpu else (chunks.cpu, chunks.cpu_len)
@@ -106,9 +106,9 @@ class DiskTier:
         for index in range(start, stop):
             # The last token's KV may be there, of a turn that was undone, and not count: its chunk has no name.
             if index < len(names) and lengths[index] == size:
-                self._store(names[index], on_gpu, blocks[index], session.number)
+                self._store_chunk(names[index], on_gpu, blocks[index], session.number)
 
-    def _store(self, name: BlockHash, on_gpu: bool, src: int, holder: int) -> None:
+    def _store_chunk(self, name: BlockHash, on_gpu: bool, src: int, holder: int) -> None:
         if name in self._block_of:
             self._block_of.move_to_end(name)
             self._pass_on([self._block_of[name]], holder)
@@ -150,7 +150,7 @@ class DiskTier:
         for ticket in tickets:
             self._reading.pop(ticket, None)
 
-    def missing(self, names: Iterable[BlockHash]) -> None:
+    def remove(self, names: Iterable[BlockHash]) -> None:
         """Free the blocks of these chunks, which the store lacks or holds damaged."""
         for name in names:
             block = self._block_of.pop(name, None)
@@ -170,7 +170,7 @@ class DiskTier:
 
     def forget(self, session: Session) -> None:
         """Delete all chunks of the session from the store, also those that a fork has in common with it."""
-        self.missing(list(self._chain(session).upto(session.tokens, session.computed)))
+        self.remove(list(self._chain(session).upto(session.tokens, session.computed)))
         del self._chains[session.number]
 
     def count_holding(self, holders: Holders) -> None:

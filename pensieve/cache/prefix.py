@@ -104,7 +104,7 @@ class PrefixCache(OneTier):
                     self.gpu.release((block,))
         del self._computed[session.number]
 
-    def fail(self, session: Session, written: Iterable[Run]) -> None:
+    def invalidate(self, session: Session, written: Iterable[Run]) -> None:
         size, table = self.chunk_tokens, self._tables[session.number]
         for start, stop in written:
             for block in table[start // size : chunks_of(stop, size)]:

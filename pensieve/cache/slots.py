@@ -118,7 +118,7 @@ class SlotCache(OneTier):
         slot = self._slot_of.pop(session.number)
         slot.session, slot.used_s = None, now_s
 
-    def fail(self, session: Session, written: Iterable[Run]) -> None:
+    def invalidate(self, session: Session, written: Iterable[Run]) -> None:
         slot = self._slot_of[session.number]
         del slot.tokens[min((start for start, _ in written), default=len(slot.tokens)) :]
 

@@ -74,8 +74,9 @@ class Tiers:
         self.clean = VictimIndex(policy, View.CLEAN)
         self.cpu_only = VictimIndex(policy, View.CPU_ONLY)
         self.duplicates: dict[tuple[int, int], Session] = {}  # by session number and chunk index
-        self.leaving: Callable[[Session, int, int, bool], None] = _stay_nowhere
-        """DISK TIER: told of each run of chunks that loses its last blocks to others, before it does: on GPU?"""
+        self.before_loss: Callable[[Session, int, int, bool], None] = _ignore_loss
+        """Called with each run of chunks (and whether they are on GPU) that is about to give up its last blocks to others: a
+        disk tier stores them then."""
         self._index = {View.DIRTY: self.dirty, View.CLEAN: self.clean, View.CPU_ONLY: self.cpu_only}
 
     # -- a session runs, or stops ---------------------------------------------------------------------------------------
@@ -171,14 +172,14 @@ class Tiers:
 
     def drop_gpu(self, session: Session, start: int, stop: int) -> None:
         """Free the GPU blocks of chunks that are not on CPU: their KV is lost, or on disk."""
-        self.leaving(session, start, stop, True)
+        self.before_loss(session, start, stop, True)
         self.free_gpu(session, start, stop)
         self.counters.evicted_chunks += stop - start
         self._lose(session, start, stop)
 
     def drop_cpu(self, session: Session, start: int, stop: int) -> None:
         """Free the CPU blocks of chunks that are not on GPU: their KV is lost, or on disk."""
-        self.leaving(session, start, stop, False)
+        self.before_loss(session, start, stop, False)
         self.free_cpu(session, start, stop)
         self._lose(session, start, stop)
 
@@ -248,14 +249,12 @@ class Tiers:
 
     # -- copies -----------------------------------------------------------------------------------------------------
 
-    def outward(self, session: Session, start: int, stop: int) -> CopyRun:
+    def prepare_copy_out(self, session: Session, start: int, stop: int) -> CopyRun:
         """Prepare the copy of dirty chunks to their CPU blocks, without starting it; the chunks leave their index."""
         chunks = session.chunks
         self._set_views(session, start, bytes(stop - start))
         # A block that held an older, shorter copy is overwritten with the same values, so that copy stays valid.
-        return CopyRun(
-            session, start, True, chunks.gpu[start:stop], chunks.cpu[start:stop], chunks.gpu_len[start:stop]
-        )
+        return CopyRun(session, start, True, chunks.gpu[start:stop], chunks.cpu[start:stop], chunks.gpu_len[start:stop])
 
     def copy_out(self, moves: list[CopyRun], order: Sequence[Victim], urgent: bool) -> tuple[Copy, ...]:
         """Start these copies to the CPU under one ticket. order: in which the chunks were chosen."""
@@ -299,7 +298,7 @@ class Tiers:
             moves, order = self.copies.close(ticket)
             running: dict[int, Session] = {}
             for moved in moves:
-                if self._landed(moved, valid) and moved.session.running:
+                if self._record_end(moved, valid) and moved.session.running:
                     lost[moved.session.name] = moved.session
                 if moved.session.running:
                     running[moved.session.number] = moved.session
@@ -310,7 +309,7 @@ class Tiers:
                 self._update_duplicates(running, moves, order)
         return list(lost.values())
 
-    def _landed(self, moved: CopyRun, valid: bool) -> bool:
+    def _record_end(self, moved: CopyRun, valid: bool) -> bool:
         """Update the records of the chunks of a copy that is over; returns whether KV on GPU was lost."""
         session, chunks = moved.session, moved.session.chunks
         lost = False
@@ -365,8 +364,8 @@ class Tiers:
             victims.changed(session, views.count(view) - before.count(view))
 
 
-def _stay_nowhere(session: Session, start: int, stop: int, on_gpu: bool) -> None:
-    """Do nothing with chunks that lose their last blocks: there is no disk tier."""
+def _ignore_loss(session: Session, start: int, stop: int, on_gpu: bool) -> None:
+    """Let chunks lose their last blocks: there is no disk tier."""
 
 
 def _views(gpu_len: TokenArray[int], cpu_len: TokenArray[int], copying: bytearray) -> bytes:

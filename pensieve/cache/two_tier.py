@@ -169,7 +169,7 @@ class TwoTierCache(CacheManager):
 
     def use_disk(self, blocks: int, load_s: float, layers: int, cost: CostModel, kept: Mapping[bytes, int]) -> None:
         self.disk = DiskTier(blocks, self.chunk_tokens, load_s, layers, cost, kept, self.counters.extra)
-        self.tiers.leaving = self.disk.leave
+        self.tiers.before_loss = self.disk.store
 
     def _read_from_disk(self, session: Session) -> tuple[int | None, tuple[Run, ...]]:
         """Start to read those chunks without KV for which reading is worth it; returns the ticket and the positions."""
@@ -214,7 +214,7 @@ class TwoTierCache(CacheManager):
         if self.disk is not None:
             self.disk.finished(tickets)
 
-    def fail(self, session: Session, written: Iterable[Run]) -> None:
+    def invalidate(self, session: Session, written: Iterable[Run]) -> None:
         size = self.chunk_tokens
         for start, stop in written:
             self.tiers.invalidate(session, start // size, chunks_of(stop, size))
@@ -240,8 +240,8 @@ class TwoTierCache(CacheManager):
         self._running -= 1
         self.tiers.unpin(session)
 
-    def make_room_for(self, session: Session, now_s: float) -> None:
-        super().make_room_for(session, now_s)
+    def attribute_losses_to(self, session: Session, now_s: float) -> None:
+        super().attribute_losses_to(session, now_s)
         self.tiers.taker = self.taker
 
     # -- evict --------------------------------------------------------------------------------------------------------
@@ -265,7 +265,9 @@ class TwoTierCache(CacheManager):
         """Free GPU blocks of clean chunks, whose KV stays on CPU; returns how many were freed."""
         return self._free_gpu(self.tiers.clean, self.tiers.reclaim, blocks, now_s)
 
-    def _free_gpu(self, victims: VictimIndex, take: Callable[[Session, int, int], None], blocks: int, now_s: float) -> int:
+    def _free_gpu(
+        self, victims: VictimIndex, take: Callable[[Session, int, int], None], blocks: int, now_s: float
+    ) -> int:
         if blocks <= 0 or not victims.chunks:
             return 0
         chosen = victims.choose(blocks, now_s, whole=True)
@@ -297,7 +299,9 @@ class TwoTierCache(CacheManager):
         kept, lost = self._find_cpu_room(chosen, sessions, now_s, giving)
         for number, start, stop in tiers.dirty.spans(lost):
             tiers.drop_gpu(sessions[number], start, stop)
-        moves = [tiers.outward(sessions[number], start, stop) for number, start, stop in tiers.dirty.spans(kept)]
+        moves = [
+            tiers.prepare_copy_out(sessions[number], start, stop) for number, start, stop in tiers.dirty.spans(kept)
+        ]
         return tiers.copy_out(moves, kept, urgent)
 
     def _find_cpu_room(
@@ -375,7 +379,7 @@ class TwoTierCache(CacheManager):
         for index, length in enumerate(lengths[: len(chunks)]):
             if length > chunks[index].resident_len > 0:
                 keep = min(keep, index * size)  # what is there of that chunk gives way to more of it
-        self.make_room_for(session, now_s)
+        self.attribute_losses_to(session, now_s)
         self.truncate(session, keep)
         session.extend(tokens[keep:])
         session.advance(len(tokens) - 1)
@@ -409,7 +413,7 @@ class TwoTierCache(CacheManager):
         """Move the whole chunks that both have in common to a child that takes KV, since a block belongs to one
         session. The parent keeps their raw tokens, as of chunks that were dropped."""
         super().fork(parent, child, length, takes_kv)
-        self.make_room_for(child, child.last_active_s)
+        self.attribute_losses_to(child, child.last_active_s)
         if takes_kv and not parent.running and not parent.waiting:
             self.tiers.move(parent, child, child.computed // self.chunk_tokens)
 

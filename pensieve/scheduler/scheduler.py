@@ -166,7 +166,7 @@ class Scheduler:
             self._remove_waiting(sequence, now_s)
             return
         self.running.remove(sequence)
-        self._left(sequence)
+        self._expect_no_load(sequence)
         self._slots.append(sequence.leave_slot())
         self.cache.release(sequence.session, now_s)
         self.queue.ended(sequence.session.name)
@@ -175,13 +175,14 @@ class Scheduler:
         """Make a request wait again, as though it had been preempted, because something else was read from disk than was
         asked for; what has no KV then is computed."""
         self.running.remove(sequence)
-        self._left(sequence)
-        self._slots.append(sequence.mislead())
+        self._expect_no_load(sequence)
+        self._slots.append(sequence.wait_after_misread())
         self.cache.mark_waiting(sequence.session, sequence.arrival, now_s)
         self.cache.release_unfinished(sequence.session, now_s)
         self.queue.push_back(sequence)
 
-    def _left(self, sequence: Sequence) -> None:
+    def _expect_no_load(self, sequence: Sequence) -> None:
+        """Stop waiting for what it loads or reads: it no longer runs."""
         if self.disk_reads is not None:
             self.disk_reads.end(sequence)
         if self._loads is not None:
@@ -236,7 +237,7 @@ class Scheduler:
                 continue
             keep = head.kept()
             lacking = self._lacking(head, keep)
-            cache.make_room_for(session, now_s)
+            cache.attribute_losses_to(session, now_s)
             if lacking > 0:
                 if head.arrival not in self._deferred:
                     self._deferred.add(head.arrival)
@@ -305,7 +306,7 @@ class Scheduler:
         preempted."""
         cache, session = self.cache, sequence.session
         length = sequence.work[0][1]
-        cache.make_room_for(session, now_s)
+        cache.attribute_losses_to(session, now_s)
         while True:
             added = cache.extend(session, length, now_s)
             if added is not None:
@@ -402,7 +403,7 @@ class Scheduler:
             (further, row) for row, start in enumerate(starts) for further in range(-start % size, times, size)
         ):
             sequence = decodes[row]
-            self.cache.make_room_for(sequence.session, planned_s[further])
+            self.cache.attribute_losses_to(sequence.session, planned_s[further])
             added = self.cache.extend(sequence.session, starts[row] + further + 1, planned_s[further])
             assert added is not None, "a plan is repeated for as long as there are blocks"
             if added[1]:
@@ -411,7 +412,7 @@ class Scheduler:
         head = self.queue.head() if self._slots else None
         asked_last = decodes[-1] if decodes else head  # if only for what it had, or for what it did not get
         if asked_last is not None:
-            self.cache.make_room_for(asked_last.session, planned_s[-1])
+            self.cache.attribute_losses_to(asked_last.session, planned_s[-1])
         for sequence, start in zip(decodes, starts, strict=True):
             self.cache.advance(sequence.session, ((start, start + times),))
         for sequence, count in prefills:
@@ -435,7 +436,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence, draft: _Draft, now_s: float) -> None:
         self.counters.preempted += 1
         self.running.remove(sequence)
-        self._left(sequence)
+        self._expect_no_load(sequence)
         self._slots.append(sequence.preempt())
         self.cache.mark_waiting(sequence.session, sequence.arrival, now_s)
         draft.add_swap_out(self.cache.preempt(sequence.session, now_s), sequence)

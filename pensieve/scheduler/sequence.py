@@ -35,7 +35,7 @@ class Sequence:
     launched plans that have a part of it; its blocks and its slot stay its own until there are none, also when it is
     closed, which is to say over for whoever asked. awaited: tokens that those plans sample.
     length_before, computed_before: of the session at the admission; a turn that does not stand returns to them.
-    residency: at its admission, without what was read from disk; None once it was preempted. misled: what was read from disk
+    residency: at its admission, without what was read from disk; None once it was preempted. misread: what it read from disk
     was something else. replaced: tokens of the session that an edited prompt put others in place of. eos, stop: what
     ends it early.
     """
@@ -55,7 +55,7 @@ class Sequence:
     computed_before: int = 0
     replaced: TokenArray[int] = field(default_factory=lambda: array("i"))
     residency: Residency | None = None
-    misled: bool = False
+    misread: bool = False
     preempted: bool = False
     in_flight: int = 0
     awaited: int = 0
@@ -149,7 +149,7 @@ class Sequence:
 
     def start(self, admission: Admission, slot: int, now_s: float) -> None:
         """Begin to run in `slot`: it is admitted, or resumed after it was preempted."""
-        if self.misled and self.residency is not None:
+        if self.misread and self.residency is not None:
             found = self.residency.with_disk(admission.read)
             self.record.read_again(found)
             self.record.explained(self._missed(found))
@@ -160,7 +160,7 @@ class Sequence:
             self.record.admitted(admission, now_s)
             self.record.explained(self._missed(admission.found))
             self.residency = admission.residency
-        self.preempted = self.misled = False
+        self.preempted = self.misread = False
         self.slot = slot
         self.work = deque(admission.work)
         self.work_tokens = tokens_in(admission.work)
@@ -254,7 +254,7 @@ class Sequence:
         """Stop counting a plan that has a part of it: it is over."""
         self.in_flight -= 1
 
-    def disregard(self) -> None:
+    def discard_result(self) -> None:
         """Discard what the plan just collected has computed for it, with the token that it sampled."""
         assert not self.in_flight
         self.awaited = 0
@@ -285,9 +285,9 @@ class Sequence:
             self.work.append((position, position + 1))
             self.work_tokens = 1
 
-    def mislead(self) -> int:
+    def wait_after_misread(self) -> int:
         """Make it wait again, since what it read from disk was not what it had asked for; returns the slot it had."""
-        self.misled = True
+        self.misread = True
         return self.preempt()
 
     def preempt(self) -> int:

@@ -199,13 +199,13 @@ class SimulatedWorker:
         return StepResult(step=None, done=self._finished_copies())
 
     def forget(self) -> None:
-        """There is nothing."""
+        """Do nothing: its blocks take no memory."""
 
     def close(self) -> None:
         self._launched.clear()
         for way in self._ways():
             for copies in way:
-                self._over(way, copies)
+                self._end(way, copies)
 
     def _perform(self, plan: StepPlan) -> StepResult:
         start = self._clock.now_ns()
@@ -337,13 +337,14 @@ class SimulatedWorker:
 
     def _finished_copies(self) -> tuple[int, ...]:
         now = self._clock.now_ns()
-        return tuple(ticket for way in self._ways() for one in done_by(way, now) for ticket in self._over(way, one))
+        return tuple(ticket for way in self._ways() for one in done_by(way, now) for ticket in self._end(way, one))
 
     def _ways(self) -> tuple[Way, Way, Way]:
         return self._link.inward, self._link.outward, self._reading
 
-    def _over(self, way: Way, copies: UnderWay) -> tuple[int, ...]:
-        """Its tickets. Only now is it drawn: what began after it may have delayed its end."""
+    def _end(self, way: Way, copies: UnderWay) -> tuple[int, ...]:
+        """Draw copies that are over, since only now is their end certain: what began later may delay it. Returns their
+        tickets."""
         if self.timeline is not None and way is not self._reading:
             lane, name = ("CPU to GPU", "swap in") if way is self._link.inward else ("GPU to CPU", "swap out")
             self.timeline.add(lane, name, copies.begins_ns, copies.ends_ns, blocks=copies.count)
