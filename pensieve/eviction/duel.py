@@ -1,4 +1,4 @@
-"""Which of two orders of eviction would have found more: each is followed in a small model of the cache."""
+"""Which of two orders of eviction would have found more: each is followed in a shadow, a cache of counts alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST = 256
-"""Sessions that a model holds; where the cache holds more, it is a model of a sample of them."""
+"""Sessions that a shadow holds; where the cache holds more, it follows a sample of them."""
 
 _HALF_LIFE = 2_000.0  # turns of the sample, after which one counts half
 _FADES = 0.5 ** (1.0 / _HALF_LIFE)
@@ -85,7 +85,7 @@ class Duel:
     it up if below once. Old turns fade in both sums, with a half-life of 2,000.
 
     Where each turn favours one as often as the other, whatever the turns before, the challenger leads at any time in fewer
-    than one of twenty runs of 20,000 turns; measured: one of 200. The two are models: one tier, no queue, and what runs is
+    than one of twenty runs of 20,000 turns; measured: one of 200. The two are shadows: one tier, no queue, and what runs is
     never preempted. Where a cache is so small that this matters, the challenger may lead and find less than they say.
     worth(start, stop): of what was found.
     """
