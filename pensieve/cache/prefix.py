@@ -55,9 +55,7 @@ class PrefixCache(OneTier):
 
     def places(self, session: Session) -> str:
         tokens, size = session.tokens[:], self.chunk_tokens
-        full = HashChain(size, session.tenant).upto(
-            tokens, len(tokens)
-        )  # not its own, which the engine may be extending
+        full = HashChain(size, session.tenant).upto(tokens, len(tokens))  # its own one the engine may be extending
         found = "".join("G" if name in self._block_of else "-" for name in full)
         return found.ljust(chunks_of(len(tokens), size), "-")
 

@@ -63,12 +63,11 @@ class VictimIndex:
         self._merges = tells_scores(policy)
         self._version = policy.version
         self._ages = policy.ages
-        self._aging: list[
-            tuple[float, int, _Lead, float]
-        ] = []  # when it passes its next age, a tie-break, since when idle
+        # A heap: when a session passes its next age, a tie-break, the session, since when it was idle then.
+        self._aging: list[tuple[float, int, _Lead, float]] = []
         self._order_of_aging = count()
         self._loops: Loops = PLAIN
-        self._told = 0  # chunks, in all choices
+        self._chosen = 0  # chunks, in all choices
         self._floats = True  # are all scores, as far as is known
         self.chunks = 0
 
@@ -168,13 +167,13 @@ class VictimIndex:
         """For a policy that tells the scores of a run: the first entries of the buckets and, of each session that has
         given up a chunk, the next one compete. Nothing moves in the heaps."""
         self._grow_older(now_s)
-        if self._told >= _MANY and self._loops is PLAIN and self._floats:
+        if self._chosen >= _MANY and self._loops is PLAIN and self._floats:
             self._loops = loops_when_ready()
         chosen = self._loops.choose(self._first_of_each(now_s), count, whole, partial(self._stretch, now_s))
         if chosen is None:  # somebody's own policy tells scores that are no floats
             self._loops, self._floats = PLAIN, False
             chosen = PLAIN.choose(self._first_of_each(now_s), count, whole, partial(self._stretch, now_s))
-        self._told += len(chosen)
+        self._chosen += len(chosen)
         return chosen
 
     def _first_of_each(self, now_s: float) -> list[Head]:
