@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from pensieve.plan import Copy
@@ -20,20 +19,13 @@ class Exchange:
     different chunks. In each plan while it waits, as many of its chunks are loaded as there are GPU blocks for, and what
     leaves the GPU takes the CPU blocks of its chunks that are loaded already.
 
-    loaded: by number of a waiting session, its chunks that were loaded so.
+    loaded: by number of a waiting session, its chunks that were loaded so: for the accounting they were on CPU when its
+    request came. The cache reads it at the admission, and removes it then.
     """
 
     def __init__(self, cache: TwoTierCache) -> None:
         self._cache = cache
         self.loaded: dict[int, set[int]] = {}
-
-    def loaded_of(self, session: Session) -> Collection[int]:
-        """Chunks that were loaded for the request of it that waits: for the accounting they were on CPU when it came."""
-        return self.loaded.get(session.number, ())
-
-    def end(self, session: Session) -> None:
-        """Stop counting what was loaded for it: its request runs, or is over."""
-        self.loaded.pop(session.number, None)
 
     def step(self, session: Session, lacking: int, now_s: float) -> tuple[tuple[Copy, ...], tuple[Copy, ...]]:
         """Make as much room for a waiting session that lacks so many GPU blocks as one plan can. Others lose their only

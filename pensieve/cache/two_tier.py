@@ -108,7 +108,7 @@ class TwoTierCache(CacheManager):
     # -- admit --------------------------------------------------------------------------------------------------------
 
     def admit(self, session: Session, keep: int, suffix: TokenArray[int], known: int | None, now_s: float) -> Admission:
-        early = self.exchanges.loaded_of(session)
+        early = self.exchanges.loaded.get(session.number, ())
         residency = residency_of(session, keep, keep + len(suffix), known, self.chunk_tokens, early)
         edited = edited_run(session, keep, suffix, residency.history)
         if edited:
@@ -406,7 +406,7 @@ class TwoTierCache(CacheManager):
     def unmark_waiting(self, session: Session, arrival: int, now_s: float) -> None:
         super().unmark_waiting(session, arrival, now_s)
         if not session.waiting or session.running:
-            self.exchanges.end(session)
+            self.exchanges.loaded.pop(session.number, None)
         self.tiers.reorder(session)
 
     def fork(self, parent: Session, child: Session, length: int, takes_kv: bool) -> None:
