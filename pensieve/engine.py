@@ -24,7 +24,7 @@ from pensieve.scheduler.sequence import Sequence
 from pensieve.session import Session
 from pensieve.worker.base import Worker
 
-_LOOKED_AT = 4  # conversations that are over, whenever one more is: of four that are kept three have KV at least
+_LOOKED_AT = 4  # ended sessions looked at whenever one more ends; so at most one in four of those kept has no KV left
 _LONG_ROW = 128  # positions of a row whose time the cost model should tell
 
 
@@ -83,12 +83,12 @@ class Engine:
         self._decode_text = decode_text
         self._launched: deque[Step] = deque()  # oldest first
         self._sequences: dict[int, Sequence] = {}  # requests under way, by id
-        self._under_way: dict[str, int] = {}  # conversation -> its requests under way
+        self._under_way: dict[str, int] = {}  # session name -> its requests under way
         self._cost = cost
         self._prices = PositionPrices(cost, cache.chunk_tokens) if cost is not None else None
         self._idle = IdleSessions(limits or MemoryLimits())
         self._arrived = 0  # requests, ever
-        self._over: deque[Session] = deque()  # conversations that will not be asked again
+        self._over: deque[Session] = deque()  # sessions that will not be asked again
         self.progressed = False
         """The last step performed a plan or finished copies; else only an arrival or time can change anything."""
         self.counts_windows = False
@@ -102,13 +102,13 @@ class Engine:
 
     @property
     def next_expiry_ns(self) -> int | None:
-        """When a `step` will forget the next idle conversation for its age; None: not before another request ends."""
+        """When a `step` will forget the next idle session for its age; None: not before another request ends."""
         return self._idle.next_expiry_ns
 
     def submit(self, request: Request) -> None:
         """Queue a request; one that can never be served comes out of the next `step` as refused."""
-        self.cache.at(self.clock.now_ns())
-        self._forget_surplus()  # may be this very conversation: whoever returns too late begins anew
+        self.cache.set_time(self.clock.now_ns())
+        self._forget_surplus()  # may be this very session: whoever returns too late begins anew
         now_s = self.clock.now_s()
         known = self.cache.find(request.session)
         session = known or self.cache.open(request.session, now_s, request.tenant)
@@ -133,25 +133,25 @@ class Engine:
         self.scheduler.submit(sequence, now_s)
 
     def cancel(self, request_id: int, status: str) -> None:
-        """End a request early. What it generated so far stays in the conversation; a turn without any output is undone."""
+        """End a request early. What it generated so far stays in the session; a turn without any output is undone."""
         sequence = self._sequences.get(request_id)
         if sequence is None or sequence.closed:
             return
-        self.cache.at(self.clock.now_ns())
+        self.cache.set_time(self.clock.now_ns())
         self._close(sequence, status, None, self.clock.now_s())
         self._release(sequence)
 
     def expect(self, session: str, next_use_s: float | None) -> None:
-        """Set when the schedule will ask a conversation again; read by offline policies only."""
+        """Set when the schedule will ask a session again; read by offline policies only."""
         known = self.cache.find(session)
         if known is not None:
             self.cache.expect(known, next_use_s)
 
     def forget(self, session: str | None) -> None:
-        """Free conversations that have no request under way; what is in flight is collected first."""
+        """Free sessions that have no request under way; what is in flight is collected first."""
         while self._launched:
             self._collect(None)
-        self.cache.at(self.clock.now_ns())
+        self.cache.set_time(self.clock.now_ns())
         for name in [session] if session is not None else self.cache.names():
             known = self.cache.find(name)
             if known is not None and name not in self._under_way:
@@ -159,7 +159,7 @@ class Engine:
                 self.cache.forget(known)
 
     def ended(self, session: str) -> None:
-        """Let go of a conversation that nobody will ask again, without any change for others: its KV stays until its blocks
+        """Let go of a session that nobody will ask again, without any change for others: its KV stays until its blocks
         are needed, and its tokens and chunk records are deleted then."""
         known = self.cache.find(session)
         if known is not None:
@@ -172,7 +172,7 @@ class Engine:
                 self._idle.let_go(over)
 
     def disown(self, session: str, tenant: str, tokens: TokenArray[int]) -> None:
-        """`forget` a conversation, and delete what an earlier engine left of it on disk. tokens: all but the last had KV.
+        """`forget` a session, and delete what an earlier engine left of it on disk. tokens: all but the last had KV.
         Does nothing while it has a request under way."""
         self.forget(session)  # it may have been asked since, and the turn come to nothing
         if tokens and self.cache.find(session) is None:
@@ -181,11 +181,11 @@ class Engine:
             self.cache.forget(known)
 
     def receive(self, session: str, tenant: str, tokens: TokenArray[int], lengths: Many[int]) -> int:
-        """Take over KV of a conversation from another engine (CacheManager.receive). Returns how many tokens of it were
+        """Take over KV of a session from another engine (CacheManager.receive). Returns how many tokens of it were
         taken: 0 while it has a request under way."""
         if session in self._under_way:
             return 0
-        self.cache.at(self.clock.now_ns())
+        self.cache.set_time(self.clock.now_ns())
         known = self.cache.open(session, self.clock.now_s(), tenant)
         taken = self.cache.receive(known, tokens, lengths, self.clock.now_s())
         self._idle.add(known, self.clock.now_ns())
@@ -214,7 +214,7 @@ class Engine:
         """Plan the next iteration, and close the requests that turn out to be too large for the machine."""
         began = time.perf_counter_ns()
         now_s = self.clock.now_s()
-        self.cache.at(self.clock.now_ns())
+        self.cache.set_time(self.clock.now_ns())
         self._forget_surplus()
         expiry_ns = self._idle.next_expiry_ns
         horizon_ns = until_ns if expiry_ns is None or (until_ns is not None and until_ns < expiry_ns) else expiry_ns
@@ -226,7 +226,7 @@ class Engine:
         return step
 
     def _forget_surplus(self) -> None:
-        """Forget conversations that were idle for too long, or are too many."""
+        """Forget sessions that were idle for too long, or are too many."""
         for session in self._idle.take_surplus(self.clock.now_ns()):
             self.counters.forgotten_sessions += 1
             if session is not None:
@@ -245,17 +245,17 @@ class Engine:
     def _commit(self, result: StepResult) -> None:
         """Apply what the worker has done to the cache and to the requests."""
         self._count_result(result)
-        self.cache.at(self.clock.now_ns() if result.ended_ns is None else result.ended_ns)
-        self.cache.not_on_disk(result.unkept)
+        self.cache.set_time(self.clock.now_ns() if result.ended_ns is None else result.ended_ns)
+        self.cache.remove_from_disk(result.unkept)
         repeats = result.repeats if result.repeats is not None and result.repeats.ended_ns else None
         if result.failed and repeats is None:
             self._fail_copies(result.failed)
-        misled = self._running_on(self.cache.void(result.unread)) if result.unread else []
+        misread = self._running_on(self.cache.void(result.unread)) if result.unread else []
         if self.scheduler.disk_reads is not None:
             self.scheduler.disk_reads.done((*result.done, *result.unread))
         if result.step is None:
             self.cache.complete(result.done)
-            self._start_over(misled)
+            self._start_over(misread)
             return
         step = self._launched.popleft()
         assert step.plan.step == result.step, "plans are collected in the order of their launch"
@@ -269,17 +269,17 @@ class Engine:
             self._fail_step(step, result.error, now_s)
         elif repeats is None:
             self.cache.complete(result.done)
-            self._commit_rows(step, result, now_s, misled)
+            self._commit_rows(step, result, now_s, misread)
         else:  # its copies ended with the last iteration, if any did
-            self._commit_rows(step, result, now_s, misled)
+            self._commit_rows(step, result, now_s, misread)
             self._commit_repeats(step, repeats, now_s)
-            self.cache.at(repeats.ended_ns[-1])
+            self.cache.set_time(repeats.ended_ns[-1])
             self._fail_copies(result.failed)
             self.cache.complete(result.done)
         for sequence in step.members:
             if sequence.closed:
                 self._release(sequence)
-        self._start_over(misled)
+        self._start_over(misread)
 
     def _count_result(self, result: StepResult) -> None:
         counters = self.counters
@@ -307,15 +307,15 @@ class Engine:
                     count = moved // blocks * len(copy.src) if result.error is None else None
                     sequence.record.copied(column, count)
 
-    def _commit_rows(self, step: Step, result: StepResult, now_s: float, misled: Many[Sequence]) -> None:
+    def _commit_rows(self, step: Step, result: StepResult, now_s: float, misread: Many[Sequence]) -> None:
         """Give times and tokens to the requests that had a row. A request that was closed meanwhile gets none, and the
-        cache was never told of its position. misled: requests whose rows read something else from disk than was asked for;
+        cache was never told of its position. misread: requests whose rows read something else from disk than was asked for;
         what they computed is discarded."""
         self._count_prediction(step, step.rows[0][1] if step.rows else (), result.compute_ns)
         for sequence, runs in step.rows:
-            if sequence in misled:
-                sequence.disregard()
-                self.cache.fail(sequence.session, runs)
+            if sequence in misread:
+                sequence.discard_result()
+                self.cache.invalidate(sequence.session, runs)
                 continue
             if sequence.closed:
                 continue
@@ -390,12 +390,12 @@ class Engine:
 
     def _fail_step(self, step: Step, error: str, now_s: float) -> None:
         """Fail the requests that had a part of the plan, also those it only swapped in, and those that run on KV that its
-        copies should have brought. Where conversations share blocks, a request that was admitted after the plan was
+        copies should have brought. Where sessions share blocks, a request that was admitted after the plan was
         launched may read a block that it wrote, and fails too. Nobody else is touched."""
         self.counters.failed_steps += 1
         failing = [*step.members, *self._running_on(self.cache.void(step.tickets))]
         for sequence, runs in step.rows:
-            self.cache.fail(sequence.session, runs)
+            self.cache.invalidate(sequence.session, runs)
         if self.cache.shares:
             failing += [sequence for later in self._launched for sequence in later.admitted]
         self._fail_requests(failing, error, now_s)
@@ -405,9 +405,9 @@ class Engine:
         failing = self._running_on(self.cache.void(tickets))
         self._fail_requests(failing, "A copy between the CPU and the GPU tier failed.", self.clock.now_s())
 
-    def _start_over(self, misled: Many[Sequence]) -> None:
+    def _start_over(self, misread: Many[Sequence]) -> None:
         """Make these requests wait again, and compute what they could not read."""
-        for sequence in misled:
+        for sequence in misread:
             if not sequence.closed and sequence.slot is not None:
                 self.scheduler.start_over(sequence, self.clock.now_s())
 
@@ -419,7 +419,7 @@ class Engine:
         for later in self._launched:
             for sequence, runs in later.rows:
                 if sequence in failing:
-                    self.cache.fail(sequence.session, runs)
+                    self.cache.invalidate(sequence.session, runs)
         for sequence in failing:
             if not sequence.closed:
                 self._close(sequence, "failed", None, now_s, error)
@@ -454,7 +454,7 @@ class Engine:
         self._remove(sequence)
 
     def _remove(self, sequence: Sequence) -> None:
-        """Stop counting the request as under way; its conversation becomes idle if it has no other."""
+        """Stop counting the request as under way; its session becomes idle if it has no other."""
         if self._sequences.pop(sequence.request.id, None) is not None:
             name = sequence.session.name
             self._under_way[name] -= 1

@@ -1,12 +1,12 @@
-"""What keeping costs: how many blocks of each tier each conversation has held, and for how long.
+"""What keeping costs: how many blocks of each tier each session has held, and for how long.
 
 A block is held from the moment it is taken from its pool until it is back: while it is reserved, while it holds KV, and
-while it waits in quarantine. At any moment exactly one conversation pays for it, the last it was given to. Of blocks that
+while it waits in quarantine. At any moment exactly one session pays for it, the last it was given to. Of blocks that
 several can use (full blocks of prefix_cache, chunks on disk) that is the one that began to run with it last, or wrote it:
 it is for the sake of its last use that the block is still there. A slot of llama_slots is paid for as a whole, by the
-conversation that ran in it last. KV that a fork takes with it is the child's from then on.
+session that ran in it last. KV that a fork takes with it is the child's from then on.
 
-Amounts are whole block-nanoseconds, so that nothing is lost by rounding: those of all conversations add up to the integral
+Amounts are whole block-nanoseconds, so that nothing is lost by rounding: those of all sessions add up to the integral
 of what the tier has given away. A block costs the same work however many there are: the time is subtracted when it comes
 and added when it goes.
 """
@@ -24,14 +24,14 @@ TIERS: tuple[Tier, ...] = ("gpu", "cpu", "disk")
 EARLIER = "(an earlier run)"
 """Who pays for chunks that the file store had at the start, until somebody reads them."""
 
-NOBODY_NOW = -1  # the number of EARLIER: no conversation of this run
+NOBODY_NOW = -1  # the number of EARLIER: no session of this run
 _BEYOND = 1 << 63
-_LOOKED_AT = 4  # conversations that may hold nothing any more, whenever one more is over
+_LOOKED_AT = 4  # closed accounts looked at whenever one more closes; so at most one in four of those kept holds nothing
 _FREE = -2  # of a block that is in its pool
 
 
 class Held(NamedTuple):
-    """What one conversation has held of one tier, in blocks times ns. idle_block_ns: the part of it while none of its
+    """What one session has held of one tier, in blocks times ns. idle_block_ns: the part of it while none of its
     requests ran."""
 
     block_ns: int
@@ -39,7 +39,7 @@ class Held(NamedTuple):
 
 
 class Account:
-    """Of one conversation, by tier: the blocks it has now, and the time of all it had. Those it still has count as though
+    """Of one session, by tier: the blocks it has now, and the time of all it had. Those it still has count as though
     they had been taken at time 0 and given back, so far, never: `until` adds the time that they have been held."""
 
     __slots__ = ("_blocks", "_book", "_idle_ns", "_ns", "_running", "name")
@@ -83,22 +83,22 @@ class Account:
 
 
 class Holding:
-    """The accounts of all conversations. now_ns: the moment at which what follows happens, as whoever moves blocks says."""
+    """The accounts of all sessions. now_ns: the moment at which what follows happens, as whoever moves blocks says."""
 
     def __init__(self) -> None:
         self.now_ns = 0
         self._accounts = {NOBODY_NOW: Account(EARLIER, self)}
-        self._closing: deque[int] = deque()  # conversations that will not be asked again and may still hold something
+        self._closing: deque[int] = deque()  # sessions that will not be asked again and may still hold something
         # Of those that hold nothing any more, in columns: the number, the name, and what Account.total says.
         self._numbers, self._names, self._totals = array("q"), list[str](), array("q")
 
     def open(self, number: int, name: str) -> Account:
-        """Open the account of a new conversation; one that was forgotten and begins anew under its name gets another."""
+        """Open the account of a new session; one that was forgotten and begins anew under its name gets another."""
         account = self._accounts[number] = Account(name, self)
         return account
 
     def close(self, number: int) -> None:
-        """Close the account of a conversation that will not be asked again: once it holds nothing, a few numbers are all
+        """Close the account of a session that will not be asked again: once it holds nothing, a few numbers are all
         that is kept."""
         self._closing.append(number)
         for _ in range(min(_LOOKED_AT, len(self._closing))):
@@ -116,7 +116,7 @@ class Holding:
         return Holders(self._accounts, TIERS.index(tier), blocks)
 
     def until_now(self) -> dict[tuple[str, Tier], Held]:
-        """Return what each conversation has held of each tier, where that is anything."""
+        """Return what each session has held of each tier, where that is anything."""
         found: dict[tuple[str, Tier], Held] = {}
         for name, by_tier in self._in_order():
             for tier, held in zip(TIERS, by_tier, strict=True):
@@ -126,7 +126,7 @@ class Holding:
         return found
 
     def _in_order(self) -> Iterator[tuple[str, list[Held]]]:
-        """Yield what each conversation has held by tier, in the order in which they were opened."""
+        """Yield what each session has held by tier, in the order in which they were opened."""
         over = {number: place for place, number in enumerate(self._numbers)}
         width = 2 * len(TIERS)
         for number in sorted((*over, *self._accounts)):
@@ -139,14 +139,14 @@ class Holding:
 
 
 class Holders:
-    """Who pays for each block of one tier: the number of a conversation."""
+    """Who pays for each block of one tier: the number of a session."""
 
     def __init__(self, accounts: dict[int, Account], tier: int, blocks: int) -> None:
         self._accounts, self._tier = accounts, tier
         self._of = array("i", (_FREE,)) * blocks
 
     def give(self, first: int, count: int, number: int) -> None:
-        """Charge free blocks from `first` on to this conversation."""
+        """Charge free blocks from `first` on to this session."""
         self._of[first : first + count] = array("i", (number,)) * count
         self._accounts[number].change(self._tier, count)
 
@@ -160,7 +160,7 @@ class Holders:
         self._of[first : first + count] = array("i", (_FREE,)) * count
 
     def pass_on(self, blocks: Sequence[int], number: int) -> None:
-        """Charge blocks that are not free to this conversation from now on."""
+        """Charge blocks that are not free to this session from now on."""
         before = array("i", map(self._of.__getitem__, blocks))
         if before.count(number) < len(before):
             self._leave(before)

@@ -9,7 +9,7 @@ What counts cover: recomputed_tokens, h2d_bytes, sent_bytes and received_bytes a
 over them; so is recomputed_s, by the cost model, without what preempted requests computed a second time. d2h_bytes,
 swapped_*_bytes, evicted_chunks, dropped_chunks, suspended_requests, deferred_requests, schedule_ms_mean, plan_*_mean and
 cost_model_error_pct are of work that may be for no turn or for several, so they are the system's counts over the stretches
-of the replay that replay.MeasuredStretches defines: all but those in which only turns that prepare others are served.
+of the replay that window.MeasuredStretches defines: all but those in which only turns that prepare others are served.
 """
 
 from __future__ import annotations

@@ -25,22 +25,22 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class DiskStore:
-    """A whole block, of the GPU or the CPU tier, to a slot of the file store, as it is before anything of the plan is done.
+    """Block src, of the GPU or the CPU tier, to block dst of the file store, as it is before anything of the plan is done.
     key: what it is called there."""
 
     key: bytes
-    slot: int
     on_gpu: bool
-    block: int
+    src: int
+    dst: int
 
 
 @dataclass(frozen=True, slots=True)
 class DiskLoad:
-    """Slots of the file store to GPU blocks, if they hold what these keys name."""
+    """Blocks src[i] of the file store to GPU blocks dst[i], if they hold what these keys name."""
 
     ticket: int
     keys: tuple[bytes, ...]
-    slots: tuple[int, ...]
+    src: tuple[int, ...]
     dst: tuple[int, ...]
 
 
@@ -140,7 +140,7 @@ class StartReport:
     """load_s: weights to memory; None where an earlier trial of the process has loaded them. warmup_ms: from then until
     ready. settings: as the engine itself reports them.
 
-    disk_load_s: seconds to read a chunk from the file store, measured where there is one; disk_kept: slot by key of what it
+    disk_load_s: seconds to read a chunk from the file store, measured where there is one; disk_kept: block by key of what it
     holds from before, oldest first.
     eos: token ids that end a turn by the model's own account, which may name more than its tokenizer does.
     """

@@ -11,16 +11,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Protocol, runtime_checkable
 
-from pensieve.baselines.base import Event, System
+from pensieve.baselines.base import CountsTokens, Event, ExpectsReuse, ForgetsEnded, LooksAhead, System
 from pensieve.metrics import Measurement, out_of_memory
 from pensieve.record import TurnRecord
 from pensieve.request import Request, TokenArray, is_measured
 from pensieve.statistics import nearest_rank
 from pensieve.turn_log import TurnLog, chosen
-from pensieve.window import find_window
-from pensieve.workload.base import Arrival, Following, Foresees, KnowsEnds, Workload, WorkloadPlan, out_of_work
+from pensieve.window import MeasuredStretches, find_window
+from pensieve.workload.base import Arrival, Foresees, KnowsEnds, Workload, WorkloadPlan, out_of_work
 
 CANCEL, ARRIVE = 0, 1  # at equal times a cancellation goes first: what it frees serves the arrival
 SLACK_NS = 2  # an idle system may stop a rounding error before the time it was told
@@ -38,39 +37,6 @@ class Progress:
     output_tokens: int
     in_flight: int
     elapsed_s: float
-
-
-@runtime_checkable
-class ExpectsReuse(Protocol):
-    """A system that takes the time (its own clock) of a conversation's next turn, for its offline policies alone."""
-
-    def expect(self, session: str, next_use_s: float) -> None: ...
-
-
-@runtime_checkable
-class CountsTokens(Protocol):
-    """A system that can say of most tokens only how many they are (Event.tokens)."""
-
-    def count_windows(self) -> None: ...
-
-
-@runtime_checkable
-class ForgetsEnded(Protocol):
-    """A system that gives up what it keeps of a conversation that is over, as soon as that changes nothing for others."""
-
-    def ended(self, session: str) -> None: ...
-
-
-@runtime_checkable
-class LooksAhead(Protocol):
-    """A system of parts, each of which may run as far ahead of the others as nothing can reach it."""
-
-    def look_ahead(self, foresee: Callable[[str, int], Following | None]) -> None:
-        """Expect every request to be announced before it is due, from now on; `foresee` says what follows it (Foresees)."""
-
-    def announce(self, at_ns: int, request: Request | None) -> None:
-        """Announce that the request is sent, or ended early, at that time of the system's clock. request None: anything may
-        happen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,47 +117,6 @@ class SessionLog:
         self.said_s[sent.session] = turn.finished_s or 0.0
         if turn.stands:
             self.tokens[sent.session] = sent.prompt + turn.token_ids
-
-
-class MeasuredStretches:
-    """What the system counted while it served measured turns.
-
-    A stretch begins when a measured turn is sent. It ends when a turn that prepares others is sent while no measured one
-    is under way: until then what the system does, such as copies ahead of time, is still for the measured ones. So warm-up
-    before the first measured turn and re-warming between two count nothing, and a turn that is warmed beside a measured one
-    counts with it.
-
-    read: the system's counts since its start.
-    """
-
-    def __init__(self, read: Callable[[], Mapping[str, float]]) -> None:
-        self._read = read
-        self._before: Mapping[str, float] | None = None  # the counts when the stretch began
-        self._sum: dict[str, float] = {}
-        self._under_way: set[int] = set()
-
-    def sending(self, request: Request) -> None:
-        """Record that the request is about to be sent; called before the system has it."""
-        if is_measured(request.phase):
-            self._under_way.add(request.id)
-            if self._before is None:
-                self._before = dict(self._read())
-        elif not self._under_way:
-            self._end()
-
-    def finished(self, request: Request) -> None:
-        self._under_way.discard(request.id)
-
-    def counts(self) -> dict[str, float]:
-        """End the last stretch, and return the counts of all. Empty where no measured turn was sent."""
-        self._end()
-        return dict(self._sum)
-
-    def _end(self) -> None:
-        if self._before is not None:
-            for name, value in self._read().items():
-                self._sum[name] = self._sum.get(name, 0.0) + value - self._before.get(name, 0.0)
-            self._before = None
 
 
 def _held_whole(turn: TurnRecord) -> bool:

@@ -1,4 +1,4 @@
-"""A conversation: its tokens, how far they were computed, and a record of each chunk's KV."""
+"""A conversation as the engine holds it: its tokens, how far they were computed, and a record of each chunk's KV."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ NO_BLOCK = -1
 
 
 class Chunks:
-    """The records of a conversation's chunks: a column for each field, a row for each chunk.
+    """The records of a session's chunks: a column for each field, a row for each chunk.
 
-    A long conversation has thousands of chunks, and hundreds of them change their state together. In columns a run of them
+    A long session has thousands of chunks, and hundreds of them change their state together. In columns a run of them
     is a slice, which is copied, counted and searched at memory speed; `chunks[i]` is one of them alone (Chunk).
 
     Offsets [0, gpu_len) of a chunk have KV in block `gpu`, offsets [0, cpu_len) in block `cpu`. copying: open tickets that
@@ -95,7 +95,7 @@ class Chunks:
         return runs_of(index for index, block in enumerate(column) if block == NO_BLOCK)
 
     def take(self, index: int, other: Chunks, lost: Loss) -> None:
-        """Take over blocks and KV of another conversation's chunk of the same index, which has lost them then."""
+        """Take over blocks and KV of another session's chunk of the same index, which has lost them then."""
         for name in ("gpu", "gpu_len", "cpu", "cpu_len", "lost"):
             getattr(self, name)[index] = getattr(other, name)[index]
         other.gpu[index] = other.cpu[index] = NO_BLOCK
@@ -117,8 +117,8 @@ def _single(value: int) -> TokenArray[int]:
 
 
 class Chunk:
-    """One row of Chunks: the KV of `chunk_tokens` positions of one conversation, all layers (paper section 4.3.1); the last
-    chunk of a conversation may be partly filled."""
+    """One row of Chunks: the KV of `chunk_tokens` positions of one session, all layers (paper section 4.3.1); the last
+    chunk of a session may be partly filled."""
 
     __slots__ = ("_chunks", "_index")
 
@@ -169,17 +169,17 @@ def _block(number: int) -> int | None:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """What is known of one conversation. Its methods alone write `tokens`, `computed`, `waiting` and `running`.
+    """A conversation as the engine holds it. Its methods alone write `tokens`, `computed`, `waiting` and `running`.
 
-    tokens: the whole conversation. computed: KV of positions [0, computed) has been computed for these very tokens, whether
+    tokens: all that was said so far. computed: KV of positions [0, computed) has been computed for these very tokens, whether
     or not it is still there. number: counts sessions from the first; breaks ties between equally good victims.
     last_active_s: when a request of it last started or ended. next_use_s: when it is asked again, where the schedule knows
     (offline policies only). waiting: its requests that wait, preempted ones included; queued: their places in the order of
     arrival, ascending. running: a request of it runs; at most
     one does. turns: that were asked of it, whatever became of them. chunks: where a cache with chunk records has its KV.
-    tenant: it shares no KV with conversations of others. hint: what its client said of the time after its last reply; None:
+    tenant: it shares no KV with sessions of others. hint: what its client said of the time after its last reply; None:
     nothing, or that turn did not come to its end. It stands until the next turn is over. memo: what the eviction policy has
-    noted of it. inherited: leading tokens that it began with and that another conversation had computed. account: what it
+    noted of it. inherited: leading tokens that it began with and that another session had computed. account: what it
     has held of each tier, where that is counted.
     """
 
@@ -210,13 +210,13 @@ class Session:
         self.tokens.extend(tokens)
 
     def begin_as(self, other: Session, length: int) -> None:
-        """Begin this new conversation with the first `length` tokens of another one, computed as far as they were there."""
+        """Begin this new session with the first `length` tokens of another one, computed as far as they were there."""
         assert not self.tokens
         self.tokens.extend(other.tokens[:length])
         self.computed = self.inherited = min(other.computed, len(self.tokens), max(len(self.tokens) - 1, 0))
 
     def recall(self, tokens: TokenArray[int]) -> None:
-        """Restore the tokens that this new conversation had in an earlier engine; all but the last count as computed."""
+        """Restore the tokens that this new session had in an earlier engine; all but the last count as computed."""
         assert not self.tokens
         self.tokens.extend(tokens)
         self.computed = len(tokens) - 1

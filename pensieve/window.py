@@ -1,4 +1,4 @@
-"""Which stretch of a replay its throughput is measured over.
+"""What of a replay is measured: the window of its throughput, and the stretches over which its system's counts are taken.
 
 The window of an open load is fixed by when its conversations arrive, and by nothing that the system does: all baselines of
 a seed are measured over the same one, however fast each is. What a system made of it is said by flags.
@@ -6,10 +6,11 @@ a seed are measured over the same one, however fast each is. What a system made 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pensieve.record import TurnRecord
+from pensieve.request import Request, is_measured
 
 FEWEST_TURNS = 20
 START_UP = 0.5  # of the time in which an open load's conversations arrive: the engine fills up, and is not measured
@@ -107,3 +108,44 @@ def _completed_between(turns: Sequence[TurnRecord], start: float, end: float) ->
 def _output_tokens(turns: Sequence[TurnRecord], start: float, end: float) -> int:
     """Of completed turns that finished in [start, end], as throughput counts them."""
     return sum(turn.output_tokens for turn in turns if turn.status == "completed" and start <= _finished(turn) <= end)
+
+
+class MeasuredStretches:
+    """What the system counted while it served measured turns.
+
+    A stretch begins when a measured turn is sent. It ends when a turn that prepares others is sent while no measured one
+    is under way: until then what the system does, such as copies ahead of time, is still for the measured ones. So warm-up
+    before the first measured turn and re-warming between two count nothing, and a turn that is warmed beside a measured one
+    counts with it.
+
+    read: the system's counts since its start.
+    """
+
+    def __init__(self, read: Callable[[], Mapping[str, float]]) -> None:
+        self._read = read
+        self._before: Mapping[str, float] | None = None  # the counts when the stretch began
+        self._sum: dict[str, float] = {}
+        self._under_way: set[int] = set()
+
+    def sending(self, request: Request) -> None:
+        """Record that the request is about to be sent; called before the system has it."""
+        if is_measured(request.phase):
+            self._under_way.add(request.id)
+            if self._before is None:
+                self._before = dict(self._read())
+        elif not self._under_way:
+            self._end()
+
+    def finished(self, request: Request) -> None:
+        self._under_way.discard(request.id)
+
+    def counts(self) -> dict[str, float]:
+        """End the last stretch, and return the counts of all. Empty where no measured turn was sent."""
+        self._end()
+        return dict(self._sum)
+
+    def _end(self) -> None:
+        if self._before is not None:
+            for name, value in self._read().items():
+                self._sum[name] = self._sum.get(name, 0.0) + value - self._before.get(name, 0.0)
+            self._before = None

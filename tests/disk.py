@@ -32,7 +32,7 @@ class Talk:
         name: str = "llama",
         gpu: int = 20,
         cpu: int = 10,
-        slots: int = 60,
+        disk_blocks: int = 60,
         load_s: float = 0.0,
         identity: bytes = OURS,
         **settings: Any,
@@ -41,11 +41,11 @@ class Talk:
         cache = TwoTierCache(
             policy=Lru(policy_context(CHUNK, gpu, cpu)), chunk_tokens=CHUNK, gpu_blocks=gpu, cpu_blocks=cpu
         )
-        options = TorchOptions(disk=DiskOptions(self.path, folder, identity, slots))
+        options = TorchOptions(disk=DiskOptions(self.path, folder, identity, disk_blocks))
         limits = SchedulerSettings(**{"max_batch_tokens": 64, **settings})
         self.engine = CheckedEngine(load(name), cache, limits, 512, options=options)
         cache.set_cost_model(COST, 2, 64)
-        cache.use_disk(slots, load_s, 2, COST, self.engine.report.disk_kept)
+        cache.use_disk(disk_blocks, load_s, 2, COST, self.engine.report.disk_kept)
         self.cache, self._numbers = cache, 0
 
     @property

@@ -33,7 +33,7 @@ def test_a_turn_on_gpu_cpu_disk_and_a_hole_gives_the_plain_models_tokens(tmp_pat
     assert {"C", "D"} <= set(places), places
     session, first = talk.cache.sessions["a"], places.index("D") + 1
     names = talk.disk._chain(session).upto(session.tokens, len(session.tokens))
-    talk.disk.missing([names[first]])  # the second chunk of those on disk: a hole
+    talk.disk.remove([names[first]])  # the second chunk of those on disk: a hole
     turn = talk.ask("a", 5, 6)
     assert turn.disk_hit_tokens and turn.cpu_hit_tokens and turn.recomputed_tokens
     assert talk.engine.paths.hole
@@ -42,10 +42,10 @@ def test_a_turn_on_gpu_cpu_disk_and_a_hole_gives_the_plain_models_tokens(tmp_pat
 
 def test_hits_are_what_the_store_was_asked_for_and_tokens_those_without_a_disk(tmp_path: Path) -> None:
     outputs = []
-    for slots in (60, 3, 1):
-        folder = tmp_path / str(slots)
+    for blocks in (60, 3, 1):
+        folder = tmp_path / str(blocks)
         folder.mkdir()
-        talk = Talk(folder, slots=slots)
+        talk = Talk(folder, disk_blocks=blocks)
         told = [talk.ask(name, 60 if turn == 0 else 7, 5) for turn in range(3) for name in "abcdef"]
         outputs.append([list(turn.token_ids) for turn in told])
         worker = talk.engine.torch_worker
@@ -53,13 +53,13 @@ def test_hits_are_what_the_store_was_asked_for_and_tokens_those_without_a_disk(t
         found = sum(turn.disk_hit_tokens or 0 for turn in told)
         assert found == talk.cache.counters.extra["disk_loaded_chunks"] * CHUNK
         assert worker._disk.read_bytes == found // CHUNK * worker.tensors.block_bytes  # type: ignore[union-attr]
-        assert found > 500 if slots == 60 else found < 100
+        assert found > 500 if blocks == 60 else found < 100
         talk.close()
     assert outputs[0] == outputs[1] == outputs[2]
 
 
 def flip(path: Path) -> None:
-    """One bit of each slot, behind its header."""
+    """One bit of each block, behind its header."""
     size = path.stat().st_size
     with path.open("r+b") as file:
         for place in range(4096 + 100, size, 4096):
@@ -74,7 +74,7 @@ def cut(path: Path) -> None:
 
 
 def tear(path: Path) -> None:
-    """The last page of each slot never reached the disk."""
+    """The last page of each block never reached the disk."""
     with path.open("r+b") as file:
         for place in range(4096, path.stat().st_size, 8192):
             file.seek(place)
@@ -82,7 +82,7 @@ def tear(path: Path) -> None:
 
 
 def swap(path: Path) -> None:
-    """Every slot holds what another one held, header and all."""
+    """Every block holds what another one held, header and all."""
     data = path.read_bytes()
     stride = len(data) // 60
     path.write_bytes(data[stride:] + data[:stride])
@@ -128,16 +128,16 @@ def test_one_bad_chunk_costs_that_chunk_and_no_batch_mate(tmp_path: Path) -> Non
     session = talk.cache.sessions["a"]
     settle(talk)
     names = talk.disk._chain(session).upto(session.tokens, len(session.tokens))
-    slot = talk.disk._slots[names[2]]
+    block = talk.disk._block_of[names[2]]
     stride = talk.path.stat().st_size // 60
     with talk.path.open("r+b") as file:
-        file.seek(slot * stride + 4096 + 10)
+        file.seek(block * stride + 4096 + 10)
         file.write(b"\x55\x55\x55")
     requests = [talk.request("a", 5), talk.request("new", 12, 9)]
     for request in requests:
         talk.engine.submit(request)
     turns = {turn.session: turn for turn in talk.engine.run()}
-    on_disk = sum(name in talk.disk._slots for name in names)
+    on_disk = sum(name in talk.disk._block_of for name in names)
     assert turns["new"].status == turns["a"].status == "completed"
     assert turns["a"].disk_hit_tokens == on_disk * CHUNK > 5 * CHUNK
     assert (turns["a"].history_tokens or 0) - on_disk * CHUNK == turns["a"].recomputed_tokens
@@ -168,7 +168,7 @@ def test_a_restarted_engine_reads_what_the_file_holds(
         turn = again(talk, "a", tokens)
     assert list(turn.token_ids) == list(undisturbed.token_ids)
     assert turn.history_tokens == len(tokens) - 1
-    if then in ("the same", swap):  # a slot says itself what it holds, wherever it is
+    if then in ("the same", swap):  # a block says itself what it holds, wherever it is
         assert turn.disk_hit_tokens == held * CHUNK > 60
         assert not caplog.records
     else:
@@ -291,21 +291,21 @@ def test_a_file_in_use_or_too_large_is_refused(tmp_path: Path) -> None:
 
 def test_a_larger_and_a_smaller_file_keep_what_fits(tmp_path: Path) -> None:
     layers = [memoryview(bytes([7]) * 64), memoryview(bytes([8]) * 64)]
-    for slots, kept in ((4, 0), (8, 4), (2, 2), (2, 2)):
-        file = PoolFile(tmp_path / "x.kv", tmp_path, bytes(32), slots, 2, 64)
+    for blocks, kept in ((4, 0), (8, 4), (2, 2), (2, 2)):
+        file = PoolFile(tmp_path / "x.kv", tmp_path, bytes(32), blocks, 2, 64)
         assert len(file.kept) == kept
-        for slot in range(4 if slots == 4 else 0):
-            file.write(slot, bytes([slot]) * 16, layers)
+        for block in range(4 if blocks == 4 else 0):
+            file.write(block, bytes([block]) * 16, layers)
         file.close()
 
 
-def test_the_measured_time_is_that_of_a_read_and_no_slot_is_taken(tmp_path: Path) -> None:
+def test_the_measured_time_is_that_of_a_read_and_no_block_is_taken(tmp_path: Path) -> None:
     file = PoolFile(None, tmp_path, bytes(32), 4, 2, 1 << 16)
     file.write(1, b"k" * 16, [memoryview(bytes(1 << 16))] * 2)
     file.kept = {b"k" * 16: 1}
     assert 1e-6 < file.measure_s() < 5.0
     assert file.kept == {b"k" * 16: 1}
     assert file.checksums(1, b"k" * 16) is not None
-    assert [file.checksums(slot, bytes(16)) for slot in (0, 2, 3)] == [None] * 3
+    assert [file.checksums(block, bytes(16)) for block in (0, 2, 3)] == [None] * 3
     file.close()
     assert list(tmp_path.iterdir()) == [], "a file without a name ends with its process"

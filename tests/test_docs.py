@@ -64,6 +64,26 @@ def test_the_route_names_the_files_that_a_turn_crosses():
     assert sorted(named) == sorted(files_crossed())
 
 
+def glossary():
+    """Word, and the files and folders of the package where it is never used."""
+    table = PAGE.split("\n## One word an idea\n")[1].split("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| ")]
+    return {row[0].strip(): row[2].split() for row in rows[1:]}
+
+
+@pytest.mark.parametrize("word", [word for word, places in glossary().items() if places])
+def test_a_word_is_not_used_where_it_would_mean_something_else(word):
+    used = re.compile(rf"(?<![a-z]){word}(s|ed)?(?![a-z])", re.IGNORECASE)
+    wrong = []
+    for place in (CHECKOUT / "pensieve" / name for name in glossary()[word]):
+        assert place.exists(), place
+        files = [*place.rglob("*.py"), *place.rglob("*.c")] if place.is_dir() else [place]
+        for file in files:
+            text = re.sub(r"\bslots=True|__slots__", "", file.read_text())
+            wrong += [f"{file.name}: {line.strip()}" for line in text.splitlines() if used.search(line)]
+    assert not wrong
+
+
 @pytest.mark.parametrize(
     "page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *sorted(p.name for p in (CHECKOUT / "docs").glob("*.md"))]
 )

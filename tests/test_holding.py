@@ -36,7 +36,7 @@ MANAGERS: dict[str, dict[str, Any]] = {
     "pensieve, no copies ahead": {"cache": TwoTierCache, "gpu_blocks": 12, "cpu_blocks": 8, "copy_ahead": "never"},
     "pensieve, one step ahead": {"cache": TwoTierCache, "gpu_blocks": 12, "cpu_blocks": 8, "depth": 2},
     "pensieve, late copies": {"cache": TwoTierCache, "gpu_blocks": 12, "cpu_blocks": 8, "late": True},
-    "pensieve, disk": {"cache": TwoTierCache, "gpu_blocks": 12, "cpu_blocks": 4, "slots": 20},
+    "pensieve, disk": {"cache": TwoTierCache, "gpu_blocks": 12, "cpu_blocks": 4, "disk_blocks": 20},
     "gpu_only": {"cache": TwoTierCache, "gpu_blocks": 12, "cpu_blocks": 0},
     "stateless": {"cache": StatelessCache, "gpu_blocks": 12},
     "prefix_cache": {"cache": PrefixCache, "gpu_blocks": 12},
@@ -59,13 +59,13 @@ class Priced(Dear):
 
 def engine_of(name: str, rng: random.Random) -> Engine:
     parts = {"chunk_tokens": 2, "max_batch_tokens": 8, "cost": Dear(), "policy": Lru, **MANAGERS[name]}
-    slots = parts.pop("slots", 0)
+    disk_blocks = parts.pop("disk_blocks", 0)
     if parts.pop("late", False):
         parts["late"] = rng
     engine = make_engine(hardware=replace(MACHINE, disk_bw=1e9), **parts)
-    if slots:
+    if disk_blocks:
         kept = {bytes([number]) * 32: number for number in range(3)}
-        engine.cache.use_disk(slots, 1e-9, 4, Priced(), kept)  # type: ignore[arg-type]
+        engine.cache.use_disk(disk_blocks, 1e-9, 4, Priced(), kept)  # type: ignore[arg-type]
     engine.cache.set_cost_model(Priced(), 4, 8)  # type: ignore[arg-type]
     engine.cache.count_holding()
     return engine
@@ -103,7 +103,7 @@ class Watch:
 
 def held(engine: Engine) -> dict[tuple[str, str], Held]:
     assert engine.cache.holding is not None
-    engine.cache.at(engine.clock.now_ns())
+    engine.cache.set_time(engine.clock.now_ns())
     return engine.cache.holding.until_now()  # type: ignore[return-value]
 
 
@@ -167,7 +167,7 @@ def test_stateless_holds_nothing_beyond_what_runs() -> None:
 def moment(engine: Engine, ns: int) -> None:
     assert isinstance(engine.clock, VirtualClock)
     engine.clock.advance_to(ns)
-    engine.cache.at(ns)
+    engine.cache.set_time(ns)
 
 
 def test_a_shared_block_is_paid_by_who_ran_with_it_last() -> None:
@@ -219,7 +219,7 @@ def test_chunks_of_an_earlier_run_are_paid_by_nobody_until_they_are_read() -> No
     tier.read(session, [(0, 1)], ticket=1)
     holding.now_ns = 80
     assert holding.until_now() == {(EARLIER, "disk"): Held(50 + 80, 50 + 80), ("a", "disk"): Held(30, 30)}
-    tier.missing([one, two])
+    tier.remove([one, two])
     holding.now_ns = 1000
     assert holding.until_now() == {(EARLIER, "disk"): Held(50 + 80, 50 + 80), ("a", "disk"): Held(30, 30)}
 

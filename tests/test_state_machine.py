@@ -56,7 +56,7 @@ class Serving(RuleBasedStateMachine):
         load=st.sampled_from([0.0, 0.3, 1.0, 5.0]),
         late=st.booleans(),
         depth=st.sampled_from([1, 2]),
-        slots=st.sampled_from([0, 4, 60]),
+        disk_blocks=st.sampled_from([0, 4, 60]),
         ahead=st.sampled_from(["paper", "spare", "never"]),
     )
     def start(
@@ -72,7 +72,7 @@ class Serving(RuleBasedStateMachine):
         load: float,
         late: bool,
         depth: int,
-        slots: int,
+        disk_blocks: int,
         ahead: Any,
     ) -> None:
         make = partial(make, restore=restore) if make is TwoTierCache else make
@@ -84,11 +84,11 @@ class Serving(RuleBasedStateMachine):
         )
         link = ThreadLink(2e6) if late else None
         self.file = Path(mkdtemp()) / "pool.kv"
-        disk = DiskOptions(self.file, self.file.parent, bytes(32), slots) if slots and depth == 1 else None
+        disk = DiskOptions(self.file, self.file.parent, bytes(32), disk_blocks) if disk_blocks and depth == 1 else None
         self.engine = CheckedEngine(model_of("llama"), cache, limits, 512, link, TorchOptions(depth=depth, disk=disk))
         if disk is not None:
             cost = Profile(CHUNK, {128: 0.128, 256: 0.256}, 0.0, {})
-            cache.use_disk(slots, load * CHUNK / 1000, 2, cost, self.engine.report.disk_kept)
+            cache.use_disk(disk_blocks, load * CHUNK / 1000, 2, cost, self.engine.report.disk_kept)
         self.number = 0
         self.finished: dict[int, TurnRecord] = {}
 

@@ -1,10 +1,12 @@
-"""What a trial can run: the System protocol. In-engine baselines and outside engines both fit it."""
+"""What a trial can run: the System protocol, which in-engine baselines and outside engines both fit, and what some offer
+beside it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from pensieve.clock import Clock
 from pensieve.errors import WorkerError
@@ -12,7 +14,20 @@ from pensieve.plan import StartReport
 from pensieve.record import Event, TurnRecord
 from pensieve.request import Request, TokenArray
 
-__all__ = ["AnsweringSystem", "Capabilities", "Event", "Listener", "System"]
+if TYPE_CHECKING:
+    from pensieve.workload.base import Following
+
+__all__ = [
+    "AnsweringSystem",
+    "Capabilities",
+    "CountsTokens",
+    "Event",
+    "ExpectsReuse",
+    "ForgetsEnded",
+    "Listener",
+    "LooksAhead",
+    "System",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +76,39 @@ class System(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class ExpectsReuse(Protocol):
+    """A system that takes the time (its own clock) of a conversation's next turn, for its offline policies alone."""
+
+    def expect(self, session: str, next_use_s: float) -> None: ...
+
+
+@runtime_checkable
+class CountsTokens(Protocol):
+    """A system that can say of most tokens only how many they are (Event.tokens)."""
+
+    def count_windows(self) -> None: ...
+
+
+@runtime_checkable
+class ForgetsEnded(Protocol):
+    """A system that gives up what it keeps of a conversation that is over, as soon as that changes nothing for others."""
+
+    def ended(self, session: str) -> None: ...
+
+
+@runtime_checkable
+class LooksAhead(Protocol):
+    """A system of parts, each of which may run as far ahead of the others as nothing can reach it."""
+
+    def look_ahead(self, foresee: Callable[[str, int], Following | None]) -> None:
+        """Expect every request to be announced before it is due, from now on; `foresee` says what follows it (Foresees)."""
+
+    def announce(self, at_ns: int, request: Request | None) -> None:
+        """Announce that the request is sent, or ended early, at that time of the system's clock. request None: anything may
+        happen."""
 
 
 class Listener(Protocol):

@@ -92,7 +92,7 @@ class ClusterSystem:
     what was said before counts as history (Request.known_tokens). What another replica holds of earlier turns stays there
     until it is evicted, and is a hit if the conversation returns.
 
-    Where the caller announces what it will do (replay.LooksAhead), a replica runs ahead of the others as far as nothing can
+    Where the caller announces what it will do (base.LooksAhead), a replica runs ahead of the others as far as nothing can
     reach it (outlook.py), in windows as long as a single engine's; what becomes of each request is the same. What all of them
     count and hold together at a moment (counters, gauges) is then read of each at its own time.
 
@@ -193,12 +193,12 @@ class ClusterSystem:
             replica.system.count_windows()
 
     def look_ahead(self, foresee: Callable[[str, int], Following | None]) -> None:
-        """See replay.LooksAhead."""
+        """See base.LooksAhead."""
         if len(self._replicas) > 1:
             self._outlook = Outlook(len(self._replicas), self._destination, foresee)
 
     def announce(self, at_ns: int, request: Request | None) -> None:
-        """See replay.LooksAhead."""
+        """See base.LooksAhead."""
         if self._outlook is not None:
             self._outlook.announce(at_ns, request)
 
@@ -218,7 +218,7 @@ class ClusterSystem:
                 known.pop(session, None)
 
     def ended(self, session: str) -> None:
-        """See replay.ForgetsEnded: each replica that has served it gives up what others do not need."""
+        """See base.ForgetsEnded: each replica that has served it gives up what others do not need."""
         for number in self._served.pop(session, ()):
             self._replicas[number].system.ended(session)
         self._said.pop(session, None)

@@ -154,14 +154,14 @@ class EngineSystem(ABC):
 
     def count_holding(self) -> None:
         """Count what each conversation holds of each tier; to be called before the first request."""
-        self.engine.cache.at(self.clock.now_ns())
+        self.engine.cache.set_time(self.clock.now_ns())
         self.engine.cache.count_holding()
 
     def holdings(self) -> dict[tuple[str, Tier], Held]:
         """Return what each conversation has held of each tier so far; empty without `count_holding`. Call it while nothing
         runs."""
         cache = self.engine.cache
-        cache.at(self.clock.now_ns())
+        cache.set_time(self.clock.now_ns())
         return {} if cache.holding is None else cache.holding.until_now()
 
     @property
@@ -197,7 +197,7 @@ class EngineSystem(ABC):
             listener.happened(event)
         return others
 
-    def _disappoint(self, error: WorkerError) -> None:
+    def _fail_listeners(self, error: WorkerError) -> None:
         """Pass this error to every listener whose request has not ended."""
         for request_id in list(self._listeners):
             listener = self._listeners.pop(request_id, None)

@@ -33,9 +33,8 @@ class InlineSystem(EngineSystem):
         self._lock = threading.Lock()
         # What was begun while the engine was busy, and what else it is to do.
         self._inbox: deque[tuple[Request, Listener] | Callable[[], None]] = deque()
-        self._inbox_lock = (
-            threading.Lock()
-        )  # held for a moment only, so whoever begins a request may hold locks of its own
+        # Held for a moment only, so whoever begins a request may hold locks of its own.
+        self._inbox_lock = threading.Lock()
         self._untold: list[Event] = []  # happened while somebody asked, for the next poll
         self._ended: str | None = None  # why nobody can ask any more
         self._counts_windows = False
@@ -151,7 +150,7 @@ class InlineSystem(EngineSystem):
             self._ended = self._ended or why
             begun, self._inbox = self._inbox, deque()
         self._listeners.update((entry[0].id, entry[1]) for entry in begun if not callable(entry))
-        self._disappoint(WorkerError(self._ended))
+        self._fail_listeners(WorkerError(self._ended))
 
     def _run(self, until_ns: int | None) -> list[Event]:
         self._empty_inbox()

@@ -51,7 +51,7 @@ class ThreadedSystem(EngineSystem):
         self._listeners[request.id] = listener
         self._inbox.put(lambda: self.engine.submit(request))
         if self._ended.done():  # after it told the other listeners, or before: nobody else will tell this one
-            self._disappoint(self._closed_or_crashed())
+            self._fail_listeners(self._closed_or_crashed())
 
     def drive(self, awaited: Future[Any]) -> None:
         wait((awaited,))
@@ -127,7 +127,7 @@ class ThreadedSystem(EngineSystem):
             self._ended.set_exception(error)
         else:
             self._ended.set_result(None)
-        self._disappoint(self._closed_or_crashed())
+        self._fail_listeners(self._closed_or_crashed())
         self._outbox.put([])  # wakes a poll that waits
 
     def _serve(self) -> None:

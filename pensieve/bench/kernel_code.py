@@ -21,7 +21,7 @@ from pensieve.worker.torch.kernels.residency import KNOWN, resident
 _CHUNK, _HEAD_DIM, _GROUP, _KV_HEADS, _SMALL_ROWS = 32, 128, 4, 8, 16
 _POINTERS = {
     "partial_ptr": "*fp32", "weight_ptr": "*fp32", "items_ptr": "*i32", "tables_ptr": "*i32", "joins_ptr": "*i32",
-    "slots_ptr": "*i64",
+    "places_ptr": "*i64",
 }  # fmt: skip
 COLUMNS = (
     "GPU", "launch", "keys by", "tile", "warps", "stages", "registers", "stack", "shared", "predicted", "buffers", "waits",

@@ -60,8 +60,8 @@ class Inputs:
         return sum(ends.values()) * int(self.pool[0, 0].nbytes)
 
     @cached_property
-    def slots(self) -> list[torch.Tensor]:
-        """Token slots of each span's context."""
+    def places(self) -> list[torch.Tensor]:
+        """Where each span's context lies in the pool, token by token."""
         chunk = self.shape.chunk
         each = [(span.blocks[:, None] * chunk + np.arange(chunk)).reshape(-1)[: span.stop] for span in self.batch.spans]
         return [torch.from_numpy(x).to(self.pool.device) for x in each]
@@ -97,7 +97,7 @@ def make_inputs(
     queries = noise(count, shape.heads, shape.dim)
     keys, values = (noise(count, shape.kv_heads, shape.dim) for _ in range(2))
     pool = noise(layers, tokens, 2, shape.kv_heads, shape.dim)
-    pool[:, batch.write_slots] = torch.stack((keys, values), dim=1)
+    pool[:, batch.write_places] = torch.stack((keys, values), dim=1)
     return Inputs(shape, batch, pool, queries, keys, values)
 
 
@@ -115,9 +115,9 @@ def paged(backend: AttentionBackend, inputs: Inputs) -> Callable[[], torch.Tenso
 
 def copied_out(inputs: Inputs) -> Callable[[], torch.Tensor]:
     """Gather each context from its blocks, in every layer again, and attend to the contiguous copy."""
-    spans, slots = inputs.batch.spans, inputs.slots
+    spans, places = inputs.batch.spans, inputs.places
     if inputs.uniform:  # one gather and one call for all
-        slots, groups = [torch.cat(slots)], [inputs.queries.unflatten(0, (len(spans), -1))]
+        places, groups = [torch.cat(places)], [inputs.queries.unflatten(0, (len(spans), -1))]
     else:
         groups = [inputs.queries[span.first : span.first + span.queries][None] for span in spans]
 
@@ -125,7 +125,7 @@ def copied_out(inputs: Inputs) -> Callable[[], torch.Tensor]:
         for pool in inputs.pool:
             flat = pool.flatten(1)
             pieces = []
-            for queries, own in zip(groups, slots, strict=True):
+            for queries, own in zip(groups, places, strict=True):
                 kv = flat.index_select(0, own).view(len(queries), -1, *pool.shape[1:])
                 pieces.append(_attend(queries, kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)))
         return torch.cat([piece.flatten(0, 1) for piece in pieces])
@@ -137,7 +137,7 @@ def contiguous(inputs: Inputs) -> Callable[[], torch.Tensor]:
     """Contexts of one length that are contiguous already, head by head: what paging is compared with."""
     assert inputs.uniform
     spans = inputs.batch.spans
-    together, queries = torch.cat(inputs.slots), inputs.queries.unflatten(0, (len(spans), -1))
+    together, queries = torch.cat(inputs.places), inputs.queries.unflatten(0, (len(spans), -1))
     layers = [
         pool[together].unflatten(0, (len(spans), -1)).permute(2, 0, 3, 1, 4).contiguous().unbind(0)
         for pool in inputs.pool
@@ -164,7 +164,7 @@ def one_at_a_time(backend: AttentionBackend, inputs: Inputs) -> Callable[[], tor
             Span(row, span.start + offset, span.start + offset + 1, span.blocks) for row, span in enumerate(spans)
         )
         batch = Batch(
-            inputs.batch.token_ids[at], inputs.batch.positions[at], inputs.batch.write_slots[at], singles, at, ()
+            inputs.batch.token_ids[at], inputs.batch.positions[at], inputs.batch.write_places[at], singles, at, ()
         )
         plans.append(backend.plan(batch, inputs.pool, inputs.shape.chunk))
         singles_of.append((inputs.queries[at], inputs.keys[at], inputs.values[at]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from pensieve.cost.base import CostModel
 from pensieve.holding import Holding
@@ -12,6 +13,9 @@ from pensieve.ledger import Loss, Missed, joined
 from pensieve.plan import Copy, DiskLoad, DiskStore
 from pensieve.request import TokenArray
 from pensieve.session import Session
+
+if TYPE_CHECKING:
+    from pensieve.cache.disk import DiskTier
 
 Run = tuple[int, int]
 """Half-open interval of positions."""
@@ -47,8 +51,8 @@ class Residency:
     """Where the history of an admitted prompt was, in tokens, before its plan changed anything.
 
     gpu_hit + cpu_hit + disk_hit + recomputed = history; history + new = prompt; shared_hit <= new.
-    elsewhere: at most so many leading tokens were in another conversation before, whose blocks may serve this one; anywhere:
-    the same of any conversation, this one included. None: not known. They say what could have hit, not what did.
+    elsewhere: at most so many leading tokens were in another session before, whose blocks may serve this one; anywhere:
+    the same of any session, this one included. None: not known. They say what could have hit, not what did.
     missed: why those positions without KV that were computed before, or would have been but for an edit, have none.
     on_cpu, on_disk: the positions that cpu_hit and disk_hit count.
     """
@@ -104,7 +108,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """work: positions without KV on GPU or in swap_in, ascending. table: GPU blocks of the conversation from chunk 0.
+    """work: positions without KV on GPU or in swap_in, ascending. table: GPU blocks of the session from chunk 0.
 
     swapped_tokens: those that swap_in brings. again_tokens: those of the work that had been computed before.
     cpu_recomputed_tokens: those of the work that are on CPU and are computed again while others load. swap_in may still be
@@ -157,7 +161,7 @@ class CacheManager(ABC):
     """
 
     shares = False
-    """A conversation may use blocks that another one has written, also one that still runs."""
+    """A session may use blocks that another one has written, also one that still runs."""
 
     grows = True
     """Decode takes blocks beyond those of the admission; if not, admissions need keep no reserve for it."""
@@ -170,7 +174,9 @@ class CacheManager(ABC):
         self.taker = Loss("", 0.0)
         """For whose request room is being made: what is given up meanwhile is its doing. The scheduler says it."""
         self.holding: Holding | None = None
-        """What each conversation holds, where that is counted."""
+        """What each session holds, where that is counted."""
+        self.disk: DiskTier | None = None
+        """The tier below the CPU's, where there is one."""
         self.sessions: dict[str, Session] = {}
         self._sessions_made = 0
 
@@ -217,11 +223,11 @@ class CacheManager(ABC):
     @property
     def disk_blocks(self) -> int:
         """Chunks that its disk tier holds at most; 0: it has none."""
-        return 0
+        return 0 if self.disk is None else self.disk.blocks
 
     @property
     def disk_blocks_used(self) -> int:
-        return 0
+        return 0 if self.disk is None else self.disk.used
 
     def free_blocks(self) -> tuple[set[int], set[int]]:
         """GPU and CPU blocks that nobody may read, as far as it knows them by number; for tests."""
@@ -234,7 +240,7 @@ class CacheManager(ABC):
 
     @abstractmethod
     def demand(self, session: Session, keep: int, length: int) -> Demand:
-        """What admitting a prompt of `length` tokens takes, whose first `keep` are the conversation's own."""
+        """What admitting a prompt of `length` tokens takes, whose first `keep` are the session's own."""
 
     def find(self, name: str) -> Session | None:
         return self.sessions.get(name)
@@ -259,7 +265,7 @@ class CacheManager(ABC):
 
     @abstractmethod
     def resume(self, session: Session, now_s: float) -> Admission:
-        """As `admit`, for a preempted request, whose tokens the conversation has already."""
+        """As `admit`, for a preempted request, whose tokens the session has already."""
 
     @abstractmethod
     def extend(self, session: Session, length: int, now_s: float) -> tuple[int, tuple[int, ...]] | None:
@@ -287,10 +293,10 @@ class CacheManager(ABC):
     @abstractmethod
     def void(self, tickets: Sequence[int]) -> list[Session]:
         """Record that these copies failed, or their plan did: nothing they wrote is valid. Returns the running
-        conversations that lost KV on GPU by it; their requests cannot go on."""
+        sessions that lost KV on GPU by it; their requests cannot go on."""
 
     @abstractmethod
-    def fail(self, session: Session, written: Iterable[Run]) -> None:
+    def invalidate(self, session: Session, written: Iterable[Run]) -> None:
         """Invalidate the KV on GPU of every chunk that holds one of these positions: the plan that computed them failed."""
 
     @abstractmethod
@@ -310,10 +316,10 @@ class CacheManager(ABC):
         """As `release`, for a request that waits again: its turn is not over."""
         self.release(session, now_s)
 
-    def make_room_for(self, session: Session, now_s: float) -> None:
-        """Attribute what is given up from now on to a request of this conversation."""
+    def attribute_losses_to(self, session: Session, now_s: float) -> None:
+        """Attribute what is given up from now on to a request of this session."""
         self.taker = Loss(session.name, now_s)
-        self.at(round(now_s * 1e9))
+        self.set_time(round(now_s * 1e9))
 
     # -- evict --------------------------------------------------------------------------------------------------------
 
@@ -326,7 +332,7 @@ class CacheManager(ABC):
         return ()
 
     def exchange(self, session: Session, lacking: int, now_s: float) -> tuple[tuple[Copy, ...], tuple[Copy, ...]]:
-        """Make a waiting conversation that lacks so many GPU blocks change places, a part at a time: load what it has on
+        """Make a waiting session that lacks so many GPU blocks change places, a part at a time: load what it has on
         CPU, and copy out as much of what must leave the GPU. Returns the copies to the GPU and those to the CPU."""
         return (), self.swap_out(lacking - self.outgoing, now_s, urgent=True)
 
@@ -336,7 +342,7 @@ class CacheManager(ABC):
 
     # -- disk ---------------------------------------------------------------------------------------------------------
 
-    def use_disk(self, slots: int, load_s: float, layers: int, cost: CostModel, kept: Mapping[bytes, int]) -> None:
+    def use_disk(self, blocks: int, load_s: float, layers: int, cost: CostModel, kept: Mapping[bytes, int]) -> None:
         """Add a disk tier: a file store of so many chunks. Called once, before the first request; see DiskTier for the
         arguments. Managers without a CPU tier ignore it."""
         return None
@@ -344,15 +350,16 @@ class CacheManager(ABC):
     @property
     def has_disk_work(self) -> bool:
         """Writes to disk or reads from it were decided that no plan has taken yet."""
-        return False
+        return self.disk is not None and self.disk.has_work
 
     def take_disk_work(self) -> tuple[DiskStore | DiskLoad, ...]:
         """Return, once, the writes to disk and the reads from it that the plan being made shall perform."""
-        return ()
+        return () if self.disk is None else self.disk.take_work()
 
-    def not_on_disk(self, keys: Iterable[bytes]) -> None:
+    def remove_from_disk(self, keys: Iterable[bytes]) -> None:
         """Remove these chunks from the index of the disk tier: the file store does not hold them."""
-        return None
+        if self.disk is not None:
+            self.disk.remove(keys)
 
     # -- lifecycle ----------------------------------------------------------------------------------------------------
 
@@ -361,13 +368,13 @@ class CacheManager(ABC):
         return None
 
     def watch_content(self) -> None:
-        """Record from now on how much of each prompt other conversations have had (Residency.elsewhere, anywhere), where
-        conversations can share KV. Called before the first request, if at all."""
+        """Record from now on how much of each prompt other sessions have had (Residency.elsewhere, anywhere), where
+        sessions can share KV. Called before the first request, if at all."""
         return None
 
     def count_holding(self) -> None:
-        """Count from now on what each conversation holds of each tier (holding.py). Called before the first request and
-        after `use_disk`, if at all. Its memory grows with the number of conversations ever asked."""
+        """Count from now on what each session holds of each tier (holding.py). Called before the first request and
+        after `use_disk`, if at all. Its memory grows with the number of sessions ever asked."""
         assert not self._sessions_made
         self.holding = Holding()
         self._count_blocks(self.holding)
@@ -376,15 +383,14 @@ class CacheManager(ABC):
     def _count_blocks(self, holding: Holding) -> None:
         """Have the pools report every block that they give out or take back to `holding`."""
 
-    def at(self, now_ns: int) -> None:
+    def set_time(self, now_ns: int) -> None:
         """Set the time, in ns of the engine's clock, at which the following changes count as made."""
         if self.holding is not None:
-            self.holding.now_ns = max(
-                self.holding.now_ns, now_ns
-            )  # with plans in flight one ends before the next was made
+            # With plans in flight, the time at which one ended may be before that at which the next was made.
+            self.holding.now_ns = max(self.holding.now_ns, now_ns)
 
     def open(self, name: str, now_s: float, tenant: str = "") -> Session:
-        """Return the conversation of that name; make it if it is new."""
+        """Return the session of that name; make it if it is new."""
         session = self.sessions.get(name)
         if session is None:
             session = self.sessions[name] = Session(name, self._sessions_made, now_s, now_s, tenant=tenant)
@@ -394,17 +400,17 @@ class CacheManager(ABC):
         return session
 
     def recall(self, session: Session, tokens: TokenArray[int]) -> None:
-        """Restore the tokens that a new conversation had before the engine was started again: all but the last count as
+        """Restore the tokens that a new session had before the engine was started again: all but the last count as
         computed, though none of their KV is in a tier of this engine but the disk."""
         session.recall(tokens)
 
     def receive(self, session: Session, tokens: TokenArray[int], lengths: Sequence[int], now_s: float) -> int:
-        """Take over KV of an idle conversation that came from another machine. lengths: by chunk of `tokens`, the leading
+        """Take over KV of an idle session that came from another machine. lengths: by chunk of `tokens`, the leading
         offsets that came. Returns the number of tokens whose KV is taken; managers without a CPU tier take none."""
         return 0
 
     def fork(self, parent: Session, child: Session, length: int, takes_kv: bool) -> None:
-        """Begin a new conversation with the first `length` tokens of another one. A cache that shares by content finds
+        """Begin a new session with the first `length` tokens of another one. A cache that shares by content finds
         their KV by itself; one that does not may move the parent's to the child, if it `takes_kv`."""
         child.begin_as(parent, length)
 
@@ -413,7 +419,7 @@ class CacheManager(ABC):
         session.next_use_s = next_use_s
 
     def mark_waiting(self, session: Session, arrival: int, now_s: float) -> None:
-        """Record that a request of it waits: its chunks are victims only after those of every conversation that has none.
+        """Record that a request of it waits: its chunks are victims only after those of every session that has none.
         arrival: the request's place in the order of admission."""
         session.mark_waiting(arrival)
 
@@ -426,15 +432,15 @@ class CacheManager(ABC):
 
     @abstractmethod
     def forget(self, session: Session) -> None:
-        """Remove the conversation and its KV, as though it had never been asked."""
+        """Remove the session and its KV, as though it had never been asked."""
 
     def let_go(self, session: Session) -> bool:
-        """Remove a conversation that nobody will ask again, unless it has KV here or something depends on it. Returns
+        """Remove a session that nobody will ask again, unless it has KV here or something depends on it. Returns
         whether it was removed; nothing changes for the others."""
         return False
 
     def _close(self, session: Session) -> None:
-        """Remove it from the conversations, and close its account of what it held."""
+        """Remove it from the sessions, and close its account of what it held."""
         del self.sessions[session.name]
         if self.holding is not None:
             self.holding.close(session.number)
@@ -445,8 +451,8 @@ class CacheManager(ABC):
 
 
 def edited_run(session: Session, keep: int, suffix: TokenArray[int], history: int) -> tuple[Missed, ...]:
-    """Return the positions behind `history` at which the prompt has other tokens than the conversation had computed. Called
-    before the conversation is truncated to `keep`."""
+    """Return the positions behind `history` at which the prompt has other tokens than the session had computed. Called
+    before the session is truncated to `keep`."""
     if keep >= len(session.tokens) or not suffix or suffix[0] == session.tokens[keep]:
         return ()
     return joined([Missed(max(history, keep), min(session.computed, keep + len(suffix)), "edited")])

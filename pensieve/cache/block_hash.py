@@ -11,7 +11,7 @@ BlockHash = bytes
 
 
 class HashChain:
-    """Hashes of a conversation's full blocks, extended as tokens come and cut as they go; each token is hashed once.
+    """Hashes of a session's full blocks, extended as tokens come and cut as they go; each token is hashed once.
 
     tenant: hashes of two tenants never agree, so that none can tell by a hit what another one has asked.
     """

@@ -2,11 +2,11 @@
 
 A chunk goes there when it would be lost: its CPU block is wanted (or its GPU block, where it was not on CPU), and the copy on
 disk is what stays. It comes back straight to a GPU block. The store knows chunks by content (block_hash.py): the name of a
-chunk is a digest of its tenant and of all tokens up to its end, so a conversation can only find KV of its very tokens,
+chunk is a digest of its tenant and of all tokens up to its end, so a session can only find KV of its very tokens,
 also after a restart, and whatever became of the file meanwhile.
 
 This module decides; it reads and writes nothing. A worker does that in a thread, so that each read finds what the writes
-decided before it have left: a slot may be given to another chunk while it is still to be read.
+decided before it have left: a block may be given to another chunk while it is still to be read.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from pensieve.session import Session, runs_of
 
 
 class DiskTier:
-    """An index of the file store, least recently written or read first: that is who gives up a slot.
+    """An index of the file store, least recently written or read first: that is who gives up a block.
 
-    Full chunks only: the last one of a conversation, partly filled, is computed again with the next message. counts: what it
+    Full chunks only: the last one of a session, partly filled, is computed again with the next message. counts: what it
     has done, by metric name.
     """
 
     def __init__(
         self,
-        slots: int,
+        blocks: int,
         chunk_tokens: int,
         load_s: float,
         layers: int,
@@ -40,13 +40,13 @@ class DiskTier:
         kept: Mapping[BlockHash, int],
         counts: dict[str, float],
     ) -> None:
-        """load_s: seconds to read a chunk. kept: slots that an earlier engine has filled, oldest first."""
-        self.slots, self.counts = slots, counts
+        """load_s: seconds to read a chunk. kept: blocks that an earlier engine has filled, oldest first."""
+        self.blocks, self.counts = blocks, counts
         counts.update(disk_stored_chunks=0, disk_loaded_chunks=0, disk_declined_chunks=0)
         self._size, self._load_s, self._layers, self._cost = chunk_tokens, load_s, layers, cost
-        self._slots: OrderedDict[BlockHash, int] = OrderedDict(kept)
+        self._block_of: OrderedDict[BlockHash, int] = OrderedDict(kept)
         taken = set(kept.values())
-        self._free = [slot for slot in reversed(range(slots)) if slot not in taken]
+        self._free = [block for block in reversed(range(blocks)) if block not in taken]
         self._chains: dict[int, HashChain] = {}  # by session number
         self._work: list[DiskStore | DiskLoad] = []
         self._reading: dict[int, int] = {}  # chunks by ticket
@@ -56,7 +56,7 @@ class DiskTier:
 
     @property
     def used(self) -> int:
-        return len(self._slots)
+        return len(self._block_of)
 
     @property
     def has_work(self) -> bool:
@@ -66,7 +66,7 @@ class DiskTier:
     def holds(self, session: Session, index: int) -> bool:
         """Whether the store has this chunk, as far as its name is known. Any thread may ask."""
         chain = self._chains.get(session.number)
-        return chain is not None and chain.known(index) in self._slots
+        return chain is not None and chain.known(index) in self._block_of
 
     def worth_reading(self, session: Session) -> list[Run]:
         """Choose which chunks without KV are read, as runs: those with which the prompt is predicted to be done sooner than
@@ -77,7 +77,7 @@ class DiskTier:
         wanted = [
             index
             for index, (resident, name) in enumerate(zip(there, names, strict=False))
-            if not resident and name in self._slots
+            if not resident and name in self._block_of
         ]
         if not wanted:
             return []
@@ -98,7 +98,7 @@ class DiskTier:
 
     # -- what is to be done -------------------------------------------------------------------------------------------
 
-    def leave(self, session: Session, start: int, stop: int, on_gpu: bool) -> None:
+    def store(self, session: Session, start: int, stop: int, on_gpu: bool) -> None:
         """Store the full ones of these chunks, which are about to give up the last blocks that have their KV."""
         chunks, size = session.chunks, self._size
         blocks, lengths = (chunks.gpu, chunks.gpu_len) if on_gpu else (chunks.cpu, chunks.cpu_len)
@@ -106,22 +106,22 @@ class DiskTier:
         for index in range(start, stop):
             # The last token's KV may be there, of a turn that was undone, and not count: its chunk has no name.
             if index < len(names) and lengths[index] == size:
-                self._store(names[index], on_gpu, blocks[index], session.number)
+                self._store_chunk(names[index], on_gpu, blocks[index], session.number)
 
-    def _store(self, name: BlockHash, on_gpu: bool, block: int, holder: int) -> None:
-        if name in self._slots:
-            self._slots.move_to_end(name)
-            self._pass_on([self._slots[name]], holder)
+    def _store_chunk(self, name: BlockHash, on_gpu: bool, src: int, holder: int) -> None:
+        if name in self._block_of:
+            self._block_of.move_to_end(name)
+            self._pass_on([self._block_of[name]], holder)
             return
         if self._free:
-            slot = self._free.pop()
+            dst = self._free.pop()
             if self._holders is not None:
-                self._holders.give(slot, 1, holder)
+                self._holders.give(dst, 1, holder)
         else:
-            slot = self._slots.popitem(last=False)[1]
-            self._pass_on([slot], holder)
-        self._slots[name] = slot
-        self._work.append(DiskStore(name, slot, on_gpu, block))
+            dst = self._block_of.popitem(last=False)[1]
+            self._pass_on([dst], holder)
+        self._block_of[name] = dst
+        self._work.append(DiskStore(name, on_gpu, src, dst))
         self.counts["disk_stored_chunks"] += 1
 
     def read(self, session: Session, runs: Iterable[Run], ticket: int) -> None:
@@ -129,12 +129,12 @@ class DiskTier:
         names = self._chain(session).upto(session.tokens, session.computed)
         indices = [index for start, stop in runs for index in range(start, stop)]
         chosen = [names[index] for index in indices]
-        blocks = tuple(session.chunks.gpu[index] for index in indices)
+        gpu = tuple(session.chunks.gpu[index] for index in indices)
         for name in chosen:
-            self._slots.move_to_end(name)
-        slots = tuple(self._slots[name] for name in chosen)
-        self._pass_on(slots, session.number)
-        self._work.append(DiskLoad(ticket, tuple(chosen), slots, blocks))
+            self._block_of.move_to_end(name)
+        blocks = tuple(self._block_of[name] for name in chosen)
+        self._pass_on(blocks, session.number)
+        self._work.append(DiskLoad(ticket, tuple(chosen), blocks, gpu))
         self._reading[ticket] = len(chosen)
         self.counts["disk_loaded_chunks"] += len(chosen)
 
@@ -150,16 +150,16 @@ class DiskTier:
         for ticket in tickets:
             self._reading.pop(ticket, None)
 
-    def missing(self, names: Iterable[BlockHash]) -> None:
-        """Free the slots of these chunks, which the store lacks or holds damaged."""
+    def remove(self, names: Iterable[BlockHash]) -> None:
+        """Free the blocks of these chunks, which the store lacks or holds damaged."""
         for name in names:
-            slot = self._slots.pop(name, None)
-            if slot is not None:
-                self._free.append(slot)
+            block = self._block_of.pop(name, None)
+            if block is not None:
+                self._free.append(block)
                 if self._holders is not None:
-                    self._holders.take(slot, 1)
+                    self._holders.take(block, 1)
 
-    # -- conversations ------------------------------------------------------------------------------------------------
+    # -- sessions -----------------------------------------------------------------------------------------------------
 
     def cut(self, session: Session, length: int) -> None:
         """Drop the names of chunks beyond the first `length` tokens. What the disk has of them stays: the same may be said
@@ -169,23 +169,23 @@ class DiskTier:
             chain.cut(length)
 
     def forget(self, session: Session) -> None:
-        """Delete all chunks of the conversation from the store, also those that a fork has in common with it."""
-        self.missing(list(self._chain(session).upto(session.tokens, session.computed)))
+        """Delete all chunks of the session from the store, also those that a fork has in common with it."""
+        self.remove(list(self._chain(session).upto(session.tokens, session.computed)))
         del self._chains[session.number]
 
     def count_holding(self, holders: Holders) -> None:
-        """Report from now on which conversation pays for a slot: the one that wrote or read it last."""
+        """Report from now on which session pays for a block: the one that wrote or read it last."""
         self._holders = holders
-        for slot in self._slots.values():
-            holders.give(slot, 1, NOBODY_NOW)
+        for block in self._block_of.values():
+            holders.give(block, 1, NOBODY_NOW)
 
-    def _pass_on(self, slots: Sequence[int], holder: int) -> None:
+    def _pass_on(self, blocks: Sequence[int], holder: int) -> None:
         if self._holders is not None:
-            self._holders.pass_on(slots, holder)
+            self._holders.pass_on(blocks, holder)
 
     def check(self) -> None:
-        """Assert that every slot is free or a chunk's."""
-        assert sorted([*self._free, *self._slots.values()]) == list(range(self.slots))
+        """Assert that every block is free or a chunk's."""
+        assert sorted([*self._free, *self._block_of.values()]) == list(range(self.blocks))
 
     def _chain(self, session: Session) -> HashChain:
         chain = self._chains.get(session.number)

@@ -12,10 +12,10 @@ from pensieve.session import Chunk, Session, View, chunks_of
 def check_tiers(tiers: Tiers, sessions: Collection[Session]) -> None:
     """sessions: all that the cache knows."""
     _check_pools(tiers, sessions)
-    tiers.transfers.check()
+    tiers.copies.check()
     copying: Counter[tuple[int, int]] = Counter()
     under_way: set[tuple[int, int]] = set()
-    for moved in tiers.transfers.under_way():
+    for moved in tiers.copies.under_way():
         number, chunks = moved.session.number, moved.session.chunks
         assert max(moved.lengths) <= tiers.chunk_tokens
         copying.update((number, index) for start, stop in moved.existing() for index in range(start, stop))
@@ -61,7 +61,7 @@ def _check_pools(tiers: Tiers, sessions: Collection[Session]) -> None:
             for chunk in session.chunks
             if (block := chunk.gpu if on_gpu else chunk.cpu) is not None
         ]
-        held = [*(block for block, _ in owned), *tiers.transfers.quarantined(on_gpu)]
+        held = [*(block for block, _ in owned), *tiers.copies.quarantined(on_gpu)]
         free = pool.free_blocks()
         if pool.holders is not None:
             assert all(pool.holders.of(block) is None for block in free)

@@ -7,7 +7,8 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-/* A candidate in the heap: its rank, and where the next one comes from: a bucket (its iterator) or a conversation's rest. */
+/* A candidate in the heap: a victim, as loops.py calls it, and where the next one comes from: a bucket (its iterator) or what
+   is left of a session. */
 typedef struct {
     long level;
     double score, active;
@@ -15,7 +16,7 @@ typedef struct {
     Py_ssize_t source; /* index of a bucket, or ~index of a rest */
 } entry;
 
-/* What is left of a conversation that has given up chunks: the scores of a stretch of them. */
+/* What is left of a session that has given up chunks: the scores of a stretch of them. */
 typedef struct {
     PyObject *level, *active, *number, *scores; /* scores: a list or a tuple of floats */
     Py_ssize_t first, place;
@@ -75,22 +76,22 @@ static inline double real(merge *m, PyObject *value) {
     return number;
 }
 
-/* The first five of a tuple are a rank. */
-static int parse(merge *m, PyObject *rank, Py_ssize_t source, entry *into) {
-    if (!PyTuple_Check(rank) || PyTuple_GET_SIZE(rank) < 5) {
-        PyErr_SetString(PyExc_TypeError, "a rank is a tuple of five");
+/* The first five of a tuple are a victim. */
+static int parse(merge *m, PyObject *victim, Py_ssize_t source, entry *into) {
+    if (!PyTuple_Check(victim) || PyTuple_GET_SIZE(victim) < 5) {
+        PyErr_SetString(PyExc_TypeError, "a victim is a tuple of five");
         return -1;
     }
-    into->level = PyLong_AsLong(PyTuple_GET_ITEM(rank, 0));
-    into->score = real(m, PyTuple_GET_ITEM(rank, 1));
-    into->active = real(m, PyTuple_GET_ITEM(rank, 2));
-    into->number = PyLong_AsSsize_t(PyTuple_GET_ITEM(rank, 3));
-    into->chunk = PyLong_AsSsize_t(PyTuple_GET_ITEM(rank, 4));
+    into->level = PyLong_AsLong(PyTuple_GET_ITEM(victim, 0));
+    into->score = real(m, PyTuple_GET_ITEM(victim, 1));
+    into->active = real(m, PyTuple_GET_ITEM(victim, 2));
+    into->number = PyLong_AsSsize_t(PyTuple_GET_ITEM(victim, 3));
+    into->chunk = PyLong_AsSsize_t(PyTuple_GET_ITEM(victim, 4));
     into->source = source;
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* The next stretch of a conversation's chunks, from `chunk` on: 1, or 0 where there is none, or -1. */
+/* The next stretch of a session's chunks, from `chunk` on: 1, or 0 where there is none, or -1. */
 static int refill(rest *r, PyObject *scores_of, PyObject *number, Py_ssize_t chunk) {
     PyObject *at = PyLong_FromSsize_t(chunk);
     PyObject *found = at ? PyObject_CallFunctionObjArgs(scores_of, number, at, NULL) : NULL;
@@ -167,7 +168,7 @@ static int run(merge *m, PyObject *chosen, PyObject *heads, Py_ssize_t most, int
                 if (PyErr_Occurred()) return -1;
                 pop(m);
             }
-            if (m->count == m->room) { /* each bucket has one entry, each conversation one rest: both grow together */
+            if (m->count == m->room) { /* each bucket has one entry, each session one rest: both grow together */
                 Py_ssize_t room = 2 * m->room + 16;
                 rest *rests = PyMem_Realloc(m->rests, room * sizeof(rest));
                 if (!rests) return PyErr_NoMemory(), -1;
@@ -247,14 +248,14 @@ PyObject *choose(PyObject *heads, Py_ssize_t most, int whole, PyObject *scores_o
     Py_RETURN_NONE;
 }
 
-/* The chunks of a conversation in a choice, in the order in which they stand there. */
+/* The chunks of a session in a choice, in the order in which they stand there. */
 typedef struct {
     PyObject *number;
     Py_ssize_t *chunks;
     Py_ssize_t count, room;
 } owned;
 
-/* victims: a list. Returns a list of runs (session number, first chunk, stop), those of one conversation together. */
+/* victims: a list. Returns a list of runs (session number, first chunk, stop), those of one session together. */
 PyObject *spans(PyObject *victims) {
     if (!PyList_Check(victims)) {
         PyErr_SetString(PyExc_TypeError, "victims are a list");

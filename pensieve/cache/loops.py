@@ -16,7 +16,7 @@ from pensieve.errors import EngineMissing
 from pensieve.session import runs_of
 
 Victim = tuple[int, float, float, int, int]
-"""A chunk by its rank, lowest first: level, score, last active, session number, chunk."""
+"""A chunk as it stands in the order of eviction, lowest first: level, score, last active, session number, chunk."""
 
 Span = tuple[int, int, int]
 """A run of chunks: session number, first chunk, stop."""
@@ -25,7 +25,7 @@ Head = tuple[int, float, float, int, int, Iterator[Victim]]
 """The first entry of a bucket as a victim, and those behind it, in order."""
 
 Stretch = tuple[int, float, int, Sequence[float]]
-"""Of one conversation: level, last active, first chunk, and the scores of that chunk and of those that follow it."""
+"""Of one session: level, last active, first chunk, and the scores of that chunk and of those that follow it."""
 
 StretchOf = Callable[[int, int], Stretch | None]
 """From a session number and a chunk on: the first stretch of its chunks; None: there is none."""
@@ -35,13 +35,13 @@ _SOURCE = Path(__file__).with_name("loops.c")
 
 class Loops(Protocol):
     def choose(self, heads: list[Head], most: int, whole: bool, stretch_of: StretchOf) -> list[Victim] | None:
-        """The first `most` victims, or as many as there are. The heads and, of each conversation that has given up a chunk,
-        the next one compete. whole: as many more as the last conversation has. None: some score or time is no float, which
+        """The first `most` victims, or as many as there are. The heads and, of each session that has given up a chunk,
+        the next one compete. whole: as many more as the last session has. None: some score or time is no float, which
         these loops cannot compare; the heads are used up."""
         ...
 
     def spans(self, victims: list[Victim]) -> list[Span]:
-        """The chunks of a choice as runs, those of one conversation together."""
+        """The chunks of a choice as runs, those of one session together."""
         ...
 
 
@@ -77,7 +77,7 @@ class PlainLoops:
 
 
 class _Rest:
-    """What is left of a conversation that has given up chunks in a choice."""
+    """What is left of a session that has given up chunks in a choice."""
 
     __slots__ = ("_keys", "_number", "_place", "_stretch_of", "key")
 

@@ -24,7 +24,7 @@ class OneTier(CacheManager):
         super().__init__(chunk_tokens, gpu_blocks, cpu_blocks=0)
         self._chains: dict[int, HashChain] = {}
         self._seen: SeenContent | None = None
-        self._unnoted: dict[int, Session] = {}  # conversations that have run since they were noted last
+        self._unnoted: dict[int, Session] = {}  # sessions that have run since they were noted last
 
     @abstractmethod
     def _occupy(self, session: Session, now_s: float) -> int:
@@ -106,7 +106,7 @@ class OneTier(CacheManager):
     # -- how --------------------------------------------------------------------------------------------------------
 
     def _findable(self, session: Session) -> tuple[int | None, int | None]:
-        """At most so many leading tokens of its prompt were in another conversation, and in any, up to this moment."""
+        """At most so many leading tokens of its prompt were in another session, and in any, up to this moment."""
         if self._seen is None:
             return None, None
         for other in list(self._unnoted.values()):

@@ -10,7 +10,7 @@ from pensieve.holding import NOBODY_NOW, Holders
 class BlockPool:
     """Free blocks as maximal extents, so that neighbours can be handed out together.
 
-    A plain stack of free numbers would scatter a conversation over the pool, and the speed of a swap depends on how long
+    A plain stack of free numbers would scatter a session over the pool, and the speed of a swap depends on how long
     its fragments are (5 GB/s at 32 KB, ten times that at large ones). Extents are merged when a block comes back; the
     classes by power of two find a long enough one without a search.
     """
@@ -29,7 +29,7 @@ class BlockPool:
 
     def allocate(self, count: int, holder: int = NOBODY_NOW) -> tuple[int, ...]:
         """Take `count` free blocks, in as few runs as the size classes give quickly. The caller has checked that there are
-        enough. holder: the number of the conversation that pays for them."""
+        enough. holder: the number of the session that pays for them."""
         assert count <= self.free, f"{count} blocks asked, {self.free} free"
         taken: list[int] = []
         while count:

@@ -1,4 +1,4 @@
-"""Automatic prefix caching: full blocks shared by content across conversations, least recently used (as vLLM and SGLang)."""
+"""Automatic prefix caching: full blocks shared by content across sessions, least recently used (as vLLM and SGLang)."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class PrefixCache(OneTier):
     def __init__(self, *, policy: EvictionPolicy, chunk_tokens: int, gpu_blocks: int, cpu_blocks: int = 0) -> None:
         super().__init__(chunk_tokens, gpu_blocks)
         self.gpu = BlockPool(gpu_blocks)
-        self._tables: dict[int, list[int]] = {}  # conversation -> blocks, while a request of it runs
-        self._computed: dict[int, int] = {}  # conversation -> positions with KV in its table
+        self._tables: dict[int, list[int]] = {}  # session number -> blocks, while a request of it runs
+        self._computed: dict[int, int] = {}  # session number -> positions with KV in its table
         self._references: dict[int, int] = {}
         self._block_of: dict[BlockHash, int] = {}
         self._hash_of: dict[int, BlockHash] = {}
@@ -55,14 +55,12 @@ class PrefixCache(OneTier):
 
     def places(self, session: Session) -> str:
         tokens, size = session.tokens[:], self.chunk_tokens
-        full = HashChain(size, session.tenant).upto(
-            tokens, len(tokens)
-        )  # not its own, which the engine may be extending
+        full = HashChain(size, session.tenant).upto(tokens, len(tokens))  # its own one the engine may be extending
         found = "".join("G" if name in self._block_of else "-" for name in full)
         return found.ljust(chunks_of(len(tokens), size), "-")
 
     def demand(self, session: Session, keep: int, length: int) -> Demand:
-        """What other conversations share is not counted: it may only make the admission cheaper."""
+        """What other sessions share is not counted: it may only make the admission cheaper."""
         matched = self._match(session, session.tokens, min(keep, length - 1))
         idle = sum(block in self._idle for block in matched)
         return Demand(blocks=chunks_of(length + 1, self.chunk_tokens) - len(matched), own_available=idle)
@@ -104,7 +102,7 @@ class PrefixCache(OneTier):
                     self.gpu.release((block,))
         del self._computed[session.number]
 
-    def fail(self, session: Session, written: Iterable[Run]) -> None:
+    def invalidate(self, session: Session, written: Iterable[Run]) -> None:
         size, table = self.chunk_tokens, self._tables[session.number]
         for start, stop in written:
             for block in table[start // size : chunks_of(stop, size)]:

@@ -1,4 +1,4 @@
-"""Which of a returning conversation's CPU chunks are loaded, and which are computed again while the others load."""
+"""Which of a returning session's CPU chunks are loaded, and which are computed again while the others load."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Restorer:
         self.times = RestoreTimes(cost, self._chunk_tokens, layers, batch_tokens)
 
     def choose(self, session: Session, backlog: int, alone: bool) -> Restore:
-        """Decide the restore of a conversation that starts to run. backlog: chunks that are being copied to the GPU for
+        """Decide the restore of a session that starts to run. backlog: chunks that are being copied to the GPU for
         others. alone: no other request runs."""
         chunks, size = session.chunks, self._chunk_tokens
         on_cpu = [index for index, more in enumerate(map(gt, chunks.cpu_len, chunks.gpu_len)) if more]

@@ -80,7 +80,7 @@ class SlotCache(OneTier):
         self.slots = [Slot(number, tuple(range(number * each, (number + 1) * each))) for number in range(n_slots)]
         self._slot_of: dict[int, Slot] = {}
         self._holders: Holders | None = None
-        self._lost: dict[int, Loss] = {}  # conversation -> who has overwritten the slot it was in last
+        self._lost: dict[int, Loss] = {}  # session number -> who has overwritten the slot it was in last
 
     @property
     def chosen(self) -> dict[str, float]:
@@ -118,7 +118,7 @@ class SlotCache(OneTier):
         slot = self._slot_of.pop(session.number)
         slot.session, slot.used_s = None, now_s
 
-    def fail(self, session: Session, written: Iterable[Run]) -> None:
+    def invalidate(self, session: Session, written: Iterable[Run]) -> None:
         slot = self._slot_of[session.number]
         del slot.tokens[min((start for start, _ in written), default=len(slot.tokens)) :]
 
@@ -153,7 +153,7 @@ class SlotCache(OneTier):
     # -- how --------------------------------------------------------------------------------------------------------
 
     def _gives_up(self, slot: Slot, session: Session) -> bool:
-        """Whether what the slot holds is of the conversation alone, and goes with it."""
+        """Whether what the slot holds is of the session alone, and goes with it."""
         held = min(len(slot.tokens), len(session.tokens))
         return slot.session is None and held > 0 and _shared(slot, session) == held
 
@@ -204,5 +204,5 @@ class SlotCache(OneTier):
 
 
 def _shared(slot: Slot, session: Session) -> int:
-    """Leading tokens of the conversation whose KV the slot holds."""
+    """Leading tokens of the session whose KV the slot holds."""
     return common_prefix(slot.tokens, session.tokens) if slot.tenant == session.tenant else 0

@@ -10,7 +10,7 @@ chunk's first position, so what is missing is always a suffix:
 An offset is on GPU if it is below gpu_len, else on CPU if it is below cpu_len, else missing. While a chunk is computed again
 its gpu_len grows, and above it the copy on CPU still counts.
 
-Session.computed counts positions of the conversation, not offsets. What is missing below it was dropped or evicted and is
+Session.computed counts positions of the session, not offsets. What is missing below it was dropped or evicted and is
 computed again from its raw tokens; what is missing above it is computed for the first time:
 
     tokens      |------------------------------------------------|  len(tokens)
@@ -35,9 +35,8 @@ the CPU block is the first that is given up when others need one.
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from operator import lt
@@ -70,13 +69,14 @@ class Tiers:
         self.taker = Loss("", 0.0)  # as CacheManager's
         self.gpu = BlockPool(gpu_blocks)
         self.cpu = BlockPool(cpu_blocks)
-        self.transfers = Transfers(self.gpu, self.cpu)
+        self.copies = OpenCopies(self.gpu, self.cpu)
         self.dirty = VictimIndex(policy, View.DIRTY)
         self.clean = VictimIndex(policy, View.CLEAN)
         self.cpu_only = VictimIndex(policy, View.CPU_ONLY)
         self.duplicates: dict[tuple[int, int], Session] = {}  # by session number and chunk index
-        self.leaving: Callable[[Session, int, int, bool], None] = _stay_nowhere
-        """DISK TIER: told of each run of chunks that loses its last blocks to others, before it does: on GPU?"""
+        self.before_loss: Callable[[Session, int, int, bool], None] = _ignore_loss
+        """Called with each run of chunks (and whether they are on GPU) that is about to give up its last blocks to others: a
+        disk tier stores them then."""
         self._index = {View.DIRTY: self.dirty, View.CLEAN: self.clean, View.CPU_ONLY: self.cpu_only}
 
     # -- a session runs, or stops ---------------------------------------------------------------------------------------
@@ -85,20 +85,20 @@ class Tiers:
         """Protect the chunks of a session that starts to run: they leave the victim indices."""
         for victims in self._index.values():
             victims.remove_session(session)
-        self.transfers.pin(session)
+        self.copies.pin(session)
         session.chunks.view = bytearray(len(session.chunks))
 
     def unpin(self, session: Session) -> None:
         """Release the chunks of a session that has stopped: blocks without KV are freed, and the other chunks may be
         evicted."""
         chunks = session.chunks
-        self.transfers.unpin(session)
+        self.copies.unpin(session)
         lacks = 0 in chunks.gpu_len or any(map(lt, chunks.gpu_len, chunks.cpu_len))
         columns = zip(chunks.gpu, chunks.gpu_len, chunks.cpu_len, strict=True) if lacks else ()
         for index, (block, there, copied) in enumerate(columns):
             if (not there or there < copied) and block != NO_BLOCK:
                 # Reserved, lost by a failed copy, or computed again but not as far as the copy on CPU.
-                self.transfers.abandon(session, index, index + 1)
+                self.copies.abandon(session, index, index + 1)
                 self.free_gpu(session, index, index + 1, discarded=True)
         for index in self._on_cpu(session):
             self.duplicates.pop((session.number, index), None)
@@ -107,7 +107,7 @@ class Tiers:
             if (unused - 1) * self.chunk_tokens < session.computed:
                 break  # dropped, not unused: the record of a missing chunk stays
             unused -= 1
-        self.transfers.gone(session, unused)
+        self.copies.gone(session, unused)
         chunks.cut(unused)
         self.update(session, 0, unused)
 
@@ -172,14 +172,14 @@ class Tiers:
 
     def drop_gpu(self, session: Session, start: int, stop: int) -> None:
         """Free the GPU blocks of chunks that are not on CPU: their KV is lost, or on disk."""
-        self.leaving(session, start, stop, True)
+        self.before_loss(session, start, stop, True)
         self.free_gpu(session, start, stop)
         self.counters.evicted_chunks += stop - start
         self._lose(session, start, stop)
 
     def drop_cpu(self, session: Session, start: int, stop: int) -> None:
         """Free the CPU blocks of chunks that are not on GPU: their KV is lost, or on disk."""
-        self.leaving(session, start, stop, False)
+        self.before_loss(session, start, stop, False)
         self.free_cpu(session, start, stop)
         self._lose(session, start, stop)
 
@@ -191,7 +191,7 @@ class Tiers:
             self.duplicates.pop((session.number, index), None)
 
     def cut(self, session: Session, length: int) -> None:
-        """Give up the KV beyond the conversation's first `length` tokens."""
+        """Give up the KV beyond the session's first `length` tokens."""
         size, chunks = self.chunk_tokens, session.chunks
         self.discard(session, chunks_of(length, size))
         if chunks and length % size:
@@ -199,7 +199,7 @@ class Tiers:
             left = length - index * size
             chunks.gpu_len[index] = min(chunks.gpu_len[index], left)
             chunks.cpu_len[index] = min(chunks.cpu_len[index], left)
-            self.transfers.shorten(session, index, left)
+            self.copies.shorten(session, index, left)
             self.update(session, index, index + 1)
 
     def discard(self, session: Session, first: int) -> None:
@@ -207,13 +207,13 @@ class Tiers:
         stop = len(session.chunks)
         if stop <= first:
             return
-        self.transfers.abandon(session, first, stop)
+        self.copies.abandon(session, first, stop)
         self.free_gpu(session, first, stop, discarded=True)
         self.free_cpu(session, first, stop, discarded=True)
         self._set_views(session, first, bytes(stop - first))
         for index in range(first, stop) if session.running else ():
             self.duplicates.pop((session.number, index), None)
-        self.transfers.gone(session, first)
+        self.copies.gone(session, first)
         session.chunks.cut(first)
 
     def free_gpu(self, session: Session, start: int, stop: int, discarded: bool = False) -> None:
@@ -227,12 +227,12 @@ class Tiers:
         chunks = session.chunks
         column, lengths = (chunks.gpu, chunks.gpu_len) if on_gpu else (chunks.cpu, chunks.cpu_len)
         blocks = column[start:stop]
-        self.transfers.retire(on_gpu, session, start, blocks, discarded)
+        self.copies.retire(on_gpu, session, start, blocks, discarded)
         column[start:stop] = repeated(NO_BLOCK, len(blocks))
         lengths[start:stop] = repeated(0, len(blocks))
 
     def move(self, source: Session, target: Session, count: int) -> None:
-        """Move the first `count` chunks of an idle conversation to a new one, except those that a copy reads or writes."""
+        """Move the first `count` chunks of an idle session to a new one, except those that a copy reads or writes."""
         old, new = source.chunks, target.chunks
         assert not new
         count = min(count, len(old))
@@ -249,21 +249,19 @@ class Tiers:
 
     # -- copies -----------------------------------------------------------------------------------------------------
 
-    def outward(self, session: Session, start: int, stop: int) -> Transfer:
+    def prepare_copy_out(self, session: Session, start: int, stop: int) -> CopyRun:
         """Prepare the copy of dirty chunks to their CPU blocks, without starting it; the chunks leave their index."""
         chunks = session.chunks
         self._set_views(session, start, bytes(stop - start))
         # A block that held an older, shorter copy is overwritten with the same values, so that copy stays valid.
-        return Transfer(
-            session, start, True, chunks.gpu[start:stop], chunks.cpu[start:stop], chunks.gpu_len[start:stop]
-        )
+        return CopyRun(session, start, True, chunks.gpu[start:stop], chunks.cpu[start:stop], chunks.gpu_len[start:stop])
 
-    def copy_out(self, moves: list[Transfer], order: Sequence[Victim], urgent: bool) -> tuple[Copy, ...]:
+    def copy_out(self, moves: list[CopyRun], order: Sequence[Victim], urgent: bool) -> tuple[Copy, ...]:
         """Start these copies to the CPU under one ticket. order: in which the chunks were chosen."""
         if not moves:
             return ()
         gpu, cpu = chain.from_iterable(m.gpu for m in moves), chain.from_iterable(m.cpu for m in moves)
-        copy = Copy(self.transfers.open(moves, order), tuple(gpu), tuple(cpu), urgent=urgent)
+        copy = Copy(self.copies.open(moves, order), tuple(gpu), tuple(cpu), urgent=urgent)
         self.counters.swapped_out_blocks += len(copy.src)
         return (copy,)
 
@@ -274,12 +272,12 @@ class Tiers:
         for start, stop in runs:
             self._set_views(session, start, bytes(stop - start))
             lengths = chunks.cpu_len[start:stop]
-            moves.append(Transfer(session, start, False, chunks.gpu[start:stop], chunks.cpu[start:stop], lengths))
+            moves.append(CopyRun(session, start, False, chunks.gpu[start:stop], chunks.cpu[start:stop], lengths))
             chunks.gpu_len[start:stop] = lengths
         if not moves:
             return ()
         gpu, cpu = chain.from_iterable(m.gpu for m in moves), chain.from_iterable(m.cpu for m in moves)
-        copy = Copy(self.transfers.open(moves), tuple(cpu), tuple(gpu), urgent=True)
+        copy = Copy(self.copies.open(moves), tuple(cpu), tuple(gpu), urgent=True)
         self.counters.swapped_in_blocks += len(copy.src)
         return (copy,)
 
@@ -289,18 +287,18 @@ class Tiers:
         chunks, moves = session.chunks, []
         for start, stop in runs:
             full, nowhere = repeated(self.chunk_tokens, stop - start), repeated(NO_BLOCK, stop - start)
-            moves.append(Transfer(session, start, False, chunks.gpu[start:stop], nowhere, full, from_disk=True))
+            moves.append(CopyRun(session, start, False, chunks.gpu[start:stop], nowhere, full, from_disk=True))
             chunks.gpu_len[start:stop] = full
-        return self.transfers.open(moves)
+        return self.copies.open(moves)
 
     def finish(self, tickets: Sequence[int], valid: bool) -> list[Session]:
         """End these copies. valid: False where nothing they wrote counts. Returns the running sessions that lost KV by it."""
         lost: dict[str, Session] = {}
         for ticket in tickets:
-            moves, order = self.transfers.close(ticket)
+            moves, order = self.copies.close(ticket)
             running: dict[int, Session] = {}
             for moved in moves:
-                if self._landed(moved, valid) and moved.session.running:
+                if self._record_end(moved, valid) and moved.session.running:
                     lost[moved.session.name] = moved.session
                 if moved.session.running:
                     running[moved.session.number] = moved.session
@@ -311,7 +309,7 @@ class Tiers:
                 self._update_duplicates(running, moves, order)
         return list(lost.values())
 
-    def _landed(self, moved: Transfer, valid: bool) -> bool:
+    def _record_end(self, moved: CopyRun, valid: bool) -> bool:
         """Update the records of the chunks of a copy that is over; returns whether KV on GPU was lost."""
         session, chunks = moved.session, moved.session.chunks
         lost = False
@@ -329,7 +327,7 @@ class Tiers:
                     self.free_cpu(session, index, index + 1)  # its copy failed
         return lost
 
-    def _update_duplicates(self, running: dict[int, Session], moves: list[Transfer], order: Sequence[Victim]) -> None:
+    def _update_duplicates(self, running: dict[int, Session], moves: list[CopyRun], order: Sequence[Victim]) -> None:
         """Register duplicates in the order in which the chunks were chosen, since the oldest one is given up first."""
         existing = {
             (moved.session.number, index): moved.session
@@ -366,8 +364,8 @@ class Tiers:
             victims.changed(session, views.count(view) - before.count(view))
 
 
-def _stay_nowhere(session: Session, start: int, stop: int, on_gpu: bool) -> None:
-    """Do nothing with chunks that lose their last blocks: there is no disk tier."""
+def _ignore_loss(session: Session, start: int, stop: int, on_gpu: bool) -> None:
+    """Let chunks lose their last blocks: there is no disk tier."""
 
 
 def _views(gpu_len: TokenArray[int], cpu_len: TokenArray[int], copying: bytearray) -> bytes:
@@ -390,7 +388,7 @@ def _view(gpu_len: int, cpu_len: int, copying: int) -> View:
 
 
 @dataclass(slots=True)
-class Transfer:
+class CopyRun:
     """The copies of a run of chunks, from `first` on. outward: to CPU. from_disk: to GPU, and there are no CPU blocks.
     lengths: by chunk, the leading offsets that are valid at the destination when it is done.
 
@@ -442,7 +440,7 @@ _ONE_MORE = bytes((*range(1, 256), 0))
 _ONE_LESS = bytes((255, *range(255)))
 
 
-class Transfers:
+class OpenCopies:
     """Tickets, and quarantine: a block given up while a copy or a launched plan still uses it waits until both are done.
 
     Each call costs what it opens, closes or releases, however much else is under way.
@@ -450,8 +448,8 @@ class Transfers:
 
     def __init__(self, gpu: BlockPool, cpu: BlockPool) -> None:
         self._gpu, self._cpu = gpu, cpu
-        self._open: dict[int, tuple[list[Transfer], Sequence[Victim]]] = {}
-        self._of: dict[int, list[Transfer]] = {}  # those that are open, by session number
+        self._open: dict[int, tuple[list[CopyRun], Sequence[Victim]]] = {}
+        self._of: dict[int, list[CopyRun]] = {}  # those that are open, by session number
         # Quarantine: what each block waits for, the copies that use it and the plan, and which plan that is, ascending.
         self._holds: dict[_Place, int] = {}
         self._after_plan: deque[tuple[int, _Place]] = deque()
@@ -462,7 +460,7 @@ class Transfers:
         """Chunks that are being copied from the CPU to the GPU."""
         self.launched = self._collected = _BEFORE_THE_FIRST
 
-    def open(self, moves: list[Transfer], order: Sequence[Victim] = ()) -> int:
+    def open(self, moves: list[CopyRun], order: Sequence[Victim] = ()) -> int:
         """Issue a ticket for these copies, and mark their chunks as copying until it is closed. order: in which they were
         chosen."""
         self._last_ticket += 1
@@ -474,7 +472,7 @@ class Transfers:
             self.outgoing += moved.outgoing
         return self._last_ticket
 
-    def close(self, ticket: int) -> tuple[list[Transfer], Sequence[Victim]]:
+    def close(self, ticket: int) -> tuple[list[CopyRun], Sequence[Victim]]:
         """Close the ticket of copies that are done or failed; returns these, and the order in which their chunks were
         chosen."""
         moves, order = self._open.pop(ticket)
@@ -501,7 +499,7 @@ class Transfers:
         """Whether an open copy reads or writes blocks that the session has or had."""
         return session.number in self._of
 
-    def under_way(self) -> Iterator[Transfer]:
+    def under_way(self) -> Iterator[CopyRun]:
         """Yield all open copies; for check()."""
         for moves, _ in self._open.values():
             yield from moves
@@ -591,7 +589,7 @@ class Transfers:
         assert plans == sorted(plans)
         assert all(plan > self._collected for plan in plans), "a block waits for a plan that is over"
 
-    def _count_copies(self, moved: Transfer, more: int) -> None:
+    def _count_copies(self, moved: CopyRun, more: int) -> None:
         copying = moved.session.chunks.copying
         for start, stop in moved.existing():
             copying[start:stop] = copying[start:stop].translate(_ONE_MORE if more > 0 else _ONE_LESS)
@@ -620,59 +618,10 @@ class Transfers:
         (self._gpu if on_gpu else self._cpu).release((block,))
 
 
-class CpuRoom:
-    """CPU blocks for the chunks of one round of copies: free ones, then those of duplicates, then of the policy's victims.
-
-    giving: a waiting conversation, and clean chunks of it: their CPU blocks count as those of duplicates.
-    """
-
-    def __init__(self, tiers: Tiers, now_s: float, giving: tuple[Session, list[int]] | None = None) -> None:
-        self._tiers = tiers
-        self._giving = giving
-        self._now_s = now_s
-
-    def give(self, leaving: Sequence[Victim], sessions: Mapping[int, Session]) -> tuple[list[Victim], list[Victim]]:
-        """Provide CPU blocks for chunks that leave the GPU. Returns the chunks that have one, and those for which there is
-        none: where every CPU block holds what the policy would keep longer than the chunk, the chunk should be lost."""
-        tiers = self._tiers
-        lacking = [victim for victim in leaving if sessions[victim[3]].chunks.cpu[victim[4]] == NO_BLOCK]
-        if tiers.cpu.free < len(lacking) and tiers.duplicates:
-            tiers.free_duplicates(len(lacking) - tiers.cpu.free)
-        while tiers.cpu.free < len(lacking) and self._giving is not None and self._giving[1]:
-            tiers.free_copy(self._giving[0], self._giving[1].pop())
-        rest = lacking[tiers.cpu.free :]
-        there = iter(tiers.cpu_only.choose(len(rest), self._now_s) if rest else ())
-        least = next(there, None)
-        lost: list[Victim] = []
-        instead: list[Victim] = []
-        for victim in rest:
-            if least is None or victim < least:
-                lost.append(victim)
-            else:
-                instead.append(least)
-                least = next(there, None)
-        owners = tiers.cpu_only.sessions_of(instead)
-        for number, start, stop in tiers.cpu_only.spans(instead):
-            tiers.drop_cpu(owners[number], start, stop)
-        given = set(lost)
-        kept = [victim for victim in leaving if victim not in given] if lost else list(leaving)
-        for number, start, stop in tiers.dirty.spans(kept):
-            self._place(sessions[number], start, stop)
-        return kept, lost
-
-    def _place(self, session: Session, start: int, stop: int) -> None:
-        """Take CPU blocks for those of the chunks that have none, behind the block of the chunk before as far as that is
-        free."""
-        blocks = session.chunks.cpu
-        for first, end in runs_of(index for index in range(start, stop) if blocks[index] == NO_BLOCK):
-            behind = blocks[first - 1] if first and blocks[first - 1] != NO_BLOCK else None
-            blocks[first:end] = array("i", self._tiers.cpu.allocate_after(behind, end - first, session.number))
-
-
 def residency_of(
     session: Session, keep: int, prompt: int, known: int | None, chunk_tokens: int, early: Collection[int] = ()
 ) -> Residency:
-    """Where the history of a prompt is. prompt: its tokens, of which the first `keep` are the conversation's own. known:
+    """Where the history of a prompt is. prompt: its tokens, of which the first `keep` are the session's own. known:
     overrides the length of the history. early: chunks that were loaded for this very prompt, and so count as on CPU."""
     history = min(keep, session.computed, prompt - 1) if known is None else min(known, prompt - 1)
     gpu_hit = cpu_hit = 0

@@ -8,26 +8,24 @@ from dataclasses import replace
 
 from pensieve.cache.base import Admission, CacheManager, Demand, Residency, Run, edited_run, tokens_in
 from pensieve.cache.disk import DiskTier
+from pensieve.cache.exchange import Exchange
 from pensieve.cache.invariants import check_tiers
 from pensieve.cache.loops import Victim
 from pensieve.cache.restore import RestoreMode, Restorer
-from pensieve.cache.tiers import CpuRoom, Tiers, missing_runs, residency_of
+from pensieve.cache.tiers import Tiers, missing_runs, residency_of
 from pensieve.cache.victims import VictimIndex
 from pensieve.cost.base import CostModel
 from pensieve.eviction.base import EvictionPolicy, as_policy
 from pensieve.holding import Holding
-from pensieve.plan import Copy, DiskLoad, DiskStore
+from pensieve.plan import Copy
 from pensieve.request import TokenArray
 from pensieve.session import NO_BLOCK, Session, View, chunks_of, common_prefix, repeated, runs_of
-from pensieve.units import ceil_div
-
-_STAGES = 8  # an exchange that has no GPU block to begin with makes room for so large a part of it
 
 
 class TwoTierCache(CacheManager):
     """Decides what is copied, loaded, computed again and lost; tiers.py keeps where everything is.
 
-    Every KV position of a conversation is on GPU, on CPU, or missing (its raw token is kept, so it can be recomputed). With
+    Every KV position of a session is on GPU, on CPU, or missing (its raw token is kept, so it can be recomputed). With
     cpu_blocks = 0 it is the GPU-only baseline: evicting a chunk drops it, and every idle chunk counts as available.
     """
 
@@ -44,10 +42,8 @@ class TwoTierCache(CacheManager):
         self.policy = as_policy(policy)
         self.tiers = Tiers(self.policy, chunk_tokens, gpu_blocks, cpu_blocks, self.counters)
         self.restorer = Restorer(restore, chunk_tokens, self.counters)
-        self.disk: DiskTier | None = None
+        self.exchanges = Exchange(self)
         self._running = 0
-        self._early: dict[int, set[int]] = {}
-        """By number of a waiting session: its chunks that were loaded from the CPU before its admission."""
 
     def set_cost_model(self, cost: CostModel, layers: int, batch_tokens: int) -> None:
         self.restorer.set_cost_model(cost, layers, batch_tokens)
@@ -61,11 +57,11 @@ class TwoTierCache(CacheManager):
 
     @property
     def outgoing(self) -> int:
-        return self.tiers.transfers.outgoing
+        return self.tiers.copies.outgoing
 
     @property
     def copies_done(self) -> bool:
-        return not self.tiers.transfers.any_open
+        return not self.tiers.copies.any_open
 
     @property
     def can_swap_out(self) -> bool:
@@ -92,11 +88,11 @@ class TwoTierCache(CacheManager):
     def demand(self, session: Session, keep: int, length: int) -> Demand:
         total = chunks_of(
             length + 1, self.chunk_tokens
-        )  # one more position: the first token decoded needs no new block
+        )  # one position more: the first token decoded needs no new block
         chunks, kept = session.chunks, chunks_of(keep, self.chunk_tokens)
         own = min(kept, len(chunks)) - chunks.gpu[:kept].count(NO_BLOCK)
         # With a plan in flight, blocks of chunks that are not kept go to quarantine: they are not to be had either.
-        counted = len(chunks) if self.tiers.transfers.in_flight else kept
+        counted = len(chunks) if self.tiers.copies.in_flight else kept
         own_available = chunks.view.count(View.CLEAN, 0, counted)
         if not self.cpu_blocks:
             own_available += chunks.view.count(View.DIRTY, 0, counted)
@@ -112,14 +108,14 @@ class TwoTierCache(CacheManager):
     # -- admit --------------------------------------------------------------------------------------------------------
 
     def admit(self, session: Session, keep: int, suffix: TokenArray[int], known: int | None, now_s: float) -> Admission:
-        early = self._early.get(session.number, ())
+        early = self.exchanges.loaded.get(session.number, ())
         residency = residency_of(session, keep, keep + len(suffix), known, self.chunk_tokens, early)
         edited = edited_run(session, keep, suffix, residency.history)
         if edited:
             residency = replace(residency, missed=residency.missed + edited)
         if (
             self.disk is not None
-        ):  # one slot serves all conversations that begin alike, and nobody counts what that saves
+        ):  # a block there serves all sessions that begin alike, and nobody counts what that saves
             residency = replace(residency, elsewhere=None, anywhere=None)
         if keep < len(session.tokens):
             self.truncate(session, keep)
@@ -127,33 +123,6 @@ class TwoTierCache(CacheManager):
         if self.policy.observe is not None:
             self.policy.observe(session, now_s)
         return self._start(session, residency, now_s)
-
-    def recall(self, session: Session, tokens: TokenArray[int]) -> None:
-        super().recall(session, tokens)
-        session.chunks.add(chunks_of(len(tokens), self.chunk_tokens))
-
-    def receive(self, session: Session, tokens: TokenArray[int], lengths: Sequence[int], now_s: float) -> int:
-        """Store the KV in CPU blocks that are free, or of duplicates, or of the policy's victims. Where these do not
-        suffice, the last chunks get them, which take longest to compute."""
-        size, chunks, tiers = self.chunk_tokens, session.chunks, self.tiers
-        keep = common_prefix(session.tokens, tokens)
-        for index, length in enumerate(lengths[: len(chunks)]):
-            if length > chunks[index].resident_len > 0:
-                keep = min(keep, index * size)  # what is there of that chunk gives way to more of it
-        self.make_room_for(session, now_s)
-        self.truncate(session, keep)
-        session.extend(tokens[keep:])
-        session.advance(len(tokens) - 1)
-        chunks.add(chunks_of(len(tokens), size) - len(chunks))
-        wanted = [index for index, length in enumerate(lengths) if length and not chunks[index].resident_len]
-        tiers.free_duplicates(max(0, len(wanted) - tiers.cpu.free))
-        others = self._of_others(tiers.cpu_only, session, View.CPU_ONLY, max(0, len(wanted) - tiers.cpu.free), now_s)
-        self._each(tiers.cpu_only, tiers.drop_cpu, others)
-        taken = wanted[max(0, len(wanted) - tiers.cpu.free) :]
-        for index, block in zip(taken, tiers.cpu.allocate(len(taken), session.number), strict=True):
-            chunks.cpu[index], chunks.cpu_len[index], chunks.lost[index] = block, lengths[index], None
-        tiers.update(session, 0, len(chunks))
-        return sum(lengths[index] for index in taken)
 
     def resume(self, session: Session, now_s: float) -> Admission:
         length = len(session.tokens)
@@ -168,7 +137,7 @@ class TwoTierCache(CacheManager):
             return None
         column = session.chunks.gpu
         last = column[-1] if count == 1 and first else NO_BLOCK
-        blocks = self._take_gpu(session, count, now_s, behind=None if last == NO_BLOCK else last)
+        blocks = self.take_gpu(session, count, now_s, behind=None if last == NO_BLOCK else last)
         session.chunks.add(count)
         column[first:] = array("i", blocks)
         return first, blocks
@@ -182,12 +151,12 @@ class TwoTierCache(CacheManager):
         self._running += 1
         tiers.pin(session)
         lacking = chunks.without_gpu()
-        blocks = self._take_gpu(session, sum(stop - start for start, stop in lacking), now_s)
+        blocks = self.take_gpu(session, sum(stop - start for start, stop in lacking), now_s)
         taken = 0
         for start, stop in lacking:
             chunks.gpu[start:stop] = array("i", blocks[taken : taken + stop - start])
             taken += stop - start
-        restore = self.restorer.choose(session, tiers.transfers.incoming, alone=self._running == 1)
+        restore = self.restorer.choose(session, tiers.copies.incoming, alone=self._running == 1)
         swap_in = tiers.copy_in(session, runs_of(restore.load))
         disk_ticket, read = self._read_from_disk(session)
         tiers.update_duplicates(session)
@@ -198,28 +167,9 @@ class TwoTierCache(CacheManager):
 
     # -- disk ---------------------------------------------------------------------------------------------------------
 
-    def use_disk(self, slots: int, load_s: float, layers: int, cost: CostModel, kept: Mapping[bytes, int]) -> None:
-        self.disk = DiskTier(slots, self.chunk_tokens, load_s, layers, cost, kept, self.counters.extra)
-        self.tiers.leaving = self.disk.leave
-
-    @property
-    def disk_blocks(self) -> int:
-        return self.disk.slots if self.disk is not None else 0
-
-    @property
-    def disk_blocks_used(self) -> int:
-        return self.disk.used if self.disk is not None else 0
-
-    @property
-    def has_disk_work(self) -> bool:
-        return self.disk is not None and self.disk.has_work
-
-    def take_disk_work(self) -> tuple[DiskStore | DiskLoad, ...]:
-        return self.disk.take_work() if self.disk is not None else ()
-
-    def not_on_disk(self, keys: Iterable[bytes]) -> None:
-        if self.disk is not None:
-            self.disk.missing(keys)
+    def use_disk(self, blocks: int, load_s: float, layers: int, cost: CostModel, kept: Mapping[bytes, int]) -> None:
+        self.disk = DiskTier(blocks, self.chunk_tokens, load_s, layers, cost, kept, self.counters.extra)
+        self.tiers.before_loss = self.disk.store
 
     def _read_from_disk(self, session: Session) -> tuple[int | None, tuple[Run, ...]]:
         """Start to read those chunks without KV for which reading is worth it; returns the ticket and the positions."""
@@ -247,24 +197,24 @@ class TwoTierCache(CacheManager):
             session.advance(stop)
 
     def launched(self, step: int) -> None:
-        self.tiers.transfers.launched = step
+        self.tiers.copies.launched = step
 
     def collected(self, step: int) -> None:
-        self.tiers.transfers.collected(step)
+        self.tiers.copies.collected(step)
 
     def complete(self, tickets: Sequence[int]) -> None:
-        self._read(tickets)
+        self._reads_ended(tickets)
         self.tiers.finish(tickets, valid=True)
 
     def void(self, tickets: Sequence[int]) -> list[Session]:
-        self._read(tickets)
+        self._reads_ended(tickets)
         return self.tiers.finish(tickets, valid=False)
 
-    def _read(self, tickets: Sequence[int]) -> None:
+    def _reads_ended(self, tickets: Sequence[int]) -> None:
         if self.disk is not None:
             self.disk.finished(tickets)
 
-    def fail(self, session: Session, written: Iterable[Run]) -> None:
+    def invalidate(self, session: Session, written: Iterable[Run]) -> None:
         size = self.chunk_tokens
         for start, stop in written:
             self.tiers.invalidate(session, start // size, chunks_of(stop, size))
@@ -273,9 +223,9 @@ class TwoTierCache(CacheManager):
         self._stop(session, now_s)
         if not self.cpu_blocks:
             return ()
-        rank, runs = self.tiers.dirty.rank, session.chunks.runs(View.DIRTY, 0, len(session.chunks))
-        dirty = [rank(session, index, now_s) for start, stop in runs for index in range(start, stop)]
-        return self._copy_out(dirty, now_s, urgent=True)
+        as_victim, runs = self.tiers.dirty.as_victim, session.chunks.runs(View.DIRTY, 0, len(session.chunks))
+        dirty = [as_victim(session, index, now_s) for start, stop in runs for index in range(start, stop)]
+        return self.copy_out(dirty, now_s, urgent=True)
 
     def release(self, session: Session, now_s: float) -> None:
         if self.policy.rest is not None:
@@ -290,8 +240,8 @@ class TwoTierCache(CacheManager):
         self._running -= 1
         self.tiers.unpin(session)
 
-    def make_room_for(self, session: Session, now_s: float) -> None:
-        super().make_room_for(session, now_s)
+    def attribute_losses_to(self, session: Session, now_s: float) -> None:
+        super().attribute_losses_to(session, now_s)
         self.tiers.taker = self.taker
 
     # -- evict --------------------------------------------------------------------------------------------------------
@@ -299,92 +249,104 @@ class TwoTierCache(CacheManager):
     def swap_out(self, blocks: int, now_s: float, urgent: bool) -> tuple[Copy, ...]:
         if not self.cpu_blocks or blocks <= 0:
             return ()
-        return self._copy_out(self.tiers.dirty.choose(blocks, now_s, whole=True), now_s, urgent)
+        return self.copy_out(self.tiers.dirty.choose(blocks, now_s, whole=True), now_s, urgent)
 
     def swap_out_spare(self, blocks: int, now_s: float) -> tuple[Copy, ...]:
         most = min(blocks, self.spare_cpu_blocks)
-        return self._copy_out(self.tiers.dirty.choose(most, now_s), now_s, urgent=False) if most > 0 else ()
+        return self.copy_out(self.tiers.dirty.choose(most, now_s), now_s, urgent=False) if most > 0 else ()
 
     def exchange(self, session: Session, lacking: int, now_s: float) -> tuple[tuple[Copy, ...], tuple[Copy, ...]]:
-        """Load its chunks into the free GPU blocks. What leaves the GPU takes the CPU blocks of its chunks that are loaded
-        already, and so frees further GPU blocks. Others lose their only copies only for what it needs beyond that, and for
-        an eighth of its chunks where no GPU block is free to begin with."""
-        if not self.cpu_blocks:
-            return (), ()
-        tiers, chunks, wanted = self.tiers, session.chunks, lacking - self.outgoing
-        begins = self.copies_done and not self.available
-        loads = self._load_early(session, now_s)
-        clean = [index for index, view in enumerate(chunks.view) if view == View.CLEAN]
-        held = len(chunks) - chunks.cpu.count(NO_BLOCK)
-        room = self.spare_cpu_blocks
-        costly = max(wanted - room - held, ceil_div(held, _STAGES) if begins else 0, 0)
-        most = min(wanted, room + len(clean) + costly)
-        dropped = self.counters.dropped_chunks
-        outward: tuple[Copy, ...] = ()
-        if most > 0:
-            others = self._of_others(tiers.dirty, session, View.DIRTY, most, now_s)
-            outward = self._copy_out(others, now_s, urgent=True, giving=(session, clean))
-        loads = loads or self._load_early(session, now_s)  # where chunks were dropped there are blocks now
-        stuck = self.copies_done and not tiers.transfers.in_flight and dropped == self.counters.dropped_chunks
-        if stuck and wanted > 0:
-            outward = self.swap_out(wanted, now_s, urgent=True)  # what it has itself must leave the GPU
-        return loads, outward
-
-    def _load_early(self, session: Session, now_s: float) -> tuple[Copy, ...]:
-        """Load as many CPU chunks of a waiting conversation as there are GPU blocks for without a copy."""
-        chunks = session.chunks
-        most = max(self.available - chunks.view.count(View.CLEAN), 0)
-        behind = [index for index, view in enumerate(chunks.view) if view == View.CPU_ONLY][:most]
-        if not behind:
-            return ()
-        tiers, lacking = self.tiers, len(behind) - self.tiers.gpu.free
-        if lacking > 0:  # not for chunks of its own, or the next plan would load those again, and so on
-            others = self._of_others(tiers.clean, session, View.CLEAN, lacking, now_s)
-            self._each(tiers.clean, tiers.reclaim, others)
-        for index, block in zip(behind, self._take_gpu(session, len(behind), now_s), strict=True):
-            chunks.gpu[index] = block
-        self._early.setdefault(session.number, set()).update(behind)
-        return self.tiers.copy_in(session, runs_of(behind))
+        return self.exchanges.step(session, lacking, now_s) if self.cpu_blocks else ((), ())
 
     def drop(self, blocks: int, now_s: float) -> int:
-        return self._take(self.tiers.dirty, self.tiers.drop_gpu, blocks, now_s)
+        return self._free_gpu(self.tiers.dirty, self.tiers.drop_gpu, blocks, now_s)
 
     def reclaim(self, blocks: int, now_s: float) -> int:
         """Free GPU blocks of clean chunks, whose KV stays on CPU; returns how many were freed."""
-        return self._take(self.tiers.clean, self.tiers.reclaim, blocks, now_s)
+        return self._free_gpu(self.tiers.clean, self.tiers.reclaim, blocks, now_s)
 
-    def _take(self, victims: VictimIndex, take: Callable[[Session, int, int], None], blocks: int, now_s: float) -> int:
+    def _free_gpu(
+        self, victims: VictimIndex, take: Callable[[Session, int, int], None], blocks: int, now_s: float
+    ) -> int:
         if blocks <= 0 or not victims.chunks:
             return 0
         chosen = victims.choose(blocks, now_s, whole=True)
-        self._each(victims, take, chosen)
+        self.give_up(victims, chosen, take)
         return len(chosen)
 
-    def _each(self, victims: VictimIndex, take: Callable[[Session, int, int], None], chosen: list[Victim]) -> None:
+    def give_up(self, victims: VictimIndex, chosen: list[Victim], take: Callable[[Session, int, int], None]) -> None:
+        """Have `take` do what it does with the runs of the chosen chunks: reclaim them, or drop them."""
         sessions = victims.sessions_of(chosen)
         for number, start, stop in victims.spans(chosen):
             take(sessions[number], start, stop)
 
-    def _of_others(self, victims: VictimIndex, session: Session, view: View, count: int, now_s: float) -> list[Victim]:
-        """Choose at most `count` victims among the other conversations, whatever its own chunks are worth to the policy."""
+    def victims_of_others(
+        self, victims: VictimIndex, session: Session, view: View, count: int, now_s: float
+    ) -> list[Victim]:
+        """Choose at most `count` victims among the other sessions, whatever its own chunks are worth to the policy."""
         own = session.chunks.view.count(view)
         return [victim for victim in victims.choose(count + own, now_s) if victim[3] != session.number][:count]
 
-    def _copy_out(
+    def copy_out(
         self, chosen: list[Victim], now_s: float, urgent: bool, giving: tuple[Session, list[int]] | None = None
     ) -> tuple[Copy, ...]:
-        """Start to copy dirty chunks to the CPU, and drop those for which there is no room. giving: see CpuRoom."""
+        """Start to copy dirty chunks to the CPU, and drop those for which there is no room there. giving: a waiting session,
+        and clean chunks of it: their CPU blocks count as those of duplicates."""
         if not chosen:
             return ()
         tiers = self.tiers
         sessions = tiers.dirty.sessions_of(chosen)
-        kept, lost = CpuRoom(tiers, now_s, giving).give(chosen, sessions)
+        kept, lost = self._find_cpu_room(chosen, sessions, now_s, giving)
         for number, start, stop in tiers.dirty.spans(lost):
             tiers.drop_gpu(sessions[number], start, stop)
-        moves = [tiers.outward(sessions[number], start, stop) for number, start, stop in tiers.dirty.spans(kept)]
+        moves = [
+            tiers.prepare_copy_out(sessions[number], start, stop) for number, start, stop in tiers.dirty.spans(kept)
+        ]
         return tiers.copy_out(moves, kept, urgent)
 
-    def _take_gpu(self, session: Session, count: int, now_s: float, behind: int | None = None) -> tuple[int, ...]:
+    def _find_cpu_room(
+        self,
+        leaving: Sequence[Victim],
+        sessions: Mapping[int, Session],
+        now_s: float,
+        giving: tuple[Session, list[int]] | None,
+    ) -> tuple[list[Victim], list[Victim]]:
+        """Take CPU blocks for chunks that leave the GPU: free ones, then those of duplicates, then of the policy's victims.
+        Returns the chunks that have one, and those for which there is none: where every CPU block holds what the policy
+        would keep longer than the chunk, the chunk should be lost."""
+        tiers = self.tiers
+        lacking = [victim for victim in leaving if sessions[victim[3]].chunks.cpu[victim[4]] == NO_BLOCK]
+        if tiers.cpu.free < len(lacking) and tiers.duplicates:
+            tiers.free_duplicates(len(lacking) - tiers.cpu.free)
+        while tiers.cpu.free < len(lacking) and giving is not None and giving[1]:
+            tiers.free_copy(giving[0], giving[1].pop())
+        rest = lacking[tiers.cpu.free :]
+        there = iter(tiers.cpu_only.choose(len(rest), now_s) if rest else ())
+        least = next(there, None)
+        lost: list[Victim] = []
+        instead: list[Victim] = []
+        for victim in rest:
+            if least is None or victim < least:
+                lost.append(victim)
+            else:
+                instead.append(least)
+                least = next(there, None)
+        self.give_up(tiers.cpu_only, instead, tiers.drop_cpu)
+        without = set(lost)
+        kept = [victim for victim in leaving if victim not in without] if lost else list(leaving)
+        for number, start, stop in tiers.dirty.spans(kept):
+            self._take_cpu(sessions[number], start, stop)
+        return kept, lost
+
+    def _take_cpu(self, session: Session, start: int, stop: int) -> None:
+        """Take CPU blocks for those of the chunks that have none, behind the block of the chunk before as far as that is
+        free."""
+        blocks = session.chunks.cpu
+        for first, end in runs_of(index for index in range(start, stop) if blocks[index] == NO_BLOCK):
+            behind = blocks[first - 1] if first and blocks[first - 1] != NO_BLOCK else None
+            blocks[first:end] = array("i", self.tiers.cpu.allocate_after(behind, end - first, session.number))
+
+    def take_gpu(self, session: Session, count: int, now_s: float, behind: int | None = None) -> tuple[int, ...]:
         """Take GPU blocks for a session: free ones, and as far as these do not suffice those of clean chunks or, without a
         CPU tier, of dropped ones. behind: a block that they should follow."""
         pool = self.tiers.gpu
@@ -403,7 +365,35 @@ class TwoTierCache(CacheManager):
         self.tiers.gpu.holders = holding.column("gpu", self.gpu_blocks)
         self.tiers.cpu.holders = holding.column("cpu", self.cpu_blocks)
         if self.disk is not None:
-            self.disk.count_holding(holding.column("disk", self.disk.slots))
+            self.disk.count_holding(holding.column("disk", self.disk.blocks))
+
+    def recall(self, session: Session, tokens: TokenArray[int]) -> None:
+        super().recall(session, tokens)
+        session.chunks.add(chunks_of(len(tokens), self.chunk_tokens))
+
+    def receive(self, session: Session, tokens: TokenArray[int], lengths: Sequence[int], now_s: float) -> int:
+        """Store the KV in CPU blocks that are free, or of duplicates, or of the policy's victims. Where these do not
+        suffice, the last chunks get them, which take longest to compute."""
+        size, chunks, tiers = self.chunk_tokens, session.chunks, self.tiers
+        keep = common_prefix(session.tokens, tokens)
+        for index, length in enumerate(lengths[: len(chunks)]):
+            if length > chunks[index].resident_len > 0:
+                keep = min(keep, index * size)  # what is there of that chunk gives way to more of it
+        self.attribute_losses_to(session, now_s)
+        self.truncate(session, keep)
+        session.extend(tokens[keep:])
+        session.advance(len(tokens) - 1)
+        chunks.add(chunks_of(len(tokens), size) - len(chunks))
+        wanted = [index for index, length in enumerate(lengths) if length and not chunks[index].resident_len]
+        tiers.free_duplicates(max(0, len(wanted) - tiers.cpu.free))
+        lacking = max(0, len(wanted) - tiers.cpu.free)
+        others = self.victims_of_others(tiers.cpu_only, session, View.CPU_ONLY, lacking, now_s)
+        self.give_up(tiers.cpu_only, others, tiers.drop_cpu)
+        taken = wanted[max(0, len(wanted) - tiers.cpu.free) :]
+        for index, block in zip(taken, tiers.cpu.allocate(len(taken), session.number), strict=True):
+            chunks.cpu[index], chunks.cpu_len[index], chunks.lost[index] = block, lengths[index], None
+        tiers.update(session, 0, len(chunks))
+        return sum(lengths[index] for index in taken)
 
     def expect(self, session: Session, next_use_s: float | None) -> None:
         super().expect(session, next_use_s)
@@ -416,14 +406,14 @@ class TwoTierCache(CacheManager):
     def unmark_waiting(self, session: Session, arrival: int, now_s: float) -> None:
         super().unmark_waiting(session, arrival, now_s)
         if not session.waiting or session.running:
-            self._early.pop(session.number, None)
+            self.exchanges.loaded.pop(session.number, None)
         self.tiers.reorder(session)
 
     def fork(self, parent: Session, child: Session, length: int, takes_kv: bool) -> None:
         """Move the whole chunks that both have in common to a child that takes KV, since a block belongs to one
-        conversation. The parent keeps their raw tokens, as of chunks that were dropped."""
+        session. The parent keeps their raw tokens, as of chunks that were dropped."""
         super().fork(parent, child, length, takes_kv)
-        self.make_room_for(child, child.last_active_s)
+        self.attribute_losses_to(child, child.last_active_s)
         if takes_kv and not parent.running and not parent.waiting:
             self.tiers.move(parent, child, child.computed // self.chunk_tokens)
 
@@ -443,7 +433,7 @@ class TwoTierCache(CacheManager):
         if self.sessions.get(session.name) is not session:
             return True  # forgotten already
         somewhere = self.on_cpu(session) or session.chunks.gpu.count(NO_BLOCK) < len(session.chunks)
-        if somewhere or self.disk is not None or self.tiers.transfers.any_of(session):
+        if somewhere or self.disk is not None or self.tiers.copies.any_of(session):
             return False
         self._close(session)
         return True

@@ -16,14 +16,14 @@ _Key = tuple[int, Hashable, int]  # level, policy bucket, how many of the policy
 _Entry = tuple[float, float, int, int, int]  # policy order, last active, session number, chunk, stamp
 _Head = tuple[int, float, float, int, int, int, _Key]  # level, score, last active, session number, chunk, stamp, key
 _COMPACT_BELOW = 64
-_STRETCH = 64  # chunks of a conversation whose scores are asked at once
+_STRETCH = 64  # chunks of a session whose scores are asked at once
 _MANY = 5000  # chunks chosen, which justify a compiler
 _INFINITE = float("inf")
 _NOT_ENTERED = -1  # the stamp of a lead that no heap has an entry of
 
 
 class _Lead:
-    """The chunks of one conversation in an index: how many, and the first of them."""
+    """The chunks of one session in an index: how many, and the first of them."""
 
     __slots__ = ("chunk", "count", "key", "passed", "session", "since_s", "stamp")
 
@@ -40,14 +40,14 @@ class _Lead:
 class VictimIndex:
     """The chunks of one View, ready to be taken in the policy's order.
 
-    There is a heap for each policy bucket and level (1: conversations with a waiting request, taken only after those that
-    have none), with the first chunk of each of its conversations. A choice compares the heads of the heaps. For retention
+    There is a heap for each policy bucket and level (1: sessions with a waiting request, taken only after those that
+    have none), with the first chunk of each of its sessions. A choice compares the heads of the heaps. For retention
     value a bucket is the index of that chunk: the chunks of a bucket cost the same to recompute, so their order by last
-    active never changes. One heap over all would be wrong, because the order of two conversations of different cost changes
-    with time; a scan would grow with the number of idle conversations. Outdated entries stay in a heap until they reach its
+    active never changes. One heap over all would be wrong, because the order of two sessions of different cost changes
+    with time; a scan would grow with the number of idle sessions. Outdated entries stay in a heap until they reach its
     top or outnumber the valid ones.
 
-    Where a policy has ages, a conversation moves to the next heap of its bucket as it passes one: a choice begins with those
+    Where a policy has ages, a session moves to the next heap of its bucket as it passes one: a choice begins with those
     that have passed one since the last choice.
     """
 
@@ -63,12 +63,11 @@ class VictimIndex:
         self._merges = tells_scores(policy)
         self._version = policy.version
         self._ages = policy.ages
-        self._aging: list[
-            tuple[float, int, _Lead, float]
-        ] = []  # when it passes its next age, a tie-break, since when idle
+        # A heap: when a session passes its next age, a tie-break, the session, since when it was idle then.
+        self._aging: list[tuple[float, int, _Lead, float]] = []
         self._order_of_aging = count()
         self._loops: Loops = PLAIN
-        self._told = 0  # chunks, in all choices
+        self._chosen = 0  # chunks, in all choices
         self._floats = True  # are all scores, as far as is known
         self.chunks = 0
 
@@ -91,21 +90,21 @@ class VictimIndex:
             self._enter(lead, first)
 
     def remove_session(self, session: Session) -> None:
-        """Remove all chunks of a conversation, which starts to run; the caller resets their views."""
+        """Remove all chunks of a session, which starts to run; the caller resets their views."""
         lead = self._leads.pop(session.number, None)
         if lead is not None:
             self.chunks -= lead.count
             self._leave(lead)
 
     def refresh(self, session: Session) -> None:
-        """Sort a conversation in anew: its last active, next use or level has changed."""
+        """Sort a session in anew: its last active, next use or level has changed."""
         lead = self._leads.get(session.number)
         if lead is not None:
             self._enter(lead, lead.chunk)
 
     def choose(self, count: int, now_s: float, whole: bool = False) -> list[Victim]:
         """The first `count` chunks in the order of eviction, or as many as there are; none leaves the index yet. whole: where
-        the policy evicts whole conversations, as many more as the last one has."""
+        the policy evicts whole sessions, as many more as the last one has."""
         whole = whole and self._whole
         if self._policy.version != self._version:
             self._reorder()
@@ -119,7 +118,7 @@ class VictimIndex:
         return {number: self._leads[number].session for number in {victim[3] for victim in victims}}
 
     def spans(self, victims: list[Victim]) -> list[Span]:
-        """Return the chunks of a choice as runs, those of one conversation together."""
+        """Return the chunks of a choice as runs, those of one session together."""
         return self._loops.spans(victims)
 
     def victims(self, now_s: float) -> Iterator[tuple[Session, int]]:
@@ -151,7 +150,7 @@ class VictimIndex:
         left: dict[int, int] = {}
         for session, chunk in self.victims(now_s):
             lead = self._leads[session.number]
-            chosen.append(self.rank(session, chunk, now_s))
+            chosen.append(self.as_victim(session, chunk, now_s))
             left[session.number] = left.get(session.number, lead.count) - 1
             if left[session.number]:
                 self._enter(lead, session.chunks.view.find(self._view, chunk + 1))
@@ -165,16 +164,16 @@ class VictimIndex:
         return chosen
 
     def _merge(self, count: int, now_s: float, whole: bool) -> list[Victim]:
-        """For a policy that tells the scores of a run: the first entries of the buckets and, of each conversation that has
+        """For a policy that tells the scores of a run: the first entries of the buckets and, of each session that has
         given up a chunk, the next one compete. Nothing moves in the heaps."""
         self._grow_older(now_s)
-        if self._told >= _MANY and self._loops is PLAIN and self._floats:
+        if self._chosen >= _MANY and self._loops is PLAIN and self._floats:
             self._loops = loops_when_ready()
         chosen = self._loops.choose(self._first_of_each(now_s), count, whole, partial(self._stretch, now_s))
         if chosen is None:  # somebody's own policy tells scores that are no floats
             self._loops, self._floats = PLAIN, False
             chosen = PLAIN.choose(self._first_of_each(now_s), count, whole, partial(self._stretch, now_s))
-        self._told += len(chosen)
+        self._chosen += len(chosen)
         return chosen
 
     def _first_of_each(self, now_s: float) -> list[Head]:
@@ -198,8 +197,8 @@ class VictimIndex:
                 order, last_active, number, chunk, _ = entry
                 yield key[0], self._policy.score(key[1], order, now_s), last_active, number, chunk
 
-    def rank(self, session: Session, chunk: int, now_s: float) -> Victim:
-        """Where a chunk stands in the order of eviction, lowest first, also one that is in no index."""
+    def as_victim(self, session: Session, chunk: int, now_s: float) -> Victim:
+        """A chunk as it stands in the order of eviction now, also one that is in no index."""
         key, order = self._policy.bucket(session, chunk), self._policy.order(session, chunk)
         score = self._policy.score(key, order, now_s)
         return (1 if session.waiting else 0, score, session.last_active_s, session.number, chunk)
@@ -218,7 +217,7 @@ class VictimIndex:
         return {number: (lead.chunk, lead.count) for number, lead in self._leads.items()}
 
     def _leave(self, lead: _Lead) -> None:
-        """Make the conversation's entry in its heap invalid."""
+        """Make the session's entry in its heap invalid."""
         self._valid[lead.key] -= 1
         self._touch(lead.key)
         lead.stamp = _NOT_ENTERED
@@ -252,7 +251,7 @@ class VictimIndex:
         self._touch(key)
 
     def _grow_older(self, now_s: float) -> None:
-        """Move the conversations that have passed an age since the last choice to the heap of that age."""
+        """Move the sessions that have passed an age since the last choice to the heap of that age."""
         aging, moved = self._aging, []
         while aging and aging[0][0] <= now_s:
             _, _, lead, since_s = heapq.heappop(aging)
@@ -298,11 +297,11 @@ class VictimIndex:
         while heap:
             entry = heap[0]
             if self._is_valid(entry):
-                order, last_active, conversation, chunk, stamp = entry
+                order, last_active, number, chunk, stamp = entry
                 score = self._policy.score(key[1], order, now_s)
                 if not _is_key(score):
-                    refuse_key(self._policy, "score", score, self._leads[conversation].session.name)
-                return (key[0], score, last_active, conversation, chunk, stamp, key)
+                    refuse_key(self._policy, "score", score, self._leads[number].session.name)
+                return (key[0], score, last_active, number, chunk, stamp, key)
             heapq.heappop(heap)
         if heap is not None:
             del self._heaps[key], self._valid[key]

@@ -9,12 +9,12 @@ from pensieve.eviction.base import PolicyContext
 from pensieve.eviction.retention_value import RetentionValue
 from pensieve.session import Session
 
-_SWITCH_RATIO = 1.10  # the other shadow must hit this much more: a switch reorders every idle conversation
+_SWITCH_RATIO = 1.10  # the other shadow must hit this much more: a switch reorders every idle session
 _FORGET = 0.5  # share of the past hits that still counts after a decision
 
 
 class _Shadow:
-    """A cache of whole conversations, as large as the real one, that holds counts of tokens only: what would it have hit?
+    """A cache of whole sessions, as large as the real one, that holds counts of tokens only: what would it have hit?
 
     keep: it evicts the most recently used, so that what is in stays in; else the least recently used.
     """
@@ -22,17 +22,17 @@ class _Shadow:
     def __init__(self, capacity_tokens: int, keep: bool) -> None:
         self._capacity = capacity_tokens
         self._keep = keep
-        self._tokens: OrderedDict[int, int] = OrderedDict()  # conversation -> tokens held, least recently used first
+        self._tokens: OrderedDict[int, int] = OrderedDict()  # session number -> tokens held, least recently used first
         self._held = 0
         self.hits = 0.0
 
-    def access(self, conversation: int, tokens: int) -> None:
-        held = self._tokens.pop(conversation, 0)
+    def access(self, number: int, tokens: int) -> None:
+        held = self._tokens.pop(number, 0)
         self.hits += min(held, tokens)
-        self._tokens[conversation] = tokens
+        self._tokens[number] = tokens
         self._held += tokens - held
         while self._held > self._capacity:
-            # With `keep` the newcomer itself makes room; of a conversation no more tokens go than must.
+            # With `keep` the newcomer itself makes room; of a session no more tokens go than must.
             victim = next(reversed(self._tokens)) if self._keep else next(iter(self._tokens))
             gone = min(self._tokens[victim], self._held - self._capacity)
             self._held -= gone
@@ -42,10 +42,10 @@ class _Shadow:
 
 
 class AdaptiveRetention(RetentionValue):
-    """Any recency rule collapses when more conversations than fit return in strict turn: the oldest is the next to return.
+    """Any recency rule collapses when more sessions than fit return in strict turn: the oldest is the next to return.
     There it is best to keep a part of them and to evict the newest. Which of the two regimes holds is measured: two shadow
     caches count what recency and what keeping would have hit, and the policy follows the better one. Both see every
-    admission. The policy may switch once in twice as many admissions as conversations took part in them, so that the
+    admission. The policy may switch once in twice as many admissions as sessions took part in them, so that the
     reordering after a switch costs a constant an admission.
     """
 

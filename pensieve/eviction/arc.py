@@ -10,9 +10,9 @@ from pensieve.session import Session
 
 
 class ArcDirectory:
-    """Which conversations ARC would hold in `capacity` tokens: `once`, asked one time (T1), and `again`, asked more often
+    """Which sessions ARC would hold in `capacity` tokens: `once`, asked one time (T1), and `again`, asked more often
     (T2), each least recently used first; and of those it gave up, names and sizes (B1, B2). `target` is how large `once`
-    should be: it grows when a conversation given up from there returns, and shrinks when one from `again` does.
+    should be: it grows when a session given up from there returns, and shrinks when one from `again` does.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -58,9 +58,9 @@ class ArcDirectory:
 
 
 class Arc(EvictionPolicy):
-    """The least recently used of the conversations asked once, or of those asked again: of whichever ARC gives up now.
+    """The least recently used of the sessions asked once, or of those asked again: of whichever ARC gives up now.
 
-    Approximation: the paper's lists are of equal pages, and learn of each eviction. Here a directory of whole conversations,
+    Approximation: the paper's lists are of equal pages, and learn of each eviction. Here a directory of whole sessions,
     as large as both tiers, is kept beside the cache, sees each admission, and says which of the two goes first.
     """
 

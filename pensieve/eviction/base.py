@@ -33,8 +33,8 @@ class PolicyContext:
 class EvictionPolicy(ABC):
     """Which chunk is evicted first: the one of lowest score; ties go by last active, session number and chunk index.
 
-    Only the first evictable chunk of each conversation is a candidate. Candidates of one bucket are sorted by `order`, and
-    that order must not change while their conversations are idle. `score` compares the first of each bucket at the time of
+    Only the first evictable chunk of each session is a candidate. Candidates of one bucket are sorted by `order`, and
+    that order must not change while their sessions are idle. `score` compares the first of each bucket at the time of
     the choice. So a choice is exact although it looks at one candidate a bucket, and a policy whose order never changes
     needs one bucket only: it is a subclass with the method `order`. Where the order of two candidates changes with time in
     another way, it may change at the policy's `ages` alone.
@@ -44,7 +44,7 @@ class EvictionPolicy(ABC):
     """
 
     whole_conversations = False
-    """A choice goes on until the conversation has nothing left to evict."""
+    """A choice goes on until the session has nothing left to evict."""
 
     needs_future = False
     """It reads Session.next_use_s, so live traffic refuses it."""
@@ -53,7 +53,7 @@ class EvictionPolicy(ABC):
     """A change of it says that bucket and order of everything changed."""
 
     ages: Sequence[float] = ()
-    """Seconds of idleness, ascending, at which a conversation's score changes by more than its order says: candidates of a
+    """Seconds of idleness, ascending, at which a session's score changes by more than its order says: candidates of a
     bucket keep their order only while they have passed equally many of them."""
 
     observe: Callable[[Session, float], None] | None = None
@@ -146,5 +146,5 @@ def refuse_key(policy: EvictionPolicy, method: str, key: object, session: str) -
 
 
 def needs_future(policy: Any) -> bool:
-    """Whether a policy, or the class of one, reads when a conversation is asked again."""
+    """Whether a policy, or the class of one, reads when a session is asked again."""
     return bool(getattr(policy, "needs_future", False))

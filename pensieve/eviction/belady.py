@@ -10,8 +10,8 @@ from pensieve.session import Session
 
 
 class Belady(EvictionPolicy):
-    """Reads Session.next_use_s, which the replay sets from the arrival it has just scheduled; a conversation without one
-    never returns and goes first. Of conversations that wait, which are victims after all others, the one goes first whose
+    """Reads Session.next_use_s, which the replay sets from the arrival it has just scheduled; a session without one
+    never returns and goes first. Of sessions that wait, which are victims after all others, the one goes first whose
     request is admitted last: what is scheduled behind that request tells nothing about when the KV is needed. Live traffic
     has no known future: such a server refuses this policy.
     """

@@ -1,4 +1,4 @@
-"""Whole conversations, oldest first, as CachedAttention does (Gao et al., USENIX ATC 2024)."""
+"""Whole sessions, oldest first, as CachedAttention does (Gao et al., USENIX ATC 2024)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pensieve.eviction.lru import Lru
 
 
 class ConversationLru(Lru):
-    """A conversation that lost one chunk loses all of them in the same choice."""
+    """A session that lost one chunk loses all of them in the same choice."""
 
     whole_conversations = True

@@ -1,4 +1,4 @@
-"""Which of two orders of eviction would have found more: each is followed in a small model of the cache."""
+"""Which of two orders of eviction would have found more: each is followed in a shadow, a cache of counts alone."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST = 256
-"""Conversations that a model holds; where the cache holds more, it is a model of a sample of them."""
+"""Sessions that a shadow holds; where the cache holds more, it follows a sample of them."""
 
 _HALF_LIFE = 2_000.0  # turns of the sample, after which one counts half
 _FADES = 0.5 ** (1.0 / _HALF_LIFE)
-_LOOK_EVERY = 64  # turns of the sample: each look is a chance to err, and a switch reorders every idle conversation
+_LOOK_EVERY = 64  # turns of the sample: each look is a chance to err, and a switch reorders every idle session
 _LEADS_ABOVE, _STAYS_ABOVE = 3.0, 1.0  # roots of the sum of squares
 _SPREAD, _SPACE = 2_654_435_761, 2**32  # neighbouring numbers fall far apart (Knuth, multiplicative hashing)
 
 
 @dataclass(slots=True)
 class Held:
-    """The last `tokens` of a conversation's `length`. rests: no turn of it runs, so it may be given up. kind: what the
+    """The last `tokens` of a session's `length`. rests: no turn of it runs, so it may be given up. kind: what the
     challenger said of it then."""
 
     number: int
@@ -36,7 +36,7 @@ Worst = Callable[[OrderedDict[int, Held], float], Held | None]
 
 
 class Shadow:
-    """What a cache of `capacity` tokens would hold under one order, counted and not stored: whole conversations of which the
+    """What a cache of `capacity` tokens would hold under one order, counted and not stored: whole sessions of which the
     beginning goes first, in one tier."""
 
     def __init__(self, worst: Worst) -> None:
@@ -79,13 +79,13 @@ def least_recent(held: OrderedDict[int, Held], now_s: float) -> Held | None:
 class Duel:
     """Whether a challenger's order finds more than least recently used does.
 
-    Both see the turns of the same sample of conversations, each with its share of the capacity, as large as `MOST` allows
+    Both see the turns of the same sample of sessions, each with its share of the capacity, as large as `MOST` allows
     (a sample of fixed size: Waldspurger et al., SHARDS, FAST 2015). At every 64th turn of the sample the challenger takes
     the lead if the sum of what it found more, turn by turn, is above three times the root of the sum of squares, and gives
     it up if below once. Old turns fade in both sums, with a half-life of 2,000.
 
     Where each turn favours one as often as the other, whatever the turns before, the challenger leads at any time in fewer
-    than one of twenty runs of 20,000 turns; measured: one of 200. The two are models: one tier, no queue, and what runs is
+    than one of twenty runs of 20,000 turns; measured: one of 200. The two are shadows: one tier, no queue, and what runs is
     never preempted. Where a cache is so small that this matters, the challenger may lead and find less than they say.
     worth(start, stop): of what was found.
     """

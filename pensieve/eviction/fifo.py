@@ -1,4 +1,4 @@
-"""First in, first out: the conversation that began longest ago, however recently it was used."""
+"""First in, first out: the session that began longest ago, however recently it was used."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pensieve.session import Session
 
 
 class Fifo(EvictionPolicy):
-    """Conversations in the order in which they began; of each, the leading chunk, which entered first."""
+    """Sessions in the order in which they began; of each, the leading chunk, which entered first."""
 
     def order(self, session: Session, chunk: int) -> float:
         return session.created_s

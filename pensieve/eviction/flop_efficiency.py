@@ -15,7 +15,7 @@ class FlopEfficiency(EvictionPolicy):
     """S = recency + alpha x efficiency, both from 0 to 1; the lowest S goes first.
 
     Chunks have equally many bytes, so efficiency is the time to recompute one, over that of the last chunk of the longest
-    conversation yet. Recency is 0 for a conversation active when the oldest that could still be held was asked, and 1 now.
+    session yet. Recency is 0 for a session active when the oldest that could still be held was asked, and 1 now.
 
     Approximations: the paper normalises both over the candidates of each choice, and finds alpha by replaying past requests
     against a copy of its tree. Here the range of recency is that of the last prompts which fit into both tiers together, and

@@ -1,4 +1,4 @@
-"""Conversations that say they will be back soon go last; the others least recently used first."""
+"""Sessions that say they will be back soon go last; the others least recently used first."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pensieve.eviction.base import EvictionPolicy, PolicyContext
 from pensieve.session import Session
 
 AFTER = 1e10
-"""Seconds that put one class of conversations behind another: more than any clock counts."""
+"""Seconds that put one class of sessions behind another: more than any clock counts."""
 
 
 class Hinted(EvictionPolicy):
-    """One bit of each idle conversation: whether it will be back within `within_s`, by what its client expects
+    """One bit of each idle session: whether it will be back within `within_s`, by what its client expects
     (Hint.expected_s). Who said so and is not back by then has no claim any more.
     """
 

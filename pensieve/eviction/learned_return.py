@@ -1,4 +1,4 @@
-"""Ours: keep what saves most a second of keeping it, by how long conversations like it were seen to stay away."""
+"""Ours: keep what saves most a second of keeping it, by how long sessions like it were seen to stay away."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SAID_RATIO, _GAP_RATIO = 4.0, 16.0  # of neighbouring classes of seconds that a
 
 @dataclass(slots=True, eq=False)
 class Rest:
-    """The time after a turn. habits: of its kinds, the widest first. length: tokens of the conversation then. age_bin: the
+    """The time after a turn. habits: of its kinds, the widest first. length: tokens of the session then. age_bin: the
     one it was last seen to reach. away: it has not returned yet."""
 
     habits: tuple[Habit, ...]
@@ -34,22 +34,22 @@ class Rest:
 
 
 class LearnedReturn(EvictionPolicy):
-    """The score of a chunk is its value a second: the rate at which conversations of its kind and age return
+    """The score of a chunk is its value a second: the rate at which sessions of its kind and age return
     (return_times.rates_of), times what a hit on it saves. The lowest goes first; so what will not return is given up before
     anything else, also by the copy ahead of time, which leaves no worse chunk on CPU than the one that it drops.
 
-    A conversation's kind is what is known when a turn ends, from wide to narrow: what its client said (stop reason, tool,
+    A session's kind is what is known when a turn ends, from wide to narrow: what its client said (stop reason, tool,
     the seconds it expects or wants it kept for), its turn number, how many tokens its last prompt added, how long it was away
     before. A return, or an age passed without one, counts for each of these; a narrow kind that was seen little follows the
-    wider one. Nothing is trained ahead, and what is old is forgotten. Evicted conversations count as well, so what it learns
+    wider one. Nothing is trained ahead, and what is old is forgotten. Evicted sessions count as well, so what it learns
     does not depend on what it keeps.
 
     The least recently used goes first until a Duel has told this order's gain from chance, and again once it no longer can:
     so at the start, nearly always where nothing can be learned, and for thousands of turns where the gain is small.
 
     weight: what a hit saves: "tokens", all alike, for the highest hit rate; or "seconds", to recompute the chunk instead of
-    loading it, for the least work. half_life: conversations after which what was seen counts half. strength: of how many
-    conversations a wider kind has the say in a narrower one. guarded: false follows the learned order always, whatever it
+    loading it, for the least work. half_life: sessions after which what was seen counts half. strength: of how many
+    sessions a wider kind has the say in a narrower one. guarded: false follows the learned order always, whatever it
     finds. Raises ConfigError for values out of range.
     """
 
@@ -75,7 +75,7 @@ class LearnedReturn(EvictionPolicy):
         self._resting: list[deque[Rest]] = [
             deque() for _ in AGES
         ]  # by bin reached, the one that has rested longest first
-        self._asked: dict[int, tuple[float | None, int]] = {}  # of conversations whose turn runs: gap before, growth
+        self._asked: dict[int, tuple[float | None, int]] = {}  # of sessions whose turn runs: gap before, growth
         self._saved: list[float] = []  # by chunk index: seconds that a hit saves
         self.version = 0
         capacity = (context.gpu_blocks + context.cpu_blocks) * context.chunk_tokens
@@ -140,7 +140,7 @@ class LearnedReturn(EvictionPolicy):
         return min((one for one in held.values() if one.rests), key=value, default=None)
 
     def _worth(self, start: int, stop: int) -> float:
-        """Of finding these tokens of a conversation."""
+        """Of finding these tokens of a session."""
         size = self.context.chunk_tokens
         if not self._by_chunk:
             return stop - start
@@ -166,7 +166,7 @@ class LearnedReturn(EvictionPolicy):
         return tuple(habits)
 
     def _pass_time(self, now_s: float) -> None:
-        """Count the ages that conversations have passed since the last call: each of them passes each age once."""
+        """Count the ages that sessions have passed since the last call: each of them passes each age once."""
         for age_bin, resting in enumerate(self._resting):
             while resting and now_s - resting[0].since_s >= AGES[age_bin]:
                 rest = resting.popleft()

@@ -1,4 +1,4 @@
-"""Least recently used: the leading chunks of the conversation that was active longest ago."""
+"""Least recently used: the leading chunks of the session that was active longest ago."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pensieve.session import Session
 
 
 class Lru(EvictionPolicy):
-    """All chunks of a conversation were last used together, by its last turn; among them the leading one goes first."""
+    """All chunks of a session were last used together, by its last turn; among them the leading one goes first."""
 
     def order(self, session: Session, chunk: int) -> float:
         return session.last_active_s

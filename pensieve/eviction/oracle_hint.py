@@ -12,7 +12,7 @@ from pensieve.session import Session
 
 class OracleHint(Hinted):
     """Reads Session.next_use_s, so live traffic refuses it. error: the share of turns after which the bit is the wrong one,
-    drawn by (seed, conversation, turn): with 0 it is an oracle's, with 0.5 it says nothing.
+    drawn by (seed, session, turn): with 0 it is an oracle's, with 0.5 it says nothing.
     """
 
     needs_future = True

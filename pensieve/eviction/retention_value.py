@@ -9,9 +9,9 @@ from pensieve.session import Session
 
 
 class RetentionValue(EvictionPolicy):
-    """V = Cost(s, l) / T: seconds to recompute the chunk, over seconds since its conversation was last active.
+    """V = Cost(s, l) / T: seconds to recompute the chunk, over seconds since its session was last active.
 
-    A chunk late in a context costs more to recompute, so the leading chunks of an old conversation go first. Chunks of
+    A chunk late in a context costs more to recompute, so the leading chunks of an old session go first. Chunks of
     equal index cost the same: they are one bucket, ordered by last active. Compared as T / Cost, so that T = 0 divides
     nothing.
     """

@@ -1,6 +1,6 @@
-"""How long conversations of one kind stay away: a life table that forgets, and what it is worth to wait for them.
+"""How long sessions of one kind stay away: a life table that forgets, and what it is worth to wait for them.
 
-Ages are seconds since a conversation's last turn ended, in bins whose width grows with the age (log time).
+Ages are seconds since a session's last turn ended, in bins whose width grows with the age (log time).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _WIDTHS = [stop - start for start, stop in zip((0.0, *AGES), (*AGES, AGES[-1] * 
 _UNSEEN_HAZARDS = [0.25] + [0.1] * (BINS - 1)
 """Before anything was seen: in log time a return is as likely now as later, so the idle longest goes first. The first bin is
 wider than the next ones."""
-_UNSEEN_STRENGTH = 20.0  # conversations that this counts as
-_NEIGHBOURS = (0.5, 0.25)  # what a conversation counts for in the bins beside, and in those beside them
+_UNSEEN_STRENGTH = 20.0  # sessions that this counts as
+_NEIGHBOURS = (0.5, 0.25)  # what a session counts for in the bins beside, and in those beside them
 _STALE_SHARE = 0.02  # of what was seen in all: that much news before rates are computed again
 _ALIVE = 1e-300  # the share still away is never 0, so that a bin nobody reached has a rate too
 
 
 class Habit:
-    """Of the conversations of one kind: by age, how many returned in that bin, and how many outstayed it.
+    """Of the sessions of one kind: by age, how many returned in that bin, and how many outstayed it.
 
-    `parent` is a wider kind that holds this one; it stands in for what was not seen here, as `strength` conversations would.
+    `parent` is a wider kind that holds this one; it stands in for what was not seen here, as `strength` sessions would.
     Counts are in units that grow, so that what is old counts less (Forgetting). Bins are narrow, so that a peak keeps its
     place, and what happens in one says something of its neighbours.
     """
@@ -51,7 +51,7 @@ class Habit:
         self._seen += unit
 
     def hazards(self, unit: float) -> list[float]:
-        """By bin: the chance that a conversation which reached it returns within it."""
+        """By bin: the chance that a session which reached it returns within it."""
         if self.parent is None:
             expected, weight = _UNSEEN_HAZARDS, _UNSEEN_STRENGTH * unit
         else:
@@ -62,7 +62,7 @@ class Habit:
         ]
 
     def rate(self, age_bin: int, unit: float) -> float:
-        """See rates_of; of a conversation of this age."""
+        """See rates_of; of a session of this age."""
         seen = self._widest._seen
         if not self._rates or seen > self._rates_from * (1 + _STALE_SHARE):
             self._rates, self._rates_from = rates_of(self.hazards(unit)), seen
@@ -79,10 +79,10 @@ class Habit:
 def rates_of(hazards: Sequence[float]) -> list[float]:
     """By bin: returns a second of keeping, from there on, with the best time to give up.
 
-    Whoever keeps a conversation that has reached bin b until the end of bin j, or until it returns, gets
+    Whoever keeps a session that has reached bin b until the end of bin j, or until it returns, gets
     P(it returns by then) / E(seconds kept); the rate of b is the largest of these over j. It is the index of Gittins
     (1979): where room has one price a second, to keep exactly what has a rate above it is best. With falling hazards j = b; a
-    conversation that is sure to return in an hour is worth keeping before anything happens.
+    session that is sure to return in an hour is worth keeping before anything happens.
 
     From the end backwards: a stretch whose rate is below that of the one behind it is best kept on into that one.
     """
@@ -104,7 +104,7 @@ def rates_of(hazards: Sequence[float]) -> list[float]:
 
 
 class Forgetting:
-    """The unit in which the latest counts are: it doubles every `half_life` conversations."""
+    """The unit in which the latest counts are: it doubles every `half_life` sessions."""
 
     def __init__(self, half_life: float) -> None:
         self.unit = 1.0

@@ -10,12 +10,12 @@ from pensieve.eviction.token_list import TokenList
 from pensieve.session import Session
 
 _SMALL_SHARE = 0.1  # of the cache, as in the paper
-_TIMES = 2  # asked so often while in the small queue, a conversation belongs into the main one
+_TIMES = 2  # asked so often while in the small queue, a session belongs into the main one
 
 
 @dataclass(slots=True)
 class _Place:
-    """In which queue a conversation is, since when, and how often it was asked there."""
+    """In which queue a session is, since when, and how often it was asked there."""
 
     main: bool
     since_s: float
@@ -23,11 +23,11 @@ class _Place:
 
 
 class S3Fifo(EvictionPolicy):
-    """While the small queue has more than its tenth of the cache its first conversation goes, else that of the main queue.
+    """While the small queue has more than its tenth of the cache its first session goes, else that of the main queue.
     A newcomer enters the small queue; it enters the main one where it was given up not long ago (a ghost).
 
-    Approximations: as for ARC, queues are of whole conversations, as large as both tiers together, kept beside the cache. A
-    conversation enters the main queue when it is asked for the third time, not when it has come to the end of the small one;
+    Approximations: as for ARC, queues are of whole sessions, as large as both tiers together, kept beside the cache. A
+    session enters the main queue when it is asked for the third time, not when it has come to the end of the small one;
     and the main queue is in order of last use, which the paper's second chances approximate.
     """
 

@@ -20,12 +20,12 @@ class _Rest:
 
 
 class StepsToUse(EvictionPolicy):
-    """A step is an admitted turn of any conversation. A conversation whose client said that it calls a tool is due so many
+    """A step is an admitted turn of any session. A session whose client said that it calls a tool is due so many
     steps after its reply; the one due last goes first. Where nothing was said, or it is a person's turn, nobody knows of a
-    next step: such conversations go before all others, least recently used first.
+    next step: such sessions go before all others, least recently used first.
 
-    Approximation: the paper reads the steps off the workflow's graph. Here they are the average that conversations took to
-    return from the same tool; where a client declares seconds, these times the steps a second. The first conversations of a
+    Approximation: the paper reads the steps off the workflow's graph. Here they are the average that sessions took to
+    return from the same tool; where a client declares seconds, these times the steps a second. The first sessions of a
     tool are due at once.
     """
 

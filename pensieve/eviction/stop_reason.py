@@ -6,7 +6,7 @@ from pensieve.eviction.base import EvictionPolicy
 from pensieve.eviction.hinted import AFTER
 from pensieve.session import Session
 
-_RANK = {"end_turn": 0, None: 1, "tool_use": 2}
+_CLASS = {"end_turn": 0, None: 1, "tool_use": 2}
 
 
 class StopReasonFirst(EvictionPolicy):
@@ -15,4 +15,4 @@ class StopReasonFirst(EvictionPolicy):
 
     def order(self, session: Session, chunk: int) -> float:
         reason = session.hint.stop_reason if session.hint else None
-        return session.last_active_s + AFTER * _RANK[reason]
+        return session.last_active_s + AFTER * _CLASS[reason]

@@ -13,7 +13,7 @@ class TailLru(EvictionPolicy):
     """Least recently used first among the chunks that can be spared: those without which, and without all before them, the
     next turn still has its first token within `target_s`. When there are none, least recently used first among all.
 
-    The next message is taken to be as long as the turns of the conversation were on average, replies included, and the
+    The next message is taken to be as long as the turns of the session were on average, replies included, and the
     machine to be idle, so the time is that of computing the missing chunks and the message.
     """
 

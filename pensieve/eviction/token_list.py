@@ -1,4 +1,4 @@
-"""Conversations in the order in which they were listed, with the tokens of each and of all: what directories are made of."""
+"""Sessions in the order in which they were listed, with the tokens of each and of all: what directories are made of."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 
 class TokenList:
-    """Conversations by number, the one listed first in front."""
+    """Sessions by number, the one listed first in front."""
 
     def __init__(self) -> None:
         self._tokens: OrderedDict[int, int] = OrderedDict()
@@ -36,7 +36,7 @@ class TokenList:
         return tokens
 
     def pop_first(self) -> tuple[int, int]:
-        """(conversation, tokens)."""
+        """(session number, tokens)."""
         number, tokens = self._tokens.popitem(last=False)
         self.total -= tokens
         return number, tokens

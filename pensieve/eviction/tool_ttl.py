@@ -14,16 +14,16 @@ _STEP = 1.25  # times to live are rounded up to powers of it, so that few of the
 
 
 class ToolTtl(EvictionPolicy):
-    """Conversations that wait for a tool are kept until their time to live is over; all others, and those whose time is
+    """Sessions that wait for a tool are kept until their time to live is over; all others, and those whose time is
     over, go first, least recently used first.
 
     The time is what pays best: with `gaps` the seconds that this tool took so far, the one of them that maximises
-    (share of the gaps that are shorter) x (seconds to compute the conversation again) - the time. A tool not seen so far, or
+    (share of the gaps that are shorter) x (seconds to compute its KV again) - the time. A tool not seen so far, or
     one that does not return in time to pay, gets `first_s` and 0. Where the client says how long to keep it, that is the
     time; where it declares seconds, these are the gaps.
 
     Approximations: the paper adds to the seconds that a hit saves the wait for a new place in the batch, which a policy does
-    not see; and it forbids the eviction within the time, where here such conversations go last.
+    not see; and it forbids the eviction within the time, where here such sessions go last.
     """
 
     def __init__(self, context: PolicyContext, first_s: float = 2.0) -> None:

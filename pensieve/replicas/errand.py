@@ -22,7 +22,7 @@ class Errand:
 
 @dataclass(slots=True)
 class Candidate:
-    """A running replica, as routing.Known. number: its slot."""
+    """A running replica, as routing.Known. number: its place among them, kept while it runs."""
 
     replica: Any
     number: int
@@ -33,16 +33,16 @@ class Candidate:
         return self.held
 
 
-def slots_of(before: Mapping[Any, int], replicas: Iterable[Any]) -> dict[Any, int]:
+def numbers_of(before: Mapping[Any, int], replicas: Iterable[Any]) -> dict[Any, int]:
     """A number for each replica, by its id: those that were there before keep theirs, a new one takes the lowest that is
     free. So a replica that replaces a dead one gets the conversations that hash to it, and no others move."""
     there = list(replicas)
-    slots = {one: before[one] for one in there if one in before}
-    free = iter(sorted(set(range(len(there) + len(slots))) - set(slots.values())))
+    numbers = {one: before[one] for one in there if one in before}
+    free = iter(sorted(set(range(len(there) + len(numbers))) - set(numbers.values())))
     for one in there:
-        if one not in slots:
-            slots[one] = next(free)
-    return slots
+        if one not in numbers:
+            numbers[one] = next(free)
+    return numbers
 
 
 class Knowing(Protocol):

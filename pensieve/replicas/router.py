@@ -12,7 +12,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from pensieve.baselines.routing import ROUTERS, Fleet
-from pensieve.replicas.errand import Candidate, Errand, register, slots_of
+from pensieve.replicas.errand import Candidate, Errand, numbers_of, register
 from pensieve.request import Length, Request
 
 
@@ -23,7 +23,7 @@ class SessionRouter(RequestRouter):
     def initialize_state(self, router: str = "affinity", seed: int = 0) -> None:
         """Called once, before any replica is known, with request_router_kwargs."""
         self._choose, self._seed = ROUTERS[router], seed
-        self._slots: dict[ReplicaID, int] = {}
+        self._numbers: dict[ReplicaID, int] = {}
         self._routed: dict[ReplicaID, set[str]] = {}
         register(self.app_name, self)
 
@@ -34,7 +34,7 @@ class SessionRouter(RequestRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         ids = sorted((one.replica_id for one in replicas), key=lambda one: str(one.unique_id))
-        self._slots = slots_of(self._slots, ids)
+        self._numbers = numbers_of(self._numbers, ids)
         self._routed = {one: self._routed.get(one, set()) for one in ids}
         super().update_replicas(replicas)
 
@@ -57,7 +57,7 @@ class SessionRouter(RequestRouter):
     def _known(self, replica: RunningReplica, errand: Errand) -> Candidate:
         one = replica.replica_id
         held = errand.held_tokens if one.unique_id == errand.home else 0
-        return Candidate(replica, self._slots[one], len(self._routed[one]), held)
+        return Candidate(replica, self._numbers[one], len(self._routed[one]), held)
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         self._routed.setdefault(replica_id, set()).add(pending_request.metadata.internal_request_id)

@@ -128,7 +128,7 @@ class Scheduler:
         return sequence.refusal(self.cache.chunk_tokens, self.cache.request_blocks, self._max_context)
 
     def take_refused(self) -> list[tuple[Sequence, RequestRefused]]:
-        """Return, once, the requests whose conversation outgrew the machine while they waited."""
+        """Return, once, the requests whose session outgrew the machine while they waited."""
         refused, self._refused = self._refused, []
         return refused
 
@@ -161,12 +161,12 @@ class Scheduler:
         return self._launch(draft, rows, self._repeat(rows), horizon_ns)
 
     def remove(self, sequence: Sequence, now_s: float) -> None:
-        """Remove a request that is over: its blocks may be evicted, and the next turn of its conversation may start."""
+        """Remove a request that is over: its blocks may be evicted, and the next turn of its session may start."""
         if sequence.slot is None:
             self._remove_waiting(sequence, now_s)
             return
         self.running.remove(sequence)
-        self._left(sequence)
+        self._expect_no_load(sequence)
         self._slots.append(sequence.leave_slot())
         self.cache.release(sequence.session, now_s)
         self.queue.ended(sequence.session.name)
@@ -175,13 +175,14 @@ class Scheduler:
         """Make a request wait again, as though it had been preempted, because something else was read from disk than was
         asked for; what has no KV then is computed."""
         self.running.remove(sequence)
-        self._left(sequence)
-        self._slots.append(sequence.mislead())
+        self._expect_no_load(sequence)
+        self._slots.append(sequence.wait_after_misread())
         self.cache.mark_waiting(sequence.session, sequence.arrival, now_s)
         self.cache.release_unfinished(sequence.session, now_s)
         self.queue.push_back(sequence)
 
-    def _left(self, sequence: Sequence) -> None:
+    def _expect_no_load(self, sequence: Sequence) -> None:
+        """Stop waiting for what it loads or reads: it no longer runs."""
         if self.disk_reads is not None:
             self.disk_reads.end(sequence)
         if self._loads is not None:
@@ -236,7 +237,7 @@ class Scheduler:
                 continue
             keep = head.kept()
             lacking = self._lacking(head, keep)
-            cache.make_room_for(session, now_s)
+            cache.attribute_losses_to(session, now_s)
             if lacking > 0:
                 if head.arrival not in self._deferred:
                     self._deferred.add(head.arrival)
@@ -259,7 +260,7 @@ class Scheduler:
         if sequence.preempted:
             admission = cache.resume(session, now_s)
         else:
-            sequence.remember_conversation(keep)
+            sequence.remember_session(keep)
             admission = cache.admit(session, keep, sequence.suffix(keep), sequence.request.known_tokens, now_s)
         cache.unmark_waiting(session, sequence.arrival, now_s)
         sequence.start(admission, self._slots.pop(), now_s)
@@ -305,7 +306,7 @@ class Scheduler:
         preempted."""
         cache, session = self.cache, sequence.session
         length = sequence.work[0][1]
-        cache.make_room_for(session, now_s)
+        cache.attribute_losses_to(session, now_s)
         while True:
             added = cache.extend(session, length, now_s)
             if added is not None:
@@ -402,7 +403,7 @@ class Scheduler:
             (further, row) for row, start in enumerate(starts) for further in range(-start % size, times, size)
         ):
             sequence = decodes[row]
-            self.cache.make_room_for(sequence.session, planned_s[further])
+            self.cache.attribute_losses_to(sequence.session, planned_s[further])
             added = self.cache.extend(sequence.session, starts[row] + further + 1, planned_s[further])
             assert added is not None, "a plan is repeated for as long as there are blocks"
             if added[1]:
@@ -411,7 +412,7 @@ class Scheduler:
         head = self.queue.head() if self._slots else None
         asked_last = decodes[-1] if decodes else head  # if only for what it had, or for what it did not get
         if asked_last is not None:
-            self.cache.make_room_for(asked_last.session, planned_s[-1])
+            self.cache.attribute_losses_to(asked_last.session, planned_s[-1])
         for sequence, start in zip(decodes, starts, strict=True):
             self.cache.advance(sequence.session, ((start, start + times),))
         for sequence, count in prefills:
@@ -435,7 +436,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence, draft: _Draft, now_s: float) -> None:
         self.counters.preempted += 1
         self.running.remove(sequence)
-        self._left(sequence)
+        self._expect_no_load(sequence)
         self._slots.append(sequence.preempt())
         self.cache.mark_waiting(sequence.session, sequence.arrival, now_s)
         draft.add_swap_out(self.cache.preempt(sequence.session, now_s), sequence)
@@ -471,16 +472,16 @@ class Scheduler:
 
 
 class WaitingQueue:
-    """Requests that wait, in the order of arrival, the turns of one conversation one after the other.
+    """Requests that wait, in the order of arrival, the turns of one session one after the other.
 
-    Nobody overtakes a deferred head; only a request whose conversation is still busy with an earlier one is passed over: it
+    Nobody overtakes a deferred head; only a request whose session is still busy with an earlier one is passed over: it
     is parked, and gets the place of its own arrival when that one ends.
     """
 
     def __init__(self) -> None:
         self._ready: list[tuple[int, Sequence]] = []  # a heap, by arrival
         self._parked: dict[str, deque[Sequence]] = {}
-        self._busy: set[str] = set()  # conversations that have a request ready or running
+        self._busy: set[str] = set()  # names of the sessions that have a request ready or running
         self._gone: set[int] = set()  # arrivals of those that were removed and are still in the heap
         self._size = 0
 
@@ -498,7 +499,7 @@ class WaitingQueue:
             heapq.heappush(self._ready, (sequence.arrival, sequence))
 
     def push_back(self, sequence: Sequence) -> None:
-        """Queue a preempted request again; its conversation is busy with it already."""
+        """Queue a preempted request again; its session is busy with it already."""
         self._size += 1
         heapq.heappush(self._ready, (sequence.arrival, sequence))
 
@@ -515,7 +516,7 @@ class WaitingQueue:
         return head
 
     def ended(self, session: str) -> None:
-        """Record that the conversation's current request is over: the next parked one, if any, becomes ready."""
+        """Record that the session's current request is over: the next parked one, if any, becomes ready."""
         parked = self._parked.get(session)
         if not parked:
             self._busy.discard(session)
@@ -526,7 +527,7 @@ class WaitingQueue:
         heapq.heappush(self._ready, (following.arrival, following))
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a request that was cancelled while it waited. If its conversation was busy with it, the next one becomes
+        """Remove a request that was cancelled while it waited. If its session was busy with it, the next one becomes
         ready."""
         self._size -= 1
         name = sequence.session.name

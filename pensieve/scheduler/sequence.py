@@ -34,9 +34,9 @@ class Sequence:
     one ends at the last known token, so a decode is work of one position. slot: the worker's, while it runs. in_flight:
     launched plans that have a part of it; its blocks and its slot stay its own until there are none, also when it is
     closed, which is to say over for whoever asked. awaited: tokens that those plans sample.
-    length_before, computed_before: of the conversation at the admission; a turn that does not stand returns to them.
-    residency: at its admission, without what was read from disk; None once it was preempted. misled: what was read from disk
-    was something else. replaced: tokens of the conversation that an edited prompt put others in place of. eos, stop: what
+    length_before, computed_before: of the session at the admission; a turn that does not stand returns to them.
+    residency: at its admission, without what was read from disk; None once it was preempted. misread: what it read from disk
+    was something else. replaced: tokens of the session that an edited prompt put others in place of. eos, stop: what
     ends it early.
     """
 
@@ -55,13 +55,13 @@ class Sequence:
     computed_before: int = 0
     replaced: TokenArray[int] = field(default_factory=lambda: array("i"))
     residency: Residency | None = None
-    misled: bool = False
+    misread: bool = False
     preempted: bool = False
     in_flight: int = 0
     awaited: int = 0
     closed: bool = False
     _common: tuple[int, int] | None = None
-    """Of the conversation when its prompt was held against it: its length, and the common prefix."""
+    """Of the session when its prompt was held against it: its length, and the common prefix."""
 
     @classmethod
     def arrive(
@@ -95,7 +95,7 @@ class Sequence:
 
     def refusal(self, chunk_tokens: int, request_blocks: int, max_context: int) -> RequestRefused | None:
         """Why this request cannot be served even alone on the device, or None. To be asked when it arrives and again when it
-        is its turn, since its conversation may have grown in between."""
+        is its turn, since its session may have grown in between."""
         length, new = self.prompt_length(), self.max_new_tokens
         if length < 1:
             return RequestRefused("The prompt is empty; send at least one token.")
@@ -115,9 +115,9 @@ class Sequence:
         return None
 
     def kept(self) -> int:
-        """Leading tokens of the conversation that its admission keeps: all, if it was preempted; else those that the prompt
+        """Leading tokens of the session that its admission keeps: all, if it was preempted; else those that the prompt
         begins with. The last prompt token is always computed anew, since its logits give the first output token. To be asked
-        of the head of the queue only: nothing changes its conversation while it waits there."""
+        of the head of the queue only: nothing changes its session while it waits there."""
         held, prompt = self.session.tokens, self.request.prompt
         if self.preempted:
             return len(held)
@@ -139,8 +139,8 @@ class Sequence:
             return len(self.session.tokens)
         return len(self.request.prompt) + (len(self.session.tokens) if self.request.continues else 0)
 
-    def remember_conversation(self, keep: int) -> None:
-        """Remember, before the first admission, what the conversation returns to if the turn does not stand. keep: tokens
+    def remember_session(self, keep: int) -> None:
+        """Remember, before the first admission, what the session returns to if the turn does not stand. keep: tokens
         that the admission keeps."""
         session = self.session
         self.length_before = len(session.tokens) if self.request.continues else keep
@@ -149,7 +149,7 @@ class Sequence:
 
     def start(self, admission: Admission, slot: int, now_s: float) -> None:
         """Begin to run in `slot`: it is admitted, or resumed after it was preempted."""
-        if self.misled and self.residency is not None:
+        if self.misread and self.residency is not None:
             found = self.residency.with_disk(admission.read)
             self.record.read_again(found)
             self.record.explained(self._missed(found))
@@ -160,14 +160,14 @@ class Sequence:
             self.record.admitted(admission, now_s)
             self.record.explained(self._missed(admission.found))
             self.residency = admission.residency
-        self.preempted = self.misled = False
+        self.preempted = self.misread = False
         self.slot = slot
         self.work = deque(admission.work)
         self.work_tokens = tokens_in(admission.work)
 
     def _missed(self, residency: Residency) -> tuple[Missed, ...]:
-        """Explain every prompt position without KV. Where the conversation is new to the engine and not to its server, the
-        server says why; what is left was never said before."""
+        """Explain every prompt position without KV. Where the engine has forgotten the conversation, its server
+        says why; what is left was never said before."""
         forgotten = self.request.forgotten
         runs = [one for one in residency.missed if one.stop <= residency.history]
         if forgotten is not None and forgotten[1] == "restarted":
@@ -254,7 +254,7 @@ class Sequence:
         """Stop counting a plan that has a part of it: it is over."""
         self.in_flight -= 1
 
-    def disregard(self) -> None:
+    def discard_result(self) -> None:
         """Discard what the plan just collected has computed for it, with the token that it sampled."""
         assert not self.in_flight
         self.awaited = 0
@@ -285,9 +285,9 @@ class Sequence:
             self.work.append((position, position + 1))
             self.work_tokens = 1
 
-    def mislead(self) -> int:
+    def wait_after_misread(self) -> int:
         """Make it wait again, since what it read from disk was not what it had asked for; returns the slot it had."""
-        self.misled = True
+        self.misread = True
         return self.preempt()
 
     def preempt(self) -> int:
@@ -323,7 +323,7 @@ class Sequence:
 
     @property
     def undone(self) -> bool:
-        """Whether its turn was admitted and does not stand, so that the conversation has to be rolled back."""
+        """Whether its turn was admitted and does not stand, so that the session has to be rolled back."""
         return self.record.admitted_s is not None and not self.record.stands
 
 

@@ -1,11 +1,11 @@
-"""The file store of KV: one file of equal slots, each of which says itself what it holds; imports no torch.
+"""The file store of KV: one file of equal blocks, each of which says itself what it holds; imports no torch.
 
-    slot i      | header, 4 KiB or more | layer 0 | layer 1 | ... |     padded to whole pages
+    block i     | header, 4 KiB or more | layer 0 | layer 1 | ... |     padded to whole pages
 
-A header has the model it belongs to, the key of the chunk, a checksum of each layer, and a checksum of itself. A slot is
-written in the order: header of zeroes, layers, header. So a process that is killed at any moment leaves slots that are whole
+A header has the model it belongs to, the key of the chunk, a checksum of each layer, and a checksum of itself. A block is
+written in the order: header of zeroes, layers, header. So a process that is killed at any moment leaves blocks that are whole
 or empty, and whatever else happens to the file (a page that never reached the disk, a cut, a flipped bit, another model's
-file in its place) shows in a checksum when it is read. There is no index beside the slots that could disagree with them.
+file in its place) shows in a checksum when it is read. There is no index beside the blocks that could disagree with them.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _PROBE_S = 0.25  # measure the disk for at least so long, where it is fast
 
 
 class PoolFile:
-    """Slots of `layers` x `layer_bytes`. Calls of one thread at a time, but for `close`.
+    """Blocks of `layers` x `layer_bytes`. Calls of one thread at a time, but for `close`.
 
-    kept: slot by key of what the file holds from before for this identity, oldest first.
+    kept: block by key of what the file holds from before for this identity, oldest first.
     """
 
     def __init__(
-        self, path: Path | None, folder: Path, identity: bytes, slots: int, layers: int, layer_bytes: int
+        self, path: Path | None, folder: Path, identity: bytes, blocks: int, layers: int, layer_bytes: int
     ) -> None:
         """path: None for a file that ends with the process, somewhere in `folder`. identity: 32 bytes that name model,
         weights, dtype and layout. Raises HardwareMissing where there is no room, or another process has the file."""
         assert len(identity) == 32
-        self.slots, self.layers, self.layer_bytes = slots, layers, layer_bytes
+        self.blocks, self.layers, self.layer_bytes = blocks, layers, layer_bytes
         self._identity = identity
         self._header_bytes = _padded(_HEADER.size + 4 * layers + 4)
         self._stride = self._header_bytes + _padded(layers * layer_bytes)
@@ -78,8 +78,8 @@ class PoolFile:
         return file
 
     def _reserve(self) -> None:
-        """Raises HardwareMissing where the disk has less room than the slots may come to take."""
-        told, wanted = os.fstat(self._file), self.slots * self._stride
+        """Raises HardwareMissing where the disk has less room than the blocks may come to take."""
+        told, wanted = os.fstat(self._file), self.blocks * self._stride
         room = os.fstatvfs(self._file)
         free = room.f_bavail * room.f_frsize + told.st_blocks * 512
         if wanted > free:
@@ -89,13 +89,13 @@ class PoolFile:
             )
         if told.st_size % self._stride:
             log.warning("%s is cut short, or not ours; what is damaged is not used.", self._path)
-        os.ftruncate(self._file, wanted)  # a longer file's surplus goes, a shorter one's slots are empty
+        os.ftruncate(self._file, wanted)  # a longer file's surplus goes, a shorter one's blocks are empty
 
     def _scan(self) -> Mapping[bytes, int]:
         found: list[tuple[int, bytes, int]] = []
         foreign = torn = 0
-        for slot in range(self.slots):
-            header = os.pread(self._file, self._header_bytes, slot * self._stride)
+        for block in range(self.blocks):
+            header = os.pread(self._file, self._header_bytes, block * self._stride)
             if not any(header[:8]):
                 continue
             told = self._read_header(header)
@@ -104,22 +104,22 @@ class PoolFile:
             elif told[0] != self._identity or told[3:5] != (self.layers, self.layer_bytes):
                 foreign += 1
             else:
-                found.append((told[2], told[1], slot))
+                found.append((told[2], told[1], block))
         if torn or foreign:
             log.warning(
                 "%s: %s chunks are of another model and %s are damaged; they are not used.", self._path, foreign, torn
             )
         self._writes = max((number for number, _, _ in found), default=0)
         kept: dict[bytes, int] = {}
-        for _, key, slot in sorted(found):
+        for _, key, block in sorted(found):
             kept.pop(key, None)
-            kept[key] = slot  # written twice: the newer one
+            kept[key] = block  # written twice: the newer one
         return kept
 
-    def write(self, slot: int, key: bytes, layers: Sequence[memoryview]) -> None:
+    def write(self, block: int, key: bytes, layers: Sequence[memoryview]) -> None:
         """Raises OSError."""
         self._writes += 1
-        base = slot * self._stride
+        base = block * self._stride
         sums = [zlib.crc32(layer) for layer in layers]
         head = _HEADER.pack(_MAGIC, self._identity, key, self._writes, self.layers, self.layer_bytes)
         head += struct.pack(f"<{self.layers}I", *sums)
@@ -129,41 +129,41 @@ class PoolFile:
             self._write_at(layer, base + self._header_bytes + place * self.layer_bytes)
         self._write_at(memoryview(head.ljust(self._header_bytes, b"\0")), base)
 
-    def checksums(self, slot: int, key: bytes) -> tuple[int, ...] | None:
-        """Of the layers of this chunk; None if the slot does not hold it."""
-        told = self._read_header(os.pread(self._file, self._header_bytes, slot * self._stride))
+    def checksums(self, block: int, key: bytes) -> tuple[int, ...] | None:
+        """Of the layers of this chunk; None if the block does not hold it."""
+        told = self._read_header(os.pread(self._file, self._header_bytes, block * self._stride))
         if told is None or told[:2] != (self._identity, key) or told[3:5] != (self.layers, self.layer_bytes):
             return None
         return told[5]
 
-    def read_layer(self, slot: int, layer: int, into: memoryview, checksum: int) -> bool:
+    def read_layer(self, block: int, layer: int, into: memoryview, checksum: int) -> bool:
         """False: what is there is something else. Raises OSError."""
-        place = slot * self._stride + self._header_bytes + layer * self.layer_bytes
+        place = block * self._stride + self._header_bytes + layer * self.layer_bytes
         return os.preadv(self._file, [into], place) == self.layer_bytes and zlib.crc32(into) == checksum
 
     def measure_s(self) -> float:
         """Seconds to read a chunk as it is read later, checksums and all, from the disk and not from the system's cache: the
-        median over chunks that were written for it to the first slots that hold nothing."""
+        median over chunks that were written for it to the first blocks that hold nothing."""
         used = set(self.kept.values())
-        free = [slot for slot in range(self.slots) if slot not in used][:8] or [0]
+        free = [block for block in range(self.blocks) if block not in used][:8] or [0]
         layers = [memoryview(os.urandom(self.layer_bytes)) for _ in range(self.layers)]
         into, key = memoryview(bytearray(self.layer_bytes)), bytes(16)
-        for slot in free:
-            self.write(slot, key, layers)
-            self.kept = {name: place for name, place in self.kept.items() if place != slot}
+        for block in free:
+            self.write(block, key, layers)
+            self.kept = {name: place for name, place in self.kept.items() if place != block}
         os.fsync(self._file)
         taken: list[float] = []
         while not taken or (sum(taken) < _PROBE_S and len(taken) < 8 * len(free)):
-            slot = free[len(taken) % len(free)]
-            os.posix_fadvise(self._file, slot * self._stride, self._stride, os.POSIX_FADV_DONTNEED)
+            block = free[len(taken) % len(free)]
+            os.posix_fadvise(self._file, block * self._stride, self._stride, os.POSIX_FADV_DONTNEED)
             began = time.perf_counter()
-            sums = self.checksums(slot, key)
+            sums = self.checksums(block, key)
             assert sums is not None
             for layer in range(self.layers):
-                self.read_layer(slot, layer, into, sums[layer])
+                self.read_layer(block, layer, into, sums[layer])
             taken.append(time.perf_counter() - began)
-        for slot in free:
-            self._write_at(memoryview(bytes(_PAGE)), slot * self._stride)
+        for block in free:
+            self._write_at(memoryview(bytes(_PAGE)), block * self._stride)
         return sorted(taken)[len(taken) // 2]
 
     def close(self) -> None:

@@ -96,7 +96,7 @@ class DuplexLink:
         return copies
 
     def _share(self, other: deque[_Queued], begins_ns: int) -> None:
-        """When all ends, where what begins at begins_ns meets what goes the other way."""
+        """Say anew when all copies end, where one that begins at begins_ns meets others that go the other way."""
         if self._rate < 1 and other and other[-1].copies.ends_ns > begins_ns:
             ways = [deque(_Queued(one.copies, one.earliest_ns, one.left_ns) for one in way) for way in self._ways]
             for copies, at_ns in self._through(ways, math.inf):
@@ -107,7 +107,7 @@ class DuplexLink:
                     one.copies.begins_ns = max(one.earliest_ns, before.copies.ends_ns)
 
     def _go_on(self, now_ns: int) -> None:
-        """What is left to do at now_ns."""
+        """Take off what is done by now_ns, and of the others the part that is."""
         for _ in self._through(self._ways, now_ns):
             pass
         self._at_ns = max(self._at_ns, now_ns)
@@ -199,13 +199,13 @@ class SimulatedWorker:
         return StepResult(step=None, done=self._finished_copies())
 
     def forget(self) -> None:
-        """There is nothing."""
+        """Do nothing: its blocks take no memory."""
 
     def close(self) -> None:
         self._launched.clear()
         for way in self._ways():
             for copies in way:
-                self._over(way, copies)
+                self._end(way, copies)
 
     def _perform(self, plan: StepPlan) -> StepResult:
         start = self._clock.now_ns()
@@ -242,7 +242,7 @@ class SimulatedWorker:
         )
 
     def _repeat(self, plan: StepPlan, sampled: list[Row], now_ns: int) -> Repeats:
-        """Go on, as plans of one iteration each would."""
+        """Perform the further iterations of the plan, in the time that a plan for each would take."""
         overhead = round(self._hardware.step_overhead_s * 1e9)
         steps = [1 if row.sample is not None else row.positions for row in plan.rows]
         runs = [(row.runs[-1][1] - step, row.runs[-1][1]) for row, step in zip(plan.rows, steps, strict=True)]
@@ -307,7 +307,7 @@ class SimulatedWorker:
             self._link.copy_out((copy.ticket,), count, round(seconds * 1e9), now_ns, after_loads=not copy.urgent)
 
     def _runs(self, copies: tuple[Copy, ...]) -> int:
-        """Counted only where each costs something."""
+        """Runs of neighbouring blocks; 1, without counting, where a run costs nothing of its own."""
         return len(merge_copies(copies)) if self._hardware.fragment_s else 1
 
     def _start_disk(self, work: tuple[DiskStore | DiskLoad, ...], now_ns: int) -> None:
@@ -328,7 +328,7 @@ class SimulatedWorker:
                 self.timeline.add("disk", "read" if isinstance(one, DiskLoad) else "write", begins, ends)
 
     def _disk_s(self) -> float:
-        """Of a chunk of all devices; they share the disk."""
+        """Seconds for a chunk with the parts of all devices, since they share the disk."""
         return self._block_bytes / self._hardware.disk_bw if self._hardware.disk_bw else 0.0
 
     def _take_unkept(self) -> tuple[bytes, ...]:
@@ -337,13 +337,14 @@ class SimulatedWorker:
 
     def _finished_copies(self) -> tuple[int, ...]:
         now = self._clock.now_ns()
-        return tuple(ticket for way in self._ways() for one in done_by(way, now) for ticket in self._over(way, one))
+        return tuple(ticket for way in self._ways() for one in done_by(way, now) for ticket in self._end(way, one))
 
     def _ways(self) -> tuple[Way, Way, Way]:
         return self._link.inward, self._link.outward, self._reading
 
-    def _over(self, way: Way, copies: UnderWay) -> tuple[int, ...]:
-        """Its tickets. Only now is it drawn: what began after it may have delayed its end."""
+    def _end(self, way: Way, copies: UnderWay) -> tuple[int, ...]:
+        """Draw copies that are over, since only now is their end certain: what began later may delay it. Returns their
+        tickets."""
         if self.timeline is not None and way is not self._reading:
             lane, name = ("CPU to GPU", "swap in") if way is self._link.inward else ("GPU to CPU", "swap out")
             self.timeline.add(lane, name, copies.begins_ns, copies.ends_ns, blocks=copies.count)

@@ -62,7 +62,7 @@ def test_a_read_takes_what_the_bandwidth_says_and_pushes_writes_back() -> None:
     block_bytes = 4 * MODEL.kv_bytes_per_token
     clock = VirtualClock()
     worker = SimulatedWorker(MODEL, replace(MACHINE, disk_bw=block_bytes * 10), clock, 4)  # ten chunks a second
-    stores = tuple(DiskStore(bytes([slot]), slot, False, slot) for slot in range(5))
+    stores = tuple(DiskStore(bytes([block]), False, block, block) for block in range(5))
     worker.launch(StepPlan(0, disk=(*stores, DiskLoad(1, (b"x", b"y", b"z"), (6, 7, 8), (1, 2, 3)))))
     assert worker.collect(None).done == ()  # type: ignore[union-attr]
     assert worker.collect(None).done == (1,)  # type: ignore[union-attr]
@@ -130,7 +130,7 @@ def test_a_chunk_that_only_an_undone_turn_has_filled_goes_nowhere() -> None:
     cache.check()
 
 
-def test_where_one_slot_serves_many_there_is_no_bound() -> None:
+def test_where_one_block_serves_many_there_is_no_bound() -> None:
     turns, _, _ = talk()
     assert sum(turn.disk_hit_tokens or 0 for turn in turns) > 0
     assert offline_bound(turns, 2048 + 256 + 16384) is None

@@ -39,7 +39,7 @@ def native() -> NativeLoops:
 
 
 class Buckets:
-    """Conversations in buckets, each sorted by the rank of its first chunk."""
+    """Conversations in buckets, each in the order of their first chunks."""
 
     def __init__(self, drawn: list[Any]) -> None:
         self.stretches: dict[int, list[Stretch]] = {}
@@ -50,8 +50,8 @@ class Buckets:
                 own.append((level, active, first + gap, scores))
                 first += gap + len(scores)
             self.stretches[number] = own
-            rank = (level, own[0][3][0], active, number, own[0][2])
-            self.buckets.setdefault((level, bucket), []).append(rank)
+            victim = (level, own[0][3][0], active, number, own[0][2])
+            self.buckets.setdefault((level, bucket), []).append(victim)
 
     def heads(self) -> list[Head]:
         found: list[Head] = []

@@ -135,7 +135,7 @@ def test_a_choice_is_what_taking_one_chunk_after_the_other_gives(make: type[Evic
         assert (index.leads(), index.chunks) == (before, heads), "a choice takes nothing"
         single = []
         for session, chunk in index.victims(now):
-            single.append(index.rank(session, chunk, now))
+            single.append(index.as_victim(session, chunk, now))
             take(index, session, chunk)
             of_it = View.DIRTY in session.chunks.view
             if len(single) >= count and not (whole and policy.whole_conversations and of_it):

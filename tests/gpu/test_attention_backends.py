@@ -72,8 +72,8 @@ def test_offsets_beyond_two_to_the_31() -> None:
     for span in case.batch.spans:
         span.blocks[:] += tokens // 32 - blocks  # the arrays are this test's own
     plan = backend.plan(case.batch, pool, 32)
-    slots = case.batch.write_slots + tokens - blocks * 32
-    plan.write(pool[0], slots, case.keys, case.values)
+    places = case.batch.write_places + tokens - blocks * 32
+    plan.write(pool[0], places, case.keys, case.values)
     got = plan.attend(pool[0], case.queries, case.keys, case.values, None, None, None)
     assert float((got.cpu().double() - expected).abs().max()) < 0.05
 
@@ -95,11 +95,11 @@ def test_a_captured_graph_serves_batch_after_batch() -> None:
     scratch = pool.shape[1] - 1
     queries = torch.zeros(rows, heads.heads, heads.dim, dtype=torch.bfloat16, device="cuda")
     keys, values = (torch.zeros(rows, heads.kv_heads, heads.dim, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    slots = torch.full((rows,), scratch, dtype=torch.int64, device="cuda")
+    places = torch.full((rows,), scratch, dtype=torch.int64, device="cuda")
     plan = backend.standing(pool, 32, rows, 200)
 
     def step() -> list[torch.Tensor]:
-        plan.write(pool[1], slots, keys, values)
+        plan.write(pool[1], places, keys, values)
         return [plan.attend(pool[1], queries, keys, values, None, window, None) for window in (None, 100)]
 
     def load(index: int) -> int:
@@ -110,9 +110,9 @@ def test_a_captured_graph_serves_batch_after_batch() -> None:
         for target, source in ((queries, case.queries), (keys, case.keys), (values, case.values)):
             target.fill_(3.0)
             target[:real] = source
-        slots.fill_(scratch)
-        slots[:real] = case.batch.write_slots
-        case.pool[1, case.batch.write_slots] = torch.stack((case.keys, case.values), dim=1)
+        places.fill_(scratch)
+        places[:real] = case.batch.write_places
+        case.pool[1, case.batch.write_places] = torch.stack((case.keys, case.values), dim=1)
         plan.update(case.batch)
         return real
 

@@ -26,7 +26,7 @@ from pensieve.record import Event, TurnRecord
 from pensieve.replicas import engine as engine_module
 from pensieve.replicas import system as system_module
 from pensieve.replicas.engine import EngineReplica
-from pensieve.replicas.errand import Candidate, Errand, running, slots_of, unregister
+from pensieve.replicas.errand import Candidate, Errand, numbers_of, running, unregister
 from pensieve.replicas.router import SessionRouter
 from pensieve.replicas.system import ATTEMPTS, ReplicaSystem, Scaling, reason_in
 from pensieve.request import Length, Request, Sampling, tokens_of
@@ -75,7 +75,7 @@ class Actors:
         self.alive: dict[str, EngineReplica] = {}
         self.systems: list[AnsweringSystem] = []
         self.workers: list[Positional] = []
-        self.slots: dict[str, int] = {}
+        self.numbers: dict[str, int] = {}
         self.deadly: dict[str, int] = {}
         self.mute: set[str] = set()  # replicas that do not answer what is no turn
         self.failing: set[str] = set()  # replicas where such a call fails
@@ -92,7 +92,7 @@ class Actors:
         self.alive[name] = replica
         self.systems.append(system)
         self.workers.append(worker)
-        self.slots = slots_of(self.slots, self.alive)
+        self.numbers = numbers_of(self.numbers, self.alive)
 
     def hold(self, position: int) -> None:
         """Whoever comes to this token of a turn waits with it until a cancellation comes, or the end of the test."""
@@ -105,7 +105,7 @@ class Actors:
         if errand.to is not None:
             return errand.to if errand.to in self.alive else next(iter(self.alive))
         known = [
-            Candidate(name, self.slots[name], 0, errand.held_tokens if name == errand.home else 0)
+            Candidate(name, self.numbers[name], 0, errand.held_tokens if name == errand.home else 0)
             for name in self.alive
         ]
         request = Request(0, errand.family, errand.turn, tokens_of([]), Length(1))
@@ -226,7 +226,7 @@ def test_every_turn_goes_where_the_consistent_hash_of_the_simulated_cluster_send
         records = {name: talk(system, f"alice/{name}", 3, 10 * place) for place, name in enumerate("abcdef")}
     for name, turns in records.items():
         request = Request(0, f"alice/{name}", 1, tokens_of([]), Length(1))
-        expected = affinity(request, Fleet.of([Candidate(one, actors.slots[one], 0, 0) for one in NAMES]), 0)
+        expected = affinity(request, Fleet.of([Candidate(one, actors.numbers[one], 0, 0) for one in NAMES]), 0)
         assert isinstance(expected, Candidate)
         assert [turn.recomputed_tokens for turn in turns] == [0, 0, 0]
         assert all(turn.gpu_hit_tokens == turn.history_tokens for turn in turns) and turns[2].history_tokens == 91
@@ -475,13 +475,15 @@ def test_an_engine_that_crashed_ends_its_process(monkeypatch: pytest.MonkeyPatch
 # -- the router ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_replica_that_replaces_another_takes_its_slot_and_no_other_moves() -> None:
-    slots = slots_of({}, ["a", "b", "c"])
-    assert sorted(slots.values()) == [0, 1, 2]
-    after = slots_of(slots, ["a", "c", "new"])
-    assert {name: after[name] for name in "ac"} == {name: slots[name] for name in "ac"} and after["new"] == slots["b"]
-    assert slots_of(after, ["c"]) == {"c": after["c"]}
-    assert sorted(slots_of({"c": 2}, ["c", "d", "e"]).values()) == [0, 1, 2]
+def test_a_replica_that_replaces_another_takes_its_number_and_no_other_moves() -> None:
+    numbers = numbers_of({}, ["a", "b", "c"])
+    assert sorted(numbers.values()) == [0, 1, 2]
+    after = numbers_of(numbers, ["a", "c", "new"])
+    assert {name: after[name] for name in "ac"} == {name: numbers[name] for name in "ac"} and after["new"] == numbers[
+        "b"
+    ]
+    assert numbers_of(after, ["c"]) == {"c": after["c"]}
+    assert sorted(numbers_of({"c": 2}, ["c", "d", "e"]).values()) == [0, 1, 2]
 
 
 class Running:
@@ -501,7 +503,7 @@ def router_of(name: str, running: list[Any]) -> SessionRouter:
     router._deployment_id = type("Deployment", (), {"app_name": f"test of {name}"})()
     router.initialize_state(name, 0)
     ids = [one.replica_id for one in running]
-    router._slots = slots_of({}, ids)
+    router._numbers = numbers_of({}, ids)
     router._routed = {one: set() for one in ids}
     return router
 
@@ -542,7 +544,7 @@ def test_ray_is_told_one_replica_that_of_the_hash() -> None:
         request = Request(0, session, 1, tokens_of([]), Length(1))
         [chosen] = choice(router, running, Errand(session, 1))
         expected = affinity(
-            request, Fleet.of([Candidate(one, router._slots[one.replica_id], 0, 0) for one in running]), 0
+            request, Fleet.of([Candidate(one, router._numbers[one.replica_id], 0, 0) for one in running]), 0
         )
         assert isinstance(expected, Candidate) and chosen is expected.replica
         assert choice(router, running, Errand(session, 9)) == [chosen], "whichever turn it is"

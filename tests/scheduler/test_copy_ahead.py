@@ -84,7 +84,7 @@ def test_what_was_loaded_before_its_admission_is_found_on_cpu() -> None:
     found, on_gpu, engine = rounds("abcdef", 12, 12, "never", random.Random(1))
     loaded = engine.cache.counters.swapped_in_blocks * 4
     assert loaded > 0 and found > on_gpu, "it had been on CPU when it was asked"
-    assert not engine.cache._early
+    assert not engine.cache.exchanges.loaded
 
 
 def test_without_a_cpu_tier_the_modes_are_one() -> None:

@@ -104,7 +104,7 @@ def attend(
     if iteration.wait_for_layer is not None:
         iteration.wait_for_layer(layer)
     pool = iteration.pool[layer]
-    iteration.plan.write(pool, iteration.batch.write_slots, keys, values)
+    iteration.plan.write(pool, iteration.batch.write_places, keys, values)
     return iteration.plan.attend(pool, queries, keys, values, scaling, window, softcap)
 
 

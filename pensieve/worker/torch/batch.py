@@ -131,14 +131,15 @@ class Spans(Sequence[Span]):
 class Batch:
     """A forward over all rows of a plan. Spans of one query come first, longest context first, then the others.
 
-    token_ids, positions, write_slots: [tokens]; write_slots says where each K and V goes. logits_at: indices into the
-    batch, one a sampled row, in the order of `sampled`; sampled_slots, draws: of the same rows, on the device.
+    token_ids, positions, write_places: [tokens]; the last says where in the pool each K and V goes (block * chunk_tokens +
+    offset). logits_at: indices into the batch, one a sampled row, in the order of `sampled`; sampled_slots, draws: of the
+    same rows, on the device.
     unseen: places in token_ids, and the slots whose last sampled token belongs there; None where every token is known.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    write_slots: torch.Tensor
+    write_places: torch.Tensor
     spans: Sequence[Span]
     logits_at: torch.Tensor
     sampled: tuple[tuple[int, Sample], ...]
@@ -199,7 +200,7 @@ def build_batch(
     return Batch(
         token_ids=tensors[0],
         positions=tensors[1],
-        write_slots=tensors[2],
+        write_places=tensors[2],
         spans=spans,
         logits_at=tensors[3],
         sampled=tuple(sampled),

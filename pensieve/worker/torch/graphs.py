@@ -115,7 +115,7 @@ class DecodeGraphs:
         self.note = ""
         self._made: dict[int, _Bucket] = {}
         device = pool.device
-        self._token_ids, self._positions, self._write_slots = (
+        self._token_ids, self._positions, self._write_places = (
             torch.zeros(most_rows, dtype=torch.int64, device=device) for _ in range(3)
         )
         self._all_rows = torch.arange(most_rows, device=device)
@@ -150,15 +150,15 @@ class DecodeGraphs:
             block = np.array([self._scratch], dtype=np.int64)
             rows = slice(0, size)
             spans = tuple(Span(row, 0, 1, block) for row in range(size))
-            slots = self._write_slots[rows].fill_(self._scratch * self._chunk_tokens).clone()
-            zeros = torch.zeros_like(slots)
-            self.run(Batch(zeros, zeros, slots, spans, self._all_rows[rows], ()))
+            places = self._write_places[rows].fill_(self._scratch * self._chunk_tokens).clone()
+            zeros = torch.zeros_like(places)
+            self.run(Batch(zeros, zeros, places, spans, self._all_rows[rows], ()))
 
     def _bucket(self, size: int) -> _Bucket:
         if size not in self._made:
             rows = slice(0, size)
             batch = Batch(
-                self._token_ids[rows], self._positions[rows], self._write_slots[rows], (), self._all_rows[rows], ()
+                self._token_ids[rows], self._positions[rows], self._write_places[rows], (), self._all_rows[rows], ()
             )
             plan = self._backend.standing(self._pool, self._chunk_tokens, size, self._max_blocks)
             self._made[size] = _Bucket(batch, plan)
@@ -170,7 +170,7 @@ class DecodeGraphs:
         for static, values, padding in (
             (bucket.batch.token_ids, batch.token_ids, 0),
             (bucket.batch.positions, batch.positions, 0),
-            (bucket.batch.write_slots, batch.write_slots, scratch),
+            (bucket.batch.write_places, batch.write_places, scratch),
         ):
             static[:rows].copy_(values)
             static[rows:].fill_(padding)

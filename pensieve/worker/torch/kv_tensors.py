@@ -20,7 +20,7 @@ class KvTensors:
     strided view of tokens for attention, one gather fetches both, and a block is one fragment a layer for a copy. With
     the 2 outside the tokens, no run of blocks could be attended to without copying it first.
 
-    On a CPU machine both pools are RAM. They are zeroed (a slot that was never written may meet a zero weight, and
+    On a CPU machine both pools are RAM. They are zeroed (a place that was never written may meet a zero weight, and
     0 x NaN is NaN), which costs nothing in RAM: numpy takes zeroed pages from the kernel, which maps them at first use
     (torch.zeros writes its zeroes). The CPU pool is pinned, and so mapped at once, only where there is a GPU to copy to.
     """
@@ -68,7 +68,7 @@ class KvTensors:
         return self.cpu_blocks * self.block_bytes
 
     def gpu_tokens(self) -> torch.Tensor:
-        """The GPU pool as [layers, tokens, 2, kv_heads, head_dim]; token slot = block * chunk_tokens + offset."""
+        """The GPU pool as [layers, tokens, 2, kv_heads, head_dim]; a token's place is block * chunk_tokens + offset."""
         return self.gpu.view(self.layers, self.gpu_blocks * self.chunk_tokens, *self.token_shape)
 
     def forget(self) -> None:

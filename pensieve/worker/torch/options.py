@@ -17,7 +17,7 @@ class DiskOptions:
     path: Path | None
     folder: Path
     identity: bytes
-    slots: int
+    blocks: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,11 +113,11 @@ def _keep(scores: torch.Tensor, keys: torch.Tensor, top_p: torch.Tensor, top_k: 
     nothing = float("-inf")
     ids = torch.sort(keys, dim=-1, descending=True, stable=True).indices
     ordered = scores.gather(1, ids)
-    rank = torch.arange(scores.shape[1], device=scores.device)[None, :]
-    ordered = ordered.masked_fill((top_k > 0) & (rank >= top_k), nothing)
+    place = torch.arange(scores.shape[1], device=scores.device)[None, :]
+    ordered = ordered.masked_fill((top_k > 0) & (place >= top_k), nothing)
     probabilities = torch.softmax(ordered, dim=-1)
     before = torch.cumsum(probabilities, dim=-1) - probabilities
-    beyond = (top_p < 1.0) & (before >= top_p) & (rank > 0)  # top_p = 0 still leaves the best
+    beyond = (top_p < 1.0) & (before >= top_p) & (place > 0)  # top_p = 0 still leaves the best
     return torch.empty_like(scores).scatter_(1, ids, ordered.masked_fill(beyond, nothing))
 
 

@@ -59,8 +59,8 @@ def check_against_eager(
     Two right ways to compute a deep model in 16 bits differ by whole units of its logits, by another amount on each machine;
     but each is as far from float32 as the other. So there the module's own distance is the measure, over several prompts.
 
-    The blocks are scattered and their unwritten slots hold large numbers. The attention of every layer must be called
-    exactly once a forward. Raises UnsupportedModel with the difference, or with what the model did instead.
+    The blocks are scattered, and what was never written in them are large numbers. The attention of every layer must be
+    called exactly once a forward. Raises UnsupportedModel with the difference, or with what the model did instead.
     """
     length = min(int(_PROMPT * chunk), spec.max_context)
     cut = min(int(_CUT * chunk), length // 2)

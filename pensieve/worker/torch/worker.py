@@ -214,7 +214,7 @@ class TorchWorker:
         if asked is None:
             return 0.0, {}
         where = (asked.path, asked.folder, asked.identity)
-        file = PoolFile(*where, asked.slots, tensors.layers, tensors.layer_block_bytes)
+        file = PoolFile(*where, asked.blocks, tensors.layers, tensors.layer_block_bytes)
         load_s = file.measure_s()
         self._disk = DiskTransfer(tensors, file)
         return load_s, file.kept

@@ -77,18 +77,18 @@ def _attend(
             if stop <= low:
                 out.inner[first : first + count] = 0
                 continue
-            places = torch.arange(low, stop)
-            slots = tables.inner[at + places // CHUNK].long() * CHUNK + places % CHUNK
-            touched.append(slots.numpy())
-            keys, values = k.inner[slots].double(), v.inner[slots].double()
+            positions = torch.arange(low, stop)
+            places = tables.inner[at + positions // CHUNK].long() * CHUNK + positions % CHUNK
+            touched.append(places.numpy())
+            keys, values = k.inner[places].double(), v.inner[places].double()
             queries = q.inner[first : first + count].double().unflatten(1, (-1, GROUP))
             scores = torch.einsum("qkgd,nkd->kgqn", queries, keys) * in_scale
             if SOFTCAP:
                 scores = (1.0 - 2.0 / (torch.exp2(scores) + 1.0)) * out_scale
             here = torch.arange(start, stop)[:, None]
-            hidden = places[None] > here
+            hidden = positions[None] > here
             if WINDOW:
-                hidden = hidden | (places[None] <= here - WINDOW)
+                hidden = hidden | (positions[None] <= here - WINDOW)
             share = torch.softmax(scores.masked_fill(hidden, float("-inf")) * math.log(2), -1)
             mixed = torch.einsum("kgqn,nkd->qkgd", share, values).flatten(1, 2)
             out.inner[first : first + count] = mixed.to(out.inner.dtype)
@@ -103,14 +103,14 @@ def _join(out: Any, partial: Any, weight: Any, joins: Any, **_: Any) -> None:
     machine().launch("join", [partial.touched, weight.touched, joins.touched], [out.touched], used=True)
 
 
-def _write(keys: Any, values: Any, pool: Any, slots: Any, *_: Any, **__: Any) -> None:
+def _write(keys: Any, values: Any, pool: Any, places: Any, *_: Any, **__: Any) -> None:
     def store() -> Any:
-        pool.inner[slots.inner, 0] = keys.inner
-        pool.inner[slots.inner, 1] = values.inner
-        return slots.inner.numpy().copy()
+        pool.inner[places.inner, 0] = keys.inner
+        pool.inner[places.inner, 1] = values.inner
+        return places.inner.numpy().copy()
 
     rows = on_inner(store)
-    machine().launch("write of K and V", [keys.touched, values.touched, slots.touched], [pool.rows(rows)], used=True)
+    machine().launch("write of K and V", [keys.touched, values.touched, places.touched], [pool.rows(rows)], used=True)
 
 
 def _copy_blocks(source: Any, target: Any, pairs: Any, *_: Any, **__: Any) -> None:

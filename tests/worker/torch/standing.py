@@ -54,19 +54,19 @@ class TensorPlan:
             self._tables[row, : len(span.blocks)] = torch.from_numpy(span.blocks)
             self._lengths[row] = span.stop
 
-    def write(self, pool: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        write(pool, slots, keys, values)
+    def write(self, pool: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        write(pool, places, keys, values)
 
     def attend(self, pool: torch.Tensor, queries: torch.Tensor, keys: Any, values: Any, *how: Any) -> torch.Tensor:
         scaling, window, softcap = how
         rows, heads, head_dim = queries.shape
         kv_heads, chunk = pool.shape[2], self._chunk
-        slots = (self._tables[:, :, None] * chunk + torch.arange(chunk)).flatten(1)  # [rows, width]
-        position = torch.arange(slots.shape[1])[None]
+        places = (self._tables[:, :, None] * chunk + torch.arange(chunk)).flatten(1)  # [rows, width]
+        position = torch.arange(places.shape[1])[None]
         seen = position < self._lengths[:, None]
         if window is not None:
             seen = seen & (position >= self._lengths[:, None] - window)
-        kv = pool.index_select(0, slots.flatten()).view(rows, -1, 2, kv_heads, head_dim)
+        kv = pool.index_select(0, places.flatten()).view(rows, -1, 2, kv_heads, head_dim)
         kv = torch.where(seen[:, :, None, None, None], kv, 0.0)
         q = queries.view(rows, kv_heads, -1, head_dim) * (head_dim**-0.5 if scaling is None else scaling)
         scores = torch.einsum("rkgd,rwkd->rkgw", q, kv[:, :, 0])

@@ -65,14 +65,14 @@ def _one_query(q: torch.Tensor, kv: torch.Tensor, softcap: float | None) -> torc
     ],
 )
 def test_equals_the_definition(contexts: list[tuple[int, int]], softcap: float | None, window: int | None) -> None:
-    """Unwritten slots hold NaN: only keys inside the context and the window may be read."""
+    """Unwritten places hold NaN: only keys inside the context and the window may be read."""
     batch, tables = _batch(contexts)
     pool = torch.full((2, 400 * CHUNK, 2, KV_HEADS, DIM), float("nan"))
-    slots = []
+    places = []
     for slot, (_, stop) in enumerate(contexts):
         blocks = torch.from_numpy(tables.blocks(slot, -(-stop // CHUNK)).copy())
-        slots.append((blocks[:, None] * CHUNK + torch.arange(CHUNK)).view(-1)[:stop])
-        pool[1, slots[-1]] = torch.randn(stop, 2, KV_HEADS, DIM, generator=torch.Generator().manual_seed(slot))
+        places.append((blocks[:, None] * CHUNK + torch.arange(CHUNK)).view(-1)[:stop])
+        pool[1, places[-1]] = torch.randn(stop, 2, KV_HEADS, DIM, generator=torch.Generator().manual_seed(slot))
     iteration, q, output = _attend(batch, pool, window, softcap)
     assert iteration.layers == [1]
     assert torch.isnan(pool[0]).all(), "the other layer is not touched"
@@ -83,7 +83,7 @@ def test_equals_the_definition(contexts: list[tuple[int, int]], softcap: float |
         for offset in range(stop - start):
             position = start + offset
             low = 0 if window is None else max(0, position - window + 1)
-            kv = pool[1, slots[slot][low : position + 1]]
+            kv = pool[1, places[slot][low : position + 1]]
             expected = _one_query(q[0, :, span.first + offset], kv, softcap)
             assert torch.allclose(output[0, span.first + offset], expected, atol=2e-5)
 
@@ -131,7 +131,7 @@ def test_batch_puts_single_queries_first_by_falling_context() -> None:
     batch = build_batch(rows, tables, {2: 99}, CHUNK, CPU)
     assert batch.token_ids.tolist() == [99, 13, 11, 12, 21, 22, 23]
     assert batch.positions.tolist() == [20, 6, 0, 1, 5, 6, 7]
-    assert batch.write_slots.tolist() == [100, 6, 0, 1, 45, 46, 47]
+    assert batch.write_places.tolist() == [100, 6, 0, 1, 45, 46, 47]
     assert [(s.first, s.start, s.stop) for s in batch.spans] == [(0, 20, 21), (1, 6, 7), (2, 0, 2), (4, 5, 8)]
     assert batch.sampled == ((2, Sample(21, key=5)), (0, Sample(7)))
     assert batch.logits_at.tolist() == [0, 1]
@@ -165,15 +165,15 @@ def test_long_contexts_attend_by_themselves(
     in_place = [True, True, True, False, None]
     tables, rows = BlockTables(), []
     pool = torch.full((2, 400 * CHUNK, 2, KV_HEADS, DIM), float("nan"))
-    slots = []
+    places = []
     for slot, (stop, firsts) in enumerate(zip(lengths, starts, strict=True)):
         chunks = -(-stop // CHUNK)
         each = -(-chunks // len(firsts))
         blocks = [first + i for first in firsts for i in range(each)][:chunks]
         tables.overwrite(slot, 0, blocks)
         rows.append(Row(slot, ((stop - 1, stop),), (1,), Sample(stop)))
-        slots.append((torch.tensor(blocks)[:, None] * CHUNK + torch.arange(CHUNK)).view(-1)[:stop])
-        pool[1, slots[-1]] = torch.randn(stop, 2, KV_HEADS, DIM, generator=torch.Generator().manual_seed(slot))
+        places.append((torch.tensor(blocks)[:, None] * CHUNK + torch.arange(CHUNK)).view(-1)[:stop])
+        pool[1, places[-1]] = torch.randn(stop, 2, KV_HEADS, DIM, generator=torch.Generator().manual_seed(slot))
     batch = build_batch(rows, tables, {}, CHUNK, CPU)
     iteration, q, output = _attend(batch, pool, window, softcap)
     assert isinstance(iteration.plan, reference.ReferencePlan)
@@ -185,5 +185,5 @@ def test_long_contexts_attend_by_themselves(
             expected_place = in_place[slot] if not (softcap and several) else False
             assert getattr(pieces[span.first], "in_place", None) == (None if slot == 4 else expected_place)
         low = 0 if window is None else max(0, span.stop - window)
-        expected = _one_query(q[0, :, span.first], pool[1, slots[slot][low : span.stop]], softcap)
+        expected = _one_query(q[0, :, span.first], pool[1, places[slot][low : span.stop]], softcap)
         assert torch.allclose(output[0, span.first], expected, atol=2e-5)

@@ -36,16 +36,16 @@ def random_rows(source: random.Random) -> tuple[list[Row], BlockTables]:
 
 def check(batch: Batch, rows: list[Row], tables: BlockTables) -> None:
     spans = list(batch.spans)
-    wanted = {}  # by slot and position: its token and its place in the pool
+    wanted = {}  # by place in the pool and position: its token
     for row in rows:
-        places = [position for run in row.runs for position in range(*run)]
-        for position, token in zip(places, row.tokens or [None], strict=True):
+        positions = [position for run in row.runs for position in range(*run)]
+        for position, token in zip(positions, row.tokens or [None], strict=True):
             block = int(tables.blocks(row.slot, 40)[position // CHUNK])
             wanted[block * CHUNK + position % CHUNK, position] = token
     unseen = set() if batch.unseen is None else set(batch.unseen[0].tolist())
-    got = zip(batch.write_slots.tolist(), batch.positions.tolist(), batch.token_ids.tolist(), strict=True)
-    for at, (slot, position, token) in enumerate(got):
-        known = wanted.pop((slot, position))
+    got = zip(batch.write_places.tolist(), batch.positions.tolist(), batch.token_ids.tolist(), strict=True)
+    for at, (place, position, token) in enumerate(got):
+        known = wanted.pop((place, position))
         assert (known is None) == (at in unseen) and known in (None, token)
     assert not wanted
     lengths = [span.queries for span in spans]
@@ -109,10 +109,10 @@ def test_ordering_by_float32_keeps_what_ordering_the_scores_keeps() -> None:
         allowed = order[: int(top_k[row])] if top_k[row] else order
         mass = torch.softmax(scores[row, allowed], 0)
         before, wanted = 0.0, set()
-        for rank, token in enumerate(allowed):
-            if rank == 0 or top_p[row] == 1.0 or before < float(top_p[row]) - 1e-12:
+        for place, token in enumerate(allowed):
+            if place == 0 or top_p[row] == 1.0 or before < float(top_p[row]) - 1e-12:
                 wanted.add(token)
-            before += float(mass[rank])
+            before += float(mass[place])
         assert set(torch.isfinite(kept[row]).nonzero()[:, 0].tolist()) == wanted, row
 
 

@@ -12,8 +12,8 @@ from pensieve.worker.torch.batch import Batch
 class Plan(Protocol):
     """How one iteration attends; made once, used by every layer."""
 
-    def write(self, pool: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """keys, values [tokens, kv_heads, head_dim] to token slots of a layer's pool [tokens, 2, kv_heads, head_dim]."""
+    def write(self, pool: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """keys, values [tokens, kv_heads, head_dim] to these places of a layer's pool [tokens, 2, kv_heads, head_dim]."""
         ...
 
     def attend(

@@ -42,8 +42,8 @@ class FlashInferPlan:
         self._blocks = sent(blocks, pool.device)
         self._last = torch.tensor([(span.stop - 1) % chunk_tokens + 1 for span in spans], dtype=torch.int32)
 
-    def write(self, pool: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        write(pool, slots, keys, values)
+    def write(self, pool: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        write(pool, places, keys, values)
 
     def attend(
         self,

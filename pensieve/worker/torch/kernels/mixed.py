@@ -21,11 +21,11 @@ class MixedPlan:
     def __init__(self, cut: int, decodes: PartPlan | None, prompts: PartPlan | None) -> None:
         self._cut, self._decodes, self._prompts = cut, decodes, prompts
 
-    def write(self, pool: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write(self, pool: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """All tokens at once: either side knows how to write any."""
         plan = self._decodes or self._prompts
         assert plan is not None, "a batch has rows"
-        plan.write(pool, slots, keys, values)
+        plan.write(pool, places, keys, values)
 
     def attend(
         self,

@@ -162,14 +162,14 @@ void attend_decode(
     }
 }
 
-/* Keys and values of `count` tokens, `key_step` and `value_step` numbers apart, to their slots of a pool [tokens, 2, width].
-   Returns how many were written: the next one's slot is none of the pool's. */
+/* Keys and values of `count` tokens, `key_step` and `value_step` numbers apart, to their places in a pool [tokens, 2, width].
+   Returns how many were written: the next one's place is none of the pool's. */
 int64_t write_tokens(
-    kv_type *pool, int64_t tokens, const int64_t *slots, const kv_type *keys, const kv_type *values, int64_t count,
+    kv_type *pool, int64_t tokens, const int64_t *places, const kv_type *keys, const kv_type *values, int64_t count,
     int64_t key_step, int64_t value_step, int64_t width) {
     for (int64_t token = 0; token < count; token++) {
-        if (slots[token] < 0 || slots[token] >= tokens) return token;
-        kv_type *to = pool + slots[token] * 2 * width;
+        if (places[token] < 0 || places[token] >= tokens) return token;
+        kv_type *to = pool + places[token] * 2 * width;
         memcpy(to, keys + token * key_step, width * sizeof *to);
         memcpy(to + width, values + token * value_step, width * sizeof *to);
     }

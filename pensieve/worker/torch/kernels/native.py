@@ -33,18 +33,18 @@ class NativePlan:
         self._several = ReferencePlan(replace(batch, spans=several), pool, chunk_tokens) if several else None
         self._threads = torch.get_num_threads() if library.threads else 1
 
-    def write(self, pool: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write(self, pool: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         count, kv_heads, head_dim = keys.shape
         keys, values = _by_token(keys, pool.dtype), _by_token(values, pool.dtype)
-        assert pool.is_contiguous() and slots.is_contiguous() and slots.dtype == torch.int64, slots.dtype
-        assert len(slots) == count and keys.shape == values.shape, (slots.shape, keys.shape, values.shape)
+        assert pool.is_contiguous() and places.is_contiguous() and places.dtype == torch.int64, places.dtype
+        assert len(places) == count and keys.shape == values.shape, (places.shape, keys.shape, values.shape)
         assert pool.shape[1:] == (2, kv_heads, head_dim), (pool.shape, keys.shape)
         written = self._library.functions.write_tokens(
-            pool.data_ptr(), len(pool), slots.data_ptr(), keys.data_ptr(), values.data_ptr(), count, keys.stride(0),
+            pool.data_ptr(), len(pool), places.data_ptr(), keys.data_ptr(), values.data_ptr(), count, keys.stride(0),
             values.stride(0), kv_heads * head_dim,
         )  # fmt: skip
         if written != count:
-            raise IndexError(f"slot {int(slots[written])} is not one of the pool's {len(pool)}")
+            raise IndexError(f"place {int(places[written])} is not one of the pool's {len(pool)}")
 
     def attend(
         self,

@@ -1,7 +1,7 @@
 """The paged attention kernel in Triton: decode, append and prefill rows of one ragged batch in one launch.
 
 A program does one work item (see work_list) for one KV head. The queries of the head's group are packed into the rows of
-its tile: row m is query m // GROUP, head m % GROUP. Keys are walked in steps of BLOCK_N positions, whose slots come from
+its tile: row m is query m // GROUP, head m % GROUP. Keys are walked in steps of BLOCK_N positions, whose places come from
 the block table, so blocks may have any power of two of tokens. Softmax is online, in base 2 and float32.
 
 Where a launch brings a tensor descriptor of the pool (`boxes`), steps that every row sees whole are fetched by the GPU's
@@ -332,7 +332,7 @@ def write_kernel(
     k_ptr,
     v_ptr,
     pool_ptr,
-    slots_ptr,
+    places_ptr,
     k_token,
     k_head,
     v_token,
@@ -342,7 +342,7 @@ def write_kernel(
     HEAD_DIM: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Grid (tokens,): the token's K and V, side by side, to its slot in the layer's pool [tokens, 2, kv_heads, head_dim]."""
+    """Grid (tokens,): the token's K and V, side by side, to its place in the layer's pool [tokens, 2, kv_heads, head_dim]."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PADDED)
     live = i < KV_HEADS * HEAD_DIM
@@ -350,6 +350,6 @@ def write_kernel(
     d = i % HEAD_DIM
     key = tl.load(k_ptr + token * k_token + head * k_head + d, mask=live)
     value = tl.load(v_ptr + token * v_token + head * v_head + d, mask=live)
-    place = pool_ptr + tl.load(slots_ptr + token) * pool_token
+    place = pool_ptr + tl.load(places_ptr + token) * pool_token
     tl.store(place + i, key, mask=live)
     tl.store(place + KV_HEADS * HEAD_DIM + i, value, mask=live)

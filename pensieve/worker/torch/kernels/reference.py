@@ -28,28 +28,28 @@ class _Fresh:
 
 @dataclass(frozen=True, slots=True)
 class _Append:
-    """A span over earlier positions. slots: [kv_len] token slots, or a slice of consecutive ones; mask [queries, kv_len]."""
+    """A span over earlier positions. places: [kv_len], or a slice of consecutive ones; mask [queries, kv_len]."""
 
     first: int
     queries: int
-    slots: torch.Tensor | slice
+    places: torch.Tensor | slice
     mask: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class _Decode:
-    """Spans of one query. slots: [rows * width] token slots, or a slice (one row); mask [rows, 1, 1, width] if padded."""
+    """Spans of one query. places: [rows * width], or a slice (one row); mask [rows, 1, 1, width] if padded."""
 
     first: int
     rows: int
     width: int
-    slots: torch.Tensor | slice
+    places: torch.Tensor | slice
     mask: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Direct:
-    """A span of one query that attends by itself. runs: its token slots; softmax has no order, so theirs is free.
+    """A span of one query that attends by itself. runs: its places; softmax has no order, so theirs is free.
 
     in_place: attend run by run and join the results; otherwise the runs are copied together first.
     """
@@ -72,8 +72,8 @@ class ReferencePlan:
         self._chunk_tokens = chunk_tokens
         self._work: dict[tuple[int | None, bool], list[_Work]] = {}  # by window and softcap: layers alternate
 
-    def write(self, pool: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        write(pool, slots, keys, values)
+    def write(self, pool: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        write(pool, places, keys, values)
 
     def attend(
         self,
@@ -129,14 +129,14 @@ class ReferencePlan:
             mask.triu_(span.start - low + 1)  # later than the query
         else:
             mask = mask.triu(span.start - low + 1) + mask.tril(span.start - low - window)  # or out of the window
-        return _Append(span.first, span.queries, self._slots(span, low), mask)
+        return _Append(span.first, span.queries, self._places(span, low), mask)
 
     def _decode(self, group: Sequence[Span], window: int | None) -> _Decode:
         lows = [lowest_key(span, window) for span in group]
         lengths = [span.stop - low for span, low in zip(group, lows, strict=True)]
         width = max(lengths)
         if len(group) == 1:
-            return _Decode(group[0].first, 1, width, self._slots(group[0], lows[0]), None)
+            return _Decode(group[0].first, 1, width, self._places(group[0], lows[0]), None)
         chunk, device = self._chunk_tokens, self._device
         tables = np.zeros((len(group), max(len(span.blocks) for span in group)), dtype=np.int64)
         for index, span in enumerate(group):
@@ -146,22 +146,22 @@ class ReferencePlan:
         beyond = column >= torch.tensor(lengths, device=device)[:, None]
         # Padding repeats the row's first key, so that nothing is read that no one has written.
         position = low + column.masked_fill(beyond, 0)
-        slots = torch.from_numpy(tables).to(device).gather(1, position // chunk) * chunk + position % chunk
+        places = torch.from_numpy(tables).to(device).gather(1, position // chunk) * chunk + position % chunk
         mask = None
         if min(lengths) < width:
             mask = torch.zeros(len(group), 1, 1, width, dtype=self._dtype, device=device)
             mask.masked_fill_(beyond[:, None, None, :], float("-inf"))
-        return _Decode(group[0].first, len(group), width, slots.view(-1), mask)
+        return _Decode(group[0].first, len(group), width, places.view(-1), mask)
 
-    def _slots(self, span: Span, low: int) -> torch.Tensor | slice:
-        """Token slots of positions [low, span.stop): a slice where their blocks are consecutive."""
+    def _places(self, span: Span, low: int) -> torch.Tensor | slice:
+        """Places of positions [low, span.stop): a slice where their blocks are consecutive."""
         runs = self._runs(span, low)
         if len(runs) == 1:
             return runs[0]
         return torch.from_numpy(np.concatenate([np.arange(run.start, run.stop) for run in runs])).to(self._device)
 
     def _runs(self, span: Span, low: int) -> tuple[slice, ...]:
-        """Token slots of positions [low, span.stop), a slice for each stretch of consecutive blocks."""
+        """Places of positions [low, span.stop), a slice for each stretch of consecutive blocks."""
         chunk = self._chunk_tokens
         blocks = span.blocks[low // chunk :]
         cuts = [0, *(np.flatnonzero(np.diff(blocks) != 1) + 1).tolist(), len(blocks)]
@@ -190,10 +190,10 @@ class ReferenceBackend:
         return ReferencePlan(batch, pool, chunk_tokens)
 
 
-def write(pool: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """keys, values [tokens, kv_heads, head_dim] to token slots [tokens] of a layer's pool [slots, 2, kv_heads, head_dim]."""
-    pool[:, 0].index_copy_(0, slots, keys)
-    pool[:, 1].index_copy_(0, slots, values)
+def write(pool: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """keys, values [tokens, kv_heads, head_dim] to places [tokens] of a layer's pool [its tokens, 2, kv_heads, head_dim]."""
+    pool[:, 0].index_copy_(0, places, keys)
+    pool[:, 1].index_copy_(0, places, values)
 
 
 def lowest_key(span: Span, window: int | None) -> int:
@@ -232,7 +232,7 @@ def _attend(
         return _run_by_run(folded, pool, piece, scaling, softcap).view(1, -1, pool.shape[3])
     if isinstance(piece, _Decode):
         q = queries[piece.first : piece.first + piece.rows]
-        kv = _read(pool, piece.slots).view(piece.rows, piece.width, *pool.shape[1:])
+        kv = _read(pool, piece.places).view(piece.rows, piece.width, *pool.shape[1:])
         # The queries of a KV head's group are folded into the query dimension: no key is repeated.
         folded = q.unflatten(1, (pool.shape[2], -1))  # [rows, kv_heads, group, head_dim]
         k, v = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)  # [rows, kv_heads, width, head_dim]
@@ -242,7 +242,7 @@ def _attend(
     if isinstance(piece, _Fresh):
         k, v = keys[here], values[here]
     else:
-        kv = _read(pool, piece.slots)
+        kv = _read(pool, piece.places)
         k, v, mask = kv[:, 0], kv[:, 1], piece.mask
     # KV heads take the batch dimension, so that a group shares its keys by a stride of zero.
     q = queries[here].unflatten(1, (pool.shape[2], -1)).permute(1, 2, 0, 3)  # [kv_heads, group, queries, head_dim]
@@ -282,11 +282,11 @@ def _run_by_run(
     return (torch.stack(outputs) * shares[..., None]).sum(dim=0)
 
 
-def _read(pool: torch.Tensor, slots: torch.Tensor | slice) -> torch.Tensor:
+def _read(pool: torch.Tensor, places: torch.Tensor | slice) -> torch.Tensor:
     """[tokens, 2, kv_heads, head_dim]: a view for a slice, one gather otherwise."""
-    if isinstance(slots, slice):
-        return pool[slots]
-    return pool.view(len(pool), -1).index_select(0, slots).view(-1, *pool.shape[1:])
+    if isinstance(places, slice):
+        return pool[places]
+    return pool.view(len(pool), -1).index_select(0, places).view(-1, *pool.shape[1:])
 
 
 def _kernel(

@@ -240,12 +240,12 @@ class _TritonPlan(ABC):
         self._learned = learned
         self._launches: dict[int | None, Launch] = {}  # by window: layers alternate
 
-    def write(self, pool: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write(self, pool: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         tokens, kv_heads, head_dim = keys.shape
         keys, values = _unit_stride(keys), _unit_stride(values)
         with torch.cuda.device_of(pool):
             write_kernel[(tokens,)](
-                keys, values, pool, slots,
+                keys, values, pool, places,
                 keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), pool.stride(0),
                 KV_HEADS=kv_heads, HEAD_DIM=head_dim, PADDED=triton.next_power_of_2(kv_heads * head_dim),
             )  # fmt: skip

@@ -34,8 +34,8 @@ class VarlenPlan:
         self._most_queries = max(span.queries for span in spans)
         self._most_keys = int(stops.max())
 
-    def write(self, pool: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        write(pool, slots, keys, values)
+    def write(self, pool: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        write(pool, places, keys, values)
 
     def attend(
         self,

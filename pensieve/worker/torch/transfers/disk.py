@@ -40,9 +40,9 @@ class _Read:
 
 
 class DiskTransfer:
-    """Performs DiskStores and DiskLoads beside the compute, one at a time. Reads go first, but for writes to their slots that
-    were ordered before them: so a slot may be given to another chunk while it is still to be read, and a chunk be asked for
-    while it is still to be written.
+    """Performs DiskStores and DiskLoads beside the compute, one at a time. Reads go first, but for writes to their blocks
+    that were ordered before them: so a block of the file may be given to another chunk while it is still to be read, and a
+    chunk be asked for while it is still to be written.
 
     What is to be written is copied in memory first, since its block is used again at once; where more than `staging_bytes`
     wait, it is not written (unkept). What is read is checked layer by layer; a layer that is not what was written is zeroed,
@@ -87,7 +87,7 @@ class DiskTransfer:
                 self._unkept.put(one.key)
                 continue
             pool = self._tensors.gpu if one.on_gpu else self._tensors.cpu
-            write = _Write(self._numbers, one, pool[:, one.block].clone())
+            write = _Write(self._numbers, one, pool[:, one.src].clone())
             with self._changed:
                 self._to_write.append(write)
                 self._changed.notify()
@@ -164,8 +164,8 @@ class DiskTransfer:
             if not self._to_read:
                 return self._to_write.popleft()
             read = self._to_read[0]
-            slots = set(read.load.slots)
-            before = next((w for w in self._to_write if w.number < read.number and w.store.slot in slots), None)
+            blocks = set(read.load.src)
+            before = next((w for w in self._to_write if w.number < read.number and w.store.dst in blocks), None)
             if before is None:
                 return self._to_read.popleft()
             self._to_write.remove(before)
@@ -174,7 +174,7 @@ class DiskTransfer:
     def _write(self, order: _Write) -> None:
         layers = [_bytes_of(layer) for layer in order.staged]
         try:
-            self._file.write(order.store.slot, order.store.key, layers)
+            self._file.write(order.store.dst, order.store.key, layers)
         except OSError as error:
             log.error("A chunk cannot be written to the file of cache.disk: %s", error)
             self._unkept.put(order.store.key)
@@ -184,11 +184,11 @@ class DiskTransfer:
 
     def _read(self, order: _Read) -> None:
         load, wrong = order.load, order.wrong
-        sums = [self._checksums(slot, key) for slot, key in zip(load.slots, load.keys, strict=True)]
+        sums = [self._checksums(src, key) for src, key in zip(load.src, load.keys, strict=True)]
         for layer, mark in enumerate(order.marks):
-            for place, (slot, block) in enumerate(zip(load.slots, load.dst, strict=True)):
-                told, into = sums[place], self._tensors.gpu[layer, block]
-                if told is None or place in wrong or not self._read_layer(slot, layer, into, told[layer]):
+            for place, (src, dst) in enumerate(zip(load.src, load.dst, strict=True)):
+                told, into = sums[place], self._tensors.gpu[layer, dst]
+                if told is None or place in wrong or not self._read_layer(src, layer, into, told[layer]):
                     wrong.add(place)
                     into.zero_()
             if layer == len(order.marks) - 1:  # whoever sees the last mark sees what was wrong
@@ -206,16 +206,16 @@ class DiskTransfer:
         with self._lock:
             self.read_bytes += len(order.load.keys) * self._tensors.block_bytes
 
-    def _checksums(self, slot: int, key: bytes) -> tuple[int, ...] | None:
+    def _checksums(self, block: int, key: bytes) -> tuple[int, ...] | None:
         try:
-            return self._file.checksums(slot, key)
+            return self._file.checksums(block, key)
         except OSError as error:
             log.error("The file of cache.disk cannot be read: %s", error)
             return None
 
-    def _read_layer(self, slot: int, layer: int, into: torch.Tensor, checksum: int) -> bool:
+    def _read_layer(self, block: int, layer: int, into: torch.Tensor, checksum: int) -> bool:
         try:
-            return self._file.read_layer(slot, layer, _bytes_of(into), checksum)
+            return self._file.read_layer(block, layer, _bytes_of(into), checksum)
         except OSError as error:
             log.error("The file of cache.disk cannot be read: %s", error)
             return False

@@ -45,7 +45,7 @@ class Case:
     chunk: int
 
     def attend(self, plan: Plan, scaling: float | None, window: int | None, softcap: float | None) -> torch.Tensor:
-        plan.write(self.pool[1], self.batch.write_slots, self.keys, self.values)
+        plan.write(self.pool[1], self.batch.write_places, self.keys, self.values)
         return plan.attend(self.pool[1], self.queries, self.keys, self.values, scaling, window, softcap)
 
     def expected(self, scaling: float | None, window: int | None, softcap: float | None) -> torch.Tensor:
@@ -55,8 +55,8 @@ class Case:
         result = torch.empty(tokens, heads, dim, dtype=torch.float64)
         for span in self.batch.spans:
             blocks = torch.from_numpy(span.blocks.copy())
-            slots = (blocks[:, None] * self.chunk + torch.arange(self.chunk)).view(-1)[: span.stop]
-            stored = self.pool[1].cpu()[slots].double()
+            places = (blocks[:, None] * self.chunk + torch.arange(self.chunk)).view(-1)[: span.stop]
+            stored = self.pool[1].cpu()[places].double()
             group = heads // stored.shape[2]
             keys, values = (stored[:, i].repeat_interleave(group, dim=1) for i in range(2))
             queries = self.queries[span.first : span.first + span.queries].cpu().double()
@@ -97,8 +97,8 @@ def make_case(
         stop = runs[-1][1]
         own = [order.pop() for _ in range(-(-stop // chunk))]
         tables.overwrite(slot, 0, own)
-        slots = (torch.tensor(own)[:, None] * chunk + torch.arange(chunk)).view(-1)[:stop].to(device)
-        pool[1, slots] = noise(stop, 2, heads.kv_heads, heads.dim)
+        places = (torch.tensor(own)[:, None] * chunk + torch.arange(chunk)).view(-1)[:stop].to(device)
+        pool[1, places] = noise(stop, 2, heads.kv_heads, heads.dim)
         computed = sum(stop - start for start, stop in runs)
         plan_rows.append(Row(slot, tuple(runs), (1,) * computed, Sample(stop)))
     batch = build_batch(plan_rows, tables, {}, chunk, torch.device(device))

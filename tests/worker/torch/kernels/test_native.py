@@ -80,7 +80,7 @@ def test_layers_may_differ_in_window_and_take_strided_queries() -> None:
     case = make_case([[(60, 61)], [(30, 31)]])
     plan = _plan(case)
     queries = case.queries.transpose(0, 1).contiguous().transpose(0, 1)
-    plan.write(case.pool[1], case.batch.write_slots, case.keys, case.values)
+    plan.write(case.pool[1], case.batch.write_places, case.keys, case.values)
     for window in (None, 7, None):
         case.check(
             plan.attend(case.pool[1], queries, case.keys, case.values, None, window, None),
@@ -119,15 +119,15 @@ def test_keys_and_values_go_where_torch_would_put_them(dtype: torch.dtype) -> No
     joined = torch.randn(41, 8, 24)
     keys, values = joined[:, 4:6], joined[:, 6:].transpose(1, 2).contiguous().transpose(1, 2)
     expected = case.pool[0].clone()
-    write(expected, case.batch.write_slots, keys.to(dtype), values.to(dtype))
+    write(expected, case.batch.write_places, keys.to(dtype), values.to(dtype))
     plan = _plan(case)
-    plan.write(case.pool[0], case.batch.write_slots, keys, values)
+    plan.write(case.pool[0], case.batch.write_places, keys, values)
     assert torch.equal(case.pool[0].nan_to_num(9e9), expected.nan_to_num(9e9))
-    with pytest.raises(IndexError, match=f"slot {len(expected)} is not one of"):
+    with pytest.raises(IndexError, match=f"place {len(expected)} is not one of"):
         plan.write(case.pool[0], torch.full((41,), len(expected)), keys, values)
-    for slots, given in ((case.batch.write_slots.int(), keys), (case.batch.write_slots, keys[:, :1])):
+    for places, given in ((case.batch.write_places.int(), keys), (case.batch.write_places, keys[:, :1])):
         with pytest.raises(AssertionError):
-            plan.write(case.pool[0], slots, given, values)
+            plan.write(case.pool[0], places, given, values)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_layers_of_one_iteration_may_differ_in_window_and_take_strided_queries()
     case = make_case([[(60, 61)], [(0, 20)]])
     plan = TritonBackend().plan(case.batch, case.pool, case.chunk)
     strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (case.queries, case.keys, case.values)]
-    plan.write(case.pool[1], case.batch.write_slots, *strided[1:])
+    plan.write(case.pool[1], case.batch.write_places, *strided[1:])
     for window in (None, 7, None):
         got = plan.attend(case.pool[1], *strided, None, window, None)
         case.check(got, case.expected(None, window, None))

@@ -30,7 +30,7 @@ def test_the_same_tensors_serve_batch_after_batch() -> None:
     places: set[int] = set()
     for case in cases:
         plan.update(case.batch)
-        plan.write(case.pool[1], case.batch.write_slots, case.keys, case.values)
+        plan.write(case.pool[1], case.batch.write_places, case.keys, case.values)
         real = len(case.queries)
         for window in (None, 16):
             got = plan.attend(case.pool[1], _padded(case), case.keys, case.values, None, window, None)

@@ -54,7 +54,7 @@ def edit(cache: TwoTierCache, name: str, length: int) -> None:
 def test_asking_what_is_on_its_way_costs_the_same_however_much_it_is() -> None:
     few, many = under_way(40)[0], under_way(400)[0]
     assert calls_of(lambda: few.outgoing) == calls_of(lambda: many.outgoing)
-    assert calls_of(lambda: few.tiers.transfers.incoming) == calls_of(lambda: many.tiers.transfers.incoming)
+    assert calls_of(lambda: few.tiers.copies.incoming) == calls_of(lambda: many.tiers.copies.incoming)
 
 
 def test_forgetting_a_conversation_under_way_costs_its_own_size() -> None:
