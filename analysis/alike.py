@@ -11,7 +11,7 @@ from typing import Any
 from analysis.results import Trial
 from analysis.sweep import Cell, Panel, Source
 from pensieve.errors import MixedPanel
-from pensieve.results.fields import field_of
+from pensieve.results.trials import field_of
 from pensieve.units import ceil_div
 
 Reported = Mapping[str, Any]

@@ -21,7 +21,7 @@ from analysis.registry import Drawing, Figure
 from analysis.results import Prices, ResultsStore, open_store
 from analysis.sweep import Source, all_sweeps, latest_of, open_source
 from pensieve.errors import MissingSeries, PensieveError, ResultsError
-from pensieve.results.places import LATEST, figures_folder
+from pensieve.results.store import LATEST, figures_folder
 
 FAMILIES = (
     "conversations",

@@ -3,28 +3,30 @@
 from pensieve.results.caveats import offered_rate, starting
 from pensieve.results.claims import Claim, read_claims
 from pensieve.results.claims.claim import unmet
-from pensieve.results.claims.measures.trials import crossing
-from pensieve.results.fields import axis_value, varying_axes
+from pensieve.results.claims.measures import crossing
 from pensieve.results.frame import (
+    PAPERS,
     PROBES,
+    START,
     ByConversation,
     by_conversation,
     by_round,
     conversation_sums,
     conversations_of,
+    found_more,
+    gap_closed,
     paired,
     positive_ratio,
     speed_up,
     turn_frame,
     values_of,
 )
-from pensieve.results.gap import PAPERS, START, found_more, gap_closed
 from pensieve.results.headline import REFERENCE, apart
-from pensieve.results.holding import Worth, prefill_seconds
-from pensieve.results.mixture import Mixture, mixtures
+from pensieve.results.prices import Prices, Worth, prefill_seconds
 from pensieve.results.schema import Sweep, SweepTrial, Trial
-from pensieve.results.size_map import Place, Prices, SizeMap, is_map, read_map, spaced
+from pensieve.results.size_map import Place, SizeMap, is_map, read_map, spaced
 from pensieve.results.store import Holding, JobResult, ResultsStore, open_store
+from pensieve.results.trials import Mixture, axis_value, mixtures, varying_axes
 
 __all__ = [
     "PAPERS",

@@ -9,10 +9,9 @@ from analysis.page.document import Table
 from analysis.results import REFERENCE, mixtures
 from analysis.sweep import Source
 from pensieve.errors import MissingSeries
-from pensieve.results.claims.measures import Sides
-from pensieve.results.claims.measures.turns import Which, speedup
-from pensieve.results.evidence import Evidence
+from pensieve.results.claims.measures import Sides, Which, speedup
 from pensieve.results.sweep_table import SweepRow, sweep_table
+from pensieve.results.trials import Evidence
 from pensieve.units import NONE, percent, three_digits
 
 SPEEDUP_TURNS: Sequence[tuple[str, Which]] = (

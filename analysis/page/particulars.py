@@ -12,7 +12,7 @@ from analysis.results import JobResult, Trial, axis_value, varying_axes
 from analysis.sweep import DEFAULT_COMMAND, Source
 from pensieve.results.caveats import mixed, without
 from pensieve.results.claims import Judged
-from pensieve.results.fields import differences, flat
+from pensieve.results.trials import differences, flat
 from pensieve.units import NONE, three_digits
 
 _GROUPS = ("model", "cache", "eviction", "scheduler", "baseline", "workload", "hardware")
