@@ -8,10 +8,10 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-from analysis.results import Trial
 from analysis.sweep import Cell, Panel, Source
 from pensieve.errors import MixedPanel
-from pensieve.results.fields import field_of
+from pensieve.results.schema import Trial
+from pensieve.results.trials import field_of
 from pensieve.units import ceil_div
 
 Reported = Mapping[str, Any]

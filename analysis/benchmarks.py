@@ -11,10 +11,10 @@ from matplotlib.figure import Figure as Picture
 from analysis import marks, style
 from analysis.marks import Bar, Group
 from analysis.registry import Figure, Plot, figure
-from analysis.results import JobResult
 from analysis.sweep import Cell, Panel, Source
 from pensieve.errors import MissingSeries
 from pensieve.metrics import Metric
+from pensieve.results.store import JobResult
 from pensieve.statistics import Estimate, PairedRatio, paired_ratio
 
 SEQUENTIAL, PIPELINED = "sequential", "pipelined"

@@ -19,9 +19,10 @@ from analysis.caches import BOUND, shares
 from analysis.estimates import as_estimate, over_seeds
 from analysis.marks import Bar, Group
 from analysis.registry import Plot, Row, columns, figure
-from analysis.results import conversation_sums, paired, values_of, varying_axes
 from analysis.sweep import Cell, Panel, Source
 from pensieve.errors import MissingSeries
+from pensieve.results.frame import conversation_sums, paired, values_of
+from pensieve.results.trials import varying_axes
 from pensieve.statistics import Estimate, paired_ratio
 
 RATE = "workload.request_rate"

@@ -14,8 +14,10 @@ from matplotlib.ticker import MaxNLocator
 from analysis import marks, style
 from analysis.estimates import over_seeds, percent, percentile
 from analysis.registry import Plot, Row, columns, figure
-from analysis.results import PAPERS, apart, by_conversation, found_more, values_of, varying_axes
 from analysis.sweep import Cell, Panel, Source
+from pensieve.results.frame import PAPERS, by_conversation, found_more, values_of
+from pensieve.results.headline import apart
+from pensieve.results.trials import varying_axes
 from pensieve.statistics import FEWEST_GROUPS, Estimate
 from pensieve.units import significant
 

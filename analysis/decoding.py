@@ -16,9 +16,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 from analysis import estimates, marks, style
 from analysis.marks import Bar, Group
 from analysis.registry import Plot, Row, columns, figure
-from analysis.results import by_conversation, values_of
 from analysis.sweep import Cell, Source
 from pensieve.errors import MissingSeries
+from pensieve.results.frame import by_conversation, values_of
 from pensieve.statistics import Estimate
 from pensieve.units import significant
 

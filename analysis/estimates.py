@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.results import ByConversation, by_conversation, conversation_sums
+from pensieve.results.frame import ByConversation, by_conversation, conversation_sums
 from pensieve.statistics import (
     Estimate,
     PairedRatio,
@@ -48,10 +48,15 @@ def percent(parts: pd.Series[Any], wholes: pd.Series[Any]) -> Estimate:
 
 def over_seeds(values: Mapping[tuple[int, int], float]) -> Estimate:
     """Mean of one value a trial, by (seed, repeat); seeds are what is resampled."""
+    return bootstrap_mean({str(seed): [value] for seed, value in sorted(seed_means(values).items())})
+
+
+def seed_means(values: Mapping[tuple[int, int], float]) -> dict[int, float]:
+    """Of one value a trial, by (seed, repeat), the mean of each seed."""
     by_seed: dict[int, list[float]] = defaultdict(list)
     for (seed, _), value in values.items():
         by_seed[seed].append(value)
-    return bootstrap_mean({str(seed): [fmean(part)] for seed, part in sorted(by_seed.items())})
+    return {seed: fmean(part) for seed, part in by_seed.items()}
 
 
 def one_each(values: pd.Series[Any]) -> dict[tuple[int, str], float]:

@@ -18,25 +18,21 @@ from pydantic import ValidationError
 
 from analysis import registry, style, tables
 from analysis.registry import Drawing, Figure
-from analysis.results import Prices, ResultsStore, open_store
 from analysis.sweep import Source, all_sweeps, latest_of, open_source
 from pensieve.errors import MissingSeries, PensieveError, ResultsError
-from pensieve.results.places import LATEST, figures_folder
+from pensieve.results.prices import Prices
+from pensieve.results.store import LATEST, ResultsStore, figures_folder, open_store
 
 FAMILIES = (
     "conversations",
     "caches",
     "load",
-    "paper",
     "beyond",
     "prefix",
-    "interfaces",
-    "routing",
     "cluster",
     "decoding",
     "agents",
     "policies",
-    "hints",
     "ledgers",
     "sizes",
     "benchmarks",

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 
 from analysis import marks, style, tables
 from analysis.estimates import over_seeds
 from analysis.registry import Plot, Row, columns, figure
-from analysis.results import Holding, Worth, is_map, prefill_seconds
 from analysis.sweep import Cell, Source
 from pensieve.errors import MissingSeries
 from pensieve.holding import Tier
+from pensieve.results.prices import Worth, prefill_seconds
+from pensieve.results.size_map import is_map
+from pensieve.results.store import Holding
 from pensieve.statistics import Estimate
 
 COMMAND = "python runners/run.py -m"
@@ -121,8 +122,11 @@ def miss_causes(source: Source) -> Iterator[Plot]:
         picture, grid = style.new_grid(0.26 * len(found) + 0.35, 1, 2, sharey=True)
         left, right = grid[0]
         for place, (name, lost) in enumerate(found.items()):
-            _stack(left, place, name, "tokens", [(one.cause, one.tokens.value / 1e3) for one in lost])
-            _stack(right, place, name, "seconds", [(one.cause, one.seconds.value) for one in lost])
+            for axes, kind, parts in (
+                (left, "tokens", {one.cause: one.tokens.value / 1e3 for one in lost}),
+                (right, "seconds", {one.cause: one.seconds.value for one in lost}),
+            ):
+                marks.stacked(axes, place, parts, f"{name}/{kind}", across=True, colours=CAUSES)
         for axes in (left, right):
             axes.grid(visible=False, axis="y")
             axes.grid(visible=True, axis="x", color="#E3E3E3", linewidth=0.6)
@@ -134,29 +138,13 @@ def miss_causes(source: Source) -> Iterator[Plot]:
         left.set_xlabel("prompt tokens (1000)")
         right.set_xlabel("TTFT (s)")
         seen = [cause for cause in CAUSES if any(one.cause == cause for lost in found.values() for one in lost)]
-        style.legend(
-            picture,
-            [
-                Patch(facecolor=CAUSES[cause], edgecolor=style.EDGE, linewidth=0.4, label=cause.replace("_", " "))
-                for cause in seen
-            ],
-        )
+        style.legend(picture, style.parts_key(seen, CAUSES))
         lead = (
             "Sums over the measured turns of a trial, mean of its seeds; the time to first token, queueing included, is "
             "divided by what the cost model says each position takes. The CSV has the 95 % interval over seeds"
         )
         every = [one for lost in found.values() for one in lost]
         yield Plot(panel, picture, lead, [_lost_row(one) for one in every], [_lost_line(one) for one in every])
-
-
-def _stack(axes: Axes, place: int, name: str, kind: str, parts: Iterable[tuple[str, float]]) -> None:
-    start = 0.0
-    for cause, length in parts:
-        [bar] = axes.barh(
-            [place], [length], left=[start], height=0.72, color=CAUSES[cause], edgecolor=style.EDGE, linewidth=0.4
-        )
-        bar.set_gid(f"{name}/{kind}/{cause}")
-        start += length
 
 
 def _lost_row(one: Lost) -> Row:

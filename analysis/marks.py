@@ -144,11 +144,19 @@ def _height(groups: Sequence[Group]) -> float:
     return sum(group.height for group in groups) + _GROUP_GAP * len(groups)
 
 
-def stacked(axes: Axes, place: float, parts: Mapping[str, float], name: str, *, across: bool) -> float:
-    """One bar of style.PARTS one upon the other; gids `name/part`. across: lying. Returns where it ends."""
+def stacked(
+    axes: Axes,
+    place: float,
+    parts: Mapping[str, float],
+    name: str,
+    *,
+    across: bool,
+    colours: Mapping[str, str] = style.PARTS,
+) -> float:
+    """One bar of parts one upon the other; gids `name/part`. across: lying. Returns where it ends."""
     start = 0.0
     for part, length in parts.items():
-        look: dict[str, Any] = {"color": style.PARTS[part], "edgecolor": style.EDGE, "linewidth": 0.4}
+        look: dict[str, Any] = {"color": colours[part], "edgecolor": style.EDGE, "linewidth": 0.4}
         if across:
             [patch] = axes.barh([place], [length], left=[start], height=0.76, **look)
         else:

@@ -1,8 +1,8 @@
-"""policy_gap, policy_table: how far each eviction policy goes from least recently used to the offline bound."""
+"""How far each eviction policy goes from least recently used to the offline bound, and what a hint is worth to it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -10,19 +10,27 @@ from matplotlib.lines import Line2D
 
 from analysis import marks, style, tables
 from analysis.caches import BOUND, MEDIAN, OUTPUT, TAIL, Measure, Shares, axis_of, shares, short
-from analysis.estimates import as_estimate
+from analysis.estimates import as_estimate, over_seeds, seed_means
 from analysis.marks import Bar, Group
 from analysis.registry import Plot, Row, columns, figure
-from analysis.results import PAPERS, START, found_more, gap_closed
 from analysis.sweep import Cell, Panel, Source
+from pensieve.results.frame import PAPERS, START, found_more, gap_closed
 from pensieve.statistics import Estimate, PairedRatio
 
 AXIS = "eviction"
 COMMAND = "python runners/run.py experiment=policies -m"
 TIMES = (MEDIAN, TAIL, OUTPUT)
 LEAST = -150.0  # percent; what loses more would leave all others no width
-_MORE = f"more_than_{PAPERS}_pct"
-_MORE_COLUMNS = tuple(columns(_MORE, Estimate(0.0, None, None, 0, 0), prefix="more_"))
+KNOWN = {
+    START: "no hint: least recently used",
+    "stop_reason": "stop reason, a priority",
+    "ttl": "stop reason, a time to live",
+    "hinted": "seconds the client expects",
+    "learned_return": "learned times of return",
+    "oracle_hint": "“soon”, always right",
+    "belady": "time of return (belady)",
+}
+NOISY = "noisy_hint_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +85,7 @@ def _policy(source: Source, cell: Cell, cells: Mapping[str, Cell], size: str) ->
 
 def bounds_of(cell: Cell) -> dict[int, float]:
     """Seed -> what its trials could have found at most, as a share of history."""
-    bounds: dict[int, list[float]] = {}
-    for (seed, _), bound in cell.metric("bound_hit_rate").items():
-        bounds.setdefault(seed, []).append(bound)
-    return {seed: fmean(values) for seed, values in bounds.items()}
+    return seed_means(cell.metric("bound_hit_rate"))
 
 
 def share_closed(source: Source, cell: Cell, start: Cell) -> Estimate | None:
@@ -152,7 +157,7 @@ def _row(one: Policy) -> Row:
         "hit_pct": one.hits.hit.value,
         "bound_pct": one.bound,
         **columns("gap_closed_pct", one.closed or Estimate(0.0, None, None, one.hits.hit.n, one.hits.hit.groups)),
-        **(columns(_MORE, one.more, prefix="more_") if one.more else dict.fromkeys(_MORE_COLUMNS)),
+        **columns(f"more_than_{PAPERS}_pct", one.more, prefix="more_"),
         "trials": one.cell.ids,
     }
 
@@ -200,3 +205,110 @@ def _times_row(measures: Sequence[Measure], times: Mapping[str, Estimate | Share
         if isinstance(found, Estimate):
             row |= columns(measure.name, found, prefix=f"{measure.name}_")
     return row
+
+
+# Hints
+
+
+@dataclass(frozen=True, slots=True)
+class Hinted:
+    """Of one policy, in percent. bound: of the hits that its own requests allowed. gap: of what lies between least recently
+    used and the bound of its trials, the share that this policy closes; below 0: it finds less than without a hint. None
+    where a trial lacks a rate, or there is no gap."""
+
+    cell: Cell
+    name: str
+    hit: Estimate
+    bound: float | None
+    gap: Estimate | None
+
+
+def _hint_name(policy: str) -> str:
+    return f"“soon”, wrong {policy.removeprefix(NOISY)} %" if policy.startswith(NOISY) else KNOWN.get(policy, policy)
+
+
+def _hints_apply(source: Source) -> bool:
+    swept = source.swept(AXIS)
+    told = [name for name in swept if name.startswith(NOISY) or name in ("stop_reason", "ttl", "hinted", "oracle_hint")]
+    return START in swept and bool(told) and source.has_metric("gpu_hit_rate")
+
+
+@figure(
+    "value_of_hint",
+    "What a hint is worth to eviction",
+    shows="hit rate and the share of the gap to the bound, by what a policy is told",
+    command="python runners/run.py experiment=value_of_hint workload.path=FOLDER -m",
+    applies=_hints_apply,
+)
+def value_of_hint(source: Source) -> Iterable[Plot]:
+    for panel in source.panels(AXIS):
+        for baseline in panel.baselines:
+            cells = {cell.at[AXIS]: cell for cell in panel.of(baseline)}
+            if START not in cells:
+                raise source.lacks(f"eviction={START} of {baseline}")
+            named = [*KNOWN, *sorted(set(cells) - set(KNOWN))]
+            noisy = sorted((name for name in cells if name.startswith(NOISY)), key=_wrong_pct, reverse=True)
+            last = [name for name in ("oracle_hint", "belady") if name in cells]
+            order = [*(name for name in named if name in cells and name not in (*noisy, *last)), *noisy, *last]
+            yield _hint_plot(panel, [_hinted(source, cells[name], cells[START], name) for name in order])
+
+
+def _wrong_pct(policy: str) -> float:
+    digits = policy.removeprefix(NOISY)
+    return float(digits) if digits.isdigit() else 0.0
+
+
+def _hinted(source: Source, cell: Cell, without: Cell, policy: str) -> Hinted:
+    found = shares(source, cell)
+    if found is None:
+        raise source.lacks(f"turn with history whose engine says what it found, of {policy}")
+    bound = cell.metric("bound_hit_rate")
+    gap = share_closed(source, cell, without)
+    return Hinted(cell, _hint_name(policy), found.hit, 100 * over_seeds(bound).value if bound else None, gap)
+
+
+def _hint_plot(panel: Panel, hinted: Sequence[Hinted]) -> Plot:
+    groups, gaps = [], []
+    for one in hinted:
+        colour = style.colour(one.cell.baseline)
+        groups.append(Group(one.name, "black", [Bar(one.hit, colour, f"{one.hit.value:.1f}", f"{one.name}/hit")]))
+        bars = [] if one.gap is None else [Bar(one.gap, colour, f"{round(one.gap.value):+d}", f"{one.name}/gap")]
+        gaps.append(Group(one.name, "black", bars, room=1))
+    picture, grid = marks.bar_grid([groups], columns=2)
+    left, right = grid[0]
+    marks.bars(left, groups)
+    marks.bars(right, gaps, names=False)
+    left.set_xlim(0, 100)
+    left.set_xlabel("history found (%)")
+    right.set_xlabel("gap closed (%)")
+    right.margins(x=0.2)  # for the numbers beyond the intervals
+    right.autoscale_view()
+    right.set_xlim(left=max(right.get_xlim()[0], LEAST))
+    known = [one.bound for one in hinted if one.bound is not None]
+    lead = "Bars with their 95 % interval over seeds (and, of hits, conversations)"
+    if known:
+        left.axvline(known[0], color="black", linewidth=0.8, linestyle=":", gid="bound", zorder=0)
+        for text in left.texts:  # the values stand beside the bars, where the line passes
+            text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
+        lead += f"; dotted: the {BOUND} of the trials without a hint. The gap of each seed is taken against itself"
+    return Plot(panel, picture, lead, [_hint_row(one) for one in hinted], [_hint_line(one) for one in hinted])
+
+
+def _hint_row(one: Hinted) -> Row:
+    return {
+        "baseline": one.cell.baseline,
+        AXIS: one.cell.at[AXIS],
+        **columns("hit_pct", one.hit, prefix="hit_"),
+        "bound_hit_pct": one.bound,
+        **columns("gap_closed_pct", one.gap, prefix="gap_"),
+        "trials": one.cell.ids,
+    }
+
+
+def _hint_line(one: Hinted) -> Mapping[str, str]:
+    return {
+        "told": one.name,
+        "history found (%)": tables.estimated(one.hit),
+        "bound (%)": tables.NONE if one.bound is None else f"{one.bound:.1f}",
+        "gap closed (%)": tables.estimated(one.gap),
+    }

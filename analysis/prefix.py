@@ -1,4 +1,4 @@
-"""A changing prefix: what a hit and a miss cost, what a miss leaves behind, engine by engine."""
+"""A changing prefix: what a hit and a miss cost, what a miss leaves behind, engine by engine, and what HTTP adds to it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pandas as pd
 from matplotlib.transforms import ScaledTranslation
 
 from analysis import marks, style, tables
-from analysis.alike import panels_of_engines
+from analysis.alike import panels_of_engines, panels_of_interfaces
 from analysis.estimates import median, one_each
 from analysis.marks import Bar, Group
 from analysis.registry import Plot, Row, columns, figure
-from analysis.results import PROBES, by_round, conversations_of
 from analysis.sweep import Cell, Panel, Source, number
 from pensieve.errors import MissingSeries
+from pensieve.results.frame import PROBES, by_round, conversations_of
 from pensieve.statistics import Estimate, Line, PairedRatio, bootstrap_percentile_by_seed, fit_line, paired_ratio
 
 WORKLOAD = "prefix_invalidation"
@@ -41,6 +41,8 @@ STAGES = {
     "the same after a hit": "rewarm_hit",
 }
 ALL = "all"
+INTERFACES = {"llama_cpp": "llama_cpp_http", "vllm": "vllm_http"}
+"""Baselines that are the same engine, without HTTP and with it."""
 
 
 _figure = partial(figure, command=COMMAND, applies=lambda source: source.has_workload(WORKLOAD))
@@ -365,11 +367,7 @@ def cascade(source: Source) -> Iterator[Plot]:
             axes.grid(visible=False)
             axes.set_title(cell.baseline, fontweight="bold", color=style.colour(cell.baseline))
         grid[-1][0].set_xlabel("prompt tokens")
-        names = {shown: part for part, shown in PARTS.items()}
-        handles = style.parts_key(list(PARTS.values()))
-        for handle in handles:
-            handle.set_label(names[str(handle.get_label())])
-        style.legend(picture, handles)
+        style.legend(picture, style.parts_key(list(PARTS), {part: style.PARTS[shown] for part, shown in PARTS.items()}))
         yield Plot(panel, picture, lead, rows)
 
 
@@ -535,3 +533,57 @@ def invalidation_table(source: Source) -> Iterator[Plot]:
             for one in found
         ]
         yield Plot(panel, None, lead, _summary_rows(found), table)
+
+
+# One engine in this process and over HTTP
+
+
+def http_ms(inside: pd.DataFrame, over: pd.DataFrame) -> Estimate:
+    """Median over rounds of the time to first token over HTTP minus in this process, the same query compared with itself."""
+    ours, theirs = one_each(inside["ttft_ms"]), one_each(over["ttft_ms"])
+    return bootstrap_percentile_by_seed({key: theirs[key] - ours[key] for key in ours.keys() & theirs.keys()}, 0.5)
+
+
+@figure(
+    "engine_interfaces",
+    "An engine in this process and over HTTP",
+    shows="what HTTP adds to the first token of the same engine",
+    command="python runners/run.py experiment=prefix_invalidation_engines -m",
+    applies=lambda source: (
+        source.has_workload(WORKLOAD) and any({*pair} <= {*source.baselines()} for pair in INTERFACES.items())
+    ),
+)
+def engine_interfaces(source: Source) -> Iterator[Plot]:
+    lead = (
+        "Medians of times to first token over conversations with 95 % intervals; difference: over HTTP minus in this "
+        "process, paired by seed and conversation"
+    )
+    for panel in panels_of_interfaces(source, INTERFACES):
+        steps = {cell.baseline: (cell, steps_of(source, cell)) for cell in panel.cells}
+        table, rows = [], []
+        for plain, http in INTERFACES.items():
+            if plain not in steps or http not in steps:
+                continue
+            for kind in ("hit", "miss"):
+                inside, over = (named(steps[name][1], kind) for name in (plain, http))
+                found = {"inside": ttft(inside), "over_http": ttft(over), "difference": http_ms(inside, over)}
+                table.append(
+                    {
+                        "engine": plain,
+                        "query": kind,
+                        "in process\n(ms)": tables.estimated(found["inside"]),
+                        "over HTTP\n(ms)": tables.estimated(found["over_http"]),
+                        "difference\n(ms)": tables.estimated(found["difference"]),
+                    }
+                )
+                rows += [
+                    {
+                        "engine": plain,
+                        "query": kind,
+                        "quantity": name,
+                        **columns("ttft_ms", estimate),
+                        "trials": f"{steps[plain][0].ids} {steps[http][0].ids}",
+                    }
+                    for name, estimate in found.items()
+                ]
+        yield Plot(panel, None, lead, rows, table)

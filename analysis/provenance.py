@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from analysis.results import Mixture, Sweep, Trial
 from pensieve.errors import MixedPanel
+from pensieve.results.schema import Sweep, Trial
+from pensieve.results.trials import Mixture
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ def trace(
         conversations=conversations,
         models=_unique(trial.model for trial in trials),
         dtypes=_unique(trial.dtype for trial in trials),
-        devices=_unique(_device(trial) for trial in trials),
+        devices=_unique(device_of(trial) for trial in trials),
         kind=_unique("simulated" if trial.simulated else "real" for trial in trials),
         weights=_unique("none" if trial.simulated else trial.weights for trial in trials),
         code=_unique(trial.code_hash for trial in trials),
@@ -139,7 +140,8 @@ def _declared(trial: Trial, name: str) -> str | None:
     return None if found is None else str(found)
 
 
-def _device(trial: Trial) -> str:
+def device_of(trial: Trial) -> str:
+    """Its name, and how many of them."""
     name = trial.device or trial.hardware
     return f"{trial.device_count} x {name}" if (trial.device_count or 1) > 1 else name
 

@@ -7,7 +7,7 @@ import csv
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -109,15 +109,10 @@ def figure(
     return register
 
 
-def columns(name: str, estimate: Estimate, prefix: str = "") -> dict[str, Any]:
-    """The columns of an estimate in a CSV. prefix: before those of its interval and counts."""
-    return {
-        name: estimate.value,
-        f"{prefix}ci_low": estimate.ci_low,
-        f"{prefix}ci_high": estimate.ci_high,
-        f"{prefix}n": estimate.n,
-        f"{prefix}n_seeds": estimate.groups,
-    }
+def columns(name: str, estimate: Estimate | None, prefix: str = "") -> dict[str, Any]:
+    """The columns of an estimate in a CSV, empty where there is none. prefix: before those of its interval and counts."""
+    names = (name, *(f"{prefix}{which}" for which in ("ci_low", "ci_high", "n", "n_seeds")))
+    return dict.fromkeys(names) if estimate is None else dict(zip(names, astuple(estimate), strict=True))
 
 
 def _publish(of: Figure, plot: Plot, folder: Path, dark: bool) -> Drawing:

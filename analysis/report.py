@@ -21,7 +21,7 @@ from pensieve.compose.folder import conf_folder
 from pensieve.errors import PensieveError, ResultsError
 from pensieve.results.claims import Claim, Judged, judge_sweep, read_claims, record_claims
 from pensieve.results.mlflow_runs import log_text_of_sweep
-from pensieve.results.places import report_file
+from pensieve.results.store import report_file
 
 AS_TABLES = ("speedup",)
 """Drawn for papers; the page has the same numbers as text."""

@@ -14,9 +14,11 @@ from matplotlib.patches import Patch, Rectangle
 from analysis import style
 from analysis.provenance import trace
 from analysis.registry import Plot, figure
-from analysis.results import Place, SizeMap, conversations_of, is_map, mixtures, read_map, spaced
 from analysis.sweep import Panel, Source
 from pensieve.errors import MissingSeries
+from pensieve.results.frame import conversations_of
+from pensieve.results.size_map import Place, SizeMap, is_map, read_map, spaced
+from pensieve.results.trials import mixtures
 from pensieve.statistics import FEWEST_GROUPS
 
 KNEE, BORDER = "#D55E00", "#000000"

@@ -1,11 +1,12 @@
-"""How every figure looks: one colour a baseline, type that can be read at 3.3 inches, and where files go."""
+"""How every figure looks: one colour a baseline, type for 3.3 inches, its like on a dark ground, and where files go."""
 
 from __future__ import annotations
 
+import colorsys
 import os
 import textwrap
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.collections import Collection
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.text import Text
-
-from analysis.dark import darken
 
 WIDTH_IN = 3.3  # one column of a paper
 MARGIN_IN = 0.06
@@ -151,9 +153,11 @@ def legend(figure: Figure, handles: Sequence[Artist] | None = None) -> None:
         found.remove()
 
 
-def parts_key(parts: Sequence[str]) -> list[Artist]:
-    """Handles of a legend for PARTS."""
-    return [Patch(facecolor=PARTS[part], edgecolor=EDGE, linewidth=0.4, label=part) for part in parts]
+def parts_key(parts: Sequence[str], colours: Mapping[str, str] = PARTS) -> list[Artist]:
+    """Handles of a legend for the parts of bars; a name's underscores are blanks there."""
+    return [
+        Patch(facecolor=colours[part], edgecolor=EDGE, linewidth=0.4, label=part.replace("_", " ")) for part in parts
+    ]
 
 
 def compose(figure: Figure, title: str, subtitle: str, warning: str, note: str) -> None:
@@ -211,3 +215,52 @@ def _text(figure: Figure, text: str, size: float, **look: Any) -> Text:
         (figure.get_figwidth() - 2 * MARGIN_IN) * 72 / (size * (0.58 if look.get("fontweight") == "bold" else 0.53))
     )
     return figure.text(0, 0, "\n".join(textwrap.wrap(text, letters)), fontsize=size, **look)
+
+
+# The same on a dark ground: greys change places, and colours that would drown in it are lifted
+
+GROUND, INK = (0x1D, 0x21, 0x25), (0xE7, 0xE9, 0xEB)  # what white and black become: the page's card and ink
+LEAST = 0.5  # lightness of a colour
+LIFTED = 0.65  # the share of its saturation that a colour keeps when it is lifted to LEAST
+GREYISH = 0.12  # saturation below which a colour is a grey
+
+RGBA = tuple[float, float, float, float]
+
+
+def in_the_dark(colour: Any) -> RGBA:
+    """Its counterpart; opacity stays."""
+    red, green, blue, alpha = to_rgba(colour)
+    hue, lightness, saturation = colorsys.rgb_to_hls(red, green, blue)
+    if saturation < GREYISH or lightness in (0.0, 1.0):
+        red, green, blue = ((ink + (ground - ink) * lightness) / 255 for ground, ink in zip(GROUND, INK, strict=True))
+        return red, green, blue, alpha
+    lifted = lightness < LEAST
+    return *colorsys.hls_to_rgb(hue, max(lightness, LEAST), saturation * (LIFTED if lifted else 1.0)), alpha
+
+
+def darken(figure: Figure) -> None:
+    """Change every mark of a drawn figure. What a colour map fills (a heat map) stays as it is."""
+    figure.draw_without_rendering()  # ticks and legends are there only then
+    for artist in figure.findobj():
+        _darken(artist)
+
+
+def _darken(artist: Artist) -> None:
+    if isinstance(artist, Text):
+        artist.set_color(in_the_dark(artist.get_color()))
+    elif isinstance(artist, Line2D):
+        face, edge = artist.get_markerfacecolor(), artist.get_markeredgecolor()
+        artist.set_color(in_the_dark(artist.get_color()))
+        artist.set_markerfacecolor(face if _is_none(face) else in_the_dark(face))
+        artist.set_markeredgecolor(edge if _is_none(edge) else in_the_dark(edge))
+    elif isinstance(artist, Patch):
+        face, edge = artist.get_facecolor(), artist.get_edgecolor()
+        artist.set_facecolor(in_the_dark(face))
+        artist.set_edgecolor(in_the_dark(edge))
+    elif isinstance(artist, Collection) and artist.get_array() is None:
+        artist.set_facecolor([in_the_dark(one) for one in artist.get_facecolor()])
+        artist.set_edgecolor([in_the_dark(one) for one in artist.get_edgecolor()])
+
+
+def _is_none(colour: Any) -> bool:
+    return isinstance(colour, str) and colour == "none"

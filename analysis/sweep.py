@@ -12,20 +12,12 @@ import pandas as pd
 from sqlalchemy import select
 
 from analysis.provenance import Provenance, trace
-from analysis.results import (
-    JobResult,
-    Prices,
-    ResultsStore,
-    Sweep,
-    SweepTrial,
-    Trial,
-    axis_value,
-    conversations_of,
-    mixtures,
-    turn_frame,
-    varying_axes,
-)
 from pensieve.errors import ConfigError, MissingSeries
+from pensieve.results.frame import conversations_of, turn_frame
+from pensieve.results.prices import Prices
+from pensieve.results.schema import Sweep, SweepTrial, Trial
+from pensieve.results.store import JobResult, ResultsStore
+from pensieve.results.trials import axis_value, mixtures, varying_axes
 from pensieve.units import parse_capacity
 
 DEFAULT_COMMAND = "python runners/run.py -m"

@@ -488,7 +488,7 @@ def _rebuild(store: ResultsStore, _options: argparse.Namespace) -> int:
 
 def _bundle(store: ResultsStore, options: argparse.Namespace) -> int:
     from pensieve.compose import conf_folder, outputs_folder
-    from pensieve.results.bundle import bundle_sweep
+    from pensieve.results.export import bundle_sweep
 
     path = options.to or outputs_folder() / "bundle" / f"sweep-{options.sweep}.zip"
     print(bundle_sweep(store, options.sweep, conf_folder().parent, path))

@@ -37,7 +37,7 @@ import pensieve.eviction.retention_value
 import pensieve.trial.hydra_app
 import pensieve.worker.simulated
 import pensieve.workload.chat  # noqa: F401
-from pensieve.results.code import code_hash
+from pensieve.results.digest import code_hash
 from pensieve.results.environment import environment
 from pensieve.trial import sweep
 from tests.composed import composed

@@ -13,7 +13,9 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from pensieve.results.claims.verdict import VERDICTS, Bounds, Measured, Verdict
+from pensieve.results.claims.claim import Bounds
+from pensieve.results.claims.judge import VERDICTS, Verdict
+from pensieve.results.claims.measures import Measured
 
 HERE = Path(__file__).resolve().parent
 LEADING = 3

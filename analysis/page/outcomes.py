@@ -6,13 +6,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from analysis.page.document import Table
-from analysis.results import REFERENCE, mixtures
 from analysis.sweep import Source
 from pensieve.errors import MissingSeries
-from pensieve.results.claims.measures import Sides
-from pensieve.results.claims.measures.turns import Which, speedup
-from pensieve.results.evidence import Evidence
+from pensieve.results.claims.measures import Sides, Which, speedup
+from pensieve.results.headline import REFERENCE
 from pensieve.results.sweep_table import SweepRow, sweep_table
+from pensieve.results.trials import Evidence, mixtures
 from pensieve.units import NONE, percent, three_digits
 
 SPEEDUP_TURNS: Sequence[tuple[str, Which]] = (

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from analysis.page.document import Table
-from analysis.provenance import ranges
-from analysis.results import JobResult, Trial, axis_value, varying_axes
+from analysis.provenance import device_of, ranges
 from analysis.sweep import DEFAULT_COMMAND, Source
 from pensieve.results.caveats import mixed, without
 from pensieve.results.claims import Judged
-from pensieve.results.fields import differences, flat
+from pensieve.results.schema import Trial
+from pensieve.results.store import JobResult
+from pensieve.results.trials import axis_value, differences, flat, varying_axes
 from pensieve.units import NONE, three_digits
 
 _GROUPS = ("model", "cache", "eviction", "scheduler", "baseline", "workload", "hardware")
@@ -225,9 +226,7 @@ def _gpu(gpu: Any) -> str:
 
 
 def _device(trial: Trial) -> str:
-    name = trial.device or trial.hardware
-    name = f"{trial.device_count} x {name}" if (trial.device_count or 1) > 1 else name
-    return f"{name} (simulated)" if trial.simulated else name
+    return f"{device_of(trial)}{' (simulated)' if trial.simulated else ''}"
 
 
 def _flag(name: str, value: Any) -> str:

@@ -12,7 +12,7 @@ from tempfile import mkdtemp
 from filelock import FileLock
 
 from pensieve.errors import EngineMissing, WeightsMissing
-from pensieve.results.content import content_hash
+from pensieve.results.digest import content_hash
 from pensieve.user_cache import user_cache
 
 _FORMAT = 1  # of the folders; another number makes them anew

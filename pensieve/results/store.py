@@ -23,7 +23,7 @@ from pensieve.metrics import Metric
 from pensieve.record import TurnRecord
 from pensieve.request import PREPARING
 from pensieve.results.database import Database
-from pensieve.results.process import HEARTBEAT_LIMIT, Owner, is_alive, this_process
+from pensieve.results.environment import HEARTBEAT_LIMIT, Owner, is_alive, this_process
 from pensieve.results.schema import (
     BENCH,
     ArtifactRow,
@@ -42,6 +42,7 @@ from pensieve.results.schema import (
 T = TypeVar("T")
 
 DATABASE_NAME = "results.db"
+LATEST = "latest"  # beside the folders of the sweeps' figures, a link to the one that was drawn last
 ENGINE = "engine"  # `device` of readings of the cache and the queue
 TURN_BATCH = 5000
 _AGAIN = "+"  # in the key of a sweep that was begun anew, between the hash of its command and a number
@@ -252,7 +253,7 @@ class ResultsStore:
         raise ResultsError("This trial cannot be recorded: other processes keep beginning it; run it once.")
 
     def heartbeat(self, trial_id: int) -> None:
-        """Record that the trial is alive. Call it more often than process.HEARTBEAT_LIMIT."""
+        """Record that the trial is alive. Call it more often than environment.HEARTBEAT_LIMIT."""
         with self.database.writing() as connection:
             connection.execute(
                 update(Trial).where(Trial.id == trial_id, Trial.status == "running").values(heartbeat_at=_now())
@@ -478,6 +479,14 @@ def open_store(outputs: Path, url: str | None = None, create: bool = True) -> Re
             raise ResultsError(f"There are no results in {outputs} yet; run `python runners/run.py -m` first.")
         url = URL.create("sqlite", database=str(outputs.absolute() / DATABASE_NAME)).render_as_string()
     return ResultsStore(url, root=outputs, create=create)
+
+
+def figures_folder(outputs: Path, sweep_id: int) -> Path:
+    return outputs / "figures" / f"sweep-{sweep_id}"
+
+
+def report_file(outputs: Path, sweep_id: int) -> Path:
+    return outputs / "reports" / f"sweep-{sweep_id}.html"
 
 
 def _now() -> datetime:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from itertools import groupby
-from statistics import fmean
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -19,15 +18,13 @@ from sqlalchemy import func, select
 from pensieve.errors import ResultsError
 from pensieve.request import is_measured
 from pensieve.results.caveats import CAVEAT_COLUMNS, caveats
-from pensieve.results.evidence import Evidence, TrialGroup
-from pensieve.results.fields import field_of
-from pensieve.results.frame import CONVERSATION, values_of
-from pensieve.results.gap import GAP_COLUMNS, START, gap_closed
+from pensieve.results.frame import CONVERSATION, GAP_COLUMNS, START, gap_closed, values_of
 from pensieve.results.headline import REFERENCE, advantages, headlines, last_turn_ratio, load_line
 from pensieve.results.schema import Sweep, Trial, TurnRow
 from pensieve.results.served_by import footer
 from pensieve.results.store import JobResult, ResultsStore
 from pensieve.results.tokens import TokenComparison, compare_tokens
+from pensieve.results.trials import Evidence, TrialGroup, field_of
 from pensieve.statistics import FEWEST_GROUPS, PairedRatio, median
 from pensieve.units import NONE, percent, three_digits
 from pensieve.window import HALVES_MAY_DIFFER
@@ -69,7 +66,7 @@ class SweepRow:
     """One baseline in one group. TTFT: median ms over seeds, repeats and sessions; rates and throughput: mean of trials.
 
     first, fifth: of the conversation's measured turns; last: each conversation's own last measured turn.
-    gap_closed: where eviction policies were compared, see gap.gap_closed.
+    gap_closed: where eviction policies were compared, see frame.gap_closed.
     last_speedup: stateless's TTFT over this one's at the last turn that both measured, paired by seed and session.
     """
 
@@ -142,10 +139,6 @@ def _row(found: Evidence, group: TrialGroup, baseline: str, ttfts: Mapping[str, 
     first = min(turns, default=0)
     reference = REFERENCE if REFERENCE in group.trials else next(iter(group.trials))
 
-    def mean(name: str) -> float | None:
-        values = [value for trial in trials if (value := found.metric(trial, name)) is not None]
-        return fmean(values) if values else None
-
     return SweepRow(
         group=group.at,
         baseline=baseline,
@@ -155,12 +148,12 @@ def _row(found: Evidence, group: TrialGroup, baseline: str, ttfts: Mapping[str, 
         ttft_fifth_ms=_median(ttft[turns == first + _FIFTH]),
         ttft_last_ms=_median(ttft.groupby(level=CONVERSATION).last()),
         last_speedup=last_turn_ratio(ttfts[REFERENCE], ttft) if REFERENCE in ttfts and baseline != REFERENCE else None,
-        throughput_output_tok_s=mean("throughput_output_tok_s"),
-        gpu_hit_rate=mean("gpu_hit_rate"),
-        cpu_hit_rate=mean("cpu_hit_rate"),
-        disk_hit_rate=mean("disk_hit_rate"),
-        miss_rate=mean("miss_rate"),
-        bound_hit_rate=mean("bound_hit_rate"),
+        throughput_output_tok_s=found.mean(trials, "throughput_output_tok_s"),
+        gpu_hit_rate=found.mean(trials, "gpu_hit_rate"),
+        cpu_hit_rate=found.mean(trials, "cpu_hit_rate"),
+        disk_hit_rate=found.mean(trials, "disk_hit_rate"),
+        miss_rate=found.mean(trials, "miss_rate"),
+        bound_hit_rate=found.mean(trials, "bound_hit_rate"),
         gap_closed=_gap_closed(found, group, baseline),
         outputs=_check_outputs(found.store, reference, group.trials[reference], trials)
         if baseline != reference
@@ -174,18 +167,8 @@ def _gap_closed(found: Evidence, group: TrialGroup, baseline: str) -> PairedRati
         return None
     at = {**group.at, "eviction": START}
     start = next((other.trials.get(baseline, ()) for other in found.groups() if other.at == at), ())
-    bounds: dict[int, list[float]] = {}
-    for trial in start:
-        bound = found.metric(trial, "bound_hit_rate")
-        if bound is not None:
-            bounds.setdefault(trial.seed, []).append(bound)
-    if not bounds:
-        return None
-    return gap_closed(
-        found.turns(group.trials[baseline]),
-        found.turns(start),
-        {seed: fmean(values) for seed, values in bounds.items()},
-    )
+    bounds = found.by_seed(start, "bound_hit_rate")
+    return gap_closed(found.turns(group.trials[baseline]), found.turns(start), bounds) if bounds else None
 
 
 def _check_outputs(store: ResultsStore, reference: str, theirs: Sequence[Trial], ours: Sequence[Trial]) -> OutputCheck:

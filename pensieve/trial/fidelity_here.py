@@ -14,10 +14,10 @@ from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from pensieve.results.evidence import Evidence
 from pensieve.results.frame import values_of
 from pensieve.results.schema import Trial
 from pensieve.results.store import ResultsStore
+from pensieve.results.trials import Evidence
 from pensieve.statistics import median
 
 HIT_POINTS, THROUGHPUT_PCT, TTFT_PCT = 1.0, 5.0, 10.0

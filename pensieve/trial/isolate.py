@@ -24,7 +24,7 @@ from typing import Any
 
 from pensieve.compose import check, plan_trial
 from pensieve.errors import PensieveError, TrialCrashed
-from pensieve.results.process import Owner, this_process
+from pensieve.results.environment import Owner, this_process
 from pensieve.trial.identity import identity_of
 from pensieve.trial.job import Job, Outcome
 from pensieve.trial.liveness import end_with

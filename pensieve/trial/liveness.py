@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 
 from pensieve.compose.machine import Device
 from pensieve.errors import HardwareMissing, ResultsError, TrialTimeout
-from pensieve.results.process import Owner, is_alive, this_process
+from pensieve.results.environment import Owner, is_alive, this_process
 from pensieve.results.store import ResultsStore
 
 HEARTBEAT_S = 15.0  # well below the 60 s after which a silent trial counts as dead

@@ -14,9 +14,8 @@ from collections import deque
 from types import TracebackType
 
 from pensieve.record import TurnRecord
-from pensieve.results.mlflow_labels import trial_name, trial_tags
 from pensieve.results.mlflow_live import ENDED, READY, LiveTarget, begin_line, end_line, step_line
-from pensieve.results.mlflow_series import Served, served
+from pensieve.results.mlflow_view import Served, served, trial_name, trial_tags
 from pensieve.trial.job import Job
 from pensieve.trial.mlflow_process import Writer, start_writer
 from pensieve.trial.samples import Occupancy

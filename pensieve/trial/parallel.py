@@ -15,7 +15,7 @@ from typing import Any
 
 from pensieve.compose import check
 from pensieve.compose.explain import explain
-from pensieve.results.process import Owner, this_process
+from pensieve.results.environment import Owner, this_process
 from pensieve.trial.job import Job, Outcome
 from pensieve.trial.liveness import end_with
 from pensieve.trial.run import run_trial

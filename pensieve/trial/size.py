@@ -20,10 +20,10 @@ from rich.table import Table
 
 from pensieve.compose import TrialConfig, check, resolved
 from pensieve.holding import TIERS
-from pensieve.results.code import code_hash
+from pensieve.results.digest import code_hash
 from pensieve.results.environment import git_commit, host
-from pensieve.results.holding import Worth, prefill_seconds
 from pensieve.results.identity import counts_for_sweep, sweep_key
+from pensieve.results.prices import Worth, prefill_seconds
 from pensieve.results.size_map import SETTINGS, SHOWN, Place, Question, SizeMap, milliseconds, read_map
 from pensieve.statistics import Estimate
 from pensieve.trial.job import Job, Outcome

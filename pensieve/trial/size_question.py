@@ -16,7 +16,8 @@ from pensieve.compose.plan import auto_gpu_blocks
 from pensieve.compose.preflight import check_memory, preflight
 from pensieve.compose.settings import explain_invalid
 from pensieve.errors import ConfigError
-from pensieve.results.size_map import NO_DISK, Prices, Question
+from pensieve.results.prices import Prices
+from pensieve.results.size_map import NO_DISK, Question
 from pensieve.units import parse_capacity
 from pensieve.workload.base import WorkloadPlan
 

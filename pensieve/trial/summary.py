@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from pensieve.metrics import Metric
-from pensieve.results.mixture import mixtures
 from pensieve.results.mlflow_store import URL_ENV, remote_url
 from pensieve.results.served_by import footer
 from pensieve.results.store import ResultsStore
+from pensieve.results.trials import mixtures
 from pensieve.trial.tracking import Tracking
 from pensieve.units import NONE
 

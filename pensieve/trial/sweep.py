@@ -26,10 +26,9 @@ from pensieve.compose import TrialConfig, TrialPlan, check, conf_folder, resolve
 from pensieve.compose.explain import explain
 from pensieve.compose.preflight import preflight
 from pensieve.errors import ConfigError
-from pensieve.results.environment import git_commit, host
+from pensieve.results.environment import Owner, git_commit, host, this_process
 from pensieve.results.identity import sweep_key
 from pensieve.results.mlflow_runs import finish_parent, log_drawn, start_parent
-from pensieve.results.process import Owner, this_process
 from pensieve.results.store import ResultsStore
 from pensieve.results.sweep_table import SweepTable, sweep_table
 from pensieve.trial.fidelity import fidelity

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from analysis.interfaces import engine_interfaces
+from analysis.prefix import engine_interfaces
 from analysis.sweep import open_source
 from pensieve.errors import MixedPanel
 from pensieve.results.store import ResultsStore

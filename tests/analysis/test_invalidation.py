@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from analysis import prefix
-from analysis.results import by_conversation, by_round
 from analysis.sweep import open_source
 from pensieve.errors import MissingSeries
+from pensieve.results.frame import by_conversation, by_round
 from tests.analysis.prefixes import CACHED, FAST, NOTHING, ROUNDS, SLOW, prefix_sweep, prefix_turns
 from tests.analysis.sweeps import fill
 from tests.results.trials import conversation_turns

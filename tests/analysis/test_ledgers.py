@@ -13,7 +13,7 @@ from analysis.sweep import Source
 from pensieve.errors import MissingSeries
 from pensieve.ledger import Miss
 from pensieve.metrics import Metric
-from pensieve.results.size_map import Prices
+from pensieve.results.prices import Prices
 from pensieve.results.store import Holding, ResultsStore
 from tests.analysis.sweeps import answered, fill
 from tests.results.trials import MEMORY

@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from analysis.paper import paper_throughput
+from analysis.load import paper_throughput
 from tests.analysis.sweeps import answered, fill
 
 AXIS = "workload.relative_rate"

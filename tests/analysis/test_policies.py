@@ -11,8 +11,7 @@ from analysis import marks
 from analysis.marks import Bar
 from analysis.policies import policy_gap, policy_table
 from analysis.sweep import Source
-from pensieve.results.frame import turn_frame
-from pensieve.results.gap import gap_closed
+from pensieve.results.frame import gap_closed, turn_frame
 from pensieve.results.store import ResultsStore
 from pensieve.results.sweep_table import sweep_table
 from pensieve.statistics import Estimate

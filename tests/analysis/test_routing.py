@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from analysis.routing import replica_routing
+from analysis.cluster import replica_routing
 from analysis.sweep import Source
 from pensieve.errors import MissingSeries
 from pensieve.results.store import ResultsStore

@@ -8,7 +8,7 @@ from matplotlib import pyplot as plt
 from matplotlib.colors import to_rgb
 
 from analysis import style
-from analysis.dark import in_the_dark
+from analysis.style import in_the_dark
 from pensieve.compose import options
 
 ROOT = Path(__file__).resolve().parents[2]

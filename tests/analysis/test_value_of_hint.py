@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from analysis.hints import value_of_hint
+from analysis.policies import value_of_hint
 from analysis.sweep import Source
 from pensieve.errors import MissingSeries
 from pensieve.results.store import ResultsStore

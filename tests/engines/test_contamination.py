@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from pensieve.compose import resolved
-from pensieve.results.mixture import mixtures
+from pensieve.results.trials import mixtures
 from pensieve.trial import Job, run_trial
 from pensieve.trial.summary import summary
 from pensieve.trial.tracking import Tracking, open_tracking

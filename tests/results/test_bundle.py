@@ -9,7 +9,7 @@ import pytest
 
 from analysis import figures, style
 from pensieve.errors import MissingSeries, ResultsError
-from pensieve.results.bundle import bundle_sweep
+from pensieve.results.export import bundle_sweep
 from pensieve.results.store import open_store
 from tests.results.trials import add_trial, conversation_turns, open_sweep, trial_fields
 

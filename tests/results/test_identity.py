@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from pensieve.results.code import code_hash
-from pensieve.results.content import content_hash
+from pensieve.results.digest import code_hash, content_hash
 from pensieve.results.identity import (
     Identity,
     config_hash,

@@ -11,12 +11,12 @@ import pensieve
 from pensieve.errors import RequestFailed
 from pensieve.metrics import Measurement, summarise
 from pensieve.request import is_measured
-from pensieve.results.evidence import Evidence
 from pensieve.results.export import baseline_report
 from pensieve.results.frame import measured_turns
 from pensieve.results.mlflow_runs import ttft_by_turn
 from pensieve.results.store import ResultsStore
 from pensieve.results.sweep_table import sweep_table
+from pensieve.results.trials import Evidence
 from pensieve.trial.run import _refuse_empty
 from tests.results.trials import MEMORY, add_trial, open_sweep, turn
 

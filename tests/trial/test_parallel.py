@@ -1,6 +1,6 @@
 """Trials in processes of their own, as the map of sizes runs them."""
 
-from pensieve.results.process import this_process
+from pensieve.results.environment import this_process
 from pensieve.trial import parallel
 
 

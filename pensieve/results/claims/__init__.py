@@ -1,11 +1,20 @@
 """Published and expected numbers compared with those of a sweep, with a verdict for each."""
 
-from pensieve.results.claims.claim import Claim, read_claims
-from pensieve.results.claims.judge import Judged, judge_sweep, record_claims, recorded_claims
-from pensieve.results.claims.verdict import VERDICTS, Judgement, Measured, Verdict
+from pensieve.results.claims.claim import Bounds, Claim, read_claims
+from pensieve.results.claims.judge import (
+    VERDICTS,
+    Judged,
+    Judgement,
+    Verdict,
+    judge_sweep,
+    record_claims,
+    recorded_claims,
+)
+from pensieve.results.claims.measures import Measured
 
 __all__ = [
     "VERDICTS",
+    "Bounds",
     "Claim",
     "Judged",
     "Judgement",

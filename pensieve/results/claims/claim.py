@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,9 +13,29 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from pensieve.errors import ConfigError
 from pensieve.results.claims.measures import MEASURES, arguments_of
-from pensieve.results.claims.verdict import Bounds
-from pensieve.results.fields import field_of
 from pensieve.results.schema import Trial
+from pensieve.results.trials import field_of
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The values that satisfy a claim: low <= value <= high; an end of None is open.
+
+    claimed: the number itself: the bound of a one-sided claim, the middle of "about x", the lower end of a range.
+    shown: as people write it, such as "1.5 to 2.5".
+    """
+
+    low: float | None
+    high: float | None
+    claimed: float
+    shown: str
+
+    def __post_init__(self) -> None:
+        assert self.low is not None or self.high is not None, "a claim that nothing could contradict"
+        assert self.low is None or self.high is None or self.low <= self.high
+
+    def contain(self, value: float) -> bool:
+        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
 
 class Claimed(BaseModel):

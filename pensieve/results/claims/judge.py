@@ -1,22 +1,31 @@
-"""Judges every claim by the trials of one sweep, and records the verdicts in table `claim`."""
+"""Judges every claim by the trials of one sweep (holds, fails, inconclusive, not comparable: from its bounds and a measured
+interval), and records the verdicts in table `claim`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from sqlalchemy import delete, insert, select
 from sqlalchemy.orm import Session
 
 from pensieve.errors import MissingSeries
-from pensieve.results.claims.claim import Claim, Limits, Values, unmet
-from pensieve.results.claims.measures import MEASURES, Sides
-from pensieve.results.claims.verdict import Judgement, Measured, judge
-from pensieve.results.evidence import Evidence, TrialGroup
-from pensieve.results.fields import varying_axes
-from pensieve.results.mixture import mixtures
+from pensieve.results.claims.claim import Bounds, Claim, Limits, Values, unmet
+from pensieve.results.claims.measures import MEASURES, Measured, Sides
 from pensieve.results.schema import ClaimRow, Trial
 from pensieve.results.store import ResultsStore
+from pensieve.results.trials import Evidence, TrialGroup, mixtures, varying_axes
+
+Verdict = Literal["holds", "fails", "inconclusive", "not comparable"]
+VERDICTS: tuple[Verdict, ...] = ("holds", "fails", "inconclusive", "not comparable")
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    verdict: Verdict
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +146,39 @@ def _without_trials(claim: Claim) -> Judged:
     why = "no trial of this sweep is completed"
     judgement = Judgement("not comparable", why)
     return Judged(claim.name, claim, "", None, None, None, judgement, (why,), False)
+
+
+def judge(
+    bounds: Bounds, measured: Measured | None, differences: Sequence[str], fewest_seeds: int = 1, gain: bool = False
+) -> Judgement:
+    """A claim holds, or fails, only where the whole interval lies on one side of its bounds.
+
+    differences: the conditions of the claim that the trials do not meet, a clause each; any makes it not comparable.
+    gain: more than what is claimed is better, and holds.
+    """
+    if differences:
+        return Judgement("not comparable", "; ".join(differences))
+    if measured is None or not math.isfinite(measured.value):
+        return Judgement("not comparable", "the trials give no value for it")
+    if measured.seeds < fewest_seeds:
+        return Judgement("inconclusive", f"{_seeds(measured.seeds)}, and {fewest_seeds} are needed")
+    low, high = measured.ci_low, measured.ci_high
+    if low is None or high is None:
+        return Judgement("inconclusive", f"no interval: n = {measured.n} {measured.n_unit}, {_seeds(measured.seeds)}")
+    if measured.at_least and (bounds.high is not None or not bounds.contain(low)):
+        return Judgement("inconclusive", "it met no limit, so it is at least that")
+    if bounds.contain(low) and bounds.contain(high):
+        return Judgement("holds", "the whole interval lies within the claim")
+    if gain and bounds.high is not None and low > bounds.high:
+        return Judgement("holds", "better than claimed: the whole interval lies above the claim")
+    if gain and bounds.low is not None and low >= bounds.low:
+        return Judgement("holds", "as claimed or better: the whole interval lies above the claim's lower bound")
+    if bounds.high is not None and low > bounds.high:
+        return Judgement("fails", "the whole interval lies above the claim")
+    if bounds.low is not None and high < bounds.low:
+        return Judgement("fails", "the whole interval lies below the claim")
+    return Judgement("inconclusive", "the interval lies across the claim's bound")
+
+
+def _seeds(count: int) -> str:
+    return "one seed" if count == 1 else f"{count} seeds"

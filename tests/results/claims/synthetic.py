@@ -7,10 +7,9 @@ from typing import Any
 
 from pensieve.record import TurnRecord
 from pensieve.results.claims.claim import Claim
-from pensieve.results.claims.measures import MEASURES, Sides
-from pensieve.results.claims.verdict import Measured
-from pensieve.results.evidence import Evidence
+from pensieve.results.claims.measures import MEASURES, Measured, Sides
 from pensieve.results.store import ResultsStore
+from pensieve.results.trials import Evidence
 from tests.results.trials import MEMORY, add_trial, open_sweep, turn
 
 Turns = Callable[[int], Sequence[TurnRecord]]

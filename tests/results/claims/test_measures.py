@@ -3,9 +3,7 @@
 import pytest
 
 from pensieve.errors import MissingSeries
-from pensieve.results.claims.measures import MEASURES, arguments_of
-from pensieve.results.claims.measures.probes import fisher_interval
-from pensieve.results.claims.measures.trials import crossing
+from pensieve.results.claims.measures import MEASURES, arguments_of, crossing, fisher_interval
 from tests.results.claims.synthetic import measure, numbered, sweep, talk
 from tests.results.trials import add_trial, turn
 

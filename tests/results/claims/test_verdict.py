@@ -4,7 +4,9 @@ import math
 
 import pytest
 
-from pensieve.results.claims.verdict import Bounds, Measured, judge
+from pensieve.results.claims.claim import Bounds
+from pensieve.results.claims.judge import judge
+from pensieve.results.claims.measures import Measured
 
 RANGE = Bounds(1.5, 2.5, 1.5, "1.5 to 2.5")
 ABOVE = Bounds(2.0, None, 2.0, "> 2")

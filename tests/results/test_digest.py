@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import pensieve
-from pensieve.results import code
-from pensieve.results.code import NOT_CODE, code_hash
+from pensieve.results import digest
+from pensieve.results.digest import NOT_CODE, cached, code_hash, content_hash
 
 SOURCE = '''"""What it is."""
 
@@ -22,9 +23,9 @@ def double(value: int) -> int:
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing is known of a package that was hashed before."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    code._package_hash.cache_clear()
+    digest._package_hash.cache_clear()
     yield
-    code._package_hash.cache_clear()
+    digest._package_hash.cache_clear()
 
 
 def made_package(root: Path, monkeypatch: pytest.MonkeyPatch, *names: str) -> Path:
@@ -38,7 +39,7 @@ def made_package(root: Path, monkeypatch: pytest.MonkeyPatch, *names: str) -> Pa
 
 def changed_hash(file: Path, text: str) -> str:
     file.write_text(text)
-    code._package_hash.cache_clear()
+    digest._package_hash.cache_clear()
     return code_hash()
 
 
@@ -79,7 +80,7 @@ def test_a_benchmark_counts_for_benchmarks(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_what_does_not_count_is_there() -> None:
-    root = Path(code.__file__).parents[1]
+    root = Path(digest.__file__).parents[1]
     assert [name for name in NOT_CODE if name != "conf/" and not (root / name).exists()] == []
 
 
@@ -150,3 +151,65 @@ def test_what_a_users_module_imports_of_the_users_own_counts(
     before = code_hash(config)
     (parts / "scores.py").write_text("best = 2")
     assert code_hash(config) != before
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "pensieve" / "digests"
+
+
+def test_every_byte_of_a_large_file_counts(tmp_path: Path, cache: Path) -> None:
+    """Samples of it, 64 of 256 KiB, do not see the byte after the first of them."""
+    path = tmp_path / "trace.jsonl"
+    size = digest.CACHED_BYTES + 2**20
+    with path.open("wb") as file:
+        file.truncate(size)
+    hashes = {content_hash(path)}
+    for at in (0, 2**18, size - 1):
+        with path.open("r+b") as file:
+            file.seek(at)
+            file.write(b"x")
+        hashes.add(content_hash(path))
+    assert len(hashes) == 4
+
+
+def test_a_large_file_is_read_once_until_it_is_written_to(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digest, "CACHED_BYTES", 10)
+    read: list[Path] = []
+    of_file = digest._digest
+
+    def counted(path: Path) -> str:
+        read.append(path)
+        return of_file(path)
+
+    monkeypatch.setattr(digest, "_digest", counted)
+    path = tmp_path / "weights"
+    path.write_bytes(b"a" * 100)
+
+    def ask() -> str:
+        digest._file_hash.cache_clear()  # as another process would
+        return content_hash(path)
+
+    before = ask()
+    assert ask() == before
+    assert len(read) == 1
+    times = path.stat()
+    while path.stat().st_ctime_ns == times.st_ctime_ns:  # the clock of a file system ticks some 250 times a second
+        path.write_bytes(b"a" * 99 + b"b")
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # the same size and mtime; the ctime cannot be set
+    assert ask() != before
+    assert len(read) == 2
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_a_cache_that_cannot_be_used_costs_only_time(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cached("name", "1", lambda: "digest") == "digest"
+    (file,) = cache.iterdir()
+    file.write_text("[]")
+    assert cached("name", "1", lambda: "another") == "another"
+    assert cached("name", "1", lambda: "not asked") == "another"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/no/such/folder")
+    assert cached("name", "1", lambda: "computed") == "computed"

@@ -1,4 +1,4 @@
-"""What keeping KV is worth: break-even idle times, and whether what conversations held has paid for itself.
+"""What devices and memory cost, and what keeping KV is worth: break-even idle times, and whether it has paid for itself.
 
 A second of prefill saved is a second of all GPUs. With prices it is worth what they cost; a GiB·s costs what its tier does.
 Without prices GiB·s of one tier count as those of another: for as long as it computes a prompt, the machine keeps its whole
@@ -10,11 +10,32 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from pensieve.holding import Tier
 from pensieve.metrics import Metric
 from pensieve.results.schema import Trial
-from pensieve.results.size_map import Prices
 from pensieve.units import GIB
+
+
+class Prices(BaseModel):
+    """Of an hour: of one device, and of one GiB of KV in each tier; None: not given."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    gpu_hour: float | None = Field(None, ge=0.0)
+    gpu_gib_hour: float | None = Field(None, ge=0.0)
+    cpu_gib_hour: float | None = Field(None, ge=0.0)
+    disk_gib_hour: float | None = Field(None, ge=0.0)
+
+    @property
+    def given(self) -> bool:
+        return any(value is not None for value in self.model_dump().values())
+
+    def an_hour(self, devices: int, gpu_bytes: int, cpu_bytes: int, disk_bytes: int = 0) -> float:
+        """What is not priced costs nothing."""
+        memory = (self.gpu_gib_hour or 0.0) * gpu_bytes + (self.cpu_gib_hour or 0.0) * cpu_bytes
+        return (self.gpu_hour or 0.0) * devices + (memory + (self.disk_gib_hour or 0.0) * disk_bytes) / GIB
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,12 @@
-"""The digest of the code that a trial ran: the package's sources, and the user's own modules that the configuration names.
+"""Digests of what a trial's identity counts: of files and folders by all their content, and of the code that it ran.
 
-Python is hashed as a syntax tree without docstrings, so that comments and layout do not count; everything else (C, data
-that ships with the package) byte by byte. Modules are found without importing them.
+Reading tens of gigabytes of weights takes longer than many trials, so the digest of a large file is cached in the user's
+cache folder until the file's device, inode, size, mtime or ctime changes; a program can set the mtime back, but not the
+ctime.
+
+The code is the package's sources, and the user's own modules that the configuration names. Python is hashed as a syntax
+tree without docstrings, so that comments and layout do not count; everything else (C, data that ships with the package)
+byte by byte. Modules are found without importing them.
 """
 
 from __future__ import annotations
@@ -11,14 +16,16 @@ import functools
 import hashlib
 import importlib.machinery
 import json
+import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import pensieve
-from pensieve.results.content import cached, content_hash, text_hash, version_of
+from pensieve.user_cache import user_cache
 
 NOT_CODE = (
     "conf/",  # counts through the resolved configuration
@@ -58,6 +65,72 @@ BENCH = "bench/"  # changes the benchmarks' measurements only
 
 NAMES_CODE = ("_target_", "composition")
 """Last parts of field names whose text is the dotted path of a class or function."""
+
+CACHED_BYTES = 64 * 2**20
+"""From this size on a file's digest is cached."""
+
+Version = tuple[int, int, int, int, int]
+
+
+# Files and folders
+
+
+def content_hash(path: Path) -> str:
+    """SHA-256 of a file's content, or of all files of a folder with their names."""
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.is_file() and ".git" not in p.relative_to(path).parts)
+        return text_hash("\n".join(f"{p.relative_to(path).as_posix()} {content_hash(p)}" for p in files))
+    return _file_hash(path.resolve(), version_of(path))
+
+
+def text_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def version_of(path: Path) -> Version:
+    """Changes whenever the file is written to."""
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def cached(name: str, version: str, compute: Callable[[], str]) -> str:
+    """The digest stored for this name and version, else compute(), which is then stored in place of older versions."""
+    try:
+        file = user_cache() / "digests" / f"{text_hash(name)}.json"
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if found["version"] == version:
+            return str(found["digest"])
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError):
+        pass  # not there yet, not readable, or somebody's edit: computed anew
+    digest = compute()
+    _store(name, version, digest)
+    return digest
+
+
+def _store(name: str, version: str, digest: str) -> None:
+    """Replace the file at once, since other processes read it; a cache that cannot be written only costs time."""
+    try:
+        folder = user_cache() / "digests"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf-8") as file:
+            json.dump({"name": name, "version": version, "digest": digest}, file)
+        os.replace(file.name, folder / f"{text_hash(name)}.json")
+    except (OSError, RuntimeError):
+        pass
+
+
+@functools.lru_cache(maxsize=4096)
+def _file_hash(path: Path, version: Version) -> str:
+    size = version[2]
+    return _digest(path) if size < CACHED_BYTES else cached(str(path), repr(version), functools.partial(_digest, path))
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# Code
 
 
 def code_hash(config: Mapping[str, Any] | None = None) -> str:
