@@ -9,7 +9,7 @@ from analysis import tables
 from analysis.estimates import over_seeds
 from analysis.load import STATISTICS, load_axis
 from analysis.registry import Plot, columns, figure
-from analysis.results import Claim, Trial, crossing, positive_ratio, read_claims, unmet
+from analysis.results import Claim, Trial, TrialGroup, crossing, cut_short, positive_ratio, read_claims, unmet
 from analysis.sweep import Panel, Source, number
 from pensieve.compose.folder import conf_folder
 from pensieve.errors import MissingSeries
@@ -67,10 +67,11 @@ def _over(ours: BySeed, theirs: BySeed) -> PairedRatio | None:
     applies=lambda source: load_axis(source) is not None and compared(source.trials) is not None,
 )
 def paper_throughput(source: Source) -> Iterator[Plot]:
-    """A line a system and statistic, since the paper says 90th percentile in one place and mean in another."""
+    """A line a system and statistic, since the paper says 90th percentile in one place and mean in another. Where a system
+    saturates is where it has to be measured, so not all have run at all loads."""
     axis = load_axis(source)
     assert axis is not None, "asked only where it applies"
-    for panel in source.panels(axis):
+    for panel in source.panels(axis, partial=True):
         trials = [trial for cell in panel.cells for trial in cell.trials]
         claim = compared(trials)
         assert claim is not None, "asked only where it applies"
@@ -115,14 +116,20 @@ def paper_throughput(source: Source) -> Iterator[Plot]:
                     }
                 )
         simulated = all(trial.simulated for trial in trials)
+        cut = "".join(f"{sentence} " for sentence in cut_short(_groups(panel)))
         lead = (
-            f"{'Simulated. ' if simulated else ''}Latency over output tokens, mean and 90th percentile; requests/s where it "
-            "passes the limit for good, between two loads in a straight line, mean over seeds; the ratio is paired by seed. "
-            f"Paper: {claim.source}, {claim.text}. A dash: not within the limit at any load, or at all of them"
+            f"{cut}{'Simulated. ' if simulated else ''}Latency over output tokens, mean and 90th percentile; requests/s "
+            "where it passes the limit for good, between two loads in a straight line, mean over seeds; the ratio is "
+            f"paired by seed. Paper: {claim.source}, {claim.text}. A dash: not within the limit at any load, or at all of "
+            "them"
         )
         if beyond:
             lead += f"; a difference over {EXPLAINED_PCT} % wants an explanation (docs/paper.md)"
         yield Plot(panel, None, lead, rows, table)
+
+
+def _groups(panel: Panel) -> list[TrialGroup]:
+    return [TrialGroup(cell.at, {cell.baseline: cell.trials}) for cell in panel.cells]
 
 
 _EMPTY = ("requests_per_s", "ci_low", "ci_high", "n", "n_seeds")

@@ -1,9 +1,10 @@
 """All that the figures ask of pensieve.results, in one place; the report asks about verdicts itself."""
 
-from pensieve.results.caveats import offered_rate, starting
+from pensieve.results.caveats import cut_short, offered_rate, starting
 from pensieve.results.claims import Claim, read_claims
 from pensieve.results.claims.claim import unmet
 from pensieve.results.claims.measures.trials import crossing
+from pensieve.results.evidence import TrialGroup
 from pensieve.results.fields import axis_value, varying_axes
 from pensieve.results.frame import (
     PROBES,
@@ -43,6 +44,7 @@ __all__ = [
     "Sweep",
     "SweepTrial",
     "Trial",
+    "TrialGroup",
     "Worth",
     "apart",
     "axis_value",
@@ -51,6 +53,7 @@ __all__ = [
     "conversation_sums",
     "conversations_of",
     "crossing",
+    "cut_short",
     "found_more",
     "gap_closed",
     "is_map",

@@ -10,8 +10,9 @@ from analysis.page.document import Table
 from analysis.provenance import ranges
 from analysis.results import JobResult, Trial, axis_value, varying_axes
 from analysis.sweep import DEFAULT_COMMAND, Source
-from pensieve.results.caveats import mixed, without
+from pensieve.results.caveats import cut_short, mixed, without
 from pensieve.results.claims import Judged
+from pensieve.results.evidence import Evidence
 from pensieve.results.fields import differences, flat
 from pensieve.units import NONE, three_digits
 
@@ -62,7 +63,7 @@ def facts(source: Source) -> list[tuple[str, str]]:
 def warnings(source: Source) -> list[str]:
     """What a reader has to know before any number."""
     trials = source.trials
-    found = []
+    found = cut_short(Evidence(source.store, source.sweep.id).groups())
     simulated = [trial for trial in trials if trial.simulated]
     if simulated:
         found.append(
