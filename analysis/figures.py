@@ -179,7 +179,7 @@ def source_options(description: str) -> argparse.ArgumentParser:
         "--prices", type=_prices, metavar="NAME=VALUE,...",
         help=f"what an hour of it costs: {', '.join(Prices.model_fields)}, as of runners/size.py (default: none)",
     )  # fmt: skip
-    found.set_defaults(baselines=None)
+    found.set_defaults(baselines=None, also=[])
     return found
 
 
@@ -193,6 +193,13 @@ def _prices(text: str) -> Prices:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not NAME=NUMBER,... with numbers from 0 on for {names}"
         ) from None
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ID,... with numbers of sweeps") from None
 
 
 def guarded(options: argparse.Namespace, draw: Callable[[], None]) -> int:
@@ -221,7 +228,7 @@ def chosen_store(options: argparse.Namespace) -> ResultsStore:
 
 def chosen_source(store: ResultsStore, options: argparse.Namespace, sweep_id: int | None) -> Source:
     wanted = [name.strip() for name in options.baselines.split(",")] if options.baselines else []
-    return open_source(store, sweep_id, wanted, options.allow_mixed, options.prices)
+    return open_source(store, sweep_id, wanted, options.allow_mixed, options.prices, options.also)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -231,6 +238,10 @@ def _parser() -> argparse.ArgumentParser:
         "names", nargs="*", metavar="NAME", help="figures to draw (default: all that the sweep supports)"
     )
     found.add_argument("--baselines", help="draw only these, separated by commas (default: all of the sweep)")
+    found.add_argument(
+        "--also", type=_ids, default=[], metavar="ID,...",
+        help="further sweeps of the same overlay, read as one with it: each system at loads of its own",
+    )  # fmt: skip
     found.add_argument("--to", type=Path, help="folder to write to (default: figures/sweep-ID in the outputs folder)")
     found.add_argument("--all", action="store_true", help="every sweep of the database, a folder each")
     found.add_argument("--quiet", action="store_true", help="do not name the figures that the sweep does not support")

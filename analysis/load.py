@@ -16,12 +16,13 @@ from analysis.registry import Plot, columns, figure
 from analysis.sweep import NO_VALUE, Cell, Panel, Source, number
 from pensieve.compose.folder import conf_folder
 from pensieve.errors import MissingSeries
-from pensieve.results.caveats import offered_rate, starting
+from pensieve.results.caveats import cut_short, offered_rate, starting
 from pensieve.results.claims import Claim, read_claims
 from pensieve.results.claims.claim import unmet
 from pensieve.results.claims.measures import crossing
 from pensieve.results.frame import by_conversation, positive_ratio, values_of
 from pensieve.results.schema import Trial
+from pensieve.results.trials import TrialGroup
 from pensieve.statistics import FEWEST_GROUPS, Estimate, PairedRatio
 
 P = TypeVar("P")
@@ -332,10 +333,11 @@ def _over(ours: BySeed, theirs: BySeed) -> PairedRatio | None:
     applies=lambda source: load_axis(source) is not None and compared(source.trials) is not None,
 )
 def paper_throughput(source: Source) -> Iterator[Plot]:
-    """A line a system and statistic, since the paper says 90th percentile in one place and mean in another."""
+    """A line a system and statistic, since the paper says 90th percentile in one place and mean in another. Where a system
+    saturates is where it has to be measured, so not all have run at all loads."""
     axis = load_axis(source)
     assert axis is not None, "asked only where it applies"
-    for panel in source.panels(axis):
+    for panel in source.panels(axis, partial=True):
         trials = [trial for cell in panel.cells for trial in cell.trials]
         claim = compared(trials)
         assert claim is not None, "asked only where it applies"
@@ -380,11 +382,17 @@ def paper_throughput(source: Source) -> Iterator[Plot]:
                     }
                 )
         simulated = all(trial.simulated for trial in trials)
+        cut = "".join(f"{sentence} " for sentence in cut_short(_groups(panel)))
         lead = (
-            f"{'Simulated. ' if simulated else ''}Latency over output tokens, mean and 90th percentile; requests/s where it "
-            "passes the limit for good, between two loads in a straight line, mean over seeds; the ratio is paired by seed. "
-            f"Paper: {claim.source}, {claim.text}. A dash: not within the limit at any load, or at all of them"
+            f"{cut}{'Simulated. ' if simulated else ''}Latency over output tokens, mean and 90th percentile; requests/s "
+            "where it passes the limit for good, between two loads in a straight line, mean over seeds; the ratio is "
+            f"paired by seed. Paper: {claim.source}, {claim.text}. A dash: not within the limit at any load, or at all of "
+            "them"
         )
         if beyond:
             lead += f"; a difference over {EXPLAINED_PCT} % wants an explanation (docs/paper.md)"
         yield Plot(panel, None, lead, rows, table)
+
+
+def _groups(panel: Panel) -> list[TrialGroup]:
+    return [TrialGroup(cell.at, {cell.baseline: cell.trials}) for cell in panel.cells]

@@ -77,23 +77,27 @@ class Panel:
 @dataclass
 class Source:
     """A sweep as figures read it. wanted: only these baselines. allow_mixed: see provenance.trace. prices: of what it ran
-    on, where whoever reads it gives some."""
+    on, where whoever reads it gives some. also: further sweeps, whose trials count as this one's (see joined)."""
 
     store: ResultsStore
     sweep: Sweep
     wanted: Sequence[str] = ()
     allow_mixed: bool = False
     prices: Prices = field(default_factory=Prices)
+    also: Sequence[int] = ()
     jobs: Sequence[JobResult] = field(init=False)
     _frames: dict[tuple[int, bool], pd.DataFrame] = field(init=False, default_factory=dict, repr=False)
     _conversations: dict[int, frozenset[Any]] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.jobs = self.store.trials_of_sweep(self.sweep.id)
+        if self.also:
+            every = [job for sweep in (self.sweep.id, *self.also) for job in self.store.trials_of_sweep(sweep)]
+            self.jobs = list({job.last.id: job for job in every}.values())  # a trial that several show counts once
 
     def of_baselines(self, names: Sequence[str]) -> Source:
         """The same sweep with these baselines alone."""
-        return Source(self.store, self.sweep, names, self.allow_mixed, self.prices)
+        return Source(self.store, self.sweep, names, self.allow_mixed, self.prices, self.also)
 
     @property
     def command(self) -> str:
@@ -251,12 +255,31 @@ def open_source(
     wanted: Sequence[str] = (),
     allow_mixed: bool = False,
     prices: Prices | None = None,
+    also: Sequence[int] = (),
 ) -> Source:
-    """A sweep by its id, or the latest. Raises MissingSeries where there is none."""
+    """A sweep by its id, or the latest, with those of `also`. Raises MissingSeries where there is none, ResultsError where
+    one of `also` is none."""
     sweep = store.latest_sweep() if sweep_id is None else store.sweep(sweep_id)
     if sweep is None:
         raise MissingSeries(f"There is no sweep in the results database; run `{DEFAULT_COMMAND}` first.")
-    return Source(store, sweep, wanted, allow_mixed, prices or Prices())
+    further = [store.sweep(one) for one in also]
+    return Source(store, joined(sweep, further), wanted, allow_mixed, prices or Prices(), also)
+
+
+def joined(sweep: Sweep, further: Sequence[Sweep]) -> Sweep:
+    """Several sweeps of one overlay as one: what is swept takes the values that it takes in any of them."""
+    if not further:
+        return sweep
+    every = [sweep, *further]
+    overrides: dict[str, Any] = {}
+    for axis in dict.fromkeys(axis for one in every for axis in one.overrides):
+        given = list(dict.fromkeys(str(one.overrides[axis]) for one in every if axis in one.overrides))
+        values = given if len(given) == 1 else [value for text in given for value in text.split(",")]
+        overrides[axis] = ",".join(dict.fromkeys(values))
+    kept = {column.name: getattr(sweep, column.name) for column in Sweep.__table__.columns}
+    commands = " && ".join(one.command for one in every if one.command)
+    n_expected = sum(one.n_expected for one in every)
+    return Sweep(**{**kept, "overrides": overrides, "command": commands, "n_expected": n_expected})
 
 
 def latest_of(store: ResultsStore, workload: str) -> int | None:

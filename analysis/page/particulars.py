@@ -9,11 +9,11 @@ from typing import Any
 from analysis.page.document import Table
 from analysis.provenance import device_of, ranges
 from analysis.sweep import DEFAULT_COMMAND, Source
-from pensieve.results.caveats import mixed, without
+from pensieve.results.caveats import cut_short, mixed, without
 from pensieve.results.claims import Judged
 from pensieve.results.schema import Trial
 from pensieve.results.store import JobResult
-from pensieve.results.trials import axis_value, differences, flat, varying_axes
+from pensieve.results.trials import Evidence, axis_value, differences, flat, varying_axes
 from pensieve.units import NONE, three_digits
 
 _GROUPS = ("model", "cache", "eviction", "scheduler", "baseline", "workload", "hardware")
@@ -63,7 +63,7 @@ def facts(source: Source) -> list[tuple[str, str]]:
 def warnings(source: Source) -> list[str]:
     """What a reader has to know before any number."""
     trials = source.trials
-    found = []
+    found = cut_short(Evidence(source.store, source.sweep.id).groups())
     simulated = [trial for trial in trials if trial.simulated]
     if simulated:
         found.append(

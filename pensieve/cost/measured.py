@@ -24,7 +24,7 @@ from typing import Any
 
 from pensieve.cost.base import one_after_another
 from pensieve.cost.kernel_tables import AttentionGrid, Curve, KernelTable, Shape, all_reduce, nearest
-from pensieve.cost.roofline import attended_pairs, transfer_s
+from pensieve.cost.roofline import attended_pairs, describe_copies, transfer_s
 from pensieve.errors import ConfigError
 from pensieve.specs import HardwareSpec, ModelSpec
 
@@ -167,6 +167,7 @@ class MeasuredCost:
                 "head": self._kernels.head_source,
                 "attention": self._attention.describe(),
                 "all_reduce": "none: one device" if self.hardware.gpus == 1 else _reduce_source(self.hardware),
+                "copies": describe_copies(self.hardware),
                 "overhead": f"{self.hardware.step_overhead_s:g} s an iteration",
                 "padded_to_graph_sizes": self.hardware.graph_sizes,
             },

@@ -131,7 +131,12 @@ class Roofline:
         return None  # a simulated link is beside the compute by definition; nobody asks
 
     def describe(self) -> dict[str, Any]:
-        return {"kind": "roofline", "hardware": self.hardware.name, "load_s": self.load_s()}
+        return {
+            "kind": "roofline",
+            "hardware": self.hardware.name,
+            "load_s": self.load_s(),
+            "copies": describe_copies(self.hardware),
+        }
 
     def extrapolated(self) -> dict[str, Any]:
         return {}  # nothing was measured
@@ -165,3 +170,14 @@ def transfer_s(hardware: HardwareSpec, size: int, pieces: int, to_gpu: bool) -> 
     own share of each at once."""
     rate = hardware.h2d_bw if to_gpu else hardware.d2h_bw
     return size / hardware.gpus / rate + pieces * hardware.fragment_s
+
+
+def describe_copies(hardware: HardwareSpec) -> str:
+    """For the record: what copies between the tiers are taken to take, and what of it is assumed."""
+    h = hardware
+    pieces = (
+        f"and {h.fragment_s:g} s a piece, as copy engines take them"
+        if h.fragment_s
+        else "pieces free, as with a kernel that gathers at that rate: assumed (hardware.fragment_s)"
+    )
+    return f"{h.h2d_bw:g} bytes/s to the GPU, {h.d2h_bw:g} back, {pieces}"

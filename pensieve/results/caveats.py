@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pensieve.results.compare_trials import UNEQUAL_RATE
 from pensieve.results.frame import CONVERSATION, conversations_of, values_of
@@ -13,12 +13,15 @@ from pensieve.results.schema import Sweep, Trial
 from pensieve.results.store import JobResult
 from pensieve.results.trials import Evidence, TrialGroup, mixtures
 from pensieve.statistics import FEWEST_GROUPS, enough_for
+from pensieve.workload.base import context_cuts, cut_by_context
 
 if TYPE_CHECKING:
     import pandas as pd
 
 CAVEAT_COLUMNS = ("ttft_ms", "queue_ms", "arrived_s", "finished_s")
 """The turns' columns that `caveats` reads."""
+MOSTLY = 0.5
+"""Of the time to first token: who waits longer than that in the queue asks a machine at or past saturation."""
 _BUSY = 0.1  # of the CPUs' time, spent by others
 _MODEL_OFF_PCT = 50.0
 _FOUND_FULL = 0.1  # of the turns, from which on slots are said to limit a baseline
@@ -43,11 +46,34 @@ def caveats(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:
     ]
 
 
+def cut_short(groups: Sequence[TrialGroup]) -> list[str]:
+    """What the model's context took from the conversations: another load than was meant, so it is said before what was found.
+    Baselines of a group have the same conversations by seed, which count once."""
+    told = {}
+    for group in groups:
+        each = {trial.seed: _plan(trial) for trials in group.trials.values() for trial in trials}
+        if said := cut_by_context(each.values()):
+            told[group.name] = said
+    if not told:
+        return []
+    alike = len(told) == len({group.name for group in groups}) and len(set(told.values())) == 1
+    if alike:
+        where = next(iter(told.values()))
+    else:
+        where = _listed([f"{f'({name}) ' if name else ''}{said}" for name, said in told.items()], between="; ")
+    return [context_cuts(where)]
+
+
+def _plan(trial: Trial) -> Mapping[str, Any]:
+    """What the workload said of itself."""
+    plan = (trial.engine or {}).get("workload")
+    return plan if isinstance(plan, Mapping) else {}
+
+
 def offered_rate(trials: Sequence[Trial]) -> float | None:
     """Requests a second that the trials were offered in steady state (their mean); None where replies alone decide the rate,
     or the record of one does not say."""
-    plans = [(trial.engine or {}).get("workload") for trial in trials]
-    rates = [plan.get("request_rate_per_s") if isinstance(plan, Mapping) else None for plan in plans]
+    rates = [_plan(trial).get("request_rate_per_s") for trial in trials]
     known = [float(rate) for rate in rates if rate is not None]
     return fmean(known) if known and len(known) == len(rates) else None
 
@@ -169,7 +195,7 @@ def _last_turns(found: Evidence, trials: Sequence[Trial]) -> pd.DataFrame:
 
 
 def _mostly_wait(last: pd.DataFrame) -> bool:
-    return not last.empty and bool((last["queue_ms"] / last["ttft_ms"]).median() > 0.5)
+    return not last.empty and bool((last["queue_ms"] / last["ttft_ms"]).median() > MOSTLY)
 
 
 def _less_finished(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:

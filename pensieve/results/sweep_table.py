@@ -17,7 +17,7 @@ from sqlalchemy import func, select
 
 from pensieve.errors import ResultsError
 from pensieve.request import is_measured
-from pensieve.results.caveats import CAVEAT_COLUMNS, caveats
+from pensieve.results.caveats import CAVEAT_COLUMNS, caveats, cut_short
 from pensieve.results.frame import CONVERSATION, GAP_COLUMNS, START, gap_closed, values_of
 from pensieve.results.headline import REFERENCE, advantages, headlines, last_turn_ratio, load_line
 from pensieve.results.schema import Sweep, Trial, TurnRow
@@ -128,7 +128,7 @@ def sweep_table(store: ResultsStore, sweep_id: int) -> SweepTable:
     ]
     rows = [_row(found, group, name, own) for group, own in zip(groups, ttfts, strict=True) for name in group.trials]
     ratios = [advantages(own) for own in ttfts]
-    answers = [*headlines(found, ratios), *caveats(found, groups)]
+    answers = [*cut_short(groups), *headlines(found, ratios), *caveats(found, groups)]
     places = [group.at for group in groups]
     return SweepTable(found.sweep, rows, answers, _notes(found), list(zip(places, ratios, strict=True)))
 

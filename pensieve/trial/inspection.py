@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pensieve.compose import TrialConfig, TrialPlan, build_tokenizer, make_workload, plan_trial
+from pensieve.workload.base import context_cuts, cut_by_context
 from pensieve.workload.inspection import Inspection, Spread, inspect
 
 _SAME = {"baseline", "eviction", "scheduler", "tracking", "trial", "slo", "repeat"}
@@ -31,7 +32,7 @@ def inspection_of(plan: TrialPlan) -> Inspection:
 
 
 def inspection_lines(plan: TrialPlan, found: Inspection) -> list[str]:
-    """The inspection as a page of text."""
+    """The inspection as a page of text; what the model's context cuts off comes first, since the rest is without it."""
     per_session = found.turns_per_session
     rows = [
         ("load", f"{found.plan.load}, cache {found.plan.cache_state} at the start"),
@@ -49,7 +50,8 @@ def inspection_lines(plan: TrialPlan, found: Inspection) -> list[str]:
     ]  # fmt: skip
     title = f"workload={plan.config.workload.get('name')}, seed {plan.config.seed}, {plan.model.name}, nothing was run"
     width = max(len(name) for name, _ in rows)
-    return [title, *(f"  {name:<{width}}  {text}" for name, text in rows)]
+    cut = cut_by_context([found.plan.facts])
+    return [title, *([context_cuts(cut)] if cut else []), *(f"  {name:<{width}}  {text}" for name, text in rows)]
 
 
 def _labels(found: Inspection) -> list[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 
 from rich import box
@@ -10,10 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from pensieve.metrics import Metric
+from pensieve.results.caveats import MOSTLY, cut_short, offered_rate, starting
 from pensieve.results.mlflow_store import URL_ENV, remote_url
+from pensieve.results.schema import Trial
 from pensieve.results.served_by import footer
 from pensieve.results.store import ResultsStore
-from pensieve.results.trials import mixtures
+from pensieve.results.trials import TrialGroup, mixtures
 from pensieve.trial.tracking import Tracking
 from pensieve.units import NONE
 
@@ -51,7 +54,24 @@ def summary(store: ResultsStore, trial_id: int) -> RenderableType:
             table.add_row(title, _text(metrics[(name, "")], unit))
     told = [str(trial.flags[flag]) for flag in TOLD if flag in trial.flags]
     told += [f"One of the {why.what}: do not compare its times, and {why.remedy}." for why in mixtures([trial])]
-    return Group(table, *(Text(line) for line in [*told, *footer([trial])]))
+    first = [*cut_short([TrialGroup({}, {trial.baseline: [trial]})]), *_overloaded(trial, metrics)]
+    return Group(*map(Text, first), table, *(Text(line) for line in [*told, *footer([trial])]))
+
+
+def _overloaded(trial: Trial, metrics: Mapping[tuple[str, str], Metric]) -> list[str]:
+    """Where the median request mostly waits for others, its times are of the queue, and grow with the length of the run."""
+    waited, ttft, rate = (
+        one.value if (one := metrics.get((name, ""))) else None
+        for name in ("queue_ms_p50", "ttft_ms_p50", "throughput_req_s")
+    )
+    if not waited or not ttft or waited <= MOSTLY * ttft:
+        return []
+    offered = None if starting([trial]) else offered_rate([trial])
+    kept_up = f" {rate:.3g} of {offered:.3g} requests/s offered were finished." if rate and offered else ""
+    return [
+        f"Near saturation: {waited:,.0f} of {ttft:,.0f} ms to the first token (p50) is waiting in the queue. These times are "
+        f"of this load, and grow with how long it lasts.{kept_up}"
+    ]
 
 
 def places(tracking: Tracking) -> list[str]:

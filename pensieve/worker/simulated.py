@@ -325,7 +325,8 @@ class SimulatedWorker:
                     continue
                 self._disk_written_ns = ends = begins + round(self._disk_s() * 1e9)
             if self.timeline is not None:
-                self.timeline.add("disk", "read" if isinstance(one, DiskLoad) else "write", begins, ends)
+                way = "read from" if isinstance(one, DiskLoad) else "write to"
+                self.timeline.add(f"{way} disk", way.split()[0], begins, ends)
 
     def _disk_s(self) -> float:
         """Seconds for a chunk with the parts of all devices, since they share the disk."""

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 _MACHINE, _REQUESTS = 1, 2  # processes of the trace
-_LANES = {"compute": 1, "CPU to GPU": 2, "GPU to CPU": 3, "disk": 4}
+_LANES = {"compute": 1, "CPU to GPU": 2, "GPU to CPU": 3, "read from disk": 4, "write to disk": 5}
+"""What one lane holds comes one after the other: viewers nest what overlaps on it."""
 
 
 class Drawn(Protocol):
@@ -72,12 +73,14 @@ class Timeline:
 
 
 def _phases(turn: Drawn, origin_s: float) -> list[dict[str, Any]]:
-    """Waiting, prefill and decode of one request, as far as it came."""
-    ends = (turn.admitted_s, turn.first_token_s, turn.finished_s)
+    """Waiting, prefill and decode of one request, as far as it came: the phase in which it was given up ends with it."""
+    reached = {"waiting": turn.admitted_s, "prefill": turn.first_token_s, "decode": turn.finished_s}
     begins_s, events = turn.intended_s, []
-    for name, ends_s in zip(("waiting", "prefill", "decode"), ends, strict=True):
+    for name, ends_s in reached.items():
+        given_up = ends_s is None
+        ends_s = turn.finished_s if ends_s is None else ends_s
         if ends_s is None:
-            continue
+            break  # never finished
         shared = {
             "cat": "request",
             "name": name,
@@ -88,5 +91,7 @@ def _phases(turn: Drawn, origin_s: float) -> list[dict[str, Any]]:
         }
         events.append({**shared, "ph": "b", "ts": 1e6 * (origin_s + begins_s)})
         events.append({**shared, "ph": "e", "ts": 1e6 * (origin_s + ends_s)})
+        if given_up:
+            break
         begins_s = ends_s
     return events

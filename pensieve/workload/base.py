@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -88,6 +88,32 @@ class WorkloadPlan:
     cache_state: str = "cold"
     until_first_user: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
+
+
+def cut_by_context(plans: Iterable[Mapping[str, Any]]) -> str:
+    """What the model's context took from these workloads (WorkloadPlan.facts of each), in words; empty where it took nothing
+    or where nobody counts."""
+    counted = ("conversations_cut_by_context", "turns_cut_by_context", "conversations_too_long_for_the_context")
+    sums = dict.fromkeys(("conversations", *counted), 0)
+    for facts in plans:
+        for name in sums:
+            found = facts.get(name) or 0
+            sums[name] += (
+                sum(found.values()) if isinstance(found, Mapping) else int(found)
+            )  # some count by class of user
+    ended, turns, left_out = (sums[name] for name in counted)
+    never = f" ({turns:,} turns are never asked)" if turns else ""
+    told = [f"{ended:,} of {sums['conversations']:,} conversations end early{never}"] if ended else []
+    told += [f"{left_out:,} conversations are left out, whose first prompt does not fit"] if left_out else []
+    return " and ".join(told)
+
+
+def context_cuts(where: str) -> str:
+    """The sentence about one or several `cut_by_context`."""
+    return (
+        f"The model's context cuts the load: {where}. To ask all of it, choose a model with a longer context; simulated, "
+        "model.architecture.max_position_embeddings may be raised."
+    )
 
 
 class Workload(Protocol):

@@ -5,6 +5,8 @@ import csv
 import pytest
 
 from analysis.load import paper_throughput
+from analysis.sweep import open_source
+from pensieve.errors import MissingSeries
 from tests.analysis.sweeps import answered, fill
 
 AXIS = "workload.relative_rate"
@@ -12,7 +14,7 @@ CAPACITY = {"pensieve": 3.0, "stateless": 2.0, "prefix_cache": 2.5}
 LIMIT = 120.0  # OPT-13B on ShareGPT: 1.36 times vLLM at this latency
 
 
-def swept(store, capacity=CAPACITY, seeds=range(5), **columns):
+def swept(store, capacity=CAPACITY, seeds=range(5), loads=("1.0", "2.0", "4.0", "6.0"), **columns):
     """Latency grows with the load as a system's capacity says; what is achieved is half the load."""
 
     def metrics(at, seed):
@@ -24,7 +26,7 @@ def swept(store, capacity=CAPACITY, seeds=range(5), **columns):
         }
 
     given = {"model": "opt_13b", "workload": "sharegpt", "hardware": "sim_a100_80g", "device": "sim_a100_80g"}
-    axes = {AXIS: ["1.0", "2.0", "4.0", "6.0"], "baseline": list(capacity)}
+    axes = {AXIS: list(loads), "baseline": list(capacity)}
     source = fill(
         store, axes, lambda at, seed: [answered("a", 1, 5.0)], metrics, seeds=seeds,
         **{**given, "simulated": True, "device_count": 1, **columns},
@@ -73,3 +75,29 @@ def test_a_system_that_stays_within_the_latency_has_no_number(store, tmp_path):
 @pytest.mark.parametrize("changed", [{"model": "llama3_8b"}, {"workload": "chat"}, {"device_count": 2}])
 def test_it_is_for_what_the_paper_ran(store, changed):
     assert not paper_throughput.applies(swept(store, seeds=(0,), **changed))
+
+
+def test_conversations_that_the_context_cuts_are_said_first(store, tmp_path):
+    cut = {"conversations": 10, "conversations_cut_by_context": 3}
+    [drawing] = paper_throughput.draw(swept(store, engine={"workload": cut}), tmp_path)
+    assert "cuts the load: 15 of 50 conversations end early. To ask" in drawing.caption
+    assert drawing.caption.index("cuts the load") < drawing.caption.index("Simulated.")
+
+
+def test_sweeps_with_loads_of_each_systems_own_are_read_as_one(store, tmp_path):
+    """The same numbers as from one sweep with all loads, where each was run around its crossing."""
+    [whole] = paper_throughput.draw(swept(store), tmp_path / "whole")
+    one = swept(store, {"pensieve": 3.0}, loads=["2.0", "4.0", "6.0"], command="one")
+    two = swept(store, {"stateless": 2.0}, loads=["2.0", "4.0"], command="two")
+    with pytest.raises(MissingSeries, match="none of vllm"):
+        list(paper_throughput.plots(one))
+    source = open_source(store, one.sweep.id, also=[two.sweep.id])
+    assert len(source.jobs) == len(one.jobs) + len(two.jobs) == source.sweep.n_expected
+    [drawing] = paper_throughput.draw(source, tmp_path / "both")
+    every, both = rows(whole), rows(drawing)
+    assert set(both) == {(name, statistic) for name in ("pensieve", "stateless") for statistic in ("p90", "mean")}
+    for key, row in both.items():
+        for column in ("requests_per_s", "ci_low", "ci_high", "over_stateless", "ratio_ci_low", "difference_pct"):
+            assert row[column] == every[key][column]
+    assert "stateless (workload.relative_rate=6.0)" in drawing.caption
+    assert len(open_source(store, one.sweep.id, also=[one.sweep.id]).jobs) == len(one.jobs), "a trial counts once"

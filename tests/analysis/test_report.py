@@ -180,6 +180,12 @@ def test_what_a_reader_has_to_know_comes_first():
     assert not set(particulars.warnings(source_of())) & set(outcomes.notes(source_of()))
 
 
+def test_conversations_that_the_context_cuts_are_the_first_thing_on_the_page():
+    cut = {"conversations": 40, "conversations_cut_by_context": 5}
+    source = source_of(simulated=True, engine={"workload": cut})
+    assert particulars.warnings(source)[0].startswith("The model's context cuts the load: 15 of 120 conversations")
+
+
 def test_the_page_is_titled_by_what_was_swept_and_begins_with_what_was_found():
     source = source_of(seeds=5)
     assert particulars.title(source).endswith(": pensieve and stateless")

@@ -6,7 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from pensieve.compose import options, read_option
+from pensieve.compose.machine import find_device, hardware_spec
+from pensieve.compose.schema import HardwareConfig
 from pensieve.cost.roofline import Roofline
+from pensieve.cost.simulated import simulated_cost
 from pensieve.plan import Copy, StepPlan
 from tests.simulated import MACHINE, MODEL
 from tests.worker.test_simulated import perform, started
@@ -39,3 +43,29 @@ def test_neighbours_in_both_tiers_are_one_piece(scattered: bool, pieces: int) ->
 def test_where_pieces_cost_nothing_their_number_changes_nothing() -> None:
     cost = Roofline(MODEL, MACHINE, 4)
     assert cost.transfer_s(4, to_gpu=False, runs=4) == cost.transfer_s(4, to_gpu=False)
+
+
+@pytest.mark.parametrize("run_blocks", [1.0, 1.5])
+def test_a_load_is_priced_by_single_blocks_which_is_too_long_by_no_more_than_its_runs_are(run_blocks: float) -> None:
+    """Runs of 1.0 to 1.5 blocks were measured."""
+    cost = Roofline(MODEL, replace(MACHINE, fragment_s=ENGINES_S), 32)
+    taken = cost.transfer_s(24, to_gpu=True, runs=int(24 / run_blocks))
+    assert taken <= 24 * cost.load_s() * (1 + 1e-12) <= run_blocks * taken * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in options("hardware") if name.startswith("sim_")])
+def test_a_preset_and_its_record_say_what_is_known_of_pieces(name: str) -> None:
+    config = HardwareConfig.model_validate(read_option("hardware", name))
+    if name == "sim_profile":
+        assert config.source.startswith("runners/profile.py")  # blocks were copied there as they lie
+        return
+    assert "fragment_s" in config.source
+    model = replace(MODEL, dtype="bfloat16")
+    recorded = {
+        value: str(
+            simulated_cost(model, replace(hardware_spec(config, find_device(config)), fragment_s=value), 32).describe()
+        )
+        for value in (config.fragment_s, ENGINES_S)
+    }
+    assert "pieces free, as with a kernel that gathers at that rate: assumed" in recorded[0.0]
+    assert "5.9e-06 s a piece" in recorded[ENGINES_S] and "assumed" not in recorded[ENGINES_S]

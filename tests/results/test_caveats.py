@@ -301,3 +301,37 @@ def test_one_seed_that_ran_several_times_is_no_more_seeds(repeats: tuple[int, ..
     assert (
         "The seed ran 2 times, and each counts as conversations of its own" in answers(*trials, seeds=seeds)
     ) is warned
+
+
+CUT = {"conversations": 40, "conversations_cut_by_context": 5, "turns_cut_by_context": 12}
+
+
+def test_a_context_that_cuts_conversations_is_said_before_what_was_found() -> None:
+    """Five seeds of 40 conversations; both baselines were asked the same ones, which count once."""
+    trial = {"engine": {"workload": CUT}}
+    said = answers({"baseline": "pensieve", "ttft": FLAT, **trial}, {"baseline": "stateless", "ttft": RISING, **trial})
+    assert said.startswith(
+        "The model's context cuts the load: 25 of 200 conversations end early (60 turns are never asked). To ask all"
+    )
+    assert "Pensieve's first token" in said
+
+
+@pytest.mark.parametrize("plan", [{}, {"conversations": 40, "conversations_cut_by_context": 0}])
+def test_a_context_that_cuts_nothing_is_not_told(plan: dict[str, int]) -> None:
+    trial = {"ttft": FLAT, "engine": {"workload": plan}}
+    assert "context" not in answers({"baseline": "pensieve", **trial}, {"baseline": "stateless", **trial})
+
+
+def test_the_settings_whose_conversations_are_cut_are_named() -> None:
+    longer = {**CUT, "conversations_cut_by_context": 0, "turns_cut_by_context": 0}
+    longer["conversations_too_long_for_the_context"] = 2
+    common = {"baseline": "pensieve", "ttft": FLAT}
+    said = answers(
+        {**common, "model": "opt_13b", "engine": {"workload": CUT}},
+        {**common, "model": "llama3_8b", "engine": {"workload": longer}},
+        {**common, "model": "tiny", "engine": {"workload": {"conversations": 40}}},
+        model="opt_13b,llama3_8b,tiny",
+    )
+    assert "(model=opt_13b) 25 of 200 conversations end early (60 turns are never asked); (model=llama3_8b) 10 " in said
+    assert "10 conversations are left out, whose first prompt does not fit. To ask" in said
+    assert "tiny)" not in said

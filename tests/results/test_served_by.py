@@ -93,3 +93,32 @@ def test_engines_of_others_and_simulated_trials_have_none(engine: dict[str, Any]
     assert footer(trials) == []
     trials[0].simulated, trials[0].engine = True, settings()
     assert footer(trials[:1]) == []
+
+
+def test_what_a_context_cut_stands_above_one_trials_numbers() -> None:
+    store, engine = ResultsStore(MEMORY), {"workload": {"conversations": 40, "conversations_cut_by_context": 5}}
+    trial = add_trial(store, open_sweep(store), 0, "pensieve", conversation_turns([40.0]), engine=engine)
+    text = StringIO()
+    Console(file=text, width=300).print(summary(store, trial))
+    assert text.getvalue().startswith("The model's context cuts the load: 5 of 40 conversations end early.")
+
+
+@pytest.mark.parametrize(
+    ("queue_ms", "offered", "told"),
+    [
+        (7_890_000.0, 5.0, "7,890,000 of 7,899,844 ms to the first token (p50) is waiting in the queue"),
+        (7_890_000.0, None, "7,890,000 of 7,899,844 ms"),
+        (10.0, 5.0, None),
+    ],
+)
+def test_overload_stands_above_one_trials_numbers(queue_ms: float, offered: float | None, told: str | None) -> None:
+    store = ResultsStore(MEMORY)
+    metrics = {"queue_ms_p50": queue_ms, "ttft_ms_p50": 7_899_844.0, "throughput_req_s": 3.5}
+    engine = {"workload": {"request_rate_per_s": offered}}
+    trial = add_trial(store, open_sweep(store), 0, "pensieve", conversation_turns([40.0]), metrics, engine=engine)
+    text = StringIO()
+    Console(file=text, width=300).print(summary(store, trial))
+    said = text.getvalue()
+    assert said.startswith("Near saturation: ") is (told is not None)
+    assert told is None or told in said
+    assert ("3.5 of 5 requests/s offered were finished" in said) is (told is not None and offered is not None)

@@ -137,6 +137,13 @@ def test_clocks_are_told_apart_by_the_request_that_was_queued_at_once(tmp_path: 
         read_run(path)
 
 
+@pytest.mark.parametrize("meta", ["{", "[]"])
+def test_a_description_that_is_none_is_named(tmp_path, meta):
+    (tmp_path / "meta.json").write_text(meta)
+    with pytest.raises(MalformedInput, match=r"meta\.json does not describe a run"):
+        read_run(tmp_path / "requests.jsonl")
+
+
 def test_a_run_is_one_of_the_package_or_a_file(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"workload\.path=FILE"):
         vllm_run(context(), run=None)

@@ -41,3 +41,25 @@ def test_the_same_workload_is_shown_once(capsys):
 
 def test_nothing_is_inspected_unless_asked():
     assert not is_inspection(checked())
+
+
+@pytest.mark.parametrize(("workload", "context"), [("sharegpt", 2048), ("chat", 256)])
+def test_what_the_context_cuts_is_said_first(workload, context):
+    """Counted again from the same conversations under a context that holds them all."""
+
+    def shown(positions):
+        plan = plan_trial(checked(f"workload={workload}", f"model.architecture.max_position_embeddings={positions}"))
+        found = inspection_of(plan)
+        return inspection_lines(plan, found), found
+
+    (title, first, *_), cut = shown(context)
+    (_, whole_first, *_), whole = shown(16384)
+    ended = cut.plan.facts["conversations_cut_by_context"]
+    assert 0 < ended <= cut.sessions
+    assert "nothing was run" in title
+    assert first.startswith(f"The model's context cuts the load: {ended:,} of {cut.plan.facts['conversations']:,} conv")
+    assert whole_first.startswith("  load")
+    if workload == "sharegpt":  # chat writes until it has as many tokens as its pressure asks for
+        assert cut.plan.facts["conversations_too_long_for_the_context"] == 0
+        lost = whole.turns - cut.turns
+        assert lost == cut.plan.facts["turns_cut_by_context"] and f"({lost:,} turns are never asked)" in first

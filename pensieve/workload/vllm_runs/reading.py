@@ -65,12 +65,17 @@ def read_run(path: Path) -> list[RealRequest]:
     """A requests.jsonl as LLMServingSim's benchmark of vLLM writes it, by arrival. meta.json beside it names the workload,
     which tells which prompts begin alike; without it none do.
 
-    Raises MalformedInput for a file that is none.
+    Raises MalformedInput for a file that is none, or a meta.json that is no object.
     """
     meta = path.parent / "meta.json"
     workload = ""
     if meta.is_file():
-        workload = Path(str(json.loads(meta.read_text(encoding="utf-8")).get("dataset_path", ""))).stem
+        try:
+            workload = Path(str(json.loads(meta.read_text(encoding="utf-8")).get("dataset_path", ""))).stem
+        except (OSError, ValueError, AttributeError) as error:
+            raise MalformedInput(
+                f"{meta} does not describe a run ({error!r}); move it away: without it all prompts begin differently."
+            ) from None
     return _requests(rows_of(path), workload)
 
 
