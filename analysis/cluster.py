@@ -11,7 +11,7 @@ from analysis.caches import shares
 from analysis.estimates import mean, over_seeds, percentile
 from analysis.registry import Plot, Row, columns, figure
 from analysis.results import by_conversation, values_of
-from analysis.routing import REPLICAS, ROUTER, AtReplicas, draw_over_replicas, in_order
+from analysis.routing import REPLICAS, ROUTER, AtReplicas, draw_over_replicas, failing, in_order
 from analysis.sweep import Cell, Panel, Source
 from analysis.tables import estimated
 from pensieve.errors import MissingSeries
@@ -44,7 +44,7 @@ class Spread(AtReplicas):
 def cluster(source: Source) -> Iterable[Plot]:
     for panel in source.panels(ROUTER, REPLICAS):
         for baseline in panel.baselines:
-            yield _spread_plot(panel, [_spread(source, cell) for cell in panel.of(baseline)])
+            yield _spread_plot(panel, [_spread(source, cell) for cell in panel.of(baseline)], cluster.title)
 
 
 def _spread(source: Source, cell: Cell) -> Spread:
@@ -76,7 +76,7 @@ def _skew(source: Source, trial_id: int, replicas: int) -> float:
     return fmean(fullest) / (fmean(under_way) / replicas)
 
 
-def _spread_plot(panel: Panel, spreads: Sequence[Spread]) -> Plot:
+def _spread_plot(panel: Panel, spreads: Sequence[Spread], title: str) -> Plot:
     ordered = in_order(spreads)
     measures = (
         ("first token,\nmedian (ms)", "median"),
@@ -89,7 +89,9 @@ def _spread_plot(panel: Panel, spreads: Sequence[Spread]) -> Plot:
         "Points with their 95 % interval over seeds and conversations; first tokens of all turns, percentiles by nearest "
         "rank; fullest replica: requests under way on it over the mean of all replicas"
     )
-    return Plot(panel, picture, lead, [_spread_row(one) for one in ordered], [_spread_line(one) for one in ordered])
+    title += failing(one.cell for one in ordered)
+    rows, table = [_spread_row(one) for one in ordered], [_spread_line(one) for one in ordered]
+    return Plot(panel, picture, lead, rows, table, title)
 
 
 def _spread_row(one: Spread) -> Row:

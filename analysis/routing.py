@@ -15,6 +15,7 @@ from analysis.registry import Plot, Row, columns, figure
 from analysis.results import by_conversation, values_of
 from analysis.sweep import Cell, Panel, Source
 from analysis.tables import estimated
+from pensieve.results.fields import field_of
 from pensieve.statistics import Estimate
 
 ROUTER, REPLICAS = "hardware.router", "hardware.replicas"
@@ -51,6 +52,13 @@ def in_order(found: Iterable[Found]) -> list[Found]:
     return sorted(found, key=lambda one: (one.router, one.replicas))
 
 
+def failing(cells: Iterable[Cell]) -> str:
+    """What a title adds where replicas fail: how often each of them does."""
+    means = {field_of(trial, "hardware.failure_s") for cell in cells for trial in cell.trials} - {None}
+    each = " or ".join(f"{mean:g}" for mean in sorted(map(float, means)))
+    return f", each replica failing every {each} s or so" if means else ""
+
+
 def draw_over_replicas(found: Sequence[Found], height_in: float, measures: Sequence[tuple[str, str]]) -> Picture:
     """Axes below each other, with a line a router against the number of replicas.
 
@@ -85,7 +93,7 @@ def draw_over_replicas(found: Sequence[Found], height_in: float, measures: Seque
 def replica_routing(source: Source) -> Iterable[Plot]:
     for panel in source.panels(ROUTER, REPLICAS):
         for baseline in panel.baselines:
-            yield _plot(panel, [_routed(source, cell) for cell in panel.of(baseline)])
+            yield _plot(panel, [_routed(source, cell) for cell in panel.of(baseline)], replica_routing.title)
 
 
 def _routed(source: Source, cell: Cell) -> Routed:
@@ -97,7 +105,7 @@ def _routed(source: Source, cell: Cell) -> Routed:
     return Routed(cell, found.hit, percentile(waited, 0.5), percentile(waited, 0.9))
 
 
-def _plot(panel: Panel, routed: Sequence[Routed]) -> Plot:
+def _plot(panel: Panel, routed: Sequence[Routed], title: str) -> Plot:
     ordered = in_order(routed)
     measures = (
         ("history found (%)", "hit"),
@@ -106,7 +114,8 @@ def _plot(panel: Panel, routed: Sequence[Routed]) -> Plot:
     )
     picture = draw_over_replicas(ordered, 3.6, measures)
     lead = "Points with their 95 % interval over seeds and conversations; first tokens: of turns that have history"
-    return Plot(panel, picture, lead, [_row(one) for one in ordered], [_line(one) for one in ordered])
+    title += failing(one.cell for one in ordered)
+    return Plot(panel, picture, lead, [_row(one) for one in ordered], [_line(one) for one in ordered], title)
 
 
 def _row(one: Routed) -> Row:

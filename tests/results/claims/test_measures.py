@@ -308,6 +308,24 @@ def test_swapping_the_backends_of_a_benchmark_swaps_its_sign():
     assert measure(bench(fast, slow), "case_excess_pct", theirs="stateless").value == pytest.approx(-50.0)
 
 
+def test_a_load_that_was_served_in_part_is_compared_with_nobody():
+    """In seeds 0 and 1 memory ran out on the other side, whose turns that are left are quick."""
+
+    def theirs(seed):
+        return talk(5.0 if seed < 2 else 40.0)(seed)
+
+    def swept(out_of_memory):
+        metrics = {"stateless": lambda seed: {"oom_turns": float(seed < out_of_memory)}}
+        return sweep({"pensieve": talk(10.0), "stateless": theirs}, metrics=metrics)
+
+    found = measure(swept(2), "speedup", theirs="stateless", unless="oom_turns")
+    assert (found.value, found.seeds) == (pytest.approx(4.0), 3)
+    assert measure(swept(2), "speedup", theirs="stateless").value < 3, "with them"
+    assert set(found.trial_ids) == {1, 3, 5, 6, 7, 8, 9, 10}, "all of ours, and those of theirs that served everybody"
+    with pytest.raises(MissingSeries, match="every trial of stateless has oom_turns"):
+        measure(swept(5), "speedup", theirs="stateless", unless="oom_turns")
+
+
 def test_every_measure_says_which_arguments_it_takes():
-    assert arguments_of("speedup") == {"column", "turn", "label", "phase"}
+    assert arguments_of("speedup") == {"column", "turn", "label", "phase", "unless"}
     assert all("sides" not in arguments_of(name) for name in MEASURES)

@@ -49,6 +49,18 @@ class Sides:
                 turns = turns[turns[name] == wanted]
         return values_of(turns, column)
 
+    def unless(self, metric: str) -> Sides:
+        """Those of the trials in which this count is 0: who lost part of its load has the machine for what is left. Raises
+        MissingSeries where a side has none."""
+        ours, theirs = (
+            [trial for trial in trials if not self.evidence.metric(trial, metric)]
+            for trials in (self.ours, self.theirs)
+        )
+        for kept, trials in ((ours, self.ours), (theirs, self.theirs)):
+            if trials and not kept:
+                raise MissingSeries(f"every trial of {trials[0].baseline} has {metric}, and serves the load in part")
+        return replace(self, ours=ours, theirs=theirs)
+
     @property
     def trial_ids(self) -> tuple[int, ...]:
         return tuple(sorted({trial.id for trial in chain(self.ours, self.theirs)}))

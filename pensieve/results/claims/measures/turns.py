@@ -26,12 +26,20 @@ Which = int | Literal["first", "last"] | None
 
 
 def speedup(
-    sides: Sides, column: str = "ttft_ms", turn: Which = None, label: str | None = None, phase: str | None = None
+    sides: Sides,
+    column: str = "ttft_ms",
+    turn: Which = None,
+    label: str | None = None,
+    phase: str | None = None,
+    unless: str | None = None,
 ) -> Measured:
     """How many times theirs is of ours, over the turns that both have: one ratio a conversation, geometric mean.
 
-    turn: its number in the conversation, or "first" or "last" of those that both have; None: the mean of all of them.
+    turn: its number in the conversation, or "first" or "last" of those that both have; None: the mean of all of them. unless:
+    a count that has to be 0 in a trial, see Sides.unless.
     """
+    if unless is not None:
+        sides = sides.unless(unless)
     pairs = _paired(sides, column, label, phase)
     if isinstance(turn, str):
         pairs = conversation_ends(pairs, last=turn == "last")
