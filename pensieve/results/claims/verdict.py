@@ -37,7 +37,7 @@ class Measured:
     """A value from the database. ci_*: its 95 % interval, None where none is due. n counts n_unit, from `seeds` seeds.
 
     trial_ids: every trial that it was computed from. about: a remark for the reader, such as the turn it belongs to.
-    at_least: the value is what was reached, and no limit was met: it may be any amount more.
+    at_least: the value is a lower bound: loads between what was carried and what was refused, or beyond, were not tried.
     """
 
     value: float
@@ -75,7 +75,7 @@ def judge(
     if low is None or high is None:
         return Judgement("inconclusive", f"no interval: n = {measured.n} {measured.n_unit}, {_seeds(measured.seeds)}")
     if measured.at_least and (bounds.high is not None or not bounds.contain(low)):
-        return Judgement("inconclusive", "it met no limit, so it is at least that")
+        return Judgement("inconclusive", "it is at least that: larger loads, or some between, were not tried")
     if bounds.contain(low) and bounds.contain(high):
         return Judgement("holds", "the whole interval lies within the claim")
     if gain and bounds.high is not None and low > bounds.high:

@@ -263,15 +263,20 @@ def test_largest_load_needs_the_limit_of_the_other_side_and_is_a_lower_bound_wit
     axis = "workload.agents"
     turns = {name: lambda seed, agents: talk(10.0)(seed) for name in ("pensieve", "stateless")}
 
-    def found(ours, theirs):
+    def found(ours, theirs, loads=(1, 2, 3, 8, 9, 32)):
         metrics = {"pensieve": of(ours), "stateless": of(theirs)}
-        store = sweep(turns, seeds=5, metrics=metrics, axis=axis, values=[1, 2, 8, 32])
-        return measure(store, "largest_load_ratio", theirs="stateless", over=axis)
+        store = sweep(turns, seeds=5, metrics=metrics, axis=axis, values=loads)
+        one = measure(store, "largest_load_ratio", theirs="stateless", over=axis)
+        return one.value, one.at_least
 
-    assert found(10, 2).value == pytest.approx(4.0) and not found(10, 2).at_least
-    assert found(64, 2).value == pytest.approx(16.0) and found(64, 2).at_least
-    with pytest.raises(MissingSeries, match="other side reaches its limit"):
-        found(10, 64)
+    assert found(8, 2) == (pytest.approx(4.0), False), "both are known to one"
+    assert found(64, 2) == (pytest.approx(16.0), True), "ours has met no limit"
+    assert found(20, 2) == (pytest.approx(4.5), True), "ours carries 9 to 31"
+    assert found(8, 5) == (pytest.approx(8 / 7), True), "theirs may carry up to 7"
+    assert found(8, 0.5, loads=(4, 8, 9)) == (pytest.approx(8 / 3), True), "theirs may carry up to 3"
+    for ours, theirs in ((8, 64), (8, 0)):
+        with pytest.raises(MissingSeries, match="other side reaches its limit"):
+            found(ours, theirs)
 
 
 def bench(ours, theirs):

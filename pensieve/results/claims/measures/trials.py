@@ -5,6 +5,7 @@ An interval comes from seeds alone, and only from enough of them.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,17 +42,19 @@ def throughput_at_latency_ratio(
 
 
 def largest_load_ratio(sides: Sides, refusals: str = "oom_turns") -> Measured:
-    """The largest load (a number on the axis) that ours carries without refusals, over theirs, paired by seed.
+    """The largest load (a count on the axis) that ours carries without refusals, over theirs, paired by seed.
 
-    Theirs must reach refusals in the sweep, otherwise its limit is unknown. Where ours reaches none, the largest load of the
-    sweep counts for it, and the ratio is a lower bound.
+    Theirs must reach refusals in the sweep, otherwise its limit is unknown. Between the largest load that it carried and the
+    first that it refused nothing is known of it either, so it counts as one less than that; and ours as the largest that it
+    carried, whether or not it met a limit. Where that leaves something open the ratio is a lower bound.
     """
     ours, theirs = (_largest(sides, trials, refusals) for trials in (sides.ours, sides.theirs))
-    limited = {key: load for key, (load, met) in theirs.items() if met}
-    carried = {key: load for key, (load, _) in ours.items()}
+    limits = {key: math.ceil(first) - 1.0 for key, (_, first) in theirs.items() if first is not None and first > 1}
+    carried = {key: borne for key, (borne, _) in ours.items() if borne}
+    both = carried.keys() & limits.keys()
     return replace(
-        _of_seeds(carried, limited, sides, "no seed of the other side reaches its limit over the loads of this sweep"),
-        at_least=any(not met for key, (_, met) in ours.items() if key in limited),
+        _of_seeds(carried, limits, sides, "no seed of the other side reaches its limit over the loads of this sweep"),
+        at_least=any(ours[key][1] != carried[key] + 1 or theirs[key][0] != limits[key] for key in both),
     )
 
 
@@ -108,8 +111,10 @@ def crossing(curve: Curve, limit: float) -> float | None:
     return None
 
 
-def _largest(sides: Sides, trials: Sequence[Trial], refusals: str) -> dict[tuple[int, str], tuple[float, bool]]:
-    """Of each seed, the largest load below the first with refusals, and whether there was such a first."""
+def _largest(
+    sides: Sides, trials: Sequence[Trial], refusals: str
+) -> dict[tuple[int, str], tuple[float | None, float | None]]:
+    """Of each seed, the largest load below the first with refusals, and that one; None where there is none."""
     refused: dict[tuple[int, str], dict[float, float]] = defaultdict(dict)
     for trial in trials:
         count = sides.evidence.metric(trial, refusals)
@@ -117,10 +122,9 @@ def _largest(sides: Sides, trials: Sequence[Trial], refusals: str) -> dict[tuple
             refused[trial.seed, str(trial.repeat)][sides.at(trial)] = count
     found = {}
     for key, by_load in refused.items():
-        limit = min((load for load, count in by_load.items() if count > 0), default=None)
-        borne = max((load for load in by_load if limit is None or load < limit), default=None)
-        if borne is not None:
-            found[key] = (borne, limit is not None)
+        first = min((load for load, count in by_load.items() if count > 0), default=None)
+        borne = max((load for load in by_load if first is None or load < first), default=None)
+        found[key] = (borne, first)
     return found
 
 
