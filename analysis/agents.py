@@ -61,6 +61,20 @@ class Scaling:
         limit = self.out_of_memory_at
         return max((load.agents for load in self.loads if limit is None or load.agents < limit), default=None)
 
+    @property
+    def most(self) -> int | None:
+        """More than these it does not carry; None where it met no limit. Between the two nothing was tried."""
+        limit = self.out_of_memory_at
+        return None if limit is None else limit - 1
+
+    @property
+    def carries(self) -> str:
+        if self.most is None:
+            return tables.NONE if self.density is None else f"≥ {self.density}"
+        if self.most == 0:
+            return "none"
+        return f"{self.density}" if self.density == self.most else f"{self.density or 0} to {self.most}"
+
     def at(self, agents: int) -> Load | None:
         """None: no such trial completed."""
         return next((load for load in self.loads if load.agents == agents), None)
@@ -224,7 +238,8 @@ def agent_ratios(source: Source) -> Iterator[Plot]:
         ]
         most = max(together, default=None)
         lead = (
-            "Carries: the largest number of agents of this sweep at which no turn was refused or failed for want of memory; "
+            "Carries: the largest number of agents of this sweep at which no turn was refused or failed for want of memory, "
+            "up to one less than the first at which some was; "
             f"density: that number over {first.baseline}'s; "
         ) + (
             f"latency: of a baseline over {first.baseline} with {most} agents, geometric mean of the pairs of one seed "
@@ -311,13 +326,17 @@ def _stages(source: Source, cell: Cell) -> Stages:
 
 
 def density_ratio(one: Scaling, other: Scaling) -> tuple[float | None, str]:
-    """Agents that `one` carries over those that `other` does, and as text: a bound where one of them met no limit."""
-    if not one.density or not other.density:
-        return None, tables.NONE
-    if one.out_of_memory_at is None and other.out_of_memory_at is None:
-        return None, tables.NONE if one is not other else "1"
-    bound = "≥ " if one.out_of_memory_at is None else "≤ " if other.out_of_memory_at is None else ""
-    return one.density / other.density, f"{bound}{one.density / other.density:.3g}"
+    """Agents that `one` carries over those that `other` does, where both are known, and as text: bounds where loads between
+    what is carried and what is not were not tried."""
+    if one is other:
+        return 1.0, "1"
+    least = one.density / other.most if one.density and other.most else None
+    most = one.most / other.density if one.most and other.density else None
+    if least == most:
+        return least, tables.NONE if least is None else f"{least:.3g}"
+    if least is None or most is None:
+        return None, f"≤ {most:.3g}" if least is None else f"≥ {least:.3g}"
+    return None, f"{least:.3g} to {most:.3g}"
 
 
 def _ratios(scaling: Scaling, first: Scaling, most: int | None) -> dict[str, PairedRatio | None]:
@@ -339,14 +358,14 @@ def _paired(*sides: ByConversation) -> PairedRatio | None:
 
 
 def _ratio_line(scaling: Scaling, first: Scaling, found: Mapping[str, PairedRatio | None]) -> dict[str, str]:
-    limit, density = scaling.out_of_memory_at, scaling.density
+    limit = scaling.out_of_memory_at
     stages = {
         f"{stage}\nlatency (×)": "1" if scaling is first and found[stage] else tables.estimated(found[stage])
         for stage in STAGES
     }
     return {
         "baseline": scaling.baseline,
-        "carries\nagents": "none" if density is None else f"{density}" if limit else f"≥ {density}",
+        "carries\nagents": scaling.carries,
         "out of\nmemory at": "none" if limit is None else str(limit),
         "density\n(×)": density_ratio(scaling, first)[1],
         **stages,

@@ -17,6 +17,7 @@ from analysis.sweep import Cell, Panel, Source
 from analysis.tables import estimated
 from pensieve.errors import MissingSeries
 from pensieve.results.frame import by_conversation, values_of
+from pensieve.results.trials import field_of
 from pensieve.statistics import Estimate
 
 ROUTER, REPLICAS = "hardware.router", "hardware.replicas"
@@ -55,6 +56,13 @@ def in_order(found: Iterable[Found]) -> list[Found]:
     return sorted(found, key=lambda one: (one.router, one.replicas))
 
 
+def failing(cells: Iterable[Cell]) -> str:
+    """What a title adds where replicas fail: how often each of them does."""
+    means = {field_of(trial, "hardware.failure_s") for cell in cells for trial in cell.trials} - {None}
+    each = " or ".join(f"{mean:g}" for mean in sorted(map(float, means)))
+    return f", each replica failing every {each} s or so" if means else ""
+
+
 def draw_over_replicas(found: Sequence[Found], height_in: float, measures: Sequence[tuple[str, str]]) -> Picture:
     """Axes below each other, with a line a router against the number of replicas.
 
@@ -89,7 +97,7 @@ def draw_over_replicas(found: Sequence[Found], height_in: float, measures: Seque
 def replica_routing(source: Source) -> Iterable[Plot]:
     for panel in source.panels(ROUTER, REPLICAS):
         for baseline in panel.baselines:
-            yield _routed_plot(panel, [_routed(source, cell) for cell in panel.of(baseline)])
+            yield _routed_plot(panel, [_routed(source, cell) for cell in panel.of(baseline)], replica_routing.title)
 
 
 def _routed(source: Source, cell: Cell) -> Routed:
@@ -101,7 +109,7 @@ def _routed(source: Source, cell: Cell) -> Routed:
     return Routed(cell, found.hit, percentile(waited, 0.5), percentile(waited, 0.9))
 
 
-def _routed_plot(panel: Panel, routed: Sequence[Routed]) -> Plot:
+def _routed_plot(panel: Panel, routed: Sequence[Routed], title: str) -> Plot:
     ordered = in_order(routed)
     measures = (
         ("history found (%)", "hit"),
@@ -110,7 +118,10 @@ def _routed_plot(panel: Panel, routed: Sequence[Routed]) -> Plot:
     )
     picture = draw_over_replicas(ordered, 3.6, measures)
     lead = "Points with their 95 % interval over seeds and conversations; first tokens: of turns that have history"
-    return Plot(panel, picture, lead, [_routed_row(one) for one in ordered], [_routed_line(one) for one in ordered])
+    title += failing(one.cell for one in ordered)
+    return Plot(
+        panel, picture, lead, [_routed_row(one) for one in ordered], [_routed_line(one) for one in ordered], title
+    )
 
 
 def _routed_row(one: Routed) -> Row:
@@ -158,7 +169,7 @@ class Spread(AtReplicas):
 def cluster(source: Source) -> Iterable[Plot]:
     for panel in source.panels(ROUTER, REPLICAS):
         for baseline in panel.baselines:
-            yield _spread_plot(panel, [_spread(source, cell) for cell in panel.of(baseline)])
+            yield _spread_plot(panel, [_spread(source, cell) for cell in panel.of(baseline)], cluster.title)
 
 
 def _spread(source: Source, cell: Cell) -> Spread:
@@ -190,7 +201,7 @@ def _skew(source: Source, trial_id: int, replicas: int) -> float:
     return fmean(fullest) / (fmean(under_way) / replicas)
 
 
-def _spread_plot(panel: Panel, spreads: Sequence[Spread]) -> Plot:
+def _spread_plot(panel: Panel, spreads: Sequence[Spread], title: str) -> Plot:
     ordered = in_order(spreads)
     measures = (
         ("first token,\nmedian (ms)", "median"),
@@ -203,7 +214,9 @@ def _spread_plot(panel: Panel, spreads: Sequence[Spread]) -> Plot:
         "Points with their 95 % interval over seeds and conversations; first tokens of all turns, percentiles by nearest "
         "rank; fullest replica: requests under way on it over the mean of all replicas"
     )
-    return Plot(panel, picture, lead, [_spread_row(one) for one in ordered], [_spread_line(one) for one in ordered])
+    title += failing(one.cell for one in ordered)
+    rows, table = [_spread_row(one) for one in ordered], [_spread_line(one) for one in ordered]
+    return Plot(panel, picture, lead, rows, table, title)
 
 
 def _spread_row(one: Spread) -> Row:

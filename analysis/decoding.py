@@ -110,17 +110,22 @@ def _bytes(cost: Cost) -> Group:
 def _scale(axes: Axes, values: Sequence[float]) -> None:
     """Linear, unless only a logarithm shows both the smallest and the largest; no ticks where there is nothing to read."""
     moved = [value for value in values if value]
-    axes.set_xlabel("bytes a token")
+    axes.set_xlabel(f"bytes a token{' (log)' if marks.wide(moved) else ''}")
     if not moved:
         axes.set_xticks([0])
     elif marks.wide(moved):
-        axes.set_xscale("symlog", linthresh=1.0)
-        axes.set_xticks([0, *(tick for tick in (1e3, 1e6, 1e9) if tick <= 10 * max(moved))])
-        axes.tick_params(axis="x", labelsize=6)
-        axes.xaxis.set_minor_locator(NullLocator())
+        _logarithmic(axes, moved)
     else:
         axes.xaxis.set_major_locator(MaxNLocator(3))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _size(value)))
+
+
+def _logarithmic(axes: Axes, values: Sequence[float]) -> None:
+    """From 0 on. The bars have their values beside them: one tick is enough to read the scale by, and more run into each
+    other where an axis is half a column wide."""
+    axes.set_xscale("symlog", linthresh=1.0)
+    axes.set_xticks([0, 10 ** floor(log10(max(values)))])
+    axes.xaxis.set_minor_locator(NullLocator())
 
 
 def _size(value: float) -> str:
@@ -170,10 +175,8 @@ def disaggregation(source: Source) -> Iterator[Plot]:
         crossed = [found.value for share in shares for found in share.crossed.values() if found]
         for axes, values, what in zip(grid, (times, crossed), ("ms", "bytes"), strict=True):
             axes.set_xlabel(f"{what} a token{' (log)' if marks.wide(values) else ''}")
-            if marks.wide(values):  # the bars have their values beside them: one tick is enough to read the scale by
-                axes.set_xscale("symlog", linthresh=1.0)
-                axes.set_xticks([0, 10 ** floor(log10(max(values)))])
-                axes.xaxis.set_minor_locator(NullLocator())
+            if marks.wide(values):
+                _logarithmic(axes, values)
         grid[0].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         grid[1].xaxis.set_major_formatter(FuncFormatter(lambda value, _: _size(value)))
         simulated = any(trial.simulated for share in shares for trial in share.cell.trials)

@@ -26,7 +26,8 @@ Row = Mapping[str, Any]
 class Plot:
     """One panel, drawn. lead: what a point and its interval are. rows: what is drawn, a mapping a point with the same keys.
 
-    picture: None where the figure is a table, which is text. table: its numbers as cells.
+    picture: None where the figure is a table, which is text. table: its numbers as cells. title: where it says more than the
+    figure's.
     """
 
     panel: Panel
@@ -34,6 +35,7 @@ class Plot:
     lead: str
     rows: Sequence[Row]
     table: Table | None = None
+    title: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,23 +120,23 @@ def columns(name: str, estimate: Estimate | None, prefix: str = "") -> dict[str,
 def _publish(of: Figure, plot: Plot, folder: Path, dark: bool) -> Drawing:
     """Title and a line of small print around the picture, and its files; the panel's group goes before the columns of the
     CSV. What does not fit the line is the caption, for whoever sets the figure."""
-    panel, origin = plot.panel, plot.panel.provenance
+    panel, origin, title = plot.panel, plot.panel.provenance, plot.title or of.title
     warning = f"MIXED: {'; '.join(origin.mixed)}" if origin.mixed else ""
     drawn = _interval_drawn(plot)
     lead = plot.lead if drawn else f"{plot.lead}; no interval is due below {FEWEST_GROUPS} seeds"
     gone = f"Left out, without a completed trial: {'; '.join(panel.left_out)}" if panel.left_out else ""
-    caption = ". ".join(filter(None, [of.title, panel.text, warning, gone, footnote(origin, lead)]))
+    caption = ". ".join(filter(None, [title, panel.text, warning, gone, footnote(origin, lead)]))
     stem = folder / (of.name + "".join(f"-{_slug(axis)}-{_slug(value)}" for axis, value in panel.group.items()))
     png = pdf = None
     darker: list[Path] = []
     if plot.picture is not None:
-        style.compose(plot.picture, of.title, panel.text, warning, brief(origin, drawn))
-        png, pdf, text, *darker = style.save(plot.picture, stem, of.title, caption, dark=dark)
+        style.compose(plot.picture, title, panel.text, warning, brief(origin, drawn))
+        png, pdf, text, *darker = style.save(plot.picture, stem, title, caption, dark=dark)
     else:
         assert plot.table is not None, "neither a picture nor a table"
         text = stem.with_name(stem.name + ".md")
         folder.mkdir(parents=True, exist_ok=True)
-        heading = " · ".join(filter(None, [of.title, panel.text]))
+        heading = " · ".join(filter(None, [title, panel.text]))
         text.write_text(tables.markdown(plot.table, heading, caption), encoding="utf-8")
     table, sidecar = (stem.with_name(stem.name + suffix) for suffix in (".csv", ".json"))
     assert plot.rows, "a figure without data"
@@ -144,7 +146,7 @@ def _publish(of: Figure, plot: Plot, folder: Path, dark: bool) -> Drawing:
         writer.writerows({**panel.group, **row} for row in plot.rows)
     said = {
         "figure": of.name,
-        "title": of.title,
+        "title": title,
         "what": lead,
         "group": dict(panel.group),
         "files": [path.name for path in (png, pdf, text, table) if path is not None],
@@ -156,7 +158,7 @@ def _publish(of: Figure, plot: Plot, folder: Path, dark: bool) -> Drawing:
         ],
     }
     sidecar.write_text(json.dumps(said, indent=2, default=str) + "\n", encoding="utf-8")
-    return Drawing(of.name, of.title, panel, caption, png, pdf, text, table, sidecar, plot.table, *darker)
+    return Drawing(of.name, title, panel, caption, png, pdf, text, table, sidecar, plot.table, *darker)
 
 
 def _interval_drawn(plot: Plot) -> bool:

@@ -159,6 +159,7 @@ class _Run:
         self.pending = 0  # arrivals in the heap
         self.held: dict[int, Request] = {}  # due, but the system is full; first come, first sent
         self.in_flight: dict[int, Request] = {}  # as sent
+        self.asked: Counter[str] = Counter()  # by session, its requests that are held or in flight
         self.sent_s: dict[int, float] = {}
         self.overdue: set[int] = set()  # past their deadline in a system that cannot cancel
         self.ordinals: dict[int, int] = {}  # of those that are not over
@@ -289,8 +290,12 @@ class _Run:
         session = turn.session
         if not self.due.get(session):
             self.due.pop(session, None)
-            asked = any(request.session == session for request in (*self.held.values(), *self.in_flight.values()))
-            if self.forgets is not None and self.ends is not None and not asked and self.ends.is_over(turn):
+            if (
+                self.forgets is not None
+                and self.ends is not None
+                and not self.asked[session]
+                and self.ends.is_over(turn)
+            ):
                 self.forgets.ended(session)
 
     def _push(self, arrivals: Iterable[Arrival]) -> None:
@@ -332,6 +337,7 @@ class _Run:
             heapq.heappop(due)
             later = due[0] / 1e9 if due else None
             self.held[item.request.id] = replace(item.due(), intended_s=ns / 1e9, next_use_s=later)
+            self.asked[item.request.session] += 1
             if item.deadline_s is not None:
                 deadline = self._deadline_ns(item.deadline_s)
                 heapq.heappush(self.heap, (deadline, CANCEL, next(self.sequence), item.request.id))
@@ -386,6 +392,7 @@ class _Run:
         self.heap = [item for item in self.heap if not isinstance(item[3], Arrival)]
         heapq.heapify(self.heap)
         self.due.clear()
+        self.asked.subtract(request.session for request in self.held.values())
         self.held.clear()
         self.pending = 0
 
@@ -413,6 +420,9 @@ class _Run:
 
     def _finish(self, request: Request, turn: TurnRecord) -> None:
         self.stretches.finished(request)
+        self.asked[request.session] -= 1
+        if not self.asked[request.session]:
+            del self.asked[request.session]
         assert (turn.session, turn.turn) == (request.session, request.turn)
         turn.planned(request, self.ordinals.pop(request.id))
         turn.shift(self.origin_ns / 1e9)

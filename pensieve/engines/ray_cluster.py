@@ -95,6 +95,7 @@ class RayCluster:
         command += [f"--object-store-memory={STORE_BYTES}", "--include-log-monitor=false"]
         self._process = process = EngineProcess("ray", command)
         process.wait_until(lambda: READY in process.log(), self._timeout_s)
+        self._open.enter_context(_without_ray_notices())
         ray.init(address=address, _node_ip_address=LOOPBACK, log_to_driver=False, logging_level="ERROR")
 
     def close(self) -> None:
@@ -143,6 +144,19 @@ def own_environment(more: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def _without_ray_notices() -> Iterator[None]:
+    """Ray prints a paragraph on stdout for each process that has died, whatever it is told of logs. Who is killed here for
+    want of memory, and who died, is told of in our own words."""
+    from ray._private import worker
+
+    worker._worker_logs_enabled, before = False, worker._worker_logs_enabled
+    try:
+        yield
+    finally:
+        worker._worker_logs_enabled = before
 
 
 def _start_none_by_the_way() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from pensieve.compose.machine import free_device_bytes
+from pensieve.compose.machine import free_device_bytes, memory_limit_bytes
 from pensieve.compose.plan import TrialPlan
 from pensieve.compose.preflight import check_memory
 from pensieve.compose.weights import check_weights
@@ -35,7 +35,14 @@ def build_replicas(
     check_weights(config.model)
     fields = config.model_dump()
     threads = config.hardware.threads or max(1, physical_cores() // scaling.most)
-    fields["hardware"] = {**fields["hardware"], "threads": threads, "replicas": 1, "router": "single"}
+    limit = memory_limit_bytes(config.hardware)  # of all of them together
+    fields["hardware"] = {
+        **fields["hardware"],
+        "threads": threads,
+        "cpu_memory": None if limit is None else f"{limit // scaling.most} B",
+        "replicas": 1,
+        "router": "single",
+    }
     return ReplicaSystem(
         fields, scaling, router, seed=config.seed, gpus=gpus, environment=environment, connected=connected
     )
@@ -45,7 +52,7 @@ def _check_room(plan: TrialPlan, most: int, gpus: int) -> None:
     free = free_device_bytes(plan.device)
     if not gpus:
         try:
-            check_memory(plan, free // most)
+            check_memory(plan, min(free, plan.device.gpu_bytes) // most)  # the latter is hardware.cpu_memory, where set
         except HardwareMissing as error:
             raise HardwareMissing(f"Of {most} replicas each has its share of this machine's memory: {error}") from error
         return

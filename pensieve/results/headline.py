@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from math import log
+from statistics import fmean
 from typing import TYPE_CHECKING
 
-from pensieve.results.frame import PAPERS, conversation_ends, found_more, paired, speed_up
+from pensieve.results.frame import PAPERS, conversation_ends, found_more, paired, speed_up, values_of
 from pensieve.results.schema import Trial
 from pensieve.results.trials import Evidence, TrialGroup
 from pensieve.statistics import PairedRatio
@@ -38,8 +40,9 @@ def advantages(ttft: Mapping[str, pd.Series[float]]) -> dict[str, PairedRatio]:
 
 
 def headlines(found: Evidence, ratios: Sequence[Mapping[str, PairedRatio]]) -> list[str]:
-    """One sentence a group where Pensieve ran beside others, one for all where these are many; where only policies or sizes
-    differ, which recompute least, and what the paper's policy is beside the others.
+    """One sentence a group where Pensieve ran beside others, one for all where these are many; where it did not, how much
+    longer the others take than the quickest; where only policies or sizes differ, which recompute least, and what the
+    paper's policy is beside the others.
 
     ratios: of each of found.groups(), its advantages. Empty where there is nothing to compare.
     """
@@ -49,10 +52,51 @@ def headlines(found: Evidence, ratios: Sequence[Mapping[str, PairedRatio]]) -> l
         return [*(_of_group(found, group, own) for group, own in beside), *_of_the_papers_policy(found, groups)]
     if beside:
         return [_over_groups(beside), *_of_the_papers_policy(found, groups)]
-    alone = {name for group in groups for name in group.trials}
-    if len(groups) < 2 or len(alone) > 1:
+    names = {name for group in groups for name in group.trials}
+    if len(names) > 1 and OURS not in names:
+        return _beside_the_quickest(found, groups)
+    if len(groups) < 2 or len(names) > 1:
         return []
     return [*_of_alternatives(found, groups), *_of_the_papers_policy(found, groups)]
+
+
+def _beside_the_quickest(found: Evidence, groups: Sequence[TrialGroup]) -> list[str]:
+    """Of baselines that are none of them Pensieve: which takes least from a request's arrival to its last token, for each of
+    its output tokens, and how many times as long the others take; over the settings that have all of them."""
+    names = list(dict.fromkeys(name for group in groups for name in group.trials))
+    read = Evidence(found.store, found.sweep.id, "latency_ms", "output_tokens")
+    times_ms = [
+        (group.name, {name: values_of(read.turns(group.trials[name]), "normalized_latency_ms") for name in names})
+        for group in groups
+        if group.trials.keys() == set(names)
+    ]
+    whole = [(place, own) for place, own in times_ms if all((values > 0).any() for values in own.values())]
+    if not whole:
+        return []
+    quickest = min(names, key=lambda name: fmean(log(own[name].mean()) for _, own in whole))
+    parts, every = [], []
+    for name in names:
+        ratios = [(speed_up(paired(own[name], own[quickest])), place) for place, own in whole if name != quickest]
+        known = [(ratio, place) for ratio, place in ratios if ratio is not None]
+        if known:
+            parts.append(f"{_span(known)} as long with {name}")
+            every += [ratio for ratio, _ in known]
+    if not parts:
+        return []
+    over = f"Over {len(whole)} settings an" if len(whole) > 1 else f"{whole[0][0]}: An" if whole[0][0] else "An"
+    where = "on simulated hardware, " if all(trial.simulated for trial in found.trials) else ""
+    how = f"{where}from a request's arrival to its last token, over its tokens"
+    return [
+        f"{over} output token takes least time with {quickest} ({how}), and {_all_of(parts)}{_without_interval(every)}."
+    ]
+
+
+def _span(found: Sequence[tuple[PairedRatio, str]]) -> str:
+    """ "1.3× (a) to 4.0× (b)", the least and the most, with the settings at which they were found."""
+    (least, at_least), (most, at_most) = min(found, key=_ratio_of), max(found, key=_ratio_of)
+    if times(least) == times(most):
+        return times(least) if len(found) > 1 or not at_least else f"{times(least)} ({at_least})"
+    return f"{times(least)} ({at_least}) to {times(most)} ({at_most})"
 
 
 def _over_groups(beside: Sequence[tuple[TrialGroup, Mapping[str, PairedRatio]]]) -> str:
@@ -74,10 +118,7 @@ def _over_groups(beside: Sequence[tuple[TrialGroup, Mapping[str, PairedRatio]]])
 def _over_settings(other: str, found: Sequence[tuple[PairedRatio, str]]) -> str:
     """ "comes 1.3× (a) to 4.0× (b) as soon as stateless serving's", where it is ahead in all settings; else "is faster than
     stateless serving's in 3 of 5 settings, slower in 1, not told apart in 1 (0.80× (a) to 4.0× (b) as soon)"."""
-    (least, at_least), (most, at_most) = min(found, key=_ratio_of), max(found, key=_ratio_of)
-    span = f"{times(least)} ({at_least}) to {times(most)} ({at_most})"
-    if times(least) == times(most):
-        span = times(least) if len(found) > 1 else f"{times(least)} ({at_least})"
+    span = _span(found)
     sides = Counter(_side(ratio) for ratio, _ in found)
     if sides[1] == len(found):
         return f"comes {span} as soon as {_name(other)}"

@@ -118,16 +118,27 @@ def test_density_compares_what_each_carries_and_says_when_it_is_a_bound(drawn, t
     rows = {row["baseline"]: row for row in rows_of(tmp_path, "agent_ratios")}
     assert [rows[name]["carries_agents"] for name in STRAIGHT] == ["16", "", "1"]
     assert [rows[name]["out_of_memory_at"] for name in STRAIGHT] == ["none", "1", "4"]
-    assert rows["stateless"]["density_ratio_text"] == "≤ 0.0625"
+    assert rows["stateless"]["density_ratio_text"] == "≤ 0.188", "3 of 4 were not tried, and are not known not to fit"
     assert rows["gpu_only"]["density_ratio_text"] == "–"
     assert rows["pensieve"]["density_ratio_text"] == "1"
 
 
 def test_a_density_met_by_both_is_a_plain_ratio(drawn, tmp_path):
-    drawn_by(agent_ratios, drawn, tmp_path, STRAIGHT, {"stateless": 4, "pensieve": 16})
+    """Pensieve carries 15, stateless 3; each is tried with one more."""
+    counts = ("3", "4", "15", "16")
+    drawn_by(agent_ratios, drawn, tmp_path, STRAIGHT, {"stateless": 4, "pensieve": 16}, counts)
     rows = {row["baseline"]: row for row in rows_of(tmp_path, "agent_ratios")}
-    assert rows["stateless"]["density_ratio_text"] == "0.25"
-    assert rows["gpu_only"]["density_ratio_text"] == "≥ 4"
+    assert (rows["stateless"]["density_ratio_text"], float(rows["stateless"]["density_ratio"])) == ("0.2", 0.2)
+    assert rows["gpu_only"]["density_ratio_text"] == "≥ 1.07"
+
+
+def test_a_limit_that_was_not_bisected_is_a_range(drawn, tmp_path):
+    [drawing] = agent_ratios.draw(
+        agent_sweep(ResultsStore(MEMORY), STRAIGHT, {"pensieve": 16, "stateless": 4, "gpu_only": 1}), tmp_path
+    )
+    assert drawing.table is not None
+    found = {line["baseline"]: (line["carries\nagents"], line["density\n(×)"]) for line in drawing.table}
+    assert found == {"pensieve": ("4 to 15", "1"), "gpu_only": ("none", "–"), "stateless": ("1 to 3", "0.0667 to 0.75")}
 
 
 def test_latencies_are_compared_at_the_largest_number_that_all_completed(drawn, tmp_path):

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from analysis.cluster import cluster, migration
+from analysis.cluster import cluster, migration, replica_routing
+from analysis.registry import Figure
 from analysis.sweep import Source
 from pensieve.errors import MissingSeries
 from pensieve.results.store import ResultsStore
@@ -36,8 +37,9 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def cluster_sweep() -> Source:
-    axes = {"hardware.router": ["affinity", "random"], "hardware.replicas": ["100", "10"], "baseline": ["pensieve"]}
+def cluster_sweep(failure_s: list[str] | None = None) -> Source:
+    axes = {"hardware.failure_s": failure_s} if failure_s else {}
+    axes |= {"hardware.router": ["affinity", "random"], "hardware.replicas": ["100", "10"], "baseline": ["pensieve"]}
     store = ResultsStore(MEMORY)
     source = fill(
         store, axes, lambda at, seed: turns_of(TTFT[at["hardware.router"], at["hardware.replicas"]], 90),
@@ -71,6 +73,16 @@ def test_each_router_has_a_line_over_the_replicas(tmp_path: Path, drawn: Any) ->
     }
     assert {float(row["moved_turns"]) for row in found.values()} == {6.0}, "of two seeds"
     assert not drawn["cluster"].clipped
+
+
+@pytest.mark.parametrize("figure", [cluster, replica_routing], ids=lambda figure: figure.name)
+def test_the_title_says_that_replicas_fail(figure: Figure, tmp_path: Path, drawn: Any) -> None:
+    [plain] = figure.draw(cluster_sweep(), tmp_path)
+    assert plain.title == figure.title
+    for drawing, mean in zip(figure.draw(cluster_sweep(failure_s=["60", "300"]), tmp_path), (60, 300), strict=True):
+        assert drawing.title == f"{figure.title}, each replica failing every {mean} s or so"
+        assert drawing.caption.startswith(drawing.title)
+    assert not drawn[figure.name].clipped
 
 
 def test_trials_without_readings_of_their_replicas_are_named() -> None:

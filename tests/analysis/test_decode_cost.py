@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+from itertools import pairwise
 
 import pytest
 
@@ -64,6 +65,30 @@ def test_a_bar_is_the_latency_by_tokens_and_the_bytes_are_those_that_were_counte
     one = rows["semantic_blind", "per_token_ms_p50"]
     assert (float(one["value"]), one["n"], one["n_seeds"], one["trials"]) == (pytest.approx(42.0), "20", "2", "3 6")
     assert rows["semantic_blind", "bytes_per_token network"]["value"] == "1024.0"
+
+
+def test_ticks_of_bytes_do_not_run_into_each_other(drawn, store, tmp_path):
+    """From 7 bytes to 600 MB a token, on an axis that is half a column wide."""
+    moved = {"sent_bytes_per_token": 5.4e8, "received_bytes_per_token": 6e7, "h2d_bytes_per_token": 7.0}
+    source = fill(
+        store, {"baseline": NAMES}, lambda at, seed: [decoded(number) for number in range(1, 4)],
+        lambda at, seed: {**moved, "d2h_bytes_per_token": 0.0}, workload="decode",
+    )  # fmt: skip
+    decode_cost.draw(source, tmp_path)
+    figure = drawn["decode_cost"].figure
+    figure.draw_without_rendering()
+    boxes = sorted(
+        (label.get_window_extent() for label in figure.axes[1].get_xticklabels() if label.get_text()),
+        key=lambda box: box.x0,
+    )
+    gap = 0.02 * figure.dpi
+    assert len(boxes) >= 2 and all(left.x1 + gap < right.x0 for left, right in pairwise(boxes))
+
+
+def decoded(number: int):
+    one = turn(f"iteration-{number}", 1, 9.0, tokens=(1,) * 50, phase="throughput", iteration=number)
+    one.latency_ms = 500.0
+    return one
 
 
 def test_what_moves_nothing_has_no_bars_of_bytes(drawn, store, tmp_path):

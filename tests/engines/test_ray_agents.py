@@ -174,7 +174,7 @@ def test_closing_ends_requests_that_ray_never_answers(kind: type[Any], monkeypat
 
 
 @pytest.mark.slow
-def test_actors_keep_their_agents_until_memory_ends_and_tasks_keep_nothing() -> None:
+def test_actors_keep_their_agents_until_memory_ends_and_tasks_keep_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     """One Ray for both, since it takes seconds to start."""
     pytest.importorskip("ray")
     from pensieve.engines.ray_cluster import RayCluster
@@ -185,6 +185,7 @@ def test_actors_keep_their_agents_until_memory_ends_and_tasks_keep_nothing() -> 
         first = _actors_until_memory_ends(setup, module)
         _tasks_keep_nothing(setup, module, first)
     assert not _descendants() - before, "Ray ends with the block that began it"
+    assert "(raylet)" not in "".join(capfd.readouterr()), "the actor that was killed is told of in its turn"
     assert "RAY_AUTH_TOKEN" not in os.environ
 
 

@@ -12,7 +12,8 @@ pytest.importorskip("ray")
 pytest.importorskip("grpc_reflection")
 
 from pensieve.compose import check, plan_trial
-from pensieve.compose.machine import find_device
+from pensieve.compose.build import _weights_memory_bytes
+from pensieve.compose.machine import find_device, memory_limit_bytes
 from pensieve.errors import ConfigError, HardwareMissing
 from pensieve.replicas import build as build_module
 from pensieve.replicas.build import build_replicas
@@ -44,6 +45,27 @@ def test_replicas_that_do_not_fit_together_are_refused_before_any_starts(monkeyp
     build_replicas(plan, Scaling(1, 3), "affinity")
     with pytest.raises(HardwareMissing, match=r"Of 4 replicas.*are free"):
         build_replicas(plan, Scaling(1, 4), "affinity")
+
+
+def test_each_replica_gets_its_share_of_the_memory_that_all_of_them_may_have() -> None:
+    """By which it packs its weights, or does not. Where the number follows the load, of the most that there may be."""
+    plan = plan_trial(checked(*REAL, "hardware.cpu_memory=8GiB"))
+    given = [check(build_replicas(plan, Scaling(1, most), "affinity")._fields) for most in (1, 2, 4)]
+    assert [memory_limit_bytes(one.hardware) for one in given] == [8 * 2**30, 4 * 2**30, 2 * 2**30]
+    beside = [_weights_memory_bytes(plan_trial(one)) for one in given]
+    assert beside == [8 * 2**30 // most - plan.gpu_bytes - plan.cpu_bytes for most in (1, 2, 4)]
+    assert (
+        build_replicas(plan_trial(checked(*REAL)), Scaling(2, 2), "affinity")._fields["hardware"]["cpu_memory"] is None
+    )
+
+
+def test_replicas_that_do_not_fit_into_their_limit_are_refused_though_the_machine_has_more() -> None:
+    plan = plan_trial(checked(*REAL))
+    need = plan.model.weight_bytes + plan.gpu_bytes + plan.cpu_bytes + plan.activation_bytes
+    limited = plan_trial(checked(*REAL, f"hardware.cpu_memory='{3 * need} B'"))
+    build_replicas(limited, Scaling(1, 3), "affinity")
+    with pytest.raises(HardwareMissing, match="Of 4 replicas"):
+        build_replicas(limited, Scaling(1, 4), "affinity")
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:

@@ -285,3 +285,41 @@ def test_settings_that_are_printed_alike_share_their_place():
     assert ranked({"lru": 0.1001, "fifo": 0.1003}).startswith(
         "All 2 settings recompute the same share of history, 10.0%."
     )
+
+
+def decoded(ms_a_token: float, requests: int = 4) -> list[TurnRecord]:
+    """Requests of three tokens each, of which the second takes twice as long."""
+    made = [turn(f"r{number}", 1, 1.0, tokens=(1, 2, 3)) for number in range(requests)]
+    for number, one in enumerate(made):
+        one.latency_ms = 3 * ms_a_token * (2 if number == 1 else 1)
+    return made
+
+
+def test_without_pensieve_the_others_stand_beside_the_quickest() -> None:
+    said = answers(
+        {"baseline": "semantic_blind", "turns": decoded(300.0)},
+        {"baseline": "native_pytorch", "turns": decoded(10.0)},
+        {"baseline": "fully_aware", "turns": decoded(12.0)},
+    )
+    assert said.startswith("An output token takes least time with native_pytorch (from a request's arrival to its last")
+    assert "and 30.0× [30.0, 30.0] as long with semantic_blind and 1.20× [1.20, 1.20] as long with fully_aware." in said
+    assert "Pensieve" not in said.partition(".")[0]
+
+
+def test_over_settings_without_pensieve_the_least_and_the_most_are_named() -> None:
+    models = {"llama3_8b": 400.0, "llama2_13b": 100.0}
+    said = answers(
+        *(
+            {"baseline": name, "model": model, "turns": decoded(blind if name == "semantic_blind" else 10.0)}
+            for model, blind in models.items()
+            for name in ("semantic_blind", "fully_aware")
+        ),
+        model=",".join(models),
+        seeds=1,
+    )
+    assert said.startswith("Over 2 settings an output token takes least time with fully_aware (")
+    assert "and 10.0× (model=llama2_13b) to 40.0× (model=llama3_8b) as long with semantic_blind (4 conv" in said
+
+
+def test_one_baseline_that_is_not_pensieve_has_nothing_beside_it() -> None:
+    assert "least time" not in answers({"baseline": "stateless", "turns": decoded(10.0)})

@@ -166,7 +166,7 @@ def judge(
     if low is None or high is None:
         return Judgement("inconclusive", f"no interval: n = {measured.n} {measured.n_unit}, {_seeds(measured.seeds)}")
     if measured.at_least and (bounds.high is not None or not bounds.contain(low)):
-        return Judgement("inconclusive", "it met no limit, so it is at least that")
+        return Judgement("inconclusive", "it is at least that: larger loads, or some between, were not tried")
     if bounds.contain(low) and bounds.contain(high):
         return Judgement("holds", "the whole interval lies within the claim")
     if gain and bounds.high is not None and low > bounds.high:

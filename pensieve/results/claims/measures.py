@@ -83,6 +83,18 @@ class Sides:
                 turns = turns[turns[name] == wanted]
         return values_of(turns, column)
 
+    def unless(self, metric: str) -> Sides:
+        """Those of the trials in which this count is 0: who lost part of its load has the machine for what is left. Raises
+        MissingSeries where a side has none."""
+        ours, theirs = (
+            [trial for trial in trials if not self.evidence.metric(trial, metric)]
+            for trials in (self.ours, self.theirs)
+        )
+        for kept, trials in ((ours, self.ours), (theirs, self.theirs)):
+            if trials and not kept:
+                raise MissingSeries(f"every trial of {trials[0].baseline} has {metric}, and serves the load in part")
+        return replace(self, ours=ours, theirs=theirs)
+
     @property
     def trial_ids(self) -> tuple[int, ...]:
         return tuple(sorted({trial.id for trial in chain(self.ours, self.theirs)}))
@@ -93,7 +105,7 @@ class Measured:
     """A value from the database. ci_*: its 95 % interval, None where none is due. n counts n_unit, from `seeds` seeds.
 
     trial_ids: every trial that it was computed from. about: a remark for the reader, such as the turn it belongs to.
-    at_least: the value is what was reached, and no limit was met: it may be any amount more.
+    at_least: the value is a lower bound: loads between what was carried and what was refused, or beyond, were not tried.
     """
 
     value: float
@@ -130,12 +142,20 @@ def _percent_above_one(ratio: Measured) -> Measured:
 
 
 def speedup(
-    sides: Sides, column: str = "ttft_ms", turn: Which = None, label: str | None = None, phase: str | None = None
+    sides: Sides,
+    column: str = "ttft_ms",
+    turn: Which = None,
+    label: str | None = None,
+    phase: str | None = None,
+    unless: str | None = None,
 ) -> Measured:
     """How many times theirs is of ours, over the turns that both have: one ratio a conversation, geometric mean.
 
-    turn: its number in the conversation, or "first" or "last" of those that both have; None: the mean of all of them.
+    turn: its number in the conversation, or "first" or "last" of those that both have; None: the mean of all of them. unless:
+    a count that has to be 0 in a trial, see Sides.unless.
     """
+    if unless is not None:
+        sides = sides.unless(unless)
     pairs = _paired(sides, column, label, phase)
     if isinstance(turn, str):
         pairs = conversation_ends(pairs, last=turn == "last")
@@ -319,17 +339,19 @@ def throughput_at_latency_ratio(
 
 
 def largest_load_ratio(sides: Sides, refusals: str = "oom_turns") -> Measured:
-    """The largest load (a number on the axis) that ours carries without refusals, over theirs, paired by seed.
+    """The largest load (a count on the axis) that ours carries without refusals, over theirs, paired by seed.
 
-    Theirs must reach refusals in the sweep, otherwise its limit is unknown. Where ours reaches none, the largest load of the
-    sweep counts for it, and the ratio is a lower bound.
+    Theirs must reach refusals in the sweep, otherwise its limit is unknown. Between the largest load that it carried and the
+    first that it refused nothing is known of it either, so it counts as one less than that; and ours as the largest that it
+    carried, whether or not it met a limit. Where that leaves something open the ratio is a lower bound.
     """
     ours, theirs = (_largest(sides, trials, refusals) for trials in (sides.ours, sides.theirs))
-    limited = {key: load for key, (load, met) in theirs.items() if met}
-    carried = {key: load for key, (load, _) in ours.items()}
+    limits = {key: math.ceil(first) - 1.0 for key, (_, first) in theirs.items() if first is not None and first > 1}
+    carried = {key: borne for key, (borne, _) in ours.items() if borne}
+    both = carried.keys() & limits.keys()
     return replace(
-        _of_seeds(carried, limited, sides, "no seed of the other side reaches its limit over the loads of this sweep"),
-        at_least=any(not met for key, (_, met) in ours.items() if key in limited),
+        _of_seeds(carried, limits, sides, "no seed of the other side reaches its limit over the loads of this sweep"),
+        at_least=any(ours[key][1] != carried[key] + 1 or theirs[key][0] != limits[key] for key in both),
     )
 
 
@@ -386,8 +408,10 @@ def crossing(curve: Curve, limit: float) -> float | None:
     return None
 
 
-def _largest(sides: Sides, trials: Sequence[Trial], refusals: str) -> dict[tuple[int, str], tuple[float, bool]]:
-    """Of each seed, the largest load below the first with refusals, and whether there was such a first."""
+def _largest(
+    sides: Sides, trials: Sequence[Trial], refusals: str
+) -> dict[tuple[int, str], tuple[float | None, float | None]]:
+    """Of each seed, the largest load below the first with refusals, and that one; None where there is none."""
     refused: dict[tuple[int, str], dict[float, float]] = defaultdict(dict)
     for trial in trials:
         count = sides.evidence.metric(trial, refusals)
@@ -395,10 +419,9 @@ def _largest(sides: Sides, trials: Sequence[Trial], refusals: str) -> dict[tuple
             refused[trial.seed, str(trial.repeat)][sides.at(trial)] = count
     found = {}
     for key, by_load in refused.items():
-        limit = min((load for load, count in by_load.items() if count > 0), default=None)
-        borne = max((load for load in by_load if limit is None or load < limit), default=None)
-        if borne is not None:
-            found[key] = (borne, limit is not None)
+        first = min((load for load, count in by_load.items() if count > 0), default=None)
+        borne = max((load for load in by_load if first is None or load < first), default=None)
+        found[key] = (borne, first)
     return found
 
 

@@ -261,15 +261,20 @@ def test_largest_load_needs_the_limit_of_the_other_side_and_is_a_lower_bound_wit
     axis = "workload.agents"
     turns = {name: lambda seed, agents: talk(10.0)(seed) for name in ("pensieve", "stateless")}
 
-    def found(ours, theirs):
+    def found(ours, theirs, loads=(1, 2, 3, 8, 9, 32)):
         metrics = {"pensieve": of(ours), "stateless": of(theirs)}
-        store = sweep(turns, seeds=5, metrics=metrics, axis=axis, values=[1, 2, 8, 32])
-        return measure(store, "largest_load_ratio", theirs="stateless", over=axis)
+        store = sweep(turns, seeds=1, metrics=metrics, axis=axis, values=loads)
+        one = measure(store, "largest_load_ratio", theirs="stateless", over=axis)
+        return one.value, one.at_least
 
-    assert found(10, 2).value == pytest.approx(4.0) and not found(10, 2).at_least
-    assert found(64, 2).value == pytest.approx(16.0) and found(64, 2).at_least
-    with pytest.raises(MissingSeries, match="other side reaches its limit"):
-        found(10, 64)
+    assert found(8, 2) == (pytest.approx(4.0), False), "both are known to one"
+    assert found(64, 2) == (pytest.approx(16.0), True), "ours has met no limit"
+    assert found(20, 2) == (pytest.approx(4.5), True), "ours carries 9 to 31"
+    assert found(8, 5) == (pytest.approx(8 / 7), True), "theirs may carry up to 7"
+    assert found(8, 0.5, loads=(4, 8, 9)) == (pytest.approx(8 / 3), True), "theirs may carry up to 3"
+    for ours, theirs in ((8, 64), (8, 0)):
+        with pytest.raises(MissingSeries, match="other side reaches its limit"):
+            found(ours, theirs)
 
 
 def bench(ours, theirs):
@@ -306,6 +311,24 @@ def test_swapping_the_backends_of_a_benchmark_swaps_its_sign():
     assert measure(bench(fast, slow), "case_excess_pct", theirs="stateless").value == pytest.approx(-50.0)
 
 
+def test_a_load_that_was_served_in_part_is_compared_with_nobody():
+    """In seeds 0 and 1 memory ran out on the other side, whose turns that are left are quick."""
+
+    def theirs(seed):
+        return talk(5.0 if seed < 2 else 40.0)(seed)
+
+    def swept(out_of_memory):
+        metrics = {"stateless": lambda seed: {"oom_turns": float(seed < out_of_memory)}}
+        return sweep({"pensieve": talk(10.0), "stateless": theirs}, metrics=metrics)
+
+    found = measure(swept(2), "speedup", theirs="stateless", unless="oom_turns")
+    assert (found.value, found.seeds) == (pytest.approx(4.0), 3)
+    assert measure(swept(2), "speedup", theirs="stateless").value < 3, "with them"
+    assert set(found.trial_ids) == {1, 3, 5, 6, 7, 8, 9, 10}, "all of ours, and those of theirs that served everybody"
+    with pytest.raises(MissingSeries, match="every trial of stateless has oom_turns"):
+        measure(swept(5), "speedup", theirs="stateless", unless="oom_turns")
+
+
 def test_every_measure_says_which_arguments_it_takes():
-    assert arguments_of("speedup") == {"column", "turn", "label", "phase"}
+    assert arguments_of("speedup") == {"column", "turn", "label", "phase", "unless"}
     assert all("sides" not in arguments_of(name) for name in MEASURES)
