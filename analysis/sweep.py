@@ -20,12 +20,11 @@ from analysis.results import (
     SweepTrial,
     Trial,
     axis_value,
-    conversations_of,
     mixtures,
-    turn_frame,
     varying_axes,
 )
 from pensieve.errors import ConfigError, MissingSeries
+from pensieve.results.frame import all_turns, chosen_turns, conversations_of
 from pensieve.units import parse_capacity
 
 DEFAULT_COMMAND = "python runners/run.py -m"
@@ -193,7 +192,8 @@ class Source:
     def frame(self, trial: Trial, measured: bool) -> pd.DataFrame:
         """The turns of one trial; measured: see `turns`."""
         if (trial.id, measured) not in self._frames:
-            self._frames[trial.id, measured] = turn_frame(self.store, [trial], measured=measured)
+            every = all_turns(self.store, [trial])
+            self._frames |= {(trial.id, kept): chosen_turns(every, kept) for kept in (False, True)}
         return self._frames[trial.id, measured]
 
     def _cells(
