@@ -13,7 +13,7 @@ from sqlalchemy import select
 
 from analysis.provenance import Provenance, trace
 from pensieve.errors import ConfigError, MissingSeries
-from pensieve.results.frame import conversations_of, turn_frame
+from pensieve.results.frame import all_turns, chosen_turns, conversations_of
 from pensieve.results.prices import Prices
 from pensieve.results.schema import Sweep, SweepTrial, Trial
 from pensieve.results.store import JobResult, ResultsStore
@@ -189,7 +189,8 @@ class Source:
     def frame(self, trial: Trial, measured: bool) -> pd.DataFrame:
         """The turns of one trial; measured: see `turns`."""
         if (trial.id, measured) not in self._frames:
-            self._frames[trial.id, measured] = turn_frame(self.store, [trial], measured=measured)
+            every = all_turns(self.store, [trial])
+            self._frames |= {(trial.id, kept): chosen_turns(every, kept) for kept in (False, True)}
         return self._frames[trial.id, measured]
 
     def _cells(

@@ -1,19 +1,15 @@
-"""For all tests: one thread for torch, as workers of pytest-xdist share the cores; MLflow stores are copies of one, a file of
-conf/ is read once, and what was imported is not searched for garbage."""
+"""For all tests: one thread for torch, as workers of pytest-xdist share the cores; MLflow stores are copies of one, options
+chosen together are composed once, and what was imported is not searched for garbage."""
 
-import copy
-import dataclasses
-import functools
 import gc
 import os
 import shutil
 import sys
 
 import pytest
-from hydra._internal.sources_registry import SourcesRegistry
-from hydra.core.plugins import Plugins
 
 from pensieve.results import mlflow_store
+from tests.composed_once import composing_once
 
 
 def pytest_configure():
@@ -33,36 +29,9 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _yaml_read_once():
-    """Hydra reads the files of a configuration anew each time that it composes: a third of the time that this takes.
-
-    A file is another one when its time or its size is.
-    """
-    Plugins.instance()  # registers the sources
-    with pytest.MonkeyPatch.context() as patch:
-        for scheme in ("file", "pkg"):
-            source = SourcesRegistry.instance().resolve(scheme)
-            patch.setattr(source, "load_config", _reading_once(source.load_config))
+def _composed_once():
+    with composing_once():
         yield
-
-
-def _reading_once(load):
-    read = {}
-
-    @functools.wraps(load)
-    def load_config(self, config_path):
-        file = os.path.join(self.path, self._normalize_file_name(config_path))
-        try:
-            found = os.stat(file)
-            state = (found.st_mtime_ns, found.st_size, found.st_ino)
-        except OSError:  # in a package, which does not change, or missing: then load says so
-            state = None
-        key = (self.provider, file, state)
-        if key not in read:
-            read[key] = load(self, config_path)
-        return dataclasses.replace(read[key], config=copy.deepcopy(read[key].config))  # Hydra takes its defaults out
-
-    return load_config
 
 
 @pytest.fixture(scope="session")

@@ -5,10 +5,12 @@ Free blocks of both tiers hold NaN, so that one stale read shows in the logits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache as remember
 from typing import Any
 
 import pytest
+import torch
 
 from pensieve.cache.stateless import StatelessCache
 from pensieve.cache.two_tier import TwoTierCache
@@ -16,7 +18,7 @@ from pensieve.clock import WallClock
 from pensieve.engine import Engine
 from pensieve.eviction.retention_value import RetentionValue
 from pensieve.record import TurnRecord
-from pensieve.request import Length, Request, Sampling, tokens_of
+from pensieve.request import Length, Request, Sampling, TokenArray
 from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.worker.torch.model import LoadedModel
 from pensieve.worker.torch.worker import TorchWorker
@@ -45,6 +47,7 @@ class Checked:
         )
         self.cache = manager
         self.compared = 0
+        self._seen: dict[int, list[tuple[TokenArray[int], torch.Tensor]]] = {}
 
     def run(self, *requests: Request) -> dict[int, TurnRecord]:
         for request in requests:
@@ -55,20 +58,31 @@ class Checked:
             events = self.engine.step(None)
             slots.update({s.slot: s for s in self.engine.scheduler.running})
             self.cache.check()
-            self.compare(slots)
+            self.keep(slots)
             self.poison()
             finished |= {event.request_id: event.turn for event in events if event.turn is not None}
+        self.compare()
         return finished
 
-    def compare(self, slots: dict[Any, Any]) -> None:
+    def keep(self, slots: dict[Any, Any]) -> None:
+        """The logits of a step, each with the tokens that it is the answer to."""
         for slot, logits in self.worker.last_logits.items():
             sequence = slots.get(slot)
             if sequence is None:
                 continue  # admitted and finished within the step: its tokens are compared by the caller
-            expected = plain_logits(self.model, sequence.session.tokens[:-1])[-1]
-            assert float((logits - expected).abs().max()) < 1e-4
-            self.compared += 1
+            self._seen.setdefault(sequence.request.id, []).append((sequence.session.tokens[:-1], logits.clone()))
         self.worker.last_logits = {}
+
+    def compare(self) -> None:
+        """Every step of a request with one plain forward over all that it said: no position sees a later one."""
+        for seen in self._seen.values():
+            whole = seen[-1][0]
+            expected = plain_logits(self.model, whole)
+            for known, logits in seen:
+                assert whole[: len(known)] == known
+                assert float((logits - expected[len(known) - 1]).abs().max()) < 1e-4
+                self.compared += 1
+        self._seen.clear()
 
     def poison(self) -> None:
         tensors = self.worker.tensors
@@ -77,12 +91,9 @@ class Checked:
             tensors.cpu[:, sorted(self.cache.free_blocks()[1])] = float("nan")
 
 
-def conversation(model: LoadedModel, tokens: list[int], new: int) -> list[int]:
-    """Greedy continuation by whole forwards, one a token."""
-    known = tokens_of(tokens)
-    for _ in range(new):
-        known.append(int(plain_logits(model, known)[-1].argmax()))
-    return list(known[len(tokens) :])
+def greedy(model: LoadedModel, prompt: Sequence[int], said: Sequence[int]) -> list[int]:
+    """The plain model's choice of each token, after the prompt and those of `said` before it."""
+    return plain_logits(model, [*prompt, *said[:-1]])[len(prompt) - 1 :].argmax(dim=1).tolist()
 
 
 def rounds(turns: int, sessions: str, output: int = 6) -> list[list[Request]]:
@@ -119,8 +130,8 @@ def test_preempted_requests_go_on_exactly(name: str) -> None:
         )
         assert checked.engine.scheduler.counters.preempted > 0
         for number in (1, 2):
-            expected = conversation(checked.model, list(random_tokens(20, number)), 40)
-            assert list(finished[number].token_ids) == expected
+            said = list(finished[number].token_ids)
+            assert len(said) == 40 and said == greedy(checked.model, random_tokens(20, number), said)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -137,8 +148,8 @@ def test_two_leading_chunks_and_a_hole_with_a_budget_of_48(name: str, fused: boo
     turn = checked.run(Request(2, "a", 2, random_tokens(100, 2), Length(5)))[2]
     assert (turn.history_tokens, turn.gpu_hit_tokens, turn.recomputed_tokens) == (93, 93 - 24, 24)
     assert checked.engine.counters.steps >= 2 + 3 + 4
-    expected = conversation(checked.model, list(session.tokens[:194]), 5)
-    assert list(turn.token_ids) == expected
+    said = list(turn.token_ids)
+    assert len(said) == 5 and said == greedy(checked.model, session.tokens[:194], said)
 
 
 def test_baselines_give_the_same_tokens_greedy_and_sampled() -> None:

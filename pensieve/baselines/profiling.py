@@ -39,7 +39,7 @@ def profile_of(
     tiers have, 0 for no CPU tier. Raises WorkerError when a measured step fails.
     """
     longest = min(pool_tokens, max_context)
-    same = {name: value for name, value in where.items() if name not in _POOL_SETTINGS}
+    same = {name: value for name, value in where.items() if name not in _COSTS_NO_STEP}
     key = json.dumps([same, chunk_tokens, longest.bit_length(), max_context], sort_keys=True, default=str)
     profile = _known.get(key)
     if profile is None:
@@ -55,7 +55,10 @@ def profile_of(
     return profile
 
 
-_POOL_SETTINGS = {"gpu_pool_bytes", "cpu_pool_bytes", "mean_fragment_bytes", "copies", "copies_measured"}
+_COSTS_NO_STEP = {
+    "gpu_pool_bytes", "cpu_pool_bytes", "mean_fragment_bytes", "copies", "copies_measured", "model_load_s", "model_reused",
+}  # fmt: skip
+"""Settings that differ between baselines, or between the trial that loaded the model and those that found it."""
 
 
 def prefill_s(worker: Worker, clock: Clock, chunk_tokens: int, start: int, stop: int) -> float:

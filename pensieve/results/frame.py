@@ -57,17 +57,35 @@ def turn_frame(store: ResultsStore, trials: Iterable[Trial], *columns: str, meas
 
     measured: only the turns that count; False: all. Of two rows with one key, the later one is kept.
     """
+    return chosen_turns(all_turns(store, trials, *columns), measured)
+
+
+def all_turns(store: ResultsStore, trials: Iterable[Trial], *columns: str) -> pd.DataFrame:
+    """What `chosen_turns` chooses from: every row of the trials, as `turn_frame` gives those that it keeps."""
+    import numpy as np
     import pandas as pd
 
     chosen = list(dict.fromkeys((*KEY[2:], "phase", "status", *(columns or TURN_COLUMNS))))
     parts = []
     for trial in trials:
-        part = pd.DataFrame([tuple(row) for row in store.turns_of(trial.id, *chosen)], columns=chosen)
-        parts.append(part.assign(seed=trial.seed, repeat=trial.repeat))
-    frame = pd.concat(parts) if parts else pd.DataFrame(columns=[*chosen, "seed", "repeat"])
+        if rows := store.turns_of(trial.id, *chosen):
+            part: dict[str, Any] = {
+                name: np.array(own, dtype=_NUMBERS[name]) if name in _NUMBERS else list(own)
+                for name, own in zip(chosen, zip(*rows, strict=True), strict=True)
+            }
+            parts.append(pd.DataFrame({**part, "seed": trial.seed, "repeat": trial.repeat}))
+    if parts:
+        frame = pd.concat(parts)
+    else:
+        frame = pd.DataFrame(columns=[*chosen, "seed", "repeat"])
+        frame = frame.astype({name: _NUMBERS[name] for name in chosen if name in _NUMBERS})
+    return frame.set_index(KEY)
+
+
+def chosen_turns(frame: pd.DataFrame, measured: bool) -> pd.DataFrame:
+    """Each key of `all_turns` once; measured: see turn_frame."""
     if measured:
         frame = frame[(frame["status"] == "completed") & frame["phase"].map(is_measured).astype(bool)]
-    frame = frame.astype({name: kind for name, kind in _NUMBERS.items() if name in frame}).set_index(KEY)
     return latest(frame)
 
 

@@ -63,16 +63,18 @@ def create_server(
 
 def _baseline(mode: str) -> dict[str, Any]:
     """The option of conf/baseline. Raises EngineMissing for an outside engine, ConfigError for an unknown mode."""
-    known = [name for name in options("baseline") if read_option("baseline", name)["cache"]]
-    if mode in options("baseline") and mode not in known:
+    known = options("baseline")
+    if mode in known:
+        option = read_option("baseline", mode)
+        if option["cache"]:
+            return option
         raise EngineMissing(
             f"mode={mode!r} is an outside engine, and create_server starts ours only; compare with it in trials "
             f"(python runners/run.py baseline=pensieve,{mode} -m). Of ours, mode='prefix_cache' shares full blocks as vLLM "
             "does, and mode='stateless' keeps nothing between turns."
         )
-    if mode not in known:
-        raise ConfigError(ended(f"There is no mode {mode!r}{nearest(mode, known)}"))
-    return read_option("baseline", mode)
+    ours = [name for name in known if read_option("baseline", name)["cache"]]
+    raise ConfigError(ended(f"There is no mode {mode!r}{nearest(mode, ours)}"))
 
 
 def server_of(fields: Mapping[str, Any], keeps_disk: bool = False, say: Callable[[str], None] | None = None) -> Server:

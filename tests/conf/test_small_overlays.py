@@ -1,5 +1,7 @@
 """Every experiment has a variant for two CPU cores, and every swept field a scalar of its own."""
 
+from functools import cache
+
 import pytest
 from hydra import compose
 from omegaconf import OmegaConf
@@ -13,7 +15,9 @@ EXPERIMENTS = [
 ]  # fmt: skip
 
 
+@cache
 def composed(name):
+    """Read only: one for all tests."""
     with hydra_session():
         return compose(config_name="config", overrides=[f"experiment={name}"], return_hydra_config=True)
 

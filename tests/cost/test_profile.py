@@ -170,8 +170,9 @@ def test_a_worker_is_profiled_through_its_plans() -> None:
     assert 0 < record["largest_error_pct"] < 1
     assert record["left_out"] == {}
     assert clock.now_s() < 2
-    again = profile_of(worker, clock, 32, 40_000, 8192, 2000, {"worker": "simulated"})
-    assert again is profile, "baselines of a sweep decide by the same costs"
+    for how in ({}, {"model_load_s": 2.5, "model_reused": False}, {"model_load_s": 2.5, "model_reused": True}):
+        again = profile_of(worker, clock, 32, 40_000, 8192, 2000, {"worker": "simulated", **how})
+        assert again is profile, "baselines of a sweep decide by the same costs"
     small = profile_of(worker, clock, 32, 3000, 8192, 90, {"worker": "simulated"})
     assert list(small.tail_s) == [2048] and list(small.left_out) == [4096, 8192]
 

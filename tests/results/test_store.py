@@ -193,14 +193,14 @@ def test_turns_come_back_as_they_were(store: ResultsStore) -> None:
     assert store.turns_of(trial, "session", "ttft_ms") == [("b", None), ("a", 12.5)]
 
 
-def test_a_hundred_thousand_turns_in_bulk(store: ResultsStore, tmp_path: Path) -> None:
-    """In five seconds; where the machine is slow, in little more than SQLite itself takes for as many bare rows."""
+def test_twenty_thousand_turns_in_bulk(store: ResultsStore, tmp_path: Path) -> None:
+    """In a second; where the machine is slow, in little more than SQLite itself takes for as many bare rows."""
     trial = store.begin_trial(trial_fields())
-    records = [turn(f"s{i % 100}", i // 100) for i in range(100_000)]
+    records = [turn(f"s{i % 100}", i // 100) for i in range(20_000)]
     before = time.process_time()  # not the wall: other tests share this machine
     store.add_turns(trial, records)
     taken = time.process_time() - before
-    assert len(store.turns_of(trial, "id")) == 100_000
+    assert len(store.turns_of(trial, "id")) == 20_000
     with closing(sqlite3.connect(tmp_path / "bare.db")) as bare:
         bare.execute(f"create table turn ({', '.join(TURN_COLUMNS)})")
         rows = [tuple(getattr(record, name) for name in TURN_COLUMNS) for record in records]
@@ -208,7 +208,7 @@ def test_a_hundred_thousand_turns_in_bulk(store: ResultsStore, tmp_path: Path) -
         with bare:
             bare.executemany(f"insert into turn values ({', '.join('?' * len(TURN_COLUMNS))})", rows)
         floor = time.process_time() - before
-    assert taken < max(5, 5 * floor)
+    assert taken < max(1, 5 * floor)
 
 
 def test_turns_are_recorded_in_one_statement_of_one_transaction(store: ResultsStore) -> None:

@@ -1,10 +1,20 @@
-"""Nothing of a server happens on its own in these tests: what is swept, a test sweeps."""
+"""Nothing of a server happens on its own in these tests: what is swept, a test sweeps. And a model is loaded once for all
+of their servers: how one is loaded is tested elsewhere."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
+
+
+@pytest.fixture(autouse=True, scope="package")
+def one_model() -> Iterator[None]:
+    from pensieve.worker.torch.shelf import open_shelf
+
+    with open_shelf():
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

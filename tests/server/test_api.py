@@ -25,15 +25,6 @@ def server(mode: str = "pensieve", **fields: Any) -> Any:
     return create_server(mode=mode, model="tiny", **{**defaults, **fields})
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_model() -> Any:
-    """Loaded once for all of these servers: how a model is loaded is tested elsewhere."""
-    from pensieve.worker.torch.shelf import open_shelf
-
-    with open_shelf():
-        yield
-
-
 def test_only_the_new_message_is_sent_and_the_history_hits() -> None:
     with server() as s:
         text = s.process_request("session_1", "Hello", max_new_tokens=6, ignore_eos=True)

@@ -48,6 +48,7 @@ def test_what_is_there_when_the_server_is_warm_is_left_to_itself() -> None:
         assert not any(one is cycle for one in gc.get_objects())
     finally:
         gc.unfreeze()
+        gc.freeze()  # as tests/conftest.py leaves it for all tests
 
 
 def test_the_tokens_of_a_tenant_are_counted_as_they_come_and_go() -> None:

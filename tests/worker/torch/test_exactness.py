@@ -26,13 +26,13 @@ def test_ragged_batch(model: LoadedModel) -> None:
         rows = [driver.prompt_row(slot, random_tokens(length, slot))]
         rows += [driver.decode_row(other) for other in range(slot)]
         driver.step(*rows)
-        for other in range(slot + 1):
-            driver.check_logits(other)
+        driver.keep_logits(*range(slot + 1))
     driver.step(*[driver.decode_row(slot) for slot in range(len(lengths))])
     rows = [driver.prompt_row(0, random_tokens(30, 10)), driver.prompt_row(3, random_tokens(2, 11))]
     driver.step(*rows, *[driver.decode_row(slot) for slot in (1, 2, 4, 5)])
+    driver.keep_logits(*range(len(lengths)))
+    driver.check_kept()
     for slot in range(len(lengths)):
-        driver.check_logits(slot)
         written = len(driver.tokens[slot]) - (30 if slot == 0 else 2 if slot == 3 else 0)
         assert written > lengths[slot]
         expected = plain_logits(model, driver.tokens[slot][:-1]).argmax(dim=-1)
@@ -96,8 +96,9 @@ def test_recovery_under_a_budget(model: LoadedModel) -> None:
     for index, runs in enumerate(pieces):
         assert sum(b - a for a, b in runs) <= 48
         driver.step(driver.row(0, runs, sample=index == len(pieces) - 1), driver.decode_row(1))
-        driver.check_logits(1)
-    driver.check_logits(0)
+        driver.keep_logits(1)
+    driver.keep_logits(0)
+    driver.check_kept()
 
 
 def test_chunked_prefill_inside_a_chunk(model: LoadedModel) -> None:
