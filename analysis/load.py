@@ -348,7 +348,7 @@ def paper_throughput(source: Source) -> Iterator[Plot]:
                 f"Sweep {source.sweep.id} has none of {', '.join(claim.against)} to compare with; add baseline=stateless."
             )
         table, rows = [], []
-        beyond = False
+        beyond = missing = False
         for statistic in STATISTICS:
             reached = rates_at(panel, axis, limit, statistic)
             for name, values in reached.items():
@@ -356,12 +356,15 @@ def paper_throughput(source: Source) -> Iterator[Plot]:
                 ratio = _over(values, reached[reference]) if name != reference else None
                 paper = bounds.claimed if name in claim.of else None
                 difference = 100 * (ratio.ratio / paper - 1) if ratio and paper else None
+                ran = {(trial.seed, trial.repeat) for cell in panel.of(name) for trial in cell.trials}
+                missing = missing or 0 < len(values) < len(ran)
                 beyond = beyond or (difference is not None and abs(difference) > EXPLAINED_PCT)
                 table.append(
                     {
                         "system": name,
                         "latency": statistic,
                         f"requests/s at\n{limit:g} ms/token": tables.estimated(rate),
+                        "seeds that\nreached it": f"{len(values)} of {len(ran)}",
                         f"over\n{reference}": "1" if name == reference else tables.estimated(ratio),
                         "the paper\nover vLLM": tables.NONE if paper is None else f"{paper:.2f}",
                         "difference": tables.NONE if difference is None else f"{difference:+.0f} %".replace("-", "−"),
@@ -389,6 +392,11 @@ def paper_throughput(source: Source) -> Iterator[Plot]:
             f"paired by seed. Paper: {claim.source}, {claim.text}. A dash: not within the limit at any load, or at all of "
             "them"
         )
+        if missing:
+            lead += (
+                "; seeds whose loads do not reach the limit are left out, so requests/s of two systems may be of different "
+                "seeds, and the ratio is of those that both reached"
+            )
         if beyond:
             lead += f"; a difference over {EXPLAINED_PCT} % wants an explanation (docs/paper.md)"
         yield Plot(panel, None, lead, rows, table)

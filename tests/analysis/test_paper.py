@@ -101,3 +101,17 @@ def test_sweeps_with_loads_of_each_systems_own_are_read_as_one(store, tmp_path):
             assert row[column] == every[key][column]
     assert "stateless (workload.relative_rate=6.0)" in drawing.caption
     assert len(open_source(store, one.sweep.id, also=[one.sweep.id]).jobs) == len(one.jobs), "a trial counts once"
+
+
+def test_seeds_that_did_not_reach_the_latency_are_counted_and_in_no_ratio(store, tmp_path):
+    """Of two seeds the second is five times as fast here, and within the limit at all loads."""
+    source = swept(store, {"pensieve": 3.0, "stateless": 2.0}, seeds=(0, 400))
+    [drawing] = paper_throughput.draw(source, tmp_path)
+    line = next(line for line in drawing.table if (line["system"], line["latency"]) == ("pensieve", "p90"))
+    other = next(line for line in drawing.table if (line["system"], line["latency"]) == ("stateless", "p90"))
+    assert (line["seeds that\nreached it"], other["seeds that\nreached it"]) == ("1 of 2", "1 of 2")
+    assert float(rows(drawing)["pensieve", "p90"]["over_stateless"]) == pytest.approx(1.5)
+    assert "may be of different seeds" in drawing.caption
+    [whole] = paper_throughput.draw(swept(store), tmp_path / "whole")
+    assert "may be of different seeds" not in whole.caption
+    assert {line["seeds that\nreached it"] for line in whole.table} == {"5 of 5"}
