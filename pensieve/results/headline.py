@@ -47,11 +47,24 @@ def headlines(found: Evidence, ratios: Sequence[Mapping[str, PairedRatio]]) -> l
     ratios: of each of found.groups(), its advantages. Empty where there is nothing to compare.
     """
     groups = found.groups()
-    beside = [(group, own) for group, own in zip(groups, ratios, strict=True) if own]
+    lost = [_mostly_lost(found, group) for group in groups]
+    kept = [
+        {} if OURS in gone else {name: ratio for name, ratio in own.items() if name not in gone}
+        for own, gone in zip(ratios, lost, strict=True)
+    ]
+    beside = [(group, own) for group, own in zip(groups, kept, strict=True) if own]
+    told = [_not_compared(group, gone) for group, own, gone in zip(groups, ratios, lost, strict=True) if own and gone]
+    told = (
+        told
+        if len(told) <= _GROUPS_SHOWN
+        else [f"In {len(told)} settings a baseline completed under half of its turns."]
+    )
     if beside and len(beside) <= _GROUPS_SHOWN:
-        return [*(_of_group(found, group, own) for group, own in beside), *_of_the_papers_policy(found, groups)]
+        return [*(_of_group(found, group, own) for group, own in beside), *told, *_of_the_papers_policy(found, groups)]
     if beside:
-        return [_over_groups(beside), *_of_the_papers_policy(found, groups)]
+        return [_over_groups(beside), *told, *_of_the_papers_policy(found, groups)]
+    if told:
+        return told
     names = {name for group in groups for name in group.trials}
     if len(names) > 1 and OURS not in names:
         return _beside_the_quickest(found, groups)
@@ -97,6 +110,24 @@ def _span(found: Sequence[tuple[PairedRatio, str]]) -> str:
     if times(least) == times(most):
         return times(least) if len(found) > 1 or not at_least else f"{times(least)} ({at_least})"
     return f"{times(least)} ({at_least}) to {times(most)} ({at_most})"
+
+
+def _mostly_lost(found: Evidence, group: TrialGroup) -> dict[str, tuple[int, int]]:
+    """The baselines that completed under half of their turns: how many, of how many. Those few had the machine to
+    themselves."""
+    counts = {}
+    for name, trials in group.trials.items():
+        done = sum(int(found.metric(trial, "turns", "completed") or 0) for trial in trials)
+        asked = done + found.incomplete(trials).total()
+        if 2 * done < asked:
+            counts[name] = (done, asked)
+    return counts
+
+
+def _not_compared(group: TrialGroup, lost: Mapping[str, tuple[int, int]]) -> str:
+    at = f"{group.name}: " if group.name else ""
+    each = _all_of([f"{name} completed {done:,} of {asked:,} turns" for name, (done, asked) in lost.items()])
+    return f"{at}{each}, so first tokens are not compared."
 
 
 def _over_groups(beside: Sequence[tuple[TrialGroup, Mapping[str, PairedRatio]]]) -> str:

@@ -323,3 +323,21 @@ def test_over_settings_without_pensieve_the_least_and_the_most_are_named() -> No
 
 def test_one_baseline_that_is_not_pensieve_has_nothing_beside_it() -> None:
     assert "least time" not in answers({"baseline": "stateless", "turns": decoded(10.0)})
+
+
+def test_who_lost_most_of_its_turns_is_not_compared_by_those_that_are_left() -> None:
+    def said(completed: float, whose: str = "ray_keepalive") -> str:
+        lost = {"statuses": {"completed": completed, "failed": 10 - completed}}
+        return answers(
+            {"baseline": "pensieve", "ttft": RISING, **(lost if whose == "pensieve" else {})},
+            {"baseline": "ray_keepalive", "ttft": FLAT, **(lost if whose == "ray_keepalive" else {})},
+            {"baseline": "stateless", "ttft": RISING},
+        )
+
+    assert "comes later than ray_keepalive's" in said(5)
+    few = said(4)
+    assert "not compared" in few and "ray_keepalive completed 20 of 50 turns, so first tokens are not compared." in few
+    assert "ray_keepalive's (" not in few and "not told apart from stateless serving's" in few
+    ours = said(4, "pensieve")
+    assert "pensieve completed 20 of 50 turns, so first tokens are not compared." in ours and "first token" in ours
+    assert "Pensieve's first token" not in ours
