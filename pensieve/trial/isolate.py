@@ -28,7 +28,7 @@ from pensieve.results.process import Owner, this_process
 from pensieve.trial.identity import identity_of
 from pensieve.trial.job import Job, Outcome
 from pensieve.trial.liveness import end_with
-from pensieve.trial.mlflow_copy import copy_waiting
+from pensieve.trial.mlflow import copy_waiting
 from pensieve.trial.terminal import INTERRUPTED, raise_if_interrupted, remember_interrupts, say
 from pensieve.trial.tracking import Tracking, open_tracking
 from pensieve.worker.torch.shelf import open_shelf

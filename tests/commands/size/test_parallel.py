@@ -1,7 +1,7 @@
 """Trials in processes of their own, as the map of sizes runs them."""
 
+from pensieve.commands.size import parallel
 from pensieve.results.process import this_process
-from pensieve.trial import parallel
 
 
 def test_after_ctrl_c_a_worker_begins_no_trial_that_waited_for_it(monkeypatch, tmp_path):
