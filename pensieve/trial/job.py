@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pensieve.progress import Shown
 
@@ -28,6 +29,14 @@ class Job:
     reproduces: int | None = None
     progress: Shown = "bar"
     keeps: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A trial that another process is asked to run. config: resolved."""
+
+    config: dict[str, Any]
+    job: Job
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from rich import box
 from rich.table import Table
 
-from pensieve.commands.size.parallel import Asked, performing
+from pensieve.commands.size.parallel import performing
 from pensieve.commands.size.question import Load, SizeSettings, check_question, question_of, read
 from pensieve.commands.size.refine import Answers, lacking
 from pensieve.compose import TrialConfig, check, resolved
@@ -29,7 +29,7 @@ from pensieve.results.holding import Worth, prefill_seconds
 from pensieve.results.identity import counts_for_sweep, sweep_key
 from pensieve.results.size_map import SETTINGS, SHOWN, Place, Question, SizeMap, milliseconds, read_map
 from pensieve.statistics import Estimate
-from pensieve.trial.job import Job, Outcome
+from pensieve.trial.job import Asked, Job, Outcome
 from pensieve.trial.summary import places
 from pensieve.trial.sweep import copy_sweep, draw_figures, figure_lines
 from pensieve.trial.terminal import INTERRUPTED, close_at_exit, command_line, console, say, sweep_is_closed
