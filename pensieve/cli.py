@@ -84,7 +84,7 @@ def run() -> int:
 def _run_job(cfg: DictConfig) -> None:
     """Hydra has composed the configuration: only now is more than Hydra needed."""
     with _imports():
-        from pensieve.trial.hydra_app import run_job
+        from pensieve.commands.run import run_job
 
     run_job(cfg)
 
@@ -104,8 +104,8 @@ def size() -> int:
     @hydra.main(config_path=str(conf_folder()), config_name="size", version_base="1.3")
     def app(cfg: DictConfig) -> None:
         with _imports():
+            from pensieve.commands.size.planner import size as run_map
             from pensieve.errors import PensieveError
-            from pensieve.trial.size import size as run_map
 
         hydra_node = HydraConfig.get()
         if hydra_node.mode is not None and hydra_node.mode.name == "MULTIRUN":
@@ -174,7 +174,7 @@ def _live(verb: str, module: str) -> int:
 
         from pensieve.compose import conf_folder
         from pensieve.errors import PensieveError
-        from pensieve.trial import guarded
+        from pensieve.trial.terminal import guarded
 
         command = getattr(import_module(module), verb)
 
@@ -197,9 +197,9 @@ def _live(verb: str, module: str) -> int:
 def doctor() -> int:
     """What this machine has, which models fit on it, and what to type next."""
     with _imports():
+        from pensieve.commands.doctor import report
+        from pensieve.commands.gpu_run import gpu_run
         from pensieve.errors import PensieveError
-        from pensieve.trial.doctor import report
-        from pensieve.trial.gpu_run import gpu_run
         from pensieve.trial.terminal import say
 
     parser = argparse.ArgumentParser(description=doctor.__doc__)
@@ -426,7 +426,7 @@ def _trial_number(store: ResultsStore, asked: str) -> int:
 
 
 def _read(store: ResultsStore, options: argparse.Namespace) -> int:
-    from pensieve.trial.reading import conversation_lines, conversation_of
+    from pensieve.commands.read import conversation_lines, conversation_of
 
     trial = _trial_number(store, options.trial)
     session, said = conversation_of(store, trial, options.session)
@@ -453,7 +453,7 @@ def _export(store: ResultsStore, options: argparse.Namespace) -> int:
 
 
 def _reproduce(store: ResultsStore, options: argparse.Namespace) -> int:
-    from pensieve.trial.reproduce import reproduce
+    from pensieve.commands.reproduce import reproduce
 
     return reproduce(store, options.trial, _say)
 

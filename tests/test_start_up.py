@@ -39,7 +39,7 @@ for arguments, part in (
 ):
     text = said(*arguments)
     assert part in text, (arguments, text)
-    found = loaded(*DATABASE, *NUMBERS, *ENGINES, "pydantic", "pensieve.trial.hydra_app")
+    found = loaded(*DATABASE, *NUMBERS, *ENGINES, "pydantic", "pensieve.commands.run")
     assert not found, (arguments, found)
 for arguments in (["cache.gpu=3Gx"], ["cache.gpu=3Gx", "-m"]):
     text = said(*arguments)

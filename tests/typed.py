@@ -33,8 +33,8 @@ import pensieve.baselines.profiling
 import pensieve.baselines.threaded_system
 import pensieve.cache.stateless
 import pensieve.cache.two_tier
+import pensieve.commands.run
 import pensieve.eviction.retention_value
-import pensieve.trial.hydra_app
 import pensieve.worker.simulated
 import pensieve.workload.chat  # noqa: F401
 from pensieve.results.digest import code_hash

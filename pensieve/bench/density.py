@@ -15,7 +15,6 @@ from typing import Any
 from pensieve.bench.case import Case, Figure, Measured
 from pensieve.bench.record import now
 from pensieve.bench.session import Bench
-from pensieve.bench.trials import outcome_of
 from pensieve.compose import check, plan_trial
 from pensieve.errors import HardwareMissing, PensieveError, RequestFailed
 from pensieve.trial.jobs import compose_job
@@ -117,7 +116,7 @@ def run(bench: Bench) -> None:
 
 def _carries(bench: Bench, baseline: str, agents: int) -> bool:
     """A whole trial in which every turn gets the memory it needs. Raises RequestFailed for one that fails otherwise."""
-    outcome = outcome_of(bench, _compose(bench, baseline, agents), f"agents={agents} {baseline}")
+    outcome = bench.run_trial(_compose(bench, baseline, agents), f"agents={agents} {baseline}")
     if not outcome.completed:
         if "memory" in (outcome.error or "").lower():
             return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -15,9 +15,7 @@ from pensieve.bench.models import plain_module
 from pensieve.bench.peers import TransformersSystem
 from pensieve.bench.record import now
 from pensieve.bench.session import Bench, Options
-from pensieve.bench.throughput import Point, Turn, all_hit_ratio, at_latency, common_latency
 from pensieve.bench.timer import explain
-from pensieve.bench.trials import outcome_of
 from pensieve.compose import TrialPlan, build_tokenizer, build_workload, check, plan_trial
 from pensieve.compose.machine import Device
 from pensieve.cost.roofline import Roofline
@@ -32,6 +30,7 @@ from pensieve.worker.torch.shelf import ModelAsked, take_model
 BASELINES = ("pensieve", "gpu_only", "stateless", "prefix_cache", "llama_slots")
 OURS, WORST, PEER = "pensieve", "stateless", "transformers_cb"
 GPU_BATCH_TOKENS, GPU_BATCH_REQUESTS = 2048, {"small": 128, "full": 256}  # the peer gets the same sizes
+MARGIN = 1.25  # over the lowest latency that every system keeps to
 _TIMEOUT_S = 180.0  # of one trial
 
 
@@ -197,7 +196,7 @@ def _baseline(bench: Bench, cell: Cell, load: int, name: str) -> Point:
         plan = plan_trial(check(cfg))
         longest = _longest(plan)
         cfg.baseline.cache.n_slots = max(1, min(load, plan.gpu_blocks * plan.chunk_tokens // (longest + 64)))
-    outcome = outcome_of(bench, cfg, f"{cell.workload} {cell.load_field}={load} {name}")
+    outcome = bench.run_trial(cfg, f"{cell.workload} {cell.load_field}={load} {name}")
     if not outcome.completed:
         raise RequestFailed(outcome.error or "the trial did not complete")
     return _point(load, bench.tracking.store.metrics_of(outcome.trial_id), outcome.trial_id)
@@ -301,3 +300,82 @@ def _row(point: Point) -> dict[str, Any]:
         "trial_id": point.trial_id,
         "ttft_ms_p50_by_turn": {str(turn): value for turn, value in point.ttft_ms.items()},
     }
+
+
+# -- throughput at equal latency, and the ratio that a roofline allows between systems --------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One trial at one load. latency: P90 of latency over output tokens, ms. ttft_ms: p50 by turn."""
+
+    load: int
+    throughput: float
+    latency: float
+    trial_id: int | None = None
+    ttft_ms: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """throughput at the common latency. bound: "" where it was interpolated; ">=" where the system stayed faster than that
+    at all loads tried; "<=" where it was slower at all of them."""
+
+    throughput: float
+    bound: str
+
+
+def common_latency(curves: Mapping[str, Sequence[Point]]) -> float:
+    """The lowest latency that every system keeps to at one load at least, and a quarter more.
+
+    A system that is not loaded is hardly slower at twice the load: without the margin noise would decide where its curve
+    crosses.
+    """
+    assert curves
+    return MARGIN * max(min(point.latency for point in points) for points in curves.values())
+
+
+def at_latency(points: Sequence[Point], latency: float) -> Reached:
+    """Throughput where the curve crosses `latency`, linear between the two loads around it."""
+    ordered = sorted(points, key=lambda point: point.load)
+    below = [point for point in ordered if point.latency <= latency]
+    if not below:
+        return Reached(min(point.throughput for point in ordered), "<=")
+    last = below[-1]
+    beyond = [point for point in ordered if point.load > last.load]
+    if not beyond:
+        return Reached(last.throughput, "" if last.latency == latency else ">=")
+    after = beyond[0]
+    share = (latency - last.latency) / (after.latency - last.latency)
+    return Reached(last.throughput + share * (after.throughput - last.throughput), "")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Tokens of one turn: already in the conversation, new in the prompt, generated."""
+
+    history: int
+    new: int
+    output: int
+
+
+def turn_s(roofline: Roofline, turns: Sequence[Turn], batch: int, keeps: bool) -> float:
+    """Mean seconds of device time that a turn takes by the roofline when `batch` conversations decode together.
+
+    keeps: all history is found in GPU memory; otherwise all of it is computed again. A prompt is computed by itself; a
+    decode step is shared evenly by the batch.
+    """
+    assert turns and batch >= 1
+    total = 0.0
+    for turn in turns:
+        start = turn.history if keeps else 0
+        context = turn.history + turn.new
+        total += roofline.iteration_s([(start, context)], 1)
+        middle = context + turn.output // 2
+        total += turn.output * roofline.iteration_s([(middle, middle + 1)] * batch, batch) / batch
+    return total / len(turns)
+
+
+def all_hit_ratio(roofline: Roofline, turns: Sequence[Turn], batch: int) -> float:
+    """Turns a second with every history found, over turns a second with every history computed again."""
+    return turn_s(roofline, turns, batch, keeps=False) / turn_s(roofline, turns, batch, keeps=True)

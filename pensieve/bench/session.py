@@ -1,9 +1,9 @@
-"""One bench command: the device it measures, the limits of that device, and where its results go."""
+"""One bench command: the device it measures, the limits of that device, the trials it runs, and where its results go."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,8 +12,11 @@ import torch
 from pensieve.bench.case import Case, Measured, Result
 from pensieve.bench.record import Record, Setting, now
 from pensieve.bench.timer import interleaved
+from pensieve.compose import check, resolved
 from pensieve.compose.machine import Device
 from pensieve.compose.schema import HardwareConfig
+from pensieve.trial.job import Job, Outcome
+from pensieve.trial.run import run_trial
 from pensieve.trial.tracking import Tracking
 
 Size = Literal["small", "full"]
@@ -39,7 +42,8 @@ class Options:
 
 @dataclass
 class Bench:
-    """What a target is given: the device, the options, and `record`, by which each case reaches table and database.
+    """What a target is given: the device, the options, `run_trial`, and `record`, by which each case reaches table and
+    database.
 
     device: torch's. threads: for CPU operations; None on a GPU, for torch's own choice. limits: rates by name, shared by the
     targets of a command.
@@ -114,6 +118,16 @@ class Bench:
         self.records.add(setting, result, self.limits, began or now())
         self.results.append(result)
         return result
+
+    def run_trial(self, cfg: Any, title: str) -> Outcome:
+        """Run a composed configuration, recorded like any trial and as part of the command; its error is in the outcome."""
+        number = len(self.records.trials)
+        folder = self.tracking.outputs / "runs" / "bench" / f"{self.records.sweep_id}-{number}"
+        job = Job(title=title, folder=folder, sweep_id=self.records.sweep_id, number=number, preflight=False)
+        outcome = run_trial(check(cfg), resolved(cfg), replace(self.tracking, mlflow=False), job, self.say)
+        if outcome.trial_id:
+            self.records.link(outcome.trial_id)
+        return outcome
 
     def note(self, sentence: str) -> None:
         """A sentence that stands below the table, and in the Markdown."""

@@ -1,7 +1,7 @@
 """A map of cache sizes: what the trials of its cells say, the smallest sizes that suffice, and what that is in a sentence.
 
 A map is a sweep over cache.gpu, cache.cpu and, where several are asked, cache.disk, in which not every cell has run. A cell
-is named by its place, the indices of its sizes; `trial.size` runs the cells and this reads them, so that the command, the
+is named by its place, the indices of its sizes; `commands.size` runs the cells and this reads them, so that the command, the
 table and the figure agree.
 
 Two questions are asked of a cell. Whether it *reaches* the share `knee` of what the largest sizes of the map find, paired

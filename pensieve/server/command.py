@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import uvicorn
 from pydantic import ValidationError
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pensieve.cache.loops import fastest_loops
 from pensieve.compose import ModelConfig, outputs_folder, resolved
@@ -23,8 +25,7 @@ from pensieve.errors import ConfigError, PensieveError
 from pensieve.server import memory
 from pensieve.server.api import Server
 from pensieve.server.app import App, create_app
-from pensieve.server.connection import Connection
-from pensieve.server.create import server_of
+from pensieve.server.create import replicated_server, server_of
 from pensieve.server.recording import start_recording
 from pensieve.server.settings import ServeSettings, tenants_of
 from pensieve.server.state import CACHE_BYTES, StateFile
@@ -33,6 +34,8 @@ from pensieve.trial.terminal import say
 _SWITCH_S = (
     0.0005  # how long a thread may hold the interpreter while another waits: the engine's and the clients' share it
 )
+
+_READ_BYTES = 16_384
 
 _KEEP_ALIVE_S = 75
 """How long a connection may be idle. Clients built on httpx, OpenAI's own among them, use one again for up to 5 s; uvicorn's
@@ -60,8 +63,6 @@ def make_replicas(
 ) -> Server:
     """Several of them on Ray Serve, warm. connected: as of ReplicaSystem. Raises EngineMissing where Ray is not installed."""
     check_serve("serve.replicas")
-    from pensieve.server.replicated import replicated_server
-
     return replicated_server(_trial_fields(config), settings, connected)
 
 
@@ -83,6 +84,20 @@ def serve(config: Mapping[str, Any], _typed: Collection[str] = ()) -> int:
     if state.failure is not None:
         raise ConfigError(state.failure)
     return 0
+
+
+class Connection(H11Protocol):
+    """Uvicorn's over h11, which limits the bytes of headers (httptools, its first choice where it is installed, does not).
+
+    asyncio reads into a buffer of 256 KiB, of which a request leaves a few hundred bytes in use: each such hole is one in the
+    heap. A long body comes in more reads.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if hasattr(transport, "max_size"):  # uvloop's has none
+            made: Any = transport
+            made.max_size = _READ_BYTES
+        super().connection_made(transport)
 
 
 def uvicorn_config(state: App) -> uvicorn.Config:

@@ -1,4 +1,4 @@
-"""Make a server: from the arguments of the API, or from the fields of a configuration."""
+"""Make a server: from the arguments of the API, or from the fields of a configuration, over one engine or several."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from pensieve.compose.target import locate
 from pensieve.errors import ConfigError, EngineMissing, PensieveError, ResultsError
 from pensieve.eviction.base import needs_future
 from pensieve.server.api import Server, as_arguments
+from pensieve.server.settings import ServeSettings
 
 
 def create_server(
@@ -88,6 +89,28 @@ def server_of(fields: Mapping[str, Any], keeps_disk: bool = False, say: Callable
         _announce(plan, say)
     tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, plan.device.simulated)
     return Server(build_system(plan, tokenizer, keeps_disk=keeps_disk), tokenizer, plan.config.seed)
+
+
+def replicated_server(
+    fields: Mapping[str, Any], settings: ServeSettings, connected: Callable[[], object] | None = None
+) -> Server:
+    """A server over several engines on Ray Serve: conversations, tenants and HTTP are in this process; the replicas hold
+    engines and KV, and nothing else. connected: as of ReplicaSystem."""
+    from pensieve.replicas.build import build_replicas
+    from pensieve.replicas.system import Scaling
+
+    plan, (least, most) = plan_live(fields), settings.replicas
+    if plan.device.simulated:
+        raise ConfigError(
+            f"serve.replicas={least if least == most else f'{least}..{most}'} are processes, and "
+            f"hardware={plan.config.hardware.name} is simulated; use hardware=local, or simulate them with runners/run.py "
+            "and hardware.replicas."
+        )
+    scaling = Scaling(least, most, settings.replica_turns, settings.scale_up_s, settings.scale_down_s, settings.drain_s)
+    tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=False)
+    without_keys = {settings.keys_env: ""}  # the replicas know no clients
+    system = build_replicas(plan, scaling, settings.router, without_keys, connected)
+    return Server(system, tokenizer, plan.config.seed)
 
 
 def _announce(plan: TrialPlan, say: Callable[[str], None]) -> None:

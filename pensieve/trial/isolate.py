@@ -26,9 +26,9 @@ from pensieve.compose import check, plan_trial
 from pensieve.errors import PensieveError, TrialCrashed
 from pensieve.results.environment import Owner, this_process
 from pensieve.trial.identity import identity_of
-from pensieve.trial.job import Job, Outcome
+from pensieve.trial.job import Asked, Job, Outcome
 from pensieve.trial.liveness import end_with
-from pensieve.trial.mlflow_copy import copy_waiting
+from pensieve.trial.mlflow import copy_waiting
 from pensieve.trial.terminal import INTERRUPTED, raise_if_interrupted, remember_interrupts, say
 from pensieve.trial.tracking import Tracking, open_tracking
 from pensieve.worker.torch.shelf import open_shelf
@@ -58,7 +58,7 @@ def run_isolated(
     outcome: Outcome | None = None
     late = False
     try:
-        apart.pipe.send(_Asked(dict(resolved), replace(job, mlflow_later=True)))
+        apart.pipe.send(Asked(dict(resolved), replace(job, mlflow_later=True)))
         outcome, late = _wait(apart.process, apart.pipe, timeout_s)
     except BrokenPipeError:
         apart.process.join()  # it died before it was asked
@@ -73,14 +73,6 @@ def run_isolated(
     if outcome is not None:
         return outcome
     return _record_death(apart.process, tracking, crash, timeout_s if late else None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A trial, as it is sent to the process that shall run it."""
-
-    resolved: dict[str, Any]
-    job: Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,15 +178,15 @@ def _perform(outputs: Path, mlflow: bool, parent: Owner, pipe: Connection) -> No
         while (asked := _next(pipe)) is not None:
             with _logs_in(asked.job.folder):
                 try:
-                    pipe.send(_attempt(asked.resolved, outputs, mlflow, asked.job))
+                    pipe.send(_attempt(asked.config, outputs, mlflow, asked.job))
                 except KeyboardInterrupt:
                     copy_waiting()
                     sys.exit(INTERRUPTED)
 
 
-def _next(pipe: Connection) -> _Asked | None:
+def _next(pipe: Connection) -> Asked | None:
     try:
-        asked: _Asked = pipe.recv()
+        asked: Asked = pipe.recv()
     except (EOFError, ConnectionResetError):
         return None
     return asked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pensieve.progress import Shown
 
@@ -13,7 +14,7 @@ class Job:
     """title: for the progress bar and messages. folder: for the trial's files.
 
     sweep_id: None for a single run. preflight: False where the sweep has done it for all its jobs. reproduces: the trial
-    that this one repeats, to be compared with it. mlflow_later: its copy in MLflow waits for mlflow_copy.copy_waiting.
+    that this one repeats, to be compared with it. mlflow_later: its copy in MLflow waits for mlflow.copy_waiting.
     progress: of its turns, see progress.Shown. keeps: the process that an isolated trial runs in may stay for the next one,
     since whoever runs both ends it when they are over.
     """
@@ -28,6 +29,14 @@ class Job:
     reproduces: int | None = None
     progress: Shown = "bar"
     keeps: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A trial that another process is asked to run. config: resolved."""
+
+    config: dict[str, Any]
+    job: Job
 
 
 @dataclass(frozen=True, slots=True)

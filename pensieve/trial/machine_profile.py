@@ -36,7 +36,7 @@ from pensieve.errors import ConfigError, HardwareMissing
 from pensieve.request import Length, Request
 from pensieve.statistics import median
 from pensieve.trial.liveness import device_lock
-from pensieve.trial.neighbours import Neighbours
+from pensieve.trial.samples import Neighbours
 from pensieve.trial.terminal import say
 from pensieve.worker.base import Worker
 

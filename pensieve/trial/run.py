@@ -58,11 +58,15 @@ from pensieve.trial.identity import contended, identity_of
 from pensieve.trial.isolate import run_isolated
 from pensieve.trial.job import Job, Outcome
 from pensieve.trial.liveness import Deadline, Heartbeat, device_lock
-from pensieve.trial.meters import allocator_peak_bytes, forget_allocator_peak, meter_of
-from pensieve.trial.mlflow_copy import copy_trial, open_beside
-from pensieve.trial.mlflow_live import LiveRun
-from pensieve.trial.neighbours import Neighbours
-from pensieve.trial.samples import DeviceSampler, Occupancy
+from pensieve.trial.mlflow import LiveRun, copy_trial, open_beside
+from pensieve.trial.samples import (
+    DeviceSampler,
+    Neighbours,
+    Occupancy,
+    allocator_peak_bytes,
+    forget_allocator_peak,
+    meter_of,
+)
 from pensieve.trial.slo import judge_again
 from pensieve.trial.start_times import announce
 from pensieve.trial.terminal import command_line, raise_if_interrupted

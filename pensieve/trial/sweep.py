@@ -38,7 +38,7 @@ from pensieve.trial.isolate import end_kept
 from pensieve.trial.job import Job, Outcome
 from pensieve.trial.jobs import Jobs, fixed_overrides
 from pensieve.trial.liveness import end_with
-from pensieve.trial.mlflow_copy import copy_trial, copy_waiting
+from pensieve.trial.mlflow import copy_trial, copy_waiting
 from pensieve.trial.run import run_trial
 from pensieve.trial.summary import brief, places, summary
 from pensieve.trial.terminal import (

@@ -3,15 +3,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pensieve.bench.kernel import find_backends, pairs, plain_cases, recovery_runs
-from pensieve.bench.kernel_inputs import (
+from pensieve.bench.kernel import (
     Runs,
     Shape,
     contiguous,
     copied_out,
+    find_backends,
     make_inputs,
     one_at_a_time,
     paged,
+    pairs,
+    plain_cases,
+    recovery_runs,
 )
 from pensieve.compiler import find_compiler
 from pensieve.errors import EngineMissing

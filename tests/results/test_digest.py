@@ -57,7 +57,7 @@ def changed_hash(file: Path, text: str) -> str:
         ("results/store.py", False),
         ("server/api.py", False),
         ("bench/kernel.py", False),
-        ("trial/doctor.py", False),
+        ("commands/doctor.py", False),
         ("trial/sweep.py", False),
         ("__pycache__/engine.pyc", False),
     ],

@@ -23,7 +23,7 @@ from pensieve.record import TurnRecord
 from pensieve.request import Request
 from pensieve.server import create_server
 from pensieve.server.api import Stream
-from pensieve.server.connection import Connection
+from pensieve.server.command import Connection
 from pensieve.server.conversations import Conversation, Mark
 from pensieve.server.feed import Feed
 from pensieve.server.turn import Turn

@@ -9,11 +9,10 @@ from hydra.errors import ConfigCompositionException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import OmegaConf, open_dict
 
+from pensieve.commands.run import run_job
 from pensieve.errors import ConfigError
-from pensieve.trial.compositions import compose_once
-from pensieve.trial.hydra_app import run_job
 from pensieve.trial.job import Outcome
-from pensieve.trial.jobs import compose_jobs, plan_jobs
+from pensieve.trial.jobs import compose_jobs, compose_once, plan_jobs
 from tests.composed import hydra_session
 
 

@@ -12,7 +12,7 @@ from pensieve import cli
 from pensieve.results import mlflow_runs, mlflow_store
 from pensieve.results.mlflow_live import COPIED, NOT_COPIED, CopyTarget, copy_line, open_line, write_live
 from pensieve.results.store import open_store
-from pensieve.trial import mlflow_copy, mlflow_process, terminal
+from pensieve.trial import mlflow, mlflow_process, terminal
 from pensieve.trial import run as run_module
 from tests.results.trials import trial_fields
 
@@ -40,7 +40,7 @@ def typed(tmp_path, monkeypatch, capsys):
     signal.signal(signal.SIGINT, before)
     terminal._interrupted = False
     terminal._close_sweep = None
-    mlflow_copy._waiting.clear()
+    mlflow._waiting.clear()
 
 
 def runs(folder):
@@ -125,7 +125,7 @@ def test_ctrl_c_while_mlflow_is_written_leaves_no_half_run_and_the_same_command_
     assert "Interrupted" in said.err
     parent = open_store(tmp_path).sweep(1).mlflow_run_id
     assert [row for row in runs(tmp_path) if row[0]] == [("1", "FINISHED", parent)]
-    mlflow_copy._waiting.clear()  # as the process has ended
+    mlflow._waiting.clear()  # as the process has ended
     monkeypatch.setattr(mlflow_runs, "_fill_run", fill)
     assert typed(*sweep)[0] == 0
     assert runs(tmp_path) == [(None, "FINISHED", None), ("1", "FINISHED", parent), ("2", "FINISHED", parent)]
@@ -135,7 +135,7 @@ def test_a_trial_whose_process_was_killed_before_the_copy_is_copied_by_the_same_
     with monkeypatch.context() as killed:
         killed.setattr("pensieve.trial.sweep.copy_waiting", lambda: None)
         assert typed()[0] == 0
-    mlflow_copy._waiting.clear()
+    mlflow._waiting.clear()
     assert open_store(tmp_path).trial(1).mlflow_run_id is None
     status, said = typed()
     assert status == 0
@@ -172,7 +172,7 @@ def test_what_the_other_process_does_not_answer_this_one_copies_when_it_is_dead(
     typed, tmp_path, monkeypatch, beside, does
 ):
     started, log, ended = beside(does), mlflow_runs.log_trial, []
-    monkeypatch.setattr(mlflow_copy, "COPIED_S", 0.5)
+    monkeypatch.setattr(mlflow, "COPIED_S", 0.5)
 
     def noted(*given):
         ended.append(started[0]._process.poll() is not None)
@@ -241,11 +241,11 @@ def test_a_trial_that_another_command_completed_is_copied_in_this_process(monkey
     copied, killed = [], []
     writer = SimpleNamespace(sent=lambda line: pytest.fail("it was sent"), kill=lambda: killed.append(True))
     monkeypatch.setattr(mlflow_process, "_beside", [writer])
-    monkeypatch.setattr(mlflow_copy, "_copy", lambda one, parent: copied.append((one.trial_id, one.reused)))
-    mlflow_copy.copy_trial(
+    monkeypatch.setattr(mlflow, "_copy", lambda one, parent: copied.append((one.trial_id, one.reused)))
+    mlflow.copy_trial(
         SimpleNamespace(mlflow=True), 7, "mine", SimpleNamespace(mlflow_run_id=None, mlflow_later=True), reused=True
     )
-    mlflow_copy.copy_waiting()
+    mlflow.copy_waiting()
     assert (copied, killed) == ([(7, True)], [True])
 
 

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from pensieve.results.store import open_store
-from pensieve.trial import mlflow_live, mlflow_process
+from pensieve.trial import mlflow, mlflow_process
 from pensieve.trial.job import Job
-from pensieve.trial.mlflow_live import LiveRun
+from pensieve.trial.mlflow import LiveRun
 from pensieve.trial.tracking import Tracking
 from tests.results.trials import trial_fields, turn
 
@@ -31,21 +31,21 @@ def live(tmp_path, monkeypatch, live_mlflow):
     store = open_store(tmp_path)
 
     def made(*command):
-        mlflow_live._writer.cache_clear()
+        mlflow._writer.cache_clear()
         monkeypatch.setattr(mlflow_process, "COMMAND", command)
         monkeypatch.setattr(mlflow_process, "find_spec", lambda package: "there")
         trial = store.begin_trial(trial_fields(f"f{time.monotonic()}"))
         return LiveRun(Tracking(tmp_path, store, True, True), trial, "pensieve", Job("t", tmp_path))
 
     yield made
-    writer = mlflow_live._writer() if mlflow_live._writer.cache_info().currsize else None
-    mlflow_live._writer.cache_clear()
+    writer = mlflow._writer() if mlflow._writer.cache_info().currsize else None
+    mlflow._writer.cache_clear()
     if writer is not None:
         writer.kill()
 
 
 def test_turns_and_gauges_are_told_and_the_end_is_waited_for(live, tmp_path, monkeypatch):
-    monkeypatch.setattr(mlflow_live, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(mlflow, "INTERVAL_S", 0.05)
     told = tmp_path / "told"
     with live(sys.executable, "-c", ANSWERS, str(told)) as run:
         run.watch(Gauges())
@@ -61,11 +61,11 @@ def test_turns_and_gauges_are_told_and_the_end_is_waited_for(live, tmp_path, mon
 
 @pytest.mark.parametrize("command", [["false"], ["sleep", "60"], ["yes", "noise"]])
 def test_a_writer_that_dies_hangs_or_talks_nonsense_costs_the_trial_nothing(live, monkeypatch, command):
-    monkeypatch.setattr(mlflow_live, "READY_S", 0.3)
-    monkeypatch.setattr(mlflow_live, "LAST_LINES_S", 0.3)
+    monkeypatch.setattr(mlflow, "READY_S", 0.3)
+    monkeypatch.setattr(mlflow, "LAST_LINES_S", 0.3)
     began = time.monotonic()
     with live(*command) as run:
         run.watch(Gauges())
         run.finished(turn("s", 1, 10.0))
     assert time.monotonic() - began < 30
-    assert mlflow_live._writer.cache_info().currsize == 0, "the next trial starts another"
+    assert mlflow._writer.cache_info().currsize == 0, "the next trial starts another"

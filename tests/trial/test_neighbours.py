@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from pensieve.trial import neighbours
-from pensieve.trial.neighbours import Neighbours
+from pensieve.trial import samples
+from pensieve.trial.samples import Neighbours
 
 Times = namedtuple("Times", "user nice system idle iowait irq softirq steal guest guest_nice")
 Own = namedtuple("Own", "user system children_user children_system")
@@ -22,7 +22,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(psutil, "cpu_times", lambda: now.times)
     monkeypatch.setattr(psutil.Process, "cpu_times", lambda self: now.own if self.pid == os.getpid() else now.engine)
     monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: [psutil.Process(1)] if now.engine else [])
-    monkeypatch.setattr(neighbours.time, "monotonic", lambda: now.s)
+    monkeypatch.setattr(samples.time, "monotonic", lambda: now.s)
     return now
 
 

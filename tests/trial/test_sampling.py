@@ -15,9 +15,8 @@ from pensieve.clock import WallClock
 from pensieve.compose.machine import Device
 from pensieve.results import environment
 from pensieve.results.store import open_store
-from pensieve.trial import meters
-from pensieve.trial.meters import CpuMeter, NvmlMeter, Quantity, meter_of
-from pensieve.trial.samples import DeviceSampler
+from pensieve.trial import samples
+from pensieve.trial.samples import CpuMeter, DeviceSampler, NvmlMeter, Quantity, meter_of
 from tests.results.trials import trial_fields
 
 CPU = Device("cpu", "cpu", "cpu", "this CPU", 1, 1, 1)
@@ -167,7 +166,7 @@ def test_every_question_is_one_that_the_real_library_answers():
     """The fakes here could agree with us on a name that NVIDIA's own bindings do not have."""
     nvml = pytest.importorskip("pynvml")
     asked = set()
-    for module in (meters, environment):
+    for module in (samples, environment):
         source = Path(module.__file__).read_text()
         asked |= set(re.findall(r"nvml\.(\w+)", source))
     assert {"nvmlDeviceGetPcieThroughput", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetClockInfo"} <= asked
@@ -195,15 +194,15 @@ def test_the_peak_of_torchs_own_allocator(monkeypatch):
         max_memory_allocated=peaks.__getitem__,
     )
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
-    meters.forget_allocator_peak()
+    samples.forget_allocator_peak()
     assert reset == [0, 1]
-    assert meters.allocator_peak_bytes(GPU) == 742
-    assert meters.allocator_peak_bytes(CPU) is None
-    assert meters.allocator_peak_bytes(GPU, elsewhere=True) is None, "others use it, and nobody asked them"
+    assert samples.allocator_peak_bytes(GPU) == 742
+    assert samples.allocator_peak_bytes(CPU) is None
+    assert samples.allocator_peak_bytes(GPU, elsewhere=True) is None, "others use it, and nobody asked them"
     cuda.is_initialized = lambda: False  # nobody may start CUDA by asking
-    assert meters.allocator_peak_bytes(GPU) is None
+    assert samples.allocator_peak_bytes(GPU) is None
     monkeypatch.delitem(sys.modules, "torch")
-    assert meters.allocator_peak_bytes(GPU) is None
+    assert samples.allocator_peak_bytes(GPU) is None
 
 
 def test_an_nvidia_device_that_nvml_does_not_know(monkeypatch, caplog):

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from pensieve.commands.read import SaidTurn, conversation_lines, conversation_of
 from pensieve.compose import resolved
 from pensieve.errors import ResultsError
 from pensieve.results.tokens import read_tokens
 from pensieve.tokenizer import ByteTokenizer
 from pensieve.trial import Job, run_trial
-from pensieve.trial.reading import SaidTurn, conversation_lines, conversation_of
 from pensieve.trial.tracking import open_tracking
 from tests.composed import SHORT, checked, composed
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pensieve.commands.doctor import Machine, _attention
 from pensieve.errors import EngineMissing
-from pensieve.trial.doctor import Machine, _attention
 from pensieve.worker.torch import choice
 
 

@@ -8,29 +8,20 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing import active_children, get_context
 from pathlib import Path
-from typing import Any
 
 from pensieve.compose import check
 from pensieve.compose.explain import explain
 from pensieve.results.environment import Owner, this_process
-from pensieve.trial.job import Job, Outcome
+from pensieve.trial.job import Asked, Outcome
 from pensieve.trial.liveness import end_with
 from pensieve.trial.run import run_trial
 from pensieve.trial.terminal import note_interrupts, raise_if_interrupted
 from pensieve.trial.tracking import Tracking, open_tracking
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A trial to be run: its resolved configuration, and the job that it is."""
-
-    config: dict[str, Any]
-    job: Job
 
 
 Perform = Callable[[Sequence[Asked]], Iterator[tuple[Asked, Outcome]]]

@@ -10,16 +10,17 @@ from hydra import compose
 from omegaconf import DictConfig
 
 from pensieve import cli
+from pensieve.commands.size import parallel
+from pensieve.commands.size.planner import _keeping_table, size
+from pensieve.commands.size.question import question_of, read
+from pensieve.commands.size.refine import lacking
 from pensieve.compose import check, resolved
 from pensieve.compose.folder import conf_folder
 from pensieve.errors import CapacityError, ConfigError, HardwareMissing
 from pensieve.results.size_map import Cell, SizeMap, read_map
 from pensieve.results.store import open_store
 from pensieve.statistics import nearest_rank
-from pensieve.trial import Job, parallel, run_trial
-from pensieve.trial.refine import lacking
-from pensieve.trial.size import _keeping_table, size
-from pensieve.trial.size_question import question_of, read
+from pensieve.trial import Job, run_trial
 from pensieve.trial.tracking import open_tracking
 from tests.composed import hydra_session
 
@@ -45,7 +46,7 @@ MAP = (f"size.gpu={listed(GPU)}", f"size.cpu={listed(CPU)}", "size.processes=1",
 @pytest.fixture
 def outputs(tmp_path, monkeypatch):
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
-    monkeypatch.setattr("pensieve.trial.size.draw_figures", lambda *_: [])
+    monkeypatch.setattr("pensieve.commands.size.planner.draw_figures", lambda *_: [])
     return tmp_path
 
 
@@ -289,9 +290,9 @@ def test_what_cannot_be_mapped_gets_a_sentence(outputs, overrides, error, part):
 
 
 def test_the_default_sizes_hold_the_longest_conversation_of_every_seed_and_fit_the_machine():
+    from pensieve.commands.size.question import check_question, question_of, read
     from pensieve.compose import plan_trial
     from pensieve.compose.preflight import check_memory
-    from pensieve.trial.size_question import check_question, question_of, read
     from pensieve.units import parse_capacity
 
     for machine, points in (("sim_a100_80g", 12), ("sim_gtx1650", 5)):
@@ -409,8 +410,8 @@ def test_the_sentence_names_the_smallest_sizes_and_what_more_would_buy():
 
 def test_the_cells_just_below_the_smallest_run_with_every_seed(monkeypatch):
     """With the second seed a smaller cell suffices, which did not run with the first: with that a larger one does not."""
+    from pensieve.commands.size import planner
     from pensieve.results.size_map import Question
-    from pensieve.trial import size as planner
 
     sizes = tuple(f"{size}GB" for size in range(12))
     question = Question(gpu=("8GB", "16GB"), cpu=sizes, seeds=(0, 1), knee=0.95)

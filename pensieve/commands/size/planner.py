@@ -1,6 +1,6 @@
 """The capacity planner: a map of cache sizes for a load on a machine, each cell an ordinary trial, run where it matters.
 
-The first seed runs a coarse grid and then the cells around the knee and the objective's border (trial.refine); the other
+The first seed runs a coarse grid and then the cells around the knee and the objective's border (refine.py); the other
 seeds run the cells on which the answer depends (SizeMap.deciding). What to run next follows from what is known, so the same
 command goes on where it was stopped, and finds trials that other commands ran.
 """
@@ -18,6 +18,9 @@ from omegaconf import DictConfig
 from rich import box
 from rich.table import Table
 
+from pensieve.commands.size.parallel import performing
+from pensieve.commands.size.question import Load, SizeSettings, check_question, question_of, read
+from pensieve.commands.size.refine import Answers, lacking
 from pensieve.compose import TrialConfig, check, resolved
 from pensieve.holding import TIERS
 from pensieve.results.digest import code_hash
@@ -26,10 +29,7 @@ from pensieve.results.identity import counts_for_sweep, sweep_key
 from pensieve.results.prices import Worth, prefill_seconds
 from pensieve.results.size_map import SETTINGS, SHOWN, Place, Question, SizeMap, milliseconds, read_map
 from pensieve.statistics import Estimate
-from pensieve.trial.job import Job, Outcome
-from pensieve.trial.parallel import Asked, performing
-from pensieve.trial.refine import Answers, lacking
-from pensieve.trial.size_question import Load, SizeSettings, check_question, question_of, read
+from pensieve.trial.job import Asked, Job, Outcome
 from pensieve.trial.summary import places
 from pensieve.trial.sweep import copy_sweep, draw_figures, figure_lines
 from pensieve.trial.terminal import INTERRUPTED, close_at_exit, command_line, console, say, sweep_is_closed

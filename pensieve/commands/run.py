@@ -1,4 +1,4 @@
-"""What Hydra calls: the callback before and after the jobs of a sweep, and the task function of one job.
+"""The command run, as Hydra calls it: the callback before and after the jobs of a sweep, and the task function of one job.
 
 A mistake in the configuration is told before the libraries of a trial are imported: those of the database, of numbers and of
 tables take longer than everything until then.
@@ -21,8 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pensieve.compose import TrialConfig, check, plan_trial
 from pensieve.compose.explain import explain, explain_crash, is_the_users
 from pensieve.errors import PensieveError
-from pensieve.trial.compositions import compose_once
-from pensieve.trial.jobs import compose_jobs, plan_jobs
+from pensieve.trial.jobs import compose_jobs, compose_once, plan_jobs
 from pensieve.trial.mlflow_process import end_beside, import_beside
 from pensieve.trial.terminal import FULL_TRACE, leave_quietly
 
@@ -127,6 +126,6 @@ def _single(cfg: DictConfig) -> None:
 
 
 def _inspect(configs: Iterable[TrialConfig]) -> None:
-    from pensieve.trial.inspection import print_inspections
+    from pensieve.commands.inspection import print_inspections
 
     print_inspections(configs)

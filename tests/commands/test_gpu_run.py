@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from pensieve.bench import ALL
+from pensieve.commands import gpu_run
+from pensieve.commands.gpu_run import Step, steps_for
 from pensieve.errors import HardwareMissing
-from pensieve.trial import gpu_run
-from pensieve.trial.gpu_run import Step, steps_for
-from tests.trial.test_doctor import __file__ as _here
+from tests.commands.test_doctor import __file__ as _here
 
 CHECKOUT = Path(_here).resolve().parents[2]
 
