@@ -9,6 +9,7 @@ from rich.console import Console
 from analysis import marks, style, tables
 from analysis.marks import Bar, Group
 from analysis.prefix import signed
+from analysis.registry import columns
 from pensieve.statistics import Estimate, PairedRatio
 
 TABLE = [
@@ -96,3 +97,9 @@ def test_an_estimate_without_an_interval_has_a_bar_and_a_line_without_one():
 
 def test_a_change_has_a_sign_as_long_as_a_digit():
     assert (signed(12.4), signed(-0.6)) == ("+12", "−1")
+
+
+def test_the_columns_of_a_missing_estimate_are_those_of_one_and_empty():
+    known = columns("hit_pct", Estimate(40.0, 30.0, 50.0, 12, 5), prefix="hit_")
+    assert known == {"hit_pct": 40.0, "hit_ci_low": 30.0, "hit_ci_high": 50.0, "hit_n": 12, "hit_n_seeds": 5}
+    assert columns("hit_pct", None, prefix="hit_") == dict.fromkeys(known)
