@@ -66,7 +66,7 @@ def page(outputs):
     quiet = {**os.environ, "DO_NOT_TRACK": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
     quiet["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"
     with (outputs / "ui.log").open("w") as log:
-        server = subprocess.Popen(command, env=quiet, stdout=log, stderr=log, start_new_session=True)
+        server = subprocess.Popen(command, env=quiet, cwd=outputs, stdout=log, stderr=log, start_new_session=True)
     try:
         address, ends = f"http://127.0.0.1:{port}", time.monotonic() + 200
         while True:
