@@ -117,6 +117,7 @@ def import_mlflow() -> Any:
     """MLflow's class of clients; nothing is sent to its makers."""
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
     os.environ["DO_NOT_TRACK"] = "true"
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # of a server, two lines a run
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # the commit comes from our own environment record
     from mlflow import MlflowClient
 

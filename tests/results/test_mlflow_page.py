@@ -1,5 +1,7 @@
-"""A sweep of more trials than MLflow shows at once, in the browser of whoever looks at it."""
+"""A sweep of more trials than MLflow shows at once, in the browser of whoever looks at it; and a sweep that is logged to that
+server from elsewhere."""
 
+import json
 import os
 import re
 import shutil
@@ -16,6 +18,7 @@ from sqlalchemy import insert
 from pensieve.results.mlflow_store import mlflow_url
 from pensieve.results.schema import MetricRow, SweepTrial, Trial
 from pensieve.results.store import open_store
+from tests.composed import SHORT
 from tests.results.browser import CHROMIUM, Page
 from tests.results.trials import add_trial, conversation_turns, open_sweep
 from tests.typed import typed
@@ -23,10 +26,11 @@ from tests.typed import typed
 CHILDREN = 101  # more than the hundred
 
 
-@pytest.fixture
-def outputs(tmp_path):
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory):
     """A sweep of completed trials in the database, and the MLflow store that is made from it."""
     pytest.importorskip("mlflow.store.tracking.sqlalchemy_store")  # imported here, in each fork no more
+    tmp_path = tmp_path_factory.mktemp("served")
     store = open_store(tmp_path)
     sweep = open_sweep(store, CHILDREN, seed=f"range(0,{CHILDREN})")
     first = add_trial(store, sweep, 0, "pensieve", conversation_turns([10.0, 11.0]), {"ttft_ms_mean": 10.0})
@@ -49,7 +53,7 @@ def outputs(tmp_path):
     return tmp_path
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def page(outputs):
     """The address of MLflow's own server on that store, as `make ui` starts it, on loopback."""
     with socket.socket() as probe:
@@ -62,7 +66,7 @@ def page(outputs):
     quiet = {**os.environ, "DO_NOT_TRACK": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
     quiet["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"
     with (outputs / "ui.log").open("w") as log:
-        server = subprocess.Popen(command, env=quiet, stdout=log, stderr=log, start_new_session=True)
+        server = subprocess.Popen(command, env=quiet, cwd=outputs, stdout=log, stderr=log, start_new_session=True)
     try:
         address, ends = f"http://127.0.0.1:{port}", time.monotonic() + 200
         while True:
@@ -93,7 +97,7 @@ OPEN_PARENT = """(() => {
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
-def test_a_browser_shows_more_children_than_fit_one_page(outputs, page, tmp_path):
+def test_a_browser_shows_more_children_than_fit_one_page(page, tmp_path):
     """The experiment's page, with the sweep's parent opened; MLflow draws the first hundred and offers more."""
     from matplotlib.image import imread
 
@@ -117,3 +121,35 @@ def test_a_browser_shows_more_children_than_fit_one_page(outputs, page, tmp_path
 
 def names_in(text):
     return set(re.findall(r"pensieve seed=\d+", text))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_sweep_elsewhere_is_logged_over_http(page, tmp_path):
+    """Parameters, metrics and files go to the server, under the sweep's parent; beside the results is no store."""
+    said = typed(
+        "runners/run.py", "hardware=sim_h100", *SHORT, "seed=0", "baseline=pensieve,stateless",
+        "experiment_name=elsewhere", "-m", outputs=tmp_path, PENSIEVE_MLFLOW_URL=page,
+    )  # fmt: skip
+    assert said.returncode == 0, said.stderr
+    assert "View run" not in said.stdout, "MLflow's own lines for each run"
+    assert not (tmp_path / "mlflow.db").exists() and (tmp_path / "results.db").exists()
+    experiment = asked(page, "experiments/get-by-name?experiment_name=elsewhere")["experiment"]["experiment_id"]
+    runs = asked(page, "runs/search", {"experiment_ids": [experiment]})["runs"]
+    tags = [{tag["key"]: tag["value"] for tag in run["data"]["tags"]} for run in runs]
+    [parent] = [run["info"]["run_id"] for run, own in zip(runs, tags, strict=True) if "mlflow.parentRunId" not in own]
+    children = [run for run, own in zip(runs, tags, strict=True) if own.get("mlflow.parentRunId") == parent]
+    assert len(children) == 2 and {run["info"]["status"] for run in runs} == {"FINISHED"}
+    for run in children:
+        assert "ttft_ms_mean" in {metric["key"] for metric in run["data"]["metrics"]}
+        assert "baseline" in {param["key"] for param in run["data"]["params"]}
+        files = asked(page, f"artifacts/list?run_id={run['info']['run_id']}")["files"]
+        assert {"config.json", "turns.parquet"} <= {file["path"] for file in files}
+
+
+def asked(page, what, body=None):
+    """The answer of the server's REST API; a POST where there is a body."""
+    content = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"{page}/api/2.0/mlflow/{what}", content, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)
