@@ -367,7 +367,9 @@ def paper_throughput(source: Source) -> Iterator[Plot]:
                         "seeds that\nreached it": f"{len(values)} of {len(ran)}",
                         f"over\n{reference}": "1" if name == reference else tables.estimated(ratio),
                         "the paper\nover vLLM": tables.NONE if paper is None else f"{paper:.2f}",
-                        "difference": tables.NONE if difference is None else f"{difference:+.0f} %".replace("-", "−"),
+                        "difference": tables.NONE
+                        if difference is None
+                        else f"{round(difference):+d} %".replace("-", "−"),
                     }
                 )
                 rows.append(
