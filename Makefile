@@ -35,8 +35,9 @@ else
 	$(BIN)/python runners/run.py -m experiment=demo
 endif
 
-# Two workers or more share the tests; each has one thread for torch (tests/conftest.py).
-PYTEST := $(BIN)/python -m pytest -rs -n logical --maxprocesses 8 --dist worksteal
+# Two workers or more share the tests; each has one thread for torch (tests/conftest.py). Bytecode is written, or each worker
+# and every process of a test would compile all that it imports.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -rs -n logical --maxprocesses 8 --dist worksteal
 
 test: $(STAMP)  ## the tests, on all cores (test-fast, test-slow: those below five seconds, and the others)
 	$(PYTEST)

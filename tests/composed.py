@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from functools import cache
 
 from hydra import compose, initialize_config_dir
@@ -36,15 +36,15 @@ def hydra_session() -> Iterator[None]:
 
 
 def composed(*overrides: str) -> DictConfig:
-    return deepcopy(_composed(overrides))  # a test may change its own
+    found = pickle.loads(_composed(overrides))  # a test may change its own
+    assert isinstance(found, DictConfig)
+    return found
 
 
 @cache
-def _composed(overrides: tuple[str, ...]) -> DictConfig:
+def _composed(overrides: tuple[str, ...]) -> bytes:
     with hydra_session():
-        cfg = compose(config_name="config", overrides=[*SMALL, *overrides])
-    assert isinstance(cfg, DictConfig)
-    return cfg
+        return pickle.dumps(compose(config_name="config", overrides=[*SMALL, *overrides]))
 
 
 def checked(*overrides: str) -> TrialConfig:

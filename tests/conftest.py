@@ -22,10 +22,27 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path not in slow)
 
 
+MANY_MODULES = 100
+_here_to_stay = 0
+
+
 def pytest_collection_finish():
-    """What was imported by now is here to stay: no collection of cycles goes through its million objects again."""
+    gc.set_threshold(10_000, 20, 20)  # tests make many objects and few cycles
+    _keep_what_is_imported()
+
+
+def pytest_runtest_teardown():
+    """Large packages that a test imported first are kept as well."""
+    if len(sys.modules) > _here_to_stay + MANY_MODULES:
+        _keep_what_is_imported()
+
+
+def _keep_what_is_imported():
+    """No collection of cycles goes through its million objects again."""
+    global _here_to_stay
     gc.collect()
     gc.freeze()
+    _here_to_stay = len(sys.modules)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -69,17 +69,18 @@ def all_turns(store: ResultsStore, trials: Iterable[Trial], *columns: str) -> pd
     parts = []
     for trial in trials:
         if rows := store.turns_of(trial.id, *chosen):
+            values = dict(zip(chosen, zip(*rows, strict=True), strict=True))
+            same = [trial.seed] * len(rows), [trial.repeat] * len(rows)
+            keys = pd.MultiIndex.from_arrays([*same, *(list(values.pop(name)) for name in KEY[2:])], names=KEY)
             part: dict[str, Any] = {
                 name: np.array(own, dtype=_NUMBERS[name]) if name in _NUMBERS else list(own)
-                for name, own in zip(chosen, zip(*rows, strict=True), strict=True)
+                for name, own in values.items()
             }
-            parts.append(pd.DataFrame({**part, "seed": trial.seed, "repeat": trial.repeat}))
+            parts.append(pd.DataFrame(part, index=keys))
     if parts:
-        frame = pd.concat(parts)
-    else:
-        frame = pd.DataFrame(columns=[*chosen, "seed", "repeat"])
-        frame = frame.astype({name: _NUMBERS[name] for name in chosen if name in _NUMBERS})
-    return frame.set_index(KEY)
+        return pd.concat(parts) if len(parts) > 1 else parts[0]
+    empty = pd.DataFrame(columns=[*chosen, "seed", "repeat"])
+    return empty.astype({name: _NUMBERS[name] for name in chosen if name in _NUMBERS}).set_index(KEY)
 
 
 def chosen_turns(frame: pd.DataFrame, measured: bool) -> pd.DataFrame:
