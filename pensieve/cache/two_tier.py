@@ -6,6 +6,8 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from mypy_extensions import mypyc_attr
+
 from pensieve.cache.base import Admission, CacheManager, Demand, Residency, Run, edited_run, tokens_in
 from pensieve.cache.disk import DiskTier
 from pensieve.cache.invariants import check_tiers
@@ -24,6 +26,7 @@ from pensieve.units import ceil_div
 _STAGES = 8  # an exchange that has no GPU block to begin with makes room for so large a part of it
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class TwoTierCache(CacheManager):
     """Decides what is copied, loaded, computed again and lost; tiers.py keeps where everything is.
 
@@ -314,7 +317,7 @@ class TwoTierCache(CacheManager):
         tiers, chunks, wanted = self.tiers, session.chunks, lacking - self.outgoing
         begins = self.copies_done and not self.available
         loads = self._load_early(session, now_s)
-        clean = [index for index, view in enumerate(chunks.view) if view == View.CLEAN]
+        clean = [index for index, view in enumerate(bytes(chunks.view)) if view == View.CLEAN]
         held = len(chunks) - chunks.cpu.count(NO_BLOCK)
         room = self.spare_cpu_blocks
         costly = max(wanted - room - held, ceil_div(held, _STAGES) if begins else 0, 0)
@@ -334,7 +337,7 @@ class TwoTierCache(CacheManager):
         """Load as many CPU chunks of a waiting conversation as there are GPU blocks for without a copy."""
         chunks = session.chunks
         most = max(self.available - chunks.view.count(View.CLEAN), 0)
-        behind = [index for index, view in enumerate(chunks.view) if view == View.CPU_ONLY][:most]
+        behind = [index for index, view in enumerate(bytes(chunks.view)) if view == View.CPU_ONLY][:most]
         if not behind:
             return ()
         tiers, lacking = self.tiers, len(behind) - self.tiers.gpu.free
