@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
+
+from mypy_extensions import mypyc_attr
 
 from pensieve.cost.base import CostModel
 from pensieve.holding import Holding
@@ -151,6 +153,7 @@ class CacheCounters:
     extra: dict[str, float] = field(default_factory=dict)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class CacheManager(ABC):
     """Decides where KV is. Every baseline in the engine is one of these, under the same scheduler and worker.
 
@@ -160,10 +163,10 @@ class CacheManager(ABC):
     request_blocks: the most blocks that one request can have; all there are, unless a subclass says less.
     """
 
-    shares = False
+    shares: ClassVar[bool] = False
     """A session may use blocks that another one has written, also one that still runs."""
 
-    grows = True
+    grows: ClassVar[bool] = True
     """Decode takes blocks beyond those of the admission; if not, admissions need keep no reserve for it."""
 
     def __init__(self, chunk_tokens: int, gpu_blocks: int, cpu_blocks: int) -> None:
