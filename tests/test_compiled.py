@@ -118,24 +118,6 @@ def test_whatever_is_compiled_against_makes_the_key():
     assert folders <= set(compiled._READ)
 
 
-def test_a_class_that_plain_ones_derive_from_says_so():
-    """Else making one of them fails, and only where it is compiled."""
-    plain, marked, own = {}, set(), set()
-    for path in compiled._ROOT.rglob("*.py"):
-        inside = path.relative_to(compiled._ROOT).with_suffix("").as_posix() in compiled.MODULES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef) and inside:
-                own.add(node.name)
-                marked |= {
-                    node.name for one in node.decorator_list if "allow_interpreted_subclasses" in ast.unparse(one)
-                }
-            elif isinstance(node, ast.ClassDef):
-                plain |= {ast.unparse(base): node.name for base in node.bases}
-    derived = {base for base in plain if base in own} - {"CostModel"}  # a protocol is nobody's to make
-    assert derived >= {"TwoTierCache", "PositionPrices"}
-    assert derived <= marked
-
-
 # -- building -----------------------------------------------------------------------------------------------------------
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from mypy_extensions import mypyc_attr
-
 
 class CostModel(Protocol):
     """Marginal seconds, not those of a lone chunk: a forward of 32 tokens would measure weight loading and turn the
@@ -79,7 +77,6 @@ def predicted_s(cost: CostModel, runs: Iterable[tuple[int, int]], chunk_tokens: 
     return cost.step_s() + marginal + max(0.0, cost.weights_s() - linear)
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class PositionPrices:
     """Seconds to compute positions as part of a longer prefill: those of positions_s, kept as sums of leading chunks, so that
     any interval is priced at once."""
