@@ -5,10 +5,7 @@ The public names are resolved on first use, so that importing the package import
 
 from __future__ import annotations
 
-from pensieve import compiled
 from pensieve.lazy import from_modules
-
-compiled.use()  # before any of its modules is imported
 
 __version__ = "0.1.0"
 

@@ -48,9 +48,7 @@ def _imports() -> Iterator[None]:
 
 def main() -> None:
     """The console script: pensieve VERB, with the arguments of runners/VERB.py."""
-    verbs = {
-        verb.__name__: verb for verb in (run, size, serve, chat, compare, results, bench, profile, doctor, compile)
-    }
+    verbs = {verb.__name__: verb for verb in (run, size, serve, chat, compare, results, bench, profile, doctor)}
     parser = argparse.ArgumentParser(
         prog="pensieve",
         epilog="\n".join(f"{name:<9}{verb.__doc__}" for name, verb in verbs.items()),
@@ -193,26 +191,6 @@ def _live(verb: str, module: str) -> int:
             sys.exit(status)
 
     guarded(app, verb)
-    return 0
-
-
-def compile() -> int:
-    """Compile what simulated trials spend their time in, once for this machine: no arguments."""
-    with _imports():
-        from pensieve.compiled import SWITCH, build
-        from pensieve.errors import PensieveError
-
-    parser = argparse.ArgumentParser(
-        description=compile.__doc__,
-        epilog=f"Takes one to two minutes. Later processes use it while the sources are the same; {SWITCH}=0 turns it off. "
-        "Results are the same to the bit (docs/simulated_hardware.md).",
-    )
-    parser.parse_args()
-    try:
-        print(f"Compiled, and used from the next process on: {build()}")
-    except PensieveError as error:
-        _say(str(error))
-        return 1
     return 0
 
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Literal
 
-from mypy_extensions import mypyc_attr
-
 from pensieve.cache.base import CacheManager, Run
 from pensieve.clock import Clock
 from pensieve.cost.base import CostModel, PositionPrices, predicted_s
@@ -52,7 +50,6 @@ class EngineCounters:
     sent_plans: int = 0
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class Engine:
     """Drives one scheduler and one worker; not thread-safe, owned by whoever calls `step`.
 

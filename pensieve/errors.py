@@ -20,10 +20,6 @@ class EngineMissing(PensieveError):
     """The chosen baseline, workload or option needs an engine that is not there (yet, or not installed)."""
 
 
-class CannotCompile(PensieveError):
-    """The modules that simulated trials spend their time in cannot be compiled here; they run as plain Python."""
-
-
 class EngineFailed(PensieveError):
     """An outside engine did not start, or ended while it was needed; the message holds the last lines of its log."""
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar
-
-from mypy_extensions import mypyc_attr
+from typing import TYPE_CHECKING
 
 from pensieve.cost.base import CostModel
 from pensieve.holding import Holding
@@ -153,7 +151,6 @@ class CacheCounters:
     extra: dict[str, float] = field(default_factory=dict)
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class CacheManager(ABC):
     """Decides where KV is. Every baseline in the engine is one of these, under the same scheduler and worker.
 
@@ -163,10 +160,10 @@ class CacheManager(ABC):
     request_blocks: the most blocks that one request can have; all there are, unless a subclass says less.
     """
 
-    shares: ClassVar[bool] = False
+    shares = False
     """A session may use blocks that another one has written, also one that still runs."""
 
-    grows: ClassVar[bool] = True
+    grows = True
     """Decode takes blocks beyond those of the admission; if not, admissions need keep no reserve for it."""
 
     def __init__(self, chunk_tokens: int, gpu_blocks: int, cpu_blocks: int) -> None:

@@ -89,7 +89,7 @@ class RestoreTimes:
 
     def compute_s(self, runs: Iterable[Run]) -> float:
         """Positions of these runs as part of a longer prefill, without what an iteration costs anyway."""
-        return sum((self._below_s(stop) - self._below_s(start) for start, stop in runs), 0.0)
+        return sum(self._below_s(stop) - self._below_s(start) for start, stop in runs)
 
     def _alone_s(self, runs: Sequence[Run]) -> float:
         return ceil_div(tokens_in(runs), self.batch_tokens) * self.cost.step_s() + self.compute_s(runs)

@@ -431,7 +431,7 @@ class CopyRun:
     def _runs(self, wanted: Callable[[int], bool]) -> Iterator[Run]:
         if self.fates.count(self.fates[0]) == len(self.fates):
             return iter([(self.first, self.stop)] if wanted(self.fates[0]) else [])
-        which = [index for index, fate in enumerate(bytes(self.fates), self.first) if wanted(fate)]
+        which = [index for index, fate in enumerate(self.fates, self.first) if wanted(fate)]
         return iter(runs_of(which))
 
 
@@ -485,7 +485,7 @@ class OpenCopies:
             self.incoming -= moved.incoming
             self._count_copies(moved, -1)
             if moved.fates.count(_ALIVE) < len(moved.fates):
-                for fate, gpu, cpu in zip(bytes(moved.fates), moved.gpu, moved.cpu, strict=True):
+                for fate, gpu, cpu in zip(moved.fates, moved.gpu, moved.cpu, strict=True):
                     if fate != _ALIVE:
                         self._let_go((True, gpu))
                         self._let_go((False, cpu))

@@ -6,8 +6,6 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from mypy_extensions import mypyc_attr
-
 from pensieve.cache.base import Admission, CacheManager, Demand, Residency, Run, edited_run, tokens_in
 from pensieve.cache.disk import DiskTier
 from pensieve.cache.exchange import Exchange
@@ -24,7 +22,6 @@ from pensieve.request import TokenArray
 from pensieve.session import NO_BLOCK, Session, View, chunks_of, common_prefix, repeated, runs_of
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class TwoTierCache(CacheManager):
     """Decides what is copied, loaded, computed again and lost; tiers.py keeps where everything is.
 

@@ -92,7 +92,7 @@ class PositionPrices:
 
     def of(self, runs: Iterable[tuple[int, int]]) -> float:
         """Seconds of several intervals."""
-        return sum((self.seconds(start, stop) for start, stop in runs), 0.0)
+        return sum(self.seconds(start, stop) for start, stop in runs)
 
     def _below(self, position: int) -> float:
         self._price(position)

@@ -111,7 +111,7 @@ class Roofline:
         if known is None:
             size, share = self.chunk_tokens, self._windowed
             stop = max(context_tokens, size)
-            pairs = float(attended_pairs(stop - size, stop, None))
+            pairs: float = attended_pairs(stop - size, stop, None)
             if share:
                 pairs += share * (attended_pairs(stop - size, stop, self.model.sliding_window) - pairs)
             attention = self._bound(pairs * self._pair_flops, 0)

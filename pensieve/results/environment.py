@@ -21,7 +21,6 @@ from typing import Any
 import psutil
 
 import pensieve
-from pensieve import compiled
 
 PACKAGES = (
     "pensieve", "torch", "transformers", "tokenizers", "safetensors", "triton", "flashinfer-python", "numpy", "hydra-core",
@@ -66,7 +65,6 @@ def _machine() -> dict[str, Any]:
         },
         "memory_bytes": psutil.virtual_memory().total,
         "gpus": gpus(),
-        "compiled": compiled.in_use(),
     }
 
 

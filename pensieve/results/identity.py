@@ -22,7 +22,7 @@ A trial that completed is reused while all of this is equal, and runs again when
 | platform | real: device and count, dtype, attention backend and    | simulated: anything; the platform is "sim"            |
 |          | its compiler, graphs, copies, copy_ahead, depth,        |                                                       |
 |          | threads, OMP_WAIT_POLICY (on a CPU), versions of torch, |                                                       |
-|          | transformers, triton, any outside engine; compiled.py   |                                                       |
+|          | transformers, triton and any outside engine             |                                                       |
 
 What `auto` means is in the platform as it resolves before anything is loaded (trial.identity): with the C compiler gone,
 attention_backend=auto is another backend and the trial another trial. Three things only a start can tell: whether the kernel

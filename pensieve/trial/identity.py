@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from pensieve import compiled
 from pensieve.compose import TrialPlan, outside_engine
 from pensieve.compose.weights import weights_identity
 from pensieve.engines.ray_cluster import ray_version
@@ -71,7 +70,6 @@ def device_facts(plan: TrialPlan) -> dict[str, Any]:
         "copies": hardware.copies if kind == "cuda" and plan.cpu_blocks else "none",
         "copy_ahead": plan.config.scheduler.copy_ahead if plan.cpu_blocks else "none",
         "depth": plans_in_flight(plan.device, hardware.depth),
-        "compiled": compiled.in_use() or None,  # the host then plans sooner
     }
 
 

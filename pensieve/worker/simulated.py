@@ -11,7 +11,6 @@ from itertools import pairwise
 from operator import sub
 
 import numpy as np
-from mypy_extensions import mypyc_attr
 
 from pensieve.clock import VirtualClock
 from pensieve.cost.simulated import simulated_cost
@@ -136,7 +135,6 @@ class DuplexLink:
             at = until
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class SimulatedWorker:
     """Four timelines: compute, host to device, device to host, and a disk that is read from straight to the device.
 

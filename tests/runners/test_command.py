@@ -16,7 +16,7 @@ from tests.test_recipes import UNFINISHED
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))
-VERBS = ("bench", "chat", "compare", "compile", "doctor", "profile", "results", "run", "serve", "size")
+VERBS = ("bench", "chat", "compare", "doctor", "profile", "results", "run", "serve", "size")
 SHORT = ("hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2")
 SCRIPT = "import sys\nfrom pensieve.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
 
@@ -61,7 +61,7 @@ def test_each_runner_is_a_verb_and_each_verb_a_runner(monkeypatch, capsys):
         assert f"\n{verb:<9}{getattr(cli, verb).__doc__}" in shown
 
 
-@pytest.mark.parametrize("verb", ["compare", "compile", "results", "doctor"])
+@pytest.mark.parametrize("verb", ["compare", "results", "doctor"])
 def test_a_verb_has_its_own_help(monkeypatch, capsys, verb):
     assert command(monkeypatch, verb, "--help") == 0
     assert capsys.readouterr().out.startswith(f"usage: pensieve {verb} [-h]")
