@@ -53,21 +53,21 @@ def headlines(found: Evidence, ratios: Sequence[Mapping[str, PairedRatio]]) -> l
         for own, gone in zip(ratios, lost, strict=True)
     ]
     beside = [(group, own) for group, own in zip(groups, kept, strict=True) if own]
-    told = [_not_compared(group, gone) for group, own, gone in zip(groups, ratios, lost, strict=True) if own and gone]
-    told = (
-        told
-        if len(told) <= _GROUPS_SHOWN
-        else [f"In {len(told)} settings a baseline completed under half of its turns."]
-    )
+    told = [
+        _not_compared(group, gone) for group, gone in zip(groups, lost, strict=True) if gone and len(group.trials) > 1
+    ]
+    if len(told) > _GROUPS_SHOWN:
+        told = [f"In {len(told)} settings a baseline completed under half of its turns; those few are not compared."]
     if beside and len(beside) <= _GROUPS_SHOWN:
         return [*(_of_group(found, group, own) for group, own in beside), *told, *_of_the_papers_policy(found, groups)]
     if beside:
         return [_over_groups(beside), *told, *_of_the_papers_policy(found, groups)]
-    if told:
-        return told
     names = {name for group in groups for name in group.trials}
     if len(names) > 1 and OURS not in names:
-        return _beside_the_quickest(found, groups)
+        whole = [group for group, gone in zip(groups, lost, strict=True) if not gone]
+        return [*_beside_the_quickest(found, whole), *told]
+    if told:
+        return told
     if len(groups) < 2 or len(names) > 1:
         return []
     return [*_of_alternatives(found, groups), *_of_the_papers_policy(found, groups)]
@@ -86,7 +86,9 @@ def _beside_the_quickest(found: Evidence, groups: Sequence[TrialGroup]) -> list[
     whole = [(place, own) for place, own in times_ms if all((values > 0).any() for values in own.values())]
     if not whole:
         return []
-    quickest = min(names, key=lambda name: fmean(log(own[name].mean()) for _, own in whole))
+    beside = {name: [speed_up(paired(own[name], own[names[0]])) for _, own in whole] for name in names}
+    known_of = {name: [log(ratio.ratio) for ratio in ratios if ratio] for name, ratios in beside.items()}
+    quickest = min((name for name in names if known_of[name]), key=lambda name: fmean(known_of[name]), default=names[0])
     parts, every = [], []
     for name in names:
         ratios = [(speed_up(paired(own[name], own[quickest])), place) for place, own in whole if name != quickest]
@@ -127,7 +129,7 @@ def _mostly_lost(found: Evidence, group: TrialGroup) -> dict[str, tuple[int, int
 def _not_compared(group: TrialGroup, lost: Mapping[str, tuple[int, int]]) -> str:
     at = f"{group.name}: " if group.name else ""
     each = _all_of([f"{name} completed {done:,} of {asked:,} turns" for name, (done, asked) in lost.items()])
-    return f"{at}{each}, so first tokens are not compared."
+    return f"{at}{each}; those few are not compared."
 
 
 def _over_groups(beside: Sequence[tuple[TrialGroup, Mapping[str, PairedRatio]]]) -> str:

@@ -336,8 +336,39 @@ def test_who_lost_most_of_its_turns_is_not_compared_by_those_that_are_left() -> 
 
     assert "comes later than ray_keepalive's" in said(5)
     few = said(4)
-    assert "not compared" in few and "ray_keepalive completed 20 of 50 turns, so first tokens are not compared." in few
+    assert "not compared" in few and "ray_keepalive completed 20 of 50 turns; those few are not compared." in few
     assert "ray_keepalive's (" not in few and "not told apart from stateless serving's" in few
     ours = said(4, "pensieve")
-    assert "pensieve completed 20 of 50 turns, so first tokens are not compared." in ours and "first token" in ours
+    assert "pensieve completed 20 of 50 turns; those few are not compared." in ours
     assert "Pensieve's first token" not in ours
+
+
+def test_without_pensieve_who_lost_most_of_its_turns_is_not_the_quickest() -> None:
+    def said(completed: float) -> str:
+        lost = {"statuses": {"completed": completed, "failed": 10 - completed}}
+        return answers(
+            {"baseline": "ray_keepalive", "turns": decoded(10.0), **lost},
+            {"baseline": "stateless", "turns": decoded(30.0)},
+        )
+
+    assert "takes least time with ray_keepalive" in said(6)
+    assert "least time" not in said(
+        4
+    ) and "ray_keepalive completed 20 of 50 turns; those few are not compared." in said(4)
+
+
+def test_the_quickest_is_so_by_the_ratios_that_are_told() -> None:
+    """Its mean is above that of the other, for one slow turn of many."""
+
+    def turns_of(times_ms: list[float]) -> list[TurnRecord]:
+        made = decoded(1.0, len(times_ms))
+        for one, ms in zip(made, times_ms, strict=True):
+            one.latency_ms = 3 * ms
+        return made
+
+    said = answers(
+        {"baseline": "even", "turns": turns_of([10.0] * 4)},
+        {"baseline": "skewed", "turns": turns_of([1.0, 1.0, 1.0, 60.0])},
+    )
+    assert "takes least time with skewed" in said
+    assert f"{(10 * 10 * 10 / 6) ** 0.25:.2f}×" in said

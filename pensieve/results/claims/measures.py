@@ -343,14 +343,27 @@ def largest_load_ratio(sides: Sides, refusals: str = "oom_turns") -> Measured:
 
     Theirs must reach refusals in the sweep, otherwise its limit is unknown. Between the largest load that it carried and the
     first that it refused nothing is known of it either, so it counts as one less than that; and ours as the largest that it
-    carried, whether or not it met a limit. Where that leaves something open the ratio is a lower bound.
+    carried, whether or not it met a limit. Where that leaves something open the ratio is a lower bound. Raises MissingSeries
+    where ours refuses the smallest load tried: leaving such seeds out would be to its favour.
     """
     ours, theirs = (_largest(sides, trials, refusals) for trials in (sides.ours, sides.theirs))
+    if nothing := [key for key, (borne, first) in ours.items() if borne is None and first is not None]:
+        raise MissingSeries(
+            f"{sides.ours[0].baseline} refuses the smallest load of this sweep in {len(nothing)} of {len(ours)} seeds and "
+            "repeats, and what it carries is not known; add smaller loads"
+        )
     limits = {key: math.ceil(first) - 1.0 for key, (_, first) in theirs.items() if first is not None and first > 1}
     carried = {key: borne for key, (borne, _) in ours.items() if borne}
     both = carried.keys() & limits.keys()
+    found = _of_seeds(
+        carried, limits, sides, "no seed of the other side reaches its limit over the loads of this sweep"
+    )
+    left_out = len(theirs) - len(both)
     return replace(
-        _of_seeds(carried, limits, sides, "no seed of the other side reaches its limit over the loads of this sweep"),
+        found,
+        about=f"{left_out} of {len(theirs)} seeds and repeats left out, whose limit is not known"
+        if left_out
+        else found.about,
         at_least=any(ours[key][1] != carried[key] + 1 or theirs[key][0] != limits[key] for key in both),
     )
 

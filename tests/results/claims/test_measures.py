@@ -277,6 +277,30 @@ def test_largest_load_needs_the_limit_of_the_other_side_and_is_a_lower_bound_wit
             found(ours, theirs)
 
 
+def test_seeds_that_carry_nothing_are_not_left_out_of_a_density():
+    axis = "workload.agents"
+    turns = {name: lambda seed, agents: talk(10.0)(seed) for name in ("pensieve", "stateless")}
+
+    def of(limits):
+        return lambda seed, agents: {"oom_turns": float(agents > limits[seed])}
+
+    def found(ours, theirs):
+        """Limits by seed."""
+        metrics = {"pensieve": of(ours), "stateless": of(theirs)}
+        store = sweep(turns, seeds=len(ours), metrics=metrics, axis=axis, values=(1, 2, 3, 8, 9))
+        return measure(store, "largest_load_ratio", theirs="stateless", over=axis)
+
+    whole = found([8, 8], [2, 2])
+    assert (whole.value, whole.about) == (pytest.approx(4.0), "")
+    with pytest.raises(MissingSeries, match="pensieve refuses the smallest load of this sweep in 1 of 2 seeds"):
+        found([8, 0], [2, 2])
+    partly = found([8, 8], [2, 0])
+    assert (partly.value, partly.about) == (
+        pytest.approx(4.0),
+        "1 of 2 seeds and repeats left out, whose limit is not known",
+    )
+
+
 def bench(ours, theirs):
     """A trial a case and backend; ours, theirs: case -> repetitions in ms."""
     store = both(seeds=0)
