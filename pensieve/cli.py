@@ -161,7 +161,7 @@ def chat() -> int:
 
 def profile() -> int:
     """Measure this machine for its cost model and for simulating it: [group=option] [profile.to=FILE]."""
-    return _live("profile", "pensieve.trial.machine_profile")
+    return _live("profile", "pensieve.commands.profile")
 
 
 def _live(verb: str, module: str) -> int:

@@ -19,7 +19,6 @@ _TRANSFER_BLOCKS = 64
 _TRANSFER_ROUNDS = 4
 _HIDING_ROUNDS = 5
 DECODES = 12
-SETTLING, _SETTLED = 16, 4
 _known: dict[str, Profile] = {}
 
 
@@ -72,25 +71,10 @@ def prefill_s(worker: Worker, clock: Clock, chunk_tokens: int, start: int, stop:
 
 def decodes_s(worker: Worker, clock: Clock, chunk_tokens: int, requests: int, context: int, blocks: int) -> float:
     """One iteration of so many requests that decode behind `context` tokens each, as it is long after the last prefill: the
-    median of the later half of DECODES in a row (see settling_s). blocks: of the pool; where it holds fewer than they all
+    median of the later half of DECODES in a row. blocks: of the pool; where it holds fewer than they all
     need, requests share some, which changes what is read by nothing but what a processor's cache keeps."""
     times = [_decodes_once_s(worker, clock, chunk_tokens, requests, context, blocks) for _ in range(DECODES)]
     return median(times[DECODES // 2 :])
-
-
-def settling_s(worker: Worker, clock: Clock, chunk_tokens: int, prompt: int, rounds: int) -> list[float]:
-    """What each of the SETTLING decodes after a prefill takes beyond the last of them: a prefill of `prompt` tokens fills a
-    processor's caches with other things than the weights that a decode reads. Medians over rounds."""
-    seen: list[list[float]] = [[] for _ in range(SETTLING)]
-    for _ in range(rounds):
-        prefill_s(worker, clock, chunk_tokens, 0, prompt)
-        for place, times in enumerate(seen):
-            times.append(
-                _decodes_once_s(worker, clock, chunk_tokens, 1, prompt + place, 1 + (prompt + place) // chunk_tokens)
-            )
-    each = [median(times) for times in seen]
-    settled = median(each[-_SETTLED:])
-    return [max(0.0, seconds - settled) for seconds in each]
 
 
 def _decodes_once_s(worker: Worker, clock: Clock, chunk_tokens: int, requests: int, context: int, blocks: int) -> float:

@@ -65,11 +65,12 @@ class Grid(BaseModel):
 
 class MachineProfile(BaseModel):
     """costs: what the retention value goes by. prefill: rows are queries, columns the position that they start at. decode:
-    rows are requests, columns their context, long after the last prefill. settling_s: what the first decodes after one
-    take beyond that. h2d_block_s, d2h_block_s: one block of `costs.chunk_tokens`, which is
-    block_bytes. overhead_s: host time of an iteration beside the worker's. prompt_s: what the host takes beyond that from the
-    arrival of a prompt at an idle engine to its first token. overlaps: copies run beside compute. where: model, dtype,
-    device, threads, versions. measured: when, how long it took, and how busy the machine was.
+    rows are requests, columns their context, long after the last prefill. settling_s: what the first decodes after a
+    prefill take beyond that, of one request; they are added whatever the batch. h2d_block_s, d2h_block_s: one block of
+    `costs.chunk_tokens`, which is block_bytes. overhead_s: host time of an iteration beside the worker's. prompt_s: what the
+    host takes beyond that from the arrival of a prompt at an idle engine to its first token; each prompt is charged it once,
+    also at a busy one. overlaps: copies run beside compute. where: model, dtype, device, threads, versions. measured: when,
+    how long it took, and how busy the machine was.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -150,7 +151,7 @@ class ProfiledCost:
                 parts.append(profile.prefill.at(stop - start, start))
                 within = within and profile.prefill.covers(stop - start, start)
         if parts:
-            host_s += profile.prompt_s
+            host_s += profile.prompt_s * max(0, sampled - len(contexts))  # those whose last part this is
             self._decodes = 0
         elif contexts:
             host_s += profile.settling_s[self._decodes] if self._decodes < len(profile.settling_s) else 0.0

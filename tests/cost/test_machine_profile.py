@@ -9,6 +9,7 @@ import pytest
 
 from pensieve.baselines.profiling import load_s, profile_of
 from pensieve.clock import VirtualClock
+from pensieve.commands.profile import _grid, host_times, measure_grids, profile
 from pensieve.compose import check, plan_trial, resolved
 from pensieve.compose.build import _measured_before
 from pensieve.cost.machine_profile import Grid, MachineProfile, ProfiledCost, powers_of_two, read_profile
@@ -16,7 +17,6 @@ from pensieve.cost.simulated import simulated_cost
 from pensieve.errors import ConfigError
 from pensieve.metrics import summarise
 from pensieve.scheduler.scheduler import Scheduler
-from pensieve.trial.machine_profile import _grid, _host_times_s, measure_grids, profile
 from pensieve.worker.simulated import SimulatedWorker
 from tests.composed import composed, replayed
 
@@ -93,15 +93,22 @@ def test_iterations_that_were_not_measured_take_what_the_machine_takes(h100):
     assert cost.recompute_s(1024) == h100.costs.recompute_s(1024)  # one number for policy and simulator
 
 
-def test_what_the_host_takes_of_a_prompt_is_added_to_iterations_with_prompts_once(h100):
+def test_what_the_host_takes_of_a_prompt_is_charged_once_a_prompt(h100):
     plan = plan_trial(check(composed(*TIERS)))
     hardware = replace(plan.hardware, step_overhead_s=0.0)
     plain, slow = (
         ProfiledCost(h100.model_copy(update={"prompt_s": prompt_s}), plan.model, hardware, 32)
         for prompt_s in (0.0, 0.25)
     )
-    for runs, more in (([(0, 64)], 0.25), ([(0, 64), (32, 96), (9, 10)], 0.25), ([(9, 10), (99, 100)], 0.0), ([], 0.0)):
-        assert slow.iteration_s(runs, 1) == pytest.approx(plain.iteration_s(runs, 1) + more)
+    for runs, sampled, prompts in (
+        ([(0, 64)], 1, 1),
+        ([(0, 512)], 0, 0),  # a part of a longer prompt
+        ([(512, 600)], 1, 1),  # its last
+        ([(0, 64), (32, 96), (9, 10)], 3, 2),
+        ([(9, 10), (99, 100)], 2, 0),
+        ([], 0, 0),
+    ):
+        assert slow.iteration_s(runs, sampled) == pytest.approx(plain.iteration_s(runs, sampled) + 0.25 * prompts)
     assert slow.describe()["prompt_s"] == 0.25
 
 
@@ -136,15 +143,26 @@ def test_the_time_of_the_host_is_what_neither_grid_knows(h100):
     plan = plan_trial(check(composed(*TIERS)))
     truth = simulated_cost(plan.model, plan.hardware, 32)
 
-    def grids(step_s: float, prompt_s: float) -> tuple[Grid, Grid]:
-        first, more = truth.iteration_s([(0, 32)], 1), [truth.iteration_s([(at, at + 1)], 1) for at in (32, 96)]
-        decode = Grid(rows=(1, 2), columns=(32, 96), seconds=(tuple(s - step_s for s in more),) * 2)
-        return Grid(rows=(32,), columns=(0,), seconds=((first - prompt_s,),)), decode
+    def measured(step_s: float, prompt_s: float):
+        first, more = truth.iteration_s([(0, 128)], 1), [truth.iteration_s([(at, at + 1)], 1) for at in (128, 256)]
+        decode = Grid(rows=(1, 2), columns=(128, 256), seconds=(tuple(s - step_s for s in more),) * 2)
+        found = host_times(plan, Grid(rows=(128,), columns=(0,), seconds=((first - prompt_s,),)), decode, POOL)
+        assert found.settling_s == ()  # a machine without caches
+        return found.iteration_s, found.prompt_s
 
-    nothing = _host_times_s(plan, *grids(0.0, 0.0))
-    assert nothing == pytest.approx((0.0, 0.0), abs=1e-5)
-    step_s, prompt_s = _host_times_s(plan, *grids(2e-4, 5e-4))
-    assert (step_s, prompt_s) == pytest.approx((2e-4, 5e-4), abs=1e-5)
+    assert measured(0.0, 0.0) == pytest.approx((0.0, 0.0), abs=1e-6)
+    assert measured(2e-4, 5e-4) == pytest.approx((2e-4, 3e-4), abs=1e-6)  # an iteration's share is in its own time
+
+
+def test_decodes_that_settle_are_measured_as_they_are_simulated(h100, tmp_path):
+    """A machine that is simulated by a profile, measured again."""
+    file = tmp_path / "machine.json"
+    settling = (0.003, 0.002, 0.001)
+    h100.model_copy(update={"settling_s": settling, "prompt_s": 0.004}).write(file)
+    plan = plan_trial(check(composed(*TIERS, "hardware=sim_profile", f"hardware.profile={file}")))
+    found = host_times(plan, h100.prefill, h100.decode, POOL)
+    assert found.settling_s == pytest.approx(settling, abs=1e-6)
+    assert (found.iteration_s, found.prompt_s) == pytest.approx((0.0, 0.004), abs=1e-6)
 
 
 def test_a_machine_and_its_profile_serve_the_same_trial_alike(h100, tmp_path):

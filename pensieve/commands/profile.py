@@ -10,14 +10,16 @@ import os
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pensieve.baselines.profiling import DECODES, decodes_s, load_s, prefill_s, profile_of, settling_s
+from pensieve.baselines.profiling import DECODES, decodes_s, load_s, prefill_s, profile_of
 from pensieve.clock import Clock
 from pensieve.compose import (
     TrialPlan,
@@ -42,8 +44,13 @@ from pensieve.worker.base import Worker
 
 LATEST = "latest.json"
 SHORTEST_CONTEXT = 32
-_PROMPT, _REPLY, _PROMPTS = 32, 65, 9  # tokens of the conversation that tells the host's time; how many more prompts
-_PREFILL, _SETTLING_ROUNDS = 128, 9  # tokens before the decodes that tell how these settle; how often
+_REPLY = 81  # tokens of the conversation that tells the host's time of an iteration
+_PROMPT, _PROMPTS, _SETTLING = (
+    128,
+    9,
+    16,
+)  # tokens of a prompt, at most; how many there are; tokens that each is replied with
+_SETTLED = 0.02  # of a decode: what its first take beyond that is no more than noise
 
 
 class ProfileSettings(BaseModel):
@@ -115,32 +122,29 @@ def measure_machine(plan: TrialPlan, rounds: int, budget_s: float) -> MachinePro
         prefill, decode = measure_grids(
             worker, clock, size, gpu_blocks, longest, batch.max_batch_tokens, batch.max_batch_requests, rounds, budget_s
         )
-        settling = settling_s(worker, clock, size, max(1, min(_PREFILL, longest // 2)), _SETTLING_ROUNDS)
         inward, outward = (load_s(worker, clock, transfers, inward=inward) for inward in (True, False))
     finally:
         worker.close()
-    gap_s, first_s = _host_times_s(plan, prefill, decode)
-    overhead_s = max(0.0, gap_s)
+    times = host_times(plan, prefill, decode, longest)
     return MachineProfile(
         costs=costs,
         prefill=prefill,
         decode=decode,
-        settling_s=tuple(settling),
+        settling_s=times.settling_s,
         block_bytes=plan.block_bytes,
         h2d_block_s=inward,
         d2h_block_s=outward,
-        overhead_s=overhead_s,
-        prompt_s=max(0.0, first_s - overhead_s),
+        overhead_s=max(0.0, times.iteration_s),
+        prompt_s=max(0.0, times.prompt_s),
         overlaps=plan.device.kind == "cuda",
         where=where,
         measured={
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
             "seconds": round(perf_counter() - began, 1),
             "rounds": rounds,
-            "overhead_steps": _REPLY - 1,
             "prompts": _PROMPTS,
-            "gap_less_decode_s": gap_s,
-            "first_token_less_prefill_s": first_s,
+            "iteration_less_decode_s": times.iteration_s,
+            "first_token_less_prefill_s": times.prompt_s,
             "others_cpu_share": round(neighbours.share(), 3),
             "load_average": [round(load, 2) for load in os.getloadavg()],
         },
@@ -201,26 +205,50 @@ def _grid(
     return Grid(rows=tuple(rows), columns=tuple(columns), seconds=tuple(tuple(times) for times in table))
 
 
-def _host_times_s(plan: TrialPlan, prefill: Grid, decode: Grid) -> tuple[float, float]:
-    """What the host takes beside the worker, of an iteration and of a prompt that finds the engine idle: the gaps between the
-    tokens of a lone conversation less what its iterations take by themselves, and the first tokens of others, one after
-    another, less their prefill. Medians; below 0 where the worker was slower by itself."""
+@dataclass(frozen=True, slots=True)
+class HostTimes:
+    """What a conversation takes beyond what the worker takes for its iterations. iteration_s: of each, long after the last
+    prefill. prompt_s: from the arrival of a prompt at an idle engine to its first token, beyond that. settling_s: the first
+    decodes after a prefill, each beyond that. The first two are below 0 where the worker was slower by itself."""
+
+    iteration_s: float
+    prompt_s: float
+    settling_s: tuple[float, ...]
+
+
+def host_times(plan: TrialPlan, prefill: Grid, decode: Grid, longest: int) -> HostTimes:
+    """Medians of one long reply, and of prompts one after another with short ones: as in a trial, a prefill follows decodes
+    and an idle engine, and finds a processor's caches full of what those read. longest: tokens of a conversation, at most."""
+    prompt_tokens = min(_PROMPT, longest // 4)
     tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=False)
     system = build_system(plan, tokenizer)
     system.start()
     try:
-        prompt = array("i", (place % plan.model.vocab for place in range(_PROMPT)))
-        turn = system.ask(Request(id=1, session="profile", turn=1, prompt=prompt, output=Length(_REPLY)))
-        others = [
-            system.ask(Request(id=2 + place, session=f"profile-{place}", turn=1, prompt=prompt, output=Length(1)))
-            for place in range(_PROMPTS)
+        prompt = array("i", (place % plan.model.vocab for place in range(prompt_tokens)))
+        replies = [min(_REPLY, longest - prompt_tokens), *([1 + _SETTLING] * _PROMPTS)]
+        turns = [
+            system.ask(Request(id=1 + place, session=f"profile-{place}", turn=1, prompt=prompt, output=Length(reply)))
+            for place, reply in enumerate(replies)
         ]
     finally:
         system.close()
-    ends = turn.emitted_s
-    gaps = [ends[place] - ends[place - 1] - decode.at(1, _PROMPT + place - 1) for place in range(1, len(ends))]
-    firsts = [other.first_token_s - other.arrived_s for other in others if other.first_token_s and other.arrived_s]
-    return median(gaps), median(firsts) - prefill.at(_PROMPT, 0)
+    beyond = [_gaps_s(turn.emitted_s, prompt_tokens, decode) for turn in turns]
+    iteration_s = median(beyond[0][_SETTLING:])
+    firsts = [turn.first_token_s - turn.arrived_s for turn in turns[1:] if turn.first_token_s and turn.arrived_s]
+    first_s = median(firsts) - prefill.at(prompt_tokens, 0) - iteration_s
+    settling: list[float] = []
+    for place in range(_SETTLING):
+        more = median([gaps[place] for gaps in beyond[1:]]) - iteration_s
+        if more <= _SETTLED * decode.at(1, prompt_tokens):
+            break
+        settling.append(more)
+    return HostTimes(iteration_s, first_s, tuple(settling))
+
+
+def _gaps_s(ends_s: Sequence[float], prompt_tokens: int, decode: Grid) -> list[float]:
+    """Between the tokens of a reply, less what an iteration takes by itself."""
+    gaps = pairwise(ends_s)
+    return [end - begin - decode.at(1, prompt_tokens + place) for place, (begin, end) in enumerate(gaps)]
 
 
 def _summary(found: MachineProfile) -> str:
