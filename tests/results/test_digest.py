@@ -50,7 +50,7 @@ def changed_hash(file: Path, text: str) -> str:
         ("engine.py", True),
         ("metrics.py", True),
         ("trial/run.py", True),
-        ("trial/sampling.py", True),
+        ("trial/samples.py", True),
         ("trial/unheard_of.py", True),
         ("workload/talk.jsonl", True),
         ("worker/torch/kernels/native.c", True),
