@@ -17,7 +17,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from pensieve.baselines.profiling import DECODES, decodes_s, load_s, prefill_s, profile_of
 from pensieve.clock import Clock
@@ -32,7 +32,7 @@ from pensieve.compose import (
 )
 from pensieve.compose.build import clock_and_worker
 from pensieve.compose.folder import read_option
-from pensieve.compose.settings import explain_invalid
+from pensieve.compose.settings import check_node
 from pensieve.cost.machine_profile import Grid, MachineProfile, powers_of_two
 from pensieve.errors import ConfigError, HardwareMissing
 from pensieve.request import Length, Request
@@ -66,11 +66,7 @@ class ProfileSettings(BaseModel):
 
 def profile(config: Mapping[str, Any], _typed: Collection[str] = ()) -> int:
     """Measure, write, say where; returns the exit status."""
-    given = config["profile"]
-    try:
-        settings = ProfileSettings.model_validate(given)
-    except ValidationError as error:
-        raise ConfigError(explain_invalid(error, given, lambda _: ProfileSettings.model_fields, "profile")) from None
+    settings = check_node(ProfileSettings, config, "profile")
     fields = {name: value for name, value in config.items() if name != "profile"}
     plan = plan_trial(check({**fields, "workload": read_option("workload", "chat")}))
     if plan.device.simulated:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -14,6 +14,8 @@ from pensieve.compose.folder import ended, nearest, options
 from pensieve.compose.schema import TrialConfig
 from pensieve.compose.weights import completed
 from pensieve.errors import ConfigError
+
+Node = TypeVar("Node", bound=BaseModel)
 
 OmegaConf.register_new_resolver("product", lambda *factors: math.prod(map(int, factors)), replace=True)
 """For overlays: ${product:4,${hardware.replicas}}."""
@@ -79,6 +81,15 @@ def _check_drawable(config: TrialConfig) -> None:
             f"trial.trace=true draws the iterations of our engine, and baseline={config.baseline.name} is a model of an "
             "engine of others; choose a baseline in the engine, or leave trial.trace out."
         )
+
+
+def check_node(model: type[Node], config: Mapping[str, Any], name: str) -> Node:
+    """The node of a command, such as `serve`, as typed fields. Raises ConfigError, as check does."""
+    given = config[name]
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        raise ConfigError(explain_invalid(error, given, lambda _: model.model_fields, name)) from None
 
 
 def explain_invalid(

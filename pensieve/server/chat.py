@@ -9,11 +9,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from rich.table import Table
 
 from pensieve.compose import read_option
-from pensieve.compose.settings import explain_invalid
+from pensieve.compose.settings import check_node
 from pensieve.compose.weights import check_weights, model_config
 from pensieve.errors import ConfigError, PensieveError
 from pensieve.ledger import Miss
@@ -48,11 +48,7 @@ class ChatSettings(BaseModel):
 
 def chat(config: Mapping[str, Any], typed: Collection[str] = ()) -> int:
     """typed: the fields and groups that the command line gives. Returns the exit status."""
-    given = config["chat"]
-    try:
-        settings = ChatSettings.model_validate(given)
-    except ValidationError as error:
-        raise ConfigError(explain_invalid(error, given, lambda _: ChatSettings.model_fields, "chat")) from None
+    settings = check_node(ChatSettings, config, "chat")
     trial = {name: value for name, value in config.items() if name != "chat"}
     if not any(name.partition(".")[0] == "model" for name in typed):
         trial["model"], sentence = small_model()

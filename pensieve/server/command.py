@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from pydantic import ValidationError
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pensieve.cache.loops import fastest_loops
 from pensieve.compose import ModelConfig, outputs_folder, resolved
-from pensieve.compose.settings import explain_invalid
+from pensieve.compose.settings import check_node
 from pensieve.compose.weights import model_identity
 from pensieve.engines.ray_cluster import check_serve
 from pensieve.errors import ConfigError, PensieveError
@@ -46,11 +45,7 @@ log = logging.getLogger(__name__)
 
 def settings_of(config: Mapping[str, Any]) -> ServeSettings:
     """The node `serve`, checked. Raises ConfigError."""
-    given = config["serve"]
-    try:
-        return ServeSettings.model_validate(given)
-    except ValidationError as error:
-        raise ConfigError(explain_invalid(error, given, lambda _: ServeSettings.model_fields, "serve")) from None
+    return check_node(ServeSettings, config, "serve")
 
 
 def make_server(config: Mapping[str, Any], keeps_disk: bool = False) -> Server:

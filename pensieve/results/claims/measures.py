@@ -339,14 +339,15 @@ def throughput_at_latency_ratio(
 
 
 def largest_load_ratio(sides: Sides, refusals: str = "oom_turns") -> Measured:
-    """The largest load (a count on the axis) that ours carries without refusals, over theirs, paired by seed.
+    """The largest load (a count on the axis) that ours carries with every turn completed, over theirs, paired by seed.
 
     Theirs must reach refusals in the sweep, otherwise its limit is unknown. Between the largest load that it carried and the
     first that it refused nothing is known of it either, so it counts as one less than that; and ours as the largest that it
     carried, whether or not it met a limit. Where that leaves something open the ratio is a lower bound. Raises MissingSeries
     where ours refuses the smallest load tried: leaving such seeds out would be to its favour.
     """
-    ours, theirs = (_largest(sides, trials, refusals) for trials in (sides.ours, sides.theirs))
+    ours = _largest(sides, sides.ours, lambda trial: _unserved(sides.evidence, trial, refusals))
+    theirs = _largest(sides, sides.theirs, lambda trial: sides.evidence.metric(trial, refusals))
     if nothing := [key for key, (borne, first) in ours.items() if borne is None and first is not None]:
         raise MissingSeries(
             f"{sides.ours[0].baseline} refuses the smallest load of this sweep in {len(nothing)} of {len(ours)} seeds and "
@@ -421,13 +422,19 @@ def crossing(curve: Curve, limit: float) -> float | None:
     return None
 
 
+def _unserved(evidence: Evidence, trial: Trial, refusals: str) -> float | None:
+    """Refusals, and turns that ended otherwise than completed: a load of which a part timed out was not carried."""
+    count = evidence.metric(trial, refusals)
+    return None if count is None else count + evidence.incomplete([trial]).total()
+
+
 def _largest(
-    sides: Sides, trials: Sequence[Trial], refusals: str
+    sides: Sides, trials: Sequence[Trial], refused_of: Callable[[Trial], float | None]
 ) -> dict[tuple[int, str], tuple[float | None, float | None]]:
     """Of each seed, the largest load below the first with refusals, and that one; None where there is none."""
     refused: dict[tuple[int, str], dict[float, float]] = defaultdict(dict)
     for trial in trials:
-        count = sides.evidence.metric(trial, refusals)
+        count = refused_of(trial)
         if count is not None:
             refused[trial.seed, str(trial.repeat)][sides.at(trial)] = count
     found = {}

@@ -3,6 +3,7 @@
 import pytest
 
 from pensieve.errors import MissingSeries
+from pensieve.metrics import Metric
 from pensieve.results.claims.measures import MEASURES, arguments_of, crossing, fisher_interval
 from tests.results.claims.synthetic import measure, numbered, sweep, talk
 from tests.results.trials import add_trial, turn
@@ -299,6 +300,27 @@ def test_seeds_that_carry_nothing_are_not_left_out_of_a_density():
         pytest.approx(4.0),
         "1 of 2 seeds and repeats left out, whose limit is not known",
     )
+
+
+def test_a_load_of_which_a_part_timed_out_was_not_carried():
+    axis = "workload.agents"
+    limits = {"pensieve": 64, "stateless": 2}
+
+    def of(limit):
+        return lambda seed, agents: {"oom_turns": float(agents > limit)}
+
+    turns = {name: lambda seed, agents: talk(10.0)(seed) for name in limits}
+    metrics = {name: of(limit) for name, limit in limits.items()}
+    store = sweep(turns, seeds=1, metrics=metrics, axis=axis, values=(2, 3, 8, 9))
+
+    def found():
+        return measure(store, "largest_load_ratio", theirs="stateless", over=axis).value
+
+    assert found() == pytest.approx(4.5)
+    late = [one.trial for one in store.trials_of_sweep(1) if one.trial.config["workload"]["agents"] == 9]
+    for trial in late:
+        store.add_metrics(trial.id, [Metric("turns", 3.0, "turns", "timeout")])
+    assert found() == pytest.approx(4.0)
 
 
 def bench(ours, theirs):
