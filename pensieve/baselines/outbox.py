@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections import deque
 from collections.abc import Callable
 
 from pensieve.clock import Clock
@@ -15,7 +16,8 @@ class Outbox:
 
     def __init__(self, clock: Clock, ended: Callable[[], WorkerError | None]) -> None:
         self._clock, self._ended = clock, ended
-        self._events: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+        self._events: deque[Event] = deque()
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._unfinished: set[int] = set()  # requests whose end poll has not told yet
 
     def expect(self, request_id: int) -> None:
@@ -23,29 +25,34 @@ class Outbox:
         self._unfinished.add(request_id)
 
     def put(self, events: list[Event]) -> None:
-        """An empty list wakes a poll that waits."""
-        self._events.put(events)
+        """An empty list wakes a poll that waits, to see whether the system has ended."""
+        self._events.extend(events)
+        if not events or any(event.kind == "finished" for event in events):
+            self._wakes.put(None)
 
     def poll(self, until_s: float | None) -> list[Event]:
         """What happened, until a request ended or `until_s` has come; as System.poll. Raises WorkerError once there is
         nothing more to tell and the system has ended."""
         events: list[Event] = []
-        finished = False
+        finished = waited = False
         while True:
             error = self._ended()
-            if error is not None and self._events.empty():
+            while self._events:
+                event = self._events.popleft()
+                events.append(event)
+                if event.kind == "finished":
+                    self._unfinished.discard(event.request_id)
+                    finished = True
+            if finished or waited:
+                return events
+            if error is not None:
                 if events:
                     return events
                 raise error
             try:
-                news = self._events.get(timeout=0.0 if finished else self._patience_s(until_s))
+                self._wakes.get(timeout=self._patience_s(until_s))
             except queue.Empty:
-                return events
-            events += news
-            for event in news:
-                if event.kind == "finished":
-                    self._unfinished.discard(event.request_id)
-                    finished = True
+                waited = True
 
     def _patience_s(self, until_s: float | None) -> float | None:
         """For how long poll may wait now; None: until something happens."""

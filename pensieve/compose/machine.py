@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -13,6 +14,9 @@ from pensieve.errors import ConfigError, HardwareMissing
 from pensieve.specs import HardwareSpec
 from pensieve.units import parse_capacity
 from pensieve.worker.torch import shelf
+
+if TYPE_CHECKING:
+    from pensieve.cost.machine_profile import MachineProfile
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -179,8 +183,9 @@ def _bytes(hardware: HardwareConfig, field: str) -> int:
     return size
 
 
-def hardware_spec(hardware: HardwareConfig, device: Device) -> HardwareSpec:
-    """The hardware in numbers, for the engine, the cost model and the simulated worker."""
+def hardware_spec(hardware: HardwareConfig, device: Device, measured: MachineProfile | None = None) -> HardwareSpec:
+    """The hardware in numbers, for the engine, the cost model and the simulated worker. measured: what hardware.profile
+    names."""
     spec = HardwareSpec(
         name=hardware.name,
         simulated=hardware.simulated,
@@ -210,11 +215,8 @@ def hardware_spec(hardware: HardwareConfig, device: Device) -> HardwareSpec:
         profile=hardware.profile,
         source=hardware.source,
     )
-    if hardware.profile is None:
+    if measured is None:
         return spec
-    from pensieve.cost.machine_profile import read_profile  # brings numpy, which a mistake need not wait for
-
-    measured = read_profile(hardware.profile)
     return replace(
         spec,
         h2d_bw=measured.block_bytes / measured.h2d_block_s,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from pensieve.compose.machine import Device, find_device, free_host_memory_bytes, hardware_spec
 from pensieve.compose.schema import ModelConfig, TrialConfig
@@ -14,6 +15,9 @@ from pensieve.scheduler.composition import high_watermark
 from pensieve.scheduler.copy_ahead import choose_copy_ahead
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.units import format_bytes, parse_capacity
+
+if TYPE_CHECKING:
+    from pensieve.cost.machine_profile import MachineProfile
 
 AUTO = "auto"
 GPU_SHARE = 0.9
@@ -144,11 +148,7 @@ def plan_trial(config: TrialConfig) -> TrialPlan:
     ]
     disk_size = parse_capacity(config.cache.disk, "cache.disk")
     device = find_device(config.hardware)
-    profile = None
-    if config.hardware.profile is not None:
-        from pensieve.cost.machine_profile import read_profile  # brings numpy, which a mistake need not wait for
-
-        profile = read_profile(config.hardware.profile)
+    profile = _profile(config)
     model = model_spec(config.model, device, str(profile.where["dtype"]) if profile and device.simulated else None)
     chunk = config.cache.chunk_tokens
     disk = disk_size.in_blocks(model.kv_bytes_per_token, chunk)  # of the machine, whose devices share it
@@ -164,7 +164,7 @@ def plan_trial(config: TrialConfig) -> TrialPlan:
     plan = TrialPlan(
         config=config,
         model=model,
-        hardware=hardware_spec(config.hardware, device),
+        hardware=hardware_spec(config.hardware, device, profile),
         device=device,
         weights="none" if device.simulated else weights_kind(config.model),
         budget_gpu_blocks=gpu,
@@ -174,6 +174,27 @@ def plan_trial(config: TrialConfig) -> TrialPlan:
         disk_blocks=disk if baseline.cpu_tier else 0,
     )
     return _sized(plan, total) if plan.gpu_auto else plan
+
+
+def awaits_profile(config: TrialConfig) -> bool:
+    """Whether it is simulated by a file that a real trial is to write first, and that is not there: its plan says nothing of
+    the model's dtype nor of the machine yet."""
+    file = config.trial.measure_machine
+    return (
+        config.hardware.simulated
+        and file is not None
+        and config.hardware.profile == file
+        and not Path(file).expanduser().exists()
+    )
+
+
+def _profile(config: TrialConfig) -> MachineProfile | None:
+    """What hardware.profile names. Raises ConfigError for a file that is not there, or is no profile."""
+    if config.hardware.profile is None or awaits_profile(config):
+        return None
+    from pensieve.cost.machine_profile import read_profile  # brings numpy, which a mistake need not wait for
+
+    return read_profile(config.hardware.profile)
 
 
 def _check_divided(config: TrialConfig, device: Device, model: ModelSpec, disk_blocks: int) -> None:

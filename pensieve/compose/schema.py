@@ -193,6 +193,7 @@ class TrialOptions(_Group):
     fail_fast: bool = False
     profile: bool = False
     trace: bool = False
+    measure_machine: str | None = None
 
 
 class SloConfig(_Group):

@@ -9,7 +9,8 @@ proportion to the work.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from pensieve.cost.profile import Profile
 from pensieve.cost.roofline import Run
 from pensieve.errors import ConfigError
 from pensieve.specs import HardwareSpec, ModelSpec
+from pensieve.statistics import median
 
 COMMAND = "python runners/profile.py"
 
@@ -65,12 +67,13 @@ class Grid(BaseModel):
 
 class MachineProfile(BaseModel):
     """costs: what the retention value goes by. prefill: rows are queries, columns the position that they start at. decode:
-    rows are requests, columns their context, long after the last prefill. settling_s: what the first decodes after a
-    prefill take beyond that, of one request; they are added whatever the batch. h2d_block_s, d2h_block_s: one block of
-    `costs.chunk_tokens`, which is block_bytes. overhead_s: host time of an iteration beside the worker's. prompt_s: what the
-    host takes beyond that from the arrival of a prompt at an idle engine to its first token; each prompt is charged it once,
-    also at a busy one. overlaps: copies run beside compute. where: model, dtype, device, threads, versions. measured: when,
-    how long it took, and how busy the machine was.
+    rows are requests, columns their context, long after the last prefill. reply: rows are tokens of a prompt, columns tokens
+    of its reply: what each takes beyond its iteration. That is the host's time from the arrival of a prompt at an idle
+    engine to the first token, charged once a prompt also at a busy one, and what decodes after a prefill take until a
+    processor's caches hold what they read again; measured of one request, and added whatever the batch. h2d_block_s,
+    d2h_block_s: one block of `costs.chunk_tokens`, which is block_bytes. overhead_s: host time of an iteration beside the
+    worker's. overlaps: copies run beside compute. where: model, dtype, device, threads, versions. measured: when, how long
+    it took, and how busy the machine was.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -78,15 +81,25 @@ class MachineProfile(BaseModel):
     costs: Profile
     prefill: Grid
     decode: Grid
-    settling_s: tuple[float, ...]
+    reply: Grid
     block_bytes: int
     h2d_block_s: float
     d2h_block_s: float
     overhead_s: float
-    prompt_s: float
     overlaps: bool
     where: dict[str, Any]
     measured: dict[str, Any]
+
+    def prompt_s(self, tokens: float) -> float:
+        """The host's time for a prompt of so many tokens."""
+        return self._of_reply(tokens, 0)
+
+    def settling_s(self, prefilled: float, decodes: int) -> float:
+        """What a decode takes longer than later ones. prefilled: tokens of the last prefill; decodes: how many came since."""
+        return self._of_reply(prefilled, 1 + decodes) if decodes + 1 < len(self.reply.columns) else 0.0
+
+    def _of_reply(self, tokens: float, token: int) -> float:
+        return self.reply.at(min(tokens, self.reply.rows[-1]), token)
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,6 +118,54 @@ class MachineProfile(BaseModel):
 
 
 _ADAPTER = TypeAdapter(MachineProfile)
+
+
+def middle_of(found: Sequence[MachineProfile]) -> MachineProfile:
+    """The median of each figure of profiles that were measured alike, cell by cell; where they were cut short, what all of
+    them have. `measured` is the first one's, with `processes`, their number, `seconds` of them all, the share of others'
+    programs in the busiest, and `one_decode_s` of each: how far they differ."""
+    first = found[0]
+    hidden = [one.costs.hidden_share for one in found if one.costs.hidden_share is not None]
+    costs = replace(
+        first.costs,
+        prefill_s=_middle_of_each([one.costs.prefill_s for one in found]),
+        tail_s=_middle_of_each([one.costs.tail_s for one in found]),
+        load_chunk_s=median([one.costs.load_chunk_s for one in found]),
+        hidden_share=median(hidden) if hidden else None,
+    )
+    measured = {
+        **first.measured,
+        "processes": len(found),
+        "seconds": round(sum(one.measured["seconds"] for one in found), 1),
+        "others_cpu_share": max(one.measured["others_cpu_share"] for one in found),
+        "one_decode_s": [one.decode.seconds[0][0] + one.overhead_s for one in found],
+    }
+    return first.model_copy(
+        update={
+            "costs": costs,
+            "prefill": _middle_grid([one.prefill for one in found]),
+            "decode": _middle_grid([one.decode for one in found]),
+            "reply": _middle_grid([one.reply for one in found]),
+            "h2d_block_s": median([one.h2d_block_s for one in found]),
+            "d2h_block_s": median([one.d2h_block_s for one in found]),
+            "overhead_s": median([one.overhead_s for one in found]),
+            "measured": measured,
+        }
+    )
+
+
+def _middle_of_each(times: Sequence[Mapping[int, float]]) -> dict[int, float]:
+    return {
+        tokens: median([one[tokens] for one in times]) for tokens in times[0] if all(tokens in one for one in times)
+    }
+
+
+def _middle_grid(grids: Sequence[Grid]) -> Grid:
+    rows = [
+        tuple(median(cell) for cell in zip(*same, strict=False))
+        for same in zip(*(grid.seconds for grid in grids), strict=False)
+    ]
+    return Grid(rows=grids[0].rows[: len(rows)], columns=grids[0].columns, seconds=tuple(rows))
 
 
 def read_profile(path: str) -> MachineProfile:
@@ -135,26 +196,29 @@ class ProfiledCost:
         self._profile, self._overhead_s = profile, hardware.step_overhead_s
         self._floor_s = min(min(row) for row in profile.decode.seconds)
         self._iterations = self._beyond = 0
-        self._decodes = 0  # since the last prefill
+        self._prefilled = self._decodes = 0  # tokens of the last prefill, and decodes since
 
     def iteration_s(self, runs: Iterable[Run], sampled: int) -> float:
         """See SimulatedCost; asked once for each iteration that runs, in order, since the first decodes after a prefill take
         longer. The logits are part of what was measured: every prefill there samples a token."""
         parts: list[float] = []
         contexts: list[int] = []
+        queries: list[int] = []
         host_s = self._overhead_s
         within, profile = True, self._profile
         for start, stop in runs:
             if stop - start == 1:
                 contexts.append(start)
             else:
+                queries.append(stop - start)
                 parts.append(profile.prefill.at(stop - start, start))
                 within = within and profile.prefill.covers(stop - start, start)
-        if parts:
-            host_s += profile.prompt_s * max(0, sampled - len(contexts))  # those whose last part this is
-            self._decodes = 0
-        elif contexts:
-            host_s += profile.settling_s[self._decodes] if self._decodes < len(profile.settling_s) else 0.0
+        if queries:
+            prompts = max(0, sampled - len(contexts))  # those whose last part this is
+            host_s += prompts * profile.prompt_s(sum(queries) / len(queries))
+            self._prefilled, self._decodes = sum(queries), 0
+        elif contexts and self._prefilled:
+            host_s += profile.settling_s(self._prefilled, self._decodes)
             self._decodes += 1
         if contexts:
             context = sum(contexts) / len(contexts)
@@ -196,7 +260,9 @@ class ProfiledCost:
             "where": self._profile.where,
             "measured": self._profile.measured,
             "overhead_s": self._overhead_s,
-            "prompt_s": self._profile.prompt_s,
+            "prompt_s": dict(
+                zip(self._profile.reply.rows, (row[0] for row in self._profile.reply.seconds), strict=True)
+            ),
         }
 
     def extrapolated(self) -> dict[str, Any]:

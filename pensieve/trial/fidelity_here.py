@@ -1,7 +1,8 @@
-"""How far a machine's simulation (hardware=sim_profile) is from that machine: the same trials on both, and a verdict.
+"""How far a machine's simulation (hardware=sim_paired, sim_profile) is from the machine: the same trials on both, a verdict.
 
-Real trials are repeated; what the simulated one is held against is their median. Beside its error stands what each repeat is
-off from the median of the others: nothing can be nearer to a machine than the machine to itself.
+Trials are repeated, and medians compared; simulated ones differ where each repeat goes by a profile of its own minutes.
+Beside the error stands what each real repeat is off from the median of the others: nothing can be nearer to a machine than
+the machine to itself.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ FEWEST_REPEATS = 5
 _RATES = {"gpu_hit_rate": "GPU", "cpu_hit_rate": "CPU", "miss_rate": "missed"}
 _AXIS = "hardware"
 _LEGEND = (
-    "Simulated/real again: how far the simulation is from the median of n real repeats, and each of these from the others. "
+    "Simulated/real again: how far the median of the simulations is from that of n real repeats, and each of these from the "
+    "others. "
     "Shares of the history found in a tier, or in none, in points; output tokens a second, in %; first tokens, in %: mean "
     "over turns of the size of each one's error."
 )
@@ -64,8 +66,8 @@ class Errors:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One place of the sweep. simulated: against the median of the real repeats; real: a repeat against that of the others,
-    mean of the sizes of their errors; None below two repeats."""
+    """One place of the sweep. simulated: their median against that of the real repeats; real: a repeat against that of the
+    others, mean of the sizes of their errors; None below two repeats."""
 
     place: str
     repeats: int
@@ -73,21 +75,28 @@ class Compared:
     real: Errors | None
 
 
+def middle_of(trials: Sequence[Observed]) -> Observed:
+    """The median of each figure over trials; None, or left out, where one of them lacks it."""
+    flows = [trial.throughput for trial in trials if trial.throughput]
+    rates = [
+        [rate for rate in same if rate is not None] for same in zip(*(trial.rates for trial in trials), strict=True)
+    ]
+    common = set(trials[0].ttft_ms).intersection(*(trial.ttft_ms for trial in trials[1:]))
+    return Observed(
+        rates=tuple(median(known) if len(known) == len(trials) else None for known in rates),
+        throughput=median(flows) if len(flows) == len(trials) else None,
+        ttft_ms={turn: median([trial.ttft_ms[turn] for trial in trials]) for turn in sorted(common)},
+    )
+
+
 def errors_of(one: Observed, others: Sequence[Observed]) -> Errors:
     """Of a trial against the median of others. ttft: mean absolute percentage error over the turns that all have."""
-    rates: list[float | None] = []
-    for index, value in enumerate(one.rates):
-        theirs = [other.rates[index] for other in others]
-        known = [rate for rate in theirs if rate is not None]
-        told = value is not None and len(known) == len(theirs)
-        rates.append(100 * (value - median(known)) if value is not None and told else None)
-    flows = [other.throughput for other in others if other.throughput]
-    middle = median(flows) if flows and len(flows) == len(others) else None
-    common = set(one.ttft_ms).intersection(*(other.ttft_ms for other in others))
-    off = [abs(one.ttft_ms[turn] / median([other.ttft_ms[turn] for other in others]) - 1) for turn in sorted(common)]
+    middle = middle_of(others)
+    beside = zip(one.rates, middle.rates, strict=True)
+    off = [abs(ms / middle.ttft_ms[turn] - 1) for turn, ms in one.ttft_ms.items() if turn in middle.ttft_ms]
     return Errors(
-        rates=tuple(rates),
-        throughput=100 * (one.throughput / middle - 1) if one.throughput and middle else None,
+        rates=tuple(None if ours is None or theirs is None else 100 * (ours - theirs) for ours, theirs in beside),
+        throughput=100 * (one.throughput / middle.throughput - 1) if one.throughput and middle.throughput else None,
         ttft=100 * fmean(off) if off else None,
     )
 
@@ -137,10 +146,10 @@ def compare(found: Evidence) -> list[Compared]:
             for seed in sorted({trial.seed for trial in trials}):
                 own = [trial for trial in trials if trial.seed == seed]
                 real = [_observed(found, trial) for trial in own if not trial.simulated]
-                simulated = [trial for trial in own if trial.simulated and _profiled(trial)]
+                simulated = [_observed(found, trial) for trial in own if trial.simulated and _profiled(trial)]
                 if real and simulated:
                     place = ", ".join(filter(None, (group.name, baseline, f"seed {seed}")))
-                    error = errors_of(_observed(found, simulated[0]), real)
+                    error = errors_of(middle_of(simulated), real)
                     compared.append(Compared(place, len(real), error, real_against_real(real)))
     return compared
 

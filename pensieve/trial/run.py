@@ -29,6 +29,7 @@ from pensieve.compose import (
 )
 from pensieve.compose.explain import explain, explain_crash
 from pensieve.compose.machine import memory_limit_bytes
+from pensieve.compose.plan import awaits_profile
 from pensieve.compose.preflight import preflight
 from pensieve.engines.memory_watch import MemoryWatch, this_process, with_children
 from pensieve.engines.ray_cluster import check_serve
@@ -58,6 +59,7 @@ from pensieve.trial.identity import contended, identity_of
 from pensieve.trial.isolate import run_isolated
 from pensieve.trial.job import Job, Outcome
 from pensieve.trial.liveness import Deadline, Heartbeat, device_lock
+from pensieve.trial.machine import measure_beside
 from pensieve.trial.mlflow import LiveRun, copy_trial, open_beside
 from pensieve.trial.samples import (
     DeviceSampler,
@@ -103,6 +105,12 @@ def run_trial(
     trial.isolate puts each in a process of its own.
     """
     plan = plan_trial(config)
+    if awaits_profile(config):
+        raise ConfigError(
+            f"There is no {config.hardware.profile} yet: a real trial of the same repeat measures the machine and writes it. "
+            "Run hardware=local before hardware=sim_paired, as experiment=fidelity does, one job after the other; where its "
+            "trials are there already and the file is gone, add force=true."
+        )
     identity = identity_of(plan, resolved, job.reproduces)
     note = None
     known = _own(tracking, job, identity, config.force)
@@ -251,6 +259,8 @@ def _run(
             shelf.empty()  # others load the model
         check_free_memory(plan)
         announce(plan, tracking.store, say)
+        if not outside:
+            measure_beside(plan)
         trace = job.folder / TRACE_FILE if config.trial.profile else None
         forget_allocator_peak()
         system: System

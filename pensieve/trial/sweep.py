@@ -24,6 +24,7 @@ from pydantic import TypeAdapter
 
 from pensieve.compose import TrialConfig, TrialPlan, check, conf_folder, resolved
 from pensieve.compose.explain import explain
+from pensieve.compose.plan import awaits_profile
 from pensieve.compose.preflight import preflight
 from pensieve.errors import ConfigError
 from pensieve.results.environment import Owner, git_commit, host, this_process
@@ -195,9 +196,10 @@ def open_sweep(
     config: DictConfig, jobs: Jobs | None, configs: Sequence[DictConfig], plans: Sequence[TrialPlan]
 ) -> OpenSweep:
     """Preflight of the jobs, the sweep's row, and the file from which its jobs know it. Raises PensieveError."""
-    for plan in _different(plans):
+    known = [plan for plan in plans if not awaits_profile(plan.config)]
+    for plan in _different(known):
         preflight(plan)
-    for budget in dict.fromkeys(plan.budget() for plan in plans):
+    for budget in dict.fromkeys(plan.budget() for plan in known):
         say(budget)
     first = plans[0].config
     tracking = open_tracking(first)

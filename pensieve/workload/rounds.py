@@ -8,7 +8,7 @@ from typing import Literal
 
 from pensieve.errors import ConfigError
 from pensieve.record import TurnRecord
-from pensieve.request import Length, Request, Sampling
+from pensieve.request import Length, Request, Sampling, TokenArray
 from pensieve.units import ceil_div
 from pensieve.workload.base import Arrival, WorkloadContext, WorkloadPlan
 from pensieve.workload.chance import shuffled
@@ -67,6 +67,7 @@ class RoundsWorkload:
         self._warmup, self._timeout_s = warmup_turns, timeout_s
         self._ids = count(1)
         self._waiting: list[tuple[int, int]] = []  # (round, conversation) that are still to be asked, the next one last
+        self._prompts: dict[tuple[str, int], TokenArray[int]] = {}
         self._under_way: set[int] = set()
         self._ended: set[int] = set()
 
@@ -91,6 +92,8 @@ class RoundsWorkload:
         )
 
     def start(self) -> Iterable[Arrival]:
+        for turn in range(1, self._warmup + 1):
+            self._write("warmup", turn)
         return [self._arrival("warmup", 1, 0.0)]
 
     def on_finished(self, turn: TurnRecord) -> Iterable[Arrival]:
@@ -102,6 +105,8 @@ class RoundsWorkload:
             self._waiting = [
                 (number, conversation) for number in range(self._rounds) for conversation in self._round(number)
             ][::-1]
+            for number, conversation in self._waiting:  # now: who writes text between two turns is measured with them
+                self._write(f"conversation-{conversation}", number + 1)
             return [arrival for _ in range(self._at_once) for arrival in self._next(now_s)]
         conversation = int(turn.session.removeprefix("conversation-"))
         self._under_way.discard(conversation)
@@ -126,12 +131,15 @@ class RoundsWorkload:
                 return [self._arrival(f"conversation-{conversation}", number + 1, now_s)]
         return []
 
+    def _write(self, session: str, turn: int) -> None:
+        self._prompts[session, turn] = prose(self._context, self._message, session, turn)
+
     def _arrival(self, session: str, turn: int, at_s: float) -> Arrival:
         request = Request(
             id=next(self._ids),
             session=session,
             turn=turn,
-            prompt=prose(self._context, self._message, session, turn),
+            prompt=self._prompts.pop((session, turn)),
             output=Length(self._reply),
             sampling=Sampling(seed=self._context.seed),
             phase="warmup" if session == "warmup" else "chat",

@@ -5,18 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pensieve.baselines.profiling import load_s, profile_of
 from pensieve.clock import VirtualClock
-from pensieve.commands.profile import _grid, host_times, measure_grids, profile
+from pensieve.commands.profile import profile
 from pensieve.compose import check, plan_trial, resolved
 from pensieve.compose.build import _measured_before
-from pensieve.cost.machine_profile import Grid, MachineProfile, ProfiledCost, powers_of_two, read_profile
+from pensieve.compose.plan import awaits_profile
+from pensieve.cost.machine_profile import Grid, MachineProfile, ProfiledCost, middle_of, powers_of_two, read_profile
 from pensieve.cost.simulated import simulated_cost
 from pensieve.errors import ConfigError
 from pensieve.metrics import summarise
 from pensieve.scheduler.scheduler import Scheduler
+from pensieve.trial import machine
+from pensieve.trial.machine import _grid, host_times, measure_beside, measure_grids, measure_machine
 from pensieve.worker.simulated import SimulatedWorker
 from tests.composed import composed, replayed
 
@@ -52,6 +56,12 @@ def test_the_median_of_the_rounds_counts_and_a_spent_budget_ends_the_rows():
     assert powers_of_two(2, 9) == (2, 4, 8) and powers_of_two(4, 3) == ()
 
 
+def replies(seconds: dict[int, tuple[float, ...]]) -> Grid:
+    """By tokens of the prompt: what the first token and those after it take beyond their iterations."""
+    columns = tuple(range(len(next(iter(seconds.values())))))
+    return Grid(rows=tuple(seconds), columns=columns, seconds=tuple(seconds.values()))
+
+
 def measured_of(*overrides: str) -> MachineProfile:
     """A simulated machine, measured through plans as a real one is."""
     plan = plan_trial(check(composed(*TIERS, *overrides)))
@@ -63,8 +73,8 @@ def measured_of(*overrides: str) -> MachineProfile:
     prefill, decode = measure_grids(worker, clock, size, blocks, POOL, 512, 64, rounds=1, budget_s=1e9)
     inward, outward = (load_s(worker, clock, blocks, inward=way) for way in (True, False))
     return MachineProfile(
-        costs=costs, prefill=prefill, decode=decode, settling_s=(), block_bytes=plan.block_bytes, h2d_block_s=inward,
-        d2h_block_s=outward, overhead_s=0.0, prompt_s=0.0, overlaps=True, where=where, measured={},
+        costs=costs, prefill=prefill, decode=decode, reply=replies({64: (0.0,)}), block_bytes=plan.block_bytes,
+        h2d_block_s=inward, d2h_block_s=outward, overhead_s=0.0, overlaps=True, where=where, measured={},
     )  # fmt: skip
 
 
@@ -93,40 +103,77 @@ def test_iterations_that_were_not_measured_take_what_the_machine_takes(h100):
     assert cost.recompute_s(1024) == h100.costs.recompute_s(1024)  # one number for policy and simulator
 
 
+def test_the_median_of_several_processes_counts(h100):
+    def scaled(factor: float, share: float, shorter: int = 0) -> MachineProfile:
+        def grid(of: Grid) -> Grid:
+            rows = tuple(tuple(factor * seconds for seconds in row) for row in of.seconds)
+            return of.model_copy(update={"seconds": (*rows[:-1], rows[-1][: len(rows[-1]) - shorter])})
+
+        costs = replace(
+            h100.costs,
+            prefill_s={
+                tokens: factor * seconds for tokens, seconds in h100.costs.prefill_s.items() if tokens > shorter
+            },
+            load_chunk_s=factor * h100.costs.load_chunk_s,
+        )
+        return h100.model_copy(
+            update={
+                "costs": costs, "prefill": grid(h100.prefill), "decode": grid(h100.decode), "overhead_s": factor,
+                "measured": {"seconds": 1.5, "others_cpu_share": share, "rounds": 4},
+            }
+        )  # fmt: skip
+
+    found = middle_of([scaled(1.0, 0.1), scaled(9.0, 0.3, shorter=1), scaled(1.25, 0.2)])
+    assert found.overhead_s == 1.25
+    assert found.costs.load_chunk_s == 1.25 * h100.costs.load_chunk_s
+    assert found.costs.prefill_s == {tokens: 1.25 * seconds for tokens, seconds in h100.costs.prefill_s.items()}
+    assert found.decode.at(64, 32) == 1.25 * h100.decode.at(64, 32)
+    assert found.decode.rows == h100.decode.rows and found.prefill.columns == h100.prefill.columns
+    assert len(found.decode.seconds[-1]) == len(h100.decode.seconds[-1]) - 1  # as far as all of them went
+    assert found.measured["processes"] == 3 and found.measured["seconds"] == 4.5
+    assert found.measured["others_cpu_share"] == 0.3 and found.measured["rounds"] == 4
+    assert (
+        middle_of([h100.model_copy(update={"measured": {"seconds": 1.0, "others_cpu_share": 0.0}})]).decode
+        == h100.decode
+    )
+
+
 def test_what_the_host_takes_of_a_prompt_is_charged_once_a_prompt(h100):
     plan = plan_trial(check(composed(*TIERS)))
     hardware = replace(plan.hardware, step_overhead_s=0.0)
     plain, slow = (
-        ProfiledCost(h100.model_copy(update={"prompt_s": prompt_s}), plan.model, hardware, 32)
-        for prompt_s in (0.0, 0.25)
+        ProfiledCost(h100.model_copy(update={"reply": grid}), plan.model, hardware, 32)
+        for grid in (replies({64: (0.0,)}), replies({64: (0.25,), 192: (0.75,)}))
     )
-    for runs, sampled, prompts in (
-        ([(0, 64)], 1, 1),
-        ([(0, 512)], 0, 0),  # a part of a longer prompt
-        ([(512, 600)], 1, 1),  # its last
-        ([(0, 64), (32, 96), (9, 10)], 3, 2),
-        ([(9, 10), (99, 100)], 2, 0),
-        ([], 0, 0),
+    for runs, sampled, more in (
+        ([(0, 64)], 1, 0.25),
+        ([(0, 512)], 0, 0.0),  # a part of a longer prompt
+        ([(512, 600)], 1, 0.25 + 0.5 * 24 / 128),  # its last
+        ([(0, 64), (32, 96), (9, 10)], 3, 0.5),
+        ([(0, 2), (0, 512)], 2, 1.5),  # beyond what was measured it does not grow
+        ([(9, 10), (99, 100)], 2, 0.0),
+        ([], 0, 0.0),
     ):
-        assert slow.iteration_s(runs, sampled) == pytest.approx(plain.iteration_s(runs, sampled) + 0.25 * prompts)
-    assert slow.describe()["prompt_s"] == 0.25
+        assert slow.iteration_s(runs, sampled) == pytest.approx(plain.iteration_s(runs, sampled) + more)
+    assert slow.describe()["prompt_s"] == {64: 0.25, 192: 0.75}
 
 
 def test_the_first_decodes_after_a_prefill_take_longer_with_and_without_windows(h100, tmp_path, monkeypatch):
     plan = plan_trial(check(composed(*TIERS)))
-    settling = h100.model_copy(update={"settling_s": (0.5, 0.25)})
+    settling = h100.model_copy(update={"reply": replies({64: (0.0, 0.5, 0.25), 128: (0.0, 1.0, 0.75)})})
     plain, cost = (
         ProfiledCost(one, plan.model, replace(plan.hardware, step_overhead_s=0.0), 32) for one in (h100, settling)
     )
-    decodes, prefill = [(9, 10)], [(0, 64), (9, 10)]
-    asked = [decodes, decodes, decodes, prefill, decodes, decodes, decodes, decodes]
+    decodes, prefill, longer, longest = [(9, 10)], [(0, 64), (9, 10)], [(0, 96)], [(0, 64), (0, 256)]
+    asked = [decodes, prefill, decodes, decodes, decodes, longer, decodes, decodes, longest, decodes, decodes, decodes]
     more = [cost.iteration_s(runs, 1) - plain.iteration_s(runs, 1) for runs in asked]
-    assert more == pytest.approx([0.5, 0.25, 0.0, 0.0, 0.5, 0.25, 0.0, 0.0])
+    assert more == pytest.approx([0.0, 0.0, 0.5, 0.25, 0.0, 0.0, 0.75, 0.5, 0.0, 1.0, 0.75, 0.0])
     following, unsettled = cost.following_s(prefill[:1], 1), plain.following_s(prefill[:1], 1)
     cost.iteration_s(prefill, 1)
     assert next(following) == pytest.approx(next(unsettled))  # a prefill again
     file = tmp_path / "machine.json"
-    settling.model_copy(update={"settling_s": (0.003, 0.002, 0.001)}).write(file)
+    after = replies({32: (0.0, 0.003, 0.002, 0.001), 256: (0.0, 0.009, 0.004, 0.0)})
+    settling.model_copy(update={"reply": after}).write(file)
     load = (*TIERS, "workload=rounds", "workload.rounds=2", "workload.pressure=2", "hardware=sim_profile")
 
     def told() -> list[tuple[str, int, float | None, float | None]]:
@@ -144,25 +191,32 @@ def test_the_time_of_the_host_is_what_neither_grid_knows(h100):
     truth = simulated_cost(plan.model, plan.hardware, 32)
 
     def measured(step_s: float, prompt_s: float):
-        first, more = truth.iteration_s([(0, 128)], 1), [truth.iteration_s([(at, at + 1)], 1) for at in (128, 256)]
-        decode = Grid(rows=(1, 2), columns=(128, 256), seconds=(tuple(s - step_s for s in more),) * 2)
-        found = host_times(plan, Grid(rows=(128,), columns=(0,), seconds=((first - prompt_s,),)), decode, POOL)
-        assert found.settling_s == ()  # a machine without caches
-        return found.iteration_s, found.prompt_s
+        lengths, contexts = powers_of_two(32, 512), powers_of_two(32, 1024)
+        prefills = tuple((truth.iteration_s([(0, count)], 1) - prompt_s,) for count in lengths)
+        more = tuple(truth.iteration_s([(at, at + 1)], 1) - step_s for at in contexts)
+        decode = Grid(rows=(1, 2), columns=contexts, seconds=(more, more))
+        found = host_times(plan, Grid(rows=lengths, columns=(0,), seconds=prefills), decode, POOL)
+        assert found.reply.rows == lengths and len(found.reply.columns) == 17
+        assert all(later == pytest.approx(0.0, abs=2e-6) for row in found.reply.seconds for later in row[1:])
+        return found.iteration_s, *(row[0] for row in found.reply.seconds)
 
-    assert measured(0.0, 0.0) == pytest.approx((0.0, 0.0), abs=1e-6)
-    assert measured(2e-4, 5e-4) == pytest.approx((2e-4, 3e-4), abs=1e-6)  # an iteration's share is in its own time
+    assert measured(0.0, 0.0) == pytest.approx((0.0, *[0.0] * 5), abs=2e-6)
+    assert measured(2e-4, 5e-4) == pytest.approx(
+        (2e-4, *[3e-4] * 5), abs=2e-6
+    )  # an iteration's share is in its own time
 
 
 def test_decodes_that_settle_are_measured_as_they_are_simulated(h100, tmp_path):
     """A machine that is simulated by a profile, measured again."""
     file = tmp_path / "machine.json"
-    settling = (0.003, 0.002, 0.001)
-    h100.model_copy(update={"settling_s": settling, "prompt_s": 0.004}).write(file)
+    told = {length: (0.004, 0.003 * place, 0.002, 0.001, 0.0) for place, length in enumerate(powers_of_two(32, 512))}
+    h100.model_copy(update={"reply": replies(told)}).write(file)
     plan = plan_trial(check(composed(*TIERS, "hardware=sim_profile", f"hardware.profile={file}")))
     found = host_times(plan, h100.prefill, h100.decode, POOL)
-    assert found.settling_s == pytest.approx(settling, abs=1e-6)
-    assert (found.iteration_s, found.prompt_s) == pytest.approx((0.0, 0.004), abs=1e-6)
+    assert found.iteration_s == pytest.approx(0.0, abs=1e-6)
+    assert found.reply.rows == tuple(told)
+    for row, expected in zip(found.reply.seconds, told.values(), strict=True):
+        assert row == pytest.approx((*expected, *[0.0] * 12), abs=1e-6)
 
 
 def test_a_machine_and_its_profile_serve_the_same_trial_alike(h100, tmp_path):
@@ -194,15 +248,46 @@ def test_copies_ahead_are_made_as_on_the_machine(h100, tmp_path, overlaps, hidde
     assert system.engine.scheduler.settings.copy_ahead == mode
 
 
-def test_the_machine_and_its_simulation_are_compared_by_one_profile(h100, tmp_path, monkeypatch):
+def test_a_machine_is_measured_whole_and_at_the_prices_of_a_trial(h100):
+    plan = plan_trial(check(composed(*TIERS)))
+    found = measure_machine(plan, 1, 1e9)
+    assert (found.decode.rows[0], found.prefill.rows[:2], found.reply.rows[0]) == (1, (2, 4), 32)
+    assert found.decode.at(1, 512) == pytest.approx(h100.decode.at(1, 512), rel=1e-6)
+    assert found.prefill.at(256, 512) == pytest.approx(h100.prefill.at(256, 512), rel=1e-6)
+    assert found.reply.seconds == pytest.approx(np.zeros((len(found.reply.rows), 17)), abs=2e-6)  # all is in the grids
+    assert found.where["model"] == plan.model.name and found.measured["rounds"] == 1
+    assert "dtype" in found.costs.where and "machine" not in found.costs.where  # the key of a trial's own prices
+
+
+def test_a_real_trial_measures_the_machine_beside_itself_once_a_process(h100, tmp_path, monkeypatch):
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
-    file = tmp_path / "profiles" / "latest.json"
-    h100.model_copy(update={"where": {**h100.where, "dtype": "float32"}}).write(file)
-    real, simulated = (
-        plan_trial(check(composed("experiment=fidelity", f"hardware={name}"))) for name in ("cpu", "sim_profile")
-    )
-    assert {plan.config.hardware.profile for plan in (real, simulated)} == {str(file)}
-    assert _measured_before(real) == h100.costs
+    monkeypatch.setattr(machine, "_written", set())
+    asked: list[str] = []
+
+    def measured(plan, rounds: int, budget_s: float) -> MachineProfile:
+        asked.append(plan.config.trial.measure_machine)
+        return h100.model_copy(update={"where": {**h100.where, "dtype": "float32"}})
+
+    monkeypatch.setattr(machine, "measure_machine", measured)
+
+    def planned(hardware: str, repeat: int, pressure: float = 1.0):
+        asking = ("experiment=fidelity", f"hardware={hardware}", f"repeat={repeat}", f"workload.pressure={pressure}")
+        return plan_trial(check(composed(*asking)))
+
+    assert awaits_profile(planned("sim_paired", 0).config) and not awaits_profile(planned("cpu", 0).config)
+    for pressure in (0.5, 1.0):
+        measure_beside(planned("cpu", 0, pressure))
+        measure_beside(planned("sim_paired", 0, pressure))
+    first = tmp_path / "profiles" / "beside-tiny-0.json"
+    assert asked == [str(first)]
+    simulated = planned("sim_paired", 0)
+    assert not awaits_profile(simulated.config) and simulated.config.hardware.profile == str(first)
+    assert simulated.model.dtype == "float32" and not simulated.hardware.step_overhead_s
+    assert awaits_profile(planned("sim_paired", 1).config)  # each repeat has its own
+    measure_beside(planned("cpu", 1))
+    assert [Path(one).name for one in asked] == ["beside-tiny-0.json", "beside-tiny-1.json"]
+    measure_beside(plan_trial(check(composed("hardware=cpu", *TIERS))))  # nobody asked
+    assert len(asked) == 2
 
 
 def test_a_profile_of_something_else_is_refused_in_a_sentence(h100, tmp_path):

@@ -91,4 +91,5 @@ def test_a_sweep_over_both_machines_has_a_verdict_and_any_other_has_none():
     assert "3 +0.0/0.0 +0.0/0.0 +0.0/0.0 -3.8/13.8 4.0/14.4" in text
     assert "Verdict: holds" in text and "3 real repeats" in text
     assert "fails at 1 of 1" in printed(*swept([9.0, 10.0, 11.0], [12.0]))
+    assert "-3.8/13.8 4.0/14.4" in printed(*swept([9.0, 10.0, 11.0], [99.0, 10.4, 5.0]))  # their median too
     assert fidelity_here(*swept([9.0, 10.0], [])) is None
