@@ -361,7 +361,9 @@ class Tiers:
             return
         column[start : start + len(views)] = views
         for view, victims in self._index.items():
-            victims.changed(session, views.count(view) - before.count(view))
+            now, was = views.count(view), before.count(view)
+            if now or was:
+                victims.changed(session, now - was)
 
 
 def _ignore_loss(session: Session, start: int, stop: int, on_gpu: bool) -> None:

@@ -119,6 +119,9 @@ class VictimIndex:
 
     def spans(self, victims: list[Victim]) -> list[Span]:
         """Return the chunks of a choice as runs, those of one session together."""
+        if len(victims) == 1:
+            number, chunk = victims[0][3:]
+            return [(number, chunk, chunk + 1)]
         return self._loops.spans(victims)
 
     def victims(self, now_s: float) -> Iterator[tuple[Session, int]]:

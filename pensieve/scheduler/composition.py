@@ -21,13 +21,20 @@ Composition = Callable[[Sequence[Running], int], list[Share]]
 def unified(running: Sequence[Running], max_tokens: int) -> list[Share]:
     """Prefill and decode in one batch (paper section 4.2): decodes first, since they are one token each and somebody reads
     them; the rest of the budget goes to prefills, first come, first served."""
-    shares: list[Share] = [(sequence, 1) for sequence in running if sequence.decoding][:max_tokens]
-    return shares + _prefills(running, max_tokens - len(shares))
+    shares: list[Share] = []
+    others: list[Running] = []
+    for sequence in running:
+        if sequence.decoding:
+            shares.append((sequence, 1))
+        else:
+            others.append(sequence)
+    shares = shares[:max_tokens]
+    return shares + _prefills(others, max_tokens - len(shares))
 
 
 def split(running: Sequence[Running], max_tokens: int) -> list[Share]:
     """Prefill and decode in separate iterations, prefill first: the paper's ablation."""
-    prefills = _prefills(running, max_tokens)
+    prefills = _prefills((sequence for sequence in running if not sequence.decoding), max_tokens)
     return prefills or [(sequence, 1) for sequence in running if sequence.decoding][:max_tokens]
 
 
@@ -36,7 +43,7 @@ def _prefills(running: Iterable[Running], budget: int) -> list[Share]:
     for sequence in running:
         if budget <= 0:
             break
-        if not sequence.decoding and sequence.work_tokens:
+        if sequence.work_tokens:
             count = min(sequence.work_tokens, budget)
             shares.append((sequence, count))
             budget -= count

@@ -352,26 +352,25 @@ class SimulatedWorker:
         return copies.tickets
 
     def _token(self, sample: Sample) -> int:
-        (token,) = self._draws(sample.key, sample.position, sample.position + 1)
-        return token
+        return drawn_token(sample.key, sample.position, self._model.vocab)
 
     def _draws(self, key: int, start: int, stop: int) -> TokenArray[int]:
         return drawn_tokens(key, start, stop, self._model.vocab)
 
 
 def drawn_tokens(key: int, start: int, stop: int, vocab: int) -> TokenArray[int]:
-    """The tokens at positions [start, stop) of whoever computes nothing: splitmix64, a fixed, well-mixed function of two
-    integers."""
-    mask = _MASK
+    """The tokens at positions [start, stop) of whoever computes nothing: drawn_token, many at once where they are many."""
     if stop - start > _FEW:
         many = np.arange(start, stop, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
         many = (many ^ (many >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         many = (many ^ (many >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return array("i", ((many ^ (many >> np.uint64(31))) % np.uint64(vocab)).astype("i").tobytes())
-    tokens = array("i")
-    for position in range(start, stop):
-        x = (key + position * 0x9E3779B97F4A7C15) & mask
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
-        tokens.append((x ^ (x >> 31)) % vocab)
-    return tokens
+    return array("i", [drawn_token(key, position, vocab) for position in range(start, stop)])
+
+
+def drawn_token(key: int, position: int, vocab: int) -> int:
+    """splitmix64: a fixed, well-mixed function of two integers."""
+    x = (key + position * 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (x ^ (x >> 31)) % vocab

@@ -27,7 +27,7 @@ from pensieve.record import Event, TurnRecord
 from pensieve.request import Free, Length, Request
 from pensieve.scheduler.sequence import noise_key
 from pensieve.specs import HardwareSpec, ModelSpec
-from pensieve.worker.simulated import drawn_tokens
+from pensieve.worker.simulated import drawn_token
 
 _WORST = Timing(1.0, 1.0)  # as long as any in a head
 
@@ -147,7 +147,7 @@ class _Simulated(ABC):
         turn.step(spent.computed_ns, spent.moved_ns)
         position = len(request.prompt) + len(turn.token_ids)
         key = noise_key(request.sampling, request.session, turn.turn)
-        [drawn] = drawn_tokens(key, position, position + 1, self.model.vocab)
+        drawn = drawn_token(key, position, self.model.vocab)
         now_s = clock.now_s()
         first = not turn.token_ids
         turn.token(drawn, None, now_s)
