@@ -171,7 +171,10 @@ def _simulated(hardware: HardwareConfig) -> Device:
     rates = () if hardware.profile else ("flops", "memory_bw", "h2d_bw", "d2h_bw")
     for field in ("gpu_memory", "cpu_memory", *rates):
         if not getattr(hardware, field):
-            raise ConfigError(f"hardware.{field} has no value, and a simulated machine needs it; set it.")
+            raise ConfigError(
+                f"hardware.{field} has no value, and a simulated machine needs it; set it, or hardware.profile (for "
+                "hardware=sim_paired trial.measure_machine, as experiment=fidelity does)."
+            )
     gpu, cpu = _bytes(hardware, "gpu_memory"), _bytes(hardware, "cpu_memory")
     return Device("sim", "sim", "sim", hardware.name, hardware.gpus, gpu * hardware.gpus, cpu * hardware.gpus)
 

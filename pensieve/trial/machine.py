@@ -189,7 +189,14 @@ def measure_beside(plan: TrialPlan) -> None:
     file = plan.config.trial.measure_machine
     if file is None or plan.device.simulated or file in _written:
         return
-    measure_machine(plan, _ROUNDS_BESIDE, _BUDGET_BESIDE_S).write(Path(file).expanduser())
+    path = Path(file).expanduser()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # before it takes its time
+    except OSError as error:
+        raise ConfigError(
+            f"trial.measure_machine={file} cannot be written: {error.strerror}; name another file."
+        ) from None
+    measure_machine(plan, _ROUNDS_BESIDE, _BUDGET_BESIDE_S).write(path)
     _written.add(file)
 
 

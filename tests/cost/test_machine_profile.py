@@ -20,7 +20,10 @@ from pensieve.errors import ConfigError
 from pensieve.metrics import summarise
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.trial import machine
+from pensieve.trial.job import Job
 from pensieve.trial.machine import _grid, host_times, measure_beside, measure_grids, measure_machine
+from pensieve.trial.run import run_trial
+from pensieve.trial.tracking import open_tracking
 from pensieve.worker.simulated import SimulatedWorker
 from tests.composed import composed, replayed
 
@@ -288,6 +291,20 @@ def test_a_real_trial_measures_the_machine_beside_itself_once_a_process(h100, tm
     assert [Path(one).name for one in asked] == ["beside-tiny-0.json", "beside-tiny-1.json"]
     measure_beside(plan_trial(check(composed("hardware=cpu", *TIERS))))  # nobody asked
     assert len(asked) == 2
+    with pytest.raises(ConfigError, match=r"^trial\.measure_machine=/proc/none/x\.json cannot be written"):
+        measure_beside(plan_trial(check(composed("hardware=cpu", *TIERS, "trial.measure_machine=/proc/none/x.json"))))
+
+
+def test_a_simulation_whose_machine_nobody_has_measured_says_what_to_run(tmp_path):
+    load = ("hardware=sim_paired", *TIERS)
+    with pytest.raises(ConfigError, match=r"hardware\.profile"):
+        plan_trial(check(composed(*load)))
+    resolved_fields = composed(*load, f"trial.measure_machine={tmp_path}/none.json")
+    tracking = open_tracking(check(resolved_fields))
+    with pytest.raises(ConfigError, match=r"no .*/none\.json yet: .* Run hardware=local before hardware=sim_paired"):
+        run_trial(
+            check(resolved_fields), resolved(resolved_fields), tracking, Job("one", tmp_path), say=lambda text: None
+        )
 
 
 def test_a_profile_of_something_else_is_refused_in_a_sentence(h100, tmp_path):

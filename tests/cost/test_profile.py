@@ -24,7 +24,8 @@ from tests.simulated import MACHINE, MODEL
 
 OVERHEAD, LINEAR, QUADRATIC = 4e-3, 1e-4, 2e-8  # seconds: a step, a token, a pair of tokens
 CONTEXTS = [1 << power for power in range(5, 16)]  # 32 to 32K
-SIMULATED = sorted(name for name in options("hardware") if name.startswith("sim_") and name != "sim_profile")
+BY_PROFILE = {"sim_profile", "sim_paired"}
+SIMULATED = sorted(name for name in options("hardware") if name.startswith("sim_") and name not in BY_PROFILE)
 
 
 def polynomial(start: int, stop: int) -> float:
