@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
@@ -22,7 +23,6 @@ from pensieve.cost.profile import Profile
 from pensieve.cost.roofline import Run
 from pensieve.errors import ConfigError
 from pensieve.specs import HardwareSpec, ModelSpec
-from pensieve.statistics import median
 
 COMMAND = "python runners/profile.py"
 
@@ -130,8 +130,8 @@ def middle_of(found: Sequence[MachineProfile]) -> MachineProfile:
         first.costs,
         prefill_s=_middle_of_each([one.costs.prefill_s for one in found]),
         tail_s=_middle_of_each([one.costs.tail_s for one in found]),
-        load_chunk_s=median([one.costs.load_chunk_s for one in found]),
-        hidden_share=median(hidden) if hidden else None,
+        load_chunk_s=median_low([one.costs.load_chunk_s for one in found]),
+        hidden_share=median_low(hidden) if hidden else None,
     )
     measured = {
         **first.measured,
@@ -146,9 +146,9 @@ def middle_of(found: Sequence[MachineProfile]) -> MachineProfile:
             "prefill": _middle_grid([one.prefill for one in found]),
             "decode": _middle_grid([one.decode for one in found]),
             "reply": _middle_grid([one.reply for one in found]),
-            "h2d_block_s": median([one.h2d_block_s for one in found]),
-            "d2h_block_s": median([one.d2h_block_s for one in found]),
-            "overhead_s": median([one.overhead_s for one in found]),
+            "h2d_block_s": median_low([one.h2d_block_s for one in found]),
+            "d2h_block_s": median_low([one.d2h_block_s for one in found]),
+            "overhead_s": median_low([one.overhead_s for one in found]),
             "measured": measured,
         }
     )
@@ -156,13 +156,13 @@ def middle_of(found: Sequence[MachineProfile]) -> MachineProfile:
 
 def _middle_of_each(times: Sequence[Mapping[int, float]]) -> dict[int, float]:
     return {
-        tokens: median([one[tokens] for one in times]) for tokens in times[0] if all(tokens in one for one in times)
+        tokens: median_low([one[tokens] for one in times]) for tokens in times[0] if all(tokens in one for one in times)
     }
 
 
 def _middle_grid(grids: Sequence[Grid]) -> Grid:
     rows = [
-        tuple(median(cell) for cell in zip(*same, strict=False))
+        tuple(median_low(cell) for cell in zip(*same, strict=False))
         for same in zip(*(grid.seconds for grid in grids), strict=False)
     ]
     return Grid(rows=grids[0].rows[: len(rows)], columns=grids[0].columns, seconds=tuple(rows))
