@@ -23,19 +23,20 @@ from pensieve.compose import (
     plan_trial,
 )
 from pensieve.compose.folder import read_option
+from pensieve.compose.preflight import check_measurable
 from pensieve.compose.settings import check_node
 from pensieve.cost.machine_profile import MachineProfile, middle_of
-from pensieve.errors import ConfigError, HardwareMissing
 from pensieve.trial.liveness import device_lock
 from pensieve.trial.machine import SHORTEST_CONTEXT, measure_machine
 from pensieve.trial.terminal import say
+from pensieve.worker.torch.shelf import open_shelf
 
 LATEST = "latest.json"
 
 
 class ProfileSettings(BaseModel):
     """The node `profile`. to: a file; None: profiles/<model>-<device>.json of the outputs, and latest.json. processes: how
-    many measure, one after the other. rounds: how often each cell is measured in each, at most. budget_s: of measured time
+    many measure, one after the other. rounds: how often each cell is measured in each, at most. budget_s: of measured cells
     in all of them, beyond which no further cell or round begins."""
 
     model_config = ConfigDict(extra="forbid")
@@ -51,16 +52,7 @@ def profile(config: Mapping[str, Any], _typed: Collection[str] = ()) -> int:
     settings = check_node(ProfileSettings, config, "profile")
     fields = {name: value for name, value in config.items() if name != "profile"}
     plan = plan_trial(_checked(fields))
-    if plan.device.simulated:
-        raise HardwareMissing(
-            f"hardware={plan.config.hardware.name} is simulated, and a profile is of a real machine; use hardware=local."
-        )
-    if plan.config.baseline.engine is not None:
-        raise ConfigError(
-            f"baseline={plan.config.baseline.name} is an engine of others, and a profile is of ours; leave baseline out."
-        )
-    if plan.device.divided:
-        raise ConfigError(f"hardware.gpus={plan.device.count}: a profile is of one device; use hardware.gpus=1.")
+    check_measurable(plan)
     with device_lock(plan.device, plan.config.trial.exclusive, say):
         check_free_memory(plan)
         found = middle_of(list(_measured_apart(plan, fields, settings)))
@@ -88,7 +80,8 @@ def _measured_apart(plan: TrialPlan, fields: Mapping[str, Any], settings: Profil
 
 
 def _measure(fields: Mapping[str, Any], rounds: int, budget_s: float) -> MachineProfile:
-    return measure_machine(plan_trial(_checked(fields)), rounds, budget_s)
+    with open_shelf():  # the worker alone and the engine then read the same weights, where they lie
+        return measure_machine(plan_trial(_checked(fields)), rounds, budget_s)
 
 
 def _checked(fields: Mapping[str, Any]) -> TrialConfig:

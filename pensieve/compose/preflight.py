@@ -7,7 +7,7 @@ from pensieve.compose.machine import free_device_bytes, free_host_memory_bytes
 from pensieve.compose.plan import LEAST_GPU_BLOCKS, TrialPlan
 from pensieve.compose.tokenizer import build_tokenizer
 from pensieve.compose.weights import check_weights
-from pensieve.errors import CapacityError, HardwareMissing
+from pensieve.errors import CapacityError, ConfigError, HardwareMissing
 from pensieve.units import format_bytes
 from pensieve.worker.torch.kernels.availability import require
 
@@ -33,11 +33,36 @@ def preflight(plan: TrialPlan) -> None:
     check_replicas(plan)
     if not plan.device.simulated:
         check_weights(plan.config.model)
+        if plan.config.trial.measure_machine is not None:
+            check_measurable(plan)
     if plan.device.divided:
         from pensieve.worker.torch.sharding import refuse_unsharded  # brings torch
 
         refuse_unsharded(plan.model, plan.device.count)
     build_workload(plan, build_tokenizer(plan.config.model, plan.model.vocab, plan.device.simulated))
+
+
+def check_measurable(plan: TrialPlan) -> None:
+    """Raises HardwareMissing or ConfigError for a machine of which there can be no profile."""
+    config = plan.config
+    if plan.device.simulated:
+        raise HardwareMissing(
+            f"hardware={config.hardware.name} is simulated, and a profile is of a real machine; use hardware=local."
+        )
+    if config.baseline.engine is not None:
+        raise ConfigError(
+            f"baseline={config.baseline.name} is an engine of others, and a profile is of ours; leave it out."
+        )
+    if plan.device.divided or config.hardware.router != "single":
+        raise ConfigError(
+            f"hardware.gpus={plan.device.count}, hardware.router={config.hardware.router}: a profile is of one device; use "
+            "hardware.gpus=1 and hardware.router=single."
+        )
+    if not plan.cpu_blocks:
+        raise ConfigError(
+            f"A profile has the copies between both tiers too, and baseline={config.baseline.name} with "
+            f"cache.cpu={config.cache.cpu} has one; use baseline=pensieve, and give cache.cpu a size."
+        )
 
 
 def check_attention(plan: TrialPlan) -> None:

@@ -8,6 +8,7 @@ proportion to the work.
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -103,7 +104,9 @@ class MachineProfile(BaseModel):
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(_ADAPTER.dump_json(self, indent=1))
+        whole = path.with_name(f"{path.name}.{os.getpid()}")  # nobody reads half a file
+        whole.write_bytes(_ADAPTER.dump_json(self, indent=1))
+        whole.replace(path)
 
     def refuse_other(self, model: ModelSpec, chunk_tokens: int) -> None:
         """Raises ConfigError where it was measured for another model, dtype or chunk size."""

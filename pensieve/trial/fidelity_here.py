@@ -1,15 +1,17 @@
 """How far a machine's simulation (hardware=sim_paired, sim_profile) is from the machine: the same trials on both, a verdict.
 
-Trials are repeated, and medians compared; simulated ones differ where each repeat goes by a profile of its own minutes.
-Beside the error stands what each real repeat is off from the median of the others: nothing can be nearer to a machine than
-the machine to itself.
+Real trials are repeated; what each simulated one is held against is their median, and the mean size of its errors counts:
+simulated ones differ where each repeat goes by a profile of its own minutes. Beside the error stands what each real repeat
+is off from the median of the others, reckoned alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import copysign
 from statistics import fmean
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -27,12 +29,14 @@ FEWEST_REPEATS = 5
 _RATES = {"gpu_hit_rate": "GPU", "cpu_hit_rate": "CPU", "miss_rate": "missed"}
 _AXIS = "hardware"
 _LEGEND = (
-    "Simulated/real again: how far the median of the simulations is from that of n real repeats, and each of these from the "
-    "others. "
+    "Simulated/real again: how far each simulation is from the median of n real repeats, and each of these from that of the "
+    "others: mean sizes, with the sign of their mean. "
     "Shares of the history found in a tier, or in none, in points; output tokens a second, in %; first tokens, in %: mean "
     "over turns of the size of each one's error."
 )
 
+MEASURED_AT = "machine_measured_at"
+"""In a real trial's column `engine`: when the profile was measured that it wrote beside itself."""
 ByTurn = Mapping[tuple[str, int], float]
 """(conversation, turn) -> ms."""
 
@@ -60,22 +64,30 @@ class Errors:
         return max((rate for rate in self.rates if rate is not None), key=abs, default=None)
 
     def within(self) -> bool:
-        limits = zip((self.hits, self.throughput, self.ttft), (HIT_POINTS, THROUGHPUT_PCT, TTFT_PCT), strict=True)
-        return all(error is None or abs(error) <= limit for error, limit in limits)
+        """Hits may be unknown, where there is no history; what has no throughput or no first tokens is not within."""
+        limits = zip(
+            (self.hits or 0.0, self.throughput, self.ttft), (HIT_POINTS, THROUGHPUT_PCT, TTFT_PCT), strict=True
+        )
+        return all(error is not None and abs(error) <= limit for error, limit in limits)
+
+
+_UNKNOWN = Errors((None,) * len(_RATES), None, None)
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One place of the sweep. simulated: their median against that of the real repeats; real: a repeat against that of the
-    others, mean of the sizes of their errors; None below two repeats."""
+    """One place of the sweep. simulated: against the median of the real repeats; real: a repeat against that of the others,
+    None below two. Both are means of sizes. unpaired: simulations by a profile that the real trial of their repeat did not
+    measure, where it measured one."""
 
     place: str
     repeats: int
     simulated: Errors
     real: Errors | None
+    unpaired: int = 0
 
 
-def middle_of(trials: Sequence[Observed]) -> Observed:
+def median_of(trials: Sequence[Observed]) -> Observed:
     """The median of each figure over trials; None, or left out, where one of them lacks it."""
     flows = [trial.throughput for trial in trials if trial.throughput]
     rates = [
@@ -91,7 +103,7 @@ def middle_of(trials: Sequence[Observed]) -> Observed:
 
 def errors_of(one: Observed, others: Sequence[Observed]) -> Errors:
     """Of a trial against the median of others. ttft: mean absolute percentage error over the turns that all have."""
-    middle = middle_of(others)
+    middle = median_of(others)
     beside = zip(one.rates, middle.rates, strict=True)
     off = [abs(ms / middle.ttft_ms[turn] - 1) for turn, ms in one.ttft_ms.items() if turn in middle.ttft_ms]
     return Errors(
@@ -105,7 +117,12 @@ def real_against_real(repeats: Sequence[Observed]) -> Errors | None:
     """The mean size of each repeat's errors against the others."""
     if len(repeats) < 2:
         return None
-    each = [errors_of(one, [*repeats[:place], *repeats[place + 1 :]]) for place, one in enumerate(repeats)]
+    return mean_of(errors_of(one, [*repeats[:place], *repeats[place + 1 :]]) for place, one in enumerate(repeats))
+
+
+def mean_of(errors: Iterable[Errors]) -> Errors:
+    """Mean sizes, with the sign of the mean; None where one of them is."""
+    each = list(errors)
     return Errors(
         rates=tuple(map(_mean_size, zip(*(one.rates for one in each), strict=True))),
         throughput=_mean_size(one.throughput for one in each),
@@ -131,7 +148,7 @@ def fidelity_here(store: ResultsStore, sweep_id: int) -> RenderableType | None:
     for name in ("n", *_RATES.values(), "tok/s", "TTFT"):
         table.add_column(name, justify="right", no_wrap=True)
     for one in compared:
-        real = one.real or Errors((None,) * len(_RATES), None, None)
+        real = one.real or _UNKNOWN
         beside = zip((*one.simulated.rates, one.simulated.throughput), (*real.rates, real.throughput), strict=True)
         cells = [f"{_signed(ours)}/{_plain(theirs)}" for ours, theirs in beside]
         table.add_row(one.place, str(one.repeats), *cells, f"{_plain(one.simulated.ttft)}/{_plain(real.ttft)}")
@@ -139,30 +156,47 @@ def fidelity_here(store: ResultsStore, sweep_id: int) -> RenderableType | None:
 
 
 def compare(found: Evidence) -> list[Compared]:
-    """Each place of the sweep's other axes that has trials of both."""
-    compared = []
+    """Each place of the sweep's other axes; none where no trial goes by a profile. A place that lacks one of the two has no
+    errors, and so is not within the limits."""
+    compared, both = [], False
     for group in found.groups(_AXIS):
         for baseline, trials in group.trials.items():
             for seed in sorted({trial.seed for trial in trials}):
                 own = [trial for trial in trials if trial.seed == seed]
-                real = [_observed(found, trial) for trial in own if not trial.simulated]
-                simulated = [_observed(found, trial) for trial in own if trial.simulated and _profiled(trial)]
+                real = [trial for trial in own if not trial.simulated]
+                simulated = [trial for trial in own if trial.simulated and _profile_of(trial) is not None]
+                place = ", ".join(filter(None, (group.name, baseline, f"seed {seed}")))
+                observed = [_observed(found, trial) for trial in real]
+                errors = _UNKNOWN
                 if real and simulated:
-                    place = ", ".join(filter(None, (group.name, baseline, f"seed {seed}")))
-                    error = errors_of(middle_of(simulated), real)
-                    compared.append(Compared(place, len(real), error, real_against_real(real)))
-    return compared
+                    errors = mean_of(errors_of(_observed(found, one), observed) for one in simulated)
+                again = real_against_real(observed)
+                compared.append(Compared(place, len(real), errors, again, _unpaired(real, simulated)))
+                both = both or bool(real and simulated)
+    return compared if both else []
+
+
+def _unpaired(real: Sequence[Trial], simulated: Sequence[Trial]) -> int:
+    measured = {trial.repeat: (trial.engine or {}).get(MEASURED_AT) for trial in real}
+    if not any(measured.values()):
+        return 0
+    return sum(measured.get(one.repeat) != (_profile_of(one) or {}).get("measured", {}).get("at") for one in simulated)
 
 
 def verdict(compared: Sequence[Compared]) -> str:
     limits = f"{HIT_POINTS:g} point of hit rate, {THROUGHPUT_PCT:g} % of throughput, {TTFT_PCT:g} % of TTFT"
-    outside = [one for one in compared if not one.simulated.within()]
+    outside = [one for one in compared if one.unpaired or not one.simulated.within()]
     text = (
         f"Verdict: holds. All {len(compared)} places are within {limits}."
         if not outside
         else f"Verdict: fails at {len(outside)} of {len(compared)} places: {'; '.join(one.place for one in outside)}. The "
         f"limits are {limits}."
     )
+    if unpaired := sum(one.unpaired for one in compared):
+        text += (
+            f" {unpaired} simulations go by a profile that the real trial of their repeat did not measure: force=true runs "
+            "them all anew."
+        )
     if wrong := [one.place for one in outside if _decides_wrongly(one)]:
         text += f" Hit rates are off at {len(wrong)} of them, where the machine's own repeats agree: what is evicted differs."
     restless = [one for one in compared if one.real is not None and not one.real.within()]
@@ -180,7 +214,7 @@ def verdict(compared: Sequence[Compared]) -> str:
 def _decides_wrongly(one: Compared) -> bool:
     """Hit rates that differ although the real repeats agree on them."""
     ours, theirs = one.simulated.hits, one.real.hits if one.real else None
-    return ours is not None and abs(ours) > HIT_POINTS and (theirs is None or theirs <= HIT_POINTS)
+    return ours is not None and abs(ours) > HIT_POINTS and (theirs is None or abs(theirs) <= HIT_POINTS)
 
 
 def _observed(found: Evidence, trial: Trial) -> Observed:
@@ -197,13 +231,16 @@ def _by_turn(found: Evidence, trial: Trial) -> ByTurn:
     return {(str(session), int(turn)): ms for session, turn, ms in zip(sessions, turns, values.tolist(), strict=True)}
 
 
-def _profiled(trial: Trial) -> bool:
-    return ((trial.engine or {}).get("cost") or {}).get("kind") == "machine profile"
+def _profile_of(trial: Trial) -> Mapping[str, Any] | None:
+    """What a simulated trial's record says of the profile that it goes by."""
+    cost = (trial.engine or {}).get("cost") or {}
+    return cost if cost.get("kind") == "machine profile" else None
 
 
 def _mean_size(values: Iterable[float | None]) -> float | None:
-    known = [abs(value) for value in values if value is not None]
-    return fmean(known) if known else None
+    found = list(values)
+    known = [value for value in found if value is not None]
+    return copysign(fmean(map(abs, known)), fmean(known)) if known and len(known) == len(found) else None
 
 
 def _signed(value: float | None) -> str:
@@ -211,4 +248,4 @@ def _signed(value: float | None) -> str:
 
 
 def _plain(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1f}"
+    return "–" if value is None else f"{abs(value):.1f}"

@@ -20,6 +20,7 @@ from pensieve.baselines.profiling import DECODES, decodes_s, load_s, prefill_s, 
 from pensieve.clock import Clock
 from pensieve.compose import TrialPlan, build_system, build_tokenizer
 from pensieve.compose.build import clock_and_worker
+from pensieve.compose.preflight import check_measurable
 from pensieve.cost.machine_profile import Grid, MachineProfile, powers_of_two
 from pensieve.errors import ConfigError
 from pensieve.record import TurnRecord
@@ -34,6 +35,7 @@ _EVERY = 3  # rounds of prompts, one such reply
 _LONGEST_PROMPT = 512  # tokens
 _PROMPTS = 9  # of each length
 _SETTLING = 16  # tokens after the first of their replies
+_ROUNDS_BESIDE, _BUDGET_BESIDE_S = 2, 60.0
 
 
 def measure_machine(plan: TrialPlan, rounds: int, budget_s: float) -> MachineProfile:
@@ -48,8 +50,6 @@ def measure_machine(plan: TrialPlan, rounds: int, budget_s: float) -> MachinePro
         model = {"model": plan.model.name, "parameters": plan.model.parameters}
         where = {**report.settings, **model, "dtype": plan.model.dtype, "machine": plan.device.label}
         transfers = min(gpu_blocks, plan.cpu_blocks)
-        if not transfers:
-            raise ConfigError("A profile has the copies between both tiers too; give cache.cpu a size.")
         # Asked as a trial asks, so that one of this process has the same prices.
         costs = profile_of(
             worker, clock, size, gpu_blocks * size, plan.model.max_context, transfers, {**report.settings, **model}
@@ -69,15 +69,15 @@ def measure_machine(plan: TrialPlan, rounds: int, budget_s: float) -> MachinePro
         block_bytes=plan.block_bytes,
         h2d_block_s=inward,
         d2h_block_s=outward,
-        overhead_s=max(0.0, times.iteration_s),
+        overhead_s=times.iteration_s,
         overlaps=plan.device.kind == "cuda",
         where=where,
         measured={
-            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "at": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "seconds": round(perf_counter() - began, 1),
             "rounds": rounds,
             "prompts": _PROMPTS,
-            "iteration_less_decode_s": times.iteration_s,
+            "iteration_less_decode_s": times.found_s,
             "others_cpu_share": round(neighbours.share(), 3),
             "load_average": [round(load, 2) for load in os.getloadavg()],
         },
@@ -141,9 +141,10 @@ def _grid(
 @dataclass(frozen=True, slots=True)
 class HostTimes:
     """What a conversation takes beyond what the worker takes for its iterations. iteration_s: of each, long after the last
-    prefill; below 0 where the worker was slower by itself. reply: as in MachineProfile."""
+    prefill; found_s: the same, below 0 where the worker was slower by itself. reply: as in MachineProfile."""
 
     iteration_s: float
+    found_s: float
     reply: Grid
 
 
@@ -164,16 +165,20 @@ def host_times(plan: TrialPlan, prefill: Grid, decode: Grid, longest: int) -> Ho
             prompt = array("i", (token % plan.model.vocab for token in range(tokens)))
             request = Request(id=1 + place, session=f"profile-{place}", turn=1, prompt=prompt, output=Length(reply))
             answers[tokens, reply].append(system.ask(request))
+            system.forget(None)  # or the next prompt waits for copies, which are priced apart
     finally:
         system.close()
-    iteration_s = median([gap for turn in answers[long] for gap in _decodes_s(turn, base, decode)[_SETTLING:]])
+    found_s = median([gap for turn in answers[long] for gap in _decodes_s(turn, base, decode)[_SETTLING:]])
+    iteration_s = max(0.0, found_s)
     rows = []
     for length, reply in short:
         turns = answers[length, reply]
         firsts = [turn.emitted_s[0] - (turn.arrived_s or 0.0) - prefill.at(length, 0) for turn in turns]
         decodes = zip(*(_decodes_s(turn, length, decode) for turn in turns), strict=True)
         rows.append(tuple(max(0.0, median(seconds) - iteration_s) for seconds in (firsts, *decodes)))
-    return HostTimes(iteration_s, Grid(rows=tuple(lengths), columns=tuple(range(1 + _SETTLING)), seconds=tuple(rows)))
+    return HostTimes(
+        iteration_s, found_s, Grid(rows=tuple(lengths), columns=tuple(range(1 + _SETTLING)), seconds=tuple(rows))
+    )
 
 
 def _decodes_s(turn: TurnRecord, prompt_tokens: int, decode: Grid) -> list[float]:
@@ -182,13 +187,24 @@ def _decodes_s(turn: TurnRecord, prompt_tokens: int, decode: Grid) -> list[float
     return [end - begin - decode.at(1, prompt_tokens + place) for place, (begin, end) in enumerate(gaps)]
 
 
-def measure_beside(plan: TrialPlan) -> None:
-    """Measure the machine before a real trial that asks for it, and write it to trial.measure_machine: once a process for
-    each file, so that trials which follow each other share it. A simulation that goes by it then has met the same minutes,
-    and memory that lies alike, which both move a decode on a CPU by up to a tenth."""
+def measure_beside(plan: TrialPlan) -> str | None:
+    """Measure the machine before a real trial that asks for it (trial.measure_machine), and write the file: once a process
+    for each setting, so that trials which follow each other share it. A simulation that goes by it then has met the same
+    minutes, and memory that lies alike, which both move a decode on a CPU by up to a tenth.
+
+    Returns when it was measured, for the trial's record; None where nobody asks. Raises ConfigError."""
     file = plan.config.trial.measure_machine
-    if file is None or plan.device.simulated or file in _written:
-        return
+    if file is None or plan.device.simulated:
+        return None
+    batch = plan.config.scheduler
+    setting = (
+        *(plan.model.name, plan.model.dtype, plan.chunk_tokens, plan.gpu_blocks, plan.cpu_blocks),
+        *(plan.config.hardware.threads, batch.max_batch_tokens, batch.max_batch_requests),
+    )
+    known = _written.get(file)
+    if known is not None and known[0] == setting:
+        return known[1]
+    check_measurable(plan)
     path = Path(file).expanduser()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)  # before it takes its time
@@ -196,9 +212,12 @@ def measure_beside(plan: TrialPlan) -> None:
         raise ConfigError(
             f"trial.measure_machine={file} cannot be written: {error.strerror}; name another file."
         ) from None
-    measure_machine(plan, _ROUNDS_BESIDE, _BUDGET_BESIDE_S).write(path)
-    _written.add(file)
+    found = measure_machine(plan, _ROUNDS_BESIDE, _BUDGET_BESIDE_S)
+    found.write(path)
+    at = str(found.measured["at"])
+    _written[file] = setting, at
+    return at
 
 
-_written: set[str] = set()
-_ROUNDS_BESIDE, _BUDGET_BESIDE_S = 2, 60.0
+_written: dict[str, tuple[tuple[object, ...], str]] = {}
+"""What this process has measured: by file the setting, and when."""

@@ -54,6 +54,7 @@ from pensieve.results.identity import Identity, explain_difference, input_files
 from pensieve.results.schema import Trial
 from pensieve.results.tokens import TokenFile
 from pensieve.trial.fidelity import fidelity_metrics
+from pensieve.trial.fidelity_here import MEASURED_AT
 from pensieve.trial.holding import holding_metrics, ledger_of_holding
 from pensieve.trial.identity import contended, identity_of
 from pensieve.trial.isolate import run_isolated
@@ -124,8 +125,10 @@ def run_trial(
         return _reuse(known, config, tracking, job, say)
     if note and job.number == 0:  # the other jobs of the sweep have the same reason
         say(note)
-    if job.preflight:  # a mistake in the configuration is no trial: it leaves nothing in the database
+    awaited = plan.device.simulated and config.hardware.profile == config.trial.measure_machine is not None
+    if job.preflight or awaited:  # a mistake in the configuration is no trial: it leaves nothing in the database
         preflight(plan)
+    if job.preflight:
         say(plan.budget())
     if job.mlflow_later and job.sweep_id is None and plan.device.simulated:
         open_beside(tracking)
@@ -259,8 +262,7 @@ def _run(
             shelf.empty()  # others load the model
         check_free_memory(plan)
         announce(plan, tracking.store, say)
-        if not outside:
-            measure_beside(plan)
+        measured_at = measure_beside(plan)
         trace = job.folder / TRACE_FILE if config.trial.profile else None
         forget_allocator_peak()
         system: System
@@ -281,7 +283,9 @@ def _run(
                 system.watch_content()
                 system.count_holding()
             deadline.check()
-            tracking.store.set_trial(trial_id, **_effective(system, plan, described, started))
+            effective = _effective(system, plan, described, started)
+            effective["engine"].update({MEASURED_AT: measured_at} if measured_at else {})
+            tracking.store.set_trial(trial_id, **effective)
             sampler = DeviceSampler(
                 tracking.store, trial_id, meter_of(plan.device, plan.computes_elsewhere), system.clock
             )

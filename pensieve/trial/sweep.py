@@ -196,6 +196,11 @@ def open_sweep(
     config: DictConfig, jobs: Jobs | None, configs: Sequence[DictConfig], plans: Sequence[TrialPlan]
 ) -> OpenSweep:
     """Preflight of the jobs, the sweep's row, and the file from which its jobs know it. Raises PensieveError."""
+    in_turn = config.hydra.launcher.get("_target_") == BASIC_LAUNCHER
+    if not in_turn and any(plan.config.trial.measure_machine is not None for plan in plans):
+        raise ConfigError(
+            "trial.measure_machine: its trials follow each other in one process; leave hydra/launcher out."
+        )
     known = [plan for plan in plans if not awaits_profile(plan.config)]
     for plan in _different(known):
         preflight(plan)
@@ -209,7 +214,7 @@ def open_sweep(
     fixed = list(jobs.overrides) if jobs else fixed_overrides(config)
     n_expected = len(jobs.jobs) if jobs else 0
     sweep_id = tracking.store.open_sweep(
-        key=sweep_key(fixed, axes, [{**resolved(c), **marks_of(p)} for c, p in zip(configs, plans, strict=True)]),
+        key=sweep_key(fixed, axes, [{**_asked(c), **marks_of(p)} for c, p in zip(configs, plans, strict=True)]),
         name=first.experiment_name,
         experiment=_overlay(fixed),
         command=command_line(),
@@ -220,9 +225,8 @@ def open_sweep(
         anew=any(plan.config.force for plan in plans),
     )
     # In a launcher's processes nobody would write what waits; a real trial takes so long that MLflow is looked at meanwhile.
-    here = config.hydra.launcher.get("_target_") == BASIC_LAUNCHER
-    later = here and all(plan.device.simulated for plan in plans)
-    keeps = here and not all(plan.device.simulated for plan in plans)
+    later = in_turn and all(plan.device.simulated for plan in plans)
+    keeps = in_turn and not all(plan.device.simulated for plan in plans)
     sweep = OpenSweep(first, tracking.outputs, sweep_id, n_expected, later, keeps)
     if keeps:
         shelf.begin()
@@ -242,6 +246,14 @@ def _print_fidelity(store: ResultsStore, trial_id: int) -> None:
     table = fidelity(store, trial_id)
     if table is not None:
         console().print(table)
+
+
+def _asked(config: DictConfig) -> dict[str, Any]:
+    """The configuration of a job, for the key of its sweep: without the content of a file that a job of it writes."""
+    found = resolved(config)
+    if found["hardware"]["profile"] == found["trial"]["measure_machine"]:
+        found["hardware"] = {**found["hardware"], "profile": None}
+    return found
 
 
 def _overlay(overrides: Iterable[str]) -> str | None:

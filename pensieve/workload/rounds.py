@@ -92,8 +92,12 @@ class RoundsWorkload:
         )
 
     def start(self) -> Iterable[Arrival]:
-        for turn in range(1, self._warmup + 1):
-            self._write("warmup", turn)
+        turns = [("warmup", turn) for turn in range(1, self._warmup + 1)]
+        turns += [
+            (f"conversation-{one}", turn) for one in range(self._conversations) for turn in range(1, self._rounds + 1)
+        ]
+        # Now: who writes text between two turns is measured with them.
+        self._prompts = {(name, turn): prose(self._context, self._message, name, turn) for name, turn in turns}
         return [self._arrival("warmup", 1, 0.0)]
 
     def on_finished(self, turn: TurnRecord) -> Iterable[Arrival]:
@@ -105,8 +109,6 @@ class RoundsWorkload:
             self._waiting = [
                 (number, conversation) for number in range(self._rounds) for conversation in self._round(number)
             ][::-1]
-            for number, conversation in self._waiting:  # now: who writes text between two turns is measured with them
-                self._write(f"conversation-{conversation}", number + 1)
             return [arrival for _ in range(self._at_once) for arrival in self._next(now_s)]
         conversation = int(turn.session.removeprefix("conversation-"))
         self._under_way.discard(conversation)
@@ -130,9 +132,6 @@ class RoundsWorkload:
                 self._under_way.add(conversation)
                 return [self._arrival(f"conversation-{conversation}", number + 1, now_s)]
         return []
-
-    def _write(self, session: str, turn: int) -> None:
-        self._prompts[session, turn] = prose(self._context, self._message, session, turn)
 
     def _arrival(self, session: str, turn: int, at_s: float) -> Arrival:
         request = Request(

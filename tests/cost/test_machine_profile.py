@@ -20,6 +20,7 @@ from pensieve.errors import ConfigError
 from pensieve.metrics import summarise
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.trial import machine
+from pensieve.trial.fidelity_here import MEASURED_AT
 from pensieve.trial.job import Job
 from pensieve.trial.machine import _grid, host_times, measure_beside, measure_grids, measure_machine
 from pensieve.trial.run import run_trial
@@ -209,13 +210,16 @@ def test_the_time_of_the_host_is_what_neither_grid_knows(h100):
     )  # an iteration's share is in its own time
 
 
-def test_decodes_that_settle_are_measured_as_they_are_simulated(h100, tmp_path):
-    """A machine that is simulated by a profile, measured again."""
+@pytest.mark.parametrize("pool", [1024, POOL])
+def test_decodes_that_settle_are_measured_as_they_are_simulated(h100, tmp_path, pool):
+    """A machine that is simulated by a profile, measured again; in the smaller pool prompts would wait for each other's
+    copies."""
     file = tmp_path / "machine.json"
     told = {length: (0.004, 0.003 * place, 0.002, 0.001, 0.0) for place, length in enumerate(powers_of_two(32, 512))}
-    h100.model_copy(update={"reply": replies(told)}).write(file)
-    plan = plan_trial(check(composed(*TIERS, "hardware=sim_profile", f"hardware.profile={file}")))
-    found = host_times(plan, h100.prefill, h100.decode, POOL)
+    h100.model_copy(update={"reply": replies(told), "overlaps": False}).write(file)
+    tiers = (f"cache.gpu={pool} tokens", f"cache.cpu={pool} tokens")
+    plan = plan_trial(check(composed(*tiers, "hardware=sim_profile", f"hardware.profile={file}")))
+    found = host_times(plan, h100.prefill, h100.decode, pool)
     assert found.iteration_s == pytest.approx(0.0, abs=1e-6)
     assert found.reply.rows == tuple(told)
     for row, expected in zip(found.reply.seconds, told.values(), strict=True):
@@ -264,12 +268,13 @@ def test_a_machine_is_measured_whole_and_at_the_prices_of_a_trial(h100):
 
 def test_a_real_trial_measures_the_machine_beside_itself_once_a_process(h100, tmp_path, monkeypatch):
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
-    monkeypatch.setattr(machine, "_written", set())
+    monkeypatch.setattr(machine, "_written", {})
     asked: list[str] = []
 
     def measured(plan, rounds: int, budget_s: float) -> MachineProfile:
         asked.append(plan.config.trial.measure_machine)
-        return h100.model_copy(update={"where": {**h100.where, "dtype": "float32"}})
+        where = {**h100.where, "dtype": "float32"}
+        return h100.model_copy(update={"where": where, "measured": {"at": f"minute {len(asked)}"}})
 
     monkeypatch.setattr(machine, "measure_machine", measured)
 
@@ -279,8 +284,8 @@ def test_a_real_trial_measures_the_machine_beside_itself_once_a_process(h100, tm
 
     assert awaits_profile(planned("sim_paired", 0).config) and not awaits_profile(planned("cpu", 0).config)
     for pressure in (0.5, 1.0):
-        measure_beside(planned("cpu", 0, pressure))
-        measure_beside(planned("sim_paired", 0, pressure))
+        assert measure_beside(planned("cpu", 0, pressure)) == "minute 1"
+        assert measure_beside(planned("sim_paired", 0, pressure)) is None
     first = tmp_path / "profiles" / "beside-tiny-0.json"
     assert asked == [str(first)]
     simulated = planned("sim_paired", 0)
@@ -289,10 +294,34 @@ def test_a_real_trial_measures_the_machine_beside_itself_once_a_process(h100, tm
     assert awaits_profile(planned("sim_paired", 1).config)  # each repeat has its own
     measure_beside(planned("cpu", 1))
     assert [Path(one).name for one in asked] == ["beside-tiny-0.json", "beside-tiny-1.json"]
-    measure_beside(plan_trial(check(composed("hardware=cpu", *TIERS))))  # nobody asked
+    assert measure_beside(plan_trial(check(composed("hardware=cpu", *TIERS)))) is None  # nobody asked
     assert len(asked) == 2
+    wider = plan_trial(check(composed("experiment=fidelity", "hardware=cpu", "repeat=1", "cache.gpu=2048 tokens")))
+    assert measure_beside(wider) == "minute 3"  # another setting is another machine
+    for other in ("baseline=gpu_only", "baseline=vllm", "hardware.gpus=2"):
+        with pytest.raises(ConfigError, match=r"profile"):
+            measure_beside(plan_trial(check(composed("experiment=fidelity", "hardware=cpu", "repeat=2", other))))
     with pytest.raises(ConfigError, match=r"^trial\.measure_machine=/proc/none/x\.json cannot be written"):
         measure_beside(plan_trial(check(composed("hardware=cpu", *TIERS, "trial.measure_machine=/proc/none/x.json"))))
+
+
+def test_a_real_trial_and_its_simulation_record_the_same_measurement(h100, tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "_written", {})
+    told = {"at": "2026-11-23T02:00:00.000+00:00", "seconds": 1.0, "others_cpu_share": 0.0}
+    mine = h100.model_copy(update={"where": {**h100.where, "dtype": "float32"}, "measured": told})
+    monkeypatch.setattr(machine, "measure_machine", lambda plan, rounds, budget_s: mine)
+    load = (*TIERS, "workload=rounds", "workload.conversations=1", "workload.rounds=1", "workload.warmup_turns=1")
+    engines = []
+    for hardware in ("cpu", "sim_paired"):
+        fields = composed(*load, f"hardware={hardware}", f"trial.measure_machine={tmp_path}/beside.json")
+        config = check(fields)
+        tracking = open_tracking(config)
+        outcome = run_trial(config, resolved(fields), tracking, Job("one", tmp_path), say=lambda text: None)
+        assert outcome.completed, outcome.error
+        engines.append(tracking.store.trial(outcome.trial_id).engine)
+    real, simulated = engines
+    assert real[MEASURED_AT] == told["at"] == simulated["cost"]["measured"]["at"]
+    assert MEASURED_AT not in simulated
 
 
 def test_a_simulation_whose_machine_nobody_has_measured_says_what_to_run(tmp_path):

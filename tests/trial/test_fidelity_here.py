@@ -5,11 +5,13 @@ from rich.console import Console
 
 from pensieve.results.store import ResultsStore
 from pensieve.trial.fidelity_here import (
+    MEASURED_AT,
     Compared,
     Errors,
     Observed,
     errors_of,
     fidelity_here,
+    mean_of,
     real_against_real,
     verdict,
 )
@@ -64,17 +66,22 @@ def test_the_verdict_says_where_it_fails_and_whether_the_machine_was_busy():
     assert "2 real repeats" in verdict([place(0.0, 0.0, 0.0, repeats=2)])
 
 
-def swept(real, simulated):
-    """A sweep over both machines: a turn a trial, first tokens as given."""
+def swept(real, simulated, real_at=(), simulated_at=()):
+    """A sweep over both machines: a turn a trial, first tokens as given. *_at: when the profile of each was measured."""
     store = ResultsStore(MEMORY)
-    sweep_id = open_sweep(store, hardware="local,sim_profile", repeat="0,1", baseline="pensieve")
-    engine = {"cost": {"kind": "machine profile"}}
-    jobs = [("local", False, ms) for ms in real] + [("sim_profile", True, ms) for ms in simulated]
-    for job, (hardware, virtual, ms) in enumerate(jobs):
+    sweep_id = open_sweep(store, hardware="local,sim_paired", repeat="0,1", baseline="pensieve")
+    jobs = [
+        ("local", repeat, ms, dict(zip((MEASURED_AT,), real_at[repeat:], strict=False)))
+        for repeat, ms in enumerate(real)
+    ]
+    for repeat, ms in enumerate(simulated):
+        measured = dict(zip(("at",), simulated_at[repeat:], strict=False))
+        jobs.append(("sim_paired", repeat, ms, {"cost": {"kind": "machine profile", "measured": measured}}))
+    for job, (hardware, repeat, ms, engine) in enumerate(jobs):
         metrics = {"gpu_hit_rate": 0.5, "cpu_hit_rate": 0.25, "miss_rate": 0.25, "throughput_output_tok_s": 1000 / ms}
         add_trial(
-            store, sweep_id, job, "pensieve", [turn("a", 2, ms)], metrics, repeat=job, hardware=hardware,
-            simulated=virtual, engine=engine, config={"hardware": {"name": hardware}},
+            store, sweep_id, job, "pensieve", [turn("a", 2, ms)], metrics, repeat=repeat, hardware=hardware,
+            simulated=hardware != "local", engine=engine, config={"hardware": {"name": hardware}},
         )  # fmt: skip
     return store, sweep_id
 
@@ -91,5 +98,27 @@ def test_a_sweep_over_both_machines_has_a_verdict_and_any_other_has_none():
     assert "3 +0.0/0.0 +0.0/0.0 +0.0/0.0 -3.8/13.8 4.0/14.4" in text
     assert "Verdict: holds" in text and "3 real repeats" in text
     assert "fails at 1 of 1" in printed(*swept([9.0, 10.0, 11.0], [12.0]))
-    assert "-3.8/13.8 4.0/14.4" in printed(*swept([9.0, 10.0, 11.0], [99.0, 10.4, 5.0]))  # their median too
+
+
+def test_each_simulation_counts_and_one_that_is_off_is_not_hidden_by_two_that_are_not():
+    text = printed(*swept([10.0, 10.0, 10.0], [10.0, 10.0, 13.0]))
+    assert "-7.7/0.0 10.0/0.0" in text and "fails at 1 of 1" in text  # a third of 23.1 and of 30 %
+    assert "+0.0/0.0 0.0/0.0" in printed(*swept([10.0, 10.0, 10.0], [10.0, 10.0, 10.0]))
+
+
+def test_what_cannot_be_told_does_not_hold():
+    assert not Errors((0.0, 0.0, 0.0), None, 0.0).within() and not Errors((0.0, 0.0, 0.0), 0.0, None).within()
+    assert Errors((None, None, None), 0.0, 0.0).within()  # no history
+    none = mean_of([of(0.0, 1.0, 2.0), Errors((0.0, 0.0, None), None, 2.0)])
+    assert none.throughput is None and none.ttft == 2.0
+    assert mean_of([of(0.0, -1.0, 2.0), of(0.0, -3.0, 2.0), of(0.0, 1.0, 2.0)]).throughput == pytest.approx(-5 / 3)
+
+
+def test_a_simulation_by_another_profile_than_its_real_trial_measured_is_named():
+    at = [f"2026-11-23T02:0{minute}:00.000+00:00" for minute in range(3)]
+    assert "Verdict: holds" in printed(*swept([10.0, 10.0], [10.0, 10.0], at[:2], at[:2]))
+    other = printed(*swept([10.0, 10.0], [10.0, 10.0], at[:2], [at[0], at[2]]))
+    assert "fails at 1 of 1" in other and "1 simulations go by a profile that the real trial" in other
+    swapped = printed(*swept([10.0, 10.0], [10.0, 10.0], at[:2], at[1::-1]))
+    assert "2 simulations go by a profile" in swapped
     assert fidelity_here(*swept([9.0, 10.0], [])) is None

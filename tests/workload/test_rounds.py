@@ -66,3 +66,21 @@ def test_a_conversation_whose_turn_failed_is_asked_no_more():
 def test_fields_out_of_range_are_refused(fields, part):
     with pytest.raises(ConfigError, match=part):
         RoundsWorkload(context(), conversations=1, **fields)
+
+
+def test_every_message_is_written_before_the_first_is_sent():
+    """Or who writes it between two turns is measured with them."""
+    asked = []
+
+    def encode(text):
+        asked.append(text)
+        return context().encode(text)
+
+    def workload():
+        return RoundsWorkload(replace(context(), encode=encode), conversations=3, rounds=4)
+
+    assert len(list(workload().start())) == 1
+    written = len(asked)
+    assert written >= 3 * 4
+    assert len(drive(workload())) == 3 * 4 + 2
+    assert len(asked) == 2 * written
