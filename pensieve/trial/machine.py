@@ -32,6 +32,7 @@ from pensieve.worker.base import Worker
 SHORTEST_CONTEXT = 32
 _REPLY = 81  # tokens of the replies that tell the host's time of an iteration
 _EVERY = 3  # rounds of prompts, one such reply
+_BEGUN = 32  # tokens of the first turn of a conversation, which is answered with one
 _LONGEST_PROMPT = 512  # tokens
 _PROMPTS = 9  # of each length
 _SETTLING = 16  # tokens after the first of their replies
@@ -149,12 +150,15 @@ class HostTimes:
 
 
 def host_times(plan: TrialPlan, prefill: Grid, decode: Grid, longest: int) -> HostTimes:
-    """Medians of one long reply, and of prompts of several lengths in turn with short ones: as in a trial, a prefill follows
-    decodes and an idle engine, and finds a processor's caches full of what those read, as it leaves them full of its own.
-    longest: tokens of a conversation, at most."""
-    lengths = powers_of_two(SHORTEST_CONTEXT, max(SHORTEST_CONTEXT, min(_LONGEST_PROMPT, longest // 2)))
-    base = min(_LONGEST_PROMPT, longest // 4)
-    long, short = (base, min(_REPLY, longest - base)), [(length, 1 + _SETTLING) for length in lengths]
+    """Medians of long replies, and of prompts of several lengths in turn with short ones. Each is the second turn of a
+    conversation, as most are: its history is found. And as in a trial a prefill follows decodes and an idle engine, and finds
+    a processor's caches full of what those read, as it leaves them full of its own. longest: tokens of a conversation, at
+    most."""
+    room = longest - _BEGUN
+    shortest = SHORTEST_CONTEXT if room >= 4 * SHORTEST_CONTEXT else 4
+    base, settled = min(_LONGEST_PROMPT, room // 4), min(1 + _SETTLING, room // 2)
+    lengths = powers_of_two(shortest, max(shortest, min(_LONGEST_PROMPT, room - settled)))
+    long, short = (base, min(_REPLY, room - base)), [(length, settled) for length in lengths]
     asked = [each for place in range(_PROMPTS) for each in ([long, *short] if place % _EVERY == 0 else short)]
     tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=False)
     system = build_system(plan, tokenizer)
@@ -162,29 +166,33 @@ def host_times(plan: TrialPlan, prefill: Grid, decode: Grid, longest: int) -> Ho
     system.start()
     try:
         for place, (tokens, reply) in enumerate(asked):
-            prompt = array("i", (token % plan.model.vocab for token in range(tokens)))
-            request = Request(id=1 + place, session=f"profile-{place}", turn=1, prompt=prompt, output=Length(reply))
-            answers[tokens, reply].append(system.ask(request))
+            # The token before a message has no KV yet, and is computed with it.
+            for turn, (count, output) in enumerate(((_BEGUN, 1), (tokens - 1, reply)), start=1):
+                prompt = array("i", (token % plan.model.vocab for token in range(count)))
+                request = Request(2 * place + turn, f"profile-{place}", turn, prompt, Length(output))
+                answer = system.ask(request)
+            answers[tokens, reply].append(answer)
             system.forget(None)  # or the next prompt waits for copies, which are priced apart
     finally:
         system.close()
-    found_s = median([gap for turn in answers[long] for gap in _decodes_s(turn, base, decode)[_SETTLING:]])
+    found_s = median([gap for turn in answers[long] for gap in _decodes_s(turn, decode)[settled - 1 :]])
     iteration_s = max(0.0, found_s)
     rows = []
-    for length, reply in short:
-        turns = answers[length, reply]
-        firsts = [turn.emitted_s[0] - (turn.arrived_s or 0.0) - prefill.at(length, 0) for turn in turns]
-        decodes = zip(*(_decodes_s(turn, length, decode) for turn in turns), strict=True)
+    for length in lengths:
+        turns = answers[length, settled]
+        alone_s = prefill.at(length, _BEGUN)
+        firsts = [turn.emitted_s[0] - (turn.arrived_s or 0.0) - alone_s for turn in turns]
+        decodes = zip(*(_decodes_s(turn, decode) for turn in turns), strict=True)
         rows.append(tuple(max(0.0, median(seconds) - iteration_s) for seconds in (firsts, *decodes)))
     return HostTimes(
-        iteration_s, found_s, Grid(rows=tuple(lengths), columns=tuple(range(1 + _SETTLING)), seconds=tuple(rows))
+        iteration_s, found_s, Grid(rows=tuple(lengths), columns=tuple(range(settled)), seconds=tuple(rows))
     )
 
 
-def _decodes_s(turn: TurnRecord, prompt_tokens: int, decode: Grid) -> list[float]:
+def _decodes_s(turn: TurnRecord, decode: Grid) -> list[float]:
     """Between the tokens of a reply, less what an iteration takes by itself."""
-    gaps = pairwise(turn.emitted_s)
-    return [end - begin - decode.at(1, prompt_tokens + place) for place, (begin, end) in enumerate(gaps)]
+    context, gaps = turn.prompt_tokens or 0, pairwise(turn.emitted_s)
+    return [end - begin - decode.at(1, context + place) for place, (begin, end) in enumerate(gaps)]
 
 
 def measure_beside(plan: TrialPlan) -> str | None:

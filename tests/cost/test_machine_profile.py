@@ -196,10 +196,10 @@ def test_the_time_of_the_host_is_what_neither_grid_knows(h100):
 
     def measured(step_s: float, prompt_s: float):
         lengths, contexts = powers_of_two(32, 512), powers_of_two(32, 1024)
-        prefills = tuple((truth.iteration_s([(0, count)], 1) - prompt_s,) for count in lengths)
+        prefills = tuple((truth.iteration_s([(32, 32 + count)], 1) - prompt_s,) for count in lengths)
         more = tuple(truth.iteration_s([(at, at + 1)], 1) - step_s for at in contexts)
         decode = Grid(rows=(1, 2), columns=contexts, seconds=(more, more))
-        found = host_times(plan, Grid(rows=lengths, columns=(0,), seconds=prefills), decode, POOL)
+        found = host_times(plan, Grid(rows=lengths, columns=(32,), seconds=prefills), decode, POOL)
         assert found.reply.rows == lengths and len(found.reply.columns) == 17
         assert all(later == pytest.approx(0.0, abs=2e-6) for row in found.reply.seconds for later in row[1:])
         return found.iteration_s, *(row[0] for row in found.reply.seconds)
