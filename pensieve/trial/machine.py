@@ -151,9 +151,10 @@ class HostTimes:
 
 def host_times(plan: TrialPlan, prefill: Grid, decode: Grid, longest: int) -> HostTimes:
     """Medians of long replies, and of prompts of several lengths in turn with short ones. Each is the second turn of a
-    conversation, as most are: its history is found. And as in a trial a prefill follows decodes and an idle engine, and finds
-    a processor's caches full of what those read, as it leaves them full of its own. longest: tokens of a conversation, at
-    most."""
+    conversation, as most are: its history is found. Nothing is forgotten, so that an admission has to make room as in a
+    trial, which takes the host some time; what it waits for copies meanwhile, on a CPU a tenth of that, is priced apart once
+    more. And as in a trial a prefill follows decodes and an idle engine, and finds a processor's caches full of what those
+    read, as it leaves them full of its own. longest: tokens of a conversation, at most."""
     room = longest - _BEGUN
     shortest = SHORTEST_CONTEXT if room >= 4 * SHORTEST_CONTEXT else 4
     base, settled = min(_LONGEST_PROMPT, room // 4), min(1 + _SETTLING, room // 2)
@@ -172,7 +173,6 @@ def host_times(plan: TrialPlan, prefill: Grid, decode: Grid, longest: int) -> Ho
                 request = Request(2 * place + turn, f"profile-{place}", turn, prompt, Length(output))
                 answer = system.ask(request)
             answers[tokens, reply].append(answer)
-            system.forget(None)  # or the next prompt waits for copies, which are priced apart
     finally:
         system.close()
     found_s = median([gap for turn in answers[long] for gap in _decodes_s(turn, decode)[settled - 1 :]])

@@ -210,10 +210,9 @@ def test_the_time_of_the_host_is_what_neither_grid_knows(h100):
     )  # an iteration's share is in its own time
 
 
-@pytest.mark.parametrize("pool", [1024, POOL])
+@pytest.mark.parametrize("pool", [1024, 32768])
 def test_decodes_that_settle_are_measured_as_they_are_simulated(h100, tmp_path, pool):
-    """A machine that is simulated by a profile, measured again; in the smaller pool prompts would wait for each other's
-    copies."""
+    """A machine that is simulated by a profile, measured again; in the smaller pool prompts wait for copies that make room."""
     file = tmp_path / "machine.json"
     told = {length: (0.004, 0.003 * place, 0.002, 0.001, 0.0) for place, length in enumerate(powers_of_two(32, 512))}
     h100.model_copy(update={"reply": replies(told), "overlaps": False}).write(file)
@@ -223,7 +222,9 @@ def test_decodes_that_settle_are_measured_as_they_are_simulated(h100, tmp_path, 
     assert found.iteration_s == pytest.approx(0.0, abs=1e-6)
     assert found.reply.rows == tuple(told)
     for row, expected in zip(found.reply.seconds, told.values(), strict=True):
-        assert row == pytest.approx((*expected, *[0.0] * 12), abs=1e-6)
+        waits_s = 0.2e-3 if pool == 1024 else 1e-6
+        assert expected[0] - 1e-6 <= row[0] <= expected[0] + waits_s
+        assert row[1:] == pytest.approx((*expected[1:], *[0.0] * 12), abs=1e-6)
 
 
 def test_a_machine_and_its_profile_serve_the_same_trial_alike(h100, tmp_path):
