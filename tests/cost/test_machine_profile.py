@@ -212,7 +212,7 @@ def test_the_time_of_the_host_is_what_neither_grid_knows(h100):
 
 @pytest.mark.parametrize("pool", [1024, 32768])
 def test_decodes_that_settle_are_measured_as_they_are_simulated(h100, tmp_path, pool):
-    """A machine that is simulated by a profile, measured again; in the smaller pool prompts wait for copies that make room."""
+    """A machine that is simulated by a profile, measured again; in the smaller pool prompts wait for copies."""
     file = tmp_path / "machine.json"
     told = {length: (0.004, 0.003 * place, 0.002, 0.001, 0.0) for place, length in enumerate(powers_of_two(32, 512))}
     h100.model_copy(update={"reply": replies(told), "overlaps": False}).write(file)
