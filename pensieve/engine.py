@@ -129,7 +129,7 @@ class Engine:
             self.cache.fork(parent, session, request.fork.tokens, request.fork.takes_kv)
         self._sequences[request.id] = sequence
         self._under_way[session.name] = self._under_way.get(session.name, 0) + 1
-        self._idle.remove(session)
+        self._idle.remove(session.name)
         self.scheduler.submit(sequence, now_s)
 
     def cancel(self, request_id: int, status: str) -> None:
@@ -152,10 +152,14 @@ class Engine:
         while self._launched:
             self._collect(None)
         self.cache.set_time(self.clock.now_ns())
+        if session is None:
+            self._idle.clear()
         for name in [session] if session is not None else self.cache.names():
+            if name in self._under_way:
+                continue
+            self._idle.remove(name)
             known = self.cache.find(name)
-            if known is not None and name not in self._under_way:
-                self._idle.remove(known)
+            if known is not None:
                 self.cache.forget(known)
 
     def ended(self, session: str) -> None:

@@ -47,15 +47,20 @@ class IdleSessions:
 
     def add(self, session: Session, now_ns: int) -> None:
         """Count a session as idle: its last request ended."""
-        self.remove(session)
+        self.remove(session.name)
         self._idle[session.name] = _Idle(session, len(session.tokens), now_ns)
         self.tokens += len(session.tokens)
 
-    def remove(self, session: Session) -> None:
-        """Stop counting a session: a request of it arrived, or it was forgotten."""
-        known = self._idle.pop(session.name, None)
+    def remove(self, name: str) -> None:
+        """Stop counting a session, also one that the cache has let go: a request of it arrived, or it was forgotten."""
+        known = self._idle.pop(name, None)
         if known is not None:
             self.tokens -= known.tokens
+
+    def clear(self) -> None:
+        """Stop counting all of them."""
+        self._idle.clear()
+        self.tokens = 0
 
     def let_go(self, session: Session) -> None:
         """Record that the cache has let the session go. Where there are limits its tokens and age go on counting, so
@@ -64,7 +69,7 @@ class IdleSessions:
         if known is None or known.session is not session:
             return  # it was forgotten, and its name may be another session's by now
         if self._ttl_ns is None and self._most_tokens is None:
-            self.remove(session)
+            self.remove(session.name)
         else:
             self._idle[session.name] = _Idle(None, known.tokens, known.since_ns)
 

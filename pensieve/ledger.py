@@ -1,4 +1,6 @@
-"""The ledger of misses: for each turn why each prompt token had no KV, and what of its time to first token that took."""
+"""The ledger of misses: for each turn why each prompt token had no KV, and what of its time to first token that took.
+
+A turn that ended without a token (cancelled in prefill, timed out, failed) has a ledger of the time until it ended."""
 
 from __future__ import annotations
 
@@ -37,8 +39,9 @@ class Missed:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """A line of a turn's ledger. ms: of the turn's time to first token. evicted_by, evicted_s: the conversation for whose
-    request, and when the last of these tokens was given up; evicted_by None beside them: several others."""
+    """A line of a turn's ledger. ms: of the turn's time to first token, or to its end without one. evicted_by, evicted_s:
+    the conversation for whose request, and when the last of these tokens was given up; evicted_by None beside them: several
+    others."""
 
     cause: Cause
     tokens: int
@@ -47,10 +50,10 @@ class Miss:
     evicted_s: float | None = None
 
 
-def ledger_of(missed: Sequence[Missed], ttft_ms: float, cost: CostModel, chunk_tokens: int) -> tuple[Miss, ...]:
-    """Divide a turn's time to first token among the causes of its missed positions, in proportion to what the cost model
-    says each position takes to compute. Returns a line for each cause and evicting conversation (the MOST_EVICTORS
-    largest): their tokens add up to the positions missed, their ms to ttft_ms."""
+def ledger_of(missed: Sequence[Missed], waited_ms: float, cost: CostModel, chunk_tokens: int) -> tuple[Miss, ...]:
+    """Divide the time that a turn waited for its first token among the causes of its missed positions, in proportion to
+    what the cost model says each position takes to compute. Returns a line for each cause and evicting conversation (the
+    MOST_EVICTORS largest): their tokens add up to the positions missed, their ms to waited_ms."""
     seconds: dict[tuple[Cause, str | None], float] = {}
     tokens: dict[tuple[Cause, str | None], int] = {}
     when: dict[tuple[Cause, str | None], float] = {}
@@ -72,7 +75,7 @@ def ledger_of(missed: Sequence[Missed], ttft_ms: float, cost: CostModel, chunk_t
         Miss(
             cause,
             tokens[cause, by],
-            ttft_ms * (seconds[cause, by] / total if total else tokens[cause, by] / count),
+            waited_ms * (seconds[cause, by] / total if total else tokens[cause, by] / count),
             by,
             when.get((cause, by)),
         )

@@ -126,7 +126,7 @@ class TurnRecord:
     """By tier (holding.TIERS): what the cost model says computing the positions found there would have taken. CPU positions
     that were computed again all the same saved nothing. None: there is no cost model, or it was never admitted."""
     misses: tuple[Miss, ...] = ()
-    """The ledger, of a turn that got a first token."""
+    """The ledger, of a turn that was admitted."""
     request_id: int = 0
     token_ids: TokenArray[int] = field(default_factory=lambda: array("i"))
     margins: TokenArray[float] = field(default_factory=lambda: array("d"))
@@ -242,8 +242,9 @@ class TurnRecord:
         if self.history_tokens is not None:
             self.recomputed_s = seconds_of(self.missed, self.history_tokens, prices)
             self.saved_s = tuple(prices.of(runs) for runs in self.found)
-        if self.ttft_ms is not None and self.missed:
-            self.misses = ledger_of(self.missed, self.ttft_ms, cost, chunk_tokens)
+        waited_ms = self.latency_ms if self.ttft_ms is None else self.ttft_ms
+        if waited_ms is not None and self.missed:
+            self.misses = ledger_of(self.missed, waited_ms, cost, chunk_tokens)
         self.missed = self.found = ()
 
     # -- outside the engine -------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from pensieve.cache.stateless import StatelessCache
 from pensieve.cache.two_tier import TwoTierCache
 from pensieve.ledger import MOST_EVICTORS, Loss, Missed, joined, ledger_of
 from pensieve.request import Fork, Length, Request, Sampling
+from pensieve.scheduler.composition import SchedulerSettings
 from tests.baselines.systems import inline
 
 KINDS = {"pensieve": TwoTierCache, "prefix_cache": PrefixCache, "llama_slots": SlotCache, "stateless": StatelessCache}
@@ -109,6 +110,24 @@ def test_in_one_tier_too(kind, blocks, others, culprit):
     turn = talk.ask("victim", [*range(30), *first.token_ids, 9])
     lines = [miss for miss in turn.misses if miss.cause == "evicted"]
     assert {miss.evicted_by for miss in lines} == {f"culprit{culprit}"}
+
+
+def test_a_turn_that_is_cancelled_in_prefill_says_what_it_missed():
+    """Its ledger divides the time until it ended, since there was no first token."""
+    talk = Talk("stateless", scheduler=SchedulerSettings(max_batch_tokens=8))
+    first = talk.ask("a", range(30))
+    engine = talk.system.engine
+    engine.submit(Request(9, "a", 2, array("i", [*range(30), *first.token_ids, 9]), Length(3), continues=False))
+    engine.step(None)
+    engine.cancel(9, "cancelled")
+    events = engine.take_events()
+    while engine.busy:
+        events += engine.step(None)
+    [turn] = [event.turn for event in events if event.turn is not None]
+    assert (turn.status, turn.ttft_ms) == ("cancelled", None)
+    assert causes(turn) == {"never_stored": turn.recomputed_tokens, "new": turn.new_tokens}
+    assert turn.recomputed_tokens == 32
+    assert turn.latency_ms > 0 and sum(miss.ms for miss in turn.misses) == pytest.approx(turn.latency_ms)
 
 
 def test_an_edited_prompt_says_how_much_was_replaced():

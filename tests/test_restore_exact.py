@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 
+from pensieve.baselines.profiling import load_s, profile_of
 from pensieve.bench.exact import CheckedEngine
+from pensieve.bench.models import spec_of
+from pensieve.bench.swap import LINKS
 from pensieve.cache.two_tier import TwoTierCache
 from pensieve.cost.profile import Profile
 from pensieve.engine import Engine
@@ -17,12 +21,13 @@ from pensieve.plan import StepResult
 from pensieve.record import TurnRecord
 from pensieve.request import Length, Request
 from pensieve.scheduler.composition import SchedulerSettings
+from pensieve.worker.torch.model import load_model
 from pensieve.worker.torch.transfers.copies import copy_runs
 from pensieve.worker.torch.transfers.lanes import ThreadLink
 from pensieve.worker.torch.transfers.link import Piece
 from tests.simulated import policy_context
 from tests.test_exactness import load
-from tests.worker.torch.driver import random_tokens
+from tests.worker.torch.driver import plain_generate, random_tokens
 
 CHUNK = 8
 
@@ -101,6 +106,32 @@ def test_a_hybrid_restore_computes_while_the_rest_loads() -> None:
     assert [(result.done, result.stall_ns) for result in results[:2]] == [((), 0)] * 2
     assert any(result.done for result in results[2:])
     checked.torch_worker.close()
+
+
+def test_a_split_by_the_measured_profile_generates_what_transformers_does() -> None:
+    """Compute and link are measured as at the start of a trial. The link is as slow beside this machine's compute as PCIe
+    Gen4 x8 is beside an H200's with an 8B model: of a long conversation a part is computed while the rest loads."""
+    size, blocks, budget, link = 32, 26, 128, ThreadLink()
+    model = load_model(spec_of("tiny"), "random", None, None, 0, "cpu", threads=1)
+    policy = RetentionValue(policy_context(size, blocks, 2 * blocks))
+    cache = TwoTierCache(policy=policy, chunk_tokens=size, gpu_blocks=blocks, cpu_blocks=2 * blocks, restore="hybrid")
+    checked = CheckedEngine(model, cache, SchedulerSettings(max_batch_tokens=budget), 2048, link)
+    worker = checked.torch_worker
+    measured = profile_of(worker, checked.clock, size, blocks * size, 2048, 0, worker.settings())
+    token_s = measured.recompute_s(blocks * size // 2) / size
+    link.throttle(model.spec.kv_bytes_per_token / (LINKS["gen4_x8"] * token_s))
+    profile = replace(measured, load_chunk_s=load_s(worker, checked.clock, blocks))
+    cache.set_cost_model(profile, model.spec.layers, budget)
+    checked._poison(everything=True)
+    ask(checked, 1, "a", 700, 4, 1)
+    ask(checked, 2, "b", 700, 2, 1)
+    checked.forget("b")
+    before = list(checked.cache.find("a").tokens)  # type: ignore[union-attr]
+    turn = ask(checked, 3, "a", 9, 8, 2)
+    worker.close()
+    assert turn.cpu_hit_tokens > 500 and turn.recomputed_tokens == 0  # type: ignore[operator]
+    assert 0 < turn.cpu_recomputed_tokens < turn.cpu_hit_tokens  # type: ignore[operator]
+    assert list(turn.token_ids) == plain_generate(model, [*before, *random_tokens(9, 3)], 8)
 
 
 def test_a_load_that_fails_ends_its_request_and_no_other() -> None:

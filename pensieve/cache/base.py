@@ -141,8 +141,10 @@ class Admission:
 
 @dataclass(slots=True)
 class CacheCounters:
-    """Counts since start. evicted: chunks that gave up their GPU block, on CPU or not. dropped: chunks whose KV was lost.
-    extra: what one manager alone counts, by metric name."""
+    """Counts since start. evicted: chunks that gave up their GPU block to make room for other KV, whether on CPU or not.
+    dropped: chunks that gave up their last copy in memory to make room. What goes with a turn that is over, an edit or a
+    conversation that is forgotten makes room for nobody, and is in neither. extra: what one manager alone counts, by metric
+    name."""
 
     evicted_chunks: int = 0
     dropped_chunks: int = 0

@@ -112,7 +112,8 @@ class PrefixCache(OneTier):
         for name in self._chains[session.number].upto(session.tokens, len(session.tokens)):
             block = self._block_of.get(name)
             if block is not None and block in self._idle:
-                self._evict(block)
+                del self._idle[block]
+                self._unregister(block)
                 self.gpu.release((block,))
         self.truncate(session, 0)
         del self.sessions[session.name], self._chains[session.number]

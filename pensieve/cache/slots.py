@@ -22,7 +22,7 @@ MOST_SLOTS = 4  # that are chosen where nobody says how many
 class Slot:
     """cells: positions it can hold. tokens: those whose KV it holds, from position 0. used_s: when its last turn ended; minus
     infinity before its first. tenant: who asked for these tokens; nobody else finds them.
-    last: whose they are."""
+    last: whose they are: the session that ran in it last, or runs."""
 
     number: int
     blocks: tuple[int, ...]
@@ -31,6 +31,10 @@ class Slot:
     session: Session | None = None
     tenant: str = ""
     last: Session | None = None
+
+    def clear(self) -> None:
+        """Make it as it was before its first turn."""
+        self.tokens, self.used_s, self.tenant, self.last = tokens_of([]), -math.inf, "", None
 
 
 class SlotCache(OneTier):
@@ -95,6 +99,13 @@ class SlotCache(OneTier):
     def available(self) -> int:
         return sum(slot.session is None for slot in self.slots) * self.request_blocks
 
+    @property
+    def gpu_blocks_used(self) -> int:
+        return sum(
+            len(slot.blocks) if slot.session is not None else chunks_of(len(slot.tokens), self.chunk_tokens)
+            for slot in self.slots
+        )
+
     def places(self, session: Session) -> str:
         found = max((_shared(slot, session) for slot in self.slots), default=0)
         chunks = chunks_of(len(session.tokens), self.chunk_tokens)
@@ -124,9 +135,8 @@ class SlotCache(OneTier):
 
     def forget(self, session: Session) -> None:
         for slot in self.slots:
-            if self._gives_up(slot, session):
-                slot.tokens = tokens_of([])
-                slot.last = None
+            if slot.last is session:
+                slot.clear()
                 if self._holders is not None:
                     self._holders.take(slot.blocks[0], len(slot.blocks))
         self._lost.pop(session.number, None)
@@ -135,7 +145,7 @@ class SlotCache(OneTier):
 
     def let_go(self, session: Session) -> bool:
         if self.sessions.get(session.name) is session:
-            if any(slot.last is session or self._gives_up(slot, session) for slot in self.slots):
+            if any(slot.last is session for slot in self.slots):
                 return False
             self._lost.pop(session.number, None)
             self._leave_noted(session)
@@ -152,20 +162,15 @@ class SlotCache(OneTier):
 
     # -- how --------------------------------------------------------------------------------------------------------
 
-    def _gives_up(self, slot: Slot, session: Session) -> bool:
-        """Whether what the slot holds is of the session alone, and goes with it."""
-        held = min(len(slot.tokens), len(session.tokens))
-        return slot.session is None and held > 0 and _shared(slot, session) == held
-
     def _occupy(self, session: Session, now_s: float) -> int:
         """Take a slot and cut its tokens at the first difference; returns how many are left."""
         slot, size = self._choose(session), self.chunk_tokens
         found = min(_shared(slot, session), len(session.tokens) - 1)
         overwritten = chunks_of(len(slot.tokens), size) - chunks_of(found, size)
-        self.counters.evicted_chunks += overwritten
-        self.counters.dropped_chunks += overwritten
         del slot.tokens[found:]
         if overwritten and slot.last is not None and slot.last is not session:
+            self.counters.evicted_chunks += overwritten
+            self.counters.dropped_chunks += overwritten
             self._lost[slot.last.number] = self.taker
         self._pay(slot, session)
         slot.session = slot.last = session

@@ -264,7 +264,8 @@ miss_table = Table(  # the ledger: lines of one turn may share a cause
     Column("tokens", Integer, nullable=False),
     Column("ms", Float, nullable=False),
 )
-"""Why prompt tokens of a turn had no KV, see ledger.py: its tokens are prompt - hits, its ms the turn's ttft_ms."""
+"""Why prompt tokens of a turn had no KV, see ledger.py: its tokens are prompt - hits, its ms the turn's ttft_ms (latency_ms
+of a turn without a first token)."""
 
 
 holding_table = Table(
