@@ -1,4 +1,4 @@
-"""Every experiment has a variant for two CPU cores, and every swept field a scalar of its own."""
+"""Variants of the experiments for two CPU cores: the same axes, no two the same jobs, and a scalar for every swept field."""
 
 from functools import cache
 
@@ -11,7 +11,7 @@ from tests.composed import hydra_session
 
 EXPERIMENTS = [
     "demo_sequential", "hotness", "hotness_users", "hotness_interval", "sharegpt_light", "sharegpt_full",
-    "sharegpt_gemma", "prefix_invalidation", "prefix_invalidation_batch", "llm_decode", "agent_scaling",
+    "prefix_invalidation", "prefix_invalidation_batch", "llm_decode", "agent_scaling",
 ]  # fmt: skip
 
 
@@ -41,6 +41,16 @@ def test_baseline_is_the_innermost_axis_and_swept_fields_have_a_scalar(name):
     for axis in axes:
         if "." in axis:
             assert str(OmegaConf.select(cfg, axis)) in cfg.hydra.sweeper.params[axis].split(",")
+
+
+def test_no_two_experiments_are_the_same_jobs():
+    named: dict[str, str] = {}
+    for name in options("experiment"):
+        cfg = composed(name)
+        jobs = OmegaConf.to_container(cfg)
+        del jobs["hydra"], jobs["experiment_name"]
+        known = named.setdefault(repr((jobs, cfg.hydra.sweeper.params)), name)
+        assert known == name, f"{name} runs what {known} runs"
 
 
 def test_sharegpt_overlays_have_their_models_and_replies():

@@ -19,7 +19,6 @@ AT_ONCE = {  # people (or agents), conversations, fewest and most turns of one
     "agent_scaling": (4, 4, 6, 6),
     "sharegpt_light_small": (3, 5, 4, 5),
     "sharegpt_full_small": (6, 6, 4, 6),
-    "sharegpt_gemma_small": (6, 6, 4, 6),
     "demo_sequential_small": (1, 2, 7, 7),
     "hotness_small": (6, 24, 5, 5),
     "agent_scaling_small": (4, 4, 4, 4),
