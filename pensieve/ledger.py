@@ -14,7 +14,7 @@ Cause = Literal["new", "edited", "evicted", "expired", "restarted", "never_store
 """new: never said before in this conversation. edited: other tokens stood in its place. evicted: its KV was given up for a
 request of `evicted_by`. expired, restarted: the conversation was forgotten for its age, or the server was started again.
 never_stored: its KV was computed and not kept, by design (stateless; the part of a block at the end of a turn in
-prefix_cache) or since its step failed."""
+prefix_cache), since its step failed, or since another conversation that shared it was forgotten."""
 
 MOST_EVICTORS = 8
 

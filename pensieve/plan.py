@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pensieve.request import TokenArray
+from pensieve.request import Sampling, TokenArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,8 @@ class StartReport:
 
     disk_load_s: seconds to read a chunk from the file store, measured where there is one; disk_kept: block by key of what it
     holds from before, oldest first.
-    eos: token ids that end a turn by the model's own account, which may name more than its tokenizer does.
+    eos: token ids that end a turn by the model's own account, which may name more than its tokenizer does. sampling: how
+    the model's generation_config.json draws tokens, for callers that do not say.
     """
 
     load_s: float | None
@@ -151,3 +152,4 @@ class StartReport:
     eos: frozenset[int] = frozenset()
     disk_load_s: float = 0.0
     disk_kept: Mapping[bytes, int] = field(default_factory=dict)
+    sampling: Sampling = field(default_factory=Sampling)

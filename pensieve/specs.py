@@ -9,6 +9,12 @@ from typing import Any
 from pensieve.errors import UnsupportedModel
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SIXTEEN_BITS = frozenset(name for name, size in DTYPE_BYTES.items() if size == 2)
+ROUNDS_APART = (
+    "In 16 bits, KV that was kept and KV that is computed again round differently, so a reply may change at a near tie of "
+    "two logits. That is no fault of the cache; model.dtype=float32 compares exactly."
+)
+"""Said wherever replies of 16-bit models are compared."""
 
 _GATED = {"llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3"}
 _LEARNED_POSITIONS = {"gpt2", "opt"}

@@ -17,6 +17,7 @@ from pensieve.results.identity import Identity, input_files
 from pensieve.results.schema import Trial
 from pensieve.results.store import ResultsStore
 from pensieve.results.tokens import compare_tokens
+from pensieve.specs import ROUNDS_APART, SIXTEEN_BITS
 from pensieve.trial.identity import identity_of
 from pensieve.trial.job import Job
 from pensieve.trial.run import run_trial
@@ -101,4 +102,5 @@ def _outputs(store: ResultsStore, before: int, after: int) -> tuple[bool, str]:
         return False, str(error)
     if compared.turns_differing == 0:
         return True, f"Outputs are identical, token for token, in {compared.turns_compared:,} turns."
-    return False, f"Outputs differ in {compared.turns_differing:,} of {compared.turns_compared:,} turns."
+    note = f" {ROUNDS_APART}" if store.trial(before).dtype in SIXTEEN_BITS else ""
+    return False, f"Outputs differ in {compared.turns_differing:,} of {compared.turns_compared:,} turns.{note}"

@@ -141,7 +141,7 @@ class ReplicaSystem:
             raise
         report = self._described.report
         warmup_ms = (time.perf_counter() - began - (report.load_s or 0.0)) * 1e3
-        return StartReport(report.load_s, warmup_ms, self.settings(), report.eos)
+        return StartReport(report.load_s, warmup_ms, self.settings(), report.eos, sampling=report.sampling)
 
     def _deployed(self) -> Any:
         s = self._scaling

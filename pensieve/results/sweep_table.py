@@ -25,6 +25,7 @@ from pensieve.results.served_by import footer
 from pensieve.results.store import JobResult, ResultsStore
 from pensieve.results.tokens import TokenComparison, compare_tokens
 from pensieve.results.trials import Evidence, TrialGroup, field_of
+from pensieve.specs import ROUNDS_APART
 from pensieve.statistics import FEWEST_GROUPS, PairedRatio, median
 from pensieve.units import NONE, percent, three_digits
 from pensieve.window import HALVES_MAY_DIFFER
@@ -371,8 +372,10 @@ def _notes_on_rows(rows: Sequence[SweepRow]) -> list[str]:
         notes.append(
             f"Outputs of {row.baseline}{where} differ from {check.reference} in {check.turns_differing:,} of "
             f"{check.turns_compared:,} turns; the logit margin at the first difference {margin} "
-            "(near 0: a tie in rounding; larger: a fault)."
+            f"(near 0: a tie in rounding{'; larger: a fault' if check.exact else ''})."
         )
+    if any(not check.exact for _, check in differing):
+        notes.append(ROUNDS_APART)
     problems = {check.problem for _, check in checked if check.problem and check.problem != "simulated"}
     notes += [f"Outputs were not compared everywhere: {problem.rstrip('.')}." for problem in sorted(problems)]
     speedups = [row.last_speedup for row in rows if row.last_speedup]

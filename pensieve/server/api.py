@@ -111,6 +111,12 @@ class Server:
         self.most_tokens = min(int(settings["n_ctx"]), int(settings["request_tokens"]))
         """Of one request, prompt and reply together."""
 
+    def sampling(self, temperature: float | None, top_p: float | None) -> Sampling:
+        """How the replies of a chat are drawn. None: as the model's generation_config.json says, where that samples; else
+        greedily (temperature 0)."""
+        own = self.report.sampling
+        return Sampling(own.temperature if temperature is None else temperature, own.top_p if top_p is None else top_p)
+
     def process_request(self, session_id: str, text: str, max_new_tokens: int = 128, **options: Any) -> str:
         """Send one message of a conversation and return the reply. `options` as of `generate`."""
         return self.generate(session_id, text=text, max_new_tokens=max_new_tokens, **options).text

@@ -17,6 +17,7 @@ from fastapi import FastAPI, Header, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
 from pensieve.errors import ConfigError, PensieveError
+from pensieve.request import Sampling
 from pensieve.server import memory
 from pensieve.server.api import Server
 from pensieve.server.body_route import SESSION_HEADER, BodyRoute
@@ -137,7 +138,7 @@ def _add_routes(app: FastAPI, state: App) -> None:
         return random.getrandbits(31)
 
     def wished(body: Any, max_tokens: int | None, **fields: Any) -> Wish:
-        return wish_of(body, settings, max_tokens, default_seed=seed(), **fields)
+        return wish_of(body, settings, _default_sampling(state), max_tokens, default_seed=seed(), **fields)
 
     async def chat(request: Request, body: ChatBody, x_session_id: Session = None) -> Response:
         body.checked()
@@ -372,7 +373,15 @@ def _card(state: App) -> dict[str, Any]:
         "created": state.created,
         "owned_by": "pensieve",
         "max_model_len": state.server.most_tokens,
+        "temperature": _default_sampling(state).temperature,
+        "top_p": _default_sampling(state).top_p,
     }
+
+
+def _default_sampling(state: App) -> Sampling:
+    """Of clients that do not say."""
+    assert state.server is not None
+    return state.server.sampling(state.settings.temperature, None)
 
 
 async def _prepare(request: Request, begin: Callable[[], Turn]) -> Turn:

@@ -18,10 +18,11 @@ from pensieve.compose.weights import check_weights, model_config
 from pensieve.errors import ConfigError, PensieveError
 from pensieve.ledger import Miss
 from pensieve.record import TurnRecord
-from pensieve.request import Free, Sampling
+from pensieve.request import Free
 from pensieve.server.api import Server, Stream
 from pensieve.server.create import server_of
 from pensieve.server.dialogue import Dialogue, Wish
+from pensieve.specs import ROUNDS_APART, SIXTEEN_BITS
 from pensieve.trial.terminal import console, say
 from pensieve.units import ceil_div
 from pensieve.user_cache import user_cache
@@ -35,14 +36,15 @@ _PROBE = "~without memory"
 
 
 class ChatSettings(BaseModel):
-    """The node `chat` of conf/chat.yaml."""
+    """The node `chat` of conf/chat.yaml. temperature, top_p: see Server.sampling; a script's temperature is 0 unless it is
+    given, so that replies can be compared."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     system: str | None = None
     max_new_tokens: Annotated[int, Field(ge=1)] = 256
-    temperature: Annotated[float, Field(ge=0)] = 0.7
-    top_p: Annotated[float, Field(gt=0, le=1)] = 0.95
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     script: str | None = None
 
 
@@ -152,7 +154,7 @@ class Conversation:
         stream = Stream(self._server, self._server.tokenizer.decode, stops)
         wish = Wish(
             Free(s.max_new_tokens, stops),
-            Sampling(s.temperature, s.top_p),
+            self._server.sampling(s.temperature, s.top_p),
             fits=True,
             options={"on_event": stream.happened, "on_end": stream.ended},
         )
@@ -256,20 +258,30 @@ def _missed(misses: Sequence[Miss]) -> str:
 
 
 def play(trial: Mapping[str, Any], settings: ChatSettings, questions: Sequence[str]) -> int:
-    """The same questions, one conversation: with the baseline of the configuration, then without memory."""
+    """The same questions, one conversation: with the baseline of the configuration, then without memory. In float32 and
+    greedily, where nothing else was asked for: but for a tie in rounding, a reply that differs is then a fault."""
     name = str(trial["baseline"]["name"])
+    if trial["model"]["dtype"] == "auto" and not trial["hardware"]["simulated"]:
+        trial = {**trial, "model": {**trial["model"], "dtype": "float32"}}
+    if settings.temperature is None:
+        settings = settings.model_copy(update={"temperature": 0.0})
+    rounds = False
     played: dict[str, list[tuple[TurnRecord, str]]] = {}
     for baseline in dict.fromkeys((name, WITHOUT_MEMORY)):
         with server_of({**trial, "baseline": read_option("baseline", baseline)}, say=say) as server:
             conversation = Conversation(server, settings, sys.stdout)
             conversation.ask("Hello").result()  # the first forward of a process is no turn
             conversation.reset()
+            ran = server.system.settings()
+            rounds = ran["dtype"] in SIXTEEN_BITS and not ran["simulated"]
             played[baseline] = []
             for question in questions:
                 stream = conversation.ask(question)
                 result = stream.result()
                 played[baseline].append((conversation.took(stream), result.text.strip()))
     console().print(_side_by_side(questions, played))
+    if rounds:
+        say(ROUNDS_APART)
     return 0
 
 

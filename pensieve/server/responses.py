@@ -13,6 +13,7 @@ from typing import Any
 
 from pensieve.errors import ConfigError
 from pensieve.record import TurnRecord
+from pensieve.request import Sampling
 from pensieve.server.conversations import Conversation, Conversations, Mark, Message
 from pensieve.server.dialogue import Dialogue, Tools, Wish
 from pensieve.server.schemas import ResponseBody, prompt_details, text_of_parts
@@ -92,9 +93,11 @@ class Responder:
         self._body, self._model, self._tenant, self._tools = body, model, tenant, tools
         self._created = int(time.time())
         self._numbers = itertools.count()
+        self._sampling = Sampling()
 
     def begin(self, dialogue: Dialogue, previous: Stored | None, wish: Wish) -> Turn:
         """Begin the turn of this response. Its instructions are those of this response: earlier ones are not carried over."""
+        self._sampling = wish.sampling
         new = messages_of(self._body.input)
         system: list[Message] = (
             [] if self._body.instructions is None else [{"role": "system", "content": self._body.instructions}]
@@ -148,12 +151,12 @@ class Responder:
             "service_tier": "default",
             "session_id": self.turn.conversation.id if self.turn is not None else None,
             "store": bool(b.store) if b.store is not None else True,
-            "temperature": 1.0 if b.temperature is None else b.temperature,
+            "temperature": self._sampling.temperature,
             "text": {"format": {"type": "text"}},
             "tool_choice": b.tool_choice if b.tool_choice is not None else "auto",
             "tools": [{**_NOTHING_SAID, **tool["function"]} for tool in self._tools or ()],
             "top_logprobs": 0,
-            "top_p": 1.0 if b.top_p is None else b.top_p,
+            "top_p": self._sampling.top_p,
             "truncation": b.truncation or "disabled",
             "usage": _usage(record) if record is not None else None,
             "user": None,

@@ -221,6 +221,7 @@ def tools_of(tools: list[Tool] | None) -> Tools | None:
 def wish_of(
     body: _Body,
     settings: ServeSettings,
+    default: Sampling,
     max_tokens: int | None,
     stops: tuple[str, ...] = (),
     seed: int | None = None,
@@ -229,11 +230,11 @@ def wish_of(
     ignore_eos: bool = False,
     **options: Any,
 ) -> Wish:
-    """How the reply is wanted. Equal seeds and prompts draw equal tokens; without a seed each request draws its own."""
-    temperature = settings.temperature if body.temperature is None else body.temperature
+    """How the reply is wanted. Equal seeds and prompts draw equal tokens; without a seed each request draws its own.
+    default: the temperature and top_p of clients that give none."""
     sampling = Sampling(
-        temperature,
-        1.0 if body.top_p is None else body.top_p,
+        default.temperature if body.temperature is None else body.temperature,
+        default.top_p if body.top_p is None else body.top_p,
         seed=default_seed if seed is None else seed,
         anonymous=seed is not None,
     )

@@ -39,6 +39,16 @@ def test_nothing_that_is_forgotten_or_edited_counts_as_evicted(cache: str) -> No
     assert (counted.evicted_chunks, counted.dropped_chunks) == (0, 0)
 
 
+def test_what_went_with_another_conversation_was_evicted_for_nobody() -> None:
+    engine = make_engine(cache=PrefixCache, gpu_blocks=64)
+    for name in "ab":
+        engine.submit(Request(ord(name), name, 1, request(1, "a", tokens=20, output=4).prompt, Length(4)))
+        run(engine)
+    engine.forget("a")
+    engine.submit(request(3, "b", tokens=2, output=2, turn=2))
+    assert {missed.cause for missed in run(engine)[3].missed} == {"never_stored", "new"}
+
+
 def test_a_slot_is_used_as_far_as_the_next_turn_finds_kv_in_it() -> None:
     engine = make_engine(cache=CACHES["llama_slots"], gpu_blocks=32)
     engine.submit(request(1, "a", tokens=18, output=4))

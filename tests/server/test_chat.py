@@ -113,6 +113,33 @@ def test_five_questions_are_played_with_and_without_memory(capsys: pytest.Captur
     assert ratios[0] == pytest.approx(1.0, abs=0.01), "the first turn has nothing to remember"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("typed", "dtype"), [((), "float32"), (("model.dtype=bfloat16",), "bfloat16")])
+def test_replies_are_compared_in_float32_or_with_what_may_differ(
+    typed: tuple[str, ...],
+    dtype: str,
+    tmp_path: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served: list[tuple[str, float]] = []
+    took = Conversation.took
+
+    def watched(self: Any, stream: Any) -> Any:
+        served.append((self._server.system.settings()["dtype"], stream.turn.sampling.temperature))
+        return took(self, stream)
+
+    monkeypatch.setattr(Conversation, "took", watched)
+    (tmp_path / "two").write_text("One?\nTwo?\n")
+    config = composed("hardware=cpu", f"chat.script={tmp_path / 'two'}", "chat.max_new_tokens=3", *typed)
+    assert chat(config, {"model"}) == 0
+    shown = capsys.readouterr()
+    assert served == [(dtype, 0.0)] * 4
+    assert ("round differently" in shown.out + shown.err) == (dtype == "bfloat16")
+    if dtype == "float32":
+        assert shown.out.count("the same") == 2
+
+
 def test_a_script_that_cannot_be_read_is_a_sentence(tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match=r"cannot be read \(No such file or directory\); give"):
         questions_of(str(tmp_path / "none"))

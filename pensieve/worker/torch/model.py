@@ -15,8 +15,9 @@ from typing import Any
 import psutil
 import torch
 
-from pensieve.errors import HardwareMissing, UnsupportedModel, WeightsMissing
+from pensieve.errors import ConfigError, HardwareMissing, UnsupportedModel, WeightsMissing
 from pensieve.hub import first_line, why_not
+from pensieve.request import Sampling
 from pensieve.specs import ModelSpec
 from pensieve.units import format_bytes
 from pensieve.worker.torch.attention import IMPLEMENTATION, REFERENCE, register
@@ -81,6 +82,21 @@ class LoadedModel:
         if ids is None:
             return frozenset()
         return frozenset(ids) if isinstance(ids, list | tuple) else frozenset((int(ids),))
+
+    @property
+    def sampling(self) -> Sampling:
+        """The temperature and top_p of the model's generation_config.json, where that samples; else greedy. Raises
+        ConfigError for values that nothing can be drawn with."""
+        generation = getattr(self.module, "generation_config", None)
+        if not getattr(generation, "do_sample", None):
+            return Sampling()
+        said = {name: getattr(generation, name, None) for name in ("temperature", "top_p")}
+        try:
+            return Sampling(
+                **{"temperature": 1.0, **{name: value for name, value in said.items() if value is not None}}
+            )
+        except ConfigError as error:
+            raise ConfigError(f"The generation_config.json of {self.spec.name} cannot be used: {error}") from error
 
     def served(self) -> dict[str, Any]:
         """Which forward and attention serve, why no better ones, and how their self-check came out."""

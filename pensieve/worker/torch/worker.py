@@ -128,7 +128,8 @@ class TorchWorker:
         warmup_ms = (perf_counter_ns() - started) / 1e6
         self._disk_load_s = load_s
         loaded_s = None if self.model.reused else self.model.load_s
-        return StartReport(loaded_s, warmup_ms, self.settings(), self.model.eos_token_ids, load_s, kept)
+        model = self.model
+        return StartReport(loaded_s, warmup_ms, self.settings(), model.eos_token_ids, load_s, kept, model.sampling)
 
     def settings(self) -> dict[str, Any]:
         """What runs, as torch and transformers themselves report it."""
