@@ -67,8 +67,8 @@ class AttentionGrid:
     """Seconds of attention in one layer: a chunk of queries over the KV before it, and n decodes over the KV before each, in
     one call of the kernel, as vLLM makes it.
 
-    A cell that was not measured (it did not fit that card's memory) is the one of half the decode KV, or half the decodes,
-    doubled. `extent` says how far a batch lies beyond what was measured: 1 within, 2 at twice the largest size.
+    Beside a chunk, the most decodes of the axis were not measured. Such a cell continues the two before it in a straight
+    line over decodes: each further decode takes what one of the last measured ones took. `covers` is false there.
     """
 
     def __init__(self, table: Mapping[str, Any]) -> None:
@@ -130,9 +130,11 @@ class AttentionGrid:
         known = self._logs.get(key)
         if known is None:
             c, k, n, d = key
-            assert d > 1 or n > 1, "a grid holds its smallest batches"
-            known = self._log((c, k, n, d - 1) if d > 1 else (c, k, n - 1, d)) + math.log(2)
-            self._logs[key] = known
+            assert n > 2, "a grid holds its smaller batches"
+            fewest, fewer, decodes = self._axes[2][n - 2 : n + 1]
+            less, least = math.exp(self._log((c, k, n - 1, d))), math.exp(self._log((c, k, n - 2, d)))
+            grown = max(0.0, less - least) * (decodes - fewer) / (fewer - fewest)
+            known = self._logs[key] = math.log(less + grown)
             self._filled.add(key)
         return known
 

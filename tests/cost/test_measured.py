@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import csv
+import itertools
+import math
 import statistics
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from pensieve.compose import read_option
 from pensieve.compose.machine import find_device, hardware_spec
 from pensieve.compose.schema import HardwareConfig, ModelConfig
-from pensieve.cost.kernel_tables import nearest, tables_of
-from pensieve.cost.measured import MeasuredCost, attention_fit, graph_size, shape_of
+from pensieve.cost.kernel_tables import AttentionGrid, nearest, read, tables_of
+from pensieve.cost.measured import MeasuredCost, _MeasuredAttention, attention_fit, graph_size, shape_of
 from pensieve.cost.roofline import Roofline
 from pensieve.cost.simulated import simulated_cost
 from pensieve.cost.tables import derive
@@ -89,6 +92,55 @@ def test_cells_that_were_left_out_of_the_tables_are_met_by_interpolation(table, 
     assert len(errors) > 10_000 and len(decodes) > 50
     assert statistics.median(errors) < 0.03 and statistics.median(decodes) < 0.01
     assert sorted(errors)[int(0.9 * len(errors))] < 0.09
+
+
+MEASURED = [table for card in ("rtx4090", "rtxpro6000") for table in tables_of(card)]
+AXES = range(len(CELL))
+
+
+@pytest.mark.parametrize("table", MEASURED, ids=lambda table: table.name)
+def test_a_size_that_grows_by_a_fifth_never_costs_half_as_much_again(table):
+    """Over each axis of the grid and to three times beyond it. Rows that come or go altogether change the kernel."""
+    assert table.attention is not None
+    hardware = cost_of(f"sim_{table.name.partition('/')[0]}").hardware
+    grid, step = _MeasuredAttention(table, table.shape, hardware), 2**0.25
+    fixed = [[0, 16, 100, 2048, 6000], [0, 100, 16_384, 40_000], [0, 1, 13, 128, 700], [16, 300, 16_384, 40_000]]
+    for axis in AXES:
+        first, last = table.attention._axes[axis][1], 3 * table.attention._axes[axis][-1]
+        sizes = [first * step**i for i in range(math.ceil(math.log(last / first, step)) + 1)]
+        for chunk, kv, decodes, decode_kv in itertools.product(
+            *[[math.nan] if each == axis else fixed[each] for each in AXES]
+        ):
+            if (not chunk and (kv or not decodes)) or (not decodes and axis == 3):
+                continue  # no such batch
+            seconds = []
+            for size in sizes:
+                cell = [chunk, kv, decodes, decode_kv]
+                cell[axis] = size
+                seconds.append(grid._at(*cell)[0])
+            steps = [more / less for less, more in pairwise(seconds)]
+            assert min(steps) > 1 / 1.5 and max(steps) < 1.5, (CELL[axis], chunk, kv, decodes, decode_kv)
+
+
+@pytest.mark.parametrize("table", MEASURED, ids=lambda table: table.name)
+def test_more_decodes_than_were_measured_beside_a_chunk_go_on_as_the_last_ones(table):
+    """128 decodes beside a chunk were measured: a grid without them is asked for them. Doubling 64 is off by 27 to 32 %."""
+    content = read(f"{table.name}.json.gz")["attention"]
+    cells = dict(zip(itertools.product(*(content[name] for name in CELL)), content["us"], strict=True))
+    left = [None if chunk and decodes > 64 else us for (chunk, _, decodes, _), us in cells.items()]
+    hidden = AttentionGrid({**content, "us": left})
+    known = {cell: us for cell, us in cells.items() if cell[0] and cell[2] == 128 and us is not None}
+    errors = [abs(1e6 * hidden.at(*cell) / us - 1) for cell, us in known.items()]
+    assert len(errors) > 1000 and statistics.median(errors) < 0.15
+    assert not any(hidden.covers(*cell) for cell in known)
+
+
+@pytest.mark.parametrize("hardware", ["sim_rtx4090", "sim_rtxpro6000"])
+def test_twice_the_decodes_beside_a_chunk_take_at_most_twice_as_long(hardware):
+    cost = cost_of(hardware)
+    half, all_ = (cost.iteration_s([(1024, 1025)] * n + [(0, 256)], n + 1) for n in (128, 256))
+    assert half < all_ < 2 * half
+    assert cost.extrapolated()["attention"]["iterations"] == 1
 
 
 def test_a_shape_that_was_measured_is_not_scaled_and_another_one_is():
