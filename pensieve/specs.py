@@ -16,7 +16,19 @@ ROUNDS_APART = (
 )
 """Said wherever replies of 16-bit models are compared."""
 
-_GATED = {"llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3"}
+GATED = {
+    "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "granite", "llama",
+    "mistral", "olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm",
+}  # fmt: skip
+"""Architectures whose MLP multiplies two projections."""
+PLAIN = {"apertus", "arcee", "gpt2", "gpt_neox", "nemotron", "opt", "phi", "starcoder2"}
+"""Those whose MLP has one. Of any other architecture the number of parameters is not known."""
+_TIED = {"cohere", "cohere2", "ernie4_5", "gemma", "gemma2", "gemma3_text", "gpt2", "opt", "smollm3", "starcoder2"}
+"""The head is the embedding unless tie_word_embeddings says otherwise."""
+_HEAD_DIM = {
+    "ernie4_5": 128, "gemma": 256, "gemma2": 256, "gemma3_text": 256, "glm": 128, "glm4": 128, "qwen3": 128, "seed_oss": 128,
+}  # fmt: skip
+"""Where head_dim is not given; of all others it is hidden_size over num_attention_heads."""
 _LEARNED_POSITIONS = {"gpt2", "opt"}
 _WINDOW_ON_REQUEST = {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
 """No layer has a window unless use_sliding_window says so."""
@@ -84,11 +96,12 @@ class ModelSpec:
         model_type = str(a.get("model_type", ""))
         hidden, heads = need("hidden_size", "n_embd"), need("num_attention_heads", "n_head")
         kv_heads = size("num_key_value_heads") or heads
+        head_dim = size("head_dim") or _HEAD_DIM.get(model_type)
         for value, field_name, parts, of in (
             (heads, "num_attention_heads", kv_heads, "num_key_value_heads"),
             (hidden, "hidden_size", heads, "num_attention_heads"),
         ):
-            if value % parts and not (field_name == "hidden_size" and a.get("head_dim")):
+            if value % parts and not (field_name == "hidden_size" and head_dim):
                 raise UnsupportedModel(
                     f"model.architecture.{field_name}={value} of model {name} is no multiple of {of}={parts}; change one of "
                     "the two."
@@ -101,12 +114,12 @@ class ModelSpec:
             hidden=hidden,
             heads=heads,
             kv_heads=kv_heads,
-            head_dim=size("head_dim") or hidden // heads,
+            head_dim=head_dim or hidden // heads,
             intermediate=size("intermediate_size", "ffn_dim", "n_inner") or 4 * hidden,
             vocab=need("vocab_size"),
             max_context=need("max_position_embeddings", "n_positions"),
             dtype=dtype,
-            tied_embeddings=bool(a.get("tie_word_embeddings", model_type in {"gpt2", "opt", "gemma2"})),
+            tied_embeddings=bool(a.get("tie_word_embeddings", model_type in _TIED)),
             sliding_window=a.get("sliding_window") if windowed else None,
             architecture=a,
         )
@@ -137,7 +150,16 @@ class ModelSpec:
     @property
     def gated(self) -> bool:
         """The MLP multiplies two projections."""
-        return self.model_type in _GATED
+        return self.model_type in GATED
+
+    @property
+    def uncounted(self) -> str | None:
+        """Why `parameters` is not the number of this model's; None: it is."""
+        if experts := _experts(self.architecture):
+            return f"has experts ({experts}), which are not priced yet"
+        if self.model_type not in GATED | PLAIN:
+            return f"is of an architecture ({self.model_type or 'no model_type'}) whose parameters are not known"
+        return None
 
     @property
     def rotary(self) -> bool:
@@ -232,3 +254,17 @@ class HardwareSpec:
     def load_parts(self, layers: int) -> int:
         """In how many parts a load to the GPU comes; the compute of each waits for that part alone."""
         return layers if self.pipelined_swap_in else 1
+
+
+def _experts(fields: Mapping[str, Any]) -> str | None:
+    """The first field that gives an MLP several experts, as name=value, in a nested configuration too."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            found = _experts(value)
+        else:
+            counts = value if isinstance(value, list) else [value]
+            several = any(isinstance(count, int) and count > 1 for count in counts)
+            found = f"{name}={value}" if several and ("expert" in name or name.startswith("moe_")) else None
+        if found:
+            return found
+    return None

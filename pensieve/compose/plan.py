@@ -10,7 +10,7 @@ from pensieve.compose.machine import Device, find_device, free_host_memory_bytes
 from pensieve.compose.schema import ModelConfig, TrialConfig
 from pensieve.compose.target import refuse_missing
 from pensieve.compose.weights import folder_architecture, weights_kind
-from pensieve.errors import ConfigError, EngineMissing, HardwareMissing
+from pensieve.errors import ConfigError, EngineMissing, HardwareMissing, UnsupportedModel
 from pensieve.scheduler.composition import high_watermark
 from pensieve.scheduler.copy_ahead import choose_copy_ahead
 from pensieve.specs import HardwareSpec, ModelSpec
@@ -315,10 +315,16 @@ def auto_gpu_blocks(
 
 def model_spec(model: ModelConfig, device: Device, measured: str | None = None) -> ModelSpec:
     """The model in numbers, in the dtype it will have: auto is bfloat16 on a GPU, and on a CPU what is faster there;
-    measured: where a machine is simulated by its profile, the dtype of that."""
+    measured: where a machine is simulated by its profile, the dtype of that. Raises UnsupportedModel for one whose parameters
+    a simulated machine would have to guess."""
     architecture = folder_architecture(model.weights) if weights_kind(model) == "path" else model.architecture
     dtype: str = (measured or "bfloat16") if model.dtype == "auto" else model.dtype
     spec = replace(ModelSpec.from_architecture(model.name, architecture, dtype), architecture=dict(architecture))
+    if device.simulated and (why := spec.uncounted):
+        raise UnsupportedModel(
+            f"model={model.name} {why}, so its times on {device.label} cannot be simulated; use hardware=local, or another "
+            "model."
+        )
     if model.quantization is not None:
         if device.kind != "cpu" or model.dtype not in ("auto", "float32"):
             raise ConfigError(
