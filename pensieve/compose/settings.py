@@ -13,7 +13,8 @@ from pydantic import BaseModel, ValidationError
 from pensieve.compose.folder import ended, nearest, options
 from pensieve.compose.schema import TrialConfig
 from pensieve.compose.weights import completed
-from pensieve.errors import ConfigError
+from pensieve.errors import ConfigError, PensieveError
+from pensieve.workload.vllm_runs.reading import setting
 
 Node = TypeVar("Node", bound=BaseModel)
 
@@ -21,14 +22,28 @@ OmegaConf.register_new_resolver("product", lambda *factors: math.prod(map(int, f
 """For overlays: ${product:4,${hardware.replicas}}."""
 
 
+def _setting_of_run(name: str, otherwise: Any, *, _root_: DictConfig) -> Any:
+    """For overlays: ${vllm_run:max_num_seqs,256}, a setting of the run that the workload replays."""
+    value = setting(name, _root_.workload.get("run"), _root_.workload.get("path"))
+    return otherwise if value is None else f"{value} tokens" if name == "num_kv_tokens" else value
+
+
+OmegaConf.register_new_resolver("vllm_run", _setting_of_run, replace=True)
+
+
 def resolved(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
     """The configuration as plain values, every interpolation resolved, without Hydra's own node, and with what only a model's
-    own files say. Raises ConfigError, and what weights.completed raises."""
+    own files say. Raises ConfigError, and what weights.completed and reading.setting raise."""
     if isinstance(cfg, DictConfig):
         try:
             unset = sorted(key for key in OmegaConf.missing_keys(cfg) if not key.startswith("hydra."))
             plain = OmegaConf.to_container(cfg, resolve=True)
         except OmegaConfBaseException as error:
+            said: BaseException | None = error
+            while isinstance(said, OmegaConfBaseException):
+                said = said.__context__
+            if isinstance(said, PensieveError):  # of a resolver
+                raise said from None
             raise ConfigError(f"The configuration cannot be resolved: {str(error).splitlines()[0]}.") from error
         if unset:
             group = unset[0].partition(".")[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -19,26 +18,19 @@ from pensieve.workload.vllm_runs.reading import RealRequest
 SEEN_PCT, UNSEEN_PCT = 2.0, 5.0
 """What no figure's error may exceed: of a run that was looked at when the machine was made, and of any other."""
 
-_REAL, _SIMULATED, _ERROR, _LIMIT = "real_ms", "simulated_ms", "fidelity_error_pct", "fidelity_limit_pct"
+_TIMES, _RATES = ("real_ms", "simulated_ms", "ms"), ("real_tok_s", "simulated_tok_s", "tok/s")
+_ERROR, _LIMIT = "fidelity_error_pct", "fidelity_limit_pct"
 _WAITING, _AT_ONCE = "fidelity_waiting_pct", "fidelity_at_once_error_pct"
 _HARDLY = 0.1  # of its time to first token: who waits less is served as on a machine that is not full
 _TITLES = {"ttft": "TTFT", "tpot": "TPOT", "latency": "latency"}
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """One request, in ms. tpot_ms: None for a reply of one token."""
-
-    ttft_ms: float
-    tpot_ms: float | None
-    latency_ms: float
+_THROUGHPUT = "throughput"  # output tokens over the time from the first arrival to the last token
 
 
 def fidelity_metrics(real: Mapping[str, RealRequest], seen: bool, turns: Iterable[TurnRecord]) -> list[Metric]:
     """Each figure of the real run, of this one, and the error, labelled ttft_mean and so on. Requests that did not complete
     here are in neither column, and counted."""
     completed = {turn.session: turn for turn in turns if is_measured(turn.phase) and turn.status == "completed"}
-    there = [Served(one.ttft_ms, one.tpot_ms, one.latency_ms) for name, one in real.items() if name in completed]
+    there = [one for name, one in real.items() if name in completed]
     here = [_served(completed[name]) for name in real if name in completed]
     metrics = [
         Metric(_LIMIT, SEEN_PCT if seen else UNSEEN_PCT, "%"),
@@ -46,9 +38,10 @@ def fidelity_metrics(real: Mapping[str, RealRequest], seen: bool, turns: Iterabl
     ]
     theirs, ours = _figures(there), _figures(here)
     for label, value in theirs.items():
+        real_name, simulated_name, unit = _RATES if label == _THROUGHPUT else _TIMES
         metrics += [
-            Metric(_REAL, value, "ms", label, len(there), "requests"),
-            Metric(_SIMULATED, ours[label], "ms", label, len(here), "requests"),
+            Metric(real_name, value, unit, label, len(there), "requests"),
+            Metric(simulated_name, ours[label], unit, label, len(here), "requests"),
             Metric(_ERROR, 100 * (ours[label] / value - 1), "%", label, len(here), "requests"),
         ]
     return metrics + _waiting({name: (one.ttft_ms, completed[name]) for name, one in real.items() if name in completed})
@@ -80,17 +73,18 @@ def fidelity(store: ResultsStore, trial_id: int) -> RenderableType | None:
         title_justify="left",
         box=box.SIMPLE_HEAD,
     )
-    for column in ("", "real ms", "simulated ms", "error"):
+    for column in ("", "real", "simulated", "error"):
         table.add_column(column, justify="left" if not column else "right")
+    rows = {f"{f}_{s}": (f"{title} {s}", _TIMES) for f, title in _TITLES.items() for s in ("mean", *PERCENTILES)}
+    rows[_THROUGHPUT] = (_THROUGHPUT, _RATES)
     errors: dict[str, float] = {}
-    for figure, title in _TITLES.items():
-        for statistic in ("mean", *PERCENTILES):
-            label = f"{figure}_{statistic}"
-            error = metrics[_ERROR, label]
-            assert error is not None
-            errors[label] = error
-            real, simulated = metrics[_REAL, label], metrics[_SIMULATED, label]
-            table.add_row(f"{title} {statistic}", f"{real:,.1f}", f"{simulated:,.1f}", f"{error:+.2f} %")
+    for label, (title, (real_name, simulated_name, unit)) in rows.items():
+        error = metrics.get((_ERROR, label))
+        if error is None:
+            continue  # of a trial that was held against fewer figures
+        errors[label] = error
+        real, simulated = metrics[real_name, label], metrics[simulated_name, label]
+        table.add_row(title, f"{real:,.1f} {unit}", f"{simulated:,.1f} {unit}", f"{error:+.2f} %")
     sentences = [verdict(errors, limit, int(metrics.get(("fidelity_left_out", "")) or 0))]
     sentences += what_waiting_hides({metric.name: metric for metric in found})
     return Group(table, *sentences)
@@ -112,22 +106,23 @@ def verdict(errors: Mapping[str, float], limit_pct: float, left_out: int) -> str
     figure, _, statistic = worst.partition("_")
     holds = abs(errors[worst]) <= limit_pct and not left_out
     run = "looked at when this machine was made" if limit_pct == SEEN_PCT else "not seen before"
+    what = f"{_TITLES.get(figure, figure)} {statistic}".rstrip()
     missing = f" {left_out} requests did not complete and are in no figure." if left_out else ""
     return (
-        f"Verdict: {'holds' if holds else 'fails'}. The largest error is {errors[worst]:+.2f} % "
-        f"({_TITLES[figure]} {statistic}); the limit for a run {run} is {limit_pct:g} %.{missing}"
+        f"Verdict: {'holds' if holds else 'fails'}. The largest error is {errors[worst]:+.2f} % ({what}); "
+        f"the limit for a run {run} is {limit_pct:g} %.{missing}"
     )
 
 
-def _served(turn: TurnRecord) -> Served:
+def _served(turn: TurnRecord) -> RealRequest:
+    """As if it were of a real run."""
     assert turn.first_token_s is not None and turn.finished_s is not None
-    first, last, tokens = turn.first_token_s, turn.finished_s, len(turn.token_ids) or turn.output_tokens
-    tpot = 1e3 * (last - first) / (tokens - 1) if tokens > 1 else None
-    return Served(1e3 * (first - turn.intended_s), tpot, 1e3 * (last - turn.intended_s))
+    tokens = len(turn.token_ids) or turn.output_tokens
+    return RealRequest(turn.intended_s, turn.prompt_tokens or 0, tokens, turn.first_token_s, turn.finished_s)
 
 
-def _figures(requests: Sequence[Served]) -> dict[str, float]:
-    columns: dict[str, Callable[[Served], float | None]] = {
+def _figures(requests: Sequence[RealRequest]) -> dict[str, float]:
+    columns: dict[str, Callable[[RealRequest], float | None]] = {
         "ttft": lambda each: each.ttft_ms,
         "tpot": lambda each: each.tpot_ms,
         "latency": lambda each: each.latency_ms,
@@ -138,4 +133,6 @@ def _figures(requests: Sequence[Served]) -> dict[str, float]:
         figures[f"{name}_mean"] = sum(values) / len(values)
         for percentile, share in PERCENTILES.items():
             figures[f"{name}_{percentile}"] = nearest_rank(values, share)
+    began, ended = min(each.arrival_s for each in requests), max(each.last_token_s for each in requests)
+    figures[_THROUGHPUT] = sum(each.output_tokens for each in requests) / (ended - began)
     return figures

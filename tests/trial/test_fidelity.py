@@ -17,7 +17,7 @@ from pensieve.replay import replay
 from pensieve.trial.fidelity import fidelity_metrics, verdict, what_waiting_hides
 from pensieve.workload.base import WorkloadContext
 from pensieve.workload.vllm_run import VllmRun, vllm_run
-from pensieve.workload.vllm_runs.reading import RealRequest, read_run, shipped, shipped_run
+from pensieve.workload.vllm_runs.reading import RealRequest, read_run, setting, shipped, shipped_run
 from tests.composed import composed
 from tests.shared_data import shared
 
@@ -42,7 +42,8 @@ def errors_of(turns: list[TurnRecord]) -> dict[str, float]:
 
 def test_the_same_times_have_no_error_and_slower_ones_that_much():
     same, slower = errors_of(turns_like(REAL)), errors_of(turns_like(REAL, 1.1))
-    assert len(same) == 12 and all(abs(error) < 1e-6 for error in same.values())
+    assert len(same) == 13 and all(abs(error) < 1e-6 for error in same.values())
+    assert -8 < slower.pop("throughput") < 0, "the last tokens come later, the arrivals do not"
     assert all(error == pytest.approx(10) for error in slower.values())
     assert "holds" in verdict(same, 2.0, 0) and "fails" in verdict(slower, 5.0, 0)
     assert "fails" in verdict(same, 2.0, 1), "a request that is missing is in no figure"
@@ -54,6 +55,7 @@ def test_figures_are_those_of_the_raw_times():
     assert metrics["real_ms", "ttft_mean"] == pytest.approx(2000)
     assert metrics["real_ms", "tpot_p90"] == pytest.approx(tpots[17])
     assert metrics["simulated_ms", "latency_p50"] == pytest.approx(3e3 + 900)
+    assert metrics["real_tok_s", "throughput"] == pytest.approx(20 * 11 / (19 + 3 + 1.9))
     assert metrics["fidelity_limit_pct", ""] == 5.0, "a run that nobody looked at"
 
 
@@ -120,6 +122,8 @@ def test_the_shipped_runs_are_the_published_ones():
     ):
         path = shared(f"gpu_profiles/llmservingsim/runs/{place}/requests.jsonl")
         assert shipped_run(name) == read_run(path), "meta.json names its workload, so prompts share what they shared"
+        for field in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "num_kv_tokens"):
+            assert setting(field, name, None) == setting(field, None, str(path))
     assert shipped() == ["rtx4090_llama3_1_8b", "rtxpro6000_qwen3_32b"]
 
 
@@ -135,6 +139,58 @@ def test_clocks_are_told_apart_by_the_request_that_was_queued_at_once(tmp_path: 
     path.write_text("[]\n", encoding="utf-8")
     with pytest.raises(MalformedInput, match=r"no requests\.jsonl"):
         read_run(path)
+
+
+KWARGS = {"max_num_seqs": 64, "max_num_batched_tokens": 4096, "tensor_parallel_size": 2, "data_parallel_size": 1}
+
+
+def run_in(folder: Path, **meta: object) -> str:
+    path = folder / "requests.jsonl"
+    line = {"input_toks": 5, "output_toks": 2, "arrival_time": 1.0, "queued_ts": 1.0}
+    path.write_text(json.dumps(line | {"first_token_ts": 2.0, "last_token_ts": 3.0}), encoding="utf-8")
+    if meta:
+        (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    return f"workload.path={path}"
+
+
+def test_the_settings_are_those_of_the_run(tmp_path: Path):
+    def settings(*overrides: str) -> tuple[object, ...]:
+        config = check(composed("experiment=fidelity_vllm", *overrides))
+        s = config.scheduler
+        return s.max_batch_requests, s.max_batch_tokens, config.hardware.gpus, config.cache.gpu
+
+    assert settings("replay=rtx4090_llama3_1_8b") == (256, 2048, 1, "41408 tokens")
+    assert settings("replay=rtxpro6000_qwen3_32b") == (128, 2048, 2, "auto")
+    plain = run_in(tmp_path)
+    assert settings("replay=rtxpro6000_qwen3_32b", plain) == (256, 2048, 1, "auto"), (
+        "vLLM's defaults, not another run's"
+    )
+    path = run_in(tmp_path, engine_kwargs=KWARGS, kv_cache={"num_kv_tokens": 9600, "block_size": 16})
+    assert settings("replay=rtx4090_llama3_1_8b", path) == (64, 4096, 2, "9600 tokens")
+    assert settings("replay=rtx4090_llama3_1_8b", path, "scheduler.max_batch_requests=7")[0] == 7
+    resolved = {"scheduler_config": {"max_num_seqs": 33}, "model_config": {"dtype": "torch.bfloat16"}}
+    path = run_in(tmp_path, engine_kwargs={"max_num_seqs": None}, resolved_config=resolved)
+    assert settings("replay=rtx4090_llama3_1_8b", path)[0] == 33
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value"),
+    [
+        ("engine_kwargs", "data_parallel_size", 2),
+        ("engine_kwargs", "enable_expert_parallel", True),
+        ("engine_kwargs", "pipeline_parallel_size", 2),
+        ("engine_kwargs", "kv_cache_dtype", "fp8"),
+        ("engine_kwargs", "dtype", "float32"),
+        ("kv_cache", "enable_prefix_caching", False),
+        ("kv_cache", "block_size", 32),
+    ],
+)
+def test_a_run_with_settings_that_no_replay_has_is_refused(tmp_path: Path, section: str, field: str, value: object):
+    path = run_in(tmp_path, **{section: {**KWARGS, field: value}})
+    with pytest.raises(ConfigError, match=rf"^The run of vLLM had {field}={value}, which a replay cannot express"):
+        check(composed("experiment=fidelity_vllm", "replay=rtx4090_llama3_1_8b", path))
+    with pytest.raises(ConfigError, match=field):
+        vllm_run(context(), path=path.removeprefix("workload.path="))
 
 
 @pytest.mark.parametrize("meta", ["{", "[]"])
@@ -167,7 +223,7 @@ def test_simulated_cards_are_within_two_percent_of_the_real_runs(name: str):
     record = replay(system, workload)
     metrics = fidelity_metrics(workload.real, workload.seen, record.turns)
     errors = {m.label: m.value for m in metrics if m.name == "fidelity_error_pct"}
-    assert len(errors) == 12 and all(abs(error or 0.0) < 2 for error in errors.values()), errors
+    assert len(errors) == 13 and all(abs(error or 0.0) < 2 for error in errors.values()), errors
     # The other way round: a card that is faster by a tenth is found out.
     quick = {
         name: replace(one, last_token_s=one.arrival_s + 0.9 * (one.last_token_s - one.arrival_s))

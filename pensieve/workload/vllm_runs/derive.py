@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pensieve.workload.vllm_runs.reading import COLUMNS, SHARED, rows_of
+from pensieve.workload.vllm_runs.reading import COLUMNS, META, SHARED, rows_of
 
 HERE = Path(__file__).parent
 RUNS = {"rtx4090_llama3_1_8b": "RTX4090/Llama-3.1-8B", "rtxpro6000_qwen3_32b": "RTXPRO6000/Qwen3-32B"}
@@ -25,6 +25,9 @@ BLOCK = 16  # tokens: vLLM finds full blocks only
 def derive(folder: Path, workloads: Path | None) -> None:
     for name, place in RUNS.items():
         _write(HERE / f"{name}.csv", COLUMNS, rows_of(folder / place / "requests.jsonl"))
+        meta = json.loads((folder / place / "meta.json").read_text(encoding="utf-8"))
+        kept = {key: meta[key] for key in META if key in meta}
+        (HERE / f"{name}.json").write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
     for name in WORKLOADS if workloads else ():
         assert workloads is not None
         lines = (workloads / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()

@@ -1,10 +1,11 @@
-"""Real runs of vLLM: when each request came, how long it was, and when its first and last token were there."""
+"""Real runs of vLLM: its settings, and of each request when it came, how long it was, and when its first and last token were
+there."""
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -14,6 +15,27 @@ from pensieve.errors import ConfigError, MalformedInput
 
 COLUMNS = ("arrival_s", "input_tokens", "output_tokens", "first_token_s", "last_token_s")
 SHARED = ("request", "earlier", "tokens")
+META = (
+    "dataset_path",
+    "engine_kwargs",
+    "kv_cache",
+)  # of a meta.json, what is kept of a run that comes with the package
+_REPLAYED: Mapping[str, tuple[object, ...]] = {
+    "data_parallel_size": (1,),
+    "enable_expert_parallel": (False,),
+    "pipeline_parallel_size": (1,),
+    "decode_context_parallel_size": (1,),
+    "prefill_context_parallel_size": (1,),
+    "block_size": (16,),
+    "dtype": ("auto", "bfloat16", "float16"),
+    "kv_cache_dtype": ("auto", "bfloat16", "float16"),
+    "quantization": (None,),
+    "speculative_config": (None,),
+    "enable_prefix_caching": (True,),
+    "enable_chunked_prefill": (True,),
+    "policy": ("fcfs",),
+}
+"""Values that a replay has, of settings that it cannot change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,30 +75,73 @@ def shipped() -> list[str]:
 
 def shipped_run(name: str) -> list[RealRequest]:
     """By arrival. Raises ConfigError for one that there is not."""
-    if name not in shipped():
-        raise ConfigError(f"There is no run {name!r} of vLLM; there are {', '.join(shipped())}.")
+    meta = _shipped_meta(name)
     lines = (files(__package__) / f"{name}.csv").read_text(encoding="utf-8").splitlines()
-    rows = [[float(row[column]) for column in COLUMNS] for row in csv.DictReader(lines)]
-    workload = "sharegpt-qwen3-32b-300-sps10" if "qwen3" in name else "sharegpt-llama-3.1-8b-300-sps10"
-    return _requests(rows, workload)
+    return _requests([[float(row[column]) for column in COLUMNS] for row in csv.DictReader(lines)], meta)
 
 
 def read_run(path: Path) -> list[RealRequest]:
     """A requests.jsonl as LLMServingSim's benchmark of vLLM writes it, by arrival. meta.json beside it names the workload,
     which tells which prompts begin alike; without it none do.
 
-    Raises MalformedInput for a file that is none, or a meta.json that is no object.
+    Raises MalformedInput for a file that is none, or a meta.json that is no object; ConfigError as settings_of does.
     """
-    meta = path.parent / "meta.json"
-    workload = ""
-    if meta.is_file():
-        try:
-            workload = Path(str(json.loads(meta.read_text(encoding="utf-8")).get("dataset_path", ""))).stem
-        except (OSError, ValueError, AttributeError) as error:
-            raise MalformedInput(
-                f"{meta} does not describe a run ({error!r}); move it away: without it all prompts begin differently."
-            ) from None
-    return _requests(rows_of(path), workload)
+    meta = _meta_beside(path)
+    settings_of(meta)
+    return _requests(rows_of(path), meta)
+
+
+def setting(name: str, run: str | None, path: str | None) -> object:
+    """One of a run's settings, as vLLM names them; None: not recorded. Raises what shipped_run and read_run raise."""
+    if path is not None:
+        return settings_of(_meta_beside(Path(path))).get(name)
+    return None if run is None else settings_of(_shipped_meta(run)).get(name)
+
+
+def settings_of(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """What vLLM was started with and resolved it to, by name. Raises ConfigError for a run that a replay cannot express."""
+    resolved = meta.get("resolved_config")
+    sections = [meta.get("engine_kwargs"), meta.get("kv_cache"), resolved]
+    sections += resolved.values() if isinstance(resolved, Mapping) else ()
+    settings: dict[str, Any] = {}
+    for section in sections:
+        for name, value in section.items() if isinstance(section, Mapping) else ():
+            if settings.get(name) is None:
+                settings[name] = value.removeprefix("torch.") if isinstance(value, str) else value
+    other = [
+        f"{name}={settings[name]}"
+        for name, values in _REPLAYED.items()
+        if settings.get(name) is not None and settings[name] not in values
+    ]
+    if other:
+        raise ConfigError(
+            f"The run of vLLM had {' and '.join(other)}, which a replay cannot express; name the "
+            "requests.jsonl of another run."
+        )
+    return settings
+
+
+def _shipped_meta(name: str) -> dict[str, Any]:
+    if name not in shipped():
+        raise ConfigError(f"There is no run {name!r} of vLLM; there are {', '.join(shipped())}.")
+    meta: dict[str, Any] = json.loads((files(__package__) / f"{name}.json").read_text(encoding="utf-8"))
+    return meta
+
+
+def _meta_beside(path: Path) -> dict[str, Any]:
+    file = path.parent / "meta.json"
+    if not file.is_file():
+        return {}
+    try:
+        meta = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(meta, dict):
+            raise ValueError("no object")
+    except (OSError, ValueError) as error:
+        raise MalformedInput(
+            f"{file} does not describe a run ({error!r}); move it away: without it all prompts begin differently, and the "
+            "settings are vLLM's defaults."
+        ) from None
+    return meta
 
 
 def rows_of(path: Path) -> list[list[float]]:
@@ -106,7 +171,8 @@ def _row(request: dict[str, Any], began: float, began_engine: float) -> list[flo
     ]
 
 
-def _requests(rows: Sequence[Sequence[float]], workload: str) -> list[RealRequest]:
+def _requests(rows: Sequence[Sequence[float]], meta: Mapping[str, Any]) -> list[RealRequest]:
+    workload = Path(str(meta.get("dataset_path", ""))).stem
     known = files(__package__) / f"{workload}.shared.csv"
     beginnings: dict[int, tuple[int, int]] = {}
     if workload and known.is_file():
