@@ -11,8 +11,9 @@ from tests.chat import CHATML, MERGES, SPECIALS
 LAYERS, HIDDEN, HEADS, KV_HEADS, INNER = 2, 64, 4, 2, 96
 
 
-def write_gguf(path: Path, seed: int = 0) -> Path:
-    """F32 and Q8_0 tensors of fixed random numbers; a byte-level tokenizer with the template ChatML."""
+def write_gguf(path: Path, seed: int = 0, without: str = "", blocks: int = LAYERS) -> Path:
+    """F32 and Q8_0 tensors of fixed random numbers; a byte-level tokenizer with the template ChatML. without: a tensor
+    that is left out. blocks: what the header says."""
     import gguf
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -23,7 +24,7 @@ def write_gguf(path: Path, seed: int = 0) -> Path:
     writer.add_name("tiny")
     writer.add_context_length(256)
     writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(LAYERS)
+    writer.add_block_count(blocks)
     writer.add_feed_forward_length(INNER)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
@@ -43,6 +44,8 @@ def write_gguf(path: Path, seed: int = 0) -> Path:
     random = np.random.default_rng(seed)
 
     def tensor(name: str, *shape: int, quantised: bool = False) -> None:
+        if name == without:
+            return
         values = random.standard_normal(shape, dtype=np.float32) * (1.5 / shape[-1] ** 0.5)
         if quantised:
             kind = gguf.GGMLQuantizationType.Q8_0

@@ -101,6 +101,12 @@ def test_it_is_dequantised_once_and_anew_where_a_byte_of_it_changed(source: Path
     )
 
 
+def test_a_file_that_lacks_a_tensor_is_not_converted(tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "tiny.gguf", without="blk.1.attn_v.weight")
+    with pytest.raises(WeightsMissing, match=r"lack model\.layers\.1\.self_attn\.v_proj\.weight; fetch"):
+        model_config(str(source))
+
+
 def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, cache: Path) -> None:
     kept = cache / "pensieve" / "models"  # may be made now: tests come to a worker in any order
     before = sorted(path for path in kept.glob("*") if path.is_dir())

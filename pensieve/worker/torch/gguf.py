@@ -8,7 +8,7 @@ import torch
 
 from pensieve.errors import UnsupportedModel, WeightsMissing
 from pensieve.hub import first_line
-from pensieve.worker.torch.model import quiet_transformers
+from pensieve.worker.torch.model import REPORTED, check_whole, quiet_transformers
 
 
 def dequantise(source: Path, folder: Path) -> None:
@@ -21,7 +21,9 @@ def dequantise(source: Path, folder: Path) -> None:
     place, name = str(source.parent), source.name
     with quiet_transformers():
         try:
-            module = AutoModelForCausalLM.from_pretrained(place, gguf_file=name, dtype=torch.float32)
+            module, report = AutoModelForCausalLM.from_pretrained(
+                place, gguf_file=name, dtype=torch.float32, **REPORTED
+            )
             tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=name)
         except (ValueError, KeyError, NotImplementedError) as error:
             if source.open("rb").read(4) != b"GGUF":
@@ -31,6 +33,7 @@ def dequantise(source: Path, folder: Path) -> None:
             ) from error
         except (OSError, RuntimeError, IndexError) as error:
             raise WeightsMissing(f"{source} cannot be read: {first_line(error)}.") from error
+        check_whole(str(source), report)
         config = module.config.to_dict()
         config.pop("quantization_config", None)  # save_pretrained would refuse, and a reader would look for it
         type(module.config).from_dict(config).save_pretrained(folder)

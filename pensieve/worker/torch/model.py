@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -15,7 +14,7 @@ from typing import Any
 import psutil
 import torch
 
-from pensieve.errors import ConfigError, HardwareMissing, UnsupportedModel, WeightsMissing
+from pensieve.errors import ConfigError, HardwareMissing, PensieveError, UnsupportedModel, WeightsMissing
 from pensieve.hub import first_line, why_not
 from pensieve.request import Sampling
 from pensieve.specs import ModelSpec
@@ -40,6 +39,8 @@ _RANDOM_GAIN = 1.5
 # Where the head is the embedding, a token's own row in the residual stream votes for that token again; Gemma 2, which
 # multiplies it by sqrt(hidden), then repeats one token for ever. So the row is made small beside what the blocks add.
 _TIED_SHARE = 0.5
+_QUICK = 10_000_000  # parameters of a module that is made within a second
+_NAMED = 5  # tensors in an error; a folder may lack hundreds
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +210,6 @@ def _module(
     else:
         module = _from_folder(spec, weights, dtype, where, ranks)
     module = module.to(where).eval().requires_grad_(False)
-    check_sizes(spec, module.config)
     if spec.quantization == "int8":
         quantise(module)
     return module
@@ -309,6 +309,7 @@ def _random(spec: ModelSpec, dtype: torch.dtype, device: torch.device, seed: int
     spread = _RANDOM_GAIN / spec.hidden**0.5
     setattr(config, "init_std" if hasattr(config, "init_std") else "initializer_range", spread)
     _check_config(spec.name, config)
+    check_sizes(spec, config)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(seed)
         try:
@@ -337,8 +338,8 @@ def _from_folder(spec: ModelSpec, path: str, dtype: torch.dtype, device: torch.d
             "save_pretrained, or set model.weights=random (same speed, meaningless text)."
         )
     try:
-        return _pretrained(spec.name, path, None, dtype, device, ranks, local_files_only=True)
-    except (OSError, json.JSONDecodeError) as error:
+        return _pretrained(spec, path, None, dtype, device, ranks, local_files_only=True)
+    except OSError as error:
         raise WeightsMissing(
             f"{path} holds no safetensors weights that can be read ({first_line(error)}); save the model again with "
             "save_pretrained, or set model.weights=random (same speed, meaningless text)."
@@ -357,13 +358,13 @@ def _from_hub(
     if hub_id is None:
         raise WeightsMissing(f"Model {spec.name} has no published weights; set model.weights=random or a folder.")
     try:
-        return _pretrained(spec.name, hub_id, revision, dtype, device, ranks, local_files_only=True)
+        return _pretrained(spec, hub_id, revision, dtype, device, ranks, local_files_only=True)
     except OSError:
         pass  # not in the cache, or not wholly
     reason = why_not(hub_id, revision)
     if reason is None:
         try:
-            return _pretrained(spec.name, hub_id, revision, dtype, device, ranks, local_files_only=False)
+            return _pretrained(spec, hub_id, revision, dtype, device, ranks, local_files_only=False)
         except OSError as error:
             reason = first_line(error)
     raise WeightsMissing(
@@ -373,7 +374,7 @@ def _from_hub(
 
 
 def _pretrained(
-    name: str,
+    spec: ModelSpec,
     source: str,
     revision: str | None,
     dtype: torch.dtype,
@@ -381,26 +382,70 @@ def _pretrained(
     ranks: Ranks | None,
     local_files_only: bool,
 ) -> Any:
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     options: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only, "trust_remote_code": False}
     try:
         config = AutoConfig.from_pretrained(source, **options)
-        _check_config(name, config)
+        _check_config(spec.name, config)
+        check_sizes(spec, config.get_text_config())  # before weights are read, or made for sizes that nobody has
+        check_bits(source, spec.parameters, Path(source).glob("*.safetensors"))
         if ranks is not None:
             options |= ranks.options()
         elif device.type != "cpu" and find_spec("accelerate") is not None:
             options["device_map"] = {"": device}  # each tensor goes there when it is read
         with _segments_of_tensors():
-            module = AutoModelForCausalLM.from_pretrained(
-                source, config=config, dtype=dtype, attn_implementation="eager", use_safetensors=True, **options
+            module, report = AutoModelForCausalLM.from_pretrained(
+                source,
+                config=config,
+                dtype=dtype,
+                attn_implementation="eager",
+                use_safetensors=True,
+                **REPORTED,
+                **options,
             )
-    except (ValueError, KeyError) as error:
-        raise UnsupportedModel(
-            f"{source} is not a model that transformers can load here: {first_line(error)}"
+    except (PensieveError, OSError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except SafetensorError as error:
+        raise WeightsMissing(
+            f"The safetensors files of {source} are damaged ({first_line(error)}); fetch or save the model again."
         ) from error
-    _check_settable(name, module)
+    except Exception as error:  # malformed files end in any class of error, far from where they are read
+        raise UnsupportedModel(
+            f"{source} is not a model that transformers can load here: {type(error).__name__}: {first_line(error)}."
+        ) from error
+    check_whole(source, report)
+    _check_settable(spec.name, module)
     return module
+
+
+REPORTED = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+"""For from_pretrained, which then also returns what `check_whole` asks for: tensors of other shapes are reported, too."""
+
+
+def check_whole(source: str, report: Mapping[str, Any]) -> None:
+    """transformers draws at random what its loading report says is missing. Raises WeightsMissing with the tensors' names."""
+    lacking = sorted(report["missing_keys"])
+    lacking += [
+        f"{name} (shape {list(has)} for {list(asked)})" for name, has, asked in sorted(report["mismatched_keys"])
+    ]
+    if lacking:
+        more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
+        raise WeightsMissing(
+            f"The weights of {source} lack {', '.join(lacking[:_NAMED])}{more}; fetch or save the whole model again."
+        )
+
+
+def check_bits(source: str, parameters: int, files: Iterable[Path]) -> None:
+    """Raise UnsupportedModel where a configuration has more parameters than its files here have bits. A module of those sizes
+    would take all time and memory before it is found to lack weights. Without files nothing is checked."""
+    held = sum(file.stat().st_size for file in files)
+    if held and parameters > max(8 * held, _QUICK):
+        raise UnsupportedModel(
+            f"The configuration of {source} describes {parameters:,} parameters, and its weights have {format_bytes(held)}; "
+            "fetch or save the whole model again."
+        )
 
 
 @contextmanager

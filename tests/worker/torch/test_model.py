@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AttentionInterface
 
 from pensieve.compose.weights import folder_architecture
@@ -90,6 +92,85 @@ def test_weights_that_are_not_safetensors_are_not_read(llama: LoadedModel, tmp_p
     torch.save(llama.module.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(WeightsMissing, match=r"model\.weights=random"):
         _load(tiny_spec("llama"), str(tmp_path))
+
+
+def _saved(model: LoadedModel, folder: Path, files: str, changed: Callable[[dict[str, torch.Tensor]], None]) -> str:
+    """A folder of the model whose weights were `changed`: in one file, or in two with an index."""
+    model.module.config.save_pretrained(folder)
+    tensors = {name: tensor.clone().contiguous() for name, tensor in model.module.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    changed(tensors)
+    names = sorted(tensors)
+    half = len(names) // 2
+    parts = {"model.safetensors": names}
+    if files == "several":
+        parts = {"model-1.safetensors": names[:half], "model-2.safetensors": names[half:]}
+        of = {name: file for file, held in parts.items() for name in held}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": of}))
+    for file, held in parts.items():
+        save_file({name: tensors[name] for name in held}, folder / file, {"format": "pt"})
+    return str(folder)
+
+
+_V = "model.layers.1.self_attn.v_proj.weight"
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("files", ["one", "several"])
+@pytest.mark.parametrize(
+    ("name", "kept", "words"),
+    [
+        ("llama", lambda name: name != _V, rf"lack {_V}; fetch"),
+        ("llama", lambda name: name != "lm_head.weight", r"lack lm_head\.weight; fetch"),
+        ("llama", lambda name: ".layers.1." not in name, r"lack model\.layers\.1\..* and 4 more; fetch"),
+        ("llama", lambda name: name == _V, r"and 15 more; fetch"),
+        ("gpt2", lambda name: name != "transformer.wte.weight", r"lack .*transformer\.wte\.weight; fetch"),
+    ],
+)
+def test_weights_that_lack_a_tensor_are_not_served(
+    name: str, kept: Callable[[str], bool], words: str, files: str, fused: bool, tmp_path: Path,
+    model_of: Callable[..., LoadedModel],
+) -> None:  # fmt: skip
+    def drop(tensors: dict[str, torch.Tensor]) -> None:
+        for one in [one for one in tensors if not kept(one)]:
+            del tensors[one]
+
+    with pytest.raises(WeightsMissing, match=words):
+        _load(tiny_spec(name), _saved(model_of(name), tmp_path, files, drop), fused=fused)
+
+
+def test_a_tensor_of_another_shape_is_named(llama: LoadedModel, tmp_path: Path) -> None:
+    def cut(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[_V] = tensors[_V][:16].clone()
+
+    with pytest.raises(WeightsMissing, match=rf"lack {_V} \(shape \[16, 64\] for \[32, 64\]\)"):
+        _load(tiny_spec("llama"), _saved(llama, tmp_path, "one", cut))
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("llama", {"model.layers.0.self_attn.rotary_emb.inv_freq": (8,)}),
+        ("gpt2", {"transformer.h.0.attn.bias": (1, 1, 8, 8), "transformer.h.0.attn.masked_bias": ()}),
+        ("gpt2", {"lm_head.weight": None}),  # tied, and saved twice
+        ("gemma2", {}),
+    ],
+)
+def test_tied_heads_and_buffers_that_are_no_weights_load(
+    name: str, more: dict[str, tuple[int, ...] | None], tmp_path: Path, model_of: Callable[..., LoadedModel]
+) -> None:
+    model = model_of(name)
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        for one, shape in more.items():
+            tensors[one] = (
+                torch.zeros(shape) if shape is not None else model.module.get_output_embeddings().weight.clone()
+            )
+
+    loaded = _load(tiny_spec(name), _saved(model, tmp_path, "one", add))
+    tokens = random_tokens(10, 0)
+    assert torch.equal(plain_logits(loaded, tokens), plain_logits(model, tokens))
 
 
 def test_no_such_folder(tmp_path: Path) -> None:
