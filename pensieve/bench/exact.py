@@ -17,6 +17,7 @@ from pensieve.scheduler.sequence import Sequence
 from pensieve.worker.torch.attention import IMPLEMENTATION
 from pensieve.worker.torch.model import LoadedModel
 from pensieve.worker.torch.options import TorchOptions
+from pensieve.worker.torch.sampler import greedy
 from pensieve.worker.torch.transfers.link import Link
 from pensieve.worker.torch.worker import TorchWorker
 
@@ -159,7 +160,7 @@ class CheckedEngine(Engine):
                 f"{difference:.2e} (allowed {limit:.2e})"
             )
         if sequence.request.sampling.temperature == 0:
-            best = expected.argmax(dim=1)
+            best = greedy(expected)
             for i, token in enumerate(sequence.record.token_ids):
                 margin = float(expected[i, best[i]] - expected[i, token])
                 if margin > 2 * limit:

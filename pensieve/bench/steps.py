@@ -25,6 +25,7 @@ from pensieve.specs import ModelSpec
 from pensieve.units import ceil_div
 from pensieve.worker.torch.model import LoadedModel
 from pensieve.worker.torch.options import TorchOptions
+from pensieve.worker.torch.sampler import greedy
 from pensieve.worker.torch.worker import TorchWorker
 
 # (requests, context) of decode, and tokens of prefill; what bench.size=full adds.
@@ -144,7 +145,7 @@ def _measure_prefill(bench: Bench, model: LoadedModel, module: Any, tokens: int)
         started = perf_counter()
         with torch.inference_mode():
             output = module(input_ids=ids, use_cache=True, logits_to_keep=1)
-            int(output.logits[0, -1].argmax())
+            int(greedy(output.logits[0, -1]))
         synchronize(bench.device)
         return (perf_counter() - started) * 1e3
 

@@ -200,9 +200,8 @@ class PartiallyAware(_Disaggregated):
     """What comes along with each step beside KV."""
 
     def _serve(self, request: Request, channel: Channel, spent: _Spent) -> str | None:
-        import torch
-
         from pensieve.engines.disaggregated.remote_model import tensor_of
+        from pensieve.worker.torch.sampler import greedy
 
         ends, ids, kv = end_tokens(self._setup, request), request.prompt, dict[str, Array]()
         for number in range(1, request.output.max_new_tokens + 1):
@@ -210,7 +209,7 @@ class PartiallyAware(_Disaggregated):
             arrived = self._receive()
             spent.add(arrived)
             kv = {KV: arrived.arrays[KV]}
-            drawn = int(torch.argmax(tensor_of(arrived.arrays[LOGITS]).float()))
+            drawn = int(greedy(tensor_of(arrived.arrays[LOGITS])))
             wanted = channel.tell(drawn)
             if drawn in ends:
                 return "eos"

@@ -13,6 +13,7 @@ from pensieve.engines.base import EngineSetup
 from pensieve.engines.disaggregated.messages import KV, LOGITS, Array
 from pensieve.engines.weights import plain_module
 from pensieve.request import TokenArray
+from pensieve.worker.torch.sampler import greedy
 
 WARM_TOKENS = 8
 
@@ -59,7 +60,7 @@ class RemoteModel:
         cache, ids = DynamicCache(), prompt
         for number in range(1, tokens + 1):
             began = perf_counter()
-            drawn = int(self._forward(ids, cache).float().argmax())
+            drawn = int(greedy(self._forward(ids, cache)))
             last = number == tokens or drawn in ends
             yield drawn, last, perf_counter() - began
             if last:

@@ -35,8 +35,8 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """tokens [rows] int64. margins [rows] float32: the highest logit less the second highest; not finite where the logits
-    are not."""
+    """tokens [rows] int64. margins [rows] float32: the highest logit less the next one, 0 for a tie; not finite where the
+    logits are not."""
 
     tokens: torch.Tensor
     margins: torch.Tensor
@@ -67,10 +67,10 @@ def draw(logits: torch.Tensor, draws: Draws | None) -> Drawn:
     a function of (key, position) and the token alone, so a row's token is the same in any batch, on any baseline.
     """
     scores = logits.float()
-    top = torch.topk(scores, min(2, scores.shape[-1]), dim=-1)
-    tokens, margins = top.indices[:, 0], top.values[:, 0] - top.values[:, -1]
+    tokens = greedy(scores)
+    top = torch.topk(scores, min(2, scores.shape[-1]), dim=-1).values
+    margins = top[:, 0] - top[:, -1]
     if draws is not None:
-        tokens = tokens.clone()
         for first in range(0, len(draws.rows), _TOGETHER):
             some = slice(first, first + _TOGETHER)
             rows = draws.rows[some]
@@ -79,8 +79,14 @@ def draw(logits: torch.Tensor, draws: Draws | None) -> Drawn:
             if draws.limited:
                 wanted = _keep(wanted, chosen, draws.top_p[some, None], draws.top_k[some, None])
             wanted += gumbel_noise(draws.starts[some], wanted.shape[1])
-            tokens.index_copy_(0, rows, torch.argmax(wanted, dim=-1))
+            tokens.index_copy_(0, rows, greedy(wanted))
     return Drawn(tokens, margins)
+
+
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    """The token [...] that temperature 0 takes of logits [..., vocab]: the highest, and of equal ones the lowest id. This is
+    the one definition. torch.topk promises no order of equal values; 16-bit logits are often equal."""
+    return torch.argmax(logits, dim=-1)
 
 
 def noise_start(key: int, position: int) -> int:

@@ -91,6 +91,17 @@ def test_a_row_draws_the_same_in_any_batch() -> None:
     assert together == alone == reversed_rows
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_greedy_takes_the_lowest_of_equal_ids(dtype: torch.dtype) -> None:
+    """Logits of a 16-bit head are often equal; topk takes any of them."""
+    logits = _logits(512, vocab=1000).bfloat16().to(dtype)
+    expected = [row.index(max(row)) for row in logits.tolist()]
+    ties = sum(row.count(max(row)) > 1 for row in logits.tolist())
+    drawn = draw(logits, [Sample(1)] * 512)
+    assert ties > 5 and drawn.tokens == expected
+    assert [margin == 0 for margin in drawn.margins].count(True) == ties
+
+
 def test_greedy_and_sampled_rows_share_a_batch() -> None:
     logits = _logits(2)
     drawn = draw(logits, [Sample(1), Sample(1, key=3, temperature=5.0)])
