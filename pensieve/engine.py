@@ -25,6 +25,10 @@ from pensieve.session import Session
 from pensieve.worker.base import Worker
 
 _LOOKED_AT = 4  # ended sessions looked at whenever one more ends; so at most one in four of those kept has no KV left
+_NOT_FINITE = (
+    "The logits of this request are not finite, so no token can be drawn; check the model's weights, or set "
+    "model.dtype=float32."
+)
 _LONG_ROW = 128  # positions of a row whose time the cost model should tell
 
 
@@ -320,6 +324,11 @@ class Engine:
             if sequence in misread:
                 sequence.discard_result()
                 self.cache.invalidate(sequence.session, runs)
+                continue
+            if sequence.slot in result.not_finite:
+                # What it read may be the cause: none of it is read again, neither by this conversation nor by another.
+                self.cache.invalidate(sequence.session, ((0, runs[-1][1]),))
+                self._fail_requests([sequence], _NOT_FINITE, now_s)
                 continue
             if sequence.closed:
                 continue

@@ -107,6 +107,7 @@ class Repeats:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What a plan did. tokens and margins by slot (margin: top logit less the second; absent where unknown).
+    not_finite: slots that were to be sampled and whose logits are NaN or infinite; the other rows are valid.
 
     done, failed: tickets of copies that ended since the last result, of this plan or of earlier ones; what a failed copy
     wrote is not valid. unread: tickets of loads from disk that brought something else than was asked for; unkept: keys that
@@ -120,6 +121,7 @@ class StepResult:
     step: int | None
     tokens: dict[int, int] = field(default_factory=dict)
     margins: dict[int, float] = field(default_factory=dict)
+    not_finite: tuple[int, ...] = ()
     ended_ns: int | None = None
     done: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()

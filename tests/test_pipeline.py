@@ -33,7 +33,8 @@ def letters(tokens: Many[int]) -> str:
 
 
 class Watched(SimulatedWorker):
-    """Fails the steps it is told to, and checks that plans are collected in order and never more than two at a time.
+    """Fails the steps it is told to, or one sampled row of them, and checks that plans are collected in order and never more
+    than two at a time.
 
     A row without tokens must be of a slot that has sampled before: its token is what that slot sampled last.
     """
@@ -41,6 +42,7 @@ class Watched(SimulatedWorker):
     def __init__(self, worker: SimulatedWorker) -> None:
         self.__dict__.update(worker.__dict__)
         self.failing: set[int] = set()
+        self.broken: set[int] = set()
         self.over: set[int] = set()
         self.most = self.unseen = 0
         self.steps: list[int] = []
@@ -60,6 +62,9 @@ class Watched(SimulatedWorker):
             if row.sample is not None:
                 self.sampled[row.slot] = row.sample.position
         result = super()._perform(plan)
+        if plan.step in self.broken and result.tokens:
+            slot = max(result.tokens)
+            return replace(result, tokens=without(result.tokens, slot), not_finite=(slot,))
         if plan.step not in self.failing:
             return result
         self.over |= {copy.ticket for copy in (*plan.swap_in, *plan.swap_out)}  # a failed plan's are not heard of again
@@ -68,6 +73,10 @@ class Watched(SimulatedWorker):
     def collect(self, until_ns: int | None) -> StepResult | None:
         result = super().collect(until_ns)
         return result and replace(result, done=tuple(ticket for ticket in result.done if ticket not in self.over))
+
+
+def without(tokens: dict[int, int], slot: int) -> dict[int, int]:
+    return {one: token for one, token in tokens.items() if one != slot}
 
 
 def engine_of(depth: int, eos: frozenset[int] = frozenset(), **options: Any) -> Engine:
@@ -213,6 +222,34 @@ def test_a_failure_in_mid_pipeline_fails_its_requests_and_what_was_built_on_it(m
     settle(engine)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("make", [TwoTierCache, PrefixCache, SlotCache, StatelessCache])
+def test_a_row_that_is_not_finite_fails_its_own_turn_only(make: Any, depth: int) -> None:
+    engine, plain = engine_of(depth, gpu_blocks=64, cache=make), engine_of(1, gpu_blocks=64, cache=make)
+    for one in (engine, plain):
+        one.submit(request(1, "a", tokens=9, output=4))
+        run(one)
+    kept = list(engine.cache.find("a").tokens)  # type: ignore[union-attr]
+    worker = worker_of(engine)
+    worker.broken = {engine.scheduler.counters.steps + 2}
+    others = [request(2, "b", tokens=5, output=6), request(3, "c", tokens=6, output=6)]
+    for asked in (*others, request(4, "a", tokens=4, output=6, turn=2)):  # the last one has the highest slot
+        engine.submit(asked)
+    turns = run(engine)
+    assert [turns[n].status for n in (2, 3, 4)] == ["completed", "completed", "failed"]
+    assert "not finite" in (turns[4].error or "") and len(turns[4].token_ids) < 6
+    assert list(engine.cache.find("a").tokens) == kept, "the turn is undone"  # type: ignore[union-attr]
+    again = request(5, "a", tokens=4, output=6, turn=2)
+    for asked in (*others, again):
+        plain.submit(asked)
+    engine.submit(again)
+    alike, mine = run(plain), run(engine)
+    assert {n: turns[n].token_ids for n in (2, 3)} == {n: alike[n].token_ids for n in (2, 3)}
+    assert mine[5].token_ids == alike[5].token_ids
+    assert (mine[5].history_tokens, mine[5].gpu_hit_tokens) == (12, 0), "what the row read is computed again"
+    settle(engine)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_random_traffic_gives_the_same_tokens_at_both_depths(seed: int) -> None:
     """Small pools, late copies, stops, cancellations, forgetting and failures, against a roomy engine of depth 1."""
@@ -250,7 +287,7 @@ def test_random_traffic_gives_the_same_tokens_at_both_depths(seed: int) -> None:
         if rng.random() < 0.05:
             engine.forget(rng.choice("abcdefgh"))
         if fails and rng.random() < 0.05:
-            worker.failing.add(engine.scheduler.counters.steps + rng.randint(0, 2))
+            rng.choice((worker.failing, worker.broken)).add(engine.scheduler.counters.steps + rng.randint(0, 2))
         for event in engine.step(None):
             if event.turn:
                 assert event.request_id not in done

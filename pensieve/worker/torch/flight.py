@@ -54,14 +54,15 @@ class Flight:
             self.ended.synchronize()
             self.compute_ns = int(self.began.elapsed_time(self.ended) * 1e6)
 
-    def read(self) -> tuple[dict[int, int], dict[int, float]]:
-        """Tokens and margins by slot. Raises FloatingPointError for logits that are not finite."""
+    def read(self) -> tuple[dict[int, int], dict[int, float], tuple[int, ...]]:
+        """Tokens and margins by slot, and the slots whose logits are not finite, which have neither."""
         if self.copied is None:
-            return {}, {}
-        margins = self.copied[1].view(torch.float64).tolist()
-        if not all(math.isfinite(margin) for margin in margins):
-            raise FloatingPointError("the logits are not finite")
-        return dict(zip(self.slots, self.copied[0].tolist(), strict=True)), dict(zip(self.slots, margins, strict=True))
+            return {}, {}, ()
+        read = list(zip(self.slots, self.copied[0].tolist(), self.copied[1].view(torch.float64).tolist(), strict=True))
+        finite = [(slot, token, margin) for slot, token, margin in read if math.isfinite(margin)]
+        tokens = {slot: token for slot, token, _ in finite}
+        margins = {slot: margin for slot, _, margin in finite}
+        return tokens, margins, tuple(slot for slot in self.slots if slot not in tokens)
 
 
 def without_frames(failure: Exception) -> Exception:

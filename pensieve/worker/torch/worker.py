@@ -273,12 +273,13 @@ class TorchWorker:
         transfer, plan = self.transfer, flight.plan
         tokens: dict[int, int] = {}
         margins: dict[int, float] = {}
+        not_finite: tuple[int, ...] = ()
         error: str | None = None
         failure = flight.error
         if failure is None:
             try:
                 flight.wait()
-                tokens, margins = flight.read()
+                tokens, margins, not_finite = flight.read()
             except Exception as raised:  # of a kernel that failed since the launch
                 failure = without_frames(raised)
         if failure is not None:
@@ -294,6 +295,7 @@ class TorchWorker:
             step=plan.step,
             tokens=tokens,
             margins=margins,
+            not_finite=not_finite,
             ended_ns=ended_ns if plan.rows else None,
             done=transfer.done(),
             failed=transfer.failed(),

@@ -9,7 +9,7 @@ from pensieve.plan import Copy, Row, Sample
 from pensieve.worker.torch.model import LoadedModel
 from pensieve.worker.torch.worker import TorchWorker
 
-from .driver import Driver, random_tokens
+from .driver import Driver, random_tokens, tiny_model
 
 
 def test_start_reports_what_runs(llama: LoadedModel) -> None:
@@ -84,12 +84,27 @@ def test_an_exception_in_the_forward_fails_the_step_only(llama: LoadedModel, mon
     assert driver.perform([row]).error is None, "the block tables of the failed plan stand"
 
 
-def test_logits_that_are_not_finite_are_an_error(llama: LoadedModel) -> None:
-    driver = Driver(llama)
-    driver.step(driver.prompt_row(0, random_tokens(12, 0)))
-    driver.worker.tensors.gpu[:, driver.tables[0][0]] = float("nan")
-    result = driver.perform([driver.decode_row(0)])
-    assert result.error == "The step failed on the device: FloatingPointError: the logits are not finite"
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("attention", ["reference", "auto"])
+def test_a_row_whose_logits_are_not_finite_leaves_the_others_exact(attention: str, value: float) -> None:
+    """Long and short contexts and a prefill beside it: of each step the tokens are those of a batch without the row. What it
+    left in its blocks is not read by who gets them next."""
+    driver = Driver(tiny_model("llama", attention=attention))
+    for slot, length in ((0, 12), (1, 70), (2, 11)):
+        driver.step(driver.prompt_row(slot, random_tokens(length, slot)))
+    driver.worker.tensors.gpu[:, driver.tables[0][0]] = value
+    row, prompt = driver.decode_row(0), driver.prompt_row(3, random_tokens(9, 3))
+    result = driver.perform([row, driver.decode_row(1), driver.decode_row(2), prompt], driver.allocate(3, 9))
+    assert (result.error, result.not_finite, sorted(result.tokens)) == (None, (0,), [1, 2, 3])
+    assert set(result.margins) == set(result.tokens)
+    for slot, token in result.tokens.items():
+        driver.tokens[slot].append(token)
+        driver.check_logits(slot)
+    driver.free += [block for block in driver.tables.pop(0) if block is not None]
+    driver.step(driver.prompt_row(4, random_tokens(13, 4)))
+    driver.step(driver.decode_row(4), driver.decode_row(1))
+    driver.check_logits(4)
+    driver.check_logits(1)
 
 
 def test_sampled_tokens_do_not_depend_on_the_batch(llama: LoadedModel) -> None:
