@@ -77,7 +77,7 @@ class ModelSpec:
                 return None
             try:
                 value = int(a[key])
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 value = 0
             if value < 1:
                 raise UnsupportedModel(

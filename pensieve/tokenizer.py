@@ -105,7 +105,10 @@ class HubTokenizer:
 def eos_of(config: Mapping[str, Any]) -> tuple[int, ...]:
     """The end-of-sequence ids of a config.json or generation_config.json: none, one or several."""
     said = config.get("eos_token_id")
-    return () if said is None else tuple(map(int, said)) if isinstance(said, list | tuple) else (int(said),)
+    ids = said if isinstance(said, list | tuple) else () if said is None else (said,)
+    if not all(isinstance(one, int) for one in ids):
+        raise WeightsMissing(f"eos_token_id={said!r} names no token ids; correct the model's configuration.")
+    return tuple(ids)
 
 
 def _generation_eos(folder: Path) -> tuple[int, ...]:
@@ -117,7 +120,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         return dict(content)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise WeightsMissing(f"{file} is not readable: {error}.") from error
 
 
@@ -154,7 +157,10 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     """chat_template.jinja, or what tokenizer_config.json says; of several, the one called default."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise WeightsMissing(f"{file} is not readable: {error}.") from error
     said = settings.get("chat_template")
     if isinstance(said, list):
         named = {str(one.get("name")): one.get("template") for one in said if isinstance(one, Mapping)}

@@ -139,12 +139,13 @@ def folder_architecture(folder: str) -> dict[str, Any]:
     file = Path(folder).expanduser() / "config.json"
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        if not isinstance(content, dict):
+            raise ValueError("it is no object")
+    except (OSError, ValueError, RecursionError) as error:
         raise WeightsMissing(
             f"{folder} is not a model folder: config.json cannot be read; give a folder that save_pretrained wrote, "
             "model.weights=hub or model.weights=random."
         ) from error
-    assert isinstance(content, dict)
     return content
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pensieve.errors import EngineMissing, UnsupportedModel
+from pensieve.gguf_header import check_gguf_header
 
 FILE_TYPES = ("f32", "f16")
 FAMILIES = {"llama": "llama", "gpt2": "gpt2"}
@@ -183,26 +184,29 @@ def _interleaved(values: Any, heads: int) -> Any:
 
 def with_words(source: Path, target: Path) -> None:
     """Copy a GGUF file with its tensors and its numbers, and our words for its vocabulary. Raises EngineMissing,
-    UnsupportedModel for a file that is not readable."""
+    WeightsMissing and UnsupportedModel for a file that is not readable."""
     try:
         import gguf
     except ImportError:
         raise EngineMissing(NO_GGUF) from None
+    check_gguf_header(source)
     try:
         reader = gguf.GGUFReader(source)
         family = str(reader.fields["general.architecture"].contents())
         vocab = len(reader.fields["tokenizer.ggml.tokens"].data)
-    except (OSError, ValueError, KeyError) as error:
+        kept = [
+            (name, field.contents(), field.types)
+            for name, field in reader.fields.items()
+            if not name.startswith(("GGUF.", "tokenizer.")) and name != "general.architecture"
+        ]
+    except Exception as error:  # the reader ends in any class of error for a malformed file
         raise UnsupportedModel(f"{source} is not a GGUF file of a language model: {error}.") from error
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     writer = gguf.GGUFWriter(partial, family)
-    for name, field in reader.fields.items():
-        if name.startswith(("GGUF.", "tokenizer.")) or name == "general.architecture":
-            continue
-        kind = field.types[0]
-        sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(name, field.contents(), kind, sub)
+    for name, content, types in kept:
+        sub = types[-1] if types[0] == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(name, content, types[0], sub)
     _vocabulary(writer, gguf, vocab)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)

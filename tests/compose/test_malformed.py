@@ -1,0 +1,173 @@
+"""Damaged model files: a sentence within a second, or a model that still loads; nothing else."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from time import process_time
+
+import pytest
+import torch
+
+from pensieve.compose import model_config
+from pensieve.compose.tokenizer import build_tokenizer
+from pensieve.compose.weights import check_weights, own_folder
+from pensieve.errors import PensieveError
+from pensieve.specs import ModelSpec
+from pensieve.worker.torch.model import load_module
+from tests.tiny_gguf import write_gguf
+
+pytest.importorskip("gguf")
+pytest.importorskip("accelerate")
+
+SEEDS = 15
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "model.safetensors",
+    "m.gguf",
+)
+
+
+def load(source: Path) -> None:
+    """All that a start reads of a model."""
+    model = model_config(str(source))
+    check_weights(model)
+    spec = ModelSpec.from_architecture(model.name, model.architecture)
+    build_tokenizer(model, spec.vocab, simulated=False)
+    load_module(spec, str(own_folder(model)), None, None, 0, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of a model, and the GGUF file that they were made of. They load."""
+    from pensieve.worker.torch.gguf import dequantise
+
+    with pytest.MonkeyPatch.context() as patch:
+        at = tmp_path_factory.mktemp("good")
+        patch.setenv("XDG_CACHE_HOME", str(at / "cache"))
+        source = write_gguf(at / "m.gguf")
+        (at / "folder").mkdir()
+        dequantise(source, at / "folder")
+        load(at / "folder")
+        load(source)
+        return {file.name: file.read_bytes() for file in [*(at / "folder").iterdir(), source]}
+
+
+def ends_well(folder: Path, files: dict[str, bytes], damaged: str, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    """The sentence, None for a model that loads."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    began = process_time()
+    try:
+        load(folder / damaged if damaged.endswith(".gguf") else folder)
+    except PensieveError as error:
+        assert process_time() - began < 1.0
+        return str(error)
+    return None
+
+
+def damage(content: bytes, rng: random.Random) -> bytes:
+    """The end cut off, or a bit, a byte, or four bytes changed, more often near the beginning."""
+    if rng.random() < 0.25:
+        return content[: rng.randrange(len(content))]
+    changed = bytearray(content)
+    at = rng.randrange(min(len(content), rng.choice((64, 512, 4096, len(content)))))
+    size = rng.choice((0, 1, 4))
+    changed[at : at + max(1, size)] = rng.randbytes(size) if size else bytes([changed[at] ^ 1 << rng.randrange(8)])
+    return bytes(changed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
+def test_random_damage_ends_in_a_sentence_or_a_model(
+    name: str, good: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = 0
+    for seed in range(SEEDS):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        content = damage(good[name], random.Random(seed))
+        refused += ends_well(folder, {**good, name: content}, name, monkeypatch) is not None
+    assert refused, "some damage is seen"
+
+
+def with_fields(**fields: object) -> Callable[[bytes], bytes]:
+    return lambda content: json.dumps({**json.loads(content), **fields}).encode()
+
+
+def with_number(key: bytes, value: int, form: str = "<I") -> Callable[[bytes], bytes]:
+    """A GGUF file's own number: behind its key and the number of its type."""
+
+    def edit(content: bytes) -> bytes:
+        at = content.index(key) + len(key) + 4
+        return content[:at] + struct.pack(form, value) + content[at + struct.calcsize(form) :]
+
+    return edit
+
+
+def at_place(place: int, value: int) -> Callable[[bytes], bytes]:
+    return lambda content: content[:place] + struct.pack("<Q", value) + content[place + 8 :]
+
+
+def nested_arrays(content: bytes) -> bytes:
+    one = struct.pack("<Q", 1) + b"x" + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 100_000
+    return content[:16] + struct.pack("<Q", 21) + one + content[24:]
+
+
+def instead(content: bytes) -> Callable[[bytes], bytes]:
+    return lambda _: content
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "words"),
+    [
+        ("m.gguf", with_number(b"llama.block_count", 1_000_000), "block_count=1000000, and it holds 2 blocks"),
+        ("m.gguf", with_number(b"llama.embedding_length", 2**31), "parameters"),
+        ("m.gguf", with_number(b"llama.feed_forward_length", 2**30), "parameters"),
+        ("m.gguf", at_place(8, 1_000_000), "not a whole GGUF file"),
+        ("m.gguf", at_place(16, 2**60), "not a whole GGUF file"),
+        ("m.gguf", at_place(24, 2**62), "goes on beyond its end"),
+        ("m.gguf", nested_arrays, "array of the unknown type 9"),
+        ("m.gguf", lambda content: content[:-200], "ends beyond its end"),
+        ("m.gguf", instead(b""), "not a whole GGUF file"),
+        ("config.json", instead(b"[]"), "config.json cannot be read"),
+        ("config.json", instead(b"[" * 100_000), "config.json cannot be read"),
+        ("config.json", with_fields(num_hidden_layers=1_000_000), "parameters"),
+        ("config.json", with_fields(hidden_size=float("inf")), "is not that of a decoder-only"),
+        ("config.json", with_fields(hidden_act="no_such"), "no_such"),
+        ("config.json", with_fields(eos_token_id="end"), "eos_token_id='end'"),
+        ("config.json", with_fields(sliding_window="wide", model_type="mistral"), "sliding_window"),
+        ("config.json", with_fields(rope_parameters=7), "rope_parameters"),
+        ("config.json", with_fields(model_type=["llama"]), "transformers can load here"),
+        ("config.json", with_fields(dtype="no_such"), "no_such"),
+        ("model.safetensors", instead(b""), "are damaged"),
+        ("model.safetensors", at_place(0, 2**63), "are damaged"),
+        ("model.safetensors", instead(struct.pack("<Q", 2) + b"[]"), "are damaged"),
+        ("model.safetensors.index.json", instead(b"{}"), "weight_map"),
+        (
+            "model.safetensors.index.json",
+            instead(b'{"metadata": {}, "weight_map": {"lm_head.weight": "gone.safetensors"}}'),
+            "gone",
+        ),
+        ("tokenizer.json", instead(b"[" * 100_000), "not a readable tokenizer"),
+        ("tokenizer_config.json", instead(b"{" * 100_000), "not readable"),
+        ("chat_template.jinja", instead(b"\xff\xfe"), "not readable"),
+        ("generation_config.json", with_fields(eos_token_id={"a": 1}), "names no token ids"),
+    ],
+)
+def test_damage_of_a_kind_is_named(
+    name: str, edit: Callable[[bytes], bytes], words: str, good: dict[str, bytes], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    files = {**good, name: edit(good.get(name, b""))}
+    if name.endswith("index.json"):
+        del files["model.safetensors"]
+    sentence = ends_well(tmp_path, files, name, monkeypatch)
+    assert sentence is not None and words in sentence and "\n" not in sentence, sentence
