@@ -30,23 +30,25 @@ def profile_of(
     max_context: int,
     transfer_blocks: int,
     where: Mapping[str, Any],
+    batch_tokens: int,
 ) -> Profile:
     """Measured before the first request, in the blocks of the pools that the requests will overwrite.
 
     All baselines of a sweep share one profile, so that their policies decide by the same costs. pool_tokens: what the GPU
     tier holds; with the model's max_context it bounds the contexts that are measured. transfer_blocks: how many blocks both
-    tiers have, 0 for no CPU tier. Raises WorkerError when a measured step fails.
+    tiers have, 0 for no CPU tier. batch_tokens: scheduler.max_batch_tokens, for which memory was
+    rehearsed. Raises WorkerError when a measured step fails.
     """
     longest = min(pool_tokens, max_context)
     same = {name: value for name, value in where.items() if name not in _COSTS_NO_STEP}
-    key = json.dumps([same, chunk_tokens, longest.bit_length(), max_context], sort_keys=True, default=str)
+    key = json.dumps([same, chunk_tokens, longest.bit_length(), max_context, batch_tokens], sort_keys=True, default=str)
     profile = _known.get(key)
     if profile is None:
 
         def iteration_s(start: int, stop: int) -> float:
             return prefill_s(worker, clock, chunk_tokens, start, stop)
 
-        profile = measure(iteration_s, chunk_tokens, longest, same, max_context)
+        profile = measure(iteration_s, chunk_tokens, longest, same, max_context, batch_tokens)
     if transfer_blocks and not profile.load_chunk_s:
         hidden = hidden_share(worker, clock, chunk_tokens, transfer_blocks)
         profile = replace(profile, load_chunk_s=load_s(worker, clock, transfer_blocks), hidden_share=hidden)

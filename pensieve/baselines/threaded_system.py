@@ -101,7 +101,8 @@ class ThreadedSystem(EngineSystem):
         size, model = self._chunk_tokens, self._model
         pool, transfers = self._gpu_blocks * size, min(self._cpu_blocks, self._gpu_blocks)
         where = {**report.settings, "model": model.name, "parameters": model.parameters}
-        found = profile_of(self._worker, self.clock, size, pool, model.max_context, transfers, where)
+        batch = self._scheduler_settings.max_batch_tokens
+        found = profile_of(self._worker, self.clock, size, pool, model.max_context, transfers, where, batch)
         self._worker.forget()  # or whoever measures has filled tiers that nobody may ever need, and whoever knows has not
         return found
 

@@ -159,7 +159,9 @@ class Returning:
         """Of the machine and the link as they are now, measured as a trial does; a hybrid restore decides by it."""
         blocks, settings = self.cache.gpu_blocks, {**self.worker.settings(), "bench": "returning"}
         longest = self.model.spec.max_context
-        known = profile_of(self.worker, self.clock, CHUNK, blocks * CHUNK, longest, blocks, settings)
+        known = profile_of(
+            self.worker, self.clock, CHUNK, blocks * CHUNK, longest, blocks, settings, self._batch_tokens
+        )
         return replace(known, load_chunk_s=load_s(self.worker, self.clock, blocks))
 
     def set_cost_model(self) -> Profile:

@@ -121,31 +121,34 @@ def measure(
     longest: int,
     where: Mapping[str, Any],
     max_context: int | None = None,
+    most: int = WHOLE,
 ) -> Profile:
     """Profile a device through `iteration(start, stop) -> seconds` at the powers of two up to `longest`, the context that
     its pools hold; the fastest run counts, of a context or of a longer one, since noise only adds.
 
+    most: positions of one iteration, at most: there is memory for no more.
     max_context: what the model takes, so that the record can say what the pools left out. Raises WorkerError where a prefill
     fails; where a longer context does, which may need more memory than there is, the profile ends before it.
     """
     lengths = list(_powers(SHORTEST, longest)) or [longest]
     left_out = dict.fromkeys(_powers(2 * lengths[-1], max_context or 0), "the GPU tier holds less")
+    whole, tail = min(WHOLE, most), min(TAIL, most)
     fastest: dict[int, float] = {}
     spent = 0.0
 
     def run(length: int) -> float:
-        return iteration(0 if length <= WHOLE else length - TAIL, length)
+        return iteration(0 if length <= whole else length - tail, length)
 
     for index, length in enumerate(lengths):
         reason = ""
         # A prefill of twice the length takes twice as long, an iteration over as many tokens much as long, but for attention.
-        if length > _ALWAYS and spent + fastest[lengths[index - 1]] * (2 if length <= WHOLE else 1) > _BUDGET_S:
+        if length > _ALWAYS and spent + fastest[lengths[index - 1]] * (2 if length <= whole else 1) > _BUDGET_S:
             reason = f"it would take the profile beyond {_BUDGET_S:g} s"
         else:
             try:
                 fastest[length] = run(length)
             except WorkerError as error:
-                if length <= WHOLE:
+                if length <= whole or not index:
                     raise
                 reason = str(error)
         if reason:
@@ -160,10 +163,11 @@ def measure(
                 fastest[length] = min(least, seconds)
     return Profile(
         chunk_tokens=chunk_tokens,
-        prefill_s=_rising({length: seconds for length, seconds in fastest.items() if length <= WHOLE}),
+        prefill_s=_rising({length: seconds for length, seconds in fastest.items() if length <= whole}),
         load_chunk_s=0.0,
         where=dict(where),
-        tail_s=_rising({length: seconds for length, seconds in fastest.items() if length > WHOLE}),
+        tail_s=_rising({length: seconds for length, seconds in fastest.items() if length > whole}),
+        tail_tokens=tail,
         left_out=left_out,
     )
 

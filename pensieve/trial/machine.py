@@ -53,7 +53,14 @@ def measure_machine(plan: TrialPlan, rounds: int, budget_s: float) -> MachinePro
         transfers = min(gpu_blocks, plan.cpu_blocks)
         # Asked as a trial asks, so that one of this process has the same prices.
         costs = profile_of(
-            worker, clock, size, gpu_blocks * size, plan.model.max_context, transfers, {**report.settings, **model}
+            worker,
+            clock,
+            size,
+            gpu_blocks * size,
+            plan.model.max_context,
+            transfers,
+            {**report.settings, **model},
+            batch.max_batch_tokens,
         )
         prefill, decode = measure_grids(
             worker, clock, size, gpu_blocks, longest, batch.max_batch_tokens, batch.max_batch_requests, rounds, budget_s

@@ -73,7 +73,7 @@ def measured_of(*overrides: str) -> MachineProfile:
     worker.start(plan.gpu_blocks, plan.cpu_blocks)
     size, blocks = plan.chunk_tokens, plan.gpu_blocks
     where = {"model": plan.model.name, "dtype": plan.model.dtype, "machine": plan.hardware.name}
-    costs = profile_of(worker, clock, size, POOL, plan.model.max_context, blocks, {**where, "of": str(overrides)})
+    costs = profile_of(worker, clock, size, POOL, plan.model.max_context, blocks, {**where, "of": str(overrides)}, 512)
     prefill, decode = measure_grids(worker, clock, size, blocks, POOL, 512, 64, rounds=1, budget_s=1e9)
     inward, outward = (load_s(worker, clock, blocks, inward=way) for way in (True, False))
     return MachineProfile(

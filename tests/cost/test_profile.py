@@ -85,6 +85,21 @@ def test_what_is_measured_gives_it_too(hardware: str, model: str) -> None:
     assert list(profile.left_out) == [65536, 131072]
 
 
+@pytest.mark.parametrize("most", [16, 256, 4096])
+def test_no_iteration_is_larger_than_memory_was_rehearsed_for(most: int) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def iteration(start: int, stop: int) -> float:
+        asked.append((start, stop))
+        return 1e-4 + 1e-6 * (stop - start) + 1e-10 * (stop**2 - start**2)
+
+    profile = measure(iteration, 32, 8192, {}, most=most)
+    assert max(stop - start for start, stop in asked) == min(most, WHOLE)
+    assert profile.recompute_s(8192) > profile.recompute_s(1024) > 0
+    if most > 16:  # with iterations of one length, the line has no slope to see
+        assert profile.recompute_s(8192) == pytest.approx(32 * (1e-6 + 1e-10 * (2 * 8192 - 32)), rel=0.1)
+
+
 @pytest.mark.parametrize("hardware", ["sim_a100_80g", "sim_gtx1650"])
 def test_where_no_prefill_is_bound_by_weights_the_old_range_stays_exact(hardware: str) -> None:
     roofline = roofline_of(hardware)
@@ -163,7 +178,7 @@ def test_a_worker_is_profiled_through_its_plans() -> None:
     clock = VirtualClock()
     worker = SimulatedWorker(roofline.model, roofline.hardware, clock, 32)
     worker.start(2000, 2000)
-    profile = profile_of(worker, clock, 32, 64_000, 8192, 2000, {"worker": "simulated"})
+    profile = profile_of(worker, clock, 32, 64_000, 8192, 2000, {"worker": "simulated"}, 4096)
     assert [*profile.prefill_s, *profile.tail_s] == [context for context in CONTEXTS if context <= 8192]
     check(profile, roofline)
     assert profile.load_s() == pytest.approx(roofline.load_s(), rel=0.1)
@@ -172,9 +187,9 @@ def test_a_worker_is_profiled_through_its_plans() -> None:
     assert record["left_out"] == {}
     assert clock.now_s() < 2
     for how in ({}, {"model_load_s": 2.5, "model_reused": False}, {"model_load_s": 2.5, "model_reused": True}):
-        again = profile_of(worker, clock, 32, 40_000, 8192, 2000, {"worker": "simulated", **how})
+        again = profile_of(worker, clock, 32, 40_000, 8192, 2000, {"worker": "simulated", **how}, 4096)
         assert again is profile, "baselines of a sweep decide by the same costs"
-    small = profile_of(worker, clock, 32, 3000, 8192, 90, {"worker": "simulated"})
+    small = profile_of(worker, clock, 32, 3000, 8192, 90, {"worker": "simulated"}, 4096)
     assert list(small.tail_s) == [2048] and list(small.left_out) == [4096, 8192]
 
 

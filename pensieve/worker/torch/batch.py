@@ -105,6 +105,11 @@ class Spans(Sequence[Span]):
         single, several = (Spans(*parts) for parts in zip(firsts, starts, stops, chunks, blocks, strict=True))
         return single, several
 
+    @property
+    def all_single(self) -> bool:
+        """Every span is one query; the last one tells, since the longer ones come last. Without making the objects."""
+        return bool(self.stop[-1] - self.start[-1] == 1)
+
     def __len__(self) -> int:
         return len(self.first)
 
@@ -149,8 +154,8 @@ class Batch:
 
     @property
     def all_single(self) -> bool:
-        """Whether every row is one position; the last span tells, since the longer ones come last."""
-        return self.spans[-1].queries == 1
+        """Whether every row is one position."""
+        return Spans.of(self.spans).all_single
 
 
 def build_batch(

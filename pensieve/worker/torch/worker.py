@@ -18,7 +18,7 @@ from pensieve.plan import Row, Sample, StartReport, StepPlan, StepResult
 from pensieve.units import ceil_div
 from pensieve.worker.pool_file import PoolFile
 from pensieve.worker.torch.attention import IMPLEMENTATION, Iteration
-from pensieve.worker.torch.batch import Batch, BlockTables, build_batch
+from pensieve.worker.torch.batch import Batch, BlockTables, Spans, build_batch
 from pensieve.worker.torch.flight import Flight, without_frames
 from pensieve.worker.torch.graphs import CudaRecorder, DecodeGraphs, Recorder
 from pensieve.worker.torch.kernels.base import CapturingBackend
@@ -310,7 +310,8 @@ class TorchWorker:
     def _forward(self, batch: Batch) -> torch.Tensor:
         """Logits [sampled rows, vocab]; those of one position, unused, where no row is sampled."""
         transfer = self.transfer
-        waits = transfer.require(batch.spans)
+        attending = (Spans.of(batch.spans),)  # as arrays: no object a row on the way of every decode
+        waits = transfer.require(attending)
         if self._graphs is not None and self._graphs.takes(batch):
             if waits:  # a graph cannot wait in the middle; layers are loaded in order
                 transfer.wait_for_layer(self.tensors.layers - 1)
@@ -319,7 +320,7 @@ class TorchWorker:
                 whole = len(batch.sampled) == len(batch.spans)  # then they are in this order already
                 return logits if whole else logits.index_select(0, batch.logits_at)
         if self._disk is not None:
-            self._disk.require(batch.spans)
+            self._disk.require(attending)
         iteration = Iteration(
             batch, self.tensors.gpu_tokens(), self.chunk_tokens, self._wait_for_layer, self.model.attention
         )

@@ -138,3 +138,14 @@ def _seconds(work: object) -> float:
     began = time.perf_counter()
     work()  # type: ignore[operator]
     return time.perf_counter() - began
+
+
+def test_a_decode_makes_no_object_a_row() -> None:
+    tables = BlockTables()
+    for slot in range(8):
+        tables.overwrite(slot, 0, (slot,))
+    rows = [Row(slot, ((1, 2),), (5,), Sample(2)) for slot in range(8)]
+    batch = build_batch(rows, tables, {}, CHUNK, CPU)
+    assert batch.all_single and isinstance(batch.spans, Spans) and "_each" not in vars(batch.spans)
+    rows[3] = Row(3, ((0, 2),), (5, 6), Sample(2))
+    assert not build_batch(rows, tables, {}, CHUNK, CPU).all_single

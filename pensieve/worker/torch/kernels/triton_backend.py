@@ -43,7 +43,9 @@ _LEAST_SHARED = 99 * 1024  # what every GPU since Ampere gives one program
 _INTERPRETED_SMS = 4  # a small machine, so that tests split
 _BOX_ROW = 8  # elements: 16 bytes, of which the rows of a box are made
 _BOXED_REGISTERS = 128  # of a thread, with which two programs of 8 warps share a multiprocessor
-_BOX_CAPABILITIES = (9, 10)  # majors whose products read shared memory, where boxes go; older GPUs have no boxes
+# Majors whose products read shared memory: wgmma, and tcgen05 after it. Consumer Blackwell (12) has neither, and the shared
+# memory of 8.9: it is given the tiles of that. Boxes go to the same ones.
+_SHARED_PRODUCTS = (9, 10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +71,9 @@ class Tiles:
         """Of one program, what the compiler takes at most: the queries, the buffers of K and V, and the weights of a step.
 
         The stage that computes needs no buffer beside those that are being filled, but for wgmma, which reads shared memory
-        while the next step begins: GPUs of capability 9 have it, for tiles of 64 rows.
+        while the next step begins, for tiles of 64 rows (_SHARED_PRODUCTS).
         """
-        buffers = self.stages if capability >= 9 and rows >= _WGMMA_ROWS else max(1, self.stages - 1)
+        buffers = self.stages if capability in _SHARED_PRODUCTS and rows >= _WGMMA_ROWS else max(1, self.stages - 1)
         kv = 2 * self.block_keys * padded_dim * itemsize * buffers
         return rows * padded_dim * itemsize + kv + rows * self.block_keys * itemsize
 
@@ -114,7 +116,7 @@ def tiles_for(
     the other waits for its keys. What a multiprocessor has is RESERVED_SHARED more than what one program may have.
     """
     table = _TILES[itemsize, large]
-    if large and itemsize == 2 and capability >= 9:
+    if large and itemsize == 2 and capability in _SHARED_PRODUCTS:
         table = (*_WGMMA_TILES, *table)
     if large and boxes:
         table = (*_BOXED_TILES, *table)
@@ -136,7 +138,7 @@ def boxes_fit(capability: int, itemsize: int, head_dim: int, chunk_tokens: int, 
     """
     keys = min(tiles.block_keys for tiles in _BOXED_TILES)
     rows = itemsize == 2 and head_dim % _BOX_ROW == 0 and chunk_tokens >= keys
-    return TensorDescriptor is not None and capability in _BOX_CAPABILITIES and rows and window is None
+    return TensorDescriptor is not None and capability in _SHARED_PRODUCTS and rows and window is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +341,7 @@ class StandingPlan(_TritonPlan):
         self._ranges: Ranges | None = None
 
     def update(self, batch: Batch) -> None:
-        assert all(span.queries == 1 for span in batch.spans) and len(batch.spans) <= self._rows
+        assert batch.all_single and len(batch.spans) <= self._rows
         self._ranges = ranges_of(batch.spans, self._rows)
         assert len(self._ranges.tables) <= len(self._tables), "a row has more blocks than there is room for"
         send(self._ranges.tables, self._tables[: len(self._ranges.tables)])

@@ -17,7 +17,7 @@ ROWS: list[Runs] = [[(300, 320)], [(0, 40)], [(3, 4), (40, 60)], [(70, 71)]]
 @pytest.fixture(autouse=True)
 def boxes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter is taken for a GPU of capability 8."""
-    monkeypatch.setattr(triton_backend, "_BOX_CAPABILITIES", (8,))
+    monkeypatch.setattr(triton_backend, "_SHARED_PRODUCTS", (8,))
 
 
 @pytest.mark.parametrize(

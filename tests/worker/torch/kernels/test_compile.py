@@ -122,6 +122,17 @@ def test_tiles_fit_the_device(itemsize: int, kibibytes: int) -> None:
             assert tiles.stages == 3 or dim == 256 or itemsize == 4, "two steps ahead, also in 99 KiB"
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("large", [False, True])
+def test_consumer_blackwell_has_the_tiles_of_ada(large: bool, dim: int) -> None:
+    """It has Ada's shared memory and no wgmma; a tile of 64 rows that keeps its stages has one for heads of 256."""
+    from pensieve.worker.torch.kernels.triton_backend import tiles_for
+
+    ada, blackwell, hopper = (tiles_for(dim, 2, 16, large, 99 * 1024, capability) for capability in (8, 12, 9))
+    assert ada == blackwell and (not large or dim < 256 or ada.stages == 2)
+    assert not large or dim < 256 or hopper != ada, "the other way round, so that this can fail"
+
+
 @pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.parametrize("layer_block_bytes", [131072, 4096, 8640], ids=str)
 def test_blocks_are_copied_in_accesses_of_16_bytes(
