@@ -100,7 +100,7 @@ def _identity(setting: Setting, case: Case, backend: str) -> tuple[Identity, dic
         "seed": setting.seed,
     }
     device = {"name": setting.device.label, "count": setting.device.count, "threads": setting.threads}
-    return identify(config, setting.device.simulated, device), config
+    return identify(config, setting.device.simulated, device, entry="pensieve.bench.command"), config
 
 
 def _columns(

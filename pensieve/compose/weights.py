@@ -128,10 +128,10 @@ def model_identity(model: ModelConfig, simulated: bool) -> str:
     It covers architecture, tokenizer, dtype, and the weights' content as far as it is known before they are loaded: of a
     folder or file all of it, of the hub the commit, of random weights their seed. simulated: no weights at all.
     """
-    from pensieve.results.identity import config_hash  # which imports the database
+    from pensieve.results.identity import plain_hash  # which imports the database
 
     weights = None if simulated else weights_identity(model)
-    return config_hash({"model": model.model_dump(), "weights_content": weights, "simulated": simulated})
+    return plain_hash({"model": model.model_dump(), "weights_content": weights, "simulated": simulated})
 
 
 def folder_architecture(folder: str) -> dict[str, Any]:

@@ -97,7 +97,9 @@ class OutsideEngine(Protocol):
         """Raise EngineMissing, UnsupportedModel or ConfigError where `start` would. Loads nothing."""
 
     def identity(self) -> dict[str, str]:
-        """What a trial's platform says of it: which build of it would run, as far as that is known before it starts."""
+        """What a trial's platform says of it: which build of it would run, as far as that is known before it starts; for a
+        server that runs already what that says of itself. `unstated`: in a sentence, why that does not tell all that would
+        answer; no completed trial is then reused."""
         ...
 
     def start(self) -> StartReport:

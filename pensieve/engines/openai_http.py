@@ -17,10 +17,16 @@ from pensieve.engines.process import POLL_S
 from pensieve.errors import ConfigError, EngineFailed, RequestFailed
 from pensieve.plan import StartReport
 from pensieve.request import Free, Request, tokens_of
+from pensieve.results.digest import text_hash
+from pensieve.results.identity import UNSTATED
 from pensieve.tokenizer import Tokenizer
 
 KEY_ENV = "OPENAI_API_KEY"
 MODELS = "/models"
+CARD = ("id", "root", "parent", "owned_by", "max_model_len", "meta")
+PROPS = ("build_info", "model_path", "total_slots", "chat_template", "modalities")
+"""What servers say of a model and of themselves that is the same as long as they are: vLLM, llama.cpp, ours."""
+
 REFUSES_START = (401, 403)
 AT_ONCE = 256
 log = logging.getLogger(__name__)
@@ -72,14 +78,37 @@ class OpenAIHttp:
             raise ConfigError("baseline=openai_http sends text only with a tokenizer; give the model one.")
 
     def identity(self) -> dict[str, str]:
-        return {"server": self._base_url}
+        """What the server says of the model that would answer, of its version and of its settings; asked once. Times and
+        random ids, which are others at each answer, are left out."""
+        client = self._opened()
+        try:
+            cards = [card for card in _cards(client.page(MODELS)[1]) if self._model in (None, card["id"])][:1]
+            card = {name: cards[0][name] for name in CARD if name in cards[0]} if cards else {}
+            root = self._base_url.removesuffix("/v1")
+            build, props = (_object(client.get(root + page)) for page in ("/version", "/props"))
+            props = {name: props[name] for name in PROPS if name in props} | {
+                "n_ctx": _object(props.get("default_generation_settings")).get("n_ctx")
+            }
+        finally:
+            client.close()
+        version = build.get("version") or props.get("build_info")
+        if not card or not version:
+            missing = "does not list the model" if version else "does not state its version"
+            why = f"the server at {self._base_url} {missing}, so another model may answer there now"
+            return {"server": self._base_url, UNSTATED: why}
+        said = text_hash(json.dumps([card, build, props], sort_keys=True))
+        found = {"server": self._base_url, "served_model": card.get("root") or card["id"], "server_version": version}
+        return {name: str(value).replace(";", ",") for name, value in found.items()} | {"server_says": said[:16]}
+
+    def _opened(self) -> CompletionsClient:
+        key = os.environ.get(self._key_env)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        return CompletionsClient(self._base_url, headers, health=MODELS)
 
     def start(self) -> StartReport:
         """Raises EngineFailed where no server answers in time, or it refuses the key."""
         self.check()
-        key = os.environ.get(self._key_env)
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._client = client = CompletionsClient(self._base_url, headers, health=MODELS)
+        self._client = client = self._opened()
         names = self._listed(client)
         if self._model is None and not names:
             raise EngineFailed(f"The server at {self._base_url} lists no model; name one with baseline.engine.model.")
@@ -111,7 +140,7 @@ class OpenAIHttp:
                     "put its key there, or name another variable with baseline.engine.key_env."
                 )
             if status == 200:
-                return _names(text)
+                return [str(card["id"]) for card in _cards(text)]
             if status is not None and status < 500 and self._model is not None:
                 return []
             if monotonic() > ends:
@@ -242,11 +271,16 @@ def completion_body(request: Request, model: str | None, prompt: list[int] | str
     return body
 
 
-def _names(text: str) -> list[str]:
+def _cards(text: str) -> list[Mapping[str, Any]]:
+    """The models of a list; none where it is none."""
     try:
-        return [str(one["id"]) for one in json.loads(text)["data"]]
+        return [card for card in json.loads(text)["data"] if "id" in card]
     except (ValueError, TypeError, LookupError):
         return []
+
+
+def _object(said: Any) -> Mapping[str, Any]:
+    return said if isinstance(said, Mapping) else {}
 
 
 def read_completion(answer: Answer, request: Request, channel: Channel, setup: EngineSetup) -> Reply:

@@ -14,15 +14,16 @@ A trial that completed is reused while all of this is equal, and runs again when
 | config   | a field that names a file or folder here (INPUT_FIELDS, | where that file or folder lies                        |
 |          | *_path: traces, weights, tokenizers, profiles): all its |                                                       |
 |          | bytes (results.digest)                                  |                                                       |
-| code     | the package's Python by its syntax tree, its other      | comments, docstrings, layout; digest.NOT_CODE (the   |
-|          | files by their bytes; bench/ for benchmarks             | results, the server, what runs and shows a sweep)     |
-| code     | the user's modules that `_target_` and                  | installed packages: the platform names those that     |
-|          | scheduler.composition name, and those of the user's     | matter                                                |
-|          | that they import                                        |                                                       |
+| config   | numbers by their value: 3 and 3.0 are one               | how a number is written                               |
+| code     | of the package and the user's own modules: what the     | the rest of the package; comments, docstrings,        |
+|          | module that runs the trial, and each that `_target_` or | layout; digest.NOT_CODE (what records and shows a     |
+|          | scheduler.composition names, can import (digest)        | trial); the version of Python; installed packages:    |
+|          |                                                         | the platform names those that matter                  |
 | platform | real: device and count, dtype, attention backend and    | simulated: anything; the platform is "sim"            |
 |          | its compiler, graphs, copies, copy_ahead, depth,        |                                                       |
 |          | threads, OMP_WAIT_POLICY (on a CPU), versions of torch, |                                                       |
-|          | transformers, triton and any outside engine             |                                                       |
+|          | transformers, triton and any outside engine; what a     |                                                       |
+|          | server that somebody else started says of itself        |                                                       |
 
 What `auto` means is in the platform as it resolves before anything is loaded (trial.identity): with the C compiler gone,
 attention_backend=auto is another backend and the trial another trial. Three things only a start can tell: whether the kernel
@@ -35,13 +36,14 @@ code.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from pensieve.results.digest import code_hash, content_hash, text_hash
+from pensieve.results.digest import RUNS_TRIALS, code_hash, content_hash, text_hash
 from pensieve.results.schema import Trial
 
 NOT_CONFIG = ("tracking", "hydra", "force", "resume", "trial", "experiment", "experiment_name", "sweep", "slo")
@@ -58,6 +60,12 @@ one goes on showing its trials."""
 INPUT_FIELDS = ("path", "weights", "profile", "file", "gguf_file", "tokenizer")
 """Last parts of the names of fields that hold paths: where the path exists, its content is hashed instead."""
 
+UNSTATED = "unstated"
+"""Of a device's facts: a sentence on what of an engine could not be told. See Identity."""
+
+_NUMBER = re.compile(r"(?<![\w.+-])[-+]?\d+(?:\.\d*(?:[eE][-+]?\d+)?|[eE][-+]?\d+)(?![\w.])")
+"""With a point or an exponent; whole numbers are written in one way as they are."""
+
 NOT_PATHS = (
     "",
     "hub",
@@ -69,11 +77,15 @@ NOT_PATHS = (
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A completed trial is reused for a new one of the same identity."""
+    """A completed trial is reused for a new one of the same identity.
+
+    unstated: why the platform does not say all that ran, in a sentence; such a trial is not reused.
+    """
 
     config_hash: str
     code_hash: str
     platform: str
+    unstated: str | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -81,10 +93,16 @@ class Identity:
 
 
 def identify(
-    config: Mapping[str, Any], simulated: bool, device: Mapping[str, Any], marks: Mapping[str, Any] | None = None
+    config: Mapping[str, Any],
+    simulated: bool,
+    device: Mapping[str, Any],
+    marks: Mapping[str, Any] | None = None,
+    entry: str = RUNS_TRIALS,
 ) -> Identity:
-    """Compute the identity. config: resolved. device: see platform_of. marks: further fields that are hashed with it."""
-    return Identity(config_hash({**config, **(marks or {})}), code_hash(config), platform_of(simulated, device))
+    """Compute the identity. config: resolved. device: see platform_of. marks: further fields that are hashed with it. entry:
+    the module that runs the trial."""
+    counted = config_hash({**config, **(marks or {})})
+    return Identity(counted, code_hash(config, entry), platform_of(simulated, device), device.get(UNSTATED))
 
 
 def fingerprint(config_hash: str, code_hash: str, platform: str) -> str:
@@ -92,8 +110,13 @@ def fingerprint(config_hash: str, code_hash: str, platform: str) -> str:
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """SHA-256 of a resolved configuration without NOT_CONFIG, input paths replaced by a hash of their content."""
-    return text_hash(json.dumps(_with_contents(_counted(config)), sort_keys=True, default=str))
+    """As plain_hash, without NOT_CONFIG, and with numbers by their value."""
+    return plain_hash(_by_value(_counted(config)))
+
+
+def plain_hash(config: Mapping[str, Any]) -> str:
+    """SHA-256 of plain values, input paths replaced by a hash of their content."""
+    return text_hash(json.dumps(_with_contents(config), sort_keys=True, default=str))
 
 
 def input_files(config: Mapping[str, Any]) -> dict[str, str]:
@@ -130,7 +153,7 @@ def platform_of(simulated: bool, device: Mapping[str, Any]) -> str:
     """
     if simulated:
         return "sim"
-    used = {key: value for key, value in device.items() if key not in ("name", "count", "packages")}
+    used = {key: value for key, value in device.items() if key not in ("name", "count", "packages", UNSTATED)}
     facts: dict[str, Any] = {"device": device.get("name"), "count": device.get("count", 1), **used}
     for package in ("torch", "transformers", "triton", *sorted(device.get("packages", ()))):
         facts[package] = _version(package)
@@ -145,9 +168,24 @@ def sweep_key(overrides: Iterable[str], axes: Mapping[str, object], jobs: Iterab
     trace that was replaced, makes other jobs and so another sweep under the same command.
     """
     typed = [text.lstrip("+") for text in overrides]
-    kept = sorted(text for text in typed if counts_for_sweep(text))
-    named = [(key, str(value)) for key, value in axes.items()]
+    kept = sorted(numbers_by_value(text) for text in typed if counts_for_sweep(text))
+    named = [(key, numbers_by_value(str(value))) for key, value in axes.items()]
     return text_hash(json.dumps([kept, named, [config_hash(job) for job in jobs]]))
+
+
+def numbers_by_value(text: str) -> str:
+    """A text in which each number that stands alone is written in one way."""
+    return _NUMBER.sub(lambda found: json.dumps(_by_value(float(found[0]))), text)
+
+
+def _by_value(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        return {key: _by_value(inner) for key, inner in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_by_value(inner) for inner in value]
+    return value
 
 
 def counts_for_sweep(override: str) -> bool:
@@ -158,6 +196,8 @@ def counts_for_sweep(override: str) -> bool:
 
 def explain_difference(old: Trial, new: Identity) -> str:
     """One line on why a completed trial of the same configuration is not reused for the new one."""
+    if new.unstated is not None:
+        return f"Runs again: {new.unstated} (resume=config accepts trial {old.id})."
     changes = []
     if old.config_hash != new.config_hash:
         changes.append("the configuration")

@@ -222,10 +222,20 @@ class ResultsStore:
     # Trials
 
     def begin_trial(self, fields: Mapping[str, Any]) -> int:
-        """Record a trial as running in this process; returns its id.
+        """Record a trial as running in this process, though it may have completed before; returns its id.
 
         fields: columns of `trial`. A trial of the same fingerprint whose process is gone becomes interrupted; one that
         still runs raises TrialRunning with its process.
+        """
+        begun = self.claim_trial(fields, again=True)
+        assert isinstance(begun, int)
+        return begun
+
+    def claim_trial(self, fields: Mapping[str, Any], again: bool = False) -> int | Trial:
+        """As begin_trial; or return the completed trial of this fingerprint, where there is one. Of several processes that
+        claim it at once, one gets it.
+
+        again: also one that has completed is begun.
         """
         unknown = set(fields) - _TRIAL_COLUMNS
         assert not unknown, f"no such columns of trial: {unknown}"
@@ -243,14 +253,19 @@ class ResultsStore:
                     if alive is not None:
                         raise TrialRunning(
                             f"This trial is running already (trial {alive.id}, process {alive.pid} on {alive.host}); "
-                            "wait for it, or end that process and run again."
+                            "it has to end first."
                         )
+                    done = None if again else connection.scalar(_completed_id(fingerprint))
+                    if done is not None:
+                        break
                     attempts = select(func.max(Trial.attempt)).where(Trial.fingerprint == fingerprint)
                     attempt = (connection.scalar(attempts) or 0) + 1
                     return _inserted_id(connection, Trial, {**_TRIAL_DEFAULTS, **fields, **own, "attempt": attempt})
             except IntegrityError:
                 continue  # another process began the same fingerprint in between (not possible on SQLite)
-        raise ResultsError("This trial cannot be recorded: other processes keep beginning it; run it once.")
+        else:
+            raise ResultsError("This trial cannot be recorded: other processes keep beginning it; run it once.")
+        return self.trial(done)
 
     def heartbeat(self, trial_id: int) -> None:
         """Record that the trial is alive. Call it more often than environment.HEARTBEAT_LIMIT."""
@@ -495,6 +510,10 @@ def _now() -> datetime:
 
 def _current() -> Select[Trial]:
     return select(Trial).where(Trial.id.in_(select(current_trial.c.id)))
+
+
+def _completed_id(fingerprint: str) -> Select[tuple[int]]:
+    return select(Trial.id).where(Trial.id.in_(select(current_trial.c.id)), Trial.fingerprint == fingerprint)
 
 
 def _begun_anew(key: str) -> ColumnElement[bool]:

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Header, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
+from pensieve import __version__
 from pensieve.errors import ConfigError, PensieveError
 from pensieve.request import Sampling
 from pensieve.server import memory
@@ -60,6 +61,8 @@ class App:
         self.responses: ResponseStore
         self.meters: Meters
         self.created = int(time.time())
+        self.identity: str | None = None
+        """A digest of all that decides how requests are served: configuration, code and platform."""
         self.on_close: list[Callable[[], None]] = []
         self.restored = 0
         """Conversations that were there before this server was started."""
@@ -296,6 +299,10 @@ def _add_routes(app: FastAPI, state: App) -> None:
         if state.server is None:
             return JSONResponse({"status": state.failure or "loading"}, status_code=503)
         return JSONResponse({"status": "ok", "model": state.model})
+
+    @app.get("/version", responses=documented())
+    async def version() -> Response:
+        return JSONResponse({"version": __version__, "identity": state.identity})
 
     @app.get("/metrics", responses=documented(404))
     async def metrics(request: Request) -> Response:

@@ -21,11 +21,12 @@ from pensieve.compose.settings import check_node
 from pensieve.compose.weights import model_identity
 from pensieve.engines.ray_cluster import check_serve
 from pensieve.errors import ConfigError, PensieveError
+from pensieve.results.digest import text_hash
 from pensieve.server import memory
 from pensieve.server.api import Server
 from pensieve.server.app import App, create_app
 from pensieve.server.create import replicated_server, server_of
-from pensieve.server.recording import start_recording
+from pensieve.server.recording import live_trial, start_recording
 from pensieve.server.settings import ServeSettings, tenants_of
 from pensieve.server.state import CACHE_BYTES, StateFile
 from pensieve.trial.terminal import say
@@ -123,6 +124,8 @@ def _load(state: App, config: Mapping[str, Any], http: uvicorn.Server) -> None:
             loop.call_soon_threadsafe(_restart_when_told, server.system)
         else:
             server = make_server(config, keeps_disk=kept is not None)
+        served = state.settings.model_dump(exclude={"host", "port", "page", "record", "state"})
+        state.identity = text_hash(f"{live_trial(config)[1].fingerprint} {served}")
         if state.settings.record:
             recording = start_recording(server, config)
             say(f"Turns are recorded as trial {recording.trial_id}.")

@@ -10,11 +10,12 @@ from array import array
 from collections.abc import Mapping
 from typing import Any
 
-from pensieve.compose.plan import plan_trial
+from pensieve.compose.plan import TrialPlan, plan_trial
 from pensieve.compose.schema import TrackingConfig
 from pensieve.compose.settings import check, resolved
 from pensieve.errors import ConfigError, ResultsError
 from pensieve.record import TurnRecord
+from pensieve.results.identity import Identity
 from pensieve.server.api import Server
 from pensieve.server.turn import Turn
 from pensieve.trial.identity import identity_of
@@ -83,16 +84,21 @@ class Recording:
         return row
 
 
+def live_trial(config: Mapping[str, Any]) -> tuple[TrialPlan, Identity, dict[str, Any]]:
+    """A server of this configuration as a trial: its plan, its identity, and its fields as plain values."""
+    plain = resolved({name: value for name, value in config.items() if name not in ("serve", "chat")})
+    live = {**plain, "workload": LIVE}
+    plan = plan_trial(check({**live, "trial": {"exclusive": False}}))
+    return plan, identity_of(plan, live, entry="pensieve.server.command"), live
+
+
 def start_recording(server: Server, config: Mapping[str, Any]) -> Recording:
     """config: of the command, with `tracking`. Raises ConfigError for tracking=off, TrialRunning where a server of the same
     configuration records already."""
-    plain = resolved({name: value for name, value in config.items() if name not in ("serve", "chat")})
-    if plain["tracking"]["name"] == "off":
+    if config["tracking"]["name"] == "off":
         raise ConfigError("serve.record=true needs a database to write to; use tracking=local or tracking=postgres.")
-    tracking = open_named(TrackingConfig.model_validate(plain["tracking"]))
-    live = {**plain, "workload": LIVE}
-    plan = plan_trial(check({**live, "trial": {"exclusive": False}}))
-    columns = trial_columns(plan, identity_of(plan, live), live)
+    tracking = open_named(TrackingConfig.model_validate(resolved({"tracking": config["tracking"]})["tracking"]))
+    columns = trial_columns(*live_trial(config))
     settings = server.system.settings()
     known = {name: settings[name] for name in ("gpu_tokens", "cpu_tokens", "gpu_bytes", "cpu_bytes")}
     trial_id = tracking.store.begin_trial({**columns, **known, "engine": settings, "measure_start_s": 0.0})

@@ -1,6 +1,7 @@
 """What makes two trials the same: the configuration, what `auto` comes to on this machine, and how the trial is run.
 
-It is asked before every trial, so it must cost nothing where the trial is then reused: no torch is imported for a CPU.
+It is asked before every trial, so it must cost next to nothing where the trial is then reused: no torch is imported for a
+CPU, and a server that somebody else started is asked three pages.
 """
 
 from __future__ import annotations
@@ -13,18 +14,21 @@ from pensieve.compose import TrialPlan, outside_engine
 from pensieve.compose.weights import weights_identity
 from pensieve.engines.ray_cluster import ray_version
 from pensieve.errors import EngineMissing
+from pensieve.results.digest import RUNS_TRIALS
 from pensieve.results.identity import Identity, identify
 
 
-def identity_of(plan: TrialPlan, resolved: Mapping[str, Any], reproduces: int | None = None) -> Identity:
+def identity_of(
+    plan: TrialPlan, resolved: Mapping[str, Any], reproduces: int | None = None, entry: str = RUNS_TRIALS
+) -> Identity:
     """What a completed trial must share with this one to be reused for it.
 
-    reproduces: the trial that this one repeats; a repetition is never reused in its place.
+    reproduces: the trial that this one repeats; a repetition is never reused in its place. entry: the module that runs it.
     """
     weights = None if plan.device.simulated else weights_identity(plan.config.model)
     told = {"weights_content": weights, "reproduces": reproduces}
     marks = {**marks_of(plan), **{name: value for name, value in told.items() if value is not None}}
-    return identify(resolved, plan.device.simulated, device_facts(plan), marks)
+    return identify(resolved, plan.device.simulated, device_facts(plan), marks, entry)
 
 
 def marks_of(plan: TrialPlan) -> dict[str, bool]:

@@ -23,6 +23,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict, read_write
 
 from pensieve.errors import ConfigError
+from pensieve.results.identity import numbers_by_value
 
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 INNERMOST = "baseline"
@@ -77,13 +78,17 @@ def plan_jobs(config: DictConfig) -> Jobs | None:
 
 
 def _without_repeats(override: Override) -> str:
-    """As typed, but with each value of a sweep once: `seed=0,0` is one trial, and not two that are counted as two."""
+    """As typed, but with each value of a sweep once: `seed=0,0` is one trial, and not two that are counted as two, and so is
+    `workload.pressure=2,2.0`."""
     if not override.is_discrete_sweep():
         return str(override.input_line)
     values = list(override.sweep_string_iterator())
-    if len(set(values)) == len(values):
+    once: dict[str, str] = {}
+    for value in values:
+        once.setdefault(numbers_by_value(value), value)
+    if len(once) == len(values):
         return str(override.input_line)
-    return f"{override.get_key_element()}={','.join(dict.fromkeys(values))}"
+    return f"{override.get_key_element()}={','.join(once.values())}"
 
 
 def _innermost_last(params: Mapping[str, str], swept: Mapping[str, Override]) -> dict[str, str]:

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from pensieve.baselines.base import System
@@ -87,6 +88,7 @@ TURNS_A_BATCH = 1000  # a transaction costs as much as some 200 rows
 
 TRACE_FILE = "trace.json.gz"
 
+WAIT_S = 0.2  # between two looks whether the process that runs a trial has ended it
 ORPHAN_S = 3.0  # how long a process without its sweep may take to notice, on a busy machine
 
 _INTERRUPTED = "Interrupted by the user; the same command runs it again."
@@ -116,14 +118,14 @@ def run_trial(
     note = None
     known = _own(tracking, job, identity, config.force)
     if known is None and not config.force:
-        known = tracking.store.completed_trial(identity.fingerprint)
+        known = _completed(tracking, identity)
         older = known or tracking.store.completed_by_config(identity.config_hash)
         if known is None and older is not None:
             note = explain_difference(older, identity)
             known = older if config.resume == "config" else None
     if known is not None:
         return _reuse(known, config, tracking, job, say)
-    if note and job.number == 0:  # the other jobs of the sweep have the same reason
+    if note and (job.number == 0 or identity.unstated):  # else the other jobs of the sweep have the same reason
         say(note)
     awaited = plan.device.simulated and config.hardware.profile == config.trial.measure_machine is not None
     if job.preflight or awaited:  # a mistake in the configuration is no trial: it leaves nothing in the database
@@ -149,10 +151,14 @@ def _own(tracking: Tracking, job: Job, identity: Identity, force: bool) -> Trial
     """The trial that this job of the sweep shows already, if it is the same one: a newer one does not replace it there.
 
     force: only of a sweep that was itself begun anew, which goes on where it was interrupted."""
-    if job.sweep_id is None or (force and not tracking.store.is_anew(job.sweep_id)):
+    if job.sweep_id is None or identity.unstated or (force and not tracking.store.is_anew(job.sweep_id)):
         return None
     shown = tracking.store.shown_trial(job.sweep_id, job.number)
     return shown if shown is not None and shown.fingerprint == identity.fingerprint else None
+
+
+def _completed(tracking: Tracking, identity: Identity) -> Trial | None:
+    return None if identity.unstated else tracking.store.completed_trial(identity.fingerprint)
 
 
 def _isolated(plan: TrialPlan) -> bool:
@@ -177,15 +183,17 @@ def attempt_trial(
 ) -> Outcome:
     """One attempt in this process; the trial is reused only where another process completes it meanwhile."""
     config = plan.config
-    deadline = Deadline(config.trial.timeout_s)
+    again = config.force or identity.unstated is not None
     try:
-        begun = _begin(trial_columns(plan, identity, resolved), tracking, config.force)
+        begun = _begin(
+            trial_columns(plan, identity, resolved), tracking, again, lambda text: say(f"{job.title}: {text}")
+        )
     except KeyboardInterrupt:  # its row may be there already
         tracking.store.close_trial_of(os.getpid(), _INTERRUPTED, None, "interrupted")
         raise
     if isinstance(begun, Trial):
         return _reuse(begun, config, tracking, job, say)
-    trial_id = begun
+    trial_id, deadline = begun, Deadline(config.trial.timeout_s)
     try:
         if job.sweep_id is not None:
             tracking.store.link(job.sweep_id, trial_id, job.number, reused=False)
@@ -207,23 +215,23 @@ def attempt_trial(
     return Outcome(trial_id, "completed")
 
 
-def _begin(columns: Mapping[str, Any], tracking: Tracking, force: bool) -> int | Trial:
-    """Begin the trial and return its id; or return the trial that another process completed meanwhile.
+def _begin(columns: Mapping[str, Any], tracking: Tracking, again: bool, say: Callable[[str], None]) -> int | Trial:
+    """Begin the trial and return its id; or return the trial that another process completed meanwhile. again: see
+    claim_trial.
 
-    A process whose sweep was killed ends by itself within ORPHAN_S; while one still runs after that, raises TrialRunning.
+    While another process runs it, this one waits, and says so where that process is not one whose sweep was killed: such a
+    process ends by itself within ORPHAN_S.
     """
-    ends = time.monotonic() + ORPHAN_S
+    told_at = time.monotonic() + ORPHAN_S
     while True:
         try:
-            return tracking.store.begin_trial(columns)
-        except TrialRunning:
-            if time.monotonic() > ends:
-                raise
-            raise_if_interrupted()
-            time.sleep(0.1)
-        done = None if force else tracking.store.completed_trial(columns["fingerprint"])
-        if done is not None:
-            return done
+            return tracking.store.claim_trial(columns, again)
+        except TrialRunning as running:
+            if time.monotonic() > told_at:
+                say(str(running))
+                told_at = inf
+        raise_if_interrupted()
+        time.sleep(WAIT_S)
 
 
 def _sentence(error: Exception) -> str:

@@ -16,7 +16,7 @@ class Endpoint(ThreadingHTTPServer):
     whomever; remembers what it was asked.
 
     drops: the connection, in the middle of a stream: "early", before the length it had named, or "silently"; "at once",
-    before it answers. reports: says in its usage what was cached.
+    before it answers. reports: says in its usage what was cached. pages: further ones that it has.
     """
 
     daemon_threads = True
@@ -28,6 +28,7 @@ class Endpoint(ThreadingHTTPServer):
         self.status = 200
         self.drops = ""
         self.listing: tuple[int, dict[str, Any]] = 200, {"data": [{"id": "served"}]}
+        self.pages: dict[str, dict[str, Any]] = {}
         self.connections = 0
         self.caches, self.reports = caches, True
         self._held: list[array[int]] = []
@@ -61,6 +62,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         status, content = self.server.listing
+        if self.path != "/v1/models":
+            content = self.server.pages.get(self.path, {})
+            status = 200 if content else 404
         self.close_connection = True
         self._json(content, status)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,13 +39,42 @@ def tracking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tracking:
     return replace(open_tracking(checked("tracking=local")), mlflow=False)
 
 
-def run(tracking: Tracking, endpoint: Endpoint, *words: str) -> Any:
+def run(tracking: Tracking, endpoint: Endpoint, *words: str, say: Callable[[str], object] = lambda text: None) -> Any:
     words = (*SMALL, f"baseline.engine.base_url={endpoint.url}", *words)
-    outcome = run_trial(
-        checked(*words), resolved(composed(*words)), tracking, Job("test", tracking.outputs / "x"), lambda text: None
-    )
+    outcome = run_trial(checked(*words), resolved(composed(*words)), tracking, Job("test", tracking.outputs / "x"), say)
     assert outcome.completed, outcome.error
     return tracking.store.trial(outcome.trial_id)
+
+
+def test_a_trial_is_reused_while_its_server_says_that_it_is_the_same(tracking: Tracking, endpoint: Endpoint) -> None:
+    lines: list[str] = []
+
+    def say(text: str) -> None:
+        if text.startswith("Runs again"):
+            lines.append(text)
+
+    def trial(*words: str) -> int:
+        return int(run(tracking, endpoint, "force=false", *words, say=say).id)
+
+    assert [trial(), trial()] == [1, 2], "it states nothing but a name"
+    assert lines == [
+        f"Runs again: the server at {endpoint.url} does not state its version, so another model may answer there now "
+        "(resume=config accepts trial 1)."
+    ]
+    assert trial("resume=config") == 2
+    endpoint.pages["/version"] = {"version": "0.32.0"}
+    card = {"id": "served", "root": "org/model", "max_model_len": 4096, "created": 1, "permission": [{"id": "x"}]}
+    endpoint.listing = 200, {"data": [card]}
+    assert [trial(), trial()] == [3, 3]
+    card |= {"created": 2, "permission": [{"id": "y"}]}  # others at each answer
+    assert trial() == 3
+    card["root"] = "org/other"
+    assert trial() == 4 and "served_model org/model -> org/other" in lines[-1]
+    endpoint.pages["/version"]["version"] = "0.33.0"
+    assert trial() == 5 and "server_version 0.32.0 -> 0.33.0" in lines[-1]
+    assert trial("baseline.engine.model=served") == 6
+    card["id"] = "another"
+    assert trial("baseline.engine.model=served") == 7 and "does not list the model" in lines[-1]
 
 
 def held(*trials: Any) -> list[tuple[int, ...]]:

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import pensieve
 from pensieve.results import digest
-from pensieve.results.digest import NOT_CODE, cached, code_hash, content_hash
+from pensieve.results.digest import cached, code_hash, content_hash
 
 SOURCE = '''"""What it is."""
 
@@ -19,92 +21,193 @@ def double(value: int) -> int:
 '''
 
 
+C_SOURCE = """/* Twice as much. */
+int twice(int value) {
+    const char *text = "/* no comment // nor this */"; // but this
+    return 2 * value;
+}
+"""
+RUN = """
+from __future__ import annotations
+from typing import TYPE_CHECKING
+from pensieve import cache
+from pensieve.cache import Lru
+from pensieve.results.store import Store
+if TYPE_CHECKING:
+    from pensieve.kinds import Kind
+
+def real():
+    from pensieve.worker.torch import kernels
+    import_module(f"pensieve.formats.{name}")
+    run("helper.py")
+"""
+FILES = {
+    "__init__.py": "", "trial/__init__.py": "", "trial/run.py": RUN, "trial/helper.py": SOURCE, "kinds.py": SOURCE,
+    "cache/__init__.py": "if TYPE_CHECKING:\n    from pensieve.cache.lru import Lru", "cache/lru.py": SOURCE,
+    "cache/loops.c": C_SOURCE, "cache/tables/h100/rates.json": SOURCE, "results/store.py": "import pensieve.unseen",
+    "unseen.py": SOURCE, "formats/__init__.py": "", "formats/azure.py": SOURCE, "worker/__init__.py": "",
+    "worker/torch/__init__.py": "", "worker/torch/kernels.py": SOURCE, "worker/torch/native.c": C_SOURCE,
+    "engines/__init__.py": "", "engines/llama_cpp.py": "from .base import Engine", "engines/base.py": SOURCE,
+    "engines/openai_http.py": SOURCE, "server/__init__.py": "", "server/command.py": "import pensieve.server.api",
+    "server/api.py": SOURCE, "server/page.html": SOURCE, "bench/command.py": SOURCE, "trial/__pycache__/run.pyc": SOURCE,
+}  # fmt: skip
+SIM = {"hardware": {"simulated": True}}
+
+
+def engine(name: str) -> dict[str, Any]:
+    return {"baseline": {"engine": {"_target_": f"pensieve.engines.{name}"}, "simulated": None}}
+
+
 @pytest.fixture
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing is known of a package that was hashed before."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    digest._package_hash.cache_clear()
-    yield
-    digest._package_hash.cache_clear()
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "digests"))
+    made = tmp_path / "pensieve"
+    for name, text in FILES.items():
+        (made / name).parent.mkdir(parents=True, exist_ok=True)
+        (made / name).write_text(text)
+    monkeypatch.setattr(pensieve, "__file__", str(made / "__init__.py"))
+    digest._package.cache_clear()
+    yield made
+    digest._package.cache_clear()
 
 
-def made_package(root: Path, monkeypatch: pytest.MonkeyPatch, *names: str) -> Path:
-    package = root / "pensieve"
-    for name in ("engine.py", *names):
-        (package / name).parent.mkdir(parents=True, exist_ok=True)
-        (package / name).write_text(SOURCE)
-    monkeypatch.setattr(pensieve, "__file__", str(package / "__init__.py"))
-    return package
+def code_changes(file: Path, old: str, new: str, **asked: Any) -> bool:
+    """Whether an edit of this file changes the hash."""
+    before, text = code_hash(**asked), file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+    digest._package.cache_clear()
+    return code_hash(**asked) != before
 
 
-def changed_hash(file: Path, text: str) -> str:
-    file.write_text(text)
-    digest._package_hash.cache_clear()
-    return code_hash()
-
-
-@pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize(
-    ("name", "counts"),
+    ("name", "simulated", "real", "serving"),
     [
-        ("engine.py", True),
-        ("metrics.py", True),
-        ("trial/run.py", True),
-        ("trial/samples.py", True),
-        ("trial/unheard_of.py", True),
-        ("workload/talk.jsonl", True),
-        ("worker/torch/kernels/native.c", True),
-        ("results/store.py", False),
-        ("server/api.py", False),
-        ("bench/kernel.py", False),
-        ("commands/doctor.py", False),
-        ("trial/sweep.py", False),
-        ("__pycache__/engine.pyc", False),
+        ("trial/helper.py", True, True, False),  # run by its path
+        ("kinds.py", False, False, False),  # for type checkers
+        ("cache/lru.py", True, True, False),  # resolved by its package on first use
+        ("cache/loops.c", True, True, False),
+        ("cache/tables/h100/rates.json", True, True, False),
+        ("unseen.py", False, False, False),  # by the results alone
+        ("formats/azure.py", True, True, False),  # by import_module
+        ("worker/torch/kernels.py", False, True, False),
+        ("worker/torch/native.c", False, True, False),
+        ("engines/llama_cpp.py", False, False, False),
+        ("server/api.py", False, False, True),
+        ("server/page.html", False, False, True),
+        ("bench/command.py", False, False, False),
+        ("trial/__pycache__/run.pyc", False, False, False),
     ],
 )
-def test_which_files_of_the_package_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, counts: bool
-) -> None:
-    package = made_package(tmp_path, monkeypatch, name)
-    before = code_hash()
-    assert (changed_hash(package / name, SOURCE.replace("2 *", "3 *")) != before) is counts
+def test_which_files_of_the_package_count(package: Path, name: str, simulated: bool, real: bool, serving: bool) -> None:
+    for asked, counts in (
+        ({"config": SIM}, simulated), ({"config": {}}, real), ({"entry": "pensieve.server.command"}, serving),
+    ):  # fmt: skip
+        old, new = ("import", "import pensieve.kinds, ") if name == "engines/llama_cpp.py" else ("2 *", "2 * 1 *")
+        assert code_changes(package / name, old, new, **asked) is counts
 
 
-@pytest.mark.usefixtures("fresh")
-def test_a_benchmark_counts_for_benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = made_package(tmp_path, monkeypatch, "bench/kernel.py")
-    bench = {"bench": {"target": "kernel"}}
-    before, other = code_hash(bench), code_hash()
-    assert changed_hash(package / "bench/kernel.py", "") == other
-    assert code_hash(bench) != before
+@pytest.mark.parametrize(
+    ("ran", "edited", "counts"),
+    [
+        ("llama_cpp.LlamaCpp", "base.py", True),
+        ("llama_cpp.LlamaCpp", "openai_http.py", False),
+        ("openai_http.OpenAIHttp", "openai_http.py", True),
+    ],
+)
+def test_an_engine_counts_for_the_trials_that_it_serves(package: Path, ran: str, edited: str, counts: bool) -> None:
+    assert code_changes(package / "engines" / edited, "2 *", "3 *", config=engine(ran)) is counts
+    assert not code_changes(package / "engines" / edited, "3 *", "2 *", config={**SIM, **engine(ran)})
 
 
 def test_what_does_not_count_is_there() -> None:
     root = Path(digest.__file__).parents[1]
-    assert [name for name in NOT_CODE if name != "conf/" and not (root / name).exists()] == []
+    assert [name for name in (*digest.NOT_CODE, *digest.NOT_SIMULATED) if not (root / name).exists()] == []
 
 
-@pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize(
     ("name", "old", "new", "counts"),
     [
-        ("engine.py", "# a comment", "# another", False),
-        ("engine.py", "Twice as much", "Two times", False),
-        ("engine.py", "What it is", "That", False),
-        ("engine.py", "2 * value", "(2\n        * value)", False),
-        ("engine.py", "value: int", "value: float", True),
-        ("engine.py", "-> int:", "-> int:\n    print(value)", True),
-        ("engine.py", "def", "no Python", True),
-        ("native.c", "# a comment", "# another", True),
+        ("cache/lru.py", "# a comment", "# another", False),
+        ("cache/lru.py", "Twice as much", "Two times", False),
+        ("cache/lru.py", "What it is", "That", False),
+        ("cache/lru.py", "2 * value", "(2\n        * value)", False),
+        ("cache/lru.py", "value: int", "value: float", True),
+        ("cache/lru.py", "-> int:", "-> int:\n    print(value)", True),
+        ("cache/lru.py", "def", "no Python", True),
+        ("cache/loops.c", "Twice as much.", "Two\n * times.", False),
+        ("cache/loops.c", "but this", "not this", False),
+        ("cache/loops.c", "    return", "\n  return", False),
+        ("cache/loops.c", "nor this", "not this", True),
+        ("cache/loops.c", "2 *", "3 *", True),
+        ("cache/tables/h100/rates.json", "What", "what", True),
     ],
 )
-def test_what_of_a_source_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, old: str, new: str, counts: bool
-) -> None:
-    package = made_package(tmp_path, monkeypatch, name)
-    before = code_hash()
-    assert old in SOURCE
-    assert (changed_hash(package / name, SOURCE.replace(old, new)) != before) is counts
+def test_what_of_a_source_counts(package: Path, name: str, old: str, new: str, counts: bool) -> None:
+    assert code_changes(package / name, old, new) is counts
+
+
+def test_every_python_hashes_a_source_alike(tmp_path: Path) -> None:
+    """Pythons differ in what ast.dump writes, and in the empty texts that they put into f-strings; 3.11 to 3.13 gave this."""
+    path = tmp_path / "source.py"
+    path.write_text(SYNTAX)
+    assert digest.source_hash(path) == "2072089baf5b07d7f7be3e2781b04325d491f981626718c6f588f78c0e71a6f6"
+
+
+SYNTAX = r'''
+def double(value: int, *rest: str, key: float = 1e400, **more) -> "int":
+    """Twice."""
+    text = f"a {value!r:>{width}} b" "c" f'{value=} {{x}} {key:.2f}' if value else u"\u00e9" rf"{value:<{width}}"
+    match value:
+        case {"a": [1, *_], **rest} if rest: pass
+        case P(x=1) | None: pass
+    async def g(): return [await x async for x in y if (z := x)]
+    try: ...
+    except* ValueError as e: raise
+    return lambda a, /, b=..., *, c: (yield a, 1_000, 0x10, 1j, -0.0, b"\x00", f"{x:}", f"{'a' 'b'}{x!s}", f"" f"x")
+class A(B, metaclass=C):
+    x: int = 3
+    @d
+    def e(self): 'doc'
+'''
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hardware", ["sim_h100", "cpu"])
+def test_all_that_a_trial_loads_counts(tmp_path: Path, hardware: str) -> None:
+    """But what records it, and for a simulated one what only real workers need."""
+    program = """
+import sys
+from pathlib import Path
+import pensieve
+from pensieve.compose import resolved
+from pensieve.results.digest import NOT_CODE, NOT_SIMULATED, code_of
+from pensieve.trial import Job, run_trial
+from pensieve.trial.tracking import open_tracking
+from tests.composed import SHORT, checked, composed
+words = (*SHORT, *sys.argv[1:])
+job = Job("a", Path.cwd())
+outcome = run_trial(checked(*words), resolved(composed(*words)), open_tracking(checked(*words)), job, print)
+assert outcome.completed, outcome.error
+root = Path(pensieve.__file__).parent
+files = {Path(one.__file__) for name, one in sys.modules.items() if name.split(".")[0] == "pensieve"}
+loaded = {file.relative_to(root).as_posix() for file in files}
+config = resolved(composed(*words))
+left_out = (*NOT_CODE, *NOT_SIMULATED) if config["hardware"]["simulated"] else NOT_CODE
+print("missing", sorted(name for name in loaded - set(code_of(config)) if not name.startswith(left_out)))
+"""
+    words = [
+        f"hardware={hardware}", "hardware.threads=1", "trial.exclusive=false", "model.architecture.num_hidden_layers=1",
+        "workload.users=2", "workload.max_new_tokens=4", "workload.think_time_s=0", "workload.request_interval=0",
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PENSIEVE_OUTPUTS": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    missing = done.stdout.splitlines()[-1]
+    assert missing == "missing []"
 
 
 def test_a_users_own_module_counts_and_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +218,7 @@ def test_a_users_own_module_counts_and_is_not_imported(tmp_path: Path, monkeypat
         "eviction": {"list": [{"_target_": "my_policy_module.MyPolicy"}], "_target_": "pensieve.eviction.lru.Lru"}
     }
     before = code_hash(config)
-    assert before != code_hash() == code_hash({"eviction": {"_target_": "pensieve.eviction.lru.Lru"}})
+    assert before != code_hash({"eviction": {"_target_": "pensieve.eviction.lru.Lru"}})
     module.write_text("class MyPolicy: ...")
     changed = code_hash(config)
     assert changed != before

@@ -69,6 +69,16 @@ def test_what_it_measures_is(changed: dict[str, Any]) -> None:
     assert config_hash({**CONFIG, **changed}) != config_hash(CONFIG)
 
 
+def test_a_number_is_its_value_however_it_is_written() -> None:
+    other = {**CONFIG, "seed": 0.0, "workload": {**CONFIG["workload"], "pressure": 2, "lengths": [1.0, 2.5]}}
+    same = {**CONFIG, "workload": {**CONFIG["workload"], "lengths": [1, 2.5]}}
+    assert config_hash(other) == config_hash(same) != config_hash(CONFIG)
+    assert config_hash({**CONFIG, "force": True, "seed": False}) != config_hash(CONFIG), "false is no number"
+    key = sweep_key(["workload.pressure=3"], {"workload.users": "2,30", "cache.gpu": "4GiB,1.5GiB"})
+    assert key == sweep_key(["workload.pressure=3.0"], {"workload.users": "2.0,3e1", "cache.gpu": "4GiB,1.5GiB"})
+    assert key != sweep_key(["workload.pressure=3.5"], {"workload.users": "2,30", "cache.gpu": "4GiB,1.5GiB"})
+
+
 def test_order_of_fields_does_not_matter() -> None:
     assert config_hash(dict(reversed(CONFIG.items()))) == config_hash(CONFIG)
 
@@ -110,6 +120,23 @@ def test_weights_in_a_folder_count_by_names_and_content(tmp_path: Path, monkeypa
     chosen = config_hash({"model": {"weights": "random"}})
     (folder / "more").touch()
     assert config_hash({"model": {"weights": "random"}}) == chosen
+
+
+def test_weights_behind_links_count(tmp_path: Path) -> None:
+    behind, folder = tmp_path / "blobs", tmp_path / "model"
+    (folder / "deep").mkdir(parents=True)
+    behind.mkdir()
+    (behind / "model.safetensors").write_bytes(b"1")
+    (folder / "weights").symlink_to(behind)
+    (folder / "deep" / "again").symlink_to(folder)  # which holds itself
+    (tmp_path / "link").symlink_to(folder)
+
+    def hashes() -> set[str]:
+        return {config_hash({"model": {"weights": str(tmp_path / name)}}) for name in ("model", "link")}
+
+    before = hashes()
+    (behind / "model.safetensors").write_bytes(b"2")
+    assert len(before) == 1 and hashes() != before
 
 
 def test_platform_of_simulated_and_real_trials() -> None:

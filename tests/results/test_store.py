@@ -138,7 +138,10 @@ def test_a_trial_that_runs_is_not_begun_twice(store: ResultsStore) -> None:
     sentence = in_another_process(lambda: store.begin_trial(trial_fields()))
     assert f"process {os.getpid()} on {socket.gethostname()}" in sentence
     assert "running already" in sentence
-    assert store.begin_trial(trial_fields("other")) == 2
+    store.finish_trial(1, "completed")
+    assert in_another_process(lambda: store.claim_trial(trial_fields()).id) == "1", "it is the other's"
+    assert in_another_process(lambda: store.claim_trial(trial_fields(), again=True)) == "2"
+    assert store.begin_trial(trial_fields("other")) == 3
 
 
 def test_a_trial_whose_process_is_gone_becomes_interrupted(store: ResultsStore) -> None:

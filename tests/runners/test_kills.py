@@ -17,6 +17,7 @@ from pensieve.errors import TrialRunning
 from pensieve.results.mlflow_runs import rebuild_mlflow
 from pensieve.results.mlflow_store import ensure_store
 from pensieve.results.store import open_store
+from pensieve.trial import run as run_module
 from tests.results.test_database import FORK
 from tests.runners.sweeping import SHORT, kill, start, wait_until
 from tests.runners.test_faults import check_whole, completed, query, said
@@ -249,20 +250,48 @@ def test_a_sweep_without_its_mlflow_store_is_rebuilt_later(tmp_path, warm):
 
 
 def test_a_command_repeated_at_once_waits_for_the_worker_that_was_left(tmp_path, monkeypatch):
-    """It ends by itself a quarter of a second after its sweep; until then the trial is not anybody else's."""
+    """It ends by itself a quarter of a second after its sweep; until then the trial is not anybody else's. Where it goes on,
+    that is said."""
     outputs = tmp_path / "outputs"
     store = open_store(outputs)
     fields = []
-    begin = type(store).begin_trial
+    claim = type(store).claim_trial
 
-    def refused_once(self, columns):
+    def refused_once(self, columns, again):
         fields.append(columns)
         if len(fields) == 1:
             raise TrialRunning("This trial is running already.")
-        return begin(self, columns)
+        return claim(self, columns, again)
 
-    monkeypatch.setattr(type(store), "begin_trial", refused_once)
+    monkeypatch.setattr(type(store), "claim_trial", refused_once)
+    monkeypatch.setattr("pensieve.trial.run.ORPHAN_S", -1.0)
     process = start(outputs, *SHORT, "-m", "seed=0", "baseline=pensieve", "tracking.mlflow=false")
     process.join(100)
     assert process.exitcode == 0, said(outputs)
     assert query(outputs, "select status, attempt from trial") == [("completed", 1)]
+    assert "This trial is running already." in said(outputs)
+
+
+def test_a_sweep_started_twice_at_once_runs_each_trial_once(tmp_path, monkeypatch):
+    """The second has looked for its first trial, and claims it when the first command has run them all."""
+    outputs, looked = tmp_path / "outputs", tmp_path / "looked"
+    words = (*SHORT, "-m", "seed=0,1", "baseline=pensieve,stateless", "tracking.mlflow=false")
+    columns = run_module.trial_columns
+
+    def late(*given):
+        found = columns(*given)
+        if not looked.exists():
+            looked.touch()
+            wait_until(lambda: len(completed(outputs)) == 4)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "trial_columns", late)
+        second = start(outputs, *words)
+        wait_until(looked.exists)
+    first = start(outputs, *words)
+    for process in (first, second):
+        process.join(100)
+        assert process.exitcode == 0, said(outputs)
+    assert query(outputs, "select status, attempt, count(*) from trial group by 1, 2") == [("completed", 1, 4)]
+    check_whole(outputs, 4)

@@ -166,6 +166,7 @@ def test_a_value_typed_twice_is_one_job_for_us_and_for_the_sweeper():
     config = sweep_config("seed=0,0,1", "baseline=pensieve")
     assert plan_jobs(config).axes == {"seed": ("0", "1")}
     assert list(config.hydra.overrides.task) == ["seed=0,1", "baseline=pensieve"]
+    assert plan_jobs(sweep_config("workload.pressure=2,3,2.0")).axes["workload.pressure"] == ("2", "3")
     one = sweep_config("seed=0,0", "baseline=pensieve,pensieve")
     assert len(plan_jobs(one).jobs) == 1
 
