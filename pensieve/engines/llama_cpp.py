@@ -38,12 +38,14 @@ KV_BYTES = {"f32": 4.0, "f16": 2.0, "q8_0": 34 / 32}  # a value; q8_0: 32 of the
 MOST_SLOTS = 4
 CELLS = 256
 WAITING = 64  # requests that may wait in the server's own queue
+ALL_LAYERS = 10_000  # more than any model has
 SILENT, EVERYTHING = 0, 4  # its levels of log
 LOG_S, LOG_POLL_S = 0.3, 0.002  # its log is written by a thread of its own
 IDLE = "all slots are idle"  # the last line of a start
 PATH = "/v1/completions"
 _REPORTED = re.compile(r"llama_context: (n_seq_max|n_ctx|n_ctx_seq|n_batch|n_ubatch|flash_attn|kv_unified)\s*= (\S+)")
 _KV = re.compile(r"llama_kv_cache: size =\s*[\d.]+ MiB.*K \((\w+)\).*V \((\w+)\)")
+_BUFFER = re.compile(r"(?:load_tensors|llama_kv_cache): +(\w+) (?:model|KV) buffer size")
 _THREADS = re.compile(r"n_threads = (\d+) \(n_threads_batch = (\d+)\)")
 
 
@@ -54,9 +56,9 @@ class _LlamaCpp(ABC):
     scheduler.max_batch_tokens. n_ubatch: of one forward; null: n_batch. n_parallel: slots; null: at most 4, no more than
     scheduler.max_batch_requests, and few enough to hold the longest conversation. kv_type, flash_attention: f32 without it
     gives the tokens that our engine gives. ram_cache: host memory for the KV of idle slots, "1GiB" or "8192 tokens"; null:
-    cache.cpu. weights_type: of the exported file. gguf_path: a file that is run in place of the model's own weights.
-    kv_unified: slots share all cells instead. server_path: of llama_cpp_http, a llama-server binary; null: the one in
-    xllamacpp. start_timeout_s: until that must be healthy.
+    cache.cpu. n_gpu_layers: those that run on hardware's GPU; null: all, on a CPU none. weights_type: of the exported file.
+    gguf_path: a file that is run in place of the model's own weights. kv_unified: slots share all cells instead. server_path:
+    of llama_cpp_http, a llama-server binary; null: the one in xllamacpp. start_timeout_s: until that must be healthy.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class _LlamaCpp(ABC):
         n_parallel: int | None = None,
         kv_type: KvType = "f32",
         flash_attention: bool = False,
+        n_gpu_layers: int | None = None,
         ram_cache: str | None = None,
         weights_type: Literal["f32", "f16"] = "f32",
         gguf_path: str | None = None,
@@ -99,12 +102,20 @@ class _LlamaCpp(ABC):
             "threads": setup.threads,
             "kv_type": kv_type,
             "flash_attention": flash_attention,
+            "n_gpu_layers": n_gpu_layers if n_gpu_layers is not None else ALL_LAYERS * (setup.device != "cpu"),
+            "main_gpu": int(setup.device.partition(":")[2] or 0),
             "ram_cache_mib": int(host * self._per_token) // 2**20,
             "kv_unified": kv_unified,
             "slot_prompt_similarity": slot_prompt_similarity,
         }
 
     def check(self) -> None:
+        layers, device = self._fields["n_gpu_layers"], self._setup.device
+        if (layers == 0) != (device == "cpu"):
+            raise ConfigError(
+                f"baseline.engine.n_gpu_layers={layers} does not run on {device}, the device of hardware=; leave it null, or "
+                "choose the hardware that it runs on."
+            )
         if self._gguf_path is None:
             refuse_family(self._setup.model.name, self._setup.model.architecture)
         elif not Path(self._gguf_path).expanduser().is_file():
@@ -123,6 +134,7 @@ class _LlamaCpp(ABC):
         file = gguf_file(self._setup, self._weights_type, self._gguf_path)
         written = perf_counter()
         ready, reported = self._open(file)
+        self._refuse_device(reported.get("reported_devices"))
         slots = self._slots()
         settings = {
             "engine": "llama.cpp",
@@ -142,6 +154,20 @@ class _LlamaCpp(ABC):
             "dtype": self._setup.model.dtype if self._gguf_path is None else "gguf",
         }
         return StartReport(ready - written, 0.0, settings)
+
+    def _refuse_device(self, gpus: str | None) -> None:
+        """Raises EngineMissing where the engine put weights or KV elsewhere than the trial's device. gpus: those it reports;
+        None: it reports none of its memory."""
+        device = self._setup.device
+        if gpus != ("none" if device == "cpu" else f"CUDA{self._fields['main_gpu']}") and (gpus, device) != (
+            None,
+            "cpu",
+        ):
+            ran = {None: "does not say where it runs", "none": "runs on the CPU"}.get(gpus, f"runs on {gpus}")
+            raise EngineMissing(
+                f"llama.cpp {ran}, and the trial is to run on {device}; install a build for that device (or name it in "
+                "baseline.engine.server_path), or choose the hardware that it runs on."
+            )
 
     def _sizes(self, slots: list[dict[str, Any]]) -> dict[str, Any]:
         per_token = self._per_token
@@ -294,10 +320,12 @@ class LlamaCppHttp(_LlamaCpp):
             "--batch-size": f["n_batch"], "--ubatch-size": f["n_ubatch"], "--parallel": f["n_parallel"],
             "--threads": f["threads"], "--threads-batch": f["threads"], "--cache-type-k": f["kv_type"],
             "--cache-type-v": f["kv_type"], "--flash-attn": "on" if f["flash_attention"] else "off",
+            "--n-gpu-layers": f["n_gpu_layers"], "--main-gpu": f["main_gpu"], "--split-mode": "none",
             "--cache-ram": f["ram_cache_mib"], "--slot-prompt-similarity": f["slot_prompt_similarity"],
             "--log-verbosity": EVERYTHING,
         }  # fmt: skip
         switches = ["--slots", "--no-webui", *(["--kv-unified"] if f["kv_unified"] else [])]
+        switches += [] if f["n_gpu_layers"] else ["--no-op-offload", "--no-kv-offload"]
         options = [str(part) for pair in flags.items() for part in pair]
         return [str(Path(self._server_path).expanduser()), *options, *switches]
 
@@ -396,6 +424,9 @@ def params_of(file: Path, fields: Mapping[str, Any], port: int, verbosity: int) 
         if fields["flash_attention"]
         else attention.LLAMA_FLASH_ATTN_TYPE_DISABLED
     )
+    params.n_gpu_layers, params.main_gpu = fields["n_gpu_layers"], fields["main_gpu"]
+    params.split_mode = x.llama_split_mode.LLAMA_SPLIT_MODE_NONE
+    params.no_op_offload = params.no_kv_offload = fields["n_gpu_layers"] == 0  # a CPU is not helped by a GPU beside it
     params.cache_ram_mib = fields["ram_cache_mib"]
     params.slot_prompt_similarity = fields["slot_prompt_similarity"]
     params.fit_params = False  # nothing is adjusted to the machine: what is asked for is run, or refused
@@ -405,10 +436,12 @@ def params_of(file: Path, fields: Mapping[str, Any], port: int, verbosity: int) 
 
 
 def reported(log: str) -> dict[str, Any]:
-    """What the server's log says of its own context."""
+    """What the server's log says of its own context, and in `reported_devices` which GPUs hold weights or KV."""
     found: dict[str, Any] = {
         f"reported_{name}": int(value) if value.isdigit() else value for name, value in _REPORTED.findall(log)
     }
+    if buffers := set(_BUFFER.findall(log)):
+        found["reported_devices"] = ", ".join(sorted(name for name in buffers if name[-1].isdigit())) or "none"
     for k, v in _KV.findall(log)[:1]:
         found["reported_kv_type"] = k if k == v else f"{k}/{v}"
     for threads, batch in _THREADS.findall(log)[:1]:

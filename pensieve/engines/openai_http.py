@@ -92,8 +92,9 @@ class OpenAIHttp:
         finally:
             client.close()
         version = build.get("version") or props.get("build_info")
-        if not card or not version:
-            missing = "does not list the model" if version else "does not state its version"
+        known = version and "unknown" not in str(version)  # llama.cpp's word in a build that does not know its own
+        if not card or not known:
+            missing = "does not list the model" if known else "does not state its version"
             why = f"the server at {self._base_url} {missing}, so another model may answer there now"
             return {"server": self._base_url, UNSTATED: why}
         said = text_hash(json.dumps([card, build, props], sort_keys=True))

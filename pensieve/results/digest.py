@@ -356,5 +356,5 @@ def _imports(tree: ast.Module, module: str, folder: Path) -> Iterator[str]:
             parts = node.args[:1]
             if parts and isinstance(parts[0], ast.JoinedStr):
                 parts = parts[0].values
-            if parts and isinstance(parts[0], ast.Constant):
-                yield f"{parts[0].value}*" if len(parts) > 1 else str(parts[0].value)
+            if parts and isinstance(parts[0], ast.Constant) and isinstance(parts[0].value, str):
+                yield parts[0].value + ("*" if len(parts) > 1 else "")

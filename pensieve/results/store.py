@@ -512,7 +512,7 @@ def _current() -> Select[Trial]:
     return select(Trial).where(Trial.id.in_(select(current_trial.c.id)))
 
 
-def _completed_id(fingerprint: str) -> Select[tuple[int]]:
+def _completed_id(fingerprint: str) -> Select[int]:
     return select(Trial.id).where(Trial.id.in_(select(current_trial.c.id)), Trial.fingerprint == fingerprint)
 
 

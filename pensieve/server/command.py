@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Collection, Mapping
@@ -70,16 +71,30 @@ def serve(config: Mapping[str, Any], _typed: Collection[str] = ()) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit status."""
     memory.one_heap()
     settings = settings_of(config)
+    bound = bind(settings)  # before the model loads: a port that is taken is told at once
     state = App(settings, tenants_of(settings), str(config["model"]["name"]))
     sys.setswitchinterval(_SWITCH_S)
     http = uvicorn.Server(uvicorn_config(state))
     loading = threading.Thread(target=_load, args=(state, config, http), daemon=True)
     loading.start()
-    http.run()
+    http.run(sockets=[bound])
     loading.join()
     if state.failure is not None:
         raise ConfigError(state.failure)
     return 0
+
+
+def bind(settings: ServeSettings) -> socket.socket:
+    """The socket of host and port, which nobody is answered on yet. Raises ConfigError."""
+    try:
+        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, *_, address = found[0]
+        return socket.create_server(address, family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            f"The server cannot listen on {settings.host}:{settings.port} ({error.strerror}); choose another port with "
+            "serve.port=8001 (0: any that is free), or end the program that listens there."
+        ) from error
 
 
 class Connection(H11Protocol):

@@ -73,7 +73,7 @@ from pensieve.trial.samples import (
 )
 from pensieve.trial.slo import judge_again
 from pensieve.trial.start_times import announce
-from pensieve.trial.terminal import command_line, raise_if_interrupted
+from pensieve.trial.terminal import command_line, ends_interrupted, raise_if_interrupted
 from pensieve.trial.tracking import Tracking
 from pensieve.units import format_bytes
 from pensieve.worker.torch import shelf
@@ -189,6 +189,7 @@ def attempt_trial(
             trial_columns(plan, identity, resolved), tracking, again, lambda text: say(f"{job.title}: {text}")
         )
     except KeyboardInterrupt:  # its row may be there already
+        ends_interrupted()
         tracking.store.close_trial_of(os.getpid(), _INTERRUPTED, None, "interrupted")
         raise
     if isinstance(begun, Trial):
@@ -202,6 +203,7 @@ def attempt_trial(
         with tracking.store.database.held(), Heartbeat(tracking.store, trial_id), live as watcher:
             _run(trial_id, plan, tracking, job, deadline, say, watcher)
     except KeyboardInterrupt:
+        ends_interrupted()
         _close(tracking, trial_id, "interrupted", _INTERRUPTED, None)
         raise
     except Exception as error:

@@ -48,6 +48,7 @@ from pensieve.trial.terminal import (
     command_line,
     console,
     discard_output,
+    ends_interrupted,
     say,
     sweep_is_closed,
 )
@@ -337,6 +338,7 @@ def run_single(cfg: DictConfig, config: TrialConfig) -> None:
         try:
             outcome = run_trial(config, plain, tracking, job, say)
         except KeyboardInterrupt:
+            ends_interrupted()
             say("Interrupted; the trial is marked so, and the same command runs it again.")
             sys.exit(INTERRUPTED)
         if not outcome.completed:
@@ -361,6 +363,7 @@ def _of_sweep(cfg: DictConfig, membership: SweepMembership, number: int) -> None
     try:
         _record(cfg, config, tracking, membership, number)
     except KeyboardInterrupt:
+        ends_interrupted()
         tracking.store.set_sweep(membership.sweep_id, status="interrupted")
         say("Interrupted; the trial is marked so, and the same command runs what is missing.")
         sys.exit(INTERRUPTED)

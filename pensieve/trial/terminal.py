@@ -87,6 +87,7 @@ def _run(app: Callable[[], object], config_name: str) -> None:
     try:
         app()
     except KeyboardInterrupt:
+        ends_interrupted()
         say("Interrupted.")
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
@@ -132,6 +133,14 @@ def note_interrupts() -> None:
     signal.signal(signal.SIGINT, _note)
 
 
+def ends_interrupted() -> None:
+    """The command ends by a first Ctrl-C: a second one is raised at a safe point only, where it can be caught."""
+    global _interrupted
+    if signal.getsignal(signal.SIGINT) is _handle and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, _note)
+        _interrupted = False
+
+
 def raise_if_interrupted() -> None:
     """Raises KeyboardInterrupt, once, for an interrupt that came since and was dropped on its way."""
     global _interrupted
@@ -143,14 +152,15 @@ def raise_if_interrupted() -> None:
 @contextmanager
 def interrupts_held() -> Iterator[None]:
     """Ctrl-C waits for the end of the block, and is raised there."""
-    if signal.getsignal(signal.SIGINT) is not _handle or threading.current_thread() is not threading.main_thread():
+    handler = signal.getsignal(signal.SIGINT)
+    if handler not in (_handle, _note) or threading.current_thread() is not threading.main_thread():
         yield  # nobody listens to Ctrl-C here
         return
     signal.signal(signal.SIGINT, _note)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, _handle)
+        signal.signal(signal.SIGINT, handler)
     raise_if_interrupted()
 
 

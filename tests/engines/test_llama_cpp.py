@@ -137,6 +137,53 @@ def test_a_start_takes_as_long_as_the_server_does(monkeypatch: pytest.MonkeyPatc
     assert waits == [0.5]
 
 
+GPU_LOG = """
+load_tensors:   CPU_Mapped model buffer size =   70.31 MiB
+load_tensors:        CUDA1 model buffer size = 4403.49 MiB
+llama_kv_cache:      CUDA1 KV buffer size =  1024.00 MiB
+"""
+CPU_LOG = """
+load_tensors:   CPU_Mapped model buffer size =     0.15 MiB
+llama_kv_cache:        CPU KV buffer size =     0.25 MiB
+"""
+
+
+@pytest.mark.parametrize(
+    ("device", "log", "says"),
+    [
+        ("cpu", CPU_LOG, None),
+        ("cuda:1", GPU_LOG, None),
+        ("cuda:1", CPU_LOG, "runs on the CPU, and the trial is to run on cuda:1"),
+        ("cuda:0", GPU_LOG, "runs on CUDA1, and the trial is to run on cuda:0"),
+        ("cpu", GPU_LOG, "runs on CUDA1, and the trial is to run on cpu"),
+        ("cuda:0", "", "does not say where it runs"),
+    ],
+)
+def test_it_runs_on_the_trial_s_device_by_its_own_report(
+    device: str, log: str, says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[bool] = []
+    monkeypatch.setattr(LlamaCpp, "_open", lambda *_: (0.0, reported(log)))
+    monkeypatch.setattr(LlamaCpp, "_slots", lambda _: [])
+    monkeypatch.setattr(LlamaCpp, "close", lambda _: closed.append(True))
+    monkeypatch.setattr(llama_cpp, "gguf_file", lambda *_: Path("model.gguf"))
+    system = OutsideSystem(LlamaCpp(setup_of(device=device)))
+    if says is None:
+        assert system.start().settings["reported_devices"] == ("none" if device == "cpu" else "CUDA1")
+    else:
+        with pytest.raises(EngineMissing, match=says):
+            system.start()
+    assert closed == ([] if says is None else [True])
+
+
+def test_layers_on_a_device_that_is_not_the_trial_s_are_refused() -> None:
+    for device, layers in (("cpu", 10), ("cuda:0", 0)):
+        with pytest.raises(ConfigError, match=rf"n_gpu_layers={layers} does not run on {device}"):
+            LlamaCpp(setup_of(device=device), n_gpu_layers=layers).check()
+    fields = [LlamaCpp(setup_of(device=device))._fields["n_gpu_layers"] for device in ("cpu", "cuda:0")]
+    assert fields == [0, llama_cpp.ALL_LAYERS]
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError])
 def test_what_a_start_that_fails_had_to_say_is_shown(
     error: type[BaseException], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+from typing import Any
 
 import pytest
 
-from pensieve.errors import RequestFailed
+pytest.importorskip("uvicorn")
+
+from pensieve.errors import ConfigError, RequestFailed
 from pensieve.plan import StepResult
+from pensieve.server import command
 from pensieve.server.api import Server
 from pensieve.tokenizer import ByteTokenizer
 from pensieve.worker.simulated import SimulatedWorker
@@ -94,3 +99,14 @@ def test_forget_beside_requests_keeps_the_engine_whole() -> None:
         server.forget()
         assert server.system.engine.cache.names() == []  # type: ignore[attr-defined]
         server.system.engine.cache.check()  # type: ignore[attr-defined]
+
+
+def test_a_taken_port_is_told_before_the_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[Any] = []
+    monkeypatch.setattr(command, "make_server", lambda *given, **_: loaded.append(given))
+    monkeypatch.setattr(command.memory, "one_heap", lambda: None)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port} .*already in use.*serve\.port=8001"):
+            command.serve({"model": {"name": "tiny"}, "serve": {"port": port}})
+    assert loaded == []

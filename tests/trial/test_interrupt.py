@@ -1,9 +1,10 @@
 import signal
+import sys
 
 import pytest
 
 from pensieve.trial import terminal
-from pensieve.trial.terminal import raise_if_interrupted, remember_interrupts
+from pensieve.trial.terminal import ends_interrupted, interrupts_held, raise_if_interrupted, remember_interrupts
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +22,28 @@ def test_a_dropped_interrupt_is_raised_at_the_next_safe_point():
     with pytest.raises(KeyboardInterrupt):
         raise_if_interrupted()
     raise_if_interrupted()  # only once
+
+
+def test_a_second_ctrl_c_waits_for_a_safe_point(monkeypatch):
+    """Raised where Python calls back, it would be printed and dropped."""
+
+    class Freed:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    dropped = []
+    monkeypatch.setattr(sys, "unraisablehook", dropped.append)
+    remember_interrupts()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    ends_interrupted()
+    Freed()
+    assert dropped == []
+    with pytest.raises(KeyboardInterrupt), interrupts_held():  # a trial is copied to MLflow, whole
+        copied = True
+    assert copied
+    with interrupts_held():
+        pass
 
 
 def test_a_job_that_ignores_it_goes_on_ignoring_it():

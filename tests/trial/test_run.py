@@ -1,5 +1,6 @@
 import os
 import re
+import signal
 import sys
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from pensieve.results.listing import list_trials
 from pensieve.results.tokens import read_tokens
 from pensieve.trial import Job, run_trial
 from pensieve.trial import run as run_module
+from pensieve.trial import terminal
 from pensieve.trial.liveness import Heartbeat
 from pensieve.trial.summary import brief
 from pensieve.trial.tracking import Tracking, open_tracking
@@ -122,10 +124,15 @@ def test_ctrl_c_marks_the_trial_and_keeps_no_half_file(tracking, monkeypatch):
     def interrupt(*_args, **_kwargs):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(run_module, "replay", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            run(tracking)
+    before = signal.signal(signal.SIGINT, terminal._handle)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(run_module, "replay", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                run(tracking)
+        assert signal.getsignal(signal.SIGINT) is terminal._note, "a second one waits until the first has been recorded"
+    finally:
+        signal.signal(signal.SIGINT, before)
     trial = tracking.store.trial(1)
     assert trial.status == "interrupted"
     assert trial.error

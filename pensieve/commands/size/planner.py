@@ -32,7 +32,15 @@ from pensieve.statistics import Estimate
 from pensieve.trial.job import Asked, Job, Outcome
 from pensieve.trial.summary import places
 from pensieve.trial.sweep import copy_sweep, draw_figures, figure_lines
-from pensieve.trial.terminal import INTERRUPTED, close_at_exit, command_line, console, say, sweep_is_closed
+from pensieve.trial.terminal import (
+    INTERRUPTED,
+    close_at_exit,
+    command_line,
+    console,
+    ends_interrupted,
+    say,
+    sweep_is_closed,
+)
 from pensieve.trial.tracking import Tracking, open_tracking
 
 
@@ -54,6 +62,7 @@ def size(cfg: DictConfig, typed: Sequence[str], folder: Path) -> int:
     try:
         found = planner.run()
     except KeyboardInterrupt:
+        ends_interrupted()
         planner.close("interrupted")
         done = sum(job.trial is not None for job in store.trials_of_sweep(sweep_id))
         say(f"Interrupted after {done} trials, which are kept; the same command goes on from there.")
