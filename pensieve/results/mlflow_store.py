@@ -123,6 +123,8 @@ def import_mlflow() -> Any:
 
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    # It logs a traceback of each error of its database, which it then raises; we tell those in a sentence.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     return MlflowClient
 
 

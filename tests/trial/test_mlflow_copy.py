@@ -1,7 +1,9 @@
 """MLflow is written behind the results, and nothing of it is lost."""
 
+import contextlib
 import io
 import signal
+import sqlite3
 import sys
 from types import SimpleNamespace
 
@@ -259,3 +261,14 @@ def test_a_copy_by_the_other_process_is_the_same_copy(tmp_path):
     assert answers.getvalue() == f"{COPIED}\n"
     assert runs(tmp_path) == [(str(trial), "FINISHED", None)]
     assert store.trial(trial).mlflow_run_id is not None
+
+
+def test_what_mlflow_s_database_raises_is_one_sentence_without_a_trace(tmp_path, capfd, caplog):
+    """As on a full disk: MLflow logs a trace of its own before it raises."""
+    pytest.importorskip("mlflow")
+    client = mlflow_store.client_of(tmp_path)
+    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+        database.execute("drop table experiments")
+    assert mlflow_store.or_none(client.search_experiments)() is None
+    assert [record.message for record in caplog.records if "Nothing was logged to MLflow" in record.message]
+    assert "Traceback" not in capfd.readouterr().err + caplog.text

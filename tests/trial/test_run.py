@@ -10,9 +10,8 @@ from pensieve.compose import resolved
 from pensieve.errors import CapacityError, ConfigError, ResultsError
 from pensieve.results.listing import list_trials
 from pensieve.results.tokens import read_tokens
-from pensieve.trial import Job, run_trial
+from pensieve.trial import Job, run_trial, terminal
 from pensieve.trial import run as run_module
-from pensieve.trial import terminal
 from pensieve.trial.liveness import Heartbeat
 from pensieve.trial.summary import brief
 from pensieve.trial.tracking import Tracking, open_tracking
