@@ -125,7 +125,7 @@ def _columns(
         "contended": setting.contended,
         "git_commit": git_commit(),
         "config": dict(config),
-        "environment": environment(),
+        "environment": {**environment(), "code": dict(identity.code)},
         "engine": {
             "backend": measured.backend,
             "version": measured.version,

@@ -38,12 +38,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from pensieve.results.digest import RUNS_TRIALS, code_hash, content_hash, text_hash
+from pensieve.results.digest import RUNS_TRIALS, code_hash, code_of, content_hash, text_hash
 from pensieve.results.schema import Trial
 
 NOT_CONFIG = ("tracking", "hydra", "force", "resume", "trial", "experiment", "experiment_name", "sweep", "slo")
@@ -79,13 +79,15 @@ NOT_PATHS = (
 class Identity:
     """A completed trial is reused for a new one of the same identity.
 
-    unstated: why the platform does not say all that ran, in a sentence; such a trial is not reused.
+    unstated: why the platform does not say all that ran, in a sentence; such a trial is not reused. code: the files behind
+    code_hash, with a short hash of each.
     """
 
     config_hash: str
     code_hash: str
     platform: str
     unstated: str | None = None
+    code: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def fingerprint(self) -> str:
@@ -102,7 +104,9 @@ def identify(
     """Compute the identity. config: resolved. device: see platform_of. marks: further fields that are hashed with it. entry:
     the module that runs the trial."""
     counted = config_hash({**config, **(marks or {})})
-    return Identity(counted, code_hash(config, entry), platform_of(simulated, device), device.get(UNSTATED))
+    platform, unstated = platform_of(simulated, device), device.get(UNSTATED)
+    files = {name: digest[:12] for name, digest in code_of(config, entry).items()}
+    return Identity(counted, code_hash(config, entry), platform, unstated, files)
 
 
 def fingerprint(config_hash: str, code_hash: str, platform: str) -> str:
@@ -126,7 +130,7 @@ def input_files(config: Mapping[str, Any]) -> dict[str, str]:
 
 def _counted(config: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in config.items() if key not in NOT_CONFIG}
-    for group, _, name in (field.partition(".") for field in TEXT_FIELDS):
+    for group, _, name in (dotted.partition(".") for dotted in TEXT_FIELDS):
         if isinstance(kept.get(group), Mapping):
             kept[group] = {key: value for key, value in kept[group].items() if key != name}
     return kept

@@ -217,7 +217,7 @@ def mixtures(trials: Sequence[Trial]) -> list[Mixture]:
         found.append(Mixture(what, "start it anew, or run them with cache_state=salted and another seed", contaminated))
     if len({trial.weights == "random" for trial in trials if not trial.simulated}) > 1:
         found.append(Mixture("random and trained weights", "give all trials the same model.weights"))
-    if any(len(hashes) > 1 for hashes in _code(trials).values()):
+    if any(len(digests) > 1 for digests in _code(trials).values()):
         what = "trials of different versions of the code"
         found.append(Mixture(what, "run the sweep's command again, which redoes the older ones"))
     unlike = sorted({name for names in _forwards(trials).values() if len(names) > 1 for name in names})
@@ -240,10 +240,13 @@ def _forwards(trials: Sequence[Trial]) -> Mapping[tuple[str, str], set[str]]:
     return found
 
 
-def _code(trials: Sequence[Trial]) -> Mapping[tuple[str, ...], set[str]]:
-    """Hashes of the code, grouped by the classes outside the package that a trial names. Their source is part of the hash,
-    so two hashes mean two versions of the code only where the same classes are named."""
-    found: dict[tuple[str, ...], set[str]] = defaultdict(set)
+def _code(trials: Sequence[Trial]) -> Mapping[str, set[str]]:
+    """The hashes of each file of code: trials that use different files are of one version where those that both use are
+    alike. Older trials have one hash of all, which counts the classes outside the package that they name."""
+    found: dict[str, set[str]] = defaultdict(set)
     for trial in trials:
-        found[tuple(sorted(outside_names(trial.config or {})))].add(trial.code_hash)
+        files = (trial.environment or {}).get("code")
+        found["files"].add("each" if files else "all")
+        for name, digest in (files or {str(sorted(outside_names(trial.config or {}))): trial.code_hash}).items():
+            found[name].add(digest)
     return found

@@ -481,7 +481,12 @@ def trial_columns(plan: TrialPlan, identity: Identity, resolved: Mapping[str, An
         "kv_bytes_per_token": plan.model.kv_bytes_per_token,
         "git_commit": git_commit(),
         "config": dict(resolved),
-        "environment": {**environment(), "inputs": input_files(resolved), "command": command_line()},
+        "environment": {
+            **environment(),
+            "inputs": input_files(resolved),
+            "command": command_line(),
+            "code": dict(identity.code),
+        },
     }
 
 

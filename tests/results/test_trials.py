@@ -13,7 +13,7 @@ def trial(number: int, forward: str | None, baseline: str = "pensieve", **config
     return SimpleNamespace(
         id=number, simulated=False, contended=False, flags={}, weights="random", code_hash="c", baseline=baseline,
         config={"cache": {"gpu": "512 tokens"}, "seed": number, "trial": {"retries": number}, **config},
-        engine={} if forward is None else {"forward": forward},
+        engine={} if forward is None else {"forward": forward}, environment={},
     )  # fmt: skip
 
 
@@ -30,3 +30,16 @@ def test_other_baselines_and_settings_have_their_own() -> None:
     assert mixtures([one, trial(2, "fused", baseline="native_pytorch")]) == []
     assert mixtures([one, trial(2, "fused", cache={"gpu": "64 tokens"})]) == []
     assert mixtures([one, trial(2, None)]) == [], "an engine that does not say it"
+
+
+def test_trials_that_use_other_files_are_of_one_version_where_their_common_files_are_alike() -> None:
+    def of(number: int, code: dict[str, str] | None, **config: Any) -> Any:
+        one = trial(number, None, **config)
+        one.code_hash, one.environment = str(number), {} if code is None else {"code": code}
+        return one
+
+    ours = of(1, {"engine.py": "a", "cache/two_tier.py": "b"})
+    assert mixtures([ours, of(2, {"engine.py": "a", "cache/stateless.py": "c"})]) == []
+    for other in (of(2, {"engine.py": "x", "cache/stateless.py": "c"}), of(2, None)):
+        [found] = mixtures([ours, other])
+        assert "different versions of the code" in found.what
