@@ -123,9 +123,14 @@ def import_mlflow() -> Any:
 
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    # It logs a traceback of each error of its database, which it then raises; we tell those in a sentence.
-    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+    logging.getLogger("mlflow.store.db.utils").addFilter(_never)
     return MlflowClient
+
+
+def _never(_: logging.LogRecord) -> bool:
+    """Drop the traceback that MLflow logs of each error of its database before it raises it: we tell those in a sentence. A
+    level would not last: who configures logging sets it back."""
+    return False
 
 
 @functools.lru_cache(maxsize=4)

@@ -271,4 +271,4 @@ def test_what_mlflow_s_database_raises_is_one_sentence_without_a_trace(tmp_path,
         database.execute("drop table experiments")
     assert mlflow_store.or_none(client.search_experiments)() is None
     assert [record.message for record in caplog.records if "Nothing was logged to MLflow" in record.message]
-    assert "Traceback" not in capfd.readouterr().err + caplog.text
+    assert "SQLAlchemy database error" not in capfd.readouterr().err + caplog.text, "the head of its trace"
