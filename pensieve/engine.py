@@ -16,7 +16,7 @@ from pensieve.clock import Clock
 from pensieve.cost.base import CostModel, PositionPrices, predicted_s
 from pensieve.idle_sessions import IdleSessions, MemoryLimits
 from pensieve.plan import Repeats, StepResult
-from pensieve.record import Event
+from pensieve.record import Event, TurnRecord
 from pensieve.request import Request, TokenArray
 from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.scheduler.scheduler import Scheduler, Step
@@ -113,28 +113,46 @@ class Engine:
         """Queue a request; one that can never be served comes out of the next `step` as refused."""
         self.cache.set_time(self.clock.now_ns())
         self._forget_surplus()  # may be this very session: whoever returns too late begins anew
-        now_s = self.clock.now_s()
         known = self.cache.find(request.session)
-        session = known or self.cache.open(request.session, now_s, request.tenant)
+        session = known or self.cache.open(request.session, self.clock.now_s(), request.tenant)
+        try:
+            taken = self._take(request, session, known is None)
+        except BaseException:  # nothing of the request stays
+            session.turns -= 1
+            if known is None:
+                self.cache.forget(session)
+            raise
+        if known is None and not taken:
+            self.cache.forget(session)
+
+    def _take(self, request: Request, session: Session, new: bool) -> bool:
+        """Queue a request, unless it can never be served. Counts as under way what nothing can refuse any more."""
+        now_s = self.clock.now_s()
         session.turns += 1
         sequence = Sequence.arrive(request, session, self._arrived, now_s, self._eos, self._decode_text)
         self._arrived += 1
         error = self.scheduler.refusal(sequence)
         if error is not None:
-            if known is None:
-                self.cache.forget(session)
             self._close(sequence, "refused", error.reason, now_s, str(error))
-            return
+            return False
         session.next_use_s = request.next_use_s
-        if known is None and request.forgotten is not None and request.forgotten[1] == "restarted":
+        if new and request.forgotten is not None and request.forgotten[1] == "restarted":
             self.cache.recall(session, request.prompt[: request.forgotten[0] + 1])
-        parent = self.cache.find(request.fork.session) if known is None and request.fork is not None else None
+        parent = self.cache.find(request.fork.session) if new and request.fork is not None else None
         if parent is not None and request.fork is not None:
             self.cache.fork(parent, session, request.fork.tokens, request.fork.takes_kv)
+        self.scheduler.submit(sequence, now_s)
         self._sequences[request.id] = sequence
         self._under_way[session.name] = self._under_way.get(session.name, 0) + 1
         self._idle.remove(session.name)
-        self.scheduler.submit(sequence, now_s)
+        return True
+
+    def failed(self, request: Request, error: Exception) -> None:
+        """End a request that `submit` raised this error for; the next `step` returns its end. Others go on."""
+        now_s = self.clock.now_s()
+        record = TurnRecord.arrived(request, request.turn, now_s)
+        record.close("failed", None, now_s, f"The engine cannot take the request ({type(error).__name__}: {error}).")
+        self._events.append(Event("finished", request.id, now_s, turn=record))
 
     def cancel(self, request_id: int, status: str) -> None:
         """End a request early. What it generated so far stays in the session; a turn without any output is undone."""

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from pensieve.errors import ConfigError
 
 StopReason = Literal["tool_use", "end_turn"]
+LONGEST_S = 1e9  # 30 years; policies reckon with it in floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,6 @@ class Hint:
         for name in ("expected_s", "keep_s"):
             value = getattr(self, name)
             if value is not None and (
-                isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf")
+                isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LONGEST_S
             ):
-                raise ConfigError(f"{name} is a number of seconds from 0 on, not {value!r}.")
+                raise ConfigError(f"{name} is a number of seconds from 0 to {LONGEST_S:.0e}.")

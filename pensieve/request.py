@@ -19,6 +19,7 @@ TokenArray = array  # of 'i': four bytes a token, so that a million remembered t
 UNNUMBERED = 0
 
 _BEYOND = 2**31  # token ids, and a top_k that limits anything, lie below
+_WIDE = 2**63  # other whole numbers: 64 bits with a sign
 _COOLEST = 1e-6  # logits divided by less may leave the range of floats
 
 
@@ -64,17 +65,24 @@ def text_of(value: object, name: str) -> str:
     return value
 
 
-def _whole(value: object, name: str, least: int | None = None) -> int:
-    bound = "" if least is None else f" of at least {least}"
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or (least is not None and value < least):
-        raise ConfigError(f"{name} must be a whole number{bound}, not {value!r}.")
-    return int(value)
+def _whole(value: object, name: str, least: int, beyond: int | None = None) -> int:
+    bound = f"of at least {least}" if beyond is None else f"in [{least}, {beyond})"
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise ConfigError(f"{name} must be a whole number {bound}, not {value!r}.")
+    whole = int(value)
+    if whole < least or (beyond is not None and whole >= beyond):
+        shown = whole if abs(whole) < _WIDE else "one of more than 63 bits"  # Python writes none of thousands of digits
+        raise ConfigError(f"{name} must be a whole number {bound}, not {shown}.")
+    return whole
 
 
 def _real(value: object, name: str) -> float:
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise ConfigError(f"{name} must be a number, not {value!r}.")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ConfigError(f"{name} must be a number that a float can hold.") from None
 
 
 def _settle(frozen: object, **values: Any) -> None:
@@ -85,7 +93,7 @@ def _settle(frozen: object, **values: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a token is drawn. temperature 0 is greedy; top_k 0 and top_p 1 are off.
+    """How a token is drawn. temperature 0 is greedy; top_k 0 and top_p 1 are off. seed: 64 bits with a sign.
 
     The noise is a function of (seed, session, turn, position), so that a token does not depend on the batch it was
     computed in, nor on the baseline that computed it. anonymous: of (seed, position) alone, so that equal prompts draw equal
@@ -106,8 +114,9 @@ class Sampling:
             )
         if not 0 < top_p <= 1:
             raise ConfigError(f"top_p is above 0 and at most 1 (off), not {top_p}.")
-        top_k = min(_whole(self.top_k, "top_k", least=0), _BEYOND - 1)
-        _settle(self, temperature=temperature, top_p=top_p, top_k=top_k, seed=_whole(self.seed, "seed"))
+        top_k = min(_whole(self.top_k, "top_k", 0), _BEYOND - 1)
+        seed = _whole(self.seed, "seed", -_WIDE, _WIDE)
+        _settle(self, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +126,7 @@ class Length:
     tokens: int
 
     def __post_init__(self) -> None:
-        _settle(self, tokens=_whole(self.tokens, "max_new_tokens", least=1))
+        _settle(self, tokens=_whole(self.tokens, "max_new_tokens", 1, _WIDE))
 
     @property
     def max_new_tokens(self) -> int:
@@ -131,7 +140,7 @@ class Forced:
     tokens: TokenArray[int]
 
     def __post_init__(self) -> None:
-        _whole(len(self.tokens), "The number of forced tokens", least=1)
+        _whole(len(self.tokens), "The number of forced tokens", 1)
 
     @property
     def max_new_tokens(self) -> int:
@@ -147,7 +156,7 @@ class Free:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _settle(self, max_new_tokens=_whole(self.max_new_tokens, "max_new_tokens", least=1))
+        _settle(self, max_new_tokens=_whole(self.max_new_tokens, "max_new_tokens", 1, _WIDE))
         if not all(text_of(stop, "Each stop string") for stop in self.stop):
             raise ConfigError('A stop string is empty, and every reply begins with ""; leave stop out for none.')
 

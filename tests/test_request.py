@@ -45,10 +45,10 @@ def test_without_a_vocabulary_a_token_id_must_fit():
 @pytest.mark.parametrize(
     "fields",
     [
-        *({"temperature": value} for value in (NAN, INF, -INF, -0.5, 1e-310, True, "1", None, 1j)),
+        *({"temperature": value} for value in (NAN, INF, -INF, -0.5, 1e-310, 10**400, True, "1", None, 1j)),
         *({"top_p": value} for value in (NAN, 0, 0.0, -0.1, 1.0001, INF, True, "1", None)),
-        *({"top_k": value} for value in (-1, 1.0, NAN, True, "1", None)),
-        *({"seed": value} for value in (1.0, NAN, True, "1", None)),
+        *({"top_k": value} for value in (-1, -(10**5000), 1.0, NAN, True, "1", None)),
+        *({"seed": value} for value in (10**5000, 2**63, -(2**63) - 1, 1.0, NAN, True, "1", None)),
     ],
 )
 def test_sampling_that_makes_no_sense(fields):

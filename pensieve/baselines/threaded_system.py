@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 from pensieve.baselines.base import Listener
 from pensieve.baselines.engine_system import ENGINE_CLOSED, EngineSystem
@@ -19,7 +20,19 @@ from pensieve.plan import StartReport
 from pensieve.record import Event
 from pensieve.request import Request, TokenArray
 
-_Command = Callable[[], None]
+log = logging.getLogger(__name__)
+
+
+class _Command(NamedTuple):
+    """failed: told, in the engine's thread, what `run` raised."""
+
+    run: Callable[[], None]
+    failed: Callable[[Exception], None]
+
+
+def _only_logged(_: Exception) -> None:
+    """Nobody waits for the command."""
+
 
 _HANDOVER_S = 0.0003
 """For how long the engine's thread leaves the interpreter to those who pass a first token on. It would else plan the next
@@ -30,8 +43,8 @@ once for all requests whose first token came with this one."""
 class ThreadedSystem(EngineSystem):
     """`start` starts the thread that owns the engine, `close` ends it; submit, cancel, expect and forget reach it through
     an inbox, and what happened comes back through an outbox that `poll` reads, or through the listener of who began it. A
-    crash of the thread surfaces there and in ask, poll and forget, as WorkerError. Any thread may call anything; one at a
-    time polls.
+    command that raises fails alone: its request ends as failed, and the engine goes on. A crash of the thread surfaces in
+    listeners, ask, poll and forget, as WorkerError. Any thread may call anything; one at a time polls.
     """
 
     def __init__(self, **parts: Any) -> None:
@@ -44,30 +57,36 @@ class ThreadedSystem(EngineSystem):
 
     def submit(self, request: Request) -> None:
         self._outbox.expect(request.id)
-        self._inbox.put(lambda: self.engine.submit(request))
+        self._submit(request)
 
     def begin(self, request: Request, listener: Listener) -> None:
         assert self._thread is not None, "start() comes first"
         self._listeners[request.id] = listener
-        self._inbox.put(lambda: self.engine.submit(request))
+        self._submit(request)
         if self._ended.done():  # after it told the other listeners, or before: nobody else will tell this one
             self._fail_listeners(self._closed_or_crashed())
+
+    def _submit(self, request: Request) -> None:
+        self._send(lambda: self.engine.submit(request), lambda error: self.engine.failed(request, error))
+
+    def _send(self, run: Callable[[], None], failed: Callable[[Exception], None] = _only_logged) -> None:
+        self._inbox.put(_Command(run, failed))
 
     def drive(self, awaited: Future[Any]) -> None:
         wait((awaited,))
 
     def release(self, session: str) -> None:
-        self._inbox.put(lambda: self.engine.forget(session))
+        self._send(lambda: self.engine.forget(session))
 
     def disown(self, session: str, tenant: str, tokens: TokenArray[int]) -> None:
-        self._inbox.put(lambda: self.engine.disown(session, tenant, tokens))
+        self._send(lambda: self.engine.disown(session, tenant, tokens))
 
     def cancel(self, request_id: int, status: str) -> None:
-        self._inbox.put(lambda: self.engine.cancel(request_id, status))
+        self._send(lambda: self.engine.cancel(request_id, status))
 
     def expect(self, session: str, next_use_s: float | None) -> None:
         """When the schedule will ask this conversation again; only an offline policy reads it."""
-        self._inbox.put(lambda: self.engine.expect(session, next_use_s))
+        self._send(lambda: self.engine.expect(session, next_use_s))
 
     def forget(self, session: str | None) -> None:
         """Returns when it is done, so that a cold cache is cold; a closed engine has forgotten everything."""
@@ -78,10 +97,12 @@ class ThreadedSystem(EngineSystem):
             self.engine.forget(session)
             done.set_result(None)
 
-        self._inbox.put(command)
+        self._send(command, done.set_exception)
         wait((done, self._ended), return_when=FIRST_COMPLETED)
         if not done.done() and self._ended.exception() is not None:
             raise self._closed_or_crashed()
+        if done.done() and (error := done.exception()) is not None:
+            raise WorkerError(f"The engine could not forget: {error}") from error
 
     def poll(self, until_s: float | None) -> list[Event]:
         """Raises WorkerError once there is nothing more to tell and the engine has crashed or was closed."""
@@ -142,7 +163,11 @@ class ThreadedSystem(EngineSystem):
                     break  # a conversation's time is up: the step forgets it
                 if command is None:
                     return
-                command()
+                try:
+                    command.run()
+                except Exception as error:  # no reason to stop the engine, which serves others
+                    log.exception("A command failed; the engine goes on.")
+                    command.failed(error)
                 idle = False
             events = engine.step(None)
             if self._listeners:

@@ -194,3 +194,34 @@ def test_who_asks_is_told_of_the_end_of_the_engine(started: tuple[ThreadedSystem
     for side in (closing, asking, late, Side(system.ask, request(3, "c", tokens=5, output=2))):
         assert side.ended()
         assert side is closing or isinstance(side.error, WorkerError)
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["submitted", "begun"])
+@pytest.mark.parametrize("part", ["pensieve.engine.Sequence.arrive", "pensieve.scheduler.scheduler.Scheduler.submit"])
+def test_a_request_that_the_engine_cannot_take_fails_alone(
+    started: tuple[ThreadedSystem, HeldWorker], monkeypatch: pytest.MonkeyPatch, begun: bool, part: str
+) -> None:
+    system, _ = started
+    assert system.ask(request(1, "known", tokens=5, output=2)).status == "completed"
+
+    def fails(*_: object) -> None:
+        raise ValueError("no such thing")
+
+    for session in ("known", "new"):
+        with monkeypatch.context() as patched:
+            patched.setattr(part, fails)
+            asked = request(2, session, tokens=5, output=2, turn=2)
+            if begun:
+                turn = system.ask(asked)
+            else:
+                system.submit(asked)
+                (turn,) = (event.turn for event in system.poll(None) if event.turn)
+        assert turn.status == "failed" and "no such thing" in turn.error
+    assert system.engine.cache.names() == ["known"] and not system.engine.busy
+    assert system.ask(request(3, "known", tokens=5, output=2, turn=2)).status == "completed"
+    monkeypatch.setattr(system.engine, "forget", fails)
+    with pytest.raises(WorkerError, match="no such thing"):
+        system.forget(None)
+    system.release("known")
+    assert system.ask(request(4, "known", tokens=5, output=2, turn=3)).status == "completed"
+    system.close()

@@ -57,7 +57,14 @@ def test_who_says_nothing_gives_no_hint_and_keep_alive_stays_with_the_conversati
 
 @pytest.mark.parametrize(
     "metadata",
-    [{"expected_s": "soon"}, {"expected_s": -1}, {"expected_s": "inf"}, {"stop_reason": "length"}, {"tool": 7}],
+    [
+        {"expected_s": "soon"},
+        {"expected_s": -1},
+        {"expected_s": 10**400},
+        {"expected_s": "inf"},
+        {"stop_reason": "length"},
+        {"tool": 7},
+    ],
 )
 def test_a_hint_that_makes_no_sense_is_a_400_that_names_it(served: Any, metadata: dict[str, Any]) -> None:
     reply = ask(served[1], "odd", metadata=metadata)
