@@ -3,6 +3,9 @@
 A chat model reads a conversation as text in its own markup. Rendering the whole list of messages again at every turn, and
 encoding it, would change history: a tokenizer seldom gives the very ids that the model sampled. So the template is rendered
 over the messages with a mark in place of each reply, and the reply's own ids stand where its mark is.
+
+Special tokens come from the template alone: those that a message, a tool's result or a tool's schema spells out are encoded
+as any other text, or they would begin and end messages.
 """
 
 from __future__ import annotations
@@ -14,11 +17,12 @@ from typing import Any, Protocol
 
 from pensieve.errors import ConfigError
 from pensieve.request import text_of
+from pensieve.tokenizer import REPLY_EDGE
 
 Message = Mapping[str, Any]
 """role and content (a string), and whatever else the template knows, such as tool_calls."""
 
-_MARK = "\ufdd0{}\ufdd0"  # a code point that is no character, so no text holds it and no template strips it
+_MARK = f"{REPLY_EDGE}{{}}{REPLY_EDGE}"  # no template strips it
 _ROLES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
 
 
@@ -31,7 +35,9 @@ class ChatTokenizer(Protocol):
     chat_template: str | None
     special_tokens: Mapping[str, str]
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, marked: bool = False) -> list[int]: ...
+
+    def literal(self, text: str) -> str: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -81,8 +87,8 @@ class ChatTemplate:
         Raises ConfigError for messages that make no sense, or that the template refuses.
         """
         own = {index: list(ids) for index, ids in (replies or {}).items()}
-        listed = _checked(messages, own)
-        said = {index: self._tokenizer.decode(ids) for index, ids in own.items()}
+        listed, tools = self._literal(_checked(messages, own)), self._literal(tools)
+        said = {index: self._literal(self._tokenizer.decode(ids)) for index, ids in own.items()}
         shown = self._render(_with_replies(listed, {index: _MARK.format(index) for index in own}), tools)
         segments = _split(shown, list(own))
         true = self._render(_with_replies(listed, said), tools)
@@ -116,7 +122,7 @@ class ChatTemplate:
         Equal to what `prompt` appends, unless the template rewrites history.
         """
         mark = _MARK.format(1)
-        shown = self._render([_user("-"), {"role": "assistant", "content": mark}, _user(text)], None)
+        shown = self._render([_user("-"), {"role": "assistant", "content": mark}, _user(self._literal(text))], None)
         ids = self._encode(shown.partition(mark)[2], first=False)
         return ids[1:] if ids and ids[0] == last and last in self._tokenizer.eos_ids else ids
 
@@ -192,7 +198,15 @@ class ChatTemplate:
     def _encode(self, text: str, first: bool) -> list[int]:
         """first: the text begins the conversation. Templates write the token that texts begin with themselves."""
         begin = list(self._tokenizer.begin) if first and self.plain else []
-        return begin + self._tokenizer.encode(text)
+        return begin + self._tokenizer.encode(text, marked=True)
+
+    def _literal(self, said: Any) -> Any:
+        """The same with all its strings literal."""
+        if isinstance(said, str):
+            return self._tokenizer.literal(said)
+        if isinstance(said, Mapping):
+            return {self._literal(name): self._literal(value) for name, value in said.items()}
+        return [self._literal(one) for one in said] if isinstance(said, list | tuple) else said
 
 
 def _user(text: str) -> dict[str, str]:

@@ -19,7 +19,7 @@ TokenArray = array  # of 'i': four bytes a token, so that a million remembered t
 UNNUMBERED = 0
 
 _BEYOND = 2**31  # token ids, and a top_k that limits anything, lie below
-_WIDE = 2**63  # other whole numbers: 64 bits with a sign
+_WIDE = 2**63  # seeds, and numbers of tokens that no machine has, have 64 bits: Python writes no numbers of any length
 _COOLEST = 1e-6  # logits divided by less may leave the range of floats
 
 
@@ -126,7 +126,7 @@ class Length:
     tokens: int
 
     def __post_init__(self) -> None:
-        _settle(self, tokens=_whole(self.tokens, "max_new_tokens", 1, _WIDE))
+        _settle(self, tokens=min(_whole(self.tokens, "max_new_tokens", 1), _WIDE))
 
     @property
     def max_new_tokens(self) -> int:
@@ -156,7 +156,7 @@ class Free:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _settle(self, max_new_tokens=_whole(self.max_new_tokens, "max_new_tokens", 1, _WIDE))
+        _settle(self, max_new_tokens=min(_whole(self.max_new_tokens, "max_new_tokens", 1), _WIDE))
         if not all(text_of(stop, "Each stop string") for stop in self.stop):
             raise ConfigError('A stop string is empty, and every reply begins with ""; leave stop out for none.')
 

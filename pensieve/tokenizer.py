@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
+from os.path import commonprefix
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -11,6 +13,9 @@ from typing import Any, Protocol
 from pensieve.errors import WeightsMissing
 
 SPECIALS = ("<bos>", "<eos>", "<pad>")
+REPLY_EDGE = "\ufdd0"
+"""Around marks of replies in rendered templates; no character, so seldom in a text. `literal` replaces those that are."""
+_EDGE = "\ufdd1"  # the same, around marks of special tokens
 
 
 class Tokenizer(Protocol):
@@ -28,8 +33,13 @@ class Tokenizer(Protocol):
     chat_template: str | None
     special_tokens: Mapping[str, str]
 
-    def encode(self, text: str) -> list[int]:
-        """Adds no special tokens; those that the text spells out become their ids."""
+    def encode(self, text: str, marked: bool = False) -> list[int]:
+        """Adds no special tokens; those that the text spells out become their ids. marked: parts of the text are `literal`."""
+        ...
+
+    def literal(self, text: str) -> str:
+        """The text with a mark in place of each special token that it spells out. Encoded as marked, no special token comes of
+        it; any other text stays as it is."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -51,8 +61,11 @@ class ByteTokenizer:
     chat_template: str | None = None
     special_tokens: Mapping[str, str] = MappingProxyType({})
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, marked: bool = False) -> list[int]:
         return list(text.encode("utf-8"))
+
+    def literal(self, text: str) -> str:
+        return text
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
@@ -81,12 +94,38 @@ class HubTokenizer:
         own = self._id_of("eos_token")
         self.eos_ids = frozenset((*eos_ids, *_generation_eos(folder), *(() if own is None else (own,))))
         self.begin = self._begin(settings.get("add_bos_token"))
+        self._mark_specials()
 
-    def encode(self, text: str) -> list[int]:
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+    def encode(self, text: str, marked: bool = False) -> list[int]:
+        if _EDGE not in text:
+            return self._ids(text)
+        ids = self._ids(text if marked else text.replace(_EDGE, self._marks[_EDGE]))
+        return [token for one in ids for token in self._spelled.get(one, (one,))]
+
+    def literal(self, text: str) -> str:
+        return self._specials.sub(lambda found: self._marks[found[0]], text)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return str(self._backend.decode(list(ids), skip_special_tokens=True))
+        return str(self._backend.decode([i for i in ids if i < self.vocab_size], skip_special_tokens=True))
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def _mark_specials(self) -> None:
+        """Make a mark for each special token, an added token: what stands beside it is encoded as beside a special token. The
+        ids of marks are beyond the vocabulary and in no prompt."""
+        from tokenizers import AddedToken
+
+        added = self._backend.get_added_tokens_decoder().values()
+        texts = list({_EDGE, REPLY_EDGE, *(token.content for token in added if token.special)} - {""})
+        self._marks = {text: f"{_EDGE}{number}{_EDGE}" for number, text in enumerate(texts)}
+        self._specials = re.compile(_any_of(texts))
+        self._backend.add_tokens([AddedToken(mark, normalized=False) for mark in self._marks.values()])
+        self._backend.encode_special_tokens = True  # as text; behind a mark, or some tokenizers put a space before it
+        self._spelled = {
+            self._backend.token_to_id(mark): self._ids(mark + text)[1:] for text, mark in self._marks.items()
+        }
+        self._backend.encode_special_tokens = False
 
     def _id_of(self, name: str) -> int | None:
         found = self._backend.token_to_id(self.special_tokens.get(name, ""))
@@ -100,6 +139,18 @@ class HubTokenizer:
         bare, full = (self._backend.encode("a", add_special_tokens=add).ids for add in (False, True))
         start = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
         return tuple(full[:start])
+
+
+def _any_of(texts: list[str]) -> str:
+    """A pattern of these texts, of which no two are equal. It takes the longest, and looks at each character once or twice,
+    whatever a client writes."""
+    shared = commonprefix(texts)
+    tails: dict[str, list[str]] = {}
+    for text in texts:
+        tails.setdefault(text[len(shared) : len(shared) + 1], []).append(text[len(shared) :])
+    if len(tails) == 1:
+        return re.escape(shared)
+    return f"{re.escape(shared)}(?:{'|'.join(_any_of(tails[head]) for head in sorted(tails, reverse=True))})"
 
 
 def eos_of(config: Mapping[str, Any]) -> tuple[int, ...]:

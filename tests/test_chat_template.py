@@ -9,7 +9,7 @@ import pytest
 from pensieve.chat_template import ChatTemplate
 from pensieve.errors import ConfigError
 from pensieve.tokenizer import ByteTokenizer, HubTokenizer
-from tests.chat import CHATML, GEMMA_2, LLAMA_3, MISTRAL, THINKING, dialogue, save_tokenizer
+from tests.chat import CHATML, GEMMA_2, LLAMA_3, MISTRAL, SPECIALS, THINKING, dialogue, save_tokenizer
 
 PUBLISHED = {"chatml": CHATML, "llama3": LLAMA_3, "gemma2": GEMMA_2, "mistral": MISTRAL}
 
@@ -26,7 +26,7 @@ def loaded(folder: Path, template: str | None) -> tuple[HubTokenizer, ChatTempla
 
 def spelled(tokenizer: HubTokenizer, text: str, ended: bool) -> list[int]:
     """A reply as a model may sample it: letter by letter, which is not how the tokenizer encodes it."""
-    ids = [token for letter in text for token in tokenizer.encode(letter)]
+    ids = [token for letter in text for token in tokenizer.encode(tokenizer.literal(letter), marked=True)]
     assert ids != tokenizer.encode(text)
     return [*ids, min(tokenizer.eos_ids)] if ended else ids
 
@@ -42,6 +42,30 @@ def test_without_own_tokens_it_is_what_transformers_makes_of_the_messages(
     theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     expected = theirs.apply_chat_template(dialogue(*turns), add_generation_prompt=True, return_dict=False)
     assert chat.prompt(dialogue(*turns)).ids == expected
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_special_tokens_come_from_the_template_alone(tmp_path: Path, name: str) -> None:
+    """Whatever a message, a reply that a client tells, a tool's result or a tool's schema spells out."""
+    tokenizer, _ = loaded(tmp_path, PUBLISHED[name])
+    tokenizer.chat_template += "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    chat = ChatTemplate(tokenizer)
+    specials = {text: tokenizer.encode(text)[0] for text in SPECIALS[PUBLISHED[name]]}
+    hostile = f"the{''.join(specials)}\ufdd0one\ufdd1 \ufdd11\ufdd1{'on'.join(specials)}e"
+
+    def prompt(text: str) -> list[int]:
+        tools = [{"type": "function", "function": {"name": "f", "description": text, text: [text]}}]
+        return chat.prompt(dialogue("a", "b", text, text, text), {1: spelled(tokenizer, "the one", True)}, tools).ids
+
+    ids = prompt(hostile)
+    assert [i for i in ids if i in specials.values()] == [i for i in prompt("mild") if i in specials.values()]
+    assert max(ids) < tokenizer.vocab_size
+    assert tokenizer.decode(ids).count(hostile) == 6
+    assert chat.opening(hostile) == chat.prompt(dialogue(hostile)).ids
+    reply = spelled(tokenizer, hostile, True)
+    assert not set(reply[:-1]) & set(specials.values())
+    told = chat.prompt(dialogue("a", hostile, hostile), {1: reply}).ids
+    assert told == chat.opening("a") + reply + chat.following(hostile, reply[-1])
 
 
 @pytest.mark.parametrize("ended", [True, False])

@@ -435,7 +435,8 @@ class Server:
         """The conversation is what was asked and answered. A stop string is no part of it."""
         conversation, record = turn.conversation, generation.turn
         stopped = record.finish_reason == "stop"
-        reply = array("i", self.tokenizer.encode(generation.text)) if stopped else record.token_ids
+        encode, literal = self.tokenizer.encode, self.tokenizer.literal
+        reply = array("i", encode(literal(generation.text), marked=True)) if stopped else record.token_ids
         assert turn.asked is not None
         asked, messages, key = turn.asked, None, None
         replies = dict(asked.replies)
