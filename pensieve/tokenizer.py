@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from os.path import commonprefix
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -34,12 +33,12 @@ class Tokenizer(Protocol):
     special_tokens: Mapping[str, str]
 
     def encode(self, text: str, marked: bool = False) -> list[int]:
-        """Adds no special tokens; those that the text spells out become their ids. marked: parts of the text are `literal`."""
+        """Adds no special tokens; those that the text spells out become their ids. marked: parts of it are `literal`."""
         ...
 
     def literal(self, text: str) -> str:
-        """The text with a mark in place of each special token that it spells out. Encoded as marked, no special token comes of
-        it; any other text stays as it is."""
+        """The text with a mark in place of each special token that it spells out: encoded as marked, it has none. Any other
+        text stays as it is."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -144,7 +143,8 @@ class HubTokenizer:
 def _any_of(texts: list[str]) -> str:
     """A pattern of these texts, of which no two are equal. It takes the longest, and looks at each character once or twice,
     whatever a client writes."""
-    shared = commonprefix(texts)
+    first, last = min(texts), max(texts)
+    shared = first[: next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]
     tails: dict[str, list[str]] = {}
     for text in texts:
         tails.setdefault(text[len(shared) : len(shared) + 1], []).append(text[len(shared) :])

@@ -19,7 +19,7 @@ from pensieve.errors import ConfigError, PensieveError, RequestFailed, WorkerErr
 from pensieve.hint import Hint
 from pensieve.record import Event, TurnRecord
 from pensieve.request import Free, Length, Sampling, stops_of, text_of, tokens_of
-from pensieve.server.conversations import Asked, Conversation, Conversations, Mark, message_keys
+from pensieve.server.conversations import Asked, Conversation, Conversations, Mark, message_keys, session_name
 from pensieve.server.text import TextStream
 from pensieve.server.turn import Generation, Turn, error_of
 from pensieve.stop import before_stop
@@ -371,7 +371,7 @@ class Server:
         output = Length(max_new_tokens) if ignore_eos and not stops else Free(max_new_tokens, stops, ignore_eos)
         sampling = Sampling(temperature, top_p, top_k, self._seed if seed is None else seed)
         with self.conversations.lock:
-            conversation = self.conversations.find("", text_of(session_id, "session_id"))
+            conversation = self.conversations.find("", session_name(session_id))
             if conversation is None:
                 conversation = self.conversations.open("", session_id)
             turn = self.turn(conversation, ask, output, sampling, on_event=on_event, on_end=on_end, hint=hint)

@@ -23,7 +23,8 @@ from pensieve.server import memory
 from pensieve.server.api import Server
 from pensieve.server.body_route import SESSION_HEADER, BodyRoute
 from pensieve.server.completions import ChatShape, CompletionShape, completion_events, sse_data
-from pensieve.server.dialogue import LONGEST_NAME, Dialogue, Wish
+from pensieve.server.conversations import LONGEST_NAME, session_name
+from pensieve.server.dialogue import Dialogue, Wish
 from pensieve.server.feed import Feed
 from pensieve.server.gate import Gate
 from pensieve.server.prometheus import Meters
@@ -158,7 +159,7 @@ def _add_routes(app: FastAPI, state: App) -> None:
             on_event=feed.on_event if body.stream else None,
             on_end=feed.on_end,
         )
-        name, whole = body.session_id or x_session_id, None if body.history is None else body.history == "whole"
+        name, whole = _session_of(body, x_session_id), None if body.history is None else body.history == "whole"
         feed.started(
             await _prepare(request, partial(state.dialogue.chat, _tenant(request), name, messages, whole, wish))
         )
@@ -182,7 +183,7 @@ def _add_routes(app: FastAPI, state: App) -> None:
             on_event=feed.on_event if body.stream else None,
             on_end=feed.on_end,
         )
-        name = body.session_id or x_session_id
+        name = _session_of(body, x_session_id)
         begin = partial(state.dialogue.complete, _tenant(request), name, prompt, body.history == "whole", wish)
         feed.started(await _prepare(request, begin))
         shape = CompletionShape("cmpl", state.model)
@@ -282,7 +283,7 @@ def _add_routes(app: FastAPI, state: App) -> None:
     @app.get("/v1/sessions/{session_id:path}", responses=documented(404))
     async def session(request: Request, session_id: str) -> Response:
         assert state.server is not None
-        known = state.server.conversations.find(_tenant(request), session_id)
+        known = state.server.conversations.find(_tenant(request), session_name(session_id))
         if known is None:
             raise NotFound(f"There is no session {session_id!r}.")
         return JSONResponse(await asyncio.to_thread(session_body, state.server, known))
@@ -290,7 +291,7 @@ def _add_routes(app: FastAPI, state: App) -> None:
     @app.delete("/v1/sessions/{session_id:path}", responses=documented(404))
     async def delete_session(request: Request, session_id: str) -> Response:
         assert state.server is not None
-        if not await asyncio.to_thread(state.server.end_session, _tenant(request), session_id):
+        if not await asyncio.to_thread(state.server.end_session, _tenant(request), session_name(session_id)):
             raise NotFound(f"There is no session {session_id!r}.")
         return JSONResponse({"id": session_id, "object": "session", "deleted": True})
 
@@ -365,6 +366,11 @@ def _finish(state: App, feed: Feed, responder: Responder, body: ResponseBody, te
 def _tenant(request: Request) -> str:
     tenant: str = request.scope["pensieve.tenant"]
     return tenant
+
+
+def _session_of(body: ChatBody | CompletionBody, header: str | None) -> str | None:
+    """The session's name, where the client gives one; of two the body's."""
+    return header if body.session_id is None else body.session_id
 
 
 def _check_model(state: App, name: str | None) -> None:

@@ -10,21 +10,23 @@ import math
 import secrets
 import threading
 import time
+import unicodedata
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pensieve.errors import TooManySessions
+from pensieve.errors import ConfigError, TooManySessions
 from pensieve.record import TurnRecord
-from pensieve.request import Fork, TokenArray
+from pensieve.request import Fork, TokenArray, text_of
 from pensieve.session import common_prefix
 
 if TYPE_CHECKING:
     from pensieve.server.turn import Turn
 
 TOKEN_BYTES = 4
+LONGEST_NAME = 256
 _NEIGHBOURS = 8  # on either side of where a prompt would be sorted in
 
 
@@ -91,6 +93,19 @@ class Asked:
     prompt: TokenArray[int]
     messages: list[Message] | None = None
     replies: dict[int, list[int]] = field(default_factory=dict)
+
+
+def session_name(name: object) -> str:
+    """A name that a header and a path can carry, so that whoever begins a session can find and delete it. Raises ConfigError
+    for any other."""
+    said = text_of(name, "session_id")
+    if not 0 < len(said) <= LONGEST_NAME:
+        raise ConfigError(f"session_id must have 1 to {LONGEST_NAME} characters.")
+    if said != said.strip() or any(unicodedata.category(letter) in ("Cc", "Zl", "Zp") for letter in said):
+        raise ConfigError("session_id must not begin or end with a space, nor hold line breaks or control characters.")
+    if {".", ".."} & set(said.split("/")):
+        raise ConfigError("session_id must not hold . or .. between slashes: clients take such parts out of a path.")
+    return said
 
 
 def message_keys(messages: Sequence[Message], tools: object = None) -> list[bytes]:

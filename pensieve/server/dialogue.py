@@ -10,12 +10,11 @@ from typing import Any
 from pensieve.errors import ConfigError
 from pensieve.request import Free, Sampling, text_of, tokens_of
 from pensieve.server.api import Server
-from pensieve.server.conversations import Asked, Conversation, Mark, Message, message_keys
+from pensieve.server.conversations import Asked, Conversation, Mark, Message, message_keys, session_name
 from pensieve.server.turn import Turn
 from pensieve.session import common_prefix
 
 Tools = Sequence[Mapping[str, Any]]
-LONGEST_NAME = 256
 _LEAST_SHARED = 32  # tokens: below, a conversation of its own computes them as fast as it would find them
 _PLAIN_STOPS = ("\nUser:",)  # where a model without a template begins to speak for the user
 
@@ -125,9 +124,7 @@ class Dialogue:
     # -- where ----------------------------------------------------------------------------------------------------------
 
     def _named(self, tenant: str, name: str) -> Conversation:
-        if not 0 < len(text_of(name, "session_id")) <= LONGEST_NAME:
-            raise ConfigError(f"session_id must have 1 to {LONGEST_NAME} characters.")
-        return self._conversations.find(tenant, name) or self._conversations.open(tenant, name)
+        return self._conversations.find(tenant, session_name(name)) or self._conversations.open(tenant, name)
 
     def _unclaimed(self, conversation: Conversation, asked: Asked) -> Conversation:
         """The conversation, or in its place one that may be changed from where this prompt leaves it."""

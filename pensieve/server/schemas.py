@@ -12,13 +12,14 @@ from pensieve.errors import ConfigError
 from pensieve.hint import Hint
 from pensieve.record import TurnRecord
 from pensieve.request import Free, Sampling, stops_of
+from pensieve.server.conversations import LONGEST_NAME
 from pensieve.server.dialogue import Tools, Wish
 from pensieve.server.settings import ServeSettings
 
 _BEYOND_ANY_MODEL = 2**31 - 1
 Tokens = Annotated[int, Field(ge=1, le=_BEYOND_ANY_MODEL)]
 Real = Annotated[float, Field(allow_inf_nan=False)]
-Name = Annotated[str, Field(min_length=1, max_length=256)]
+Name = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
 
 
 def _tellable(value: Any) -> Any:

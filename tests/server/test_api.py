@@ -132,6 +132,7 @@ SIMULATED = {"device": "sim_h100", "gpu_cache": "1024 tokens", "cpu_cache": "204
         ({"prompt_ids": [1], "seed": "x"}, "seed"),
         *(({"prompt_ids": [1], "max_new_tokens": value}, "max_new_tokens") for value in (0, -1, 2.0, None)),
         ({"prompt_ids": [1], "session_id": 7}, "session_id"),
+        ({"prompt_ids": [1], "session_id": "a "}, "session_id"),
         ({"prompt_ids": [1], "stop": ""}, "stop string is empty"),
         ({"text": b"bytes"}, "text"),
         ({"text": "\ud800"}, "text"),

@@ -71,6 +71,24 @@ def test_what_makes_no_sense_is_a_400_that_says_so(client: httpx.Client, body: b
     assert reply.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "name", ["", " ", "a ", "\ta", "a\n", "a\nb", "a\x00", "\x85", "a\u2028b", "..", "a/./b", "x" * 257]
+)
+def test_a_session_that_nobody_could_find_again_is_refused_before_its_turn(client: httpx.Client, name: str) -> None:
+    """Its name would break the reply's header, or be another one in a path."""
+    known, fields = client.get("/v1/sessions").json(), {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}
+    plain = name == name.strip() and name.isascii() and name.isprintable()
+    for path in ("chat/completions", "completions"):
+        for stream in (False, True):
+            replies = [client.post(f"/v1/{path}", json={**fields, "stream": stream, "session_id": name})]
+            if plain:  # else no client sends such a header
+                replies.append(client.post(f"/v1/{path}", json=fields, headers={"X-Session-Id": name}))
+            assert [reply.status_code for reply in replies] == [400] * len(replies), replies[-1].text
+    assert client.get("/v1/sessions").json() == known
+    if name.strip(".") and "\n" not in name and "/" not in name:  # or it is another path
+        assert client.delete(f"/v1/sessions/{quote(name, safe='')}").status_code == 400
+
+
 def test_unicode_ids_and_odd_texts_are_served(client: httpx.Client) -> None:
     for name in ("ж", "a/b c?d", "👩\u200d🚀" * 10, "~"):
         assert ask(client, session_id=name).json()["session_id"] == name
