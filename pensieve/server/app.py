@@ -21,7 +21,7 @@ from pensieve.errors import ConfigError, PensieveError
 from pensieve.request import Sampling
 from pensieve.server import memory
 from pensieve.server.api import Server
-from pensieve.server.body_route import SESSION_HEADER, BodyRoute
+from pensieve.server.body_route import SESSION_HEADER, BodyRoute, off_the_loop
 from pensieve.server.completions import ChatShape, CompletionShape, completion_events, sse_data
 from pensieve.server.conversations import LONGEST_NAME, session_name
 from pensieve.server.dialogue import Dialogue, Wish
@@ -42,13 +42,11 @@ from pensieve.server.schemas import (
 from pensieve.server.settings import OPERATOR, ServeSettings, Tenants
 from pensieve.server.state import StateFile
 from pensieve.server.statistics import session_body, session_line
-from pensieve.server.turn import Turn
 
 log = logging.getLogger(__name__)
 
 TRIM_SHARE = 0.001  # of the time may go to giving pages back: allocating threads may have to wait for that
 SWEEP_S = 5.0  # how often conversations that nobody came back to are looked for
-_PREPARED_INLINE = 16_384  # bytes of a body: a longer one is encoded in another thread, so that others do not wait
 
 
 class App:
@@ -161,7 +159,7 @@ def _add_routes(app: FastAPI, state: App) -> None:
         )
         name, whole = _session_of(body, x_session_id), None if body.history is None else body.history == "whole"
         feed.started(
-            await _prepare(request, partial(state.dialogue.chat, _tenant(request), name, messages, whole, wish))
+            await off_the_loop(request, partial(state.dialogue.chat, _tenant(request), name, messages, whole, wish))
         )
         shape = ChatShape("chatcmpl", state.model)
         if body.stream:
@@ -185,7 +183,7 @@ def _add_routes(app: FastAPI, state: App) -> None:
         )
         name = _session_of(body, x_session_id)
         begin = partial(state.dialogue.complete, _tenant(request), name, prompt, body.history == "whole", wish)
-        feed.started(await _prepare(request, begin))
+        feed.started(await off_the_loop(request, begin))
         shape = CompletionShape("cmpl", state.model)
         if body.stream:
             return await feed.sent(request, completion_events(feed, shape, body.include_usage), _headers(feed))
@@ -213,16 +211,32 @@ def _add_routes(app: FastAPI, state: App) -> None:
             on_end=feed.on_end,
         )
         responder = Responder(body, state.model, tenant, tools)
-        feed.started(await _prepare(request, partial(responder.begin, state.dialogue, previous, wish)))
+        feed.started(await off_the_loop(request, partial(responder.begin, state.dialogue, previous, wish)))
         if body.stream:
             return await feed.sent(request, _response_events(state, feed, responder, body), _headers(feed))
         text = await feed.whole(request)
         return _reply(feed, _finish(state, feed, responder, body, text))
 
+    async def tokenize(request: Request, body: TokenizeBody) -> Response:
+        _check_model(state, body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise ConfigError("Give either prompt or messages.")
+
+        def ids() -> list[int]:
+            if body.messages is not None:
+                return state.dialogue.template.prompt([message.plain() for message in body.messages]).ids
+            assert state.server is not None and body.prompt is not None
+            return [*state.server.tokenizer.begin, *state.server.tokenizer.encode(body.prompt)]
+
+        tokens = await asyncio.to_thread(ids)
+        assert state.server is not None
+        return JSONResponse({"count": len(tokens), "max_model_len": state.server.most_tokens, "tokens": tokens})
+
     for path, endpoint in (
         ("/v1/chat/completions", chat),
         ("/v1/completions", completions),
         ("/v1/responses", respond),
+        ("/tokenize", tokenize),
     ):
         app.router.add_api_route(
             path, endpoint, methods=["POST"], responses=documented(404), route_class_override=BodyRoute
@@ -253,22 +267,6 @@ def _add_routes(app: FastAPI, state: App) -> None:
     async def model(model: str) -> Response:
         _check_model(state, model)
         return JSONResponse(_card(state))
-
-    @app.post("/tokenize", responses=documented(404))
-    async def tokenize(request: Request, body: TokenizeBody) -> Response:
-        _check_model(state, body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise ConfigError("Give either prompt or messages.")
-
-        def ids() -> list[int]:
-            if body.messages is not None:
-                return state.dialogue.template.prompt([message.plain() for message in body.messages]).ids
-            assert state.server is not None and body.prompt is not None
-            return [*state.server.tokenizer.begin, *state.server.tokenizer.encode(body.prompt)]
-
-        tokens = await asyncio.to_thread(ids)
-        assert state.server is not None
-        return JSONResponse({"count": len(tokens), "max_model_len": state.server.most_tokens, "tokens": tokens})
 
     @app.get("/v1/sessions", responses=documented())
     async def sessions(request: Request) -> Response:
@@ -395,13 +393,6 @@ def _default_sampling(state: App) -> Sampling:
     """Of clients that do not say."""
     assert state.server is not None
     return state.server.sampling(state.settings.temperature, None)
-
-
-async def _prepare(request: Request, begin: Callable[[], Turn]) -> Turn:
-    """Encoding a long prompt takes longer than others should wait."""
-    if int(request.scope["pensieve.body_bytes"]) < _PREPARED_INLINE:
-        return begin()
-    return await asyncio.to_thread(begin)
 
 
 def _headers(feed: Feed) -> dict[str, str]:

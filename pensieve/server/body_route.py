@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Callable, Coroutine
-from typing import Any, get_type_hints
+from functools import partial
+from typing import Any, TypeVar, get_type_hints
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -14,6 +16,8 @@ from pydantic_core import from_json
 from starlette.routing import request_response
 
 SESSION_HEADER = "X-Session-Id"
+_INLINE_BYTES = 16_384
+T = TypeVar("T")
 
 
 class BodyRoute(APIRoute):
@@ -31,12 +35,20 @@ class BodyRoute(APIRoute):
         named = "x_session_id" in inspect.signature(endpoint).parameters
 
         async def handle(request: Request) -> Response:
-            body = read_body(model, await request.body(), request.headers.get("content-type", ""))
+            sent, kind = await request.body(), request.headers.get("content-type", "")
+            body = await off_the_loop(request, partial(read_body, model, sent, kind))
             return await (
                 endpoint(request, body, request.headers.get(SESSION_HEADER)) if named else endpoint(request, body)
             )
 
         return handle
+
+
+async def off_the_loop(request: Request, call: Callable[[], T]) -> T:
+    """What `call` makes of a request's body; of a long one in another thread, so that other clients do not wait."""
+    if int(request.scope["pensieve.body_bytes"]) < _INLINE_BYTES:
+        return call()
+    return await asyncio.to_thread(call)
 
 
 def read_body(model: type[BaseModel], sent: bytes, content_type: str) -> BaseModel:

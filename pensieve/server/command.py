@@ -11,8 +11,9 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -102,20 +103,76 @@ class Connection(H11Protocol):
 
     asyncio reads into a buffer of 256 KiB, of which a request leaves a few hundred bytes in use: each such hole is one in the
     heap. A long body comes in more reads.
+
+    A request has `receive_s` from the opening of its connection, or from its first byte on one that is used again, to its
+    last byte. Of more than `most` connections the one that has waited for its client longest is closed.
     """
+
+    def __init__(self, *args: Any, receive_s: float, most: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._receive_s, self._most = receive_s, most
+        self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if hasattr(transport, "max_size"):  # uvloop's has none
             made: Any = transport
             made.max_size = _READ_BYTES
         super().connection_made(transport)
+        self._watch()
+        if len(self.connections) > self._most:
+            mine = [one for one in self.connections if isinstance(one, Connection)]
+            min(mine, key=lambda one: one._silent_since).give_up("503 Service Unavailable")
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop()
+
+    def give_up(self, status: str) -> None:
+        """Close a connection whose client has to send something, and say why where it waits for an answer."""
+        begun = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        if self._deadline is not None and not begun:
+            self.transport.write(f"HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: 0\r\n\r\n".encode())
+        self._stop()
+        self.connections.discard(self)
+        self.transport.close()
+
+    @property
+    def _silent_since(self) -> float:
+        """Since when it waits for its client; never: it serves one."""
+        if self._deadline is not None:
+            return self._deadline.when() - self._receive_s
+        if self.timeout_keep_alive_task is not None:
+            return self.timeout_keep_alive_task.when() - self.timeout_keep_alive
+        return float("inf")
+
+    def _watch(self) -> None:
+        """Give a request that is not whole its time. Between requests uvicorn's own limit holds."""
+        whole = self.conn.their_state not in (h11.IDLE, h11.SEND_BODY)
+        between = self.timeout_keep_alive_task is not None and not self.conn.trailing_data[0]
+        if whole or between:
+            self._stop()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(self._receive_s, self.give_up, "408 Request Timeout")
+
+    def _stop(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
 
 def uvicorn_config(state: App) -> uvicorn.Config:
     settings = state.settings
     return uvicorn.Config(
         create_app(state),
-        http=Connection,
+        http=cast(Any, partial(Connection, receive_s=settings.receive_s, most=settings.max_connections)),
         host=settings.host,
         port=settings.port,
         log_level="warning",

@@ -74,13 +74,13 @@ def _local(host: str) -> bool:
 
 
 async def _read(receive: Receive, limit: int) -> bytes | None:
-    """Read the whole body; None where it is larger than `limit`."""
+    """Read the whole body; None where it is larger than `limit`, or its client left before its end."""
     parts: list[bytes] = []
     size = 0
     while True:
         message = await receive()
         if message["type"] != "http.request":
-            return b"".join(parts)
+            return None
         parts.append(message.get("body", b""))
         size += len(parts[-1])
         if size > limit:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -20,6 +20,12 @@ _BEYOND_ANY_MODEL = 2**31 - 1
 Tokens = Annotated[int, Field(ge=1, le=_BEYOND_ANY_MODEL)]
 Real = Annotated[float, Field(allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
+
+
+T = TypeVar("T")
+MOST_LISTED = 2**20
+Listed = Annotated[list[T], Field(fail_fast=True, max_length=MOST_LISTED)]
+"""What is wrong in it is told once: an error an item takes gigabytes, and minutes in which nobody is served."""
 
 
 def _tellable(value: Any) -> Any:
@@ -63,7 +69,7 @@ class _Body(BaseModel):
 
 
 class _Sampled(_Body):
-    stop: str | list[str] | None = None
+    stop: str | Listed[str] | None = None
     seed: int | None = None
     n: int | None = 1
     presence_penalty: Real | None = 0.0
@@ -97,9 +103,9 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Listed[dict[str, Any]] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Listed[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
     def plain(self) -> Mapping[str, Any]:
@@ -114,12 +120,12 @@ class ChatMessage(BaseModel):
 
 
 class ChatBody(_Sampled):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Listed[ChatMessage], Field(min_length=1)]
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
+    tools: Listed[Tool] | None = None
     response_format: dict[str, Any] | None = None
 
     def checked(self) -> None:
@@ -130,7 +136,7 @@ class ChatBody(_Sampled):
 
 
 class CompletionBody(_Sampled):
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Listed[int] | Listed[str] | Listed[Listed[int]]
     max_tokens: Tokens | None = 16
     logprobs: int | None = None
     echo: bool | None = False
@@ -156,12 +162,12 @@ class CompletionBody(_Sampled):
 
 
 class ResponseBody(_Body):
-    input: str | list[dict[str, Any]] = ""
+    input: str | Listed[dict[str, Any]] = ""
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = True
     max_output_tokens: Tokens | None = None
-    tools: list[Tool] | None = None
+    tools: Listed[Tool] | None = None
     tool_choice: Annotated[Any, ToldAgain] = "auto"
     parallel_tool_calls: bool | None = True
     background: bool | None = False
@@ -183,7 +189,7 @@ class TokenizeBody(BaseModel):
     model_config = ConfigDict(extra="ignore")
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Listed[ChatMessage] | None = None
 
 
 def _refuse(field: str, given: bool, instead: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -9,10 +11,12 @@ import pytest
 pytest.importorskip("fastapi")
 from fastapi.exceptions import RequestValidationError
 
+from pensieve.server import body_route
 from pensieve.server.app import App, create_app
 from pensieve.server.body_route import read_body
 from pensieve.server.schemas import ChatBody, ResponseBody
 from pensieve.server.settings import ServeSettings, Tenants
+from tests.server.live import simulated
 
 JSON = "application/json"
 GOOD = b'{"messages": [{"role": "user", "content": "x"}]}'
@@ -79,3 +83,43 @@ def test_the_document_describes_body_and_header() -> None:
         named = [one["name"] for one in told.get("parameters", ())]
         assert named == ([] if path == "responses" else ["X-Session-Id"])
         assert {"400", "404", "413", "429", "503"} <= set(told["responses"])
+
+
+NULLS = [None] * 50_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("v1/completions", {"prompt": NULLS}),
+        ("v1/completions", {"prompt": [NULLS]}),
+        ("v1/completions", {"prompt": "x", "stop": NULLS}),
+        ("v1/chat/completions", {"messages": NULLS}),
+        ("v1/chat/completions", {"messages": [{"role": "user", "content": NULLS}]}),
+        ("v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": NULLS}),
+        ("v1/responses", {"input": NULLS}),
+        ("tokenize", {"messages": NULLS}),
+    ],
+)
+def test_a_long_body_is_read_off_the_loop_and_has_few_errors(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[tuple[threading.Thread, int]] = []
+
+    def watched(*sent: Any) -> Any:
+        try:
+            return read_body(*sent)
+        except RequestValidationError as error:
+            read.append((threading.current_thread(), len(error.errors())))
+            raise
+
+    monkeypatch.setattr(body_route, "read_body", watched)
+    with simulated() as (state, client):
+        assert client.post(f"/{path}", json=body).status_code == 400
+        [(thread, errors)] = read
+        assert errors <= 8
+        assert thread.ident != asyncio.run_coroutine_threadsafe(_ident(), state.loop.result()).result()
+
+
+async def _ident() -> int:
+    return threading.get_ident()

@@ -210,3 +210,47 @@ def test_a_long_body_comes_in_small_pieces_and_whole(monkeypatch: pytest.MonkeyP
     assert told["tokens"] == list(ByteTokenizer().encode(said))
     assert sum(sizes) > len(said)
     assert max(sizes) <= 2**14, "a buffer of 128 KiB and more leaves holes in the heap"
+
+
+def connected(url: str, sent: bytes = b"") -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=PATIENCE_S)
+    connection.sendall(sent)
+    return connection
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+HALF = {
+    "nothing": b"",
+    "headers": HEAD,
+    "body": HEAD + b'Content-Length: 99\r\n\r\n{"prompt": "x"}',
+    "chunk": HEAD + b'Transfer-Encoding: chunked\r\n\r\nf\r\n{"prompt": "x"}\r\n',
+    "a second request": b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + HEAD,
+}
+
+
+def test_half_a_request_ends_when_its_time_is_over_and_whole_ones_are_served() -> None:
+    with create_server(**SIMULATED) as server, serving(server, receive_s=0.5) as (_, url):
+        halves = {name: connected(url, sent) for name, sent in HALF.items()}
+        with httpx.Client(base_url=url, timeout=PATIENCE_S) as client, connected(url) as slow:
+            ask(client)
+            for name, half in halves.items():
+                with half, half.makefile("rb") as told:
+                    assert b"408 Request Timeout" in told.read(), name  # to its end: it is closed
+            with slow.makefile("rb") as told:
+                assert b"408" in told.read()
+            streams = [*client._transport._pool.connections]
+            assert ask(client).status_code == 200 and client._transport._pool.connections == streams, "it was kept"
+        assert server.get_statistics()["turns"] == 2
+
+
+def test_of_too_many_connections_the_one_silent_longest_is_closed() -> None:
+    with create_server(**SIMULATED) as server, serving(server, max_connections=8) as (_, url), ExitStack() as open_ones:
+        silent = [open_ones.enter_context(connected(url, HEAD)) for _ in range(8)]
+        with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+            assert ask(client).status_code == 200
+            with silent[0].makefile("rb") as told:
+                assert b"503" in told.read()
+            for late in silent[1:]:
+                late.settimeout(0.01)
+                with pytest.raises(TimeoutError):
+                    late.recv(1)
