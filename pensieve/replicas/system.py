@@ -113,7 +113,7 @@ class ReplicaSystem:
         self._asking = threading.Lock()  # of what follows; taken before the other lock
         self._told: dict[str, Told] = {}  # by replicas that run, when they answered last
         self._told_counters: dict[str, dict[str, float]] = {}  # the same of all there ever were
-        self._told_at = float("-inf")
+        self._told_at = {places: float("-inf") for places in (False, True)}  # by whether places were asked for
         self._ids = itertools.count(1)
         self._restarting = threading.Lock()
         self._loop = asyncio.new_event_loop()
@@ -269,7 +269,7 @@ class ReplicaSystem:
         home = self._home.get(session)
         if home is None:
             return ""
-        told = self._what_they_tell().get(home[0])
+        told = self._what_they_tell(places=True).get(home[0])
         return "" if told is None else told.places.get(session, "")
 
     def counters(self) -> dict[str, float]:
@@ -410,30 +410,37 @@ class ReplicaSystem:
         with self._lock:
             self._home[request.session] = (replica, len(request.prompt) + len(turn.token_ids))
 
-    def _what_they_tell(self) -> dict[str, Told]:
-        """Of each replica that runs, up to PLACES_S old; older where one does not answer in time."""
+    def _what_they_tell(self, places: bool = False) -> dict[str, Told]:
+        """Of each replica that runs, up to PLACES_S old; older where one does not answer in time. places: those of all
+        conversations too, which cost as much as there are; counts and gauges are kept anyway."""
         if self._asking.acquire(timeout=GLANCE_S):
             try:
-                if time.monotonic() - self._told_at > PLACES_S:
-                    self._ask_all(GLANCE_S)
+                if time.monotonic() - self._told_at[places] > PLACES_S:
+                    self._ask_all(GLANCE_S, places)
             finally:
                 self._asking.release()
         return self._told
 
-    def _ask_all(self, patience_s: float) -> None:
+    def _ask_all(self, patience_s: float, places: bool = False) -> None:
         """By one thread at a time, so that what is told never gets older. For a replica that does not answer stands what it
         told before; it is not asked again at once, or everybody would wait for it."""
         homes: dict[str, list[str]] = {}
-        with self._lock:
-            for session, (replica, _) in self._home.items():
-                homes.setdefault(replica, []).append(session)
+        if places:
+            with self._lock:
+                for session, (replica, _) in self._home.items():
+                    homes.setdefault(replica, []).append(session)
         found: list[Told] = []
         with suppress(Late):
             found = self._now(self._each("tell", homes, patience_s), 2 * patience_s)
         self._told_counters.update((one.replica, one.counters) for one in found)
+        if not places:
+            found = [
+                replace(one, places=self._told[one.replica].places) if one.replica in self._told else one
+                for one in found
+            ]
         told = self._told | {one.replica: one for one in found}
         self._told = {name: told[name] for name in self.up if name in told}
-        self._told_at = time.monotonic()
+        self._told_at |= dict.fromkeys((False, places), time.monotonic())
 
     # -- calls --------------------------------------------------------------------------------------------------------
 

@@ -378,6 +378,23 @@ def test_counts_of_a_replica_that_ended_stay_in_the_sum_and_gauges_are_of_those_
         assert system.counters() == after, "counted once, however often somebody asks"
 
 
+def test_gauges_and_counters_cost_the_same_however_many_conversations_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with replicas() as (system, actors):
+        monkeypatch.setattr(ReplicaSystem, "up", property(lambda _: list(actors.alive)))
+        monkeypatch.setattr(system_module, "PLACES_S", 0.0)
+        talk(system, "a", 2)
+        asked: list[str] = []
+        real = PricedSystem.places
+        monkeypatch.setattr(PricedSystem, "places", lambda self, name: (asked.append(name), real(self, name))[1])
+        assert system.gauges() and system.counters()
+        assert asked == []
+        before = system.places("a")
+        assert before and asked == ["a"]
+        assert system.gauges() and system._told[system._home["a"][0]].places == {"a": before}, "not lost to a scrape"
+
+
 def test_counts_neither_dip_nor_double_while_a_replica_does_not_answer_or_is_not_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -408,7 +425,7 @@ def test_who_looks_waits_once_for_a_replica_that_does_not_answer(monkeypatch: py
         ends = time.monotonic() + PATIENCE_S
         while not system.counters().get("steps"):  # the one that answers is told of, as soon as it is quick enough
             assert time.monotonic() < ends
-        system._told_at = float("-inf")
+        system._told_at[True] = float("-inf")
         assert system.places("a").count("G")
         asked = len(actors.served)
         assert system.places("a").count("G") and system.gauges()
