@@ -12,6 +12,7 @@ import logging
 import os
 import sqlite3
 import threading
+import zlib
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,17 +27,18 @@ from pensieve.server.responses import ResponseStore, Stored
 
 log = logging.getLogger(__name__)
 
-_VERSION = 1
+_VERSION = 2
 _CACHE_KIB = 2048  # pages of the file that SQLite holds in memory; its own default, so that it is no surprise
 CACHE_BYTES = _CACHE_KIB * 1024 * 5 // 4  # what they come to take, with what SQLite keeps of each: 2.4 MB were measured
 _CHECKPOINT_PAGES = 256  # of the write-ahead log; `tidy` folds it into the file, so that no turn waits for the disk
 
-# A conversation's tokens are an account of changes: from position `start` on they are these, the newest row last.
+# A conversation's tokens are an account of changes: from position `start` on they are these, the newest row last. Its `sum`
+# is of all its rows in all tables but `response`: one that is missing shows as one that has changed.
 _TABLES = """
 CREATE TABLE conversation(
     id INTEGER PRIMARY KEY, model TEXT NOT NULL, tenant TEXT NOT NULL, name TEXT NOT NULL, engine_name TEXT NOT NULL,
     named INTEGER NOT NULL, created_at REAL NOT NULL, used_at REAL NOT NULL, keep_alive_s REAL, parent TEXT,
-    asked INTEGER NOT NULL, has_messages INTEGER NOT NULL);
+    asked INTEGER NOT NULL, has_messages INTEGER NOT NULL, sum INTEGER NOT NULL);
 CREATE TABLE piece(
     id INTEGER PRIMARY KEY, conversation INTEGER NOT NULL REFERENCES conversation ON DELETE CASCADE, start INTEGER NOT NULL,
     tokens BLOB NOT NULL);
@@ -49,7 +51,7 @@ CREATE TABLE mark(
     WITHOUT ROWID;
 CREATE TABLE response(
     id TEXT PRIMARY KEY, number INTEGER NOT NULL, conversation INTEGER NOT NULL REFERENCES conversation ON DELETE CASCADE,
-    length INTEGER NOT NULL, instructed INTEGER NOT NULL, body TEXT NOT NULL);
+    length INTEGER NOT NULL, instructed INTEGER NOT NULL, body TEXT NOT NULL, sum INTEGER NOT NULL);
 CREATE INDEX piece_of ON piece(conversation);
 CREATE INDEX response_of ON response(conversation);
 """
@@ -80,8 +82,12 @@ class StateFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # it holds what people said
             self._database = sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
-            self._prepare()
         except (OSError, sqlite3.Error) as error:
+            raise ConfigError(_why_not(path, error)) from error
+        try:
+            self._prepare()
+        except sqlite3.Error as error:
+            self._database.close()
             raise ConfigError(_why_not(path, error)) from error
 
     def _prepare(self) -> None:
@@ -104,31 +110,46 @@ class StateFile:
     # -- read ---------------------------------------------------------------------------------------------------------
 
     def restore(self, conversations: Conversations, responses: ResponseStore) -> int:
-        """Restore all that this model's conversations held, and keep their changes from now on. Returns their number."""
+        """Restore all that this model's conversations held, and keep their changes from now on. Returns their number. What is
+        damaged costs a line in the log and is left out as a whole: no conversation has other tokens than it had."""
         by_id: dict[int, Conversation] = {}
+        damaged = 0
         try:
-            for row in self._database.execute("SELECT * FROM conversation WHERE model = ? ORDER BY id", (self._model,)):
-                conversation = self._conversation(conversations, *row)
+            for row in self._rows_of("SELECT * FROM conversation WHERE model = ? ORDER BY id", self._model):
+                try:
+                    conversation = self._conversation(*row)
+                except _UNREADABLE:
+                    damaged += 1
+                    continue
+                conversations.restore(conversation)
                 by_id[row[0]] = conversation
-            found = self._database.execute("SELECT * FROM response ORDER BY number").fetchall()
-        except (sqlite3.Error, ValueError, TypeError) as error:
-            raise ConfigError(_why_not(self.path, error)) from error
-        for response_id, number, row_id, length, instructed, body in found:
-            owner = by_id.get(row_id)
-            mark = next((m for m in reversed(owner.marks) if m.length == length), None) if owner else None
-            if owner is not None and mark is not None:
-                responses.add(response_id, Stored(owner.tenant, json.loads(body), owner, mark, bool(instructed)))
-            self._responses = max(self._responses, number + 1)
+            for response_id, number, row_id, length, instructed, body, total in self._rows_of(
+                "SELECT * FROM response ORDER BY number"
+            ):
+                if total != _sum(response_id, number, row_id, length, instructed, body):
+                    damaged += 1
+                    continue
+                owner = by_id.get(row_id)
+                mark = next((m for m in reversed(owner.marks) if m.length == length), None) if owner else None
+                if owner is not None and mark is not None:
+                    responses.add(response_id, Stored(owner.tenant, json.loads(body), owner, mark, bool(instructed)))
+                self._responses = max(self._responses, number + 1)
+        except _UNREADABLE as error:
+            log.error("%s is damaged (%s): what could not be read is left out.", self.path, error)
+        if damaged:
+            log.error("%s is damaged: %d conversations and responses are left out.", self.path, damaged)
         conversations.on_settled, conversations.on_removed = self._settled, self._removed
         responses.on_added, responses.on_deleted = self._added, self._deleted
         self._conversations = conversations
         return len(by_id)
 
+    def _rows_of(self, query: str, *values: object) -> list[Any]:
+        return self._database.execute(query, values).fetchall()
+
     def _conversation(
         self,
-        conversations: Conversations,
         row_id: int,
-        _: str,
+        model: str,
         tenant: str,
         name: str,
         engine_name: str,
@@ -139,24 +160,46 @@ class StateFile:
         parent: str | None,
         asked: int,
         has_messages: int,
+        total: int,
     ) -> Conversation:
+        """Raises one of _UNREADABLE for a damaged one."""
+        pieces, marked, said = (
+            list(self._of(row_id, what, order))
+            for what, order in (
+                ("start, tokens FROM piece", "id"),
+                ("length, asked, messages, key, turn FROM mark", "place"),
+                ("body, reply FROM message", "place"),
+            )
+        )
+        fields = (
+            model,
+            tenant,
+            name,
+            engine_name,
+            named,
+            created_at,
+            used_at,
+            keep_alive_s,
+            parent,
+            asked,
+            has_messages,
+        )
+        row = _Row(row_id, name, fields)
+        row.pieces = [(start, _sum(piece)) for start, piece in pieces]
+        row.mark_sums, row.said_sums = [_sum(*one) for one in marked], [_sum(*one) for one in said]
+        if total != row.sum:
+            raise ValueError("a checksum is another one")
         tokens = array("i")
-        for start, piece in self._of(row_id, "start, tokens FROM piece", "id"):
+        for start, piece in pieces:
             del tokens[start:]
             tokens.frombytes(piece)
-        marks = [
-            Mark(length, _turn(turn), asked_before, messages, key)
-            for length, asked_before, messages, key, turn in self._of(
-                row_id, "length, asked, messages, key, turn FROM mark", "place"
-            )
-        ]
-        said = list(self._of(row_id, "place, body, reply FROM message", "place"))
+        marks = [Mark(length, _turn(turn), before, messages, key) for length, before, messages, key, turn in marked]
         made = Conversation(tenant, name, engine_name, bool(named), created_at, used_at, keep_alive_s, tokens, marks)
         made.parent, made.asked = parent, asked
-        made.messages = [json.loads(body) for _, body, _ in said] if has_messages else None
-        made.replies = {place: _ids(reply) for place, _, reply in said if reply is not None}
-        conversations.restore(made)
-        self._rows[made] = _Row(row_id, name, len(tokens), marks, _said(made))
+        made.messages = [json.loads(body) for body, _ in said] if has_messages else None
+        made.replies = {place: _ids(reply) for place, (_, reply) in enumerate(said) if reply is not None}
+        row.tokens, row.marks, row.said = len(tokens), marks, _said(made)
+        self._rows[made] = row
         return made
 
     def _of(self, row_id: int, what: str, order: str) -> Iterator[Any]:
@@ -181,41 +224,54 @@ class StateFile:
             self._append(conversation, row, min(kept, row.tokens))
 
     def _insert(self, conversation: Conversation) -> _Row:
-        c = conversation
         cursor = self._database.execute(
-            "INSERT INTO conversation VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0)",
-            (self._model, c.tenant, c.id, c.engine_name, c.named, c.created_at, c.used_at, c.keep_alive_s, c.parent),
+            "INSERT INTO conversation VALUES (NULL, ?, '', '', '', 0, 0, 0, NULL, NULL, 0, 0, 0)", (self._model,)
         )
         assert cursor.lastrowid is not None
-        return _Row(cursor.lastrowid, c.id)
+        return _Row(cursor.lastrowid, conversation.id)
 
     def _append(self, conversation: Conversation, row: _Row, kept: int) -> None:
         c, run = conversation, self._database.execute
-        run(
-            "UPDATE conversation SET used_at = ?, keep_alive_s = ?, asked = ?, has_messages = ? WHERE id = ?",
-            (c.used_at, c.keep_alive_s, c.asked, c.messages is not None, row.id),
-        )
         run("DELETE FROM piece WHERE conversation = ? AND start >= ?", (row.id, kept))  # what this replaces as a whole
-        run("INSERT INTO piece VALUES (NULL, ?, ?, ?)", (row.id, kept, c.tokens[kept:].tobytes()))
+        piece = c.tokens[kept:].tobytes()
+        run("INSERT INTO piece VALUES (NULL, ?, ?, ?)", (row.id, kept, piece))
+        pieces = [*((start, total) for start, total in row.pieces if start < kept), (kept, _sum(piece))]
         same = _in_common(row.marks, c.marks)
         run("DELETE FROM mark WHERE conversation = ? AND place >= ?", (row.id, same))
+        mark_sums = row.mark_sums[:same]
         for place, mark in enumerate(c.marks[same:], start=same):
-            fields = (row.id, place, mark.length, mark.asked, mark.messages, mark.key, _json(_plain(mark.turn)))
-            run("INSERT INTO mark VALUES (?, ?, ?, ?, ?, ?, ?)", fields)
+            fields = (mark.length, mark.asked, mark.messages, mark.key, _json(_plain(mark.turn)))
+            run("INSERT INTO mark VALUES (?, ?, ?, ?, ?, ?, ?)", (row.id, place, *fields))
+            mark_sums.append(_sum(*fields))
         said = _said(c)
         same = _in_common(row.said, said)
         run("DELETE FROM message WHERE conversation = ? AND place >= ?", (row.id, same))
+        said_sums = row.said_sums[:same]
         for place, (message, reply) in enumerate(said[same:], start=same):
-            told = None if reply is None else array("i", reply).tobytes()
-            run("INSERT INTO message VALUES (?, ?, ?, ?)", (row.id, place, _json(message), told))
+            told = (_json(message), None if reply is None else array("i", reply).tobytes())
+            run("INSERT INTO message VALUES (?, ?, ?, ?)", (row.id, place, *told))
+            said_sums.append(_sum(*told))
+        row.pieces, row.mark_sums, row.said_sums = pieces, mark_sums, said_sums
         row.tokens, row.marks, row.said = len(c.tokens), list(c.marks), said
+        keep_s = None if c.keep_alive_s is None else float(c.keep_alive_s)
+        named, keep_s = int(c.named), None if c.keep_alive_s is None else float(c.keep_alive_s)
+        fields = (self._model, c.tenant, c.id, c.engine_name, named, float(c.created_at), float(c.used_at), keep_s)
+        self._describe(row, (*fields, c.parent, c.asked, int(c.messages is not None)))
+
+    def _describe(self, row: _Row, fields: tuple[Any, ...]) -> None:
+        """Write the conversation's own row."""
+        row.name, row.fields = fields[2], fields
+        self._database.execute(
+            "UPDATE conversation SET model = ?, tenant = ?, name = ?, engine_name = ?, named = ?, created_at = ?, "
+            "used_at = ?, keep_alive_s = ?, parent = ?, asked = ?, has_messages = ?, sum = ? WHERE id = ?",
+            (*fields, row.sum, row.id),
+        )
 
     def _rename(self, conversation: Conversation) -> None:
         row = self._rows.get(conversation)
-        if row is not None and row.name != conversation.id:
-            fields = (conversation.id, conversation.named, row.id)
-            self._database.execute("UPDATE conversation SET name = ?, named = ? WHERE id = ?", fields)
-            row.name = conversation.id
+        if row is not None and row.fields and row.name != conversation.id:  # else its next turn writes all of it
+            named = (conversation.id, row.fields[3], int(conversation.named))
+            self._describe(row, (*row.fields[:2], *named, *row.fields[5:]))
 
     def _removed(self, conversation: Conversation) -> None:
         with self._writing(conversation):
@@ -229,8 +285,9 @@ class StateFile:
             row = self._rows.get(stored.conversation)
             if row is None:
                 return  # its conversation could not be kept
-            fields = (response_id, self._responses, row.id, stored.mark.length, stored.instructed, _json(stored.body))
-            self._database.execute("INSERT INTO response VALUES (?, ?, ?, ?, ?, ?)", fields)
+            told = (int(stored.instructed), _json(stored.body))
+            fields = (response_id, self._responses, row.id, stored.mark.length, *told)
+            self._database.execute("INSERT INTO response VALUES (?, ?, ?, ?, ?, ?, ?)", (*fields, _sum(*fields)))
             self._responses += 1
 
     def _deleted(self, response_id: str) -> None:
@@ -285,9 +342,25 @@ class _Row:
 
     id: int
     name: str
+    fields: tuple[Any, ...] = ()
     tokens: int = 0
     marks: list[Mark] = dataclasses.field(default_factory=list)
     said: list[_Said] = dataclasses.field(default_factory=list)
+    pieces: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    mark_sums: list[int] = dataclasses.field(default_factory=list)
+    said_sums: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def sum(self) -> int:
+        return _sum(self.id, self.fields, self.pieces, self.mark_sums, self.said_sums)
+
+
+_UNREADABLE = (sqlite3.Error, ValueError, TypeError, KeyError, OverflowError, MemoryError)
+"""What reading a damaged file raises; a text that is no UTF-8 any more is a ValueError."""
+
+
+def _sum(*values: object) -> int:
+    return zlib.crc32(repr(values).encode())
 
 
 def _said(conversation: Conversation) -> list[_Said]:

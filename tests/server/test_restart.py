@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import random
 import shutil
 import socket
-import sqlite3
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from multiprocessing.context import ForkProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -23,6 +24,8 @@ from pensieve.errors import ConfigError
 from pensieve.server import command, create_server, memory
 from pensieve.server.app import App
 from pensieve.server.command import open_state
+from pensieve.server.conversations import Conversations
+from pensieve.server.responses import ResponseStore
 from pensieve.server.settings import ServeSettings, Tenants
 from pensieve.server.state import CACHE_BYTES, StateFile
 from tests.server.live import PATIENCE_S, REAL, SIMULATED, serving, until
@@ -31,6 +34,7 @@ from tests.server.test_http import ALICE, BOB, KEYS, OPERATOR, ask
 from tests.typed import typed_process
 
 START_S = 180.0
+FLIPS = 400
 
 
 @contextmanager
@@ -221,21 +225,37 @@ def test_a_conversation_deleted_before_it_was_asked_again_is_given_up_on_disk_to
         engine.cache.check()
 
 
-def test_a_name_that_is_in_the_file_twice_keeps_no_server_from_starting(tmp_path: Path) -> None:
-    file = tmp_path / "state.db"
-    with served(file) as (_, client):
-        chat(client, "the first words", session_id="a")
-        chat(client, "other words", session_id="b")
-    with closing(sqlite3.connect(file, isolation_level=None)) as database:
-        database.execute(
-            "UPDATE conversation SET name = 'a', engine_name = (SELECT min(engine_name) FROM conversation)"
-        )
+def test_a_flipped_bit_restores_what_was_said_or_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Wherever in the file: never other tokens, and never an error but the sentence for a file that is none of ours."""
+    file, flipped = tmp_path / "state.db", tmp_path / "flipped.db"
     with served(file) as (app, client):
-        assert {name for _, name in known(app)} == {"a", "a~"}
-        chat(client, "go on", session_id="a")
-        chat(client, "go on", session_id="a~")
-    with served(file) as (app, _):
-        assert {name for _, name in known(app)} == {"a", "a~"}
+        for turn in range(3):
+            chat(client, f"Question {turn} of Alice", session_id="talk", max_tokens=20)
+            respond(client, f"Something to keep {turn}")
+        true = known(app)
+    whole, rng = file.read_bytes(), random.Random(5)
+    left_out = kept = refused = 0
+    for _ in range(FLIPS):
+        damaged = bytearray(whole)
+        damaged[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
+        for old in tmp_path.glob("flipped.db*"):
+            old.unlink()
+        flipped.write_bytes(damaged)
+        conversations = Conversations(lambda _: None)
+        try:
+            state = StateFile(flipped, "tiny")
+        except ConfigError:
+            refused += 1
+            continue
+        caplog.clear()
+        state.restore(conversations, ResponseStore(conversations, 100))
+        state.close()
+        found = known(SimpleNamespace(server=SimpleNamespace(conversations=conversations)))
+        for name, one in found.items():
+            assert one[:10] == true[name][:10] and one[11] == true[name][11]
+        assert len(found) == len(true) or caplog.text.count("is damaged") >= 1
+        left_out, kept = left_out + (len(found) < len(true)), kept + (len(found) == len(true))
+    assert left_out > 10 and kept > 10 and refused < 40, (left_out, kept, refused)
 
 
 def test_what_was_said_by_the_forgotten_is_in_no_file(tmp_path: Path) -> None:
