@@ -255,8 +255,8 @@ class StateFile:
         row.tokens, row.marks, row.said = len(c.tokens), list(c.marks), said
         keep_s = None if c.keep_alive_s is None else float(c.keep_alive_s)
         named, keep_s = int(c.named), None if c.keep_alive_s is None else float(c.keep_alive_s)
-        fields = (self._model, c.tenant, c.id, c.engine_name, named, float(c.created_at), float(c.used_at), keep_s)
-        self._describe(row, (*fields, c.parent, c.asked, int(c.messages is not None)))
+        own = (self._model, c.tenant, c.id, c.engine_name, named, float(c.created_at), float(c.used_at), keep_s)
+        self._describe(row, (*own, c.parent, c.asked, int(c.messages is not None)))
 
     def _describe(self, row: _Row, fields: tuple[Any, ...]) -> None:
         """Write the conversation's own row."""
