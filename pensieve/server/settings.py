@@ -38,12 +38,14 @@ def _replicas(value: Any) -> Replicas:
 
 
 class ServeSettings(BaseModel):
-    """keys_env: name of the environment variable with the clients' keys. temperature: see Server.sampling. max_*: limits of each tenant, but for max_queue
-    and max_connections, which are of all together. receive_s: how long a client may take to send a request. state: where
-    conversations outlive the server: auto (in the outputs folder, if no other server keeps its own there), off, or a file.
-    replicas: one is in this process, several are actors of Ray Serve; router: which of them serves a turn; replica_turns:
-    turns under way a replica that autoscaling aims at; scale_up_s, scale_down_s: for how long the load must have been above
-    or below."""
+    """keys_env: name of the environment variable with the clients' keys. temperature: see Server.sampling.
+
+    max_*: limits of each tenant; max_queue and max_connections are of all together. receive_s: how long a client may take to
+    send a request. state: where conversations outlive the server: auto (in the outputs folder, if no other server keeps its
+    own there), off, or a file. replicas: one is in this process, several are actors of Ray Serve; router: which of them
+    serves a turn; replica_turns: turns under way a replica that autoscaling aims at; scale_up_s, scale_down_s: for how long
+    the load must have been above or below.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
