@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter
 from analysis import estimates, marks, style, tables
 from analysis.registry import Plot, Row, columns, figure
 from analysis.sweep import Cell, Panel, Source, number
-from pensieve.metrics import PERCENTILES
+from pensieve.metric_registry import PERCENTILES
 from pensieve.results.frame import ByConversation, by_conversation, positive_ratio
 from pensieve.statistics import Estimate, PairedRatio, enough_for
 

@@ -13,7 +13,7 @@ from analysis.marks import Bar, Group
 from analysis.registry import Figure, Plot, figure
 from analysis.sweep import Cell, Panel, Source
 from pensieve.errors import MissingSeries
-from pensieve.metrics import Metric
+from pensieve.metrics import MetricValue
 from pensieve.results.store import JobResult
 from pensieve.statistics import Estimate, PairedRatio, paired_ratio
 
@@ -46,7 +46,7 @@ class Timed:
     time: Estimate
     unit: str
     values: Sequence[float]
-    figures: dict[str, Metric]
+    figures: dict[str, MetricValue]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ def read(source: Source, target: str, needed: Sequence[str] = ()) -> Benchmark:
     """
     jobs = [job for job in source.jobs if job.last.workload == f"bench_{target}"]
     chosen = [job for job in jobs if not source.wanted or job.last.baseline in {*source.wanted, *needed}]
-    found: dict[str, list[tuple[JobResult, Metric]]] = {}
+    found: dict[str, list[tuple[JobResult, MetricValue]]] = {}
     absent: dict[str, str] = {}
     for job in chosen:
         bench = (job.last.config or {}).get("bench") or {}
@@ -263,7 +263,7 @@ def _small_print(benchmark: Benchmark) -> str:
     return f"n = {often} repetitions; limit: {limits or 'see the CSV'}{absent}"
 
 
-def _case(source: Source, target: str, label: str, measured: Sequence[tuple[JobResult, Metric]]) -> BenchCase:
+def _case(source: Source, target: str, label: str, measured: Sequence[tuple[JobResult, MetricValue]]) -> BenchCase:
     floors = [metric.limit_value for _, metric in measured if metric.limit_value]
     if not floors:
         raise MissingSeries(
@@ -279,7 +279,7 @@ def _case(source: Source, target: str, label: str, measured: Sequence[tuple[JobR
     return BenchCase(label, floors[0], said, timed)
 
 
-def _values(job: JobResult, metric: Metric) -> list[float]:
+def _values(job: JobResult, metric: MetricValue) -> list[float]:
     assert job.trial is not None and metric.value is not None
     return [float(value) for value in (job.trial.engine or {}).get("values") or [metric.value]]
 

@@ -22,6 +22,7 @@ from pensieve.results.claims.claim import unmet
 from pensieve.results.claims.measures import crossing
 from pensieve.results.frame import by_conversation, positive_ratio, values_of
 from pensieve.results.schema import Trial
+from pensieve.results.slo import slo_of_sweep
 from pensieve.results.trials import TrialGroup
 from pensieve.statistics import FEWEST_GROUPS, Estimate, PairedRatio
 
@@ -223,10 +224,10 @@ def goodput(source: Source) -> Iterator[Plot]:
 
 def objective(panel: Panel) -> str:
     """What the sweep's slo asks of a turn."""
-    slo = panel.cells[0].trials[0].config.get("slo") or {}
+    slo = slo_of_sweep(panel.sweep.overrides)
     names = {"ttft_ms": "first token", "tpot_ms": "each further token"}
-    kept = [f"{text} within {slo[name]:g} ms" for name, text in names.items() if slo.get(name) is not None]
-    return " and ".join(kept) or "an objective that was not recorded"
+    kept = {text: getattr(slo, name) for name, text in names.items()}
+    return " and ".join(f"{text} within {most:g} ms" for text, most in kept.items() if most is not None)
 
 
 @figure(

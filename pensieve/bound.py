@@ -36,7 +36,7 @@ from itertools import accumulate
 import numpy as np
 
 from pensieve.cost.base import PositionPrices
-from pensieve.metrics import Metric
+from pensieve.metrics import MetricValue
 from pensieve.record import TurnRecord
 from pensieve.request import TokenArray, is_measured
 
@@ -212,20 +212,19 @@ def _packed(intervals: Sequence[Idle], tokens: Sequence[int], capacity_tokens: i
     return hits + sum(kept)
 
 
-def bound_metrics(turns: Iterable[TurnRecord], capacity_tokens: int, prices: Prices | None = None) -> list[Metric]:
+def bound_metrics(turns: Iterable[TurnRecord], capacity_tokens: int, prices: Prices | None = None) -> list[MetricValue]:
     """bound_hit_rate and bound_prompt_hit_rate of the turns whose rates they bound, and bound_recomputed_s; no value where
     there is no bound."""
     bound = offline_bound(turns, capacity_tokens, prices)
     if bound is None:
-        named = (("bound_hit_rate", "share"), ("bound_prompt_hit_rate", "share"), ("bound_recomputed_s", "s"))
-        return [Metric(name, None, unit) for name, unit in named]
+        return [MetricValue(name, None) for name in ("bound_hit_rate", "bound_prompt_hit_rate", "bound_recomputed_s")]
     return [
         *(
-            Metric(name, hits / whole if whole else None, "share", n=whole, n_unit="tokens")
+            MetricValue(name, hits / whole if whole else None, n=whole, n_unit="tokens")
             for name, hits, whole in (
                 ("bound_hit_rate", bound.hit_tokens, bound.history_tokens),
                 ("bound_prompt_hit_rate", bound.prompt_hit_tokens, bound.prompt_tokens),
             )
         ),
-        Metric("bound_recomputed_s", bound.recompute_s, "s", n=bound.history_tokens, n_unit="tokens"),
+        MetricValue("bound_recomputed_s", bound.recompute_s, n=bound.history_tokens, n_unit="tokens"),
     ]

@@ -226,7 +226,8 @@ def compare() -> int:
     with _imports():
         from pensieve.compose import outputs_folder
         from pensieve.errors import PensieveError
-        from pensieve.results.compare_trials import compare_trials, select_trials
+        from pensieve.metrics import Slo
+        from pensieve.results.compare_trials import compare_trials, objective_of, select_trials
         from pensieve.results.store import open_store
         from pensieve.trial.terminal import console
 
@@ -244,13 +245,19 @@ def compare() -> int:
         action="store_true",
         help="compare simulated with real, contended, profiled, differently weighted or differently coded trials; it says so",
     )
+    for name, what in (("ttft", "the first token"), ("tpot", "each further token")):
+        parser.add_argument(
+            f"--slo-{name}-ms", type=float, help=f"goodput counts turns within it: {what} (default: the sweep's)"
+        )
     parser.add_argument("--url-env", help="environment variable with the database's URL (default: outputs/results.db)")
     options = parser.parse_args()
     wanted = ["*"] if options.all else [name.strip() for name in options.metrics.split(",")]
     try:
         store = open_store(outputs_folder(), _database_url(options.url_env), create=False)
         a, b = select_trials(store, options.a), select_trials(store, options.b)
-        found = compare_trials(store, a, b, options.allow_mixed)
+        asked = Slo(options.slo_ttft_ms, options.slo_tpot_ms)
+        slo = asked if asked != Slo() else objective_of(store, options.a, options.b)
+        found = compare_trials(store, a, b, options.allow_mixed, slo)
     except PensieveError as error:
         _say(str(error))
         return 1

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from pensieve.errors import CapacityError, MemoryRanOut
+from pensieve.metric_registry import PERCENTILES, SUMMARIES, metric_of
 from pensieve.plan import StartReport
 from pensieve.record import TurnRecord
 from pensieve.request import TokenArray, is_measured
@@ -38,21 +39,20 @@ from pensieve.statistics import (
 )
 from pensieve.turn_log import chosen
 
-PERCENTILES = {"p50": 0.50, "p90": 0.90, "p99": 0.99}
 STATUSES = ("completed", "timeout", "cancelled", "refused", "failed")
-COUNTS = {
-    "recomputed_tokens": "tokens",
-    "swapped_in_bytes": "bytes",
-    "swapped_out_bytes": "bytes",
-    "evicted_chunks": "chunks",
-    "dropped_chunks": "chunks",
-    "suspended_requests": "requests",
-    "deferred_requests": "requests",
-    "moved_turns": "turns",
-    "migrated_turns": "turns",
-    "restarted_requests": "requests",
-    "replica_failures": "failures",
-}
+COUNTS = (
+    "recomputed_tokens",
+    "swapped_in_bytes",
+    "swapped_out_bytes",
+    "evicted_chunks",
+    "dropped_chunks",
+    "suspended_requests",
+    "deferred_requests",
+    "moved_turns",
+    "migrated_turns",
+    "restarted_requests",
+    "replica_failures",
+)
 MOST_IN_MEMORY = 5_000_000
 """Values of one series, such as the times between tokens, of which memory holds all and resamples them: some 400 MB."""
 BYTES = ("h2d_bytes", "d2h_bytes", "sent_bytes", "received_bytes")
@@ -60,7 +60,7 @@ FOR_NO_TURN = ("d2h_bytes",)  # also copied ahead of time: only the system's cou
 
 
 @dataclass(frozen=True, slots=True)
-class Metric:
+class MetricValue:
     """A row of table `metric`.
 
     value None: not measurable here. n counts n_unit; ci_*: 95 % interval, None where none is due.
@@ -68,13 +68,16 @@ class Metric:
 
     name: str
     value: float | None
-    unit: str
     label: str = ""
     n: int | None = None
     n_unit: str | None = None
     ci_low: float | None = None
     ci_high: float | None = None
     limit_value: float | None = None
+
+    @property
+    def unit(self) -> str:
+        return metric_of(self.name).unit
 
     @property
     def thin(self) -> bool:
@@ -109,7 +112,7 @@ class Measurement:
     send_lag_s: Sequence[float] = ()
 
 
-def summarise(measurement: Measurement, started: StartReport | None = None, slo: Slo | None = None) -> list[Metric]:
+def summarise(measurement: Measurement, started: StartReport | None = None) -> list[MetricValue]:
     """Every metric that a replay's records can give. Names with labels occur once a label.
 
     A trial's throughputs are one value each and get no interval here: across seeds they do.
@@ -121,7 +124,7 @@ def summarise(measurement: Measurement, started: StartReport | None = None, slo:
         *_series("tpot_ms", measured, lambda turn: _one(tpot_ms(turn))),
         *_gaps(measured),
         *_series("latency_ms", measured, lambda turn: _one(turn.latency_ms)),
-        *_series("normalized_latency_ms", measured, lambda turn: _one(_normalized_latency_ms(turn)), unit="ms/token"),
+        *_series("normalized_latency_ms", measured, lambda turn: _one(_normalized_latency_ms(turn))),
         *_series("queue_ms", measured, lambda turn: _one(turn.queue_ms)),
         *_series("warmup_ms", warmup, lambda turn: _one(turn.latency_ms)),
         *_throughputs(measurement, measured),
@@ -134,10 +137,9 @@ def summarise(measurement: Measurement, started: StartReport | None = None, slo:
         _send_lag(measurement),
         _out_of_memory(measured),
         *_phases(measured),
-        *(_slo(measurement, measured, slo) if slo is not None and slo != Slo() else ()),
     ]
     found = Counter(turn.status for turn in measured)
-    metrics += [Metric("turns", float(found[one]), "turns", one, n=len(measured), n_unit="turns") for one in STATUSES]
+    metrics += [MetricValue("turns", float(found[one]), one, n=len(measured), n_unit="turns") for one in STATUSES]
     metrics += _by_turn(measured)
     for label in sorted({turn.label for turn in measured} - {""}):
         of_label = chosen(measured, lambda turn, label=label: turn.label == label)  # type: ignore[misc]
@@ -151,14 +153,13 @@ def summarise(measurement: Measurement, started: StartReport | None = None, slo:
     return metrics
 
 
-def thin_percentiles(metrics: Iterable[Metric]) -> list[str]:
+def thin_percentiles(metrics: Iterable[MetricValue]) -> list[str]:
     """Names (with labels) of the percentiles that have too few values behind them, for the trial's flags."""
     return [f"{metric.name}[{metric.label}]" if metric.label else metric.name for metric in metrics if metric.thin]
 
 
-def slo_metrics(turns: Sequence[TurnRecord], start_s: float, end_s: float, slo: Slo) -> list[Metric]:
-    """Return those metrics of `summarise` that depend on the objective. turns: all of a trial, [start_s, end_s]: its
-    window."""
+def slo_metrics(turns: Sequence[TurnRecord], start_s: float, end_s: float, slo: Slo) -> list[MetricValue]:
+    """Goodput and attainment under an objective. turns: all of a trial, [start_s, end_s]: its window."""
     measured = chosen(turns, lambda turn: is_measured(turn.phase))
     measurement = Measurement(turns, start_s, end_s, measured_from_s=start_s, ended_s=end_s)
     return _slo(measurement, measured, slo) if slo != Slo() else []
@@ -191,19 +192,18 @@ def _series(
     values_of: Callable[[TurnRecord], Sequence[float]],
     label: str = "",
     *,
-    unit: str = "ms",
     n_unit: str = "turns",
-    wanted: Sequence[str] = ("mean", *PERCENTILES),
-) -> list[Metric]:
+    wanted: Sequence[str] = SUMMARIES,
+) -> list[MetricValue]:
     """Mean and percentiles of what `values_of` gives for each completed turn, by conversation."""
     groups: dict[str, TokenArray[float]] = {}  # eight bytes a value, of which there may be one a token
     for turn in turns:
         if turn.status == "completed" and len(values := values_of(turn)):
             groups.setdefault(turn.session, array("d")).extend(values)
-    return _summary(name, groups, label, unit, n_unit, wanted)
+    return _summary(name, groups, label, n_unit, wanted)
 
 
-def _by_turn(measured: Iterable[TurnRecord]) -> list[Metric]:
+def _by_turn(measured: Iterable[TurnRecord]) -> list[MetricValue]:
     """Median time to first token of the first turns, of the second ones, and so on."""
     sessions: dict[str, int] = {}
     found: dict[int, tuple[TokenArray[int], TokenArray[float]]] = {}  # the session and the value of each turn
@@ -212,51 +212,50 @@ def _by_turn(measured: Iterable[TurnRecord]) -> list[Metric]:
         if turn.status == "completed" and turn.ttft_ms is not None:
             members.append(sessions.setdefault(turn.session, len(sessions)))
             values.append(turn.ttft_ms)
-    metrics: list[Metric] = []
+    metrics: list[MetricValue] = []
     for number, (members, values) in sorted(found.items()):
         groups: dict[int, TokenArray[float]] = {}
         for member, value in zip(members, values, strict=True):
             groups.setdefault(member, array("d")).append(value)
-        metrics += _summary("ttft_ms", groups, f"turn={number}", "ms", "turns", ("p50",))
+        metrics += _summary("ttft_ms", groups, f"turn={number}", "turns", ("p50",))
     return metrics
 
 
-def _gaps(measured: Sequence[TurnRecord]) -> list[Metric]:
+def _gaps(measured: Sequence[TurnRecord]) -> list[MetricValue]:
     """Times between tokens, of which there is one for nearly each token: so many are not held in memory, and have no
     interval."""
     if sum(turn.output_tokens for turn in measured) <= MOST_IN_MEMORY:
         return _series("itl_ms", measured, _gaps_ms, n_unit="tokens")
     completed = chosen(measured, lambda turn: turn.status == "completed")
     mean, percentiles, n = spread(lambda: map(_gaps_ms, completed), list(PERCENTILES.values()))
-    found = dict(zip(("mean", *PERCENTILES), (mean, *percentiles), strict=True))
-    return [Metric(f"itl_ms_{suffix}", value, "ms", n=n, n_unit="tokens") for suffix, value in found.items()]
+    found = dict(zip(SUMMARIES, (mean, *percentiles), strict=True))
+    return [MetricValue(f"itl_ms_{suffix}", value, n=n, n_unit="tokens") for suffix, value in found.items()]
 
 
 def _summary(
     name: str,
     groups: Mapping[Any, Sequence[float]],
     label: str,
-    unit: str,
     n_unit: str,
     wanted: Sequence[str],
-) -> list[Metric]:
+) -> list[MetricValue]:
     """Summarise values grouped by conversation: the wanted ones of mean and percentiles."""
     if not groups:
-        return [Metric(f"{name}_{suffix}", None, unit, label, n=0, n_unit=n_unit) for suffix in wanted]
+        return [MetricValue(f"{name}_{suffix}", None, label, n=0, n_unit=n_unit) for suffix in wanted]
     estimates: dict[str, Estimate] = {}
     if "mean" in wanted:
         estimates["mean"] = bootstrap_mean(groups)
     suffixes = [suffix for suffix in wanted if suffix != "mean"]
     percentiles = bootstrap_percentiles(groups, [PERCENTILES[suffix] for suffix in suffixes])
     estimates.update(zip(suffixes, percentiles, strict=True))
-    return [_metric(f"{name}_{suffix}", estimates[suffix], unit, label, n_unit) for suffix in wanted]
+    return [_metric(f"{name}_{suffix}", estimates[suffix], label, n_unit) for suffix in wanted]
 
 
-def _metric(name: str, estimate: Estimate, unit: str, label: str, n_unit: str) -> Metric:
-    return Metric(name, estimate.value, unit, label, estimate.n, n_unit, estimate.ci_low, estimate.ci_high)
+def _metric(name: str, estimate: Estimate, label: str, n_unit: str) -> MetricValue:
+    return MetricValue(name, estimate.value, label, estimate.n, n_unit, estimate.ci_low, estimate.ci_high)
 
 
-def _throughputs(measurement: Measurement, measured: Sequence[TurnRecord]) -> list[Metric]:
+def _throughputs(measurement: Measurement, measured: Sequence[TurnRecord]) -> list[MetricValue]:
     start, end = measurement.measure_start_s, measurement.measure_end_s
     inside = outputs = prompts = 0
     total_known = True
@@ -268,14 +267,13 @@ def _throughputs(measurement: Measurement, measured: Sequence[TurnRecord]) -> li
     seconds = 0.0 if _none_inside(measurement, measured) else end - start
     everything = sum(turn.output_tokens for turn in measured if turn.status == "completed")
     return [
-        _per_second("throughput_req_s", inside, seconds, "requests/s", inside),
-        _per_second("throughput_output_tok_s", outputs, seconds, "tokens/s", inside),
-        _per_second("throughput_total_tok_s", prompts + outputs if total_known else None, seconds, "tokens/s", inside),
+        _per_second("throughput_req_s", inside, seconds, inside),
+        _per_second("throughput_output_tok_s", outputs, seconds, inside),
+        _per_second("throughput_total_tok_s", prompts + outputs if total_known else None, seconds, inside),
         _per_second(
             "makespan_output_tok_s",
             everything,
             measurement.ended_s - measurement.measured_from_s,
-            "tokens/s",
             len(measured),
         ),
     ]
@@ -293,28 +291,28 @@ def _none_inside(measurement: Measurement, measured: Sequence[TurnRecord]) -> bo
     return ended
 
 
-def _per_second(name: str, count: float | None, seconds: float, unit: str, turns: int) -> Metric:
+def _per_second(name: str, count: float | None, seconds: float, turns: int) -> MetricValue:
     value = None if count is None or seconds <= 0 else count / seconds
-    return Metric(name, value, unit, n=turns, n_unit="turns")
+    return MetricValue(name, value, n=turns, n_unit="turns")
 
 
-def _rates(turns: Sequence[TurnRecord], label: str = "") -> list[Metric]:
+def _rates(turns: Sequence[TurnRecord], label: str = "") -> list[MetricValue]:
     """Shares of history and of prompt tokens, sums over sums; turns that were never admitted have no counts."""
     known = chosen(turns, lambda turn: turn.history_tokens is not None and turn.prompt_tokens is not None)
 
     def rate(
         name: str, parts_of: Callable[[TurnRecord], Sequence[int | None]], whole_of: Callable[[TurnRecord], int]
-    ) -> Metric:
+    ) -> MetricValue:
         groups: dict[str, tuple[float, float]] = {}
         for turn in known:
             parts = [part for part in parts_of(turn) if part is not None]
             if len(parts) < len(parts_of(turn)):
-                return Metric(name, None, "share", label, n=0, n_unit="tokens")
+                return MetricValue(name, None, label, n=0, n_unit="tokens")
             top, bottom = groups.get(turn.session, (0.0, 0.0))
             groups[turn.session] = (top + sum(parts), bottom + whole_of(turn))
         if not any(bottom for _, bottom in groups.values()):
-            return Metric(name, None, "share", label, n=0, n_unit="tokens")
-        return _metric(name, bootstrap_rate(groups), "share", label, "tokens")
+            return MetricValue(name, None, label, n=0, n_unit="tokens")
+        return _metric(name, bootstrap_rate(groups), label, "tokens")
 
     def history(turn: TurnRecord) -> int:
         return turn.history_tokens or 0
@@ -333,7 +331,7 @@ def _rates(turns: Sequence[TurnRecord], label: str = "") -> list[Metric]:
     ]
 
 
-def _counts(measurement: Measurement, measured: Sequence[TurnRecord]) -> list[Metric]:
+def _counts(measurement: Measurement, measured: Sequence[TurnRecord]) -> list[MetricValue]:
     counters = measurement.counters
     counts: dict[str, float | None] = {name: counters.get(name) for name in COUNTS}
     admitted = chosen(measured, lambda turn: turn.recomputed_tokens is not None)
@@ -341,16 +339,16 @@ def _counts(measurement: Measurement, measured: Sequence[TurnRecord]) -> list[Me
         counts["recomputed_tokens"] = float(
             sum((turn.recomputed_tokens or 0) + turn.resumed_recomputed_tokens for turn in admitted)
         )
-    metrics = [Metric(name, value, COUNTS[name]) for name, value in counts.items()]
+    metrics = [MetricValue(name, value) for name, value in counts.items()]
     priced = array("d", (turn.recomputed_s for turn in measured if turn.recomputed_s is not None))
-    metrics.append(Metric("recomputed_s", sum(priced) if priced else None, "s", n=len(priced), n_unit="turns"))
+    metrics.append(MetricValue("recomputed_s", sum(priced) if priced else None, n=len(priced), n_unit="turns"))
     outputs = sum(turn.output_tokens for turn in measured)
     for name in BYTES:
         counted = None if name in FOR_NO_TURN else _moved_for(measured, name)
         counted = counters.get(name) if counted is None else counted
-        metrics.append(Metric(name, counted, "bytes"))
+        metrics.append(MetricValue(name, counted))
         each = counted / outputs if counted is not None and outputs else None
-        metrics.append(Metric(f"{name}_per_token", each, "bytes/token", n=outputs, n_unit="tokens"))
+        metrics.append(MetricValue(f"{name}_per_token", each, n=outputs, n_unit="tokens"))
     return metrics
 
 
@@ -362,46 +360,46 @@ def _moved_for(measured: Sequence[TurnRecord], name: str) -> float | None:
     return float(sum(counted)) if counted else None
 
 
-def _start(started: StartReport | None) -> list[Metric]:
+def _start(started: StartReport | None) -> list[MetricValue]:
     return [
-        Metric("load_s", started.load_s if started else None, "s"),
-        Metric("engine_warmup_ms", started.warmup_ms if started else None, "ms"),
+        MetricValue("load_s", started.load_s if started else None),
+        MetricValue("engine_warmup_ms", started.warmup_ms if started else None),
     ]
 
 
-def _cost_model_error(measurement: Measurement) -> Metric:
+def _cost_model_error(measurement: Measurement) -> MetricValue:
     """Predicted over measured time of the iterations that computed one long row, less one."""
     predicted, measured = (measurement.counters.get(name, 0.0) for name in ("predicted_ms", "predictable_ms"))
-    return Metric("cost_model_error_pct", (predicted / measured - 1) * 100 if measured else None, "%")
+    return MetricValue("cost_model_error_pct", (predicted / measured - 1) * 100 if measured else None)
 
 
-def _schedule(measurement: Measurement) -> Metric:
+def _schedule(measurement: Measurement) -> MetricValue:
     """Scheduler and cache time a step, from the counters `schedule_ms` (their sum) and `steps`."""
     steps, total = measurement.counters.get("steps"), measurement.counters.get("schedule_ms")
     value = total / steps if steps and total is not None else None
-    return Metric("schedule_ms_mean", value, "ms", n=int(steps) if steps is not None else None, n_unit="steps")
+    return MetricValue("schedule_ms_mean", value, n=int(steps) if steps is not None else None, n_unit="steps")
 
 
-def _sent_plans(measurement: Measurement) -> list[Metric]:
+def _sent_plans(measurement: Measurement) -> list[MetricValue]:
     """Size of a plan and its way to the last of several processes; nothing where plans stay in one."""
     plans = measurement.counters.get("sent_plans", 0.0)
     return [
-        Metric(f"{name}_mean", measurement.counters[name] / plans, unit, n=int(plans), n_unit="plans")
-        for name, unit in (("plan_bytes", "bytes"), ("plan_ms", "ms"))
+        MetricValue(f"{name}_mean", measurement.counters[name] / plans, n=int(plans), n_unit="plans")
+        for name in ("plan_bytes", "plan_ms")
         if plans
     ]
 
 
-def _send_lag(measurement: Measurement) -> Metric:
+def _send_lag(measurement: Measurement) -> MetricValue:
     lags = measurement.send_lag_s
     value = nearest_rank(lags, 0.99) * 1e3 if len(lags) else None
-    return Metric("send_lag_ms_p99", value, "ms", n=len(lags), n_unit="turns")
+    return MetricValue("send_lag_ms_p99", value, n=len(lags), n_unit="turns")
 
 
-def _out_of_memory(measured: Sequence[TurnRecord]) -> Metric:
+def _out_of_memory(measured: Sequence[TurnRecord]) -> MetricValue:
     """Turns that did not get the memory they needed."""
     found = sum(out_of_memory(turn) for turn in measured)
-    return Metric("oom_turns", float(found), "turns", n=len(measured), n_unit="turns")
+    return MetricValue("oom_turns", float(found), n=len(measured), n_unit="turns")
 
 
 def out_of_memory(turn: TurnRecord) -> bool:
@@ -409,13 +407,13 @@ def out_of_memory(turn: TurnRecord) -> bool:
     return (turn.status, turn.finish_reason) in (("refused", CapacityError.reason), ("failed", MemoryRanOut.reason))
 
 
-def _phases(measured: Sequence[TurnRecord]) -> list[Metric]:
+def _phases(measured: Sequence[TurnRecord]) -> list[MetricValue]:
     """What only workloads with these phases can give: hit against miss, streaming against not, decoding by itself."""
-    metrics: list[Metric] = []
+    metrics: list[MetricValue] = []
     decoded = chosen(measured, lambda turn: turn.phase == "throughput")
     if decoded:
         metrics += _series("total_ms", decoded, lambda turn: _one(turn.latency_ms))
-        metrics += _series("per_token_ms", decoded, lambda turn: _one(_normalized_latency_ms(turn)), unit="ms/token")
+        metrics += _series("per_token_ms", decoded, lambda turn: _one(_normalized_latency_ms(turn)))
         labels = sorted({turn.label for turn in decoded} - {""})
         metrics += [_alone(decoded, "throughput")]
         metrics += [_alone([turn for turn in decoded if turn.label == label], label) for label in labels]
@@ -425,24 +423,23 @@ def _phases(measured: Sequence[TurnRecord]) -> list[Metric]:
     return metrics
 
 
-def _alone(decoded: Sequence[TurnRecord], label: str) -> Metric:
+def _alone(decoded: Sequence[TurnRecord], label: str) -> MetricValue:
     """Output tokens over the sum of the latencies: of requests that have the system to themselves."""
     done = [turn for turn in decoded if turn.status == "completed" and turn.latency_ms]
     tokens, seconds = sum(turn.output_tokens for turn in done), sum(turn.latency_ms or 0.0 for turn in done) / 1e3
-    return replace(_per_second("throughput_output_tok_s", tokens, seconds, "tokens/s", len(done)), label=label)
+    return replace(_per_second("throughput_output_tok_s", tokens, seconds, len(done)), label=label)
 
 
-def _degradation(probes: Sequence[TurnRecord]) -> Metric:
+def _degradation(probes: Sequence[TurnRecord]) -> MetricValue:
     """(miss - hit) / hit of the mean times to first token, paired by round."""
     hit, miss = (_by_round(turn for turn in probes if turn.phase == phase) for phase in ("hit", "miss"))
     if not hit.keys() & miss.keys():
-        return Metric("ttft_degradation_pct", None, "%", n=0, n_unit="rounds")
+        return MetricValue("ttft_degradation_pct", None, n=0, n_unit="rounds")
     ratio = paired_ratio(_as_pairs(miss), _as_pairs(hit), of="means")
     low, high = ratio.ci_low, ratio.ci_high
-    return Metric(
+    return MetricValue(
         "ttft_degradation_pct",
         (ratio.ratio - 1.0) * 100,
-        "%",
         n=ratio.n,
         n_unit="rounds",
         ci_low=None if low is None else (low - 1.0) * 100,
@@ -450,7 +447,7 @@ def _degradation(probes: Sequence[TurnRecord]) -> Metric:
     )
 
 
-def _stream_overhead(probes: Sequence[TurnRecord]) -> Metric:
+def _stream_overhead(probes: Sequence[TurnRecord]) -> MetricValue:
     """Time to first token when streaming minus when not, paired by round and phase."""
     differences: dict[str, list[float]] = {}
     for phase in ("hit", "miss"):
@@ -461,8 +458,8 @@ def _stream_overhead(probes: Sequence[TurnRecord]) -> Metric:
         for number in streamed.keys() & whole.keys():
             differences.setdefault(str(number), []).append(streamed[number] - whole[number])
     if not differences:
-        return Metric("stream_overhead_ms", None, "ms", n=0, n_unit="pairs")
-    return _metric("stream_overhead_ms", bootstrap_mean(differences), "ms", "", "pairs")
+        return MetricValue("stream_overhead_ms", None, n=0, n_unit="pairs")
+    return _metric("stream_overhead_ms", bootstrap_mean(differences), "", "pairs")
 
 
 def _by_round(turns: Iterable[TurnRecord]) -> dict[int, float]:
@@ -478,7 +475,7 @@ def _as_pairs(rounds: Mapping[int, float]) -> dict[tuple[int, str], float]:
     return {(0, str(number)): value for number, value in rounds.items()}
 
 
-def _slo(measurement: Measurement, measured: Sequence[TurnRecord], slo: Slo) -> list[Metric]:
+def _slo(measurement: Measurement, measured: Sequence[TurnRecord], slo: Slo) -> list[MetricValue]:
     def met(turn: TurnRecord) -> bool:
         if turn.status != "completed" or turn.ttft_ms is None:
             return False
@@ -493,7 +490,7 @@ def _slo(measurement: Measurement, measured: Sequence[TurnRecord], slo: Slo) -> 
     start, end = measurement.measure_start_s, measurement.measure_end_s
     good = sum(met(turn) for turn in measured if turn.finished_s is not None and start <= turn.finished_s <= end)
     seconds = 0.0 if _none_inside(measurement, measured) else end - start
-    goodput = _per_second("goodput_req_s", good, seconds, "requests/s", good)
+    goodput = _per_second("goodput_req_s", good, seconds, good)
     if not groups:
-        return [goodput, Metric("slo_attainment", None, "share", n=0, n_unit="turns")]
-    return [goodput, _metric("slo_attainment", bootstrap_rate(groups), "share", "", "turns")]
+        return [goodput, MetricValue("slo_attainment", None, n=0, n_unit="turns")]
+    return [goodput, _metric("slo_attainment", bootstrap_rate(groups), "", "turns")]

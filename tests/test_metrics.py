@@ -3,7 +3,7 @@ from array import array
 import pytest
 
 import pensieve.metrics
-from pensieve.metrics import Measurement, Metric, Slo, summarise, thin_percentiles
+from pensieve.metrics import Measurement, MetricValue, Slo, slo_metrics, summarise, thin_percentiles
 from pensieve.plan import StartReport
 from pensieve.record import TurnRecord
 from pensieve.replay import replay
@@ -96,16 +96,22 @@ def test_throughput_counts_what_finished_in_the_window_and_makespan_everything()
     assert table(metrics)["throughput_req_s", ""].ci_low is None
 
 
+def under(slo, *turns):
+    whole = measurement(*turns)
+    return slo_metrics(turns, whole.measure_start_s, whole.measure_end_s, slo)
+
+
 def test_a_window_in_which_nothing_finished_gives_no_throughput():
     late = [turn(finished_s=11.0), turn("b", finished_s=12.0)]
     slo = Slo(ttft_ms=1000.0)
-    metrics = summarise(measurement(*late), slo=slo)
-    for name in ("throughput_req_s", "throughput_output_tok_s", "throughput_total_tok_s", "goodput_req_s"):
+    metrics = summarise(measurement(*late))
+    for name in ("throughput_req_s", "throughput_output_tok_s", "throughput_total_tok_s"):
         assert value(metrics, name) is None
+    assert value(under(slo, *late), "goodput_req_s") is None
     assert value(metrics, "makespan_output_tok_s") == pytest.approx(8 / 20.0)
-    one_inside = summarise(measurement(*late, turn("c", finished_s=10.0, ttft_ms=5000.0)), slo=slo)
-    assert value(one_inside, "throughput_req_s") == pytest.approx(0.1)
-    assert value(one_inside, "goodput_req_s") == 0.0  # counted: it missed the objective
+    inside = (*late, turn("c", finished_s=10.0, ttft_ms=5000.0))
+    assert value(summarise(measurement(*inside)), "throughput_req_s") == pytest.approx(0.1)
+    assert value(under(slo, *inside), "goodput_req_s") == 0.0  # counted: it missed the objective
 
 
 def test_rates_are_sums_over_sums_and_add_up_to_one():
@@ -160,11 +166,12 @@ def test_an_objective_is_met_only_by_completed_turns_within_both():
         return turn(session, ttft_ms=ttft_ms, first_token_s=first, emitted_s=emitted, finished_s=emitted[-1], **fields)
 
     turns = [timed("a", 100, 10), timed("b", 300, 10), timed("c", 100, 50), timed("d", 100, 10, status="timeout")]
-    both = summarise(measurement(*turns), slo=Slo(ttft_ms=200, tpot_ms=20))
+    both = under(Slo(ttft_ms=200, tpot_ms=20), *turns)
     assert value(both, "slo_attainment") == pytest.approx(0.25)
     assert value(both, "goodput_req_s") == pytest.approx(0.1)
-    assert value(summarise(measurement(*turns), slo=Slo(ttft_ms=200)), "slo_attainment") == pytest.approx(0.5)
-    assert ("slo_attainment", "") not in table(summarise(measurement(*turns), slo=Slo()))
+    assert value(under(Slo(ttft_ms=200), *turns), "slo_attainment") == pytest.approx(0.5)
+    assert under(Slo(), *turns) == []
+    assert ("slo_attainment", "") not in table(summarise(measurement(*turns)))
 
 
 def test_bytes_are_those_of_the_turns_and_a_token_pays_its_share():
@@ -224,7 +231,7 @@ def test_percentiles_of_too_few_values_are_named():
     thin = thin_percentiles(metrics)
     assert {"ttft_ms_p90", "ttft_ms_p99"} <= set(thin)
     assert "ttft_ms_p50" not in thin
-    assert not Metric("ttft_ms_mean", 1.0, "ms", n=1).thin
+    assert not MetricValue("ttft_ms_mean", 1.0, n=1).thin
     assert "itl_ms_p50" in thin  # no tokens were timed at all
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from scipy import stats
 
+from pensieve.metric_registry import metric_of
 from pensieve.statistics import CONFIDENCE, median
 
 OURS = "ours"
@@ -17,22 +18,28 @@ OURS = "ours"
 class Case:
     """One question that several backends answer in the same run.
 
-    label: the metric's label in the database, and the case's name in the table. metric: the metric's name.
+    label: the metric's label in the database, and the case's name in the table. metric: the metric's name, which the registry
+    knows; where more of it is better the limit is a ceiling.
     floor: the limit in `unit`, from physics measured in this run; floor_is: what it is made of, in words.
-    higher_is_better: for rates; then the limit is a ceiling. parameters: the sizes that make up the case (batch,
-    context, ...), JSON-ready: they identify the trial. ours: the backend that the others are the peers of. needs: peers
-    without which the case is no benchmark; none: any one will do.
+    parameters: the sizes that make up the case (batch, context, ...), JSON-ready: they identify the trial. ours: the backend
+    that the others are the peers of. needs: peers without which the case is no benchmark; none: any one will do.
     """
 
     label: str
     floor: float | None
     floor_is: str = ""
     metric: str = "time_ms"
-    unit: str = "ms"
-    higher_is_better: bool = False
     parameters: Mapping[str, Any] = field(default_factory=dict)
     ours: str = OURS
     needs: Sequence[str] = ()
+
+    @property
+    def unit(self) -> str:
+        return metric_of(self.metric).unit
+
+    @property
+    def higher_is_better(self) -> bool:
+        return metric_of(self.metric).better == "higher"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +51,13 @@ class Figure:
 
     name: str
     value: float | None
-    unit: str
     limit: float | None = None
     shown: bool = True
     remark: str = ""
+
+    @property
+    def unit(self) -> str:
+        return metric_of(self.name).unit
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,7 +200,7 @@ def _backends(timing: Timing, model: LoadedModel, fallback: LoadedModel, goal: f
 
     def measured(backend: str, times: list[float], forward: str, aim: float | None = None) -> Measured:
         best, low, high = timing.ratio(times)
-        ratios = [Figure("ratio_of_best", best, "x", limit=aim), Figure("q1", low, "x"), Figure("q3", high, "x")]
+        ratios = [Figure("ratio_of_best", best, limit=aim), Figure("q1", low), Figure("q3", high)]
         version = transformers.__version__ if backend == "transformers" else None
         return Measured(backend, times, version, {"forward": forward}, ratios)
 

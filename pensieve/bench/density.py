@@ -90,8 +90,6 @@ def run(bench: Bench) -> None:
         floor=float((memory - plan.model.weight_bytes) // each),
         floor_is="memory less the weights, over the KV of an agent",
         metric="agents_carried",
-        unit="agents",
-        higher_is_better=True,
         parameters={**_AGENTS, "memory_bytes": memory},
         ours=OURS,
         needs=(PEER,),
@@ -102,8 +100,8 @@ def run(bench: Bench) -> None:
             measured.append(Measured(name, error=errors[name]))
             continue
         one = found[name]
-        figures = [Figure("refused_at", None if one.refused is None else float(one.refused), "agents")]
-        figures.append(Figure("bound", None if one.bound else 1.0, "", shown=False, remark=one.bound))
+        figures = [Figure("refused_at", None if one.refused is None else float(one.refused))]
+        figures.append(Figure("bound", None if one.bound else 1.0, shown=False, remark=one.bound))
         measured.append(Measured(name, (float(one.carried),), figures=figures))
     bench.record(case, measured, began)
     if len(found) == 2 and found[PEER].carried:

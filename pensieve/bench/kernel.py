@@ -227,7 +227,7 @@ def _record(
         times = interleaved(runners.calls, bench.rounds(_ROUNDS[bench.device.type]), bench.device)
     figures: Sequence[Figure] = ()
     if over is not None and times["ours"].values and times[over[0]].values:
-        figures = [Figure(over[1], median(times["ours"].values) / median(times[over[0]].values), "x")]
+        figures = [Figure(over[1], median(times["ours"].values) / median(times[over[0]].values))]
     measured = [
         Measured(
             name,

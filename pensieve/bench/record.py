@@ -11,7 +11,7 @@ from typing import Any
 
 from pensieve.bench.case import Case, Measured, Result
 from pensieve.compose.machine import Device
-from pensieve.metrics import Metric
+from pensieve.metrics import MetricValue
 from pensieve.results.environment import environment, git_commit, gpus, host
 from pensieve.results.identity import Identity, identify, sweep_key
 from pensieve.results.schema import BENCH
@@ -137,13 +137,13 @@ def _columns(
     }
 
 
-def _metrics(case: Case, measured: Measured) -> list[Metric]:
-    found = [Metric(f.name, f.value, f.unit, case.label, limit_value=f.limit) for f in measured.figures]
+def _metrics(case: Case, measured: Measured) -> list[MetricValue]:
+    found = [MetricValue(f.name, f.value, case.label, limit_value=f.limit) for f in measured.figures]
     if not measured.values:
         return found
     low, high = measured.interval or (None, None)
     n = len(measured.values)
-    main = Metric(case.metric, measured.value, case.unit, case.label, n, REPETITIONS, low, high, limit_value=case.floor)
+    main = MetricValue(case.metric, measured.value, case.label, n, REPETITIONS, low, high, limit_value=case.floor)
     return [main, *found]
 
 

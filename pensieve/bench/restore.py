@@ -88,10 +88,10 @@ def _record_hybrid(
     predicted = 100 * (1 - split.predicted_s / min(split.load_s, split.recompute_s))
     drift = median(values["recompute"]) / (split.recompute_s * 1e3)
     figures = [
-        Figure("saving_pct", saved, "%", predicted),
-        Figure("recompute_over_profile", drift, "x", 1.0),
-        Figure("predicted_saving_pct", predicted, "%"),
-        Figure("recomputed_chunks", float(split.recomputed), "chunks"),
+        Figure("saving_pct", saved, predicted),
+        Figure("recompute_over_profile", drift, 1.0),
+        Figure("predicted_saving_pct", predicted),
+        Figure("recomputed_chunks", float(split.recomputed)),
     ]
     case = Case(
         label=f"hybrid restore of {returning.tokens}, {link}",
@@ -129,7 +129,7 @@ def measure_unused_tier(bench: Bench, model: LoadedModel) -> None:
         parameters={"batch": requests, "context": context},
         ours="tier_unused",
     )
-    figures = [Figure("slower_pct", slower, "%", 1.0)]
+    figures = [Figure("slower_pct", slower, 1.0)]
     rows = [Measured("tier_unused", values["tier_unused"], figures=figures), Measured("no_tier", values["no_tier"])]
     bench.record(case, rows, began)
 

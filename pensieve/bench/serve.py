@@ -20,7 +20,7 @@ from pensieve.compose import TrialPlan, build_tokenizer, build_workload, check, 
 from pensieve.compose.machine import Device
 from pensieve.cost.roofline import Roofline
 from pensieve.errors import ConfigError, PensieveError, RequestFailed
-from pensieve.metrics import Metric, summarise
+from pensieve.metrics import MetricValue, summarise
 from pensieve.replay import replay
 from pensieve.request import is_measured
 from pensieve.trial.jobs import compose_job
@@ -137,8 +137,6 @@ def _measure(bench: Bench, cell: Cell) -> None:
         floor=ratio * reached[WORST].throughput,
         floor_is=f"stateless times the roofline ratio {ratio:.2f}",
         metric="throughput_output_tok_s_at_equal_p90",
-        unit="tok/s",
-        higher_is_better=True,
         parameters={**cell.fields, "loads": list(cell.loads), "gpu": cell.gpu, "cpu": cell.cpu},
         ours=OURS,
         needs=(PEER,),
@@ -149,9 +147,9 @@ def _measure(bench: Bench, cell: Cell) -> None:
             measured.append(Measured(name, error=errors[name]))
             continue
         times = reached[name].throughput / reached[WORST].throughput
-        figures = [Figure("times_stateless", times, "x", remark=reached[name].bound), *_ttft(curves[name][-1])]
+        figures = [Figure("times_stateless", times, remark=reached[name].bound), *_ttft(curves[name][-1])]
         if name == OURS:
-            figures.append(Figure("roofline_ratio", ratio, "x"))
+            figures.append(Figure("roofline_ratio", ratio))
         engine = {
             "curve": [_row(point) for point in curves[name]],
             "p90_ms_per_token": latency,
@@ -242,7 +240,7 @@ def _peer(bench: Bench, cell: Cell, load: int) -> Point:
     return _point(load, summarise(record.measurement, started), None)
 
 
-def _point(load: int, metrics: Sequence[Metric], trial_id: int | None) -> Point:
+def _point(load: int, metrics: Sequence[MetricValue], trial_id: int | None) -> Point:
     values = {(m.name, m.label): m.value for m in metrics}
     throughput = values["throughput_output_tok_s", ""]
     latency = values["normalized_latency_ms_p90", ""]
@@ -287,8 +285,7 @@ def _roofline_ratio(bench: Bench, cell: Cell, point: Point) -> float:
 def _ttft(point: Point) -> list[Figure]:
     ends = {min(point.ttft_ms, default=0), max(point.ttft_ms, default=0)}
     return [
-        Figure(f"ttft_ms_p50_turn_{turn}", value, "ms", shown=turn in ends)
-        for turn, value in sorted(point.ttft_ms.items())
+        Figure(f"ttft_ms_p50_turn_{turn}", value, shown=turn in ends) for turn, value in sorted(point.ttft_ms.items())
     ]
 
 

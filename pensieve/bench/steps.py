@@ -87,7 +87,7 @@ def _measure_decode(bench: Bench, model: LoadedModel, module: Any, batch: int, c
         values = _in_rounds(runs, bench.rounds(5), errors)
         figures = []
         if bench.on_gpu and batch >= _IDLE_FROM and "ours" not in errors:
-            figures.append(Figure("gpu_idle_pct", idle_pct(lambda: stepper.decode(batch, steps)), "%"))
+            figures.append(Figure("gpu_idle_pct", idle_pct(lambda: stepper.decode(batch, steps))))
         engine = stepper.worker.settings()
     finally:
         stepper.close()
@@ -165,7 +165,7 @@ def _measure_prefill(bench: Bench, model: LoadedModel, module: Any, tokens: int)
     )
     measured = []
     for name in runs:
-        shares = [Figure("matrix_rate_pct", 100 * floor / min(values[name]), "%")] if name not in errors else []
+        shares = [Figure("matrix_rate_pct", 100 * floor / min(values[name]))] if name not in errors else []
         measured.append(_measured(name, values, errors, engine, shares))
     bench.record(case, measured, began)
 

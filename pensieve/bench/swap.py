@@ -102,12 +102,10 @@ def _fragments(bench: Bench, spec: ModelSpec) -> None:
             floor=max(rates["plain_copy"]),
             floor_is="one plain copy of the same bytes" + (" from pinned memory" if bench.on_gpu else ""),
             metric="swap_in_gb_s",
-            unit="GB/s",
-            higher_is_better=True,
             parameters={"fragment_bytes": fragment, "bytes": size, "fragments": moved // together * tensors.layers},
             ours=ours,
         )
-        figures = {name: [Figure("host_ms", ms, "ms")] for name, ms in held.items()}
+        figures = {name: [Figure("host_ms", ms)] for name, ms in held.items()}
         bench.record(
             case, [Measured(n, rates[n], figures=figures.get(n, ()), error=times[n].error) for n in runs], began
         )
@@ -200,10 +198,10 @@ def _pipelined(bench: Bench, model: LoadedModel, tokens: int) -> None:
     limit = max(middle["transfer"], middle["compute"])
     hidden = (middle["sequential"] - middle["pipelined"]) / min(middle["transfer"], middle["compute"])
     figures = [
-        Figure("speedup", middle["sequential"] / middle["pipelined"], "x", middle["sequential"] / limit),
-        Figure("overlap_pct", 100 * hidden, "%", 100.0),
-        Figure("transfer_ms", middle["transfer"], "ms"),
-        Figure("compute_ms", middle["compute"], "ms"),
+        Figure("speedup", middle["sequential"] / middle["pipelined"], middle["sequential"] / limit),
+        Figure("overlap_pct", 100 * hidden, 100.0),
+        Figure("transfer_ms", middle["transfer"]),
+        Figure("compute_ms", middle["compute"]),
     ]
     case = Case(
         label=f"restore {tokens}, compute {new}",

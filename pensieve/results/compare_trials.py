@@ -13,31 +13,19 @@ from rich.text import Text
 from sqlalchemy import select
 
 from pensieve.errors import MissingSeries, MixedPanel, ResultsError
+from pensieve.metric_registry import METRICS, metric_of
+from pensieve.metrics import Slo
 from pensieve.results.frame import conversation_means, paired, turn_frame, values_of
 from pensieve.results.schema import Trial, current_trial
 from pensieve.results.served_by import footer
+from pensieve.results.slo import slo_of_sweep, slo_of_trial
 from pensieve.results.store import ResultsStore
 from pensieve.results.trials import differences, field_of, flat, mixtures, text_of
 from pensieve.statistics import has_interval, paired_ratio
 
 UNEQUAL_RATE = 0.05
-BY_SESSION = ("ttft_ms", "latency_ms", "normalized_latency_ms", "queue_ms")
+BY_SESSION = tuple(one.name for one in METRICS.values() if one.per_conversation and not one.name.endswith("_mean"))
 """Latencies whose mean is compared conversation by conversation; all else is one value a trial."""
-_MORE_IS_BETTER = (
-    "throughput",
-    "makespan",
-    "goodput",
-    "slo_attainment",
-    "gpu_hit",
-    "cpu_hit",
-    "disk_hit",
-    "prompt_hit",
-    "bound_",
-)
-_LESS_IS_BETTER = (
-    "_ms", "ms_", "_s", "miss_rate", "_bytes", "recomputed", "evicted", "dropped", "suspended", "deferred", "oom",
-    "degradation", "energy",
-)  # fmt: skip
 
 PAIRED = (
     "paired: the geometric mean of A / B over the pairs (same seed, and same conversation where n counts conversations). The "
@@ -104,6 +92,13 @@ class ComparedTrials:
         return Group(*parts, *(Text(note) for note in self.notes))
 
 
+def objective_of(store: ResultsStore, *words: str) -> Slo | None:
+    """The objective of the sweeps that `words` name (see select_trials); None where none is named, or they differ."""
+    numbers = [number for one in words if (number := _conditions(one).get("sweep")) is not None]
+    asked = {slo_of_sweep(store.sweep(_number_of(store, number)).overrides) for number in numbers}
+    return asked.pop() if len(asked) == 1 else None
+
+
 def select_trials(store: ResultsStore, words: str) -> list[Trial]:
     """The completed trials that `words` name, in order of id.
 
@@ -112,10 +107,7 @@ def select_trials(store: ResultsStore, words: str) -> list[Trial]:
     trial that ran several times a sweep counts with what it shows, otherwise the newest completed attempt, and no
     reproduction. Raises ResultsError where nothing is found.
     """
-    conditions: dict[str, str] = {}
-    for word in filter(None, (part.strip() for part in words.split(","))):
-        key, given, value = word.partition("=")
-        conditions["sweep" if not given else key.strip()] = key if not given else value.strip()
+    conditions = _conditions(words)
     sweep = conditions.pop("sweep", None)
     trials = _of_sweep(store, sweep) if sweep is not None else _all(store)
     for key, value in conditions.items():
@@ -129,6 +121,14 @@ def select_trials(store: ResultsStore, words: str) -> list[Trial]:
     return trials
 
 
+def _conditions(words: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for word in filter(None, (part.strip() for part in words.split(","))):
+        key, given, value = word.partition("=")
+        found["sweep" if not given else key.strip()] = key if not given else value.strip()
+    return found
+
+
 def _as_a_number(text: str) -> str:
     """2.0 and 2e0 are typed for what a record has as 2."""
     try:
@@ -138,14 +138,17 @@ def _as_a_number(text: str) -> str:
 
 
 def compare_trials(
-    store: ResultsStore, a: Sequence[Trial], b: Sequence[Trial], allow_mixed: bool = False
+    store: ResultsStore, a: Sequence[Trial], b: Sequence[Trial], allow_mixed: bool = False, slo: Slo | None = None
 ) -> ComparedTrials:
     """A against B, paired by seed (latencies: by seed and conversation), one group for each value of what else varies.
 
+    slo: judges the turns of both; None: the objective that all were run with, if there is one.
     Raises MixedPanel where times of the two must not be compared (trials.mixtures; allow_mixed: a note says it instead) or a
     side has two trials in one place, MissingSeries where they share no seed.
     """
     mixed = _mixed(a, b, allow_mixed)
+    asked = {slo_of_trial(trial) for trial in (*a, *b)} if slo is None else {slo}
+    objective = asked.pop() if len(asked) == 1 else Slo()
     varying = sorted(differences(a) | differences(b))
     ours, theirs = _grouped("A", a, varying), _grouped("B", b, varying)
     shared = [key for key in ours if key in theirs]
@@ -161,7 +164,7 @@ def compare_trials(
         pairs = {seed: (ours[key][seed], theirs[key][seed]) for seed in ours[key].keys() & theirs[key].keys()}
         if not pairs:
             raise MissingSeries("A and B share no seed; run them with the same seeds.")
-        found = _metrics(store, name, [pairs[seed] for seed in sorted(pairs)])
+        found = _metrics(store, name, [pairs[seed] for seed in sorted(pairs)], objective)
         unequal = _unequal_rate(pairs.values(), found)
         if unequal:
             notes.append(f"{name + ': ' if name else ''}{unequal}")
@@ -232,13 +235,13 @@ def _differ(a: Sequence[Trial], b: Sequence[Trial], varying: Sequence[str]) -> s
     return f"They differ in {', '.join(parts)}." if parts else "Their configurations are the same."
 
 
-def _metrics(store: ResultsStore, group: str, pairs: Sequence[tuple[Trial, Trial]]) -> list[ComparedMetric]:
-    metrics = [[{(m.name, m.label): m for m in store.metrics_of(t.id)} for t in pair] for pair in pairs]
+def _metrics(store: ResultsStore, group: str, pairs: Sequence[tuple[Trial, Trial]], slo: Slo) -> list[ComparedMetric]:
+    metrics = [[{(m.name, m.label): m for m in store.metrics_of(t.id, slo)} for t in pair] for pair in pairs]
     by_conversation = _latencies(store, pairs)
     rows = []
     for (name, label), first in metrics[0][0].items():
         base = name.removesuffix("_mean")
-        if base in BY_SESSION and name.endswith("_mean"):
+        if metric_of(name).per_conversation:
             a, b = by_conversation.get((base, label), ({}, {}))
             n_unit = "conversations"
         else:
@@ -291,21 +294,10 @@ def _verdict(name: str, a: float, b: float, low: float | None, high: float | Non
         return f"n = {n}, no interval"
     if low <= 1.0 <= high:
         return "no difference shown"
-    sign = better(name)
-    if sign == 0:
+    better = metric_of(name).better
+    if better == "none":
         return "A has more" if low > 1.0 else "A has less"
-    return "A is better" if (low > 1.0) == (sign > 0) else "B is better"
-
-
-def better(name: str) -> int:
-    """1 where more of the metric is better, -1 where less is, 0 where neither is."""
-    if any(name.startswith(part) for part in _MORE_IS_BETTER):
-        return 1
-    return -1 if any(part in name if part[0] != "_" else _ends(name, part) for part in _LESS_IS_BETTER) else 0
-
-
-def _ends(name: str, part: str) -> bool:
-    return name.endswith(part) or f"{part}_" in name
+    return "A is better" if (low > 1.0) == (better == "higher") else "B is better"
 
 
 def _unequal_rate(pairs: Iterable[tuple[Trial, Trial]], rows: Sequence[ComparedMetric]) -> str:
@@ -346,16 +338,16 @@ def _all(store: ResultsStore) -> list[Trial]:
 
 
 def _of_sweep(store: ResultsStore, sweep: str) -> list[Trial]:
+    found = {job.trial.id: job.trial for job in store.trials_of_sweep(_number_of(store, sweep)) if job.trial}
+    return [found[key] for key in sorted(found)]
+
+
+def _number_of(store: ResultsStore, sweep: str) -> int:
     if sweep == "latest":
         latest = store.latest_sweep()
         if latest is None:
             raise ResultsError("There is no sweep yet; python runners/run.py -m makes one.")
-        number = latest.id
-    elif sweep.isdigit():
-        number = store.sweep(int(sweep)).id
-    else:
-        raise ResultsError(
-            f"{sweep!r} is no sweep's id; write a number, latest, or conditions such as baseline=pensieve."
-        )
-    found = {job.trial.id: job.trial for job in store.trials_of_sweep(number) if job.trial}
-    return [found[key] for key in sorted(found)]
+        return latest.id
+    if sweep.isdigit():
+        return store.sweep(int(sweep)).id
+    raise ResultsError(f"{sweep!r} is no sweep's id; write a number, latest, or conditions such as baseline=pensieve.")

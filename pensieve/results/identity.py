@@ -5,7 +5,7 @@ A trial that completed is reused while all of this is equal, and runs again when
 | part     | counts                                                  | does not count                                        |
 |----------|---------------------------------------------------------|-------------------------------------------------------|
 | config   | every field of the resolved configuration but those on  | NOT_CONFIG: how a trial is run, named and kept, and   |
-|          | the right; seed and repeat too                          | slo.*, by which the turns are judged (trial.slo);     |
+|          | the right; seed and repeat too                          | slo.*, by which a view judges the turns (results.slo);|
 |          |                                                         | TEXT_FIELDS: hardware.source                          |
 | config   | trial.profile=true and, on a real device,               | every other trial.*: isolate, retries, timeout_s,     |
 |          | trial.exclusive=false; what a reproduction repeats      | fail_fast; trial.exclusive in a simulation            |

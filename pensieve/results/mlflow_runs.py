@@ -6,12 +6,14 @@ import json
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Row, or_, select
 
 from pensieve.errors import ResultsError
+from pensieve.metrics import Slo
 from pensieve.results.frame import counts
 from pensieve.results.identity import counts_for_sweep
 from pensieve.results.mlflow_store import (
@@ -49,6 +51,7 @@ from pensieve.results.mlflow_view import (
     trial_tags,
 )
 from pensieve.results.schema import Sweep, SweepTrial, Trial, sweep_result
+from pensieve.results.slo import PREFIX, slo_of_sweep, slo_of_trial
 from pensieve.results.store import ResultsStore, figures_folder, report_file
 from pensieve.results.sweep_table import SweepTable, sweep_table
 from pensieve.results.trials import leaves
@@ -120,7 +123,8 @@ def write_trial(
             run_id = str(made.info.run_id)
     if not whole:
         log_batches(client, run_id, [], [], tags)  # of a run that was begun while the trial ran, they have changed
-        _fill_run(client, run_id, store, trial)
+        slo = slo_of_trial(trial) if sweep is None else slo_of_sweep(sweep.overrides)
+        _fill_run(client, run_id, store, trial, slo)
     if trial.status == "completed" and parent_run_id and not fresh:
         _supersede(client, experiment, trial, parent_run_id, run_id)
     if trial.mlflow_run_id != run_id and (not reused or trial.mlflow_run_id is None):
@@ -131,12 +135,14 @@ def write_trial(
 log_trial = or_none(write_trial)
 
 
-def _fill_run(client: Any, run_id: str, store: ResultsStore, trial: Trial) -> None:
+def _fill_run(client: Any, run_id: str, store: ResultsStore, trial: Trial, slo: Slo) -> None:
+    """slo: the objective of the sweep that the run belongs to."""
     columns = {key: getattr(trial, key) for key in _COLUMNS_AS_PARAMS}
     fields = {name: value for name, value in leaves(trial.config) if is_param(name)}
-    values = {**fields, **{k: v for k, v in columns.items() if v is not None}}
+    asked = {f"{PREFIX}{name}": most for name, most in asdict(slo).items() if most is not None}
+    values = {**fields, **asked, **{k: v for k, v in columns.items() if v is not None}}
     turns = store.turns_of(trial.id)
-    log_batches(client, run_id, params_of(values), _metrics(trial, store, turns))
+    log_batches(client, run_id, params_of(values), _metrics(trial, store, turns, slo))
     if not trial.simulated and not any(name.startswith(LIVE) for name in client.get_run(run_id).data.metrics):
         log_batches(client, run_id, [], _series(trial, store, turns))
     _log_data(client, run_id, [trial])
@@ -314,9 +320,9 @@ def _run_of(client: Any, experiment: str, trial: Trial, parent_run_id: str | Non
     return run_id, run_id is not None and client.get_run(run_id).info.status != "RUNNING"
 
 
-def _metrics(trial: Trial, store: ResultsStore, turns: Sequence[Row[Any]]) -> list[Any]:
+def _metrics(trial: Trial, store: ResultsStore, turns: Sequence[Row[Any]], slo: Slo) -> list[Any]:
     at_ms = _ended_ms(trial)
-    summary = {f"{m.name}/{m.label}" if m.label else m.name: m.value for m in store.metrics_of(trial.id)}
+    summary = {f"{m.name}/{m.label}" if m.label else m.name: m.value for m in store.metrics_of(trial.id, slo)}
     by_turn = ttft_by_turn(turns).items()
     return [
         *metrics_of(summary, at_ms),

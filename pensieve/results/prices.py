@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pydantic import BaseModel, ConfigDict, Field
 
 from pensieve.holding import Tier
-from pensieve.metrics import Metric
+from pensieve.metrics import MetricValue
 from pensieve.results.schema import Trial
 from pensieve.units import GIB
 
@@ -74,7 +74,7 @@ class Worth:
         return None if worth is None or not idle_gib_s else saved_s * worth / idle_gib_s
 
 
-def prefill_seconds(metrics: Mapping[tuple[str, str], Metric] | Iterable[Metric]) -> dict[int, float]:
+def prefill_seconds(metrics: Mapping[tuple[str, str], MetricValue] | Iterable[MetricValue]) -> dict[int, float]:
     """Tokens -> seconds that computing them from the first on takes, as the trial has recorded; ascending."""
     listed = metrics.values() if isinstance(metrics, Mapping) else metrics
     found = {int(one.label): one.value for one in listed if one.name == "prefill_s" and one.value is not None}

@@ -23,7 +23,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from pensieve import metric_registry
 from pensieve.errors import MissingSeries
+from pensieve.metric_registry import Metric
 from pensieve.results.prices import Prices
 from pensieve.results.schema import Sweep
 from pensieve.results.store import JobResult, ResultsStore
@@ -38,18 +40,15 @@ NO_DISK = ""
 SETTINGS = "size"
 """The key under which a sweep's overrides hold the question that its map answers."""
 
-SHOWN = {
-    "found": "share",
-    "ttft_ms_p50": "ms",
-    "ttft_ms_p90": "ms",
-    "throughput_output_tok_s": "tokens/s",
-    "recomputed_s": "s",
-    "bound": "share",
-}
-"""What is told of a cell, with units. found: the share of tokens whose KV was found; bound: the most of it that could be."""
+SHOWN = ("found", "ttft_ms_p50", "ttft_ms_p90", "throughput_output_tok_s", "recomputed_s", "bound")
+"""What is told of a cell. found: the share of tokens whose KV was found; bound: the most of it that could be."""
 
-FALLING = frozenset({"ttft_ms_p50", "ttft_ms_p90", "ttft_ms_p99", "recomputed_s"})
-"""What more memory lowers, where it does anything; it raises the others."""
+_OF_RATES = {"found": "prompt_hit_rate", "bound": "bound_prompt_hit_rate"}
+
+
+def metric_of(name: str) -> Metric:
+    """What one of SHOWN is: its direction says whether more memory raises or lowers it, where it does anything."""
+    return metric_registry.metric_of(_OF_RATES.get(name, name))
 
 
 class Question(BaseModel):
@@ -281,6 +280,7 @@ class SizeMap:
         known = {place: value for place in self.cells if (value := self.mean(place, name)) is not None}
         waiting = [place for place in q.places if place not in self.cells]
         found: dict[Place, float] = {}
+        falling = metric_of(name).better == "lower"
 
         def plane(place: Place) -> tuple[str, Place]:
             return q.mode(place), place[2:]
@@ -288,7 +288,7 @@ class SizeMap:
         for one in dict.fromkeys(map(plane, waiting)):
             flat = {place[:2]: value for place, value in known.items() if plane(place) == one}
             linear = _linear(flat, [place[:2] for place in waiting if plane(place) == one])
-            found |= {(*at, *one[1]): _between(at, value, flat, name in FALLING) for at, value in linear.items()}
+            found |= {(*at, *one[1]): _between(at, value, flat, falling) for at, value in linear.items()}
         return found
 
     # -- in words -----------------------------------------------------------------------------------------------------

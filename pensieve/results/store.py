@@ -19,7 +19,8 @@ from sqlalchemy.orm import Session
 
 from pensieve.errors import ResultsError, TrialRunning
 from pensieve.holding import Tier
-from pensieve.metrics import Metric
+from pensieve.metric_registry import is_known
+from pensieve.metrics import MetricValue, Slo
 from pensieve.record import TurnRecord
 from pensieve.request import PREPARING
 from pensieve.results.database import Database
@@ -38,6 +39,7 @@ from pensieve.results.schema import (
     sample_table,
     sweep_result,
 )
+from pensieve.results.slo import SLO_METRICS, judged, slo_of_sweep, slo_of_trial
 
 T = TypeVar("T")
 
@@ -92,7 +94,7 @@ class JobResult:
     reused: bool
     last: Trial
     trial: Trial | None
-    metrics: Mapping[tuple[str, str], Metric] = field(default_factory=dict)
+    metrics: Mapping[tuple[str, str], MetricValue] = field(default_factory=dict)
 
     def value(self, name: str, label: str = "") -> float | None:
         metric = self.metrics.get((name, label))
@@ -110,6 +112,7 @@ class ResultsStore:
         self.database = Database(url, create)
         path = self.database.path
         self.root = root.absolute() if root else (path.parent if path else None)
+        self._under: dict[tuple[int, Slo], list[MetricValue]] = {}
 
     # Sweeps
 
@@ -196,7 +199,7 @@ class ResultsStore:
         return reused
 
     def trials_of_sweep(self, sweep_id: int) -> list[JobResult]:
-        """Every job that was begun, in order, with the metrics of the trial that it shows."""
+        """Every job that was begun, in order, with the metrics of the trial that it shows; the sweep's slo judges them."""
         with self._session() as session:
             links = session.execute(
                 select(SweepTrial, Trial)
@@ -210,9 +213,13 @@ class ResultsStore:
                 .where(sweep_result.c.sweep_id == sweep_id)
             )
             shown: dict[int, Trial] = {row.job: row.Trial for row in results}
-            metrics: dict[int, dict[tuple[str, str], Metric]] = {t.id: {} for t in shown.values()}
-            for row in session.scalars(select(MetricRow).where(MetricRow.trial_id.in_(metrics))):
+            metrics: dict[int, dict[tuple[str, str], MetricValue]] = {t.id: {} for t in shown.values()}
+            for row in session.scalars(_metric_rows().where(MetricRow.trial_id.in_(metrics))):
                 metrics[row.trial_id][row.name, row.label] = _metric(row)
+            overrides = session.scalar(select(Sweep.overrides).where(Sweep.id == sweep_id))
+        slo = slo_of_sweep(overrides or {})
+        for trial in shown.values():
+            metrics[trial.id] |= {(m.name, m.label): m for m in self._judged(trial, slo)}
         return [
             JobResult(link.job, link.reused, last, trial, metrics[trial.id] if trial else {})
             for link, last in links
@@ -363,22 +370,14 @@ class ResultsStore:
         with self.database.reading() as connection:
             return [Holding(*row) for row in connection.execute(query)]
 
-    def add_metrics(self, trial_id: int, metrics: Iterable[Metric]) -> None:
+    def add_metrics(self, trial_id: int, metrics: Iterable[MetricValue]) -> None:
         """A value that is not finite is stored as null, since databases do not agree on how to store it."""
-        rows = [{**asdict(m), "value": _finite(m.value), "trial_id": trial_id} for m in metrics]
+        found = list(metrics)
+        assert all(is_known(m.name) for m in found), "a metric that metric_registry does not have"
+        rows = [{**asdict(m), "unit": m.unit, "value": _finite(m.value), "trial_id": trial_id} for m in found]
         if rows:
             with self.database.writing() as connection:
                 connection.execute(insert(MetricRow), rows)
-
-    def replace_metrics(self, trial_id: int, names: Sequence[str], metrics: Sequence[Metric], **fields: Any) -> None:
-        """Put `metrics` in the place of those with these names, and change columns of the trial, at once."""
-        rows = [{**asdict(m), "value": _finite(m.value), "trial_id": trial_id} for m in metrics]
-        with self.database.writing() as connection:
-            old = (MetricRow.trial_id == trial_id) & MetricRow.name.in_(names)
-            connection.execute(delete(MetricRow).where(old))
-            if rows:
-                connection.execute(insert(MetricRow), rows)
-            connection.execute(update(Trial).where(Trial.id == trial_id).values(**fields))
 
     def add_samples(self, trial_id: int, readings: Iterable[Reading]) -> None:
         rows = [{**r._asdict(), "value": _finite(r.value), "trial_id": trial_id} for r in readings]
@@ -418,9 +417,21 @@ class ResultsStore:
         """The newest completed trial of this configuration, whatever code and platform ran it."""
         return self._one(_current().where(Trial.config_hash == config_hash).order_by(Trial.id.desc()).limit(1))
 
-    def metrics_of(self, trial_id: int) -> list[Metric]:
+    def metrics_of(self, trial_id: int, slo: Slo | None = None) -> list[MetricValue]:
+        """What was recorded, and SLO_METRICS as this objective gives them; None: that of the command which ran the trial."""
         with self._session() as session:
-            return [_metric(row) for row in session.scalars(select(MetricRow).where(MetricRow.trial_id == trial_id))]
+            rows = session.scalars(_metric_rows().where(MetricRow.trial_id == trial_id))
+            found = [_metric(row) for row in rows]
+        trial = self.trial(trial_id)
+        return found + self._judged(trial, slo_of_trial(trial) if slo is None else slo)
+
+    def _judged(self, trial: Trial, slo: Slo) -> list[MetricValue]:
+        """Judge a trial once for each objective: a completed one never changes."""
+        if trial.status != "completed":
+            return judged(self, trial, slo)
+        if (trial.id, slo) not in self._under:
+            self._under[trial.id, slo] = judged(self, trial, slo)
+        return self._under[trial.id, slo]
 
     def turns_of(self, trial_id: int, *columns: str) -> Sequence[Row[Any]]:
         """The trial's turns in order of ordinal. Rows have the columns as attributes, without names all of them."""
@@ -568,8 +579,12 @@ def _inserted_id(connection: Connection, mapped: type[Sweep] | type[Trial], valu
     return int(key[0])
 
 
-def _metric(row: MetricRow) -> Metric:
-    return Metric(**{f.name: getattr(row, f.name) for f in fields(Metric)})
+def _metric_rows() -> Select[MetricRow]:
+    return select(MetricRow).where(MetricRow.name.not_in(SLO_METRICS))
+
+
+def _metric(row: MetricRow) -> MetricValue:
+    return MetricValue(**{f.name: getattr(row, f.name) for f in fields(MetricValue)})
 
 
 def _finite(value: float | None) -> float | None:

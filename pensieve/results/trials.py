@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from pensieve.metrics import STATUSES, Metric
+from pensieve.metrics import STATUSES, MetricValue
 from pensieve.results.digest import outside_names
 from pensieve.results.frame import latest, turn_frame
 from pensieve.results.identity import NOT_CONFIG
 from pensieve.results.schema import Sweep, Trial
+from pensieve.results.slo import PREFIX
 from pensieve.results.store import JobResult, ResultsStore
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _OVERLAYS = ("experiment", "replay")  # axes whose options are laid over the who
 _WITHIN_A_GROUP = ("seed", "repeat", "baseline")
 _RANGE = re.compile(r"\s*(choice|range|interval|glob|shuffle|sort|tag)\(")
 _ENCLOSED = re.compile(r"""'(?:\\.|[^'])*'|"(?:\\.|[^"])*"|\[[^\]]*\]|\{[^}]*\}""")
-_NOT_MEASURED = ("hydra", "tracking", "trial", "force", "resume")  # how a trial is run and where it is kept
+_NOT_MEASURED = ("hydra", "tracking", "trial", "force", "resume", "slo")  # how a trial is run and where it is kept
 
 
 # Fields and axes
@@ -77,7 +78,7 @@ def varying_axes(overrides: Mapping[str, Any], trials: Sequence[Trial]) -> list[
     """Of the sweep's overrides, those that took more than one value, in the order given (outermost first); seed, repeat
     and baseline, which never tell groups apart, aside. A swept overlay (experiment, replay) is no field of a trial: the
     options that it chose stand for it."""
-    keys = [key.lstrip("+") for key in overrides]
+    keys = [key.lstrip("+") for key in overrides if not key.lstrip("+").startswith(PREFIX)]
     axes = [key for key in keys if key not in _WITHIN_A_GROUP and key.split(".")[0].split("/")[0] != "hydra"]
     if any("." not in axis and axis in _OVERLAYS for axis in swept_axes(overrides)):
         axes += [option for option in _OPTIONS if option not in axes]
@@ -124,7 +125,7 @@ class Evidence:
         self.sweep: Sweep = store.sweep(sweep_id)
         self.jobs: Sequence[JobResult] = store.trials_of_sweep(sweep_id)
         self.trials: Sequence[Trial] = [job.trial for job in self.jobs if job.trial is not None]
-        self._metrics: Mapping[int, Mapping[tuple[str, str], Metric]] = {
+        self._metrics: Mapping[int, Mapping[tuple[str, str], MetricValue]] = {
             job.trial.id: job.metrics for job in self.jobs if job.trial is not None
         }
         self._turns: dict[int, pd.DataFrame] = {}

@@ -8,7 +8,8 @@ from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from pensieve.metrics import PERCENTILES, Metric
+from pensieve.metric_registry import PERCENTILES
+from pensieve.metrics import MetricValue
 from pensieve.record import TurnRecord
 from pensieve.request import is_measured
 from pensieve.results.store import ResultsStore
@@ -26,28 +27,28 @@ _TITLES = {"ttft": "TTFT", "tpot": "TPOT", "latency": "latency"}
 _THROUGHPUT = "throughput"  # output tokens over the time from the first arrival to the last token
 
 
-def fidelity_metrics(real: Mapping[str, RealRequest], seen: bool, turns: Iterable[TurnRecord]) -> list[Metric]:
+def fidelity_metrics(real: Mapping[str, RealRequest], seen: bool, turns: Iterable[TurnRecord]) -> list[MetricValue]:
     """Each figure of the real run, of this one, and the error, labelled ttft_mean and so on. Requests that did not complete
     here are in neither column, and counted."""
     completed = {turn.session: turn for turn in turns if is_measured(turn.phase) and turn.status == "completed"}
     there = [one for name, one in real.items() if name in completed]
     here = [_served(completed[name]) for name in real if name in completed]
     metrics = [
-        Metric(_LIMIT, SEEN_PCT if seen else UNSEEN_PCT, "%"),
-        Metric("fidelity_left_out", float(len(real) - len(here)), "requests"),
+        MetricValue(_LIMIT, SEEN_PCT if seen else UNSEEN_PCT),
+        MetricValue("fidelity_left_out", float(len(real) - len(here))),
     ]
     theirs, ours = _figures(there), _figures(here)
     for label, value in theirs.items():
-        real_name, simulated_name, unit = _RATES if label == _THROUGHPUT else _TIMES
+        real_name, simulated_name, _ = _RATES if label == _THROUGHPUT else _TIMES
         metrics += [
-            Metric(real_name, value, unit, label, len(there), "requests"),
-            Metric(simulated_name, ours[label], unit, label, len(here), "requests"),
-            Metric(_ERROR, 100 * (ours[label] / value - 1), "%", label, len(here), "requests"),
+            MetricValue(real_name, value, label, len(there), "requests"),
+            MetricValue(simulated_name, ours[label], label, len(here), "requests"),
+            MetricValue(_ERROR, 100 * (ours[label] / value - 1), label, len(here), "requests"),
         ]
     return metrics + _waiting({name: (one.ttft_ms, completed[name]) for name, one in real.items() if name in completed})
 
 
-def _waiting(served: Mapping[str, tuple[float, TurnRecord]]) -> list[Metric]:
+def _waiting(served: Mapping[str, tuple[float, TurnRecord]]) -> list[MetricValue]:
     """How much of the simulated time to first token is waiting, and how far those are off that hardly waited: where all
     wait, figures of TTFT say how fast the queue moves, and nothing of a first token on a machine that is not full."""
     shares, errors = [], []
@@ -56,8 +57,8 @@ def _waiting(served: Mapping[str, tuple[float, TurnRecord]]) -> list[Metric]:
             shares.append(turn.queue_ms / turn.ttft_ms)
             if shares[-1] < _HARDLY:
                 errors.append(100 * (_served(turn).ttft_ms / real_ms - 1))
-    found = [Metric(_WAITING, 100 * median(shares), "%", "", len(shares), "requests")] if shares else []
-    return found + ([Metric(_AT_ONCE, median(errors), "%", "", len(errors), "requests")] if errors else [])
+    found = [MetricValue(_WAITING, 100 * median(shares), "", len(shares), "requests")] if shares else []
+    return found + ([MetricValue(_AT_ONCE, median(errors), "", len(errors), "requests")] if errors else [])
 
 
 def fidelity(store: ResultsStore, trial_id: int) -> RenderableType | None:
@@ -90,7 +91,7 @@ def fidelity(store: ResultsStore, trial_id: int) -> RenderableType | None:
     return Group(table, *sentences)
 
 
-def what_waiting_hides(metrics: Mapping[str, Metric]) -> list[str]:
+def what_waiting_hides(metrics: Mapping[str, MetricValue]) -> list[str]:
     """A sentence where most of the time to first token is waiting: the verdict is then of the queue."""
     waiting, at_once = metrics.get(_WAITING), metrics.get(_AT_ONCE)
     if waiting is None or waiting.value is None or waiting.value < 50:

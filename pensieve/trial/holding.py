@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from pensieve.cost.base import PositionPrices
 from pensieve.holding import TIERS, Held, Tier
-from pensieve.metrics import Metric
+from pensieve.metrics import MetricValue
 from pensieve.record import TurnRecord
 from pensieve.results.store import Holding
 from pensieve.units import GIB
@@ -38,7 +38,7 @@ def ledger_of_holding(
 
 def holding_metrics(
     holdings: Iterable[Holding], prices: PositionPrices, turns: Iterable[TurnRecord], chunk_tokens: int
-) -> list[Metric]:
+) -> list[MetricValue]:
     """Sums by tier; and what the first tokens of a conversation take to compute, at powers of two of a chunk up to the
     longest prompt: with the size of a token and what memory costs, that is how long it pays to keep them."""
     rows = list(holdings)
@@ -47,17 +47,16 @@ def holding_metrics(
     for tier in TIERS:
         own = [one for one in rows if one.tier == tier]
         sums = {
-            "held_gib_s": (sum(one.gib_s for one in own), "GiB s"),
-            "held_idle_gib_s": (sum(one.idle_gib_s for one in own), "GiB s"),
-            "saved_s": (sum(one.saved_s for one in own), "s"),
+            "held_gib_s": sum(one.gib_s for one in own),
+            "held_idle_gib_s": sum(one.idle_gib_s for one in own),
+            "saved_s": sum(one.saved_s for one in own),
         }
         if own:
             found += [
-                Metric(name, value, unit, label=tier, n=len(own), n_unit="conversations")
-                for name, (value, unit) in sums.items()
+                MetricValue(name, value, label=tier, n=len(own), n_unit="conversations") for name, value in sums.items()
             ]
     tokens = chunk_tokens
     while rows and tokens <= longest:
-        found.append(Metric("prefill_s", prices.seconds(0, tokens), "s", label=str(tokens)))
+        found.append(MetricValue("prefill_s", prices.seconds(0, tokens), label=str(tokens)))
         tokens *= 2
     return found

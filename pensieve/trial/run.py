@@ -44,7 +44,7 @@ from pensieve.errors import (
     TrialRunning,
     UnsupportedModel,
 )
-from pensieve.metrics import Metric, Slo, summarise, thin_percentiles
+from pensieve.metrics import MetricValue, summarise, thin_percentiles
 from pensieve.plan import StartReport
 from pensieve.progress import TrialProgress
 from pensieve.record import TurnRecord
@@ -71,7 +71,6 @@ from pensieve.trial.samples import (
     forget_allocator_peak,
     meter_of,
 )
-from pensieve.trial.slo import judge_again
 from pensieve.trial.start_times import announce
 from pensieve.trial.terminal import command_line, ends_interrupted, raise_if_interrupted
 from pensieve.trial.tracking import Tracking
@@ -124,7 +123,7 @@ def run_trial(
             note = explain_difference(older, identity)
             known = older if config.resume == "config" else None
     if known is not None:
-        return _reuse(known, config, tracking, job, say)
+        return _reuse(known, config, tracking, job)
     if note and (job.number == 0 or identity.unstated):  # else the other jobs of the sweep have the same reason
         say(note)
     awaited = plan.device.simulated and config.hardware.profile == config.trial.measure_machine is not None
@@ -193,7 +192,7 @@ def attempt_trial(
         tracking.store.close_trial_of(os.getpid(), _INTERRUPTED, None, "interrupted")
         raise
     if isinstance(begun, Trial):
-        return _reuse(begun, config, tracking, job, say)
+        return _reuse(begun, config, tracking, job)
     trial_id, deadline = begun, Deadline(config.trial.timeout_s)
     try:
         if job.sweep_id is not None:
@@ -243,11 +242,8 @@ def _sentence(error: Exception) -> str:
     return explain_crash(error)
 
 
-def _reuse(known: Trial, config: TrialConfig, tracking: Tracking, job: Job, say: Callable[[str], None]) -> Outcome:
+def _reuse(known: Trial, config: TrialConfig, tracking: Tracking, job: Job) -> Outcome:
     """Show the known trial, also in MLflow: the process that ran it may have died before it wrote it there."""
-    slo = Slo(config.slo.ttft_ms, config.slo.tpot_ms)
-    if judge_again(tracking.store, known, slo):
-        say(f"{job.title}: trial {known.id} is judged by this slo from its turns.")
     reused = job.sweep_id is not None and tracking.store.link(job.sweep_id, known.id, job.number, reused=True)
     if job.sweep_id is not None or known.mlflow_run_id is None:
         copy_trial(tracking, known.id, config.experiment_name, job, reused)
@@ -328,13 +324,12 @@ def _run(
         )
     _refuse_empty(record.turns)
     check_start(described, record.turns, system.can.starts_empty)
-    slo = Slo(config.slo.ttft_ms, config.slo.tpot_ms)
-    metrics = summarise(record.measurement, started, slo)
+    metrics = summarise(record.measurement, started)
     start_s, end_s = record.measurement.measure_start_s, record.measurement.measure_end_s
     output = next((metric.value for metric in metrics if metric.name == "throughput_output_tok_s"), None)
     metrics += sampler.metrics(start_s, end_s, output)
     metrics += _processes(counted if own is None else {"processes_peak_bytes": own.peak_bytes})
-    metrics.append(Metric("allocator_peak_bytes", allocator_peak_bytes(plan.device, plan.computes_elsewhere), "bytes"))
+    metrics.append(MetricValue("allocator_peak_bytes", allocator_peak_bytes(plan.device, plan.computes_elsewhere)))
     prices = Prices(system.cost, system.chunk_tokens) if isinstance(system, EngineSystem) else None
     metrics += bound_metrics(record.turns, _capacity(system), prices)
     if isinstance(system, EngineSystem) and prices is not None:
@@ -372,14 +367,14 @@ def _run(
     )
 
 
-def _processes(counted: Mapping[str, float]) -> list[Metric]:
+def _processes(counted: Mapping[str, float]) -> list[MetricValue]:
     """Of the processes of a whole trial, where somebody watched them. counted: what a system counts, from its start on."""
     found = []
     if (peak := counted.get("processes_peak_bytes")) is not None:
-        found.append(Metric("processes_peak_bytes", float(peak), "bytes"))
+        found.append(MetricValue("processes_peak_bytes", float(peak)))
     if starts := int(counted.get("process_starts", 0)):
         found += [
-            Metric(f"{name}_mean", counted[name] / starts, "ms", n=starts, n_unit="processes")
+            MetricValue(f"{name}_mean", counted[name] / starts, n=starts, n_unit="processes")
             for name in ("process_load_ms", "process_start_ms")
         ]
     return found

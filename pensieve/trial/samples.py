@@ -22,14 +22,14 @@ from pensieve.baselines.base import System
 from pensieve.clock import Clock, VirtualClock
 from pensieve.compose.machine import Device, cores
 from pensieve.errors import ResultsError
-from pensieve.metrics import Metric
+from pensieve.metrics import MetricValue
 from pensieve.results.store import ENGINE, Reading, ResultsStore
 
 INTERVAL_S = 0.1
 PCIE_INTERVAL_S = 1.0  # the driver watches the link for 20 ms each time it is asked
 FLUSH_READINGS = 5_000
 MOST_MOMENTS = 1_000
-MEANS = {"gpu_util_pct": "%", "gpu_mem_util_pct": "%", "cpu_util_pct": "%", "power_w": "W"}
+MEANS = ("gpu_util_pct", "gpu_mem_util_pct", "cpu_util_pct", "power_w")
 _IDLE = ("idle", "iowait")
 _COUNTED_ELSEWHERE = ("guest", "guest_nice")  # Linux counts them as user and nice already
 
@@ -234,13 +234,13 @@ class DeviceSampler:
             self._thread.join()
             self._meter.close()
 
-    def metrics(self, start_s: float, end_s: float, output_tok_s: float | None) -> list[Metric]:
+    def metrics(self, start_s: float, end_s: float, output_tok_s: float | None) -> list[MetricValue]:
         """Means over [start_s, end_s] and peaks over the whole trial; null where the device does not report it."""
         inside: defaultdict[str, list[float]] = defaultdict(list)
         for reading in self._kept:
             if start_s <= reading.at_s <= end_s and reading.value is not None:
                 inside[reading.name].append(reading.value)
-        found = [_mean(name, unit, inside[name]) for name, unit in MEANS.items()]
+        found = [_mean(name, inside[name]) for name in MEANS]
         power = _energy_rate_w(self._kept, start_s, end_s)
         power = power if power is not None else _average(inside["power_w"])
         joules = power / output_tok_s if power is not None and output_tok_s else None
@@ -248,12 +248,10 @@ class DeviceSampler:
         cost = 100 * self.cpu_s / self.elapsed_s if memory and self.elapsed_s > 0 else None
         return [
             *found,
-            Metric("energy_j_per_token", joules, "J/token"),
-            Metric("device_peak_bytes", max(memory, default=None), "bytes", n=len(memory), n_unit="samples"),
-            Metric(
-                "memory_bw_gbps", None, "GB/s"
-            ),  # no device here counts the bytes of its memory, and none is estimated
-            Metric("sampling_cost_pct", cost, "%", n=len(memory), n_unit="samples"),
+            MetricValue("energy_j_per_token", joules),
+            MetricValue("device_peak_bytes", max(memory, default=None), n=len(memory), n_unit="samples"),
+            MetricValue("memory_bw_gbps", None),  # no device here counts the bytes of its memory, and none is estimated
+            MetricValue("sampling_cost_pct", cost, n=len(memory), n_unit="samples"),
         ]
 
     def _sample(self) -> None:
@@ -285,8 +283,8 @@ class DeviceSampler:
             log.warning("samples of trial %s are not kept: %s", self._trial_id, error)
 
 
-def _mean(name: str, unit: str, values: Sequence[float]) -> Metric:
-    return Metric(name, _average(values), unit, n=len(values), n_unit="samples")
+def _mean(name: str, values: Sequence[float]) -> MetricValue:
+    return MetricValue(name, _average(values), n=len(values), n_unit="samples")
 
 
 def _average(values: Sequence[float]) -> float | None:

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pensieve.metrics import Metric
+from pensieve.metrics import MetricValue
 from pensieve.results.caveats import MOSTLY, cut_short, offered_rate, starting
 from pensieve.results.mlflow_store import URL_ENV, remote_url
 from pensieve.results.schema import Trial
@@ -58,7 +58,7 @@ def summary(store: ResultsStore, trial_id: int) -> RenderableType:
     return Group(*map(Text, first), table, *(Text(line) for line in [*told, *footer([trial])]))
 
 
-def _overloaded(trial: Trial, metrics: Mapping[tuple[str, str], Metric]) -> list[str]:
+def _overloaded(trial: Trial, metrics: Mapping[tuple[str, str], MetricValue]) -> list[str]:
     """Where the median request mostly waits for others, its times are of the queue, and grow with the length of the run."""
     waited, ttft, rate = (
         one.value if (one := metrics.get((name, ""))) else None
@@ -104,7 +104,7 @@ def brief(store: ResultsStore, trial_id: int) -> str:
     return ", ".join([*shown, _text(output, "tokens/s")] if output else shown)
 
 
-def _turns(metrics: dict[tuple[str, str], Metric]) -> list[tuple[str, str]]:
+def _turns(metrics: dict[tuple[str, str], MetricValue]) -> list[tuple[str, str]]:
     """The labels of the first and the last turn that were measured."""
     numbers = sorted(int(label[5:]) for name, label in metrics if name == "ttft_ms_p50" and label.startswith("turn="))
     if not numbers:
@@ -113,7 +113,7 @@ def _turns(metrics: dict[tuple[str, str], Metric]) -> list[tuple[str, str]]:
     return [(f"turn={number}", name) for number, name in ends]
 
 
-def _text(metric: Metric, unit: str) -> str:
+def _text(metric: MetricValue, unit: str) -> str:
     value = metric.value
     if value is None:
         return NONE

@@ -30,6 +30,7 @@ from pensieve.errors import ConfigError
 from pensieve.results.environment import Owner, git_commit, host, this_process
 from pensieve.results.identity import sweep_key
 from pensieve.results.mlflow_runs import finish_parent, log_drawn, start_parent
+from pensieve.results.slo import PREFIX
 from pensieve.results.store import ResultsStore
 from pensieve.results.sweep_table import SweepTable, sweep_table
 from pensieve.trial.fidelity import fidelity
@@ -213,6 +214,7 @@ def open_sweep(
     axes = {key: ",".join(values) for key, values in jobs.axes.items()} if jobs else {}
     ranges = {} if jobs else {str(k): str(v) for k, v in (config.hydra.sweeper.get("params") or {}).items()}
     fixed = list(jobs.overrides) if jobs else fixed_overrides(config)
+    fixed += _objective(first, fixed)
     n_expected = len(jobs.jobs) if jobs else 0
     sweep_id = tracking.store.open_sweep(
         key=sweep_key(fixed, axes, [{**_asked(c), **marks_of(p)} for c, p in zip(configs, plans, strict=True)]),
@@ -255,6 +257,13 @@ def _asked(config: DictConfig) -> dict[str, Any]:
     if found["hardware"]["profile"] == found["trial"]["measure_machine"]:
         found["hardware"] = {**found["hardware"], "profile": None}
     return found
+
+
+def _objective(config: TrialConfig, typed: Iterable[str]) -> list[str]:
+    """The objective that an overlay sets, as an override: the sweep records what its views judge by."""
+    given = {text.lstrip("+").partition("=")[0] for text in typed}
+    asked = {f"{PREFIX}{name}": most for name, most in config.slo.model_dump().items() if most is not None}
+    return [f"{name}={most}" for name, most in asked.items() if name not in given]
 
 
 def _overlay(overrides: Iterable[str]) -> str | None:

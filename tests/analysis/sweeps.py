@@ -17,8 +17,9 @@ from matplotlib.text import Text
 
 from analysis import style
 from analysis.sweep import Source, open_source
-from pensieve.metrics import Measurement, Metric, summarise
+from pensieve.metrics import Measurement, MetricValue, summarise
 from pensieve.record import TurnRecord
+from pensieve.request import is_measured
 from pensieve.results.store import ResultsStore
 from tests.results.trials import trial_fields, turn
 
@@ -138,6 +139,7 @@ def fill(
     seeds: Sequence[int] = (0, 1),
     summary: bool = False,
     command: str = "run.py -m",
+    slo: Mapping[str, str] | None = None,
     **columns: Any,
 ) -> Source:
     """A sweep over seeds and `axes` ("baseline" among them), a trial a combination.
@@ -145,7 +147,8 @@ def fill(
     turns_of, metrics_of: what a trial at these values and seed came to. summary: its metrics are those that its turns
     give, in a window that holds all of them. columns: of every trial.
     """
-    overrides = {"seed": ",".join(map(str, seeds)), **{name: ",".join(values) for name, values in axes.items()}}
+    swept = {name: ",".join(values) for name, values in axes.items()}
+    overrides = {"seed": ",".join(map(str, seeds)), **swept, **(slo or {})}
     combinations = list(itertools.product(seeds, *axes.values()))
     sweep = store.open_sweep(f"key {command}", "sweep", None, command, overrides, len(combinations), "host", None)
     for job, (seed, *values) in enumerate(combinations):
@@ -155,10 +158,14 @@ def fill(
         store.link(sweep, trial, job, reused=False)
         store.add_turns(trial, turns)
         metrics = summarise(_measured(turns)) if summary else []
-        given = metrics_of(at, seed)
+        given = dict(metrics_of(at, seed))
+        good = given.pop("goodput_req_s", None)  # slo allows every turn: the window is as long as that makes it
         kept = [metric for metric in metrics if metric.name not in given]
-        store.add_metrics(trial, [*kept, *(Metric(name, value, "1") for name, value in given.items())])
-        store.finish_trial(trial, "completed")
+        store.add_metrics(trial, [*kept, *(MetricValue(name, value) for name, value in given.items())])
+        met = sum(turn.status == "completed" and is_measured(turn.phase) for turn in turns)
+        end_s = _measured(turns).measure_end_s
+        window = {} if good is None else {"measure_start_s": end_s - met / good, "measure_end_s": end_s}
+        store.finish_trial(trial, "completed", **window)
     store.set_sweep(sweep, status="completed")
     return open_source(store, sweep)
 

@@ -32,7 +32,7 @@ def chat(store, axes, metrics=lambda at, seed: {}):
         yield answered("late", 1, 999.0, status="timeout")
         yield answered("first", 1, 999.0, phase="warmup")
 
-    return fill(store, axes, lambda at, seed: list(turns(at, seed)), metrics, summary=True)
+    return fill(store, axes, lambda at, seed: list(turns(at, seed)), metrics, summary=True, slo={"slo.ttft_ms": "200"})
 
 
 def rows_of(store, **where):

@@ -18,10 +18,7 @@ def judged(store, goodputs, seeds=(0, 1)):
         return {"goodput_req_s": goodputs[at["baseline"]][rate] + 0.1 * seed, "throughput_req_s": float(rate) * 0.9}
 
     axes = {"workload.request_rate": list(GOOD), "baseline": list(goodputs)}
-    source = fill(store, axes, lambda at, seed: [answered("a", 1, 5.0)], metrics, seeds=seeds)
-    for job in source.jobs:
-        store.set_trial(job.last.id, config={**job.last.config, "slo": {"ttft_ms": 200.0, "tpot_ms": None}})
-    return open_source(store)
+    return fill(store, axes, lambda at, seed: [answered("a", 1, 5.0)], metrics, seeds=seeds, slo={"slo.ttft_ms": "200"})
 
 
 def test_goodput_stands_over_the_offered_rate_with_the_objective_in_the_small_print(store, drawn, tmp_path):

@@ -12,7 +12,7 @@ from analysis.ledgers import break_even, holding, holding_table, miss_causes
 from analysis.sweep import Source
 from pensieve.errors import MissingSeries
 from pensieve.ledger import Miss
-from pensieve.metrics import Metric
+from pensieve.metrics import MetricValue
 from pensieve.results.prices import Prices
 from pensieve.results.store import Holding, ResultsStore
 from tests.analysis.sweeps import answered, fill
@@ -62,8 +62,8 @@ def swept(
                 ("saved_s", one.saved_s),
             ):
                 sums[name, one.tier] += value
-        store.add_metrics(trial.id, [Metric(name, value, "", tier) for (name, tier), value in sums.items()])
-        store.add_metrics(trial.id, [Metric("prefill_s", value, "s", str(tokens)) for tokens, value in PREFILL.items()])
+        store.add_metrics(trial.id, [MetricValue(name, value, tier) for (name, tier), value in sums.items()])
+        store.add_metrics(trial.id, [MetricValue("prefill_s", value, str(tokens)) for tokens, value in PREFILL.items()])
     return Source(store, source.sweep, prices=prices or Prices())
 
 

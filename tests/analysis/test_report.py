@@ -263,14 +263,14 @@ def test_a_value_has_as_many_digits_as_it_deserves(numbers, unit, shown):
 
 
 def test_a_benchmark_shows_its_cases():
-    from pensieve.metrics import Metric
+    from pensieve.metrics import MetricValue
 
     store = ResultsStore(MEMORY)
     sweep = open_sweep(store)
     for job, name in enumerate(("ours", "transformers")):
         trial = store.begin_trial(trial_fields(name, baseline=name, workload="bench_decode", config={}))
         store.link(sweep, trial, job, reused=False)
-        store.add_metrics(trial, [Metric("time_ms", 5.0 + job, "ms", "decode 8", 9, "repetitions", 4.9, 5.1, 4.0)])
+        store.add_metrics(trial, [MetricValue("time_ms", 5.0 + job, "decode 8", 9, "repetitions", 4.9, 5.1, 4.0)])
         store.finish_trial(trial, "completed")
     [table] = outcomes.results(open_source(store, sweep))
     assert table.caption == "bench_decode"

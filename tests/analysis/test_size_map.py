@@ -9,7 +9,7 @@ import pytest
 from analysis.figures import draw_all
 from analysis.registry import FIGURES
 from analysis.sweep import Source
-from pensieve.metrics import Metric
+from pensieve.metrics import MetricValue
 from pensieve.results.size_map import SETTINGS, Question, read_map
 from tests.analysis.sweeps import answered
 from tests.results.trials import trial_fields
@@ -36,7 +36,7 @@ def mapped(store, found=FOUND, slo=500.0, **more):
             "ttft_ms_p50": 100.0,
             "bound_hit_rate": 0.9,
         }
-        store.add_metrics(trial, [Metric(name, value, "1") for name, value in values.items()])
+        store.add_metrics(trial, [MetricValue(name, value) for name, value in values.items()])
         store.finish_trial(trial, "completed")
     return Source(store, store.sweep(sweep))
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
-from pensieve.metrics import Metric
+from pensieve.metrics import MetricValue
 from pensieve.record import TurnRecord
 from pensieve.results.store import ResultsStore
 from pensieve.results.sweep_table import sweep_table
@@ -40,5 +40,5 @@ def answers(*trials: dict[str, Any], seeds: int = 5, **axes: str) -> str:
             trial = add_trial(
                 store, sweep, next(job), fields.pop("baseline"), own, fields.pop("metrics", None), seed=seed, **fields
             )
-            store.add_metrics(trial, [Metric("turns", n, "turns", status) for status, n in statuses.items()])
+            store.add_metrics(trial, [MetricValue("turns", n, status) for status, n in statuses.items()])
     return " ".join(sweep_table(store, sweep).answers)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pensieve.metrics import Metric
+from pensieve.metrics import MetricValue
 from pensieve.record import TurnRecord
 from pensieve.results.store import ResultsStore
 from pensieve.results.sweep_table import sweep_table
@@ -206,7 +206,7 @@ def test_turns_without_a_reply_are_told_since_who_loses_the_slow_ones_looks_fast
     for job, (baseline, seed) in enumerate([("pensieve", 0), ("stateless", 0), ("pensieve", 1), ("stateless", 1)]):
         trial = add_trial(store, sweep, job, baseline, turns(FLAT), seed=seed)
         own = counts if baseline == "stateless" else {"completed": 100.0}
-        store.add_metrics(trial, [Metric("turns", value, "turns", status) for status, value in own.items()])
+        store.add_metrics(trial, [MetricValue("turns", value, status) for status, value in own.items()])
     said = " ".join(sweep_table(store, sweep).answers)
     assert "are in no latency, no ratio and no share of history, and end some conversations: " in said
     assert "stateless 20 of 200 (16 timeout, 4 failed)." in said

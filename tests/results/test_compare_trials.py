@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from pensieve.errors import MissingSeries, MixedPanel
-from pensieve.results.compare_trials import ComparedTrials, _row, better, compare_trials, select_trials
+from pensieve.results.compare_trials import ComparedTrials, _row, compare_trials, select_trials
 from pensieve.results.store import ResultsStore
 from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep
 
@@ -168,17 +168,6 @@ def test_unequal_achieved_rates_are_said_unless_the_load_waits():
         store = ResultsStore(MEMORY)
         fill(store, flags={"load": load})
         assert any("achieved rates differ" in note for note in contrasts(store)[1]) is said
-
-
-@pytest.mark.parametrize(
-    ("name", "sign"),
-    [
-        ("ttft_ms_p99", -1), ("normalized_latency_ms_mean", -1), ("load_s", -1), ("miss_rate", -1), ("oom_turns", -1),
-        ("throughput_req_s", 1), ("gpu_hit_rate", 1), ("goodput_req_s", 1), ("turns", 0), ("send_lag_ms_p99", -1),
-    ],
-)  # fmt: skip
-def test_which_way_is_better(name, sign):
-    assert better(name) == sign
 
 
 def test_the_table_shows_labels_and_what_is_wanted():

@@ -4,7 +4,7 @@ import pytest
 from sqlalchemy import insert
 
 from pensieve.errors import ResultsError
-from pensieve.metrics import Metric
+from pensieve.metrics import MetricValue
 from pensieve.results.listing import list_sweeps, list_trials, show_trial
 from pensieve.results.schema import MetricRow, Trial
 from pensieve.results.store import open_store
@@ -60,7 +60,7 @@ def test_ten_thousand_trials_list_in_a_second(store):
 def test_a_trial_is_shown_whole(store):
     sweep = open_sweep(store)
     trial = add_trial(store, sweep, 0, "pensieve", conversation_turns([5.0]), config={"seed": 7})
-    store.add_metrics(trial, [Metric("ttft_ms_p50", 3.0, "ms", "turn=1", 4, "turns")])
+    store.add_metrics(trial, [MetricValue("ttft_ms_p50", 3.0, "turn=1", 4, "turns")])
     shown = "\n".join(show_trial(store, trial))
     for part in ("baseline             pensieve", '"seed": 7', "ttft_ms_p50[turn=1]", "gpu_hit_rate"):
         assert part in shown

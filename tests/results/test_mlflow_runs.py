@@ -51,6 +51,27 @@ def children(client: Any, experiment: str, parent: str) -> list[Any]:
 
 
 @pytest.mark.slow
+def test_each_sweep_has_the_goodput_of_its_own_objective(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    store = open_store(tmp_path)
+    sweeps = [
+        store.open_sweep(text, "chat", None, "run.py -m", {"slo.ttft_ms": text}, 1, "host", None)
+        for text in ("1000", "43")
+    ]
+    trial = add_trial(store, sweeps[0], 0, "pensieve", conversation_turns(TTFT, sessions=1))
+    store.link(sweeps[1], trial, 0, reused=True)
+    store.set_trial(trial, measure_start_s=0.0, measure_end_s=1000.0)
+    found = []
+    for number, sweep in enumerate(sweeps):
+        parent = mlflow_runs.start_parent(tmp_path, store, sweep, "one")
+        assert parent is not None
+        run = mlflow_runs.log_trial(tmp_path, store, trial, "one", parent, reused=number > 0)
+        data = mlflow_store.client_of(tmp_path).get_run(run).data
+        found.append((data.params["slo.ttft_ms"], data.metrics["slo_attainment"]))
+    assert mlflow and found == [("1000.0", 1.0), ("43.0", pytest.approx(2 / 3))]
+
+
+@pytest.mark.slow
 def test_a_sweep_becomes_a_parent_with_children(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     mlflow = pytest.importorskip("mlflow")
     store = open_store(tmp_path)

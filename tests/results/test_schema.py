@@ -8,7 +8,7 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.schema import CreateIndex, CreateTable
 
-from pensieve.metrics import Metric
+from pensieve.metrics import MetricValue
 from pensieve.record import TurnRecord
 from pensieve.results.schema import SCHEMA_VERSION, VERSION_TABLE, Base, Trial
 from pensieve.results.store import ResultsStore
@@ -73,16 +73,18 @@ def test_a_turn_record_is_a_turn_row() -> None:
 
 
 def test_a_metric_is_a_metric_row() -> None:
-    assert sorted(f.name for f in fields(Metric)) == sorted(CONTRACT["metric"].split()[1:])
+    assert sorted([*(f.name for f in fields(MetricValue)), "unit"]) == sorted(CONTRACT["metric"].split()[1:])
 
 
 def test_primary_key_of_metric_and_default_label(store: ResultsStore) -> None:
     trial = store.begin_trial(trial_fields())
     with store.database.writing() as connection:
-        connection.execute(text(f"INSERT INTO metric (trial_id, name, value, unit) VALUES ({trial}, 'x', 1, 'ms')"))
-    assert [(m.name, m.label, m.value) for m in store.metrics_of(trial)] == [("x", "", 1.0)]
+        connection.execute(
+            text(f"INSERT INTO metric (trial_id, name, value, unit) VALUES ({trial}, 'power_w', 1, 'W')")
+        )
+    assert [(m.name, m.label, m.value) for m in store.metrics_of(trial)] == [("power_w", "", 1.0)]
     with pytest.raises(IntegrityError):
-        store.add_metrics(trial, [Metric("x", 2.0, "ms")])
+        store.add_metrics(trial, [MetricValue("power_w", 2.0)])
 
 
 @pytest.mark.parametrize(
@@ -138,7 +140,7 @@ def test_postgresql_gets_the_partial_index_too() -> None:
 
 def test_deleting_a_trial_deletes_what_it_left(store: ResultsStore) -> None:
     trial = store.begin_trial(trial_fields())
-    store.add_metrics(trial, [Metric("x", 1.0, "ms")])
+    store.add_metrics(trial, [MetricValue("power_w", 1.0)])
     with store.database.writing() as connection:
         connection.execute(Trial.__table__.delete())  # type: ignore[attr-defined]
         assert connection.execute(select(text("*")).select_from(text("metric"))).all() == []

@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import event, text
 
 from pensieve.errors import ResultsError
-from pensieve.metrics import Metric
+from pensieve.metrics import MetricValue
 from pensieve.results.environment import Owner, is_alive, this_process
 from pensieve.results.store import TURN_COLUMNS, Reading, ResultsStore, open_store
 from tests.results.test_database import in_another_process
@@ -239,12 +239,12 @@ def test_turns_are_recorded_in_one_statement_of_one_transaction(store: ResultsSt
 
 def test_metrics_samples_and_values_that_are_no_numbers(store: ResultsStore) -> None:
     trial = store.begin_trial(trial_fields())
-    metric = Metric("ttft_ms_p50", 3.5, "ms", "turn=1", 12, "turns", 3.0, 4.0, 9.0)
-    store.add_metrics(trial, [metric, Metric("power_w", float("nan"), "W"), Metric("x", float("inf"), "1")])
+    metric = MetricValue("ttft_ms_p50", 3.5, "turn=1", 12, "turns", 3.0, 4.0, 9.0)
+    store.add_metrics(trial, [metric, MetricValue("power_w", float("nan")), MetricValue("load_s", float("inf"))])
     found = {m.name: m for m in store.metrics_of(trial)}
     assert found["ttft_ms_p50"] == metric
     assert found["power_w"].value is None
-    assert found["x"].value is None
+    assert found["load_s"].value is None
     readings = [Reading(0.0, "gpu0", "blocks", 3.0, "blocks"), Reading(0.0, "gpu0", "blocks", 4.0, "blocks")]
     store.add_samples(trial, readings)
     assert store.samples_of(trial) == readings

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.errors import ResultsError
-from pensieve.metrics import Metric
+from pensieve.metrics import MetricValue
 from pensieve.record import TurnRecord
 from pensieve.results.store import ResultsStore
 from pensieve.results.sweep_table import SweepRow, sweep_table
@@ -204,5 +204,5 @@ def test_the_offline_bound_stands_under_the_table(store: ResultsStore) -> None:
     for job in store.trials_of_sweep(sweep):
         assert job.trial is not None
         best = 0.9 if job.trial.baseline == "pensieve" else 0.6
-        store.add_metrics(job.trial.id, [Metric("bound_hit_rate", best, "share")])
+        store.add_metrics(job.trial.id, [MetricValue("bound_hit_rate", best)])
     assert "in %: pensieve 90.0, stateless 60.0." in " ".join(sweep_table(store, sweep).text().split())

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pensieve.metrics import Metric
+from pensieve.metrics import MetricValue
 from pensieve.record import TurnRecord
 from pensieve.results.store import ResultsStore
 from pensieve.results.tokens import TokenFile
@@ -86,7 +86,7 @@ def add_trial(
         "miss_rate": 0.25,
         **(metrics or {}),
     }
-    store.add_metrics(trial_id, [Metric(name, value, "1") for name, value in values.items()])
+    store.add_metrics(trial_id, [MetricValue(name, value) for name, value in values.items()])
     if tokens is not None:
         path = write_tokens(tokens / f"{trial_id}.parquet", turns)
         assert path is not None

@@ -5,10 +5,14 @@ import sys
 from dataclasses import replace
 
 import pytest
+from sqlalchemy import select
 
 from pensieve.compose import resolved
 from pensieve.errors import CapacityError, ConfigError, ResultsError
 from pensieve.results.listing import list_trials
+from pensieve.results.schema import MetricRow, Trial
+from pensieve.results.slo import SLO_METRICS
+from pensieve.results.store import ResultsStore
 from pensieve.results.tokens import read_tokens
 from pensieve.trial import Job, run_trial, terminal
 from pensieve.trial import run as run_module
@@ -191,27 +195,37 @@ def metrics(tracking, trial_id):
     return {(m.name, m.label): m.value for m in tracking.store.metrics_of(trial_id)}
 
 
-def test_another_objective_judges_the_same_turns_again(tracking):
-    """slo.* changes no measurement: the trial is reused, and says of itself what a trial that ran with it would."""
-    first = run(tracking)
-    said = []
-    ttft_ms, tpot_ms = (metrics(tracking, first.trial_id)[name, ""] for name in ("ttft_ms_p50", "tpot_ms_mean"))
-    strict = (f"slo.ttft_ms={ttft_ms}", f"slo.tpot_ms={tpot_ms}")
-    again = run(tracking, *strict, said=said)
+def judged(store, sweep):
+    [job] = store.trials_of_sweep(sweep)
+    return {name: metric.value for (name, _), metric in job.metrics.items() if name in SLO_METRICS}
+
+
+def rows(store):
+    with store.database.reading() as connection:
+        found = [connection.execute(select(table)).all() for table in (Trial.__table__, MetricRow.__table__)]
+    return [str(row) for part in found for row in part]
+
+
+def test_each_sweep_shows_a_trial_under_its_own_objective_and_no_row_of_it_changes(tracking):
+    store = tracking.store
+
+    def sweep(*overrides):
+        given = dict(text.split("=") for text in overrides)
+        number = store.open_sweep(str(overrides), "x", None, None, given, 1, "host", None)
+        return number, run(tracking, *overrides, sweep_id=number)
+
+    lenient, first = sweep("slo.ttft_ms=1e9")
+    shown, stored = judged(store, lenient), rows(store)
+    assert shown["slo_attainment"] == 1.0
+    found = metrics(tracking, first.trial_id)
+    strict, again = sweep(f"slo.ttft_ms={found['ttft_ms_p50', '']}", f"slo.tpot_ms={found['tpot_ms_mean', '']}")
     assert (again.reused, again.trial_id) == (True, first.trial_id)
-    assert "judged by this slo" in said[0]
-    judged = metrics(tracking, first.trial_id)
-    assert tracking.store.trial(first.trial_id).config["slo"] == {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms}
-    fresh = metrics(tracking, run(tracking, *strict, "force=true").trial_id)
-    for name in ("goodput_req_s", "slo_attainment"):
-        assert judged[name, ""] == fresh[name, ""], name
-    assert 0.0 < judged["slo_attainment", ""] < 1.0
-    said.clear()
-    run(tracking, *strict, said=said)
-    assert said == []
-    unjudged = run(tracking)
-    assert unjudged.reused
-    assert "goodput_req_s" not in {name for name, _ in metrics(tracking, unjudged.trial_id)}
+    assert 0.0 < judged(store, strict)["slo_attainment"] < 1.0
+    plain, _ = sweep("workload.users=2")
+    assert judged(store, plain) == {}
+    assert judged(ResultsStore(store.database.url), lenient) == shown
+    assert [row for row in rows(store) if row in stored] == stored
+    assert not any(name in row for row in rows(store) for name in SLO_METRICS)
 
 
 def test_a_sweep_keeps_its_own_trial_when_its_command_is_repeated(tracking):

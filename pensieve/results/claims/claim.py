@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from pensieve.errors import ConfigError
-from pensieve.results.claims.measures import MEASURES, arguments_of
+from pensieve.results.claims.measures import MEASURES, arguments_of, better_of
 from pensieve.results.schema import Trial
 from pensieve.results.trials import field_of
 
@@ -100,7 +100,8 @@ class Claim(BaseModel):
     axes make groups, judged one by one.
     conditions: column of table `trial` (or dotted field of its configuration) -> the values that count, patterns such as
     "*A100*" included, or limits. seeds: the fewest that decide it. simulated: whether simulated trials may decide it.
-    gain: more than what is claimed is better, and holds.
+    gain: more than what is claimed is better, and holds; only where more of what is measured is better (measures.better_of),
+    and never for "below", which is a bound whatever lies above it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -127,6 +128,10 @@ class Claim(BaseModel):
         unknown = sorted(set(self.arguments) - arguments_of(self.measure))
         if unknown:
             raise ValueError(f"the measure {self.measure} takes no {', '.join(unknown)}")
+        if self.gain and self.claimed.below is not None:
+            raise ValueError("a claim that is below a bound has no gain: above the bound it fails")
+        if self.gain and better_of(self.measure, self.arguments) != "higher":
+            raise ValueError(f"more of {self.measure} is not better, so there is no gain in it")
         return self
 
 

@@ -169,7 +169,7 @@ def judge(
         return Judgement("inconclusive", "it is at least that: larger loads, or some between, were not tried")
     if bounds.contain(low) and bounds.contain(high):
         return Judgement("holds", "the whole interval lies within the claim")
-    if gain and bounds.high is not None and low > bounds.high:
+    if gain and bounds.low is not None and bounds.high is not None and low > bounds.high:
         return Judgement("holds", "better than claimed: the whole interval lies above the claim")
     if gain and bounds.low is not None and low >= bounds.low:
         return Judgement("holds", "as claimed or better: the whole interval lies above the claim's lower bound")

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pensieve.errors import MissingSeries
+from pensieve.metric_registry import Better, metric_of
 from pensieve.results.frame import (
     PROBES,
     by_conversation,
@@ -483,3 +484,22 @@ MEASURES: Mapping[str, Measure] = {
 def arguments_of(measure: str) -> set[str]:
     """What a claim may give the measure beside its trials."""
     return {name for name in inspect.signature(MEASURES[measure]).parameters if name != "sides"}
+
+
+_RATIOS = {"speedup": "column", "extreme_speedup": "column", "label_ratio": "column", "metric_ratio": "name"}
+"""Measures that compare one quantity, by the argument that names it. metric_ratio is ours over theirs, the others theirs
+over ours, or what is slower over what is faster."""
+
+
+def better_of(measure: str, arguments: Mapping[str, Any]) -> Better:
+    """Which way a measure is better, by the metric that it is about; "none" where it is not a ratio of two sides."""
+    if measure in ("throughput_at_latency_ratio", "largest_load_ratio"):
+        return "higher"
+    if measure not in _RATIOS:
+        return "none"
+    argument = _RATIOS[measure]
+    default = inspect.signature(MEASURES[measure]).parameters[argument].default
+    better = metric_of(arguments.get(argument, default)).better
+    if measure == "metric_ratio" or better == "none":
+        return better
+    return "lower" if better == "higher" else "higher"

@@ -65,6 +65,8 @@ def test_what_is_claimed_becomes_bounds(claimed, low, high, number, shown):
         ("unit: x", "unit: x\n  colour: red", r"Claim speedup of claims.yaml cannot be used \(colour\)"),
         ("  unit: x\n", "", r"\(unit\): Field required"),
         ("name: speedup", "name: Speed up", r"\(name\)"),
+        ("{above: 2.0}", "{below: 2.0}\n  gain: true", "above the bound it fails"),
+        ("{turn: 5}", "{column: gpu_hit_rate}\n  gain: true", "more of speedup is not better"),
     ],
 )
 def test_a_malformed_entry_is_one_sentence_that_names_it(tmp_path, old, new, sentence):

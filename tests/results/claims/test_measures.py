@@ -3,7 +3,7 @@
 import pytest
 
 from pensieve.errors import MissingSeries
-from pensieve.metrics import Metric
+from pensieve.metrics import MetricValue
 from pensieve.results.claims.measures import MEASURES, arguments_of, crossing, fisher_interval
 from tests.results.claims.synthetic import measure, numbered, sweep, talk
 from tests.results.trials import add_trial, turn
@@ -319,7 +319,7 @@ def test_a_load_of_which_a_part_timed_out_was_not_carried():
     assert found() == pytest.approx(4.5)
     late = [one.trial for one in store.trials_of_sweep(1) if one.trial.config["workload"]["agents"] == 9]
     for trial in late:
-        store.add_metrics(trial.id, [Metric("turns", 3.0, "turns", "timeout")])
+        store.add_metrics(trial.id, [MetricValue("turns", 3.0, "timeout")])
     assert found() == pytest.approx(4.0)
 
 
