@@ -21,6 +21,7 @@ from analysis.marks import Bar, Group
 from analysis.registry import Plot, Row, columns, figure
 from analysis.sweep import Cell, Panel, Source
 from pensieve.errors import MissingSeries
+from pensieve.metric_registry import REAL
 from pensieve.results.frame import conversation_sums, paired, values_of
 from pensieve.results.trials import varying_axes
 from pensieve.statistics import Estimate, paired_ratio
@@ -155,14 +156,15 @@ def _found(turns: pd.DataFrame) -> pd.Series[float]:
 
 
 def _ratio(pairs: pd.DataFrame) -> Estimate:
-    """Mean over mean of the same turns; seeds are resampled first, then their conversations."""
+    """Mean over mean of the same turns."""
     return as_estimate(
         paired_ratio(conversation_sums(pairs["a"]), conversation_sums(pairs["b"]), of="means"), len(pairs)
     )
 
 
 def _points(more: pd.Series[float], history: pd.Series[float]) -> Estimate:
-    return as_estimate(paired_ratio(conversation_sums(100 * more), conversation_sums(history), of="means"), len(more))
+    tops, bottoms = conversation_sums(100 * more), conversation_sums(history)
+    return as_estimate(paired_ratio(tops, bottoms, of="means", support=REAL), len(more))
 
 
 def finding(of: Factor, found: Sequence[Section]) -> str:

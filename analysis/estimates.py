@@ -1,4 +1,4 @@
-"""Estimates over the trials of a cell: seeds are resampled first, then the conversations of each."""
+"""Estimates over the trials of a cell."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pensieve.results.frame import ByConversation, by_conversation, conversation
 from pensieve.statistics import (
     Estimate,
     PairedRatio,
-    bootstrap_mean,
-    bootstrap_percentile_by_seed,
-    bootstrap_percentiles_by_seed,
+    estimate_mean,
+    estimate_percentile_by_seed,
+    estimate_percentiles_by_seed,
     paired_ratio,
     rate_by_seed,
 )
@@ -23,12 +23,12 @@ from pensieve.statistics import (
 
 def percentile(values: ByConversation, p: float) -> Estimate:
     """Nearest rank over all turns; n counts turns."""
-    return bootstrap_percentiles_by_seed(values, [p])[0]
+    return estimate_percentiles_by_seed(values, [p])[0]
 
 
 def median(values: pd.Series[Any]) -> Estimate:
     """Of one value a conversation; n counts conversations."""
-    return bootstrap_percentile_by_seed(one_each(values), 0.5)
+    return estimate_percentile_by_seed(one_each(values), 0.5)
 
 
 def mean(values: ByConversation) -> Estimate:
@@ -47,8 +47,8 @@ def percent(parts: pd.Series[Any], wholes: pd.Series[Any]) -> Estimate:
 
 
 def over_seeds(values: Mapping[tuple[int, int], float]) -> Estimate:
-    """Mean of one value a trial, by (seed, repeat); seeds are what is resampled."""
-    return bootstrap_mean({str(seed): [value] for seed, value in sorted(seed_means(values).items())})
+    """Mean of one value a trial, by (seed, repeat); seeds are the groups."""
+    return estimate_mean({str(seed): [value] for seed, value in sorted(seed_means(values).items())})
 
 
 def seed_means(values: Mapping[tuple[int, int], float]) -> dict[int, float]:

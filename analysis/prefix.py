@@ -19,7 +19,7 @@ from analysis.registry import Plot, Row, columns, figure
 from analysis.sweep import Cell, Panel, Source, number
 from pensieve.errors import MissingSeries
 from pensieve.results.frame import PROBES, by_round, conversations_of
-from pensieve.statistics import Estimate, Line, PairedRatio, bootstrap_percentile_by_seed, fit_line, paired_ratio
+from pensieve.statistics import Estimate, Line, PairedRatio, estimate_percentile_by_seed, fit_line, paired_ratio
 
 WORKLOAD = "prefix_invalidation"
 NO_HITS = "no hits"
@@ -117,7 +117,7 @@ def stream_overhead_ms(steps: pd.DataFrame) -> Estimate | None:
         streamed, whole = (by_round(asked.loc[rows, "ttft_ms"]) for rows in (streams, ~streams))
         for seed, number_ in streamed.keys() & whole.keys():
             differences[seed, f"{number_}/{kind}"] = streamed[seed, number_] - whole[seed, number_]
-    return bootstrap_percentile_by_seed(differences, 0.5) if differences else None
+    return estimate_percentile_by_seed(differences, 0.5) if differences else None
 
 
 def mean_tokens(steps: pd.DataFrame) -> dict[str, float] | None:
@@ -541,7 +541,7 @@ def invalidation_table(source: Source) -> Iterator[Plot]:
 def http_ms(inside: pd.DataFrame, over: pd.DataFrame) -> Estimate:
     """Median over rounds of the time to first token over HTTP minus in this process, the same query compared with itself."""
     ours, theirs = one_each(inside["ttft_ms"]), one_each(over["ttft_ms"])
-    return bootstrap_percentile_by_seed({key: theirs[key] - ours[key] for key in ours.keys() & theirs.keys()}, 0.5)
+    return estimate_percentile_by_seed({key: theirs[key] - ours[key] for key in ours.keys() & theirs.keys()}, 0.5)
 
 
 @figure(

@@ -2,7 +2,7 @@
 
 Which turns count: latencies and rates are over all measured turns (request.is_measured), so that each baseline answers for
 the same turns; throughputs are over those that finished in the measurement window. Latencies are of completed turns; the
-others are counted by status in `turns`, never dropped silently. Intervals resample conversations. A number that these
+others are counted by status in `turns`, never dropped silently. Intervals count conversations. A number that these
 records cannot give is a metric without a value, not a guess.
 
 What counts cover: recomputed_tokens, h2d_bytes, sent_bytes and received_bytes are what was done for measured turns, summed
@@ -29,10 +29,10 @@ from pensieve.record import TurnRecord
 from pensieve.request import TokenArray, is_measured
 from pensieve.statistics import (
     Estimate,
-    bootstrap_mean,
-    bootstrap_percentiles,
-    bootstrap_rate,
     enough_for,
+    estimate_mean,
+    estimate_percentiles,
+    estimate_rate,
     nearest_rank,
     paired_ratio,
     spread,
@@ -54,7 +54,7 @@ COUNTS = (
     "replica_failures",
 )
 MOST_IN_MEMORY = 5_000_000
-"""Values of one series, such as the times between tokens, of which memory holds all and resamples them: some 400 MB."""
+"""Values of one series, such as the times between tokens, all of which memory holds: some 400 MB."""
 BYTES = ("h2d_bytes", "d2h_bytes", "sent_bytes", "received_bytes")
 FOR_NO_TURN = ("d2h_bytes",)  # also copied ahead of time: only the system's counter has all of it
 
@@ -244,9 +244,9 @@ def _summary(
         return [MetricValue(f"{name}_{suffix}", None, label, n=0, n_unit=n_unit) for suffix in wanted]
     estimates: dict[str, Estimate] = {}
     if "mean" in wanted:
-        estimates["mean"] = bootstrap_mean(groups)
+        estimates["mean"] = estimate_mean(groups, metric_of(name).support)
     suffixes = [suffix for suffix in wanted if suffix != "mean"]
-    percentiles = bootstrap_percentiles(groups, [PERCENTILES[suffix] for suffix in suffixes])
+    percentiles = estimate_percentiles(groups, [PERCENTILES[suffix] for suffix in suffixes])
     estimates.update(zip(suffixes, percentiles, strict=True))
     return [_metric(f"{name}_{suffix}", estimates[suffix], label, n_unit) for suffix in wanted]
 
@@ -312,7 +312,7 @@ def _rates(turns: Sequence[TurnRecord], label: str = "") -> list[MetricValue]:
             groups[turn.session] = (top + sum(parts), bottom + whole_of(turn))
         if not any(bottom for _, bottom in groups.values()):
             return MetricValue(name, None, label, n=0, n_unit="tokens")
-        return _metric(name, bootstrap_rate(groups), label, "tokens")
+        return _metric(name, estimate_rate(groups), label, "tokens")
 
     def history(turn: TurnRecord) -> int:
         return turn.history_tokens or 0
@@ -459,7 +459,9 @@ def _stream_overhead(probes: Sequence[TurnRecord]) -> MetricValue:
             differences.setdefault(str(number), []).append(streamed[number] - whole[number])
     if not differences:
         return MetricValue("stream_overhead_ms", None, n=0, n_unit="pairs")
-    return _metric("stream_overhead_ms", bootstrap_mean(differences), "", "pairs")
+    return _metric(
+        "stream_overhead_ms", estimate_mean(differences, metric_of("stream_overhead_ms").support), "", "pairs"
+    )
 
 
 def _by_round(turns: Iterable[TurnRecord]) -> dict[int, float]:
@@ -493,4 +495,4 @@ def _slo(measurement: Measurement, measured: Sequence[TurnRecord], slo: Slo) -> 
     goodput = _per_second("goodput_req_s", good, seconds, good)
     if not groups:
         return [goodput, MetricValue("slo_attainment", None, n=0, n_unit="turns")]
-    return [goodput, _metric("slo_attainment", bootstrap_rate(groups), "", "turns")]
+    return [goodput, _metric("slo_attainment", estimate_rate(groups), "", "turns")]

@@ -1,6 +1,4 @@
 import math
-import random
-from collections import OrderedDict
 from fractions import Fraction
 from statistics import NormalDist
 
@@ -9,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pensieve import statistics
 from pensieve.errors import MissingSeries
+from pensieve.metric_registry import NONNEGATIVE, PERCENT, REAL, SHARE
 from pensieve.statistics import (
-    bootstrap_mean,
-    bootstrap_percentile_by_seed,
-    bootstrap_percentiles,
-    bootstrap_percentiles_by_seed,
-    bootstrap_rate,
     enough_for,
+    estimate_mean,
+    estimate_percentile_by_seed,
+    estimate_percentiles,
+    estimate_percentiles_by_seed,
+    estimate_rate,
     fit_line,
     nearest_rank,
     paired_ratio,
@@ -41,18 +39,18 @@ def test_a_percentile_needs_ten_values_beyond_it():
 
 def test_estimates_are_of_all_values_whatever_group_they_are_in():
     groups = {"a": [1.0, 2.0, 3.0], "b": [10.0], "empty": []}
-    mean = bootstrap_mean(groups)
+    mean = estimate_mean(groups)
     assert (mean.value, mean.n, mean.groups) == (4.0, 4, 2)
-    median, top = bootstrap_percentiles(groups, [0.5, 1.0])
+    median, top = estimate_percentiles(groups, [0.5, 1.0])
     assert (median.value, top.value, top.n) == (2.0, 10.0, 4)
-    rate = bootstrap_rate({"a": (1.0, 4.0), "b": (5.0, 8.0), "no history": (0.0, 0.0)})
+    rate = estimate_rate({"a": (1.0, 4.0), "b": (5.0, 8.0), "no history": (0.0, 0.0)})
     assert (rate.value, rate.n, rate.groups) == (0.5, 12, 2)
 
 
 def test_one_group_has_no_interval():
-    assert bootstrap_mean({"a": [1.0, 2.0]}).ci_low is None
-    assert bootstrap_percentiles({"a": [1.0, 2.0]}, [0.5])[0].ci_high is None
-    assert bootstrap_rate({"a": (1.0, 2.0)}).ci_low is None
+    assert estimate_mean({"a": [1.0, 2.0]}).ci_low is None
+    assert estimate_percentiles({"a": [1.0, 2.0]}, [0.5])[0].ci_high is None
+    assert estimate_rate({"a": (1.0, 2.0)}).ci_low is None
     assert paired_ratio({(0, "a"): 1.0}, {(0, "a"): 2.0}).ci_low is None
 
 
@@ -60,8 +58,8 @@ def test_equal_data_gives_equal_intervals_and_more_data_narrower_ones():
     rng = np.random.default_rng(5)
     few = {str(index): list(rng.normal(10, 2, 4)) for index in range(8)}
     many = {str(index): list(rng.normal(10, 2, 4)) for index in range(200)}
-    assert bootstrap_mean(few) == bootstrap_mean(dict(few))
-    widths = [one.ci_high - one.ci_low for one in (bootstrap_mean(few), bootstrap_mean(many))]
+    assert estimate_mean(few) == estimate_mean(dict(few))
+    widths = [one.ci_high - one.ci_low for one in (estimate_mean(few), estimate_mean(many))]
     assert widths[1] < widths[0] / 3
 
 
@@ -69,156 +67,202 @@ def test_turns_of_one_conversation_count_as_one():
     """Repeating every value ten times inside its conversation is no new evidence."""
     rng = np.random.default_rng(2)
     levels = rng.normal(10, 2, 12)
-    once = bootstrap_mean({str(index): [level] for index, level in enumerate(levels)})
-    tenfold = bootstrap_mean({str(index): [level] * 10 for index, level in enumerate(levels)})
+    once = estimate_mean({str(index): [level] for index, level in enumerate(levels)})
+    tenfold = estimate_mean({str(index): [level] * 10 for index, level in enumerate(levels)})
     assert (once.ci_low, once.ci_high) == pytest.approx((tenfold.ci_low, tenfold.ci_high))
 
 
-@pytest.mark.parametrize(("sessions", "longest"), [(1, 1), (7, 40), (300, 3)])
-def test_percentiles_of_a_resample_are_those_of_its_values_written_out(sessions, longest):
-    rng = np.random.default_rng(sessions)
-    member = np.repeat(np.arange(sessions), rng.integers(1, longest + 1, size=sessions))
-    rng.shuffle(member)
-    ordered = np.sort(np.round(rng.lognormal(size=len(member)), 1))  # with values that occur again
-    weights = rng.multinomial(sessions, np.full(sessions, 1.0 / sessions), size=50).astype(np.int32)
-    ps = (0.01, 0.5, 0.9, 0.99, 1.0)
-    found = statistics._drawn_percentiles(ordered, member, weights, ps)
-    for column, row in enumerate(weights):
-        drawn = np.repeat(ordered, row[member])
-        assert list(found[:, column]) == [nearest_rank(drawn, p) for p in ps]
+REPETITIONS = 1000
 
 
-def test_long_series_are_resampled_in_bounded_memory():
-    values = {str(index): list(np.arange(index, 300_000, 20.0)) for index in range(20)}
-    [median] = bootstrap_percentiles(values, [0.5])
-    assert median.value == 149_999.0
-    assert median.ci_low <= median.value <= median.ci_high
+def clustered_rate(share, likeness, groups):
+    """Turns of which a share has a property, 1 to 10 a conversation; likeness: the correlation within one."""
+
+    def draw(rng):
+        wholes = rng.integers(1, 11, groups)
+        if likeness:
+            scale = (1 - likeness) / likeness
+            shares = rng.beta(share * scale, (1 - share) * scale, groups)
+        else:
+            shares = np.full(groups, share)
+        parts = rng.binomial(wholes, shares)
+        return estimate_rate({str(i): (float(parts[i]), float(wholes[i])) for i in range(groups)})
+
+    return draw, share
 
 
-def cover(repetitions, draw, truth):
-    """Share of `repetitions` whose 95 % interval holds the truth. Every one of them has an interval: where that hung on the
-    values, those that have one would be a choice of the luckiest."""
-    hits = 0
-    for repetition in range(repetitions):
-        estimate = draw(np.random.default_rng(repetition), repetition)
-        assert estimate.ci_low is not None
-        hits += estimate.ci_low <= truth <= estimate.ci_high
-    return hits / repetitions
+def hits(share, seeds, sessions):
+    """Tokens of conversations that differ much: most find little where the share is small."""
+
+    def draw(rng):
+        wholes = rng.integers(50, 400, (seeds, sessions))
+        parts = rng.beta(5 * share, 5 * (1 - share), (seeds, sessions)) * wholes
+        pairs = {(s, str(i)): (parts[s, i], float(wholes[s, i])) for s in range(seeds) for i in range(sessions)}
+        return rate_by_seed(pairs)
+
+    return draw, share
 
 
 SHAPES = {
     "normal": (lambda rng, size: rng.normal(10, 2, size), 10.0),
     "exponential": (lambda rng, size: rng.exponential(1, size), 1.0),
+    "gamma": (lambda rng, size: rng.gamma(0.5, 1, size), 0.5),
     "lognormal": (lambda rng, size: np.exp(rng.normal(0, 1, size)), math.exp(0.5)),
+    "lognormal 1.5": (lambda rng, size: np.exp(rng.normal(0, 1.5, size)), math.exp(1.125)),
+    "shares": (lambda rng, size: rng.beta(19, 1, size), 0.95),
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("groups", [5, 8, 15])
-def test_intervals_of_a_mean_hold_the_truth(groups, shape):
-    """The expanded percentile interval that stood here held the mean of five skewed conversations 81 times in 100."""
+def mean_of(shape, groups, support):
     make, truth = SHAPES[shape]
-
-    def draw(rng, repetition):
-        values = {str(index): [value] for index, value in enumerate(make(rng, groups))}
-        return bootstrap_mean(values, resamples=300, seed=repetition)
-
-    assert cover(300, draw, truth) >= (0.93 if shape == "normal" else 0.90)
+    return (lambda rng: estimate_mean({str(i): [v] for i, v in enumerate(make(rng, groups))}, support)), truth
 
 
-@pytest.mark.parametrize("groups", [5, 8, 15])
-def test_intervals_of_a_rate_hold_the_truth_and_stay_a_share(groups):
-    def draw(rng, repetition):
-        wholes = rng.integers(50, 400, groups)
-        parts = rng.beta(4, 2, groups) * wholes
-        found = bootstrap_rate(
-            {str(index): pair for index, pair in enumerate(zip(parts, wholes, strict=True))},
-            resamples=300,
-            seed=repetition,
+def pairs(seeds, sessions, seed_sd=0.0, shape="normal"):
+    """seed_sd: how much seeds differ, in multiples of what their conversations do. Of one seed the truth is its own."""
+
+    def draw(rng):
+        off = rng.normal(0, seed_sd if seeds > 1 else 0.0, seeds)
+        each = rng.normal(0, 1, (seeds, sessions)) if shape == "normal" else rng.exponential(1, (seeds, sessions)) - 1
+        a = {(s, str(i)): math.exp(off[s] + each[s, i]) for s in range(seeds) for i in range(sessions)}
+        return paired_ratio(a, dict.fromkeys(a, 0.5))
+
+    return draw, 2.0
+
+
+def means(seeds, sessions, seed_sd):
+    def draw(rng):
+        level = np.exp(rng.normal(-(seed_sd**2) / 2, seed_sd, seeds))
+        a = {(s, str(i)): level[s] * rng.exponential(1) for s in range(seeds) for i in range(sessions)}
+        return paired_ratio(a, dict.fromkeys(a, 1.0), of="means")
+
+    return draw, 1.0
+
+
+def means_that_move_together(sessions):
+    def draw(rng):
+        shared = rng.normal(0, 0.9, sessions)
+        a, b = (np.exp(shared + rng.normal(0, 0.44, sessions)) for _ in "ab")
+        return paired_ratio(*({(0, str(i)): v for i, v in enumerate(side)} for side in (a, b)), of="means")
+
+    return draw, 1.0
+
+
+def percentile(p, groups, values, group_sd):
+    """Of skewed values that differ by conversation (group_sd) and within."""
+
+    def draw(rng):
+        found = np.exp(rng.normal(0, group_sd, (groups, 1)) + rng.normal(0, 0.4, (groups, values)))
+        return estimate_percentiles({str(i): row for i, row in enumerate(found)}, [p])[0]
+
+    return draw, math.exp(NormalDist().inv_cdf(p) * math.hypot(group_sd, 0.4))
+
+
+def median_by_seed(seeds, seed_sd):
+    def draw(rng):
+        found = np.exp(rng.normal(0, seed_sd, (seeds, 1)) + rng.normal(0, 1, (seeds, 5)))
+        return estimate_percentile_by_seed(
+            {(s, str(i)): float(found[s, i]) for s in range(seeds) for i in range(5)}, 0.5
         )
+
+    return draw, 1.0
+
+
+def noisy_line(rng, seeds=5, sessions=12, seed_spread=0.0):
+    """10 + 0.08 x with noise of 2 at four places; each seed is off by its own amount."""
+    found = {}
+    for seed in range(seeds):
+        off = rng.normal(0.0, seed_spread)
+        for session in range(sessions):
+            x = float([0, 256, 384, 512][session % 4])
+            found[seed, f"s{session}"] = [(x, 10 + 0.08 * x + off + float(rng.normal(0.0, 2.0)))]
+    return found
+
+
+def slope(seeds, sessions, seed_sd):
+    return (lambda rng: fit_line(noisy_line(rng, seeds, sessions, seed_sd)).slope), 0.08
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "arguments", "level"),
+    [
+        *(
+            (clustered_rate, (share, like, n), 0.95)
+            for share in (0.003, 0.01, 0.05)
+            for like in (0, 0.3)
+            for n in (5, 20, 60)
+        ),
+        *((clustered_rate, (0.5, like, 20), 0.95) for like in (0, 0.8)),
+        *((hits, (share, *shape), 0.95) for share in (0.12, 0.5, 0.88) for shape in ((1, 9), (5, 5))),
+        *((mean_of, (shape, n, NONNEGATIVE), 0.95) for shape in list(SHAPES)[:4] for n in (5, 8, 20)),
+        *((mean_of, ("shares", n, SHARE), 0.95) for n in (5, 8, 20)),
+        *((mean_of, ("normal", n, REAL), 0.95) for n in (5, 20)),
+        *((pairs, (*shape, sd), 0.95) for shape in ((1, 5), (5, 5), (15, 5)) for sd in (0.0, 1.0, 3.0)),
+        *((means, (5, 5, sd), 0.95) for sd in (0.0, 0.5, 1.0)),
+        *((means_that_move_together, (n,), 0.95) for n in (5, 20)),
+        *((percentile, (0.5, *shape), 0.95) for shape in ((8, 1, 0.5), (8, 10, 0.0), (15, 8, 0.5))),
+        *((percentile, (0.9, 40, n, 0.5), 0.95) for n in (1, 10)),
+        *((median_by_seed, (n, sd), 0.95) for n in (5, 8) for sd in (0.0, 3.0)),
+        *((slope, shape, 0.95) for shape in ((5, 12, 0.0), (5, 12, 5.0), (1, 12, 0.0))),
+        # Where no method here holds 95 %: the levels that docs/numbers.md states
+        *((mean_of, ("lognormal 1.5", n, NONNEGATIVE), level) for n, level in ((5, 0.92), (20, 0.94))),
+        *((mean_of, ("exponential", n, REAL), level) for n, level in ((5, 0.88), (20, 0.92))),
+        *((pairs, (1, n, 0.0, "exponential"), level) for n, level in ((5, 0.88), (20, 0.92))),
+    ],
+)
+def test_intervals_hold_the_truth_as_often_as_the_page_says(case, arguments, level):
+    """But for the error of so many repetitions (1 in 100 by chance). Each of them has an interval: where that hung on the
+    values, those that have one would be a choice of the luckiest."""
+    draw, truth = case(*arguments)
+    held = 0
+    for repetition in range(REPETITIONS):
+        found = draw(np.random.default_rng(repetition))
+        assert found.ci_low is not None
+        held += found.ci_low <= truth <= found.ci_high
+    assert held / REPETITIONS >= level - NormalDist().inv_cdf(0.99) * math.sqrt(level * (1 - level) / REPETITIONS)
+
+
+AMOUNTS = st.lists(st.floats(0, 1e9) | st.just(0.0), min_size=5, max_size=30)
+
+
+@given(AMOUNTS, st.sampled_from([NONNEGATIVE, SHARE, PERCENT]))
+def test_no_end_of_an_interval_leaves_what_the_quantity_can_be(values, support):
+    most = support.high if math.isfinite(support.high) else 1e9
+    found = estimate_mean({str(i): [value / 1e9 * most] for i, value in enumerate(values)}, support)
+    if found.ci_low is not None:
+        assert support.low <= found.ci_low <= found.value <= found.ci_high <= support.high
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), min_size=5, max_size=30))
+def test_no_end_of_a_rate_is_below_none_or_above_all(turns):
+    groups = {str(i): (float(have), float(have + lack)) for i, (have, lack) in enumerate(turns)}
+    if sum(whole > 0 for _, whole in groups.values()) >= 5:
+        found = estimate_rate(groups)
         assert 0.0 <= found.ci_low <= found.value <= found.ci_high <= 1.0
-        return found
-
-    assert cover(300, draw, 4 / 6) >= 0.93
 
 
-@pytest.mark.parametrize("share", [0.12, 0.5, 0.88])
-@pytest.mark.parametrize(("seeds", "sessions"), [(1, 9), (5, 5)])
-def test_intervals_of_a_rate_by_seed_hold_the_truth_near_none_and_all(share, seeds, sessions):
-    """Of conversations that differ much: most of them find little where the share is small."""
+def test_none_of_five_is_no_proof_of_never():
+    never, always = (estimate_rate({str(i): (part, 1.0) for i in range(5)}) for part in (0.0, 1.0))
+    assert (never.value, never.ci_low) == (0.0, 0.0) and 0.3 < never.ci_high < 0.4
+    assert (always.ci_low, always.ci_high) == (pytest.approx(1.0 - never.ci_high), 1.0)
 
-    def draw(rng, repetition):
-        wholes = rng.integers(50, 400, (seeds, sessions))
-        parts = rng.beta(5 * share, 5 * (1 - share), (seeds, sessions)) * wholes
-        pairs = {(s, str(i)): (parts[s, i], wholes[s, i]) for s in range(seeds) for i in range(sessions)}
-        found = rate_by_seed(pairs, resamples=300, seed=repetition)
-        assert 0.0 <= found.ci_low <= found.value <= found.ci_high <= 1.0
-        return found
 
-    assert cover(200, draw, share) >= 0.92
+def test_five_seeds_of_which_one_is_slow_have_no_end_below_zero_or_beyond_reason():
+    """The studentized bootstrap gave 529 [-847, 483,000]."""
+    found = estimate_mean({str(i): [v] for i, v in enumerate([100.0, 101.0, 102.0, 103.0, 2239.0])})
+    assert 0.0 < found.ci_low < 529.0 < found.ci_high < 100 * 529.0
 
 
 def test_a_rate_has_one_interval_whoever_asks_for_it():
     """The metric of a trial and the table of a sweep of one seed; nine conversations that find 12 % of their history."""
     found = {"a": 0.9, "b": 0.0, "c": 0.1, "d": 0.0, "e": 0.0, "f": 0.08, "g": 0.0, "h": 0.0, "i": 0.0}
     pairs = {name: (100 * share, 100.0) for name, share in found.items()}
-    trial, table = bootstrap_rate(pairs), rate_by_seed({(7, name): pair for name, pair in pairs.items()})
+    trial, table = estimate_rate(pairs), rate_by_seed({(7, name): pair for name, pair in pairs.items()})
     assert (trial.value, trial.ci_low, trial.ci_high) == (table.value, table.ci_low, table.ci_high)
     assert trial.value == pytest.approx(0.12)
-    assert trial.ci_low == 0.0 and 0.12 < trial.ci_high <= 1.0
+    assert 0.0 <= trial.ci_low < 0.12 < trial.ci_high <= 1.0
     assert (trial.n, trial.groups, table.n, table.groups) == (900, 9, 9, 1)
-
-
-@pytest.mark.parametrize(("seeds", "sessions"), [(1, 5), (1, 15), (5, 1), (5, 5), (8, 5), (15, 5)])
-@pytest.mark.parametrize("seed_sd", [0.0, 1.0, 3.0])
-def test_intervals_of_a_paired_ratio_hold_the_truth_also_where_seeds_dominate(seeds, sessions, seed_sd):
-    """seed_sd: how much seeds differ, in multiples of what their conversations do. Of one seed the truth is its own."""
-
-    def draw(rng, repetition):
-        effect = rng.normal(0, seed_sd if seeds > 1 else 0.0, seeds)
-        a = {(s, str(i)): math.exp(effect[s] + rng.normal(0, 1)) for s in range(seeds) for i in range(sessions)}
-        return paired_ratio(a, dict.fromkeys(a, 0.5), resamples=300, seed=repetition)
-
-    assert cover(300, draw, 2.0) >= 0.93
-
-
-@pytest.mark.parametrize(("seeds", "sessions", "seed_sd"), [(5, 5, 0.0), (5, 5, 0.5), (5, 5, 1.0), (15, 5, 1.0)])
-def test_intervals_of_a_ratio_of_means_hold_the_truth_of_skewed_values(seeds, sessions, seed_sd):
-    def draw(rng, repetition):
-        a = {}
-        for s in range(seeds):
-            level = math.exp(rng.normal(-(seed_sd**2) / 2, seed_sd))
-            a |= {(s, str(i)): level * rng.exponential(1) for i in range(sessions)}
-        return paired_ratio(a, dict.fromkeys(a, 1.0), of="means", resamples=300, seed=repetition)
-
-    assert cover(300, draw, 1.0) >= 0.90
-
-
-@pytest.mark.parametrize(
-    ("p", "groups", "values", "group_sd"),
-    [(0.5, 8, 1, 0.5), (0.5, 8, 10, 0.0), (0.5, 8, 10, 0.5), (0.5, 15, 8, 0.5), (0.9, 40, 1, 0.5), (0.9, 40, 10, 0.5)],
-)
-def test_intervals_of_a_percentile_hold_the_truth(p, groups, values, group_sd):
-    """Of skewed values that differ by conversation (group_sd) and within."""
-    truth = math.exp(NormalDist().inv_cdf(p) * math.hypot(group_sd, 0.4))
-
-    def draw(rng, repetition):
-        found = np.exp(rng.normal(0, group_sd, (groups, 1)) + rng.normal(0, 0.4, (groups, values)))
-        parts = {str(index): row for index, row in enumerate(found)}
-        return bootstrap_percentiles(parts, [p], resamples=300, seed=repetition)[0]
-
-    assert cover(300, draw, truth) >= 0.90
-
-
-@pytest.mark.parametrize(("seeds", "sessions"), [(5, 5), (8, 5)])
-@pytest.mark.parametrize("seed_sd", [0.0, 1.0, 3.0])
-def test_intervals_of_a_median_by_seed_hold_the_truth_also_where_seeds_dominate(seeds, sessions, seed_sd):
-    def draw(rng, repetition):
-        found = np.exp(rng.normal(0, seed_sd, (seeds, 1)) + rng.normal(0, 1, (seeds, sessions)))
-        values = {(s, str(i)): float(found[s, i]) for s in range(seeds) for i in range(sessions)}
-        return bootstrap_percentile_by_seed(values, 0.5, resamples=300, seed=repetition)
-
-    assert cover(300, draw, 1.0) >= 0.90
 
 
 def test_too_few_groups_have_no_interval_whatever_their_values():
@@ -229,22 +273,22 @@ def test_too_few_groups_have_no_interval_whatever_their_values():
         found = [
             paired_ratio(a, dict.fromkeys(a, 1.0)),
             paired_ratio(a, dict.fromkeys(a, 1.0), of="means"),
-            bootstrap_percentile_by_seed(a, 0.5),
+            estimate_percentile_by_seed(a, 0.5),
             fit_line({key: [(x, x * value) for x in range(4)] for key, value in a.items()}).slope,
         ]
         assert [(one.ci_low, one.ci_high) for one in found] == [(None, None)] * len(found)
     four = {str(index): [float(index)] * 9 for index in range(4)}
-    assert bootstrap_mean(four).ci_low is None
-    assert bootstrap_rate({name: (1.0, 2.0 + part[0]) for name, part in four.items()}).ci_low is None
+    assert estimate_mean(four).ci_low is None
+    assert estimate_rate({name: (1.0, 2.0 + part[0]) for name, part in four.items()}).ci_low is None
 
 
 @pytest.mark.parametrize(("p", "fewest"), [(0.5, 8), (0.9, 40), (0.99, 400)])
 def test_a_percentile_needs_groups_beyond_it(p, fewest):
     values = {str(index): [float(index)] * 3 for index in range(fewest)}
-    assert bootstrap_percentiles(values, [p], resamples=50)[0].ci_low is not None
+    assert estimate_percentiles(values, [p])[0].ci_low is not None
     del values["0"]
-    assert bootstrap_percentiles(values, [p], resamples=50)[0].ci_low is None
-    assert bootstrap_percentiles(values, [1.0], resamples=50)[0].ci_low is None
+    assert estimate_percentiles(values, [p])[0].ci_low is None
+    assert estimate_percentiles(values, [1.0])[0].ci_low is None
 
 
 def test_pairing_removes_what_both_have_in_common():
@@ -289,7 +333,7 @@ def test_seeds_that_differ_widen_an_interval_that_sessions_alone_would_not():
     apart = {(seed, session): value + 5.0 * (seed % 2) for (seed, session), value in same.items()}
     widths = []
     for values in (same, apart):
-        estimate = bootstrap_percentile_by_seed(values, 0.5)
+        estimate = estimate_percentile_by_seed(values, 0.5)
         widths.append(estimate.ci_high - estimate.ci_low)
         assert (estimate.n, estimate.groups) == (120, 6)
     assert widths[1] > 2 * widths[0]
@@ -298,8 +342,8 @@ def test_seeds_that_differ_widen_an_interval_that_sessions_alone_would_not():
 def test_percentiles_by_seed_of_one_value_a_session_are_those_of_sessions():
     rng = np.random.default_rng(3)
     values = {(seed, f"s{i}"): float(rng.normal(seed)) for seed in range(4) for i in range(7)}
-    one = bootstrap_percentile_by_seed(values, 0.5)
-    [several] = bootstrap_percentiles_by_seed({key: [value] for key, value in values.items()}, [0.5])
+    one = estimate_percentile_by_seed(values, 0.5)
+    [several] = estimate_percentiles_by_seed({key: [value] for key, value in values.items()}, [0.5])
     assert several == one
 
 
@@ -307,27 +351,16 @@ def test_percentiles_by_seed_take_turns_of_a_session_together():
     """Sessions that do not differ within give intervals as wide as their number allows, however many turns they have."""
     few = {(seed, f"s{i}"): [float(seed + i)] for seed in range(5) for i in range(4)}
     many = {key: part * 50 for key, part in few.items()}
-    [one], [other] = (bootstrap_percentiles_by_seed(groups, [0.5]) for groups in (few, many))
-    assert (one.value, one.ci_low, one.ci_high) == (other.value, other.ci_low, other.ci_high)
+    [one], [other] = (estimate_percentiles_by_seed(groups, [0.5]) for groups in (few, many))
+    assert one.value == other.value
+    assert (one.ci_low, one.ci_high) == pytest.approx((other.ci_low, other.ci_high), abs=1.0), "the next value at most"
     assert (one.n, other.n, one.groups) == (20, 1000, 5)
-    [alone] = bootstrap_percentiles_by_seed({(0, "s"): [1.0, 2.0, 3.0]}, [0.5])
+    [alone] = estimate_percentiles_by_seed({(0, "s"): [1.0, 2.0, 3.0]}, [0.5])
     assert (alone.value, alone.ci_low, alone.ci_high) == (2.0, None, None)
 
 
-def noisy_line(chance: int, seeds: int = 5, sessions: int = 12, seed_spread: float = 0.0):
-    """10 + 0.08 x with noise of 2 at four places; each seed is off by its own amount."""
-    rng = np.random.default_rng(chance)
-    found = {}
-    for seed in range(seeds):
-        off = rng.normal(0.0, seed_spread)
-        for session in range(sessions):
-            x = float(rng.choice([0, 256, 384, 512]))
-            found[seed, f"s{session}"] = [(x, 10 + 0.08 * x + off + float(rng.normal(0.0, 2.0)))]
-    return found
-
-
 def test_a_line_is_that_of_least_squares():
-    points = noisy_line(0)
+    points = noisy_line(np.random.default_rng(0))
     line = fit_line(points)
     xs, ys = np.array([point for part in points.values() for point in part]).T
     slope, intercept = np.polyfit(xs, ys, 1)
@@ -335,17 +368,6 @@ def test_a_line_is_that_of_least_squares():
     assert line.intercept.value == pytest.approx(intercept)
     assert line.r_squared == pytest.approx(np.corrcoef(xs, ys)[0, 1] ** 2)
     assert (line.n, line.groups) == (60, 5)
-
-
-def test_the_interval_of_a_slope_holds_the_truth_as_often_as_it_says():
-    lines = [fit_line(noisy_line(chance), resamples=400) for chance in range(120)]
-    held = sum(line.slope.ci_low <= 0.08 <= line.slope.ci_high for line in lines)
-    assert 108 <= held <= 119  # 95 % of 120 is 114, and an interval that holds always says nothing
-    spread = [fit_line(noisy_line(chance, seed_spread=5.0), resamples=400) for chance in range(40)]
-    widths = [
-        sum(line.intercept.ci_high - line.intercept.ci_low for line in found) / len(found) for found in (lines, spread)
-    ]
-    assert widths[1] > 2 * widths[0]  # what differs between seeds is not hidden by many conversations
 
 
 def test_a_perfect_line_has_no_spread_and_a_flat_one_no_share_explained():
@@ -394,54 +416,5 @@ def test_an_interval_of_values_that_hardly_differ_loses_no_digits():
     """The squares of large numbers would leave nothing of their differences."""
     small = {str(number): [float(number**2 % 7)] for number in range(12)}
     large = {name: [1e9 + value for value in values] for name, values in small.items()}
-    near, far = (statistics.bootstrap_mean(groups) for groups in (small, large))
+    near, far = (estimate_mean(groups, REAL) for groups in (small, large))
     assert (far.ci_low - 1e9, far.ci_high - 1e9) == pytest.approx((near.ci_low, near.ci_high), abs=1e-6)
-    apart = statistics.bootstrap_mean({**{str(number): [5.0] for number in range(9)}, "other": [6.0]})
-    assert apart.ci_low < 5.1 < apart.ci_high, "resamples without the other one say nothing, and are left out"
-
-
-def test_draws_are_made_once_for_all_series_of_as_many_conversations(monkeypatch):
-    """Also where other series came between, as in one trial after another of a map; the intervals are those of new draws."""
-    groups = {f"c{index}": [float(index % 7), float(index % 11)] for index in range(1200)}
-    made = []
-    fresh = statistics._new_draws
-    monkeypatch.setattr(statistics, "_kept", OrderedDict())
-    monkeypatch.setattr(statistics, "_new_draws", lambda sizes, *rest: made.append(sizes) or fresh(sizes, *rest))
-
-    def all_of_it():
-        short = [bootstrap_mean(dict(list(groups.items())[:count])) for count in range(20, 40)]
-        return bootstrap_mean(groups), bootstrap_percentiles(groups, [0.5, 0.9]), short
-
-    first = all_of_it()
-    assert len(made) == 21
-    assert all_of_it() == first and len(made) == 21
-    monkeypatch.setattr(statistics, "_KEPT", 0)
-    assert all_of_it() == first and len(made) > 21
-
-
-@pytest.mark.parametrize("sizes", [(1500,), (600, 500, 400)], ids=["one seed", "three seeds"])
-def test_draws_are_the_same_whether_kept_or_not_and_whether_asked_for_in_parts_or_at_once(monkeypatch, sizes):
-    """More than 1,000 values, of which not all resamples are drawn at a time."""
-    by_seed = [np.zeros(size) for size in sizes]
-    found = []
-    for most in (statistics._KEPT, 0):
-        monkeypatch.setattr(statistics, "_kept", OrderedDict())
-        monkeypatch.setattr(statistics, "_KEPT", most)
-        found += [statistics._all_draws(by_seed, 2000, 7), np.concatenate(list(statistics._draws(by_seed, 2000, 7)))]
-    assert found[0].shape == (2000, 1500) and (found[0].sum(axis=1) > 0).all()
-    assert all((one == found[0]).all() for one in found)
-
-
-@pytest.mark.parametrize("seeds", [1, 5])
-def test_intervals_of_many_conversations_do_not_depend_on_what_is_kept(monkeypatch, seeds):
-    rng = random.Random(1)
-    a = {(seed, f"c{i}"): rng.lognormvariate(seed / 5, 1) for seed in range(seeds) for i in range(1500 // seeds)}
-    b = {(seed, name): 1.0 + (int(name[1:]) * 5 + seed) % 13 for seed, name in a}
-    found = []
-    for most in (statistics._KEPT, 0):
-        monkeypatch.setattr(statistics, "_kept", OrderedDict())
-        monkeypatch.setattr(statistics, "_KEPT", most)
-        found.append((paired_ratio(a, b), bootstrap_percentile_by_seed(a, 0.5)))
-    assert found[0] == found[1]
-    if seeds == 5:  # what the version before draws were kept gave
-        assert (found[0][0].ci_low, found[0][0].ci_high) == pytest.approx((0.16450064154397182, 0.569911968083057))

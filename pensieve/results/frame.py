@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from sqlalchemy import BigInteger, Float, Integer, Row
 
+from pensieve.metric_registry import REAL
 from pensieve.request import is_measured
 from pensieve.results.schema import Trial, TurnRow
 from pensieve.results.store import TURN_COLUMNS, ResultsStore
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ByConversation = dict[tuple[int, str], list[float]]
-"""(seed, "session/repeat") -> values of its turns: what an interval resamples, seeds first, then conversations."""
+"""(seed, "session/repeat") -> values of its turns. An interval counts seeds where there are several, else
+conversations."""
 
 KEY = ["seed", "repeat", "session", "turn", "iteration"]
 """The index of a frame: equal in the trials of two baselines of one workload, where they served the same turn."""
@@ -191,7 +193,7 @@ def gap_closed(turns: pd.DataFrame, start: pd.DataFrame, bounds: Mapping[int, fl
     room = {key: bounds[key[0]] * before[key].history - before[key].hits for key in keys}
     if sum(room.values()) <= 0:
         return None
-    return paired_ratio({key: after[key].hits - before[key].hits for key in keys}, room, of="means")
+    return paired_ratio({key: after[key].hits - before[key].hits for key in keys}, room, of="means", support=REAL)
 
 
 def found_more(turns: pd.DataFrame, other: pd.DataFrame) -> PairedRatio | None:
@@ -204,7 +206,7 @@ def found_more(turns: pd.DataFrame, other: pd.DataFrame) -> PairedRatio | None:
     if not keys:
         return None
     history = {key: before[key].history for key in keys}
-    return paired_ratio({key: after[key].hits - before[key].hits for key in keys}, history, of="means")
+    return paired_ratio({key: after[key].hits - before[key].hits for key in keys}, history, of="means", support=REAL)
 
 
 class Found(NamedTuple):

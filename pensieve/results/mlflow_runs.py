@@ -138,7 +138,7 @@ log_trial = or_none(write_trial)
 def _fill_run(client: Any, run_id: str, store: ResultsStore, trial: Trial, slo: Slo) -> None:
     """slo: the objective of the sweep that the run belongs to."""
     columns = {key: getattr(trial, key) for key in _COLUMNS_AS_PARAMS}
-    fields = {name: value for name, value in leaves(trial.config) if is_param(name)}
+    fields = {name: value for name, value in leaves(trial.config) if is_param(name) and not name.startswith(PREFIX)}
     asked = {f"{PREFIX}{name}": most for name, most in asdict(slo).items() if most is not None}
     values = {**fields, **asked, **{k: v for k, v in columns.items() if v is not None}}
     turns = store.turns_of(trial.id)

@@ -27,7 +27,7 @@ TURNS_SHOWN = 10  # a line each: more could not be told apart
 MOST_STEPS = 100
 _NOT_NAMED = ("seed", "repeat", "baseline")  # they have places of their own in a name
 _ONLY_HYDRA = re.compile(r"_\w+_")  # _target_, _partial_, ...
-_NOT_PARAMS = ("hydra", "tracking", "trial", "force", "resume", "sweep", "experiment", "experiment_name", "slo")
+_NOT_PARAMS = ("hydra", "tracking", "trial", "force", "resume", "sweep", "experiment", "experiment_name")
 
 
 def sweep_name(sweep: Sweep) -> str:

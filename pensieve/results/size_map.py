@@ -29,7 +29,7 @@ from pensieve.metric_registry import Metric
 from pensieve.results.prices import Prices
 from pensieve.results.schema import Sweep
 from pensieve.results.store import JobResult, ResultsStore
-from pensieve.statistics import Estimate, bootstrap_mean
+from pensieve.statistics import FEWEST_GROUPS, Estimate, estimate_mean, has_interval
 
 Place = tuple[int, ...]
 """Indices of a cell's GPU size and CPU size, and of its disk where the map has several, from the smallest on."""
@@ -190,7 +190,8 @@ class SizeMap:
     def estimate(self, place: Place, name: str) -> Estimate | None:
         """The mean over seeds, with its interval where enough of them have run."""
         values = self.values(place, name)
-        return bootstrap_mean({str(seed): [value] for seed, value in sorted(values.items())}) if values else None
+        by_seed = {str(seed): [value] for seed, value in sorted(values.items())}
+        return estimate_mean(by_seed, metric_of(name).support) if values else None
 
     def mean(self, place: Place, name: str) -> float | None:
         values = self.values(place, name)
@@ -220,6 +221,12 @@ class SizeMap:
         """False also where no objective was asked."""
         slo, value = self.question.slo_ttft_ms, self.mean(place, self.objective)
         return slo is not None and value is not None and value <= slo
+
+    def surely_meets(self, place: Place) -> bool:
+        """The whole interval does; False where too few seeds have run for one."""
+        found = self.estimate(place, self.objective) if self.meets(place) else None
+        slo = self.question.slo_ttft_ms
+        return found is not None and found.ci_high is not None and slo is not None and found.ci_high <= slo
 
     def an_hour(self, place: Place) -> float | None:
         """What the cell costs in the unit of the prices; None where none is given."""
@@ -258,8 +265,9 @@ class SizeMap:
 
     @property
     def answer(self) -> Place | None:
-        """The sizes that the sentence is about: the cheapest that meet the objective, else those of the knee."""
-        return self.pick(self.meeting) or self.pick(self.knee)
+        """The sizes that the sentence is about: the cheapest that surely meet the objective, else that do on the mean, else
+        those of the knee."""
+        return self.pick(self.smallest(self.surely_meets)) or self.pick(self.meeting) or self.pick(self.knee)
 
     @cached_property
     def deciding(self) -> set[Place]:
@@ -323,16 +331,28 @@ class SizeMap:
                 "memory alone does not do it; lower the load, use a faster machine, or raise slo.ttft_ms. "
                 f"{self._knee(knee)}."
             )
+        sure = self.pick(self.smallest(self.surely_meets))
+        place = enough if sure is None else sure
+        of_it = f"{self.name(place)}{_bracketed(self._doubt(place), self._money(place))}"
         first = (
-            f"To meet {asked} you need {self.name(enough)}{_bracketed(self._doubt(enough), self._money(enough))}; "
-            f"{self._more(enough)}."
+            f"Too few seeds to recommend a size for {asked}, and more may show another one: of those that ran {of_it} is the "
+            f"smallest whose mean meets it; add seeds to size.seeds, at least {FEWEST_GROUPS}"
+            if sure is None
+            else f"To meet {asked} you need {of_it}"
         )
-        return first if knee is None or knee == enough else f"{first} {self._knee(knee)}."
+        first = f"{first}; {self._more(place)}."
+        return first if knee is None or knee == place else f"{first} {self._knee(knee)}."
 
     def _knee(self, place: Place | None) -> str:
         if place is None:
             return "No conversation comes back, so there is nothing to be found in a cache"
-        return f"{self.question.knee:.0%} of what {self.name(self.question.corner)} find needs {self.name(place)}"
+        seeds = len(self.cells[place].trials)
+        few = (
+            f" (of {seeds} seed{'s' * (seeds > 1)}: no recommendation below {FEWEST_GROUPS})"
+            if not has_interval(seeds)
+            else ""
+        )
+        return f"{self.question.knee:.0%} of what {self.name(self.question.corner)} find needs {self.name(place)}{few}"
 
     def _more(self, place: Place) -> str:
         """What the largest sizes add."""

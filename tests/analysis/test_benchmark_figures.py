@@ -32,7 +32,7 @@ def bench(store: ResultsStore, target: str, cases: Mapping[str, Times], floor: f
             Measured(
                 backend,
                 values,
-                figures=[Figure("overlap_pct", 80.0 + number, "%")] if backend == "pipelined" else [],
+                figures=[Figure("overlap_pct", 80.0 + number)] if backend == "pipelined" else [],
                 error=None if values else f"{backend} is not installed.",
             )
             for backend, values in times.items()

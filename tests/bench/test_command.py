@@ -129,7 +129,7 @@ def test_the_table_fits_and_a_limit_that_is_beaten_gets_a_word(
     config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     peer = Measured("a peer with a long name", [0.5], version="2.13.0+cpu")
-    ours = Measured("ours", [1.5], figures=[Figure("share_of_peak", 0.25, "of what a copy reaches in the same run")])
+    ours = Measured("ours", [1.5], figures=[Figure("matrix_rate_pct", 0.25)])
     case = Case("decode 8 over 512, all layers of the model", 1.0, "bytes over bandwidth")
     target_that(monkeypatch, "kernel", lambda bench: bench.record(case, [ours, peer]))
     run_target(config, {"target": "kernel"})
@@ -138,7 +138,7 @@ def test_the_table_fits_and_a_limit_that_is_beaten_gets_a_word(
     text = " ".join(" ".join(lines).split())
     assert "a peer with a long name is at 0.50 of the limit (bytes over bandwidth)" in text
     assert "ours is at" not in text
-    assert "ours: share of peak 0.25" in text
+    assert "ours: matrix rate pct 0.25 %" in text
 
 
 def test_a_name_of_no_cell_leaves_no_record(config: dict[str, Any], tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from tests.bench.bench import make_bench
 
 def test_every_backend_of_a_case_is_a_trial_with_the_floor_as_its_limit(tmp_path: Path) -> None:
     bench = make_bench("swap", tmp_path)
-    case = Case("swap in 64", 2.0, "bytes at copy rate", metric="swap_ms", parameters={"blocks": 64}, ours="pipelined")
-    pipelined = Measured(
-        "pipelined", [3.0, 2.5, 4.0], figures=[Figure("overlap_pct", 90.0, "%")], engine={"streams": 2}
+    case = Case(
+        "swap in 64", 2.0, "bytes at copy rate", metric="restore_ms", parameters={"blocks": 64}, ours="pipelined"
     )
+    pipelined = Measured("pipelined", [3.0, 2.5, 4.0], figures=[Figure("overlap_pct", 90.0)], engine={"streams": 2})
     bench.record(case, [pipelined, Measured("sequential", [5.0], "1.2"), Measured("driver", error="there is none")])
     bench.records.close("completed")
     store = bench.tracking.store
@@ -29,12 +29,12 @@ def test_every_backend_of_a_case_is_a_trial_with_the_floor_as_its_limit(tmp_path
         True,
         "a processor",
     )
-    assert trial.config["bench"] == {"target": "swap", "case": "swap in 64", "metric": "swap_ms", "blocks": 64}
+    assert trial.config["bench"] == {"target": "swap", "case": "swap in 64", "metric": "restore_ms", "blocks": 64}
     assert trial.engine["streams"] == 2 and trial.engine["values"] == [3.0, 2.5, 4.0]
     assert trial.engine["limits"] == {"copy_bytes_s": 1e9, "matrix_flops_s": 1e9}
     assert trial.code_hash and trial.environment["packages"]["torch"]
     assert jobs[1].last.engine["version"] == "1.2"
-    metric = jobs[0].metrics["swap_ms", "swap in 64"]
+    metric = jobs[0].metrics["restore_ms", "swap in 64"]
     assert (metric.value, metric.ci_low, metric.ci_high, metric.n, metric.limit_value) == (3.0, None, None, 3, 2.0)
     assert jobs[0].metrics["overlap_pct", "swap in 64"].value == 90.0
     sweep = store.sweep(bench.records.sweep_id)

@@ -1,8 +1,8 @@
 """Named measures: what a claim can ask of the database, from rows to a value with its interval.
 
-Over turns (speed-ups, means, token shares) intervals resample seeds first, then conversations; over the probes of a changing
-prefix, seeds, then rounds. Of numbers that a trial has once (metrics, loads along a sweep's axis, cases of a benchmark) an
-interval comes from seeds alone, and only from enough of them.
+Over turns (speed-ups, means, token shares) intervals count seeds where there are several, else conversations; over the probes
+of a changing prefix, seeds or rounds. Of numbers that a trial has once (metrics, loads along a sweep's axis, cases of a
+benchmark) an interval comes from seeds alone, and only from enough of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from pensieve.errors import MissingSeries
-from pensieve.metric_registry import Better, metric_of
+from pensieve.metric_registry import REAL, Better, Support, metric_of
 from pensieve.results.frame import (
     PROBES,
     by_conversation,
@@ -36,10 +36,11 @@ from pensieve.statistics import (
     CONFIDENCE,
     Estimate,
     PairedRatio,
-    bootstrap_percentiles_by_seed,
+    estimate_percentiles_by_seed,
     fit_line,
     has_interval,
     paired_ratio,
+    rate_by_seed,
 )
 
 if TYPE_CHECKING:
@@ -120,11 +121,8 @@ class Measured:
     at_least: bool = False
 
 
-def _of_ratio(
-    ratio: PairedRatio, sides: Sides, n_unit: str = "conversations", about: str = "", scale: float = 1.0
-) -> Measured:
-    low, high = (None if end is None else end * scale for end in (ratio.ci_low, ratio.ci_high))
-    return Measured(ratio.ratio * scale, low, high, ratio.n, n_unit, ratio.n_seeds, sides.trial_ids, about)
+def _of_ratio(ratio: PairedRatio, sides: Sides, n_unit: str = "conversations", about: str = "") -> Measured:
+    return Measured(ratio.ratio, ratio.ci_low, ratio.ci_high, ratio.n, n_unit, ratio.n_seeds, sides.trial_ids, about)
 
 
 def _of_estimate(estimate: Estimate, sides: Sides, n_unit: str, about: str = "") -> Measured:
@@ -197,7 +195,7 @@ def label_ratio(sides: Sides, of: str, to: str, column: str = "latency_ms") -> M
 def turn_mean(sides: Sides, column: str, label: str | None = None, phase: str | None = None) -> Measured:
     """The mean over ours: of a conversation's turns, then of conversations."""
     values = conversation_means(sides.values(sides.ours, column, label, phase))
-    return _of_ratio(_mean(values, f"no turn has {column}{_where(label, phase)}"), sides)
+    return _of_ratio(_mean(values, metric_of(column).support, f"no turn has {column}{_where(label, phase)}"), sides)
 
 
 def turn_percentile(
@@ -207,7 +205,7 @@ def turn_percentile(
     values = by_conversation(sides.values(sides.ours, column, label, phase))
     if not values:
         raise MissingSeries(f"no turn has {column}{_where(label, phase)}")
-    [found] = bootstrap_percentiles_by_seed(values, [p])
+    [found] = estimate_percentiles_by_seed(values, [p])
     return _of_estimate(found, sides, "turns")
 
 
@@ -224,7 +222,7 @@ def streaming_difference(sides: Sides, column: str = "ttft_ms") -> Measured:
         if phase in PROBES:
             rounds.setdefault((seed, f"{phase}/{iteration}/{repeat}"), {})[bool(stream)] = value
     found = {key: pair[True] - pair[False] for key, pair in rounds.items() if len(pair) == 2}
-    return _of_ratio(_mean(found, "no round was asked for both with and without streaming"), sides, "pairs")
+    return _of_ratio(_mean(found, REAL, "no round was asked for both with and without streaming"), sides, "pairs")
 
 
 def token_share(sides: Sides, column: str, label: str | None = None, scale: float = 100.0) -> Measured:
@@ -233,7 +231,9 @@ def token_share(sides: Sides, column: str, label: str | None = None, scale: floa
     a, b = (conversation_sums(both[side]) for side in ("a", "b"))
     if not sum(b.values()):
         raise MissingSeries(f"no turn has {column} of any history")
-    return _of_ratio(paired_ratio(a, b, of="means"), sides, scale=scale)
+    found = rate_by_seed({key: (part, b[key]) for key, part in a.items()})
+    low, high = (None if end is None else end * scale for end in (found.ci_low, found.ci_high))
+    return Measured(found.value * scale, low, high, found.n, "conversations", found.groups, sides.trial_ids)
 
 
 def _paired(sides: Sides, column: str, label: str | None = None, phase: str | None = None) -> pd.DataFrame:
@@ -247,11 +247,11 @@ def _found(ratio: PairedRatio | None, otherwise: str) -> PairedRatio:
     return ratio
 
 
-def _mean(values: Pairs, otherwise: str) -> PairedRatio:
-    """The mean, as a ratio to 1: paired_ratio then resamples seeds first, then conversations."""
+def _mean(values: Pairs, support: Support, otherwise: str) -> PairedRatio:
+    """The mean, as a ratio to 1."""
     if not values:
         raise MissingSeries(otherwise)
-    return paired_ratio(values, dict.fromkeys(values, 1.0), of="means")
+    return paired_ratio(values, dict.fromkeys(values, 1.0), of="means", support=support)
 
 
 def _where(label: str | None, phase: str | None) -> str:
@@ -373,7 +373,8 @@ def largest_load_ratio(sides: Sides, refusals: str = "oom_turns") -> Measured:
 def case_excess_pct(sides: Sides, case: str = "*") -> Measured:
     """By how many percent ours takes longer than theirs, over the cases whose name fits the pattern.
 
-    Repetitions of the two were interleaved, so they are paired; the interval resamples cases, then repetitions.
+    Repetitions of the two were interleaved, so they are paired; the interval counts cases where there are several, else
+    repetitions.
     """
     cases = {trial.id: str((trial.config.get("bench") or {}).get("case")) for trial in (*sides.ours, *sides.theirs)}
     names = sorted({name for name in cases.values() if fnmatchcase(name, case)})
