@@ -68,9 +68,14 @@ def test_no_interval_in_the_table_reaches_beyond_none_and_all(store, tmp_path):
     with drawing.csv.open(newline="") as file:
         rows = {row["baseline"]: row for row in csv.DictReader(file)}
     for part in ("gpu", "hit"):
-        assert float(rows["gpu_only"][f"{part}_ci_low"]) == 0.0
-        assert float(rows["pensieve"][f"{part}_ci_high"]) == 100.0
-        assert 0.0 <= float(rows["pensieve"][f"{part}_ci_low"]) < 88.0
+        assert 0.0 <= float(rows["gpu_only"][f"{part}_ci_low"]) < 12.0
+        assert (
+            0.0
+            <= float(rows["pensieve"][f"{part}_ci_low"])
+            < 88.0
+            < float(rows["pensieve"][f"{part}_ci_high"])
+            <= 100.0
+        )
         assert 12.0 < float(rows["gpu_only"][f"{part}_ci_high"]) <= 100.0
 
 

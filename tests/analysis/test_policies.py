@@ -147,7 +147,7 @@ def test_no_share_reaches_beyond_none_and_all(store, tmp_path, drawn):
     """Of six conversations that find 0 or 2, and 98 or 100 of 100 tokens."""
     [drawing] = policy_table.draw(swept(store, {"lru": (1, 0), "belady": (99, 0)}), tmp_path)
     ends = {line["policy"]: line["hits"].split("\n")[1].strip("[]").split(", ") for line in drawing.table}
-    assert float(ends["lru"][0]) == 0.0 and float(ends["belady"][1]) == 100.0
+    assert 0.0 <= float(ends["lru"][0]) < 1.0 and 99.0 < float(ends["belady"][1]) <= 100.0
 
 
 def test_without_least_recently_used_or_a_bound_there_is_no_such_figure(store):

@@ -396,8 +396,9 @@ def test_the_sentence_names_the_smallest_sizes_and_what_more_would_buy():
     )  # fmt: skip
     said = known.sentence()
     assert said.startswith(
-        "To meet 500 ms at p90 you need 40 GB of GPU and 90 GB of CPU KV (470 ms, 2 seeds, no interval); "
-        "80 GB of GPU and 220 GB of CPU KV would find 2.9% more of the history (70.0% against 68.0%)."
+        "Too few seeds to recommend a size for 500 ms at p90, and more may show another one: of those that ran 40 GB of GPU "
+        "and 90 GB of CPU KV (470 ms, 2 seeds, no interval) is the smallest whose mean meets it; add seeds to size.seeds, at "
+        "least 5; 80 GB of GPU and 220 GB of CPU KV would find 2.9% more of the history (70.0% against 68.0%)."
     )
     # (1, 1) finds 0.68 of 0.70 over both seeds, which is below 99 %; (1, 2) is compared by the one seed it has: 0.70 of 0.68.
     assert known.share((1, 1)) == pytest.approx(0.68 / 0.70)
@@ -406,6 +407,24 @@ def test_the_sentence_names_the_smallest_sizes_and_what_more_would_buy():
     assert "99% of what 80 GB of GPU and 220 GB of CPU KV find needs 40 GB of GPU and 220 GB" in said
     # Just below the smallest ones: (0, 2) and (2, 0) too, which have not run.
     assert known.deciding == {(2, 2), (1, 2), (0, 2), (2, 1), (2, 0), (1, 1), (0, 1), (1, 0)}
+
+
+@pytest.mark.parametrize(
+    ("small", "says"),
+    [
+        ((400.0,) * 3, "To meet 500 ms at p90 you need 80 GB"),  # three seeds agree by accident
+        ((410.0, 400.0, 420.0, 390.0, 800.0), "To meet 500 ms at p90 you need 80 GB"),  # the mean is 484 ms
+        ((410.0, 400.0, 420.0, 390.0, 405.0), "To meet 500 ms at p90 you need 20 GB"),
+    ],
+)
+def test_a_size_is_recommended_only_where_its_whole_interval_meets_the_objective(small, says):
+    seeds = {"slo_ttft_ms": 500.0, "seeds": (0, 1, 2, 3, 4)}
+    large = [(0.7, 300.0 + seed) for seed in range(5)]
+    known = made({(0, 0): [(0.7, ttft) for ttft in small], (2, 2): large}, **seeds)
+    assert known.sentence().startswith(says)
+    assert known.answer == ((0, 0) if "20 GB" in says else (2, 2))
+    alone = made({(0, 0): [(0.7, ttft) for ttft in small], (2, 2): large[:3]}, **seeds).sentence()
+    assert alone.startswith(says if "20 GB" in says else "Too few seeds to recommend a size for 500 ms at p90")
 
 
 def test_the_cells_just_below_the_smallest_run_with_every_seed(monkeypatch):
