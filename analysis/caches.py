@@ -15,8 +15,9 @@ from analysis import marks, style
 from analysis.estimates import over_seeds, percent, percentile
 from analysis.registry import Plot, Row, columns, figure
 from analysis.sweep import Cell, Panel, Source
+from pensieve.results.findings import RECOMPUTED as HISTORY_RECOMPUTED
+from pensieve.results.findings import Finding
 from pensieve.results.frame import PAPERS, by_conversation, found_more, values_of
-from pensieve.results.headline import apart
 from pensieve.results.trials import varying_axes
 from pensieve.statistics import FEWEST_GROUPS, Estimate
 from pensieve.units import significant
@@ -325,7 +326,8 @@ def _papers_policy(panel: Panel, source: Source) -> str:
             turns = source.turns(paper)
             beside = {name: more for name, cell in cells.items() if (more := found_more(source.turns(cell), turns))}
             if beside:
-                found.append(f"{PAPERS}, the paper's, recomputes {apart(beside)}")
+                each = [Finding(HISTORY_RECOMPUTED, {}, PAPERS, name, more).text for name, more in beside.items()]
+                found.append(f"{HISTORY_RECOMPUTED}, {PAPERS}: {', '.join(each)}")
     return "; ".join(found)
 
 

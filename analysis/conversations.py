@@ -14,8 +14,8 @@ from analysis import marks, style, tables
 from analysis.estimates import as_estimate, median
 from analysis.registry import Plot, Row, columns, figure
 from analysis.sweep import DEFAULT_COMMAND, Panel, Source
+from pensieve.results.findings import REFERENCE
 from pensieve.results.frame import paired, speed_up, values_of
-from pensieve.results.headline import REFERENCE
 from pensieve.statistics import Estimate, PairedRatio
 
 ByTurn = Mapping[int, Estimate]

@@ -61,10 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             source = chosen_source(store, options, options.sweep)
             drawings, failed = _draw_supported(source, _folder_of(options, source.sweep.id))
             problems.extend(failed)
-            for line in [] if options.quiet else not_drawn(source):
+            for line in not_drawn(source, options.missing):
                 print(line, file=sys.stderr)
             if not drawings and not failed:
-                raise MissingSeries(_no_figure(source))
+                print(_no_figure(source), file=sys.stderr)
 
     status = guarded(options, draw)
     for problem in problems:
@@ -102,13 +102,16 @@ def draw_all(source: Source, folder: Path, dark: bool = False) -> tuple[list[Dra
     return drawings, problems
 
 
-def not_drawn(source: Source) -> list[str]:
-    """The figures that the sweep does not support, a line for each command that makes some of them."""
+def not_drawn(source: Source, named: bool) -> list[str]:
+    """How many figures need other experiments; named: which, a line for each command that makes some of them."""
     names: dict[str, list[str]] = {}
     for figure in registry.FIGURES.values():
         if not figure.applies(source):
             names.setdefault(figure.command, []).append(figure.name)
-    return [f"not drawn: {', '.join(found)}; run `{command}`" for command, found in names.items()]
+    if named:
+        return [f"not drawn: {', '.join(found)}; run `{command}`" for command, found in names.items()]
+    count = sum(map(len, names.values()))
+    return [f"{count} figures need other experiments (--missing names them)."] if count else []
 
 
 def _draw_supported(source: Source, folder: Path) -> tuple[list[Drawing], list[str]]:
@@ -244,7 +247,9 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     found.add_argument("--to", type=Path, help="folder to write to (default: figures/sweep-ID in the outputs folder)")
     found.add_argument("--all", action="store_true", help="every sweep of the database, a folder each")
-    found.add_argument("--quiet", action="store_true", help="do not name the figures that the sweep does not support")
+    found.add_argument(
+        "--missing", action="store_true", help="name the figures that need other experiments, with commands"
+    )
     return found
 
 

@@ -262,7 +262,7 @@ def open_source(
     one of `also` is none."""
     sweep = store.latest_sweep() if sweep_id is None else store.sweep(sweep_id)
     if sweep is None:
-        raise MissingSeries(f"There is no sweep in the results database; run `{DEFAULT_COMMAND}` first.")
+        raise MissingSeries(f"No sweep of the results database has a completed trial; run `{DEFAULT_COMMAND}` first.")
     further = [store.sweep(one) for one in also]
     return Source(store, joined(sweep, further), wanted, allow_mixed, prices or Prices(), also)
 

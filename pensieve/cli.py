@@ -227,7 +227,7 @@ def compare() -> int:
         from pensieve.compose import outputs_folder
         from pensieve.errors import PensieveError
         from pensieve.metrics import Slo
-        from pensieve.results.compare_trials import compare_trials, objective_of, select_trials
+        from pensieve.results.compare_trials import compare_trials, named_sweeps, objective_of, select_trials
         from pensieve.results.store import open_store
         from pensieve.trial.terminal import console
 
@@ -254,9 +254,10 @@ def compare() -> int:
     wanted = ["*"] if options.all else [name.strip() for name in options.metrics.split(",")]
     try:
         store = open_store(outputs_folder(), _database_url(options.url_env), create=False)
-        a, b = select_trials(store, options.a), select_trials(store, options.b)
+        words = named_sweeps(store, (options.a, options.b), _say)
+        a, b = (select_trials(store, one) for one in words)
         asked = Slo(options.slo_ttft_ms, options.slo_tpot_ms)
-        slo = asked if asked != Slo() else objective_of(store, options.a, options.b)
+        slo = asked if asked != Slo() else objective_of(store, *words)
         found = compare_trials(store, a, b, options.allow_mixed, slo)
     except PensieveError as error:
         _say(str(error))
@@ -311,6 +312,8 @@ def _results_parser() -> argparse.ArgumentParser:
     read = command("read", _read, "a conversation of a trial as text, with where each turn's history came from")
     read.add_argument("trial", help="its number, or latest")
     read.add_argument("--session", help="its name (default: the first measured one)")
+    noted = command("notes", _notes, "what a sweep found, comparison by comparison, and what qualifies its numbers")
+    noted.add_argument("sweep", nargs="?", default="latest", help="its id, or latest (default)")
     exported = command("export", _export, "a JSON for each baseline of a sweep, and its turns as CSV and Parquet")
     which = exported.add_mutually_exclusive_group()
     which.add_argument("sweep", type=int, nargs="?", help="default: the latest")
@@ -425,11 +428,8 @@ def _trial_number(store: ResultsStore, asked: str) -> int:
         if not asked.isdecimal():
             raise ResultsError(f"{asked!r} is no trial; give a number (runners/results.py list shows them), or latest.")
         return int(asked)
-    sweep = store.latest_sweep()
-    done = [job.trial.id for job in store.trials_of_sweep(sweep.id) if job.trial is not None] if sweep else []
-    if not done:
-        raise ResultsError("No trial of a sweep is completed yet; run `python runners/run.py -m` first.")
-    return done[0]
+    jobs = store.trials_of_sweep(store.sweep_named(asked).id)
+    return next(job.trial.id for job in jobs if job.trial is not None)
 
 
 def _read(store: ResultsStore, options: argparse.Namespace) -> int:
@@ -442,17 +442,22 @@ def _read(store: ResultsStore, options: argparse.Namespace) -> int:
     return 0
 
 
+def _notes(store: ResultsStore, options: argparse.Namespace) -> int:
+    from pensieve.results.sweep_table import sweep_table
+    from pensieve.trial.terminal import console
+
+    console().print(sweep_table(store, store.sweep_named(options.sweep).id).particulars)
+    return 0
+
+
 def _export(store: ResultsStore, options: argparse.Namespace) -> int:
     from pensieve.compose import outputs_folder
-    from pensieve.errors import ResultsError
     from pensieve.results.export import export_sweep
+    from pensieve.results.store import LATEST
 
     sweep_id = options.named if options.sweep is None else options.sweep
     if sweep_id is None:
-        latest = store.latest_sweep()
-        if latest is None:
-            raise ResultsError("There is no sweep to export yet; run `python runners/run.py -m` first.")
-        sweep_id = latest.id
+        sweep_id = store.sweep_named(LATEST).id
     store.sweep(sweep_id)  # says where there is none
     folder = options.to or outputs_folder() / "export" / f"sweep-{sweep_id}"
     _print(map(str, export_sweep(store, sweep_id, folder)))

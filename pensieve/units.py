@@ -99,3 +99,11 @@ def significant(value: float) -> str:
 def percent(share: float | None) -> str:
     """A share from 0 to 1 in percent, with one decimal and no sign."""
     return NONE if share is None else f"{100 * share:.1f}"
+
+
+def duration(seconds: float) -> str:
+    """As a person says it: "40 s", "12 min", "3 h 20 min"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"

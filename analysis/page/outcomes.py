@@ -6,13 +6,16 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from analysis.page.document import Table
+from analysis.page.particulars import UPFRONT
 from analysis.sweep import Source
 from pensieve.errors import MissingSeries
 from pensieve.results.claims.measures import Sides, Which, speedup
-from pensieve.results.headline import REFERENCE
+from pensieve.results.findings import REFERENCE
 from pensieve.results.sweep_table import SweepRow, sweep_table
 from pensieve.results.trials import Evidence, mixtures
 from pensieve.units import NONE, percent, three_digits
+
+_IN_A_TABLE = ("not_completed", "never_begun")  # what did not complete has one of its own
 
 SPEEDUP_TURNS: Sequence[tuple[str, Which]] = (
     ("turn 1", 1),
@@ -24,8 +27,9 @@ SPEEDUP_TURNS: Sequence[tuple[str, Which]] = (
 
 
 def answers(source: Source) -> Sequence[str]:
-    """What was found, and what qualifies it, in sentences; of a benchmark its table alone says it."""
-    return [] if _benchmark(source) else sweep_table(source.store, source.sweep.id).answers
+    """What was found, in a sentence; of a benchmark its table alone says it."""
+    found = None if _benchmark(source) else sweep_table(source.store, source.sweep.id).headline
+    return [found] if found else []
 
 
 def results(source: Source) -> list[Table]:
@@ -37,16 +41,11 @@ def results(source: Source) -> list[Table]:
 
 
 def notes(source: Source) -> list[str]:
-    warned = ("Simulated on", "Random weights", "Not completed", "trials were never begun")
-    found = [
-        note for note in sweep_table(source.store, source.sweep.id).notes if not any(word in note for word in warned)
-    ]
+    """The notes that do not stand above the tables, a sentence each."""
+    told = sweep_table(source.store, source.sweep.id).notes
+    found = [note.text for note in told if not note.above and note.code not in (*UPFRONT, *_IN_A_TABLE)]
     if source.trials and not _benchmark(source):
-        found.insert(
-            0,
-            "TTFT: time to first token from the intended arrival, queueing included; median over seeds and conversations. "
-            "Rates are shares of history tokens; throughput is the mean of trials.",
-        )
+        found.insert(0, "TTFT counts from the intended arrival, with queueing. Rates are shares of history tokens.")
     return found
 
 
@@ -70,13 +69,13 @@ def _comparison(rows: Sequence[SweepRow]) -> Table:
     axes = list(rows[0].group)
     disk = [("disk hit", "%")] if any(row.disk_hit_rate for row in rows) else []
     columns = [
-        *((axis, "") for axis in axes), ("baseline", ""), ("trials", ""), ("TTFT first", "ms"), ("TTFT fifth", "ms"),
-        ("TTFT last", "ms"), ("output", "tok/s"), ("GPU hit", "%"), ("CPU hit", "%"), *disk, ("miss", "%"),
-        ("outputs", "held against the others"),
+        *((axis, "") for axis in axes), ("baseline", ""), ("trials", ""), ("TTFT p50", "ms"), ("TTFT p99", "ms"),
+        ("TTFT last turn", "ms"), ("ITL p50", "ms"), ("ITL p99", "ms"), ("output", "tok/s"), ("GPU hit", "%"),
+        ("CPU hit", "%"), *disk, ("miss", "%"), ("outputs", "held against the others"),
     ]  # fmt: skip
     texts = [[*row.group.values(), *_row(row, bool(disk))] for row in rows]
-    if all(text[-1] == NONE for text in texts):
-        columns, texts = columns[:-1], [text[:-1] for text in texts]
+    kept = [place for place in range(len(columns)) if any(text[place] != NONE for text in texts)]
+    columns, texts = [columns[place] for place in kept], [[text[place] for place in kept] for text in texts]
     return Table(columns, texts, "Baselines side by side", words=len(axes) + 1)
 
 
@@ -85,7 +84,10 @@ def _row(row: SweepRow, on_disk: bool) -> list[str]:
     return [
         row.baseline,
         str(row.trials),
-        *(three_digits(ms) for ms in (row.ttft_first_ms, row.ttft_fifth_ms, row.ttft_last_ms)),
+        *(
+            three_digits(ms)
+            for ms in (row.ttft_p50_ms, row.ttft_p99_ms, row.ttft_last_ms, row.itl_p50_ms, row.itl_p99_ms)
+        ),
         three_digits(row.throughput_output_tok_s),
         *(percent(rate) for rate in (row.gpu_hit_rate, row.cpu_hit_rate, *disk, row.miss_rate)),
         _outputs(row),

@@ -9,8 +9,8 @@ from typing import Any
 from analysis.page.document import Table
 from analysis.provenance import device_of, ranges
 from analysis.sweep import DEFAULT_COMMAND, Source
-from pensieve.results.caveats import cut_short, mixed, without
 from pensieve.results.claims import Judged
+from pensieve.results.notes import NOTE_COLUMNS, notes
 from pensieve.results.schema import Trial
 from pensieve.results.store import JobResult
 from pensieve.results.trials import Evidence, axis_value, differences, flat, varying_axes
@@ -20,6 +20,8 @@ _GROUPS = ("model", "cache", "eviction", "scheduler", "baseline", "workload", "h
 MANY = 4
 _PER_TRIAL = ("seed", "repeat")
 _HIDDEN = ("_partial_", "missing", "architecture", "inspect")
+UPFRONT = ("simulated", "random_weights")
+"""Notes that a report shows before any number, beside those above every table."""
 _FLAGS_AS_FACTS = ("load", "bench", "floor_is")
 
 
@@ -62,17 +64,8 @@ def facts(source: Source) -> list[tuple[str, str]]:
 
 def warnings(source: Source) -> list[str]:
     """What a reader has to know before any number."""
-    trials = source.trials
-    found = cut_short(Evidence(source.store, source.sweep.id).groups())
-    simulated = [trial for trial in trials if trial.simulated]
-    if simulated:
-        found.append(
-            f"Simulated on {_list(trial.hardware for trial in simulated)}: times come from a cost model, not from a "
-            "device. Hits and misses are those of the real cache."
-        )
-    if any(trial.weights == "random" for trial in trials):
-        found.append("Random weights: the text is meaningless; the speed is that of the architecture.")
-    return [*found, *mixed(trials), *without(source.sweep, source.jobs)]
+    found = Evidence(source.store, source.sweep.id, *NOTE_COLUMNS)
+    return [note.text for note in notes(found, found.groups()) if note.above or note.code in UPFRONT]
 
 
 def failures(source: Source) -> Table | None:

@@ -16,10 +16,10 @@ from pensieve.errors import MissingSeries, MixedPanel, ResultsError
 from pensieve.metric_registry import METRICS, metric_of
 from pensieve.metrics import Slo
 from pensieve.results.frame import conversation_means, paired, turn_frame, values_of
-from pensieve.results.schema import Trial, current_trial
+from pensieve.results.schema import Sweep, Trial, current_trial
 from pensieve.results.served_by import footer
 from pensieve.results.slo import slo_of_sweep, slo_of_trial
-from pensieve.results.store import ResultsStore
+from pensieve.results.store import LATEST, NO_SWEEP, ResultsStore
 from pensieve.results.trials import differences, field_of, flat, mixtures, text_of
 from pensieve.statistics import has_interval, paired_ratio
 
@@ -94,9 +94,44 @@ class ComparedTrials:
 
 def objective_of(store: ResultsStore, *words: str) -> Slo | None:
     """The objective of the sweeps that `words` name (see select_trials); None where none is named, or they differ."""
-    numbers = [number for one in words if (number := _conditions(one).get("sweep")) is not None]
-    asked = {slo_of_sweep(store.sweep(_number_of(store, number)).overrides) for number in numbers}
+    names = [name for one in words if (name := _named(one)[0]) is not None]
+    asked = {slo_of_sweep(store.sweep_named(name).overrides) for name in names}
     return asked.pop() if len(asked) == 1 else None
+
+
+def named_sweeps(store: ResultsStore, words: Sequence[str], say: Callable[[str], None]) -> list[str]:
+    """The words (see select_trials) with a sweep's id for `latest`: of the latest sweep that has what all of them ask for.
+    `say` is told where that is not the latest of all. Raises ResultsError where no sweep has it."""
+    if not any(_named(one)[0] == LATEST for one in words):
+        return list(words)
+    refused: ResultsError | None = None
+    for sweep in store.answering_sweeps():
+        try:
+            for one in (found := [_of(sweep, one) for one in words]):
+                select_trials(store, one)
+        except ResultsError as error:
+            refused = refused or error
+            continue
+        if refused is not None:
+            say(f"latest is sweep {sweep.id} here. Of a later one: {refused}")
+        return found
+    raise refused or ResultsError(NO_SWEEP)
+
+
+def _of(sweep: Sweep, words: str) -> str:
+    """The words, with the sweep's id for `latest`."""
+    named, conditions = _named(words)
+    place = [f"sweep={sweep.id if named == LATEST else named}"] if named is not None else []
+    return ",".join([*place, *(f"{key}={value}" for key, value in conditions.items())])
+
+
+def _named(words: str) -> tuple[str | None, dict[str, str]]:
+    """The sweep that is named, and the conditions."""
+    conditions: dict[str, str] = {}
+    for word in filter(None, (part.strip() for part in words.split(","))):
+        key, given, value = word.partition("=")
+        conditions["sweep" if not given else key.strip()] = key if not given else value.strip()
+    return conditions.pop("sweep", None), conditions
 
 
 def select_trials(store: ResultsStore, words: str) -> list[Trial]:
@@ -107,8 +142,7 @@ def select_trials(store: ResultsStore, words: str) -> list[Trial]:
     trial that ran several times a sweep counts with what it shows, otherwise the newest completed attempt, and no
     reproduction. Raises ResultsError where nothing is found.
     """
-    conditions = _conditions(words)
-    sweep = conditions.pop("sweep", None)
+    sweep, conditions = _named(words)
     trials = _of_sweep(store, sweep) if sweep is not None else _all(store)
     for key, value in conditions.items():
         known = {text_of(field_of(trial, key)) for trial in trials}
@@ -119,14 +153,6 @@ def select_trials(store: ResultsStore, words: str) -> list[Trial]:
     if not trials:
         raise ResultsError(f"No completed trial is meant by {words!r}; python runners/run.py -m makes some.")
     return trials
-
-
-def _conditions(words: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for word in filter(None, (part.strip() for part in words.split(","))):
-        key, given, value = word.partition("=")
-        found["sweep" if not given else key.strip()] = key if not given else value.strip()
-    return found
 
 
 def _as_a_number(text: str) -> str:
@@ -338,16 +364,10 @@ def _all(store: ResultsStore) -> list[Trial]:
 
 
 def _of_sweep(store: ResultsStore, sweep: str) -> list[Trial]:
-    found = {job.trial.id: job.trial for job in store.trials_of_sweep(_number_of(store, sweep)) if job.trial}
+    if sweep != LATEST and not sweep.isdigit():
+        raise ResultsError(
+            f"{sweep!r} is no sweep's id; write a number, latest, or conditions such as baseline=pensieve."
+        )
+    jobs = store.trials_of_sweep(store.sweep_named(sweep).id)
+    found = {job.trial.id: job.trial for job in jobs if job.trial}
     return [found[key] for key in sorted(found)]
-
-
-def _number_of(store: ResultsStore, sweep: str) -> int:
-    if sweep == "latest":
-        latest = store.latest_sweep()
-        if latest is None:
-            raise ResultsError("There is no sweep yet; python runners/run.py -m makes one.")
-        return latest.id
-    if sweep.isdigit():
-        return store.sweep(int(sweep)).id
-    raise ResultsError(f"{sweep!r} is no sweep's id; write a number, latest, or conditions such as baseline=pensieve.")

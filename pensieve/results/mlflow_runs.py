@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlencode
 
 from sqlalchemy import Row, or_, select
 
 from pensieve.errors import ResultsError
 from pensieve.metrics import Slo
+from pensieve.results.findings import LAST_TTFT
 from pensieve.results.frame import counts
 from pensieve.results.identity import counts_for_sweep
 from pensieve.results.mlflow_store import (
@@ -210,24 +212,38 @@ def finish_parent(outputs: Path, store: ResultsStore, sweep_id: int, table: Swee
     return run_id
 
 
+@or_none
+def address_of(outputs: Path, run_id: str) -> str:
+    """Where the UI shows the runs below this one, the lowest TTFT first: what follows the address of the UI."""
+    experiment = client_of(outputs).get_run(run_id).info.experiment_id
+    query = {
+        "searchFilter": tagged(**{PARENT_TAG: run_id}),
+        "orderByKey": "metrics.`ttft_ms_mean`",
+        "orderByAsc": "true",
+    }
+    return f"/#/experiments/{experiment}/runs?{urlencode(query, quote_via=quote)}"
+
+
 def headline_metrics(table: SweepTable) -> dict[str, float | None]:
     """The table's numbers as `quantity/where`. MLflow draws quantities of one name as one section of a run's page.
 
-    ttft_speedup_over/<baseline>: how many times as soon Pensieve's first token comes at the last turn, as in the answer.
+    ttft_speedup_over/<baseline>: the baseline's TTFT over Pensieve's at the last turn, as in the headline.
     """
     several = len({row.baseline for row in table.rows}) > 1
     found: dict[str, float | None] = {}
-    for group, ratios in table.advantages:
-        for baseline, ratio in ratios.items():
-            place = " ".join([*group.values(), baseline])
+    for one in table.findings:
+        if one.quantity == LAST_TTFT:
+            place = " ".join([*one.at.values(), one.other])
             found |= {
-                f"ttft_speedup_over/{place}": ratio.ratio,
-                f"ttft_speedup_over_ci_low/{place}": ratio.ci_low,
-                f"ttft_speedup_over_ci_high/{place}": ratio.ci_high,
+                f"ttft_speedup_over/{place}": one.found.ratio,
+                f"ttft_speedup_over_ci_low/{place}": one.found.ci_low,
+                f"ttft_speedup_over_ci_high/{place}": one.found.ci_high,
             }
     for row in table.rows:
         place = " ".join([*row.group.values(), *([row.baseline] if several or not row.group else [])])
         found |= {
+            f"ttft_ms_p50/{place}": row.ttft_p50_ms,
+            f"ttft_ms_p99/{place}": row.ttft_p99_ms,
             f"ttft_ms_first_turn/{place}": row.ttft_first_ms,
             f"ttft_ms_last_turn/{place}": row.ttft_last_ms,
             f"throughput_output_tok_s/{place}": row.throughput_output_tok_s,

@@ -30,6 +30,8 @@ T = TypeVar("T")
 DATABASE_NAME, NEW_PREFIX = "mlflow.db", ".mlflow-new-"
 URL_ENV = "PENSIEVE_MLFLOW_URL"
 LOCK_TIMEOUT_S = 120
+RUNS_FIRST = {"mlflow.experimentKind": "custom_model_development"}
+"""Tag of an experiment: its page begins with the runs, not with an empty page of traces."""
 PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 """With a server that does not answer; MLflow's own defaults try for minutes."""
 
@@ -195,7 +197,8 @@ def experiment_id(client: Any, outputs: Path, name: str) -> str:
     if found is None and remote_url() is not None:  # the server decides where artifacts go
         return _made_once(client, name)
     if found is None:
-        return str(client.create_experiment(name, artifact_location=(outputs.absolute() / "mlartifacts").as_uri()))
+        location = (outputs.absolute() / "mlartifacts").as_uri()
+        return str(client.create_experiment(name, artifact_location=location, tags=RUNS_FIRST))
     if found.lifecycle_stage == "deleted":
         client.restore_experiment(found.experiment_id)
     return str(found.experiment_id)
@@ -206,7 +209,7 @@ def _made_once(client: Any, name: str) -> str:
     from mlflow.exceptions import MlflowException
 
     try:
-        return str(client.create_experiment(name))
+        return str(client.create_experiment(name, tags=RUNS_FIRST))
     except MlflowException:
         found = client.get_experiment_by_name(name)
         if found is None:

@@ -31,9 +31,9 @@ _NOT_PARAMS = ("hydra", "tracking", "trial", "force", "resume", "sweep", "experi
 
 
 def sweep_name(sweep: Sweep) -> str:
-    """ "ablation_eviction 2026-11-22 03:31", in this machine's time; without an overlay by the axes that are swept."""
-    axes = [axis for axis in swept_axes(sweep.overrides) if axis not in ("seed", "repeat")]
-    what = sweep.experiment or " × ".join(axes) or sweep.name
+    """ "ablation_eviction: eviction × baseline 2026-11-22 03:31": the overlay, what is swept, and this machine's time."""
+    axes = " × ".join(axis for axis in swept_axes(sweep.overrides) if axis not in ("seed", "repeat"))
+    what = ": ".join(filter(None, (sweep.experiment, axes))) or sweep.name
     return f"{what} {sweep.started_at.astimezone():%Y-%m-%d %H:%M}"
 
 

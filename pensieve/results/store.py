@@ -44,6 +44,7 @@ from pensieve.results.slo import SLO_METRICS, judged, slo_of_sweep, slo_of_trial
 T = TypeVar("T")
 
 DATABASE_NAME = "results.db"
+NO_SWEEP = "No sweep has a completed trial yet; python runners/run.py -m makes one."
 LATEST = "latest"  # beside the folders of the sweeps' figures, a link to the one that was drawn last
 ENGINE = "engine"  # `device` of readings of the cache and the queue
 TURN_BATCH = 5000
@@ -99,6 +100,14 @@ class JobResult:
     def value(self, name: str, label: str = "") -> float | None:
         metric = self.metrics.get((name, label))
         return metric.value if metric else None
+
+
+class SweepProgress(NamedTuple):
+    """ended: jobs whose trial has ended. ran: those of them that ended since the sweep was started, elapsed_s ago."""
+
+    ended: int
+    ran: int
+    elapsed_s: float
 
 
 class ResultsStore:
@@ -176,10 +185,48 @@ class ResultsStore:
         """The sweep whose parent run in MLflow this is."""
         return self._one(select(Sweep).where(Sweep.mlflow_run_id == mlflow_run_id))
 
-    def latest_sweep(self) -> Sweep | None:
+    def newest_sweep(self) -> Sweep | None:
         """The sweep that was started or resumed last. Bench commands, whose trials are single cases, are not sweeps."""
         ordinary = select(Sweep).where(Sweep.experiment.is_distinct_from(BENCH))
         return self._one(ordinary.order_by(Sweep.started_at.desc(), Sweep.id.desc()).limit(1))
+
+    def answering_sweeps(self) -> list[Sweep]:
+        """The sweeps that have a completed trial: those that ran to their end before interrupted ones, newest first."""
+        done = (
+            select(SweepTrial.sweep_id).join(Trial, Trial.id == SweepTrial.trial_id).where(Trial.status == "completed")
+        )
+        ordinary = select(Sweep).where(Sweep.experiment.is_distinct_from(BENCH), Sweep.id.in_(done))
+        with self._session() as session:
+            newest = list(session.scalars(ordinary.order_by(Sweep.started_at.desc(), Sweep.id.desc())))
+        return sorted(newest, key=lambda sweep: sweep.status not in ("completed", "failed"))
+
+    def latest_sweep(self) -> Sweep | None:
+        """What `latest` means: the first of the answering sweeps."""
+        return next(iter(self.answering_sweeps()), None)
+
+    def sweep_named(self, name: str) -> Sweep:
+        """By its id, or `latest`. Raises ResultsError where there is none."""
+        if name != LATEST:
+            if not name.isdigit():
+                raise ResultsError(
+                    f"{name!r} is no sweep; give an id (runners/results.py list shows them), or {LATEST}."
+                )
+            return self.sweep(int(name))
+        found = self.latest_sweep()
+        if found is None:
+            raise ResultsError(NO_SWEEP)
+        return found
+
+    def progress_of(self, sweep_id: int) -> SweepProgress:
+        """How far a sweep is: its jobs whose trial has ended, those of them that ran since it was started, and for how long
+        that has been."""
+        started = self.sweep(sweep_id).started_at
+        query = select(Trial.finished_at).join(SweepTrial, SweepTrial.trial_id == Trial.id)
+        query = query.where(SweepTrial.sweep_id == sweep_id, Trial.finished_at.is_not(None))
+        with self._session() as session:
+            ends = list(session.scalars(query))
+        ran = sum(end is not None and end >= started for end in ends)
+        return SweepProgress(len(ends), ran, (_now() - started).total_seconds())
 
     def link(self, sweep_id: int, trial_id: int, job: int, reused: bool) -> bool:
         """Record the trial as the one of this job of the sweep, in place of an earlier one.

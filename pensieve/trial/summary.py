@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from pensieve.metrics import MetricValue
-from pensieve.results.caveats import MOSTLY, cut_short, offered_rate, starting
 from pensieve.results.mlflow_store import URL_ENV, remote_url
+from pensieve.results.notes import MOSTLY, context_cut, offered_rate, starting
 from pensieve.results.schema import Trial
 from pensieve.results.served_by import footer
 from pensieve.results.store import ResultsStore
@@ -31,6 +31,8 @@ ROWS = (
     ("recomputed", "miss_rate", "share"),
     ("scheduler a step", "schedule_ms_mean", "ms"),
 )
+UI_ADDRESS = "http://127.0.0.1:5000"
+"""Of `make ui`, unless PORT is set."""
 TOLD = ("failures", "contaminated", "cache_state_unverified", "held_whole", "late_sends", "oom")
 """Flags of a trial without which its numbers would mislead, beside those for which it must not be compared (mixtures)."""
 
@@ -54,7 +56,8 @@ def summary(store: ResultsStore, trial_id: int) -> RenderableType:
             table.add_row(title, _text(metrics[(name, "")], unit))
     told = [str(trial.flags[flag]) for flag in TOLD if flag in trial.flags]
     told += [f"One of the {why.what}: do not compare its times, and {why.remedy}." for why in mixtures([trial])]
-    first = [*cut_short([TrialGroup({}, {trial.baseline: [trial]})]), *_overloaded(trial, metrics)]
+    cut = context_cut([TrialGroup({}, {trial.baseline: [trial]})])
+    first = [*(note.text for note in cut), *_overloaded(trial, metrics)]
     return Group(*map(Text, first), table, *(Text(line) for line in [*told, *footer([trial])]))
 
 
@@ -67,10 +70,9 @@ def _overloaded(trial: Trial, metrics: Mapping[tuple[str, str], MetricValue]) ->
     if not waited or not ttft or waited <= MOSTLY * ttft:
         return []
     offered = None if starting([trial]) else offered_rate([trial])
-    kept_up = f" {rate:.3g} of {offered:.3g} requests/s offered were finished." if rate and offered else ""
+    kept_up = f" Finished {rate:.3g} of {offered:.3g} requests/s offered." if rate and offered else ""
     return [
-        f"Near saturation: {waited:,.0f} of {ttft:,.0f} ms to the first token (p50) is waiting in the queue. These times are "
-        f"of this load, and grow with how long it lasts.{kept_up}"
+        f"Near saturation: {waited:,.0f} of {ttft:,.0f} ms of TTFT (p50) is queueing. It grows with the run.{kept_up}"
     ]
 
 
@@ -84,7 +86,7 @@ def places(tracking: Tracking) -> list[str]:
     elif tracking.mlflow and remote_url() is not None:
         lines.append(f"MLflow:   the server that {URL_ENV} names")
     elif tracking.mlflow:
-        lines.append(f"MLflow:   make ui   (reads {tracking.outputs / 'mlflow.db'})")
+        lines.append(f"MLflow:   make ui, then {UI_ADDRESS}   (reads {tracking.outputs / 'mlflow.db'})")
     return lines
 
 

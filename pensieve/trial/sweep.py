@@ -29,7 +29,8 @@ from pensieve.compose.preflight import preflight
 from pensieve.errors import ConfigError
 from pensieve.results.environment import Owner, git_commit, host, this_process
 from pensieve.results.identity import sweep_key
-from pensieve.results.mlflow_runs import finish_parent, log_drawn, start_parent
+from pensieve.results.mlflow_runs import address_of, finish_parent, log_drawn, start_parent
+from pensieve.results.mlflow_store import remote_url
 from pensieve.results.slo import PREFIX
 from pensieve.results.store import ResultsStore
 from pensieve.results.sweep_table import SweepTable, sweep_table
@@ -42,7 +43,7 @@ from pensieve.trial.jobs import Jobs, fixed_overrides
 from pensieve.trial.liveness import end_with
 from pensieve.trial.mlflow import copy_trial, copy_waiting
 from pensieve.trial.run import run_trial
-from pensieve.trial.summary import brief, places, summary
+from pensieve.trial.summary import UI_ADDRESS, brief, places, summary
 from pensieve.trial.terminal import (
     INTERRUPTED,
     close_at_exit,
@@ -54,6 +55,7 @@ from pensieve.trial.terminal import (
     sweep_is_closed,
 )
 from pensieve.trial.tracking import Tracking, open_tracking
+from pensieve.units import duration
 from pensieve.worker.torch import shelf
 
 BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
@@ -175,11 +177,15 @@ class OpenSweep:
         return table
 
     def _to_mlflow(self, tracking: Tracking, table: SweepTable, status: str) -> None:
+        """Write the sweep to MLflow, and print where its runs are shown."""
         if not tracking.mlflow:
             return
         if self.mlflow_later:
             copy_waiting(start_parent(tracking.outputs, tracking.store, self.sweep_id, self.config.experiment_name))
-        finish_parent(tracking.outputs, tracking.store, self.sweep_id, table, status)
+        parent = finish_parent(tracking.outputs, tracking.store, self.sweep_id, table, status)
+        address = address_of(tracking.outputs, parent) if parent is not None and remote_url() is None else None
+        if address is not None:
+            say(f"Runs:     {UI_ADDRESS}{address}")
 
 
 def copy_sweep(tracking: Tracking, sweep_id: int, experiment_name: str, status: str) -> None:
@@ -295,7 +301,7 @@ def draw_figures(tracking: Tracking, url_env: str | None, sweep_id: int) -> list
     if not script.is_file():
         return []
     where = ["--url-env", url_env] if url_env else []
-    command = [sys.executable, str(script), "--sweep", str(sweep_id), "--quiet", *where]
+    command = [sys.executable, str(script), "--sweep", str(sweep_id), *where]
     path = os.pathsep.join(filter(None, [str(script.parents[1]), os.environ.get("PYTHONPATH")]))
     settings = {**os.environ, "PENSIEVE_OUTPUTS": str(tracking.outputs), "PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=settings)
@@ -401,12 +407,23 @@ def _record(cfg: DictConfig, config: TrialConfig, tracking: Tracking, membership
         how = "this sweep ran it before" if config.force else "force=true runs it again"
         say(f"{title}: trial {outcome.trial_id} is this one and is completed ({how})")
     elif outcome.completed:
-        say(f"{title}: {brief(tracking.store, outcome.trial_id)}")
+        left = _time_left(tracking.store, membership)
+        say(f"{title}: {brief(tracking.store, outcome.trial_id)}{left}")
     else:
         say(f"{title}: failed. {outcome.error}")
         if config.trial.fail_fast:
             tracking.store.set_sweep(membership.sweep_id, status="failed")
             say("trial.fail_fast=true: no further trial of this sweep begins.")
+
+
+def _time_left(store: ResultsStore, membership: SweepMembership) -> str:
+    """ "; 3 of 18 trials done, about 12 min left", by what those that this sweep ran have taken together."""
+    progress = store.progress_of(membership.sweep_id)
+    waiting = membership.n_expected - progress.ended
+    if waiting <= 0 or not progress.ran:
+        return ""
+    left_s = progress.elapsed_s / progress.ran * waiting
+    return f"; {progress.ended} of {membership.n_expected} trials done, about {duration(left_s)} left"
 
 
 def _key(override: object) -> str:

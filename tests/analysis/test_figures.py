@@ -28,7 +28,7 @@ def outputs(tmp_path, monkeypatch):
 
 def test_what_a_sweep_supports_is_drawn_and_the_rest_is_named_with_its_command(outputs, drawn, capsys):
     chat(open_store(outputs))
-    assert figures.main([]) == 0
+    assert figures.main(["--missing"]) == 0
     assert set(drawn) == {"ttft_by_turn", "hit_rates"}  # and speedup, which is a table
     assert [one.clipped for one in drawn.values()] == [[]] * 2
     told = capsys.readouterr()
@@ -38,6 +38,9 @@ def test_what_a_sweep_supports_is_drawn_and_the_rest_is_named_with_its_command(o
     assert skipped == set(registry.FIGURES) - set(drawn) - {"speedup"}
     assert all("; run `python runners/" in line for line in lines)
     assert "not drawn: hotness; run `python runners/run.py experiment=hotness -m`" in lines
+    assert figures.main([]) == 0
+    count = len(registry.FIGURES) - len(drawn) - 1
+    assert capsys.readouterr().err == f"{count} figures need other experiments (--missing names them).\n"
 
 
 def test_all_draws_each_sweep_into_a_folder_of_its_own(outputs, drawn, capsys):
@@ -56,14 +59,14 @@ def test_a_folder_a_sweep_and_latest_is_the_one_that_was_drawn_last(outputs, dra
     store = open_store(outputs)
     chat(store)
     chat(store, "run.py other -m")
-    assert figures.main(["--quiet"]) == 0
+    assert figures.main([]) == 0
     latest = outputs / "figures" / "latest"
     assert latest.resolve().name == "sweep-2"
-    assert figures.main(["--sweep", "1", "--quiet"]) == 0
+    assert figures.main(["--sweep", "1"]) == 0
     assert latest.resolve().name == "sweep-1"
     assert {one.name for one in (outputs / "figures").iterdir()} == {"latest", "sweep-1", "sweep-2"}
     elsewhere = outputs / "elsewhere"
-    assert figures.main(["--sweep", "2", "--quiet", "--to", str(elsewhere)]) == 0
+    assert figures.main(["--sweep", "2", "--to", str(elsewhere)]) == 0
     assert (elsewhere / "ttft_by_turn.png").exists()
     assert latest.resolve().name == "sweep-1"
 
@@ -97,8 +100,10 @@ def test_one_figure_that_cannot_be_drawn_does_not_take_the_others_with_it(output
     broken_figure = registry.Figure("broken", "Broken", "nothing", "none", lambda source: True, broken)
     chosen = {"broken": broken_figure, "ttft_by_turn": registry.FIGURES["ttft_by_turn"]}
     monkeypatch.setattr(registry, "FIGURES", chosen)
-    assert figures.main(["--quiet"]) == 1
-    assert capsys.readouterr().err.strip() == f"broken: Sweep {source.sweep.id} has no patience; run `run.py -m`."
+    assert figures.main([]) == 1
+    assert (
+        capsys.readouterr().err.splitlines()[-1] == f"broken: Sweep {source.sweep.id} has no patience; run `run.py -m`."
+    )
     assert list(drawn) == ["ttft_by_turn"]
 
 
@@ -106,7 +111,7 @@ def test_a_figure_with_a_fault_is_named_and_does_not_take_the_others_with_it(out
     chat(open_store(outputs))
     faulty = registry.Figure("faulty", "Faulty", "nothing", "none", lambda source: True, lambda source: [int("None")])
     monkeypatch.setattr(registry, "FIGURES", {"faulty": faulty, "ttft_by_turn": registry.FIGURES["ttft_by_turn"]})
-    assert figures.main(["--quiet"]) == 1
+    assert figures.main([]) == 1
     said = capsys.readouterr().err
     assert said.startswith("faulty: the figure has a fault, please report it: ValueError:")
     assert "test_figures.py" in said and len(said.splitlines()) == 1
@@ -115,15 +120,17 @@ def test_a_figure_with_a_fault_is_named_and_does_not_take_the_others_with_it(out
 
 def test_only_the_asked_baselines_are_drawn(outputs, drawn, capsys):
     chat(open_store(outputs), baselines=("pensieve", "gpu_only", "stateless"))
-    assert figures.main(["--baselines", "gpu_only,stateless", "--quiet"]) == 0
+    assert figures.main(["--baselines", "gpu_only,stateless"]) == 0
     assert set(drawn["ttft_by_turn"].lines) == {"gpu_only", "stateless", "ideal"}
 
 
 def test_a_sweep_that_supports_nothing_says_how_it_is_completed(outputs, capsys):
     store = open_store(outputs)
     store.open_sweep("key", "chat", None, "run.py -m", {}, 3, "host", None)
-    assert figures.main(["--quiet"]) == 1
-    assert capsys.readouterr().err.strip() == "Sweep 1 supports no figure; run `run.py -m` to complete it."
+    assert figures.main([]) == 1
+    assert "No sweep of the results database has a completed trial" in capsys.readouterr().err
+    assert figures.main(["--sweep", "1"]) == 0
+    assert capsys.readouterr().err.splitlines()[-1] == "Sweep 1 supports no figure; run `run.py -m` to complete it."
 
 
 def test_a_complete_sweep_without_a_figure_is_not_sent_to_run_again(outputs, capsys):
@@ -131,8 +138,9 @@ def test_a_complete_sweep_without_a_figure_is_not_sent_to_run_again(outputs, cap
     sweep = store.open_sweep("key", "chat", None, "run.py -m", {}, 1, "host", None)
     none = dict.fromkeys(("gpu_hit_rate", "cpu_hit_rate", "miss_rate"))
     add_trial(store, sweep, 0, "prefix_cache", conversation_turns([10.0]), none, workload="vllm_run")
-    assert figures.main(["--quiet"]) == 1
-    assert capsys.readouterr().err.strip() == "Sweep 1 is complete, and no figure is of what it ran."
+    store.set_sweep(sweep, status="completed")
+    assert figures.main([]) == 0
+    assert capsys.readouterr().err.splitlines()[-1] == "Sweep 1 is complete, and no figure is of what it ran."
 
 
 def test_every_figure_has_a_name_of_its_own():
@@ -144,7 +152,7 @@ def test_every_figure_has_a_name_of_its_own():
 
 def test_applying_never_raises_on_a_sweep_without_trials(store):
     store.open_sweep("key", "chat", None, "run.py -m", {}, 3, "host", None)
-    source = open_source(store)
+    source = open_source(store, 1)
     assert not any(figure.applies(source) for figure in registry.FIGURES.values())
 
 

@@ -83,7 +83,7 @@ def test_it_is_for_what_the_paper_ran(store, changed):
 def test_conversations_that_the_context_cuts_are_said_first(store, tmp_path):
     cut = {"conversations": 10, "conversations_cut_by_context": 3}
     [drawing] = paper_throughput.draw(swept(store, TWO, seeds=(0,), engine={"workload": cut}), tmp_path)
-    assert "cuts the load: 3 of 10 conversations end early. To ask" in drawing.caption
+    assert "cuts the load: 3 of 10 conversations end early. Choose" in drawing.caption
     assert drawing.caption.index("cuts the load") < drawing.caption.index("Simulated.")
 
 

@@ -145,7 +145,7 @@ def test_help_and_errors_are_sentences(outputs, capsys, tmp_path):
     assert "There are no results" in capsys.readouterr().err
     open_store(outputs)
     assert report.main([]) == 1
-    assert "no sweep" in capsys.readouterr().err
+    assert "No sweep" in capsys.readouterr().err
     assert report.main(["--sweep", "7"]) == 1
     assert "no sweep 7" in capsys.readouterr().err
     assert report.main(["--claims", str(tmp_path / "none.yaml")]) == 1
@@ -158,13 +158,14 @@ def test_a_sweep_without_completed_trials_still_has_its_page(outputs, without_fi
     trial = store.begin_trial(trial_fields("one", config=USERS))
     store.link(sweep, trial, 0, reused=False)
     store.finish_trial(trial, "failed", "The GPU caught fire; buy another.")
-    running = "The sweep is running: 2 of its 3 trials have not ended yet and 1 did not complete;"
-    assert running in " ".join(particulars.warnings(open_source(store)))
+    running = "The sweep is running: 2 of 3 trials have not ended, 1 did not complete."
+    assert running in " ".join(particulars.warnings(open_source(store, sweep)))
     store.set_sweep(sweep, status="failed")
-    assert report.main([]) == 0
+    assert report.main([]) == 1, "latest is a sweep that can answer"
+    assert report.main(["--sweep", str(sweep)]) == 0
     text = read((outputs / "reports" / f"sweep-{sweep}.html").read_text(encoding="utf-8")).text
     assert "The GPU caught fire" in text
-    assert "None of the sweep's 3 trials completed" in text
+    assert "None of the 3 trials completed" in text
     assert set(verdicts(store, sweep).values()) == {"not comparable"}
 
 
@@ -189,7 +190,7 @@ def test_conversations_that_the_context_cuts_are_the_first_thing_on_the_page():
 def test_the_page_is_titled_by_what_was_swept_and_begins_with_what_was_found():
     source = source_of(seeds=5)
     assert particulars.title(source).endswith(": pensieve and stateless")
-    assert outcomes.answers(source)[0].startswith("At a conversation's last turn Pensieve's first token comes")
+    assert outcomes.answers(source)[0].startswith("TTFT at the last turn: pensieve ")
 
 
 @pytest.mark.parametrize(
@@ -204,7 +205,7 @@ def test_the_comparison_has_a_line_a_baseline_and_speed_ups_against_stateless():
     side_by_side, speedups = outcomes.results(source_of(seeds=5))
     assert [row[0] for row in side_by_side.rows] == ["pensieve", "stateless"]
     assert dict(zip((name for name, _ in side_by_side.columns), side_by_side.rows[0], strict=True)) | {
-        "TTFT first": "44.0", "TTFT fifth": "48.4", "GPU hit": "50.0", "output": "100"
+        "TTFT last turn": "48.4", "GPU hit": "50.0", "output": "100"
     } == dict(zip((name for name, _ in side_by_side.columns), side_by_side.rows[0], strict=True))  # fmt: skip
     [row] = speedups.rows
     assert [name for name, _ in speedups.columns] == ["baseline", "turn 1", "turn 5", "last", "all"]

@@ -1,15 +1,15 @@
-"""Made-up sweeps of baselines, and the sentences that stand over their tables."""
+"""Made-up sweeps of baselines, and what is told of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
 from pensieve.metrics import MetricValue
 from pensieve.record import TurnRecord
 from pensieve.results.store import ResultsStore
-from pensieve.results.sweep_table import sweep_table
+from pensieve.results.sweep_table import SweepTable, sweep_table
 from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep
 
 FLAT = [40.0, 40.0, 40.0]
@@ -25,9 +25,9 @@ def turns(ttft_ms: Sequence[float], factor: float = 1.0, queue_share: float = 0.
     return made
 
 
-def answers(*trials: dict[str, Any], seeds: int = 5, **axes: str) -> str:
-    """The sentences over a sweep of these baselines, each run with every seed; `ttft` rises with chance by seed, `turns` are
-    taken as they are."""
+def told(*trials: dict[str, Any], seeds: int = 5, **axes: str) -> SweepTable:
+    """The table of a sweep of these baselines, each run with every seed; `ttft` rises with chance by seed, `turns` are taken
+    as they are."""
     store = ResultsStore(MEMORY)
     sweep = open_sweep(store, seed="0,1,2,3,4", **axes)
     job = count()
@@ -41,4 +41,16 @@ def answers(*trials: dict[str, Any], seeds: int = 5, **axes: str) -> str:
                 store, sweep, next(job), fields.pop("baseline"), own, fields.pop("metrics", None), seed=seed, **fields
             )
             store.add_metrics(trial, [MetricValue("turns", n, status) for status, n in statuses.items()])
-    return " ".join(sweep_table(store, sweep).answers)
+    return sweep_table(store, sweep)
+
+
+def values_of(table: SweepTable, code: str) -> Mapping[str, Any] | None:
+    """What the note of this code names; None where the sweep has none."""
+    found = [note for note in table.notes if note.code == code]
+    assert len(found) < 2
+    return found[0].values if found else None
+
+
+def where(table: SweepTable, code: str) -> str | None:
+    values = values_of(table, code)
+    return None if values is None else values["where"]

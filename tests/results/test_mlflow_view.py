@@ -26,7 +26,7 @@ def trial(**changed: object) -> Trial:
 def test_a_sweep_is_called_by_its_overlay_and_time_or_else_by_what_it_varies() -> None:
     at = f"{BEGAN.astimezone():%Y-%m-%d %H:%M}"
     axes = {"seed": "0,1", "eviction": "lru,fifo", "cache": "demo"}
-    assert sweep_name(sweep("ablation_eviction", **axes)) == f"ablation_eviction {at}"
+    assert sweep_name(sweep("ablation_eviction", **axes)) == f"ablation_eviction: eviction {at}"
     assert sweep_name(sweep(None, **axes)) == f"eviction {at}"
     assert sweep_name(sweep(None, cache="demo", seed="0,1")) == f"pensieve {at}"
 

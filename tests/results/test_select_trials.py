@@ -47,7 +47,7 @@ def test_what_is_not_there_is_said(store, words, part):
 
 
 def test_an_empty_database_has_nothing():
-    with pytest.raises(ResultsError, match="no sweep yet"):
+    with pytest.raises(ResultsError, match="No sweep has a completed trial yet"):
         select_trials(ResultsStore(MEMORY), "latest")
     with pytest.raises(ResultsError, match="No completed trial"):
         select_trials(ResultsStore(MEMORY), "")

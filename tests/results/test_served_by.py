@@ -42,7 +42,7 @@ def test_one_way_of_serving_is_one_sentence_with_the_check_that_was_nearest_to_i
     )
     trials = select_trials(store, "latest")
     assert footer(trials) == [said]
-    assert said in sweep_table(store, sweep).notes
+    assert said in [note.text for note in sweep_table(store, sweep).notes]
     pairs = [[trial for trial in trials if trial.baseline == name] for name in ("pensieve", "stateless")]
     assert said in compare_trials(store, *pairs).notes
     text = StringIO()
@@ -106,7 +106,7 @@ def test_what_a_context_cut_stands_above_one_trials_numbers() -> None:
 @pytest.mark.parametrize(
     ("queue_ms", "offered", "told"),
     [
-        (7_890_000.0, 5.0, "7,890,000 of 7,899,844 ms to the first token (p50) is waiting in the queue"),
+        (7_890_000.0, 5.0, "7,890,000 of 7,899,844 ms of TTFT (p50) is queueing"),
         (7_890_000.0, None, "7,890,000 of 7,899,844 ms"),
         (10.0, 5.0, None),
     ],
@@ -121,4 +121,4 @@ def test_overload_stands_above_one_trials_numbers(queue_ms: float, offered: floa
     said = text.getvalue()
     assert said.startswith("Near saturation: ") is (told is not None)
     assert told is None or told in said
-    assert ("3.5 of 5 requests/s offered were finished" in said) is (told is not None and offered is not None)
+    assert ("Finished 3.5 of 5 requests/s offered" in said) is (told is not None and offered is not None)

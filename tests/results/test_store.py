@@ -31,13 +31,13 @@ def test_the_same_key_is_the_same_sweep(store: ResultsStore) -> None:
     store.set_sweep(first, status="failed", mlflow_run_id="run")
     assert store.sweep(first).finished_at is not None
     other = store.open_sweep("another", "chat", None, None, {}, 1, "host", None)
-    assert store.latest_sweep().id == other  # type: ignore[union-attr]
+    assert store.newest_sweep().id == other  # type: ignore[union-attr]
     again = store.open_sweep("key", "chat", "pensieve", "run.py -m", {"seed": "0,1"}, 6, "host", "def")
     sweep = store.sweep(again)
     assert again == first != other
     assert (sweep.status, sweep.finished_at, sweep.git_commit) == ("running", None, "def")
     assert (sweep.mlflow_run_id, sweep.overrides) == ("run", {"seed": "0,1"})
-    assert store.latest_sweep().id == first  # type: ignore[union-attr]
+    assert store.newest_sweep().id == first  # type: ignore[union-attr]
     with pytest.raises(ResultsError, match="no sweep 99"):
         store.sweep(99)
 

@@ -61,7 +61,7 @@ def check_whole(outputs, jobs=JOBS):
         assert job.value("ttft_ms_mean") is not None
         (tokens,) = store.artifacts_of(job.trial.id, "tokens")
         assert tokens.path.is_file()
-    assert not [n for n in sweep_table(store, sweep).notes if n.startswith("Not completed")]
+    assert not [n for n in sweep_table(store, sweep).notes if n.code == "not_completed"]
     assert sum(row.trials for row in sweep_table(store, sweep).rows) == jobs
 
 
