@@ -35,15 +35,24 @@ Example: python runners/compare.py sweep=latest,baseline=pensieve sweep=latest,b
 Latencies are paired by seed and conversation, everything else by seed (one value a trial, and an interval from
 five seeds on). "A / B" divides the two columns; "paired" is the geometric mean of the pairs' ratios."""
 
+_TYPED = tuple(sys.argv)  # the command with its arguments, before a verb takes its own
+
 
 @contextmanager
 def _imports() -> Iterator[None]:
+    """What is missing here may be in the .venv of the checkout: go on there, or say in a sentence what to do."""
     try:
         yield
     except ModuleNotFoundError as error:
-        sys.exit(
-            f"The Python package {error.name} is not installed; install it (README.md, make install) and run again."
-        )
+        environment = Path(__file__).resolve().parents[1] / ".venv"
+        python = environment / "bin" / "python"
+        missing = f"The Python package {error.name} is not installed"
+        if not python.is_file():
+            sys.exit(f"{missing} for {sys.executable}; type `make install`, then `source .venv/bin/activate`.")
+        if environment.samefile(sys.prefix):
+            sys.exit(f"{missing} in {environment}; type `make install` and run again.")
+        _say(f"{missing} for {sys.executable}; going on with {python}.")
+        os.execv(python, [str(python), *_TYPED])
 
 
 def main() -> None:

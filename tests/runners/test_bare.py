@@ -4,6 +4,7 @@ Two of them are new interpreters; the others are forks of this one, in which the
 """
 
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -100,5 +101,26 @@ def test_a_bench_runs_and_is_recorded(forked, tmp_path):
 def test_a_package_that_cannot_be_missing_is_named_in_one_sentence(bare, runner):
     done = bare(runner, without=("omegaconf", "sqlalchemy"))
     assert done.returncode == 1
-    assert "is not installed; install it" in done.stderr
+    assert "is not installed in " in done.stderr
+    assert "make install" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_another_python_goes_on_in_the_environment_of_the_checkout(tmp_path, blocker, installed):
+    checkout = tmp_path / "checkout"
+    for name in ("runners/run.py", "pensieve/cli.py", "pensieve/__init__.py", "pensieve/lazy.py"):
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(CHECKOUT / name, checkout / name)
+    python = checkout / ".venv" / "bin" / "python"
+    if installed:
+        python.parent.mkdir(parents=True)
+        python.write_text('#!/bin/sh\necho "$@"\n')
+        python.chmod(0o755)
+    command = [sys.executable, str(checkout / "runners" / "run.py"), "seed=0,1", "-m"]
+    env = {**os.environ, "PYTHONPATH": blocker(["hydra"])}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    [said] = done.stderr.strip().splitlines()
+    assert f"hydra is not installed for {sys.executable}" in said
+    assert (done.returncode == 0, done.stdout.split()) == (installed, command[1:] if installed else [])
+    assert (str(python) if installed else "make install") in said
