@@ -20,7 +20,7 @@ from pensieve.results.claims import Claim, read_claims
 from pensieve.results.claims.claim import unmet
 from pensieve.results.claims.measures import crossing
 from pensieve.results.frame import by_conversation, positive_ratio, values_of
-from pensieve.results.notes import context_cut, offered_rate, starting
+from pensieve.results.notes import load_changed, offered_rate, starting
 from pensieve.results.schema import Trial
 from pensieve.results.slo import slo_of_sweep
 from pensieve.results.trials import TrialGroup
@@ -388,7 +388,7 @@ def paper_throughput(source: Source) -> Iterator[Plot]:
                     }
                 )
         simulated = all(trial.simulated for trial in trials)
-        cut = "".join(f"{note.text} " for note in context_cut(_groups(panel)))
+        cut = "".join(f"{note.text} " for note in load_changed(_groups(panel)))
         lead = (
             f"{cut}{'Simulated. ' if simulated else ''}Latency over output tokens, mean and 90th percentile; requests/s "
             "where it passes the limit for good, between two loads in a straight line, mean over seeds; the ratio is "

@@ -33,8 +33,11 @@ def recipe(title):
 
 
 def write_files(blocks, root):
-    """Each block whose first line names a file: a diff is applied to it, anything else is its content."""
+    """Each block whose first line names a file: a diff is applied to it, anything else is its content.
+    Conversations are those of mine.jsonl."""
     for language, content in blocks:
+        if language == "jsonl":
+            (root / "mine.jsonl").write_text(content)
         named = NAMED.match(content)
         if named is None:
             continue
@@ -99,6 +102,10 @@ def copy(tmp_path):
 @pytest.mark.parametrize(
     ("title", "column", "name", "promise", "kept"),
     [
+        (
+            "Your own conversations", "workload", "trace",
+            "select count(*), count(distinct session), max(turn) from turn where phase != 'warmup'", (3, 2, 2),
+        ),
         ("A model", "model", "small_llama", "select gpu_tokens, cpu_tokens from trial", (1408, 4224)),
         (
             "An eviction policy", "eviction", "my_policy",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pensieve.compose import TrialConfig, TrialPlan, build_tokenizer, make_workload, plan_trial
-from pensieve.workload.base import context_cuts, cut_by_context
+from pensieve.workload.base import byte_notes, context_cuts, cut_by_context
 from pensieve.workload.inspection import Inspection, Spread, inspect
 
 _SAME = {"baseline", "eviction", "scheduler", "tracking", "trial", "slo", "repeat"}
@@ -51,7 +51,8 @@ def inspection_lines(plan: TrialPlan, found: Inspection) -> list[str]:
     title = f"workload={plan.config.workload.get('name')}, seed {plan.config.seed}, {plan.model.name}, nothing was run"
     width = max(len(name) for name, _ in rows)
     cut = cut_by_context([found.plan.facts])
-    return [title, *([context_cuts(cut)] if cut else []), *(f"  {name:<{width}}  {text}" for name, text in rows)]
+    notes = [*([context_cuts(cut)] if cut else []), *byte_notes(found.plan.facts)]
+    return [title, *notes, *(f"  {name:<{width}}  {text}" for name, text in rows)]
 
 
 def _labels(found: Inspection) -> list[tuple[str, str]]:

@@ -31,7 +31,7 @@ from pensieve.idle_sessions import MemoryLimits
 from pensieve.request import tokens_of
 from pensieve.scheduler.composition import Composition
 from pensieve.specs import HardwareSpec, ModelSpec
-from pensieve.tokenizer import Tokenizer
+from pensieve.tokenizer import ByteTokenizer, Tokenizer
 from pensieve.worker.base import Worker
 from pensieve.worker.torch import shelf
 from pensieve.worker.torch.threads import physical_cores
@@ -370,6 +370,7 @@ def make_workload(plan: TrialPlan, tokenizer: Tokenizer) -> Workload:
         force_lengths=plan.device.simulated or plan.weights == "random",
         chat=ChatTemplate(tokenizer),
         memory_bytes=free_host_memory_bytes(),
+        byte_tokens=tokenizer.name == ByteTokenizer.name,
         stateless_capacity=_capacity(plan) if plan.device.simulated else None,
     )
     return in_state(plan.config.cache_state, find_parts(plan.config).workload, context)

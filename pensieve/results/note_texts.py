@@ -7,6 +7,7 @@ TEXTS = {
     "trials_missing": "{missing} of {expected} trials did not complete. Type the same command again to run them.",
     "do_not_compare": "Do not compare times here: the sweep holds {what}. Remedy: {remedy}.",
     "mostly_lost": "Too few turns completed to compare: {where}.",
+    "tokens_are_bytes": "{text}",
     "context_cut": (
         "The model's context cuts the load: {where}. Choose a model with a longer context to ask all of it "
         "(simulated: model.architecture.max_position_embeddings)."
@@ -65,7 +66,10 @@ TEXTS = {
     "gap_closed": "lru to bound, closed: (hits - lru's hits) / (bound - lru's hits), paired by seed and conversation.",
 }
 
-ABOVE = ("sweep_running", "none_completed", "trials_missing", "do_not_compare", "mostly_lost", "context_cut")
+ABOVE = (
+    "sweep_running", "none_completed", "trials_missing", "do_not_compare", "mostly_lost", "tokens_are_bytes",
+    "context_cut",
+)  # fmt: skip
 """Codes of the notes that stand above a table, in this order; the others are behind a command."""
 
 FACTS = (

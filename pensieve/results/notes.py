@@ -21,7 +21,7 @@ from pensieve.results.trials import Evidence, TrialGroup, field_of, mixtures
 from pensieve.statistics import FEWEST_GROUPS, enough_for
 from pensieve.units import percent
 from pensieve.window import HALVES_MAY_DIFFER
-from pensieve.workload.base import cut_by_context
+from pensieve.workload.base import byte_notes, cut_by_context
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -56,7 +56,7 @@ class Note:
 
 def notes(found: Evidence, groups: Sequence[TrialGroup]) -> list[Note]:
     """All that apply to the sweep, those above the table first."""
-    made = [*missing(found), *not_comparable(groups), *_lost_most(found, groups), *context_cut(groups)]
+    made = [*missing(found), *not_comparable(groups), *_lost_most(found, groups), *load_changed(groups)]
     for rule in _RULES:
         made += rule(found, groups)
     return made
@@ -84,7 +84,14 @@ def not_comparable(groups: Sequence[TrialGroup]) -> list[Note]:
     return [Note("do_not_compare", {"what": what, "remedy": remedy}) for what, remedy in reasons]
 
 
-def context_cut(groups: Sequence[TrialGroup]) -> list[Note]:
+def load_changed(groups: Sequence[TrialGroup]) -> list[Note]:
+    """What makes the load another one than was meant: lengths in bytes, conversations that the model's context cuts."""
+    plans = [plan_of(trial) for group in groups for trials in group.trials.values() for trial in trials]
+    in_bytes = dict.fromkeys(text for plan in plans for text in byte_notes(plan))
+    return [*(Note("tokens_are_bytes", {"text": text}) for text in in_bytes), *_context_cut(groups)]
+
+
+def _context_cut(groups: Sequence[TrialGroup]) -> list[Note]:
     """What the model's context took from the conversations. Baselines of a group have the same conversations by seed, which
     count once."""
     told = {}
@@ -432,6 +439,7 @@ def load_line(trials: Sequence[Trial]) -> str | None:
         if values := [float(plan[name]) for plan in known if isinstance(plan.get(name), int | float)]:
             parts.append(f"{_range(values)} {words}")
     load = ", ".join(sorted({str(plan["load"]) for plan in known if "load" in plan}))
+    load += ", tokens are bytes" if load and any(byte_notes(plan) for plan in known) else ""
     return f"Load ({load}): {', '.join(parts)}." if load else None
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from pensieve.metrics import MetricValue
 from pensieve.results.mlflow_store import URL_ENV, remote_url
-from pensieve.results.notes import MOSTLY, context_cut, offered_rate, starting
+from pensieve.results.notes import MOSTLY, load_changed, offered_rate, starting
 from pensieve.results.schema import Trial
 from pensieve.results.served_by import footer
 from pensieve.results.store import ResultsStore
@@ -56,7 +56,7 @@ def summary(store: ResultsStore, trial_id: int) -> RenderableType:
             table.add_row(title, _text(metrics[(name, "")], unit))
     told = [str(trial.flags[flag]) for flag in TOLD if flag in trial.flags]
     told += [f"One of the {why.what}: do not compare its times, and {why.remedy}." for why in mixtures([trial])]
-    cut = context_cut([TrialGroup({}, {trial.baseline: [trial]})])
+    cut = load_changed([TrialGroup({}, {trial.baseline: [trial]})])
     first = [*(note.text for note in cut), *_overloaded(trial, metrics)]
     return Group(*map(Text, first), table, *(Text(line) for line in [*told, *footer([trial])]))
 

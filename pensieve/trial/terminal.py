@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from pensieve.compose.explain import explain, explain_value_error
+from pensieve.compose.meant import as_meant
 from pensieve.errors import PensieveError
 
 INTERRUPTED = 130
@@ -69,7 +70,10 @@ def guarded(app: Callable[[], object], config_name: str = "config") -> None:
 
     Hydra prints several lines and a hint of its own for its errors, unless it is asked to raise them.
     """
-    sys.argv[1:] = sorted(sys.argv[1:], key=lambda text: not _stands_alone(text))
+    arguments, notes = as_meant(sys.argv[1:], config_name)
+    for note in notes:
+        say(note)
+    sys.argv[1:] = sorted(arguments, key=lambda text: not _stands_alone(text))
     remember_interrupts()
     if FULL_TRACE:
         app()

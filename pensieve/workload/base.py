@@ -47,6 +47,8 @@ class WorkloadContext:
     """How the model reads conversations; None: as plain lines."""
     memory_bytes: int | None = None
     """Free memory of this machine, beyond which no conversations are written; None: not known."""
+    byte_tokens: bool = False
+    """Text is read as bytes: the model has no tokenizer on this machine."""
     stateless_capacity: Callable[[Sequence[tuple[int, int]]], float] | None = None
     """Requests a second that stateless serving could finish here, from (prompt, reply) tokens of requests; None: nobody
     knows before it is measured, as on a real device."""
@@ -114,6 +116,23 @@ def context_cuts(where: str) -> str:
         f"The model's context cuts the load: {where}. To ask all of it, choose a model with a longer context; simulated, "
         "model.architecture.max_position_embeddings may be raised."
     )
+
+
+BYTE_TOKENS = (
+    "Tokens are bytes here, about four to a real token: lengths and cache sizes come out four times too large. Install a "
+    "tokenizer: `hf download MODEL tokenizer.json tokenizer_config.json`, then model.tokenizer=MODEL (or a folder that "
+    "holds one)."
+)
+
+
+def bytes_fact(context: WorkloadContext) -> dict[str, Any]:
+    """For WorkloadPlan.facts of a workload that reads recorded text."""
+    return {"tokens": "bytes"} if context.byte_tokens else {}
+
+
+def byte_notes(facts: Mapping[str, Any]) -> list[str]:
+    """The sentence that goes wherever this load's lengths are shown; none where a tokenizer made them."""
+    return [BYTE_TOKENS] if facts.get("tokens") == "bytes" else []
 
 
 class Workload(Protocol):

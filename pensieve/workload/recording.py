@@ -113,5 +113,10 @@ class Recording:
         )
 
 
+def has_text(recording: Recording) -> bool:
+    """Whether lengths depend on the tokenizer that reads it."""
+    return any(isinstance(call.content, Text) for one in recording.conversations for call in one.calls)
+
+
 def hashes_of(values: list[int]) -> TokenArray[int]:
     return array("q", values)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pensieve.errors import ConfigError
-from pensieve.workload.base import WorkloadContext
+from pensieve.workload.base import WorkloadContext, bytes_fact
 from pensieve.workload.chance import shuffled
 from pensieve.workload.fields import at_least, positive_seconds, within_memory
 from pensieve.workload.fit import Dialogue, Fit, fitted, warmups
@@ -17,7 +17,7 @@ from pensieve.workload.formats import load
 from pensieve.workload.formats.reading import OnMalformed
 from pensieve.workload.hub import load_from_hub
 from pensieve.workload.playback import Pauses, Playback, Poisson, Users
-from pensieve.workload.recording import Recording
+from pensieve.workload.recording import Recording, has_text
 from pensieve.workload.synthetic import SHAREGPT, ULTRACHAT, draw
 
 MEANS_OF = 2000  # conversations whose means set a relative rate, and how many arrive in a time
@@ -115,6 +115,7 @@ def sharegpt_workload(
         "malformed_lines": recording.malformed,
         "malformed_examples": list(recording.examples),
         **recording.facts,
+        **(bytes_fact(context) if has_text(recording) else {}),
         **left_out,
         **rates,
         **relative,

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pensieve.errors import ConfigError
-from pensieve.workload.base import WorkloadContext
+from pensieve.workload.base import WorkloadContext, bytes_fact
 from pensieve.workload.chance import PART_RULE, part_of, shuffled
 from pensieve.workload.fields import at_least, positive_seconds
 from pensieve.workload.fit import Dialogue, Fit, fitted, warmups
-from pensieve.workload.formats import FORMATS, load
+from pensieve.workload.formats import load
 from pensieve.workload.formats.reading import OnMalformed
 from pensieve.workload.outliers import without_outliers
 from pensieve.workload.playback import Pauses, Playback, Poisson, Recorded, Users
-from pensieve.workload.recording import Conversation, Recording
+from pensieve.workload.recording import Conversation, Recording, has_text
 from pensieve.workload.reuse import block_reuse, recorded_blocks
 from pensieve.workload.sharegpt import WARMUP_SIDE_BY_SIDE, arrivals_of
 
@@ -48,7 +48,7 @@ def trace_workload(
     warmup_turns: int = 4,
     timeout_s: float | None = None,
 ) -> Playback:
-    """Replay a file of recorded requests (formats: see pensieve.workload.formats).
+    """Replay a file of recorded requests. format: see pensieve.workload.formats; None: as the first entry looks.
 
     A format with times is replayed open-loop: each request is sent at its recorded time x time_scale after the first
     one, whatever the system does (0.5: twice the load). Its requests carry their whole prompts, or continue where the
@@ -75,10 +75,8 @@ def trace_workload(
 
     Raises ConfigError for a field out of range, MalformedInput for a file or line that cannot be read.
     """
-    if path is None or format is None:
-        raise ConfigError(
-            "workload=trace needs workload.path=FILE and workload.format=" + "|".join(FORMATS) + "; set both."
-        )
+    if path is None:
+        raise ConfigError("workload=trace needs workload.path=FILE, the recorded requests; set it.")
     at_least("window_start_s", window_start_s, 0)
     at_least("min_turns", min_turns, 1, whole=True)
     at_least("warmup_turns", warmup_turns, 1, whole=True)
@@ -111,7 +109,9 @@ def trace_workload(
     if recording.timed:
         inside, outliers = without_outliers(inside, on_malformed, path)
         if users is not None:
-            raise ConfigError(f"workload.format={format} has a time for each request; leave workload.users alone.")
+            raise ConfigError(
+                f"workload.format={recording.format} has a time for each request; leave workload.users alone."
+            )
     chosen, parts = _part(part)
     people = [one for one in inside if one.begun is None and part_of(one.id, parts) == chosen]
     if not people:
@@ -133,13 +133,14 @@ def trace_workload(
         )
     facts: dict[str, Any] = {
         "source": Path(path).name,
-        "format": format,
+        "format": recording.format,
         "rule": recording.rule,
         "requests_in_file": recording.requests,
         "conversations_in_file": len(recording.conversations),
         "malformed_lines": recording.malformed,
         "malformed_examples": list(recording.examples),
         **recording.facts,
+        **(bytes_fact(context) if has_text(recording) else {}),
         **({"part": part, "part_rule": PART_RULE} if part else {}),
         "conversations_begun_before_the_window": begun_before,
         "requests_far_from_all_others": outliers,
@@ -251,7 +252,7 @@ def _versions(path: str) -> tuple[tuple[str, int, int], ...]:
 
 @lru_cache(maxsize=1)
 def _read(
-    path: str, format: str, on_malformed: OnMalformed, versions: tuple[tuple[str, int, int], ...]
+    path: str, format: str | None, on_malformed: OnMalformed, versions: tuple[tuple[str, int, int], ...]
 ) -> tuple[Recording, dict[str, Any]]:
     """The recording, and what could be reused in it; once for all trials of a sweep. versions: of the files."""
     recording = load(path, format, on_malformed)

@@ -63,3 +63,12 @@ def test_what_the_context_cuts_is_said_first(workload, context):
         assert cut.plan.facts["conversations_too_long_for_the_context"] == 0
         lost = whole.turns - cut.turns
         assert lost == cut.plan.facts["turns_cut_by_context"] and f"({lost:,} turns are never asked)" in first
+
+
+@pytest.mark.parametrize("text", [True, False])
+def test_lengths_in_bytes_are_said_first(tmp_path, text):
+    said = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
+    counted = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,3,4"
+    (tmp_path / "file").write_text(said if text else counted)
+    plan = plan_trial(checked("workload=trace", f"workload.path={tmp_path / 'file'}"))
+    assert inspection_lines(plan, inspection_of(plan))[1].startswith("Tokens are bytes here") is text

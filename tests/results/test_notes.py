@@ -272,6 +272,13 @@ def test_a_context_that_cuts_conversations_stands_above_the_table(plan: dict[str
     assert where(told({**OURS, **trial}, {**THEIRS, **trial}), "context_cut") == noted
 
 
+def test_lengths_in_bytes_stand_above_the_table() -> None:
+    trial = {"engine": {"workload": {**CUT, "tokens": "bytes", "load": "closed", "sessions": 3}}}
+    table = told({**OURS, **trial}, {**THEIRS, **trial})
+    assert [note.code for note in table.notes if note.above] == ["tokens_are_bytes", "context_cut"]
+    assert any("(closed, tokens are bytes)" in note.text for note in table.notes)
+
+
 def test_the_settings_whose_conversations_are_cut_are_named() -> None:
     longer = {"conversations": 40, "conversations_too_long_for_the_context": 2}
     table = told(

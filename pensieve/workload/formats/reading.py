@@ -44,6 +44,23 @@ class Reader:
             raise MalformedInput(f"The folder {self.path} holds no {pattern}; set workload.path to the recorded files.")
         return found
 
+    def first_fields(self) -> set[str]:
+        """The fields of the first entry, or the columns; empty where it has none."""
+        file = self.files("*.json*")[0]
+        line = next((line for _, line in self._lines(file) if line.strip()), "")
+        if line.lstrip()[:1] not in ("[", "{"):
+            return set(next(csv.reader([line]), ()))
+        try:
+            try:
+                entry = json.loads(line)
+            except ValueError:  # one document over many lines
+                entry = json.loads(file.read_bytes())
+        except ValueError:
+            return set()
+        if isinstance(entry, list):
+            entry = entry[0] if entry else None
+        return set(entry) if isinstance(entry, Mapping) else set()
+
     def json_lines(self, parse: Callable[[Row], T], file: Path | None = None) -> Iterator[T]:
         """parse(row) of each non-empty line."""
         file = file or self.path

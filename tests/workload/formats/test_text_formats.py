@@ -46,6 +46,59 @@ def test_sharegpt_pairs_up_messages(tmp_path):
     assert recording.conversations[0].calls[1].continues
 
 
+def test_openai_messages_keep_what_is_not_said_by_the_assistant(tmp_path):
+    call = [{"type": "function", "function": {"name": "look"}}]
+    rows = [
+        [("system", "be kind"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("user", "d"), ("assistant", "e")],
+        [("user", "a"), ("assistant", None, call), ("tool", "found"), ("assistant", "b"), ("user", "unanswered")],
+        [("user", [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {}}]), ("assistant", "b")],
+        [("user", "unanswered")],
+    ]
+    path = tmp_path / "mine.jsonl"
+    names = ("role", "content", "tool_calls")
+    lines = [{"messages": [dict(zip(names, message, strict=False)) for message in row]} for row in rows]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    recording = load(path)
+    assert recording.format == "openai_jsonl"
+    assert said(recording) == {
+        "conversation.0": [("be kind\na", "b"), ("c\nd", "e")],
+        "conversation.1": [("a", json.dumps(call)), ("found", "b")],
+        "conversation.2": [("see", "b")],
+    }
+    assert recording.facts["conversations_without_a_reply"] == 1
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"), [({"content": "a"}, "no role"), ({"role": "user", "content": None}, "no content")]
+)
+def test_an_openai_message_that_says_nothing_is_malformed(tmp_path, message, reason):
+    with pytest.raises(MalformedInput, match=rf"mine\.jsonl: entry 1: a message has {reason}"):
+        load(write(tmp_path / "mine.jsonl", [{"messages": [message]}]))
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        ("sharegpt", '[\n {"id": "c",\n "conversations": [{"from": "user", "value": "a"}, {"from": "gpt", "value": "b"}]}]'),
+        ("lmbenchmark", '{"input": "a", "output_length": 3}'),
+        ("agent_jsonl", '\n{"session_id": "s", "input": "a", "output": "b"}'),
+        ("mooncake", '{"timestamp": 0, "input_length": 9, "output_length": 5, "hash_ids": [1]}'),
+        ("azure", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n"),
+        ("mt_bench_101", '{"task": "GR", "id": 1, "history": [{"user": "a", "bot": "b"}]}'),
+    ],
+)  # fmt: skip
+def test_a_format_is_told_from_its_first_entry(tmp_path, format, text):
+    (tmp_path / "file").write_text(text)
+    assert load(tmp_path / "file").format == format
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1}', "a,b\n1,2\n"])
+def test_what_no_format_has_is_asked_for(tmp_path, text):
+    (tmp_path / "file").write_text(text)
+    with pytest.raises(ConfigError, match=r"cannot be told from its first entry; say .* workload\.format=openai_jsonl"):
+        load(tmp_path / "file")
+
+
 def test_conversations_of_one_name_stay_apart(tmp_path):
     pair = (("human", "a"), ("gpt", "b"))
     recording = load(
