@@ -19,7 +19,7 @@ from pensieve.statistics import Estimate, PairedRatio, enough_for
 
 AXIS, PROMPT = "workload.agents", "workload.reason_tokens"
 STAGES = ("reason", "reflect")
-COMMAND = "python runners/run.py experiment=agent_scaling -m"
+COMMAND = "python runners/run.py experiment=agents/scaling -m"
 NOTHING = Estimate(float("nan"), None, None, 0, 0)  # of a stage that no turn completed
 
 
@@ -274,7 +274,7 @@ class Stages:
     "agent_stages",
     "A reflection beside the reason before it",
     shows="how many times as fast a reflection is as the reason before it, against the length of the reason's prompt",
-    command="python runners/run.py experiment=agent_stages hardware=sim_h100 model=llama3_1_8b cache=large -m",
+    command="python runners/run.py experiment=agents/stages hardware=sim_h100 model=llama3_1_8b cache=large -m",
     applies=_by_prompt,
 )
 def agent_stages(source: Source) -> Iterator[Plot]:

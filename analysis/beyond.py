@@ -265,6 +265,6 @@ for _one in FACTORS:
         _one.name,
         _one.title,
         shows=f"{_one.title[0].lower()}{_one.title[1:]}: times and hits against {_one.axis}={_one.reference}",
-        command=f"python runners/run.py experiment={_one.name} -m",
+        command=f"python runners/run.py experiment=paper/{_one.name} -m",
         applies=partial(_applies, _one),
     )(partial(_plots, _one))

@@ -103,7 +103,7 @@ def _hit_rates_apply(source: Source) -> bool:
     "hit_rates",
     "Where history was found",
     shows="GPU hits, CPU hits and recomputation against the size of the cache",
-    command="python runners/run.py experiment=ablation_cpu_size -m",
+    command="python runners/run.py experiment=paper/ablation_cpu_size -m",
     applies=_hit_rates_apply,
 )
 def hit_rates(source: Source) -> Iterator[Plot]:
@@ -416,6 +416,6 @@ for _one in ABLATIONS:
         _one.name,
         _one.title,
         shows=f"ablation: {_one.title[0].lower()}{_one.title[1:]}",
-        command=f"python runners/run.py experiment={_one.name} -m",
+        command=f"python runners/run.py experiment=paper/{_one.name} -m",
         applies=partial(_ablation_applies, _one),
     )(partial(_ablation_plots, _one))

@@ -91,7 +91,7 @@ def draw_over_replicas(found: Sequence[Found], height_in: float, measures: Seque
     "replica_routing",
     "Session affinity against other routing",
     shows="history found and time to first token of returning turns, by router, against the number of replicas",
-    command="python runners/run.py experiment=replica_routing -m",
+    command="python runners/run.py experiment=cluster/replica_routing -m",
     applies=lambda source: source.compares(ROUTER) and source.has_metric("gpu_hit_rate"),
 )
 def replica_routing(source: Source) -> Iterable[Plot]:
@@ -163,7 +163,7 @@ class Spread(AtReplicas):
     "cluster",
     "A cluster, simulated",
     shows="time to first token, history computed again and skew, by router, against the number of replicas",
-    command="python runners/run.py experiment=cluster_scale -m",
+    command="python runners/run.py experiment=cluster/scale -m",
     applies=lambda source: source.compares(REPLICAS) and source.has_metric("moved_turns"),
 )
 def cluster(source: Source) -> Iterable[Plot]:
@@ -269,7 +269,7 @@ class Moved:
     "migration",
     "KV that moves, or is computed again",
     shows="time to first token of turns that return, by what becomes of their KV, against the network between replicas",
-    command="python runners/run.py experiment=cluster_migration -m",
+    command="python runners/run.py experiment=cluster/migration -m",
     applies=lambda source: source.compares(MIGRATION) and source.compares(NETWORK),
 )
 def migration(source: Source) -> Iterable[Plot]:

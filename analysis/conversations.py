@@ -147,7 +147,7 @@ def read_speedup(source: Source) -> Iterator[tuple[Panel, Mapping[str, Ratios]]]
     "hotness",
     "Speed-up by how often users return",
     shows="speed-up of hot, warm and cold users over stateless serving",
-    command="python runners/run.py experiment=hotness -m",
+    command="python runners/run.py experiment=users/hotness -m",
     applies=lambda source: has_reference(source) and any(source.has_metric("ttft_ms_p50", one) for one in CLASSES),
 )
 def hotness(source: Source) -> Iterator[Plot]:

@@ -22,8 +22,8 @@ from pensieve.results.frame import by_conversation, values_of
 from pensieve.statistics import Estimate
 from pensieve.units import significant
 
-COMMAND = "python runners/run.py experiment=llm_decode -m"
-CROSSING = "python runners/run.py experiment=disaggregated_decode -m"
+COMMAND = "python runners/run.py experiment=machine/llm_decode -m"
+CROSSING = "python runners/run.py experiment=machine/disaggregated_decode -m"
 WAYS = {"network": ("sent_bytes", "received_bytes"), "GPU-CPU": ("h2d_bytes", "d2h_bytes")}
 
 

@@ -234,7 +234,7 @@ def objective(panel: Panel) -> str:
     "hotness_load",
     "First token by how often users return",
     shows="first tokens of hot, warm and cold users against their number or interval",
-    command="python runners/run.py experiment=hotness_interval -m",
+    command="python runners/run.py experiment=users/hotness_interval -m",
     applies=lambda source: (
         load_axis(source) in CLASS_LOADS and any(source.has_metric("ttft_ms_p50", one) for one in CLASSES)
     ),
@@ -330,7 +330,7 @@ def _over(ours: BySeed, theirs: BySeed) -> PairedRatio | None:
     "paper_throughput",
     "Requests a second at the paper's latency",
     shows="each system at the latency at which the paper compared them, and the paper's ratio",
-    command="python runners/run.py experiment=paper_opt13b_sharegpt -m",
+    command="python runners/run.py experiment=paper/opt13b_sharegpt -m",
     applies=lambda source: load_axis(source) is not None and compared(source.trials) is not None,
 )
 def paper_throughput(source: Source) -> Iterator[Plot]:

@@ -237,7 +237,7 @@ def _hints_apply(source: Source) -> bool:
     "value_of_hint",
     "What a hint is worth to eviction",
     shows="hit rate and the share of the gap to the bound, by what a policy is told",
-    command="python runners/run.py experiment=value_of_hint workload.path=FOLDER -m",
+    command="python runners/run.py experiment=agents/value_of_hint workload.path=FOLDER -m",
     applies=_hints_apply,
 )
 def value_of_hint(source: Source) -> Iterable[Plot]:

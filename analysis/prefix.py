@@ -23,7 +23,7 @@ from pensieve.statistics import Estimate, Line, PairedRatio, estimate_percentile
 
 WORKLOAD = "prefix_invalidation"
 NO_HITS = "no hits"
-COMMAND = "python runners/run.py experiment=prefix_invalidation -m"
+COMMAND = "python runners/run.py experiment=peers/prefix_invalidation -m"
 BLOCKS, BATCH = "workload.blocks", "scheduler.max_batch_tokens"
 QUANTITIES = {
     "hit_ttft_ms": "hit\n(ms)",
@@ -375,7 +375,7 @@ def cascade(source: Source) -> Iterator[Plot]:
     "batch_size_confound",
     "A miss against the prefill batch",
     shows="time to first token of a miss against the prefill batch",
-    command="python runners/run.py experiment=prefix_invalidation_batch -m",
+    command="python runners/run.py experiment=peers/prefix_invalidation_batch -m",
     applies=lambda source: source.has_workload(WORKLOAD) and len(source.swept(BATCH)) > 1,
 )
 def batch_size_confound(source: Source) -> Iterator[Plot]:
@@ -548,7 +548,7 @@ def http_ms(inside: pd.DataFrame, over: pd.DataFrame) -> Estimate:
     "engine_interfaces",
     "An engine in this process and over HTTP",
     shows="what HTTP adds to the first token of the same engine",
-    command="python runners/run.py experiment=prefix_invalidation_engines -m",
+    command="python runners/run.py experiment=peers/prefix_invalidation_engines -m",
     applies=lambda source: (
         source.has_workload(WORKLOAD) and any({*pair} <= {*source.baselines()} for pair in INTERFACES.items())
     ),

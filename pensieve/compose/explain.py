@@ -15,7 +15,7 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pensieve.compose.folder import BASES, conf_folder, ended, nearest
+from pensieve.compose.folder import BASES, conf_folder, ended, nearest, options
 from pensieve.errors import PensieveError
 
 _KEY = re.compile(r"[Cc]ould not (?:override|append to config|delete from config)[^']*'\+?~?([^'=@]+)")
@@ -112,7 +112,9 @@ def _no_such_option(error: MissingConfigException) -> str:
         return f"There is no option {named!r} of model; a folder or a hub id is given as model=hf model.hub_id={named}."
     group, _, option = missing.rpartition("/")
     if error.options and group:
-        return ended(f"There is no {group} {option!r}{nearest(option, {str(o) for o in error.options} - set(BASES))}")
+        known = {str(one) for one in error.options} - set(BASES)
+        known |= set(options(group))  # Hydra knows those of this very folder
+        return ended(f"There is no {group} {option!r}{nearest(option, known)}")
     return f"There is no configuration {missing!r}; --help lists the groups and their options."
 
 

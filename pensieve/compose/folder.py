@@ -33,8 +33,10 @@ def outputs_folder() -> Path:
 
 
 def options(group: str) -> list[str]:
-    """The names of a config group's options, without the files that they only build on."""
-    return sorted(file.stem for file in (conf_folder() / group).glob("*.yaml") if file.stem not in BASES)
+    """The names of a config group's options, those in folders as folder/name, without the files that they only build on."""
+    folder = conf_folder() / group
+    files = (file for file in folder.rglob("*.yaml") if file.stem not in BASES)
+    return sorted(str(file.relative_to(folder).with_suffix("")) for file in files)
 
 
 def read_option(group: str, option: str) -> dict[str, Any]:

@@ -173,7 +173,7 @@ def _simulated(hardware: HardwareConfig) -> Device:
         if not getattr(hardware, field):
             raise ConfigError(
                 f"hardware.{field} has no value, and a simulated machine needs it; set it, or hardware.profile (for "
-                "hardware=sim_paired trial.measure_machine, as experiment=fidelity does)."
+                "hardware=sim_paired trial.measure_machine, as experiment=machine/fidelity does)."
             )
     gpu, cpu = _bytes(hardware, "gpu_memory"), _bytes(hardware, "cpu_memory")
     return Device("sim", "sim", "sim", hardware.name, hardware.gpus, gpu * hardware.gpus, cpu * hardware.gpus)

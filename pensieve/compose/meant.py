@@ -1,8 +1,10 @@
-"""What typed overrides mean before Hydra composes them: `workload.path` alone names recorded conversations."""
+"""What typed overrides mean before Hydra composes them: `workload.path` alone, and experiments by their former names."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from pensieve.compose.folder import options
 
 _RECORDED = "workload=trace"
 _SIMULATED = ("model=llama3_8b", "cache=small", "hardware=sim_a100_80g")
@@ -11,13 +13,37 @@ _SIMULATED = ("model=llama3_8b", "cache=small", "hardware=sim_a100_80g")
 
 def as_meant(arguments: Sequence[str], config_name: str = "config") -> tuple[list[str], list[str]]:
     """The command line with what it implies, and a line for people on each change. config_name: as of `guarded`."""
+    meant, notes = list(arguments), []
+    for place, text in enumerate(arguments):
+        if (found := _moved(text)) is not None:
+            meant[place : place + 1] = found
+            notes.append(f"{text} is now {' '.join(found)}.")
     added: list[str] = []
     if _has(arguments, "workload.path=") and not _has(arguments, "workload=", "experiment=", "replay="):
         added.append(_RECORDED)
         if config_name == "config" and not _has(arguments, "model", "cache", "hardware"):
             added.extend(_SIMULATED)
-    notes = [f"workload.path names recorded conversations; replayed with {' '.join(added)}."] if added else []
-    return [*arguments, *added], notes
+    if added:
+        notes.append(f"workload.path names recorded conversations; replayed with {' '.join(added)}.")
+    return [*meant, *added], notes
+
+
+def _moved(text: str) -> list[str] | None:
+    """experiment=NAME by a former name: without its folder (hotness), with the folder as a prefix (paper_eviction), or with
+    _small. None: it is no former name."""
+    if not text.startswith("experiment="):
+        return None
+    known = options("experiment")
+    name = text.partition("=")[2]
+    if name in known:
+        return None
+    small = name.endswith("_small")
+    name = name.removesuffix("_small")
+    for option in known:
+        folder, _, own = option.rpartition("/")
+        if name in (option, own, f"{folder}_{own}", f"{folder.removesuffix('s')}_{own}"):
+            return [f"experiment={option}", *(["scale=small"] if small else [])]
+    return None
 
 
 def _has(arguments: Sequence[str], *beginnings: str) -> bool:

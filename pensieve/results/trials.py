@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 COLUMNS = frozenset(column.name for column in Trial.__table__.columns)
 _OPTIONS = ("model", "cache", "eviction", "scheduler", "workload", "hardware")  # axes that columns hold by name
-_OVERLAYS = ("experiment", "replay")  # axes whose options are laid over the whole configuration
+_OVERLAYS = ("experiment", "replay", "scale")  # axes whose options are laid over the whole configuration
 _WITHIN_A_GROUP = ("seed", "repeat", "baseline")
 _RANGE = re.compile(r"\s*(choice|range|interval|glob|shuffle|sort|tag)\(")
 _ENCLOSED = re.compile(r"""'(?:\\.|[^'])*'|"(?:\\.|[^"])*"|\[[^\]]*\]|\{[^}]*\}""")

@@ -110,8 +110,8 @@ def run_trial(
     if awaits_profile(config):
         raise ConfigError(
             f"There is no {config.hardware.profile} yet: a real trial of the same repeat measures the machine and writes it. "
-            "Run hardware=local before hardware=sim_paired, as experiment=fidelity does, one job after the other; where its "
-            "trials are there already and the file is gone, add force=true."
+            "Run hardware=local before hardware=sim_paired, as experiment=machine/fidelity does, one job after the other; "
+            "where its trials are there already and the file is gone, add force=true."
         )
     identity = identity_of(plan, resolved, job.reproduces)
     note = None

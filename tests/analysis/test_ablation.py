@@ -14,7 +14,7 @@ from pensieve.results.store import ResultsStore
 from tests.analysis.sweeps import answered, fill
 from tests.results.trials import MEMORY
 
-CONF = Path(__file__).resolve().parents[2] / "conf" / "experiment"
+CONF = Path(__file__).resolve().parents[2] / "conf" / "experiment" / "paper"
 KNOWN = {one.name: one for one in caches.ABLATIONS}
 GOOD, BAD = (60, 30, 10.0), (20, 10, 25.0)  # GPU hit, CPU hit, TTFT
 

@@ -183,7 +183,7 @@ def test_the_summary_table_has_mean_median_and_99th_percentile(tmp_path):
 def test_one_number_of_agents_makes_a_table_and_no_figure(store):
     source = agent_sweep(store, {"pensieve": FAST}, counts=("4",))
     assert agent_table.applies(source) and not agent_scaling.applies(source) and not agent_ratios.applies(source)
-    assert "experiment=agent_scaling -m" in agent_scaling.missing(source)
+    assert "experiment=agents/scaling -m" in agent_scaling.missing(source)
 
 
 @pytest.mark.parametrize("module", [agent_scaling, agent_table, agent_ratios], ids=lambda module: module.name)

@@ -118,7 +118,7 @@ def test_where_no_turn_differs_the_caption_says_so_and_every_ratio_is_one(store,
 
 
 def test_every_factor_has_its_overlay_with_its_axis_and_reference():
-    folder = conf_folder() / "experiment"
+    folder = conf_folder() / "experiment" / "paper"
     overlays = {path.stem: yaml.safe_load(path.read_text()) for path in folder.glob("beyond_*.yaml")}
     assert overlays.keys() == {one.name for one in FACTORS} == {name for name in FIGURES if name.startswith("beyond_")}
     for one in FACTORS:

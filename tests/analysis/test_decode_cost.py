@@ -128,5 +128,7 @@ def test_an_engine_in_this_process_has_a_network_that_nobody_counts(drawn, store
 
 def test_a_sweep_without_decoding_names_the_command(store, tmp_path):
     source = fill(store, {"baseline": ["pensieve"]}, lambda at, seed: [turn("a", 1, phase="warmup")], workload="decode")
-    with pytest.raises(MissingSeries, match=r"no completed request of baseline pensieve.*experiment=llm_decode -m"):
+    with pytest.raises(
+        MissingSeries, match=r"no completed request of baseline pensieve.*experiment=machine/llm_decode -m"
+    ):
         decode_cost.draw(source, tmp_path)

@@ -76,5 +76,5 @@ def test_it_is_not_drawn_where_nothing_crossed_a_network(store):
 
 def test_a_sweep_without_decoding_names_the_command(store, tmp_path):
     source = fill(store, {"baseline": ["fully_aware"]}, lambda at, seed: [turn("a", 1)], workload="decode")
-    with pytest.raises(MissingSeries, match="experiment=disaggregated_decode -m"):
+    with pytest.raises(MissingSeries, match="experiment=machine/disaggregated_decode -m"):
         disaggregation.draw(source, tmp_path)

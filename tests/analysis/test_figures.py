@@ -37,7 +37,7 @@ def test_what_a_sweep_supports_is_drawn_and_the_rest_is_named_with_its_command(o
     skipped = {name for line in lines for name in line.removeprefix("not drawn: ").partition(";")[0].split(", ")}
     assert skipped == set(registry.FIGURES) - set(drawn) - {"speedup"}
     assert all("; run `python runners/" in line for line in lines)
-    assert "not drawn: hotness; run `python runners/run.py experiment=hotness -m`" in lines
+    assert "not drawn: hotness; run `python runners/run.py experiment=users/hotness -m`" in lines
     assert figures.main([]) == 0
     count = len(registry.FIGURES) - len(drawn) - 1
     assert capsys.readouterr().err == f"{count} figures need other experiments (--missing names them).\n"

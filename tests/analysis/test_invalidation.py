@@ -93,7 +93,7 @@ def test_a_sweep_of_another_workload_is_a_missing_series_with_the_command(store)
     assert not prefix.invalidation_cost.applies(source)
     [panel] = source.panels()
     with pytest.raises(
-        MissingSeries, match=r"no completed hit of baseline pensieve.*experiment=prefix_invalidation -m"
+        MissingSeries, match=r"no completed hit of baseline pensieve.*experiment=peers/prefix_invalidation -m"
     ):
         prefix.steps_of(source, panel.cells[0])
 

@@ -224,12 +224,12 @@ def test_swapping_baselines_swaps_the_lines_over_the_batch(drawn, tmp_path):
 def test_one_batch_size_is_not_enough_and_the_command_is_named(store):
     source = prefix_sweep(store, {"pensieve": FAST})
     assert not batch_size_confound.applies(source)
-    assert "experiment=prefix_invalidation_batch" in batch_size_confound.missing(source)
+    assert "experiment=peers/prefix_invalidation_batch" in batch_size_confound.missing(source)
 
 
 @pytest.mark.parametrize("module", [*FIGURES, batch_size_confound], ids=lambda module: module.name)
 def test_a_missing_baseline_names_the_command_that_makes_it(module, store, tmp_path):
-    prefix_sweep(store, {"pensieve": FAST}, extra=BATCHES, command="run.py experiment=prefix_invalidation -m")
+    prefix_sweep(store, {"pensieve": FAST}, extra=BATCHES, command="run.py experiment=peers/prefix_invalidation -m")
     with pytest.raises(
         MissingSeries, match=r"no completed trial of baseline vllm.*`python runners/run.py baseline=vllm -m`"
     ):

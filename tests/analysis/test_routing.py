@@ -63,7 +63,7 @@ def test_one_router_is_no_comparison() -> None:
 
 
 def test_a_machine_without_replicas_beside_a_simulated_one_is_no_comparison() -> None:
-    """As in experiment=fidelity: hardware=local has neither a router nor replicas, a simulated machine has one of each."""
+    """As in experiment=machine/fidelity: hardware=local has neither router nor replicas, a simulated machine one of each."""
     beside = fill(
         ResultsStore(MEMORY),
         {"hardware.router": ["null", "single"], "hardware.replicas": ["null", "1"], "baseline": ["pensieve"]},

@@ -9,25 +9,25 @@ from pensieve.request import is_measured
 from tests.composed import replayed
 
 AT_ONCE = {  # people (or agents), conversations, fewest and most turns of one
-    "sharegpt_light": (3, 5, 5, 10),
-    "sharegpt_full": (32, 32, 10, 30),
-    "sharegpt_gemma": (16, 16, 10, 20),
+    "users/sharegpt_light": (3, 5, 5, 10),
+    "users/sharegpt_full": (32, 32, 10, 30),
+    "users/sharegpt_gemma": (16, 16, 10, 20),
     "demo": (6, 6, 8, 8),
-    "demo_sequential": (1, 6, 7, 7),
-    "hotness": (6, 24, 8, 8),
-    "hotness_users": (6, 24, 8, 8),
-    "agent_scaling": (4, 4, 6, 6),
-    "sharegpt_light_small": (3, 5, 4, 5),
-    "sharegpt_full_small": (6, 6, 4, 6),
-    "demo_sequential_small": (1, 2, 7, 7),
-    "hotness_small": (6, 24, 5, 5),
-    "agent_scaling_small": (4, 4, 4, 4),
+    "users/demo_sequential": (1, 6, 7, 7),
+    "users/hotness": (6, 24, 8, 8),
+    "users/hotness_users": (6, 24, 8, 8),
+    "agents/scaling": (4, 4, 6, 6),
+    "users/sharegpt_light scale=small": (3, 5, 4, 5),
+    "users/sharegpt_full scale=small": (6, 6, 4, 6),
+    "users/demo_sequential scale=small": (1, 2, 7, 7),
+    "users/hotness scale=small": (6, 24, 5, 5),
+    "agents/scaling scale=small": (4, 4, 4, 4),
 }
 QUICK = ("workload.max_new_tokens=4", "workload.think_time_s=0")  # short replies, and everybody begins at the same time
 
 
 def ran(name, *overrides):
-    record, _ = replayed(f"experiment={name}", *overrides)
+    record, _ = replayed(*f"experiment={name}".split(), *overrides)
     assert {turn.status for turn in record.turns} == {"completed"}
     return [turn for turn in record.turns if is_measured(turn.phase)]
 
@@ -48,7 +48,7 @@ def most_open(turns):
 @pytest.mark.parametrize("name", AT_ONCE)
 def test_as_many_people_talk_at_once_as_the_overlay_asks_for(name):
     people, conversations, fewest, most = AT_ONCE[name]
-    turns = ran(name, *(QUICK if name.startswith("sharegpt") else ()))
+    turns = ran(name, *(QUICK if "sharegpt" in name else ()))
     each = Counter(turn.session for turn in turns)
     assert (most_open(turns), len(each)) == (people, conversations)
     assert fewest <= min(each.values()) <= max(each.values()) <= most
@@ -74,7 +74,7 @@ def test_the_demo_puts_every_tier_to_work():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sharegpt_full", "sharegpt_gemma"])
+@pytest.mark.parametrize("name", ["users/sharegpt_full", "users/sharegpt_gemma"])
 def test_the_sharegpt_overlays_find_history_in_the_published_shares(name):
     """GPU 60 to 80 %, CPU 15 to 25 %, recomputed 5 to 15 %; all on the GPU where it holds everything."""
     gpu, cpu, recomputed = history_found(name)
@@ -86,12 +86,12 @@ def test_the_sharegpt_overlays_find_history_in_the_published_shares(name):
 
 @pytest.mark.parametrize("users", [1, 9])
 def test_a_swept_number_of_users_is_what_runs(users):
-    assert most_open(ran("hotness_users", f"workload.users={users}")) == users
+    assert most_open(ran("users/hotness_users", f"workload.users={users}")) == users
 
 
 @pytest.mark.parametrize(("blocks", "a", "b"), [("512/256", 512, 256), ("384/384", 384, 384), ("256/512", 256, 512)])
 def test_a_miss_asks_for_b_and_the_query_in_every_step_and_half_a_second_passes(blocks, a, b):
-    record, _ = replayed("experiment=prefix_invalidation", f"workload.blocks={blocks}", "workload.rounds=2")
+    record, _ = replayed("experiment=peers/prefix_invalidation", f"workload.blocks={blocks}", "workload.rounds=2")
     cases = {}
     for turn in record.turns:
         if turn.iteration >= 0:
@@ -111,6 +111,6 @@ def test_a_miss_asks_for_b_and_the_query_in_every_step_and_half_a_second_passes(
 
 
 def test_decoding_asks_one_request_at_a_time():
-    turns = ran("llm_decode")
+    turns = ran("machine/llm_decode")
     assert (most_open(turns), len(turns)) == (1, 25)
     assert {(turn.prompt_tokens, turn.output_tokens) for turn in turns} == {(72, 50)}

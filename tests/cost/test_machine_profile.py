@@ -280,7 +280,12 @@ def test_a_real_trial_measures_the_machine_beside_itself_once_a_process(h100, tm
     monkeypatch.setattr(machine, "measure_machine", measured)
 
     def planned(hardware: str, repeat: int, pressure: float = 1.0):
-        asking = ("experiment=fidelity", f"hardware={hardware}", f"repeat={repeat}", f"workload.pressure={pressure}")
+        asking = (
+            "experiment=machine/fidelity",
+            f"hardware={hardware}",
+            f"repeat={repeat}",
+            f"workload.pressure={pressure}",
+        )
         return plan_trial(check(composed(*asking)))
 
     assert awaits_profile(planned("sim_paired", 0).config) and not awaits_profile(planned("cpu", 0).config)
@@ -297,11 +302,15 @@ def test_a_real_trial_measures_the_machine_beside_itself_once_a_process(h100, tm
     assert [Path(one).name for one in asked] == ["beside-tiny-0.json", "beside-tiny-1.json"]
     assert measure_beside(plan_trial(check(composed("hardware=cpu", *TIERS)))) is None  # nobody asked
     assert len(asked) == 2
-    wider = plan_trial(check(composed("experiment=fidelity", "hardware=cpu", "repeat=1", "cache.gpu=2048 tokens")))
+    wider = plan_trial(
+        check(composed("experiment=machine/fidelity", "hardware=cpu", "repeat=1", "cache.gpu=2048 tokens"))
+    )
     assert measure_beside(wider) == "minute 3"  # another setting is another machine
     for other in ("baseline=gpu_only", "baseline=vllm", "hardware.gpus=2"):
         with pytest.raises(ConfigError, match=r"profile"):
-            measure_beside(plan_trial(check(composed("experiment=fidelity", "hardware=cpu", "repeat=2", other))))
+            measure_beside(
+                plan_trial(check(composed("experiment=machine/fidelity", "hardware=cpu", "repeat=2", other)))
+            )
     with pytest.raises(ConfigError, match=r"^trial\.measure_machine=/proc/none/x\.json cannot be written"):
         measure_beside(plan_trial(check(composed("hardware=cpu", *TIERS, "trial.measure_machine=/proc/none/x.json"))))
 

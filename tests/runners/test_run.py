@@ -96,7 +96,7 @@ def test_the_axes_of_a_sweeper_that_chooses_as_it_goes_are_kept_apart(outputs, t
     plugin.write_text(
         "from hydra._internal.core_plugins.basic_sweeper import BasicSweeper\n\n\nclass Own(BasicSweeper):\n    pass\n"
     )
-    own = ("-m", "hydra.sweeper._target_=hydra_plugins.own_sweeper.Own", "experiment=ablation_chunk", "seed=0")
+    own = ("-m", "hydra.sweeper._target_=hydra_plugins.own_sweeper.Own", "experiment=paper/ablation_chunk", "seed=0")
     done = run(outputs, *own, *SHORT, "tracking.mlflow=false", PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert rows(outputs, "select json_extract(overrides, '$.\"cache.chunk_tokens\"') from sweep") == [("8,32,128",)]

@@ -213,7 +213,9 @@ def test_a_run_is_one_of_the_package_or_a_file(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["rtx4090_llama3_1_8b", "rtxpro6000_qwen3_32b"])
 def test_simulated_cards_are_within_two_percent_of_the_real_runs(name: str):
-    config = check(composed("experiment=fidelity_vllm", f"replay={name}", f"hardware=sim_{name.partition('_')[0]}"))
+    config = check(
+        composed("experiment=machine/fidelity_vllm", f"replay={name}", f"hardware=sim_{name.partition('_')[0]}")
+    )
     plan = plan_trial(config)
     tokenizer = build_tokenizer(config.model, plan.model.vocab, True)
     workload, described = build_workload(plan, tokenizer)

@@ -57,7 +57,7 @@ def composed(*overrides, name="size"):
     return cfg
 
 
-@pytest.mark.parametrize("experiment", ["policies", "paper_opt13b_sharegpt"])
+@pytest.mark.parametrize("experiment", ["policies", "paper/opt13b_sharegpt"])
 def test_an_experiment_of_a_sweep_composes_into_a_map(experiment):
     """Its axes are left out: a map has its own."""
     cfg = composed(f"experiment={experiment}")
