@@ -155,6 +155,7 @@ def test_a_figure(copy, outputs):
     assert (drawn / "waiting.png").read_bytes().startswith(b"\x89PNG")
     with (drawn / "waiting.csv").open(newline="") as file:
         found = {row["baseline"]: float(row["queue_ms_p50"]) for row in csv.DictReader(file)}
+    assert min(found.values()) > 0
     assert found == dict(
         rows(
             outputs, "select baseline, value from metric join trial on trial.id = trial_id where name = 'queue_ms_p50'"

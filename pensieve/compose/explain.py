@@ -126,12 +126,18 @@ def _composition(error: BaseException, arguments: Sequence[str], config_name: st
     found = _KEY.search(text)
     if isinstance(error, ConfigCompositionException) and found:
         key = found[1]
-        return ended(f"There is no field or group {key!r}{nearest(key, _known_keys(key, arguments, config_name))}")
+        known = _known_keys(key, arguments, config_name)
+        within = [name for name in known if name.endswith(f".{key}")]
+        if within:
+            return f"There is no field or group {key!r}; did you mean {' or '.join(within)}?"
+        return ended(
+            f"There is no field or group {key!r}{nearest(key, (name for name in known if '.' not in name or '.' in key))}"
+        )
     return _first_line(error).rstrip(".") + "."
 
 
 def _known_keys(key: str, arguments: Sequence[str], config_name: str) -> list[str]:
-    """The fields next to `key` that exist with the options that the command line chose."""
+    """The fields next to `key` that exist with the options that the command line chose, and in groups those of its name."""
     chosen = [a for a in arguments if re.fullmatch(r"[a-z_]+=[\w-]+", a) and not a.startswith(key + "=")]
     for overrides in (chosen, []):
         try:
@@ -161,6 +167,8 @@ def _field_names(cfg: DictConfig, key: str) -> Iterator[str]:
     for name in map(str, node):
         if not name.startswith("_"):
             yield f"{parent}.{name}" if parent else name
+            if not parent and isinstance(node.get(name), DictConfig):
+                yield from (f"{name}.{own}" for own in map(str, node[name]) if own == key)
 
 
 def _system(error: OSError) -> str:

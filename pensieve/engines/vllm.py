@@ -99,12 +99,12 @@ class _Vllm(ABC):
         return self._environment / "bin" / "python"
 
     def check(self) -> None:
-        self._refuse_heads()
         if not self.python.is_file() or self._version() is None:
             raise EngineMissing(
                 f"baseline={self._setup.baseline} needs vLLM in an environment of its own, and {self._environment} has none; "
                 f"run `make vllm-env`, or name the environment in {ENVIRONMENT_ENV}."
             )
+        self._refuse_heads()
 
     def identity(self) -> dict[str, str]:
         return {"vllm": self._version() or "none"}

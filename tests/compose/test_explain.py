@@ -29,6 +29,7 @@ def session():
         (["workload.userz=3"], ["'workload.userz'", "did you mean workload.users?"]),
         (["seed=1", "cache.gpx=1"], ["'cache.gpx'", "did you mean cache.gpu?"]),
         (["workload.timeout_s=a=b"], ["workload.timeout_s", "quoted", "'workload.timeout_s=\"a=b\"'"]),
+        (["users=2"], ["'users'", "did you mean workload.users?"]),
         (["seed"], ["'seed' is no override", "group.field=value"]),
         (["experiment_name=größe"], ["quoted", "'experiment_name=\"größe\"'"]),
         (["experiment_name='a/b\"c'x"], ["quoted", 'a/b\\"c']),
