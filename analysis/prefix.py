@@ -30,8 +30,10 @@ QUANTITIES = {
     "miss_ttft_ms": "miss\n(ms)",
     "degradation_pct": "degra-\ndation (%)",
     "stream_overhead_ms": "overhead\n(ms)",
-    "throughput_tok_s": "decoding\n(tokens/s)",
-    "warmup_ms": "warm-up\n(ms)",
+    "throughput_hit_tok_s": "decoding, hit\n(tokens/s)",
+    "throughput_miss_tok_s": "decoding, miss\n(tokens/s)",
+    "rewarm_hit_ms": "warm-up after\na hit (ms)",
+    "rewarm_miss_ms": "warm-up after\na miss (ms)",
 }
 PARTS = {"cached": "GPU hit", "recomputed": "recomputed", "new": "new"}
 STAGES = {
@@ -443,16 +445,17 @@ def summaries(source: Source) -> Iterator[tuple[Panel, list[Summary]]]:
 
 def _summary(source: Source, cell: Cell) -> Summary:
     steps = steps_of(source, cell)
-    decoded, warmed = named(steps, "throughput"), named(steps, "warmup")
-    speeds = decoded["output_tokens"] / decoded["latency_ms"] * 1e3
     found = {
         "hit_ttft_ms": ttft(named(steps, "hit")),
         "miss_ttft_ms": ttft(named(steps, "miss")),
         "degradation_pct": None if keeps_nothing(steps) else degradation_pct(steps),
         "stream_overhead_ms": stream_overhead_ms(steps),
-        "throughput_tok_s": None if decoded.empty else _median(speeds),
-        "warmup_ms": None if warmed.empty else _median(warmed["latency_ms"]),
     }
+    for kind in PROBES:
+        decoded, warmed = named(steps, f"throughput_{kind}"), named(steps, f"rewarm_{kind}")
+        speeds = decoded["output_tokens"] / decoded["latency_ms"] * 1e3
+        found[f"throughput_{kind}_tok_s"] = None if decoded.empty else _median(speeds)
+        found[f"rewarm_{kind}_ms"] = None if warmed.empty else _median(warmed["latency_ms"])
     return Summary(cell, found)
 
 
@@ -473,8 +476,8 @@ def _summary_rows(found: Sequence[Summary]) -> list[Row]:
 def prefix_overview(source: Source) -> Iterator[Plot]:
     lead = (
         "Medians over conversations and their 95 % intervals; overhead: first token when streaming minus when not, paired "
-        "by round; decoding: output tokens over the whole latency of the throughput step, of hits and misses together; "
-        "warm-up: [A, B] for one token"
+        "by round; decoding: output tokens over the whole latency of the throughput step; warm-up: [A, B] for one token, "
+        "after a hit and after a miss"
     )
     texts: dict[str, dict[str, Callable[[float], str]]] = {
         "first token\n(ms)": {
@@ -482,8 +485,14 @@ def prefix_overview(source: Source) -> Iterator[Plot]:
             "miss_ttft_ms": lambda value: f"miss {value:,.1f}",
             "stream_overhead_ms": lambda value: f"overhead {round(value, 2) + 0:+.2f}".replace("-", "−"),
         },
-        "decoding\n(tokens/s)": {"throughput_tok_s": lambda value: f"{value:,.1f}"},
-        "warm-up\n(ms)": {"warmup_ms": lambda value: f"{value:,.0f}"},
+        "decoding\n(tokens/s)": {
+            "throughput_hit_tok_s": lambda value: f"hit {value:,.1f}",
+            "throughput_miss_tok_s": lambda value: f"miss {value:,.1f}",
+        },
+        "warm-up after it\n(ms)": {
+            "rewarm_hit_ms": lambda value: f"hit {value:,.0f}",
+            "rewarm_miss_ms": lambda value: f"miss {value:,.0f}",
+        },
     }
     for panel, found in summaries(source):
         room = 3 if any(one.quantities["stream_overhead_ms"] for one in found) else 2
@@ -496,7 +505,7 @@ def prefix_overview(source: Source) -> Iterator[Plot]:
                     [
                         Bar(
                             estimate, style.colour(one.cell.baseline), text(estimate.value),
-                            f"{one.cell.baseline}/{quantity}", quantity == "miss_ttft_ms",
+                            f"{one.cell.baseline}/{quantity}", "_miss_" in f"_{quantity}",
                         )
                         for quantity, text in quantities.items()
                         if (estimate := one.quantities[quantity]) is not None
@@ -522,7 +531,7 @@ def invalidation_table(source: Source) -> Iterator[Plot]:
     lead = (
         "Hit, miss: medians of times to first token over conversations, with 95 % intervals; degradation: (miss − hit) / "
         "hit of means, paired by round; overhead: when streaming minus when not, paired by round; decoding: output tokens "
-        "over the latency of the throughput step; warm-up: [A, B] for one token"
+        "over the latency of the throughput step; warm-up: [A, B] for one token, after a hit and after a miss"
     )
     for panel, found in summaries(source):
         table = [
