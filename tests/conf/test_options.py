@@ -63,7 +63,7 @@ def test_tiny_has_about_ten_million_parameters():
 @pytest.mark.parametrize("overlay", options("experiment"))
 def test_overlays_compose(overlay):
     cfg = composed(f"experiment={overlay}")
-    own = {"machine/fidelity_vllm": "prefix_cache"}
+    own = {"machine/fidelity_vllm": "prefix_cache", "peers/llama_cpp_cascade": "llama_cpp"}
     assert check(cfg).baseline.name == own.get(overlay, "pensieve")
 
 
