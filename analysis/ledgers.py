@@ -185,10 +185,8 @@ def _worth(source: Source, cell: Cell) -> Worth | None:
 
 
 def _basis(source: Source) -> str:
-    if source.prices.given:
-        said = ", ".join(f"{name} {value:g}" for name, value in source.prices.model_dump().items() if value is not None)
-        return f"at the prices {said}"
-    return "at equal GiB·s: a second of prefill is worth the whole GPU tier for that second"
+    said = ", ".join(f"{name} {value:g}" for name, value in source.prices.model_dump().items() if value is not None)
+    return f"at the prices {said}"
 
 
 @figure(
@@ -264,13 +262,11 @@ def holding(source: Source) -> Iterator[Plot]:
                     )
                     for tier in tiers
                 ),
-                Line2D([], [], color="black", linewidth=0.9, label="even"),
+                *([Line2D([], [], color="black", linewidth=0.9, label="even")] if source.prices.given else []),
             ],
         )
-        lead = (
-            "A point a conversation and tier of a trial; above the line it has saved more than keeping it took, "
-            f"{_basis(source)}. At the lower edge: nothing was saved. What ran is not counted as kept"
-        )
+        line = f"; above the line keeping has paid back, {_basis(source)}" if source.prices.given else ""
+        lead = f"A point a conversation and tier of a trial{line}. At the lower edge: nothing was saved. What ran is not counted as kept"
         yield Plot(panel, picture, lead, rows)
 
 
@@ -353,11 +349,14 @@ def holding_table(source: Source) -> Iterator[Plot]:
         found = [one for cell in panel.cells for one in _kept(source, cell)]
         if not found:
             raise source.lacks("trial with a ledger of holding")
-        lines = [_kept_line(one) for one in found]
-        lead = (
-            "Sums over a whole trial, mean of its seeds, below it the 95 % interval. Paid back: seconds saved over what the "
-            f"idle GiB·s are worth, {_basis(source)}; worth it: conversations that have paid back"
-        )
+        priced = source.prices.given
+        lines = [_kept_line(one, priced) for one in found]
+        lead = "Sums over a whole trial, mean of its seeds, below it the 95 % interval"
+        if priced:
+            lead += (
+                f". Paid back: GPU time saved over memory kept idle, {_basis(source)}; worth it: conversations that have "
+                "paid back"
+            )
         yield Plot(panel, None, lead, [_kept_row(one) for one in found], lines)
 
 
@@ -375,16 +374,18 @@ def _kept_row(one: Kept) -> Row:
     }
 
 
-def _kept_line(one: Kept) -> Mapping[str, str]:
-    return {
+def _kept_line(one: Kept, priced: bool) -> Mapping[str, str]:
+    line = {
         _who(one.cell): _name(one.cell),
         "tier": one.tier,
         "held (GiB·s)": tables.estimated(one.held),
         "idle (GiB·s)": tables.estimated(one.idle),
         "saved (s)": tables.estimated(one.saved),
-        "paid back": tables.NONE if one.paid_back is None else f"{one.paid_back:.2g}×",
-        "worth it": tables.NONE if one.worthwhile is None else f"{one.worthwhile:.0f} %",
     }
+    if priced:
+        line["paid back"] = tables.NONE if one.paid_back is None else f"{one.paid_back:.2g}×"
+        line["worth it"] = tables.NONE if one.worthwhile is None else f"{one.worthwhile:.0f} %"
+    return line
 
 
 # -- break-even ----------------------------------------------------------------------------------------------------------
@@ -395,7 +396,9 @@ def _kept_line(one: Kept) -> Mapping[str, str]:
     "How long it pays to keep idle KV",
     shows="the idle time up to which keeping so many tokens costs less than computing them again",
     command=COMMAND,
-    applies=lambda source: _has_holdings(source) and any(prefill_seconds(job.metrics) for job in source.jobs),
+    applies=lambda source: (
+        source.prices.given and _has_holdings(source) and any(prefill_seconds(job.metrics) for job in source.jobs)
+    ),
 )
 def break_even(source: Source) -> Iterator[Plot]:
     for panel in source.panels(*_along(source), partial=True):
@@ -403,7 +406,7 @@ def break_even(source: Source) -> Iterator[Plot]:
         if not rows:
             raise MissingSeries(
                 f"No tier of sweep {source.sweep.id} has a price beside one of the GPUs; give gpu_hour and gpu_gib_hour or "
-                "cpu_gib_hour to --prices, or none of them."
+                "cpu_gib_hour to --prices."
             )
         picture, axes = style.new_axes(1.5)
         of: dict[tuple[str, Tier], list[tuple[int, float]]] = defaultdict(list)

@@ -1,8 +1,7 @@
 """What devices and memory cost, and what keeping KV is worth: break-even idle times, and whether it has paid for itself.
 
-A second of prefill saved is a second of all GPUs. With prices it is worth what they cost; a GiB·s costs what its tier does.
-Without prices GiB·s of one tier count as those of another: for as long as it computes a prompt, the machine keeps its whole
-GPU tier waiting, so a second saved is worth as many GiB·s as that tier has GiB.
+A second of prefill saved is a second of all GPUs and worth what they cost; a GiB·s costs what its tier does. Without prices
+nothing is said: seconds and GiB·s have no exchange.
 """
 
 from __future__ import annotations
@@ -43,22 +42,18 @@ class Worth:
     """Of one trial: the exchange between seconds of prefill and GiB·s."""
 
     prices: Prices
-    gpu_gib: float
     devices: int
     token_gib: float
 
     @classmethod
     def of(cls, trial: Trial, prices: Prices) -> Worth | None:
-        """None where the trial does not say how much it can hold."""
-        if not trial.gpu_bytes or not trial.kv_bytes_per_token:
+        """None without prices, or where the trial does not say what a token takes."""
+        if not prices.given or not trial.kv_bytes_per_token:
             return None
-        return cls(prices, trial.gpu_bytes / GIB, trial.device_count or 1, trial.kv_bytes_per_token / GIB)
+        return cls(prices, trial.device_count or 1, trial.kv_bytes_per_token / GIB)
 
     def gib(self, tier: Tier) -> float | None:
-        """GiB·s of a tier that a second of prefill is worth; None: prices are given, and not that of the tier or of the
-        GPUs, or one is 0."""
-        if not self.prices.given:
-            return self.gpu_gib
+        """GiB·s of a tier that a second of prefill is worth; None: the tier or the GPUs have no price, or one is 0."""
         prices = self.prices
         price = {"gpu": prices.gpu_gib_hour, "cpu": prices.cpu_gib_hour, "disk": prices.disk_gib_hour}[tier]
         return self.prices.gpu_hour * self.devices / price if price and self.prices.gpu_hour else None

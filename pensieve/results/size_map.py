@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pensieve import metric_registry
 from pensieve.errors import MissingSeries
 from pensieve.metric_registry import Metric
+from pensieve.results.notes import load_line
 from pensieve.results.prices import Prices
 from pensieve.results.schema import Sweep
 from pensieve.results.store import JobResult, ResultsStore
@@ -314,6 +315,12 @@ class SizeMap:
         beside = f" beside {disk} of disk" if disk else " without a disk" if self.question.disks else ""
         return f"{gpu} of GPU and {cpu} of CPU KV{each}{beside}"
 
+    def load(self) -> str | None:
+        """The traffic that the answer is for."""
+        one = self.cells.get(self.question.corner)
+        trials = [job.trial for job in one.trials.values() if job.trial is not None] if one else []
+        return load_line(trials)
+
     def sentence(self) -> str:
         """The answer. Raises MissingSeries where the largest sizes have not run yet."""
         corner = self.question.corner
@@ -364,8 +371,8 @@ class SizeMap:
         own, most = self.mean(place, "found"), self.mean(corner, "found")
         assert own is not None and most is not None
         kind = "the history" if self.question.of == "history" else "the prompts"
-        gain = f"{1 / share - 1:.1%} more" if share else "all"
-        return f"{self.name(corner)} would find {gain} of {kind} ({most:.1%} against {own:.1%})"
+        gain = f"{100 * (most - own):.1f} points more"
+        return f"{self.name(corner)} would find {gain} of {kind} ({100 * most:.1f} % against {100 * own:.1f} %)"
 
     def _money(self, place: Place | None) -> str:
         cost = None if place is None else self.an_hour(place)

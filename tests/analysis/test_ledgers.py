@@ -28,6 +28,8 @@ HELD = {
 }  # fmt: skip
 PREFILL = {32: 0.5, 64: 1.5}
 
+EVEN = Prices(gpu_hour=2.0, gpu_gib_hour=1.0, cpu_gib_hour=1.0)  # of two GPUs: a second is worth 4 GiB·s of either tier
+
 
 def swept(
     held: Any = HELD, prices: Prices | None = None, seeds: tuple[int, ...] = (0, 1), axis: str = "baseline"
@@ -64,7 +66,7 @@ def swept(
                 sums[name, one.tier] += value
         store.add_metrics(trial.id, [MetricValue(name, value, tier) for (name, tier), value in sums.items()])
         store.add_metrics(trial.id, [MetricValue("prefill_s", value, str(tokens)) for tokens, value in PREFILL.items()])
-    return Source(store, source.sweep, prices=prices or Prices())
+    return Source(store, source.sweep, prices=prices or EVEN)
 
 
 def rows_of(figure: Any, source: Source, folder: Any) -> list[dict[str, str]]:
@@ -93,7 +95,7 @@ def test_misses_are_the_sums_of_their_lines_over_measured_turns(tmp_path: Any, d
 
 
 def test_every_conversation_and_tier_is_a_point_above_or_below_the_line(tmp_path: Any, drawn: Any) -> None:
-    """Without prices a second is worth 4 GiB·s: a on GPU has saved 2 s with 5, b on GPU 0.1 with 4."""
+    """A second is worth 4 GiB·s: a on GPU has saved 2 s with 5, b on GPU 0.1 with 4."""
     rows = rows_of(holding, swept(), tmp_path)
     assert len(rows) == 12
     back = {
@@ -123,7 +125,7 @@ def test_a_policy_without_a_completed_trial_is_named_where_it_is_left_out(figure
     for trial in source.trials:
         if trial.eviction == "mine":
             source.store.finish_trial(trial.id, "failed", "It broke.")
-    [drawing] = figure.draw(Source(source.store, source.sweep), tmp_path / "without")
+    [drawing] = figure.draw(Source(source.store, source.sweep, prices=EVEN), tmp_path / "without")
     assert "Left out, without a completed trial: eviction=mine. " in drawing.caption
     assert "mine" not in drawing.csv.read_text()
 
@@ -136,6 +138,13 @@ def test_the_table_sums_by_tier(tmp_path: Any) -> None:
     assert float(gpu["worthwhile_pct"]) == 50.0
     assert (float(cpu["paid_back"]), float(cpu["worthwhile_pct"])) == (pytest.approx(0.3), 0.0)
     assert (none["paid_back"], float(none["idle_gib_s"]), float(none["gib_s"])) == ("", 0.0, 4.5)
+
+
+def test_without_prices_nothing_is_said_to_be_worth_it(tmp_path: Any) -> None:
+    [drawing] = holding_table.draw(swept(prices=Prices()), tmp_path)
+    assert drawing.table is not None and not {"paid back", "worth it"} & set(drawing.table[0])
+    assert "worth" not in drawing.caption
+    assert not break_even.applies(swept(prices=Prices()))
 
 
 def test_break_even_at_equal_gib_s_and_with_prices(tmp_path: Any, drawn: Any) -> None:

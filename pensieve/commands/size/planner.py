@@ -212,7 +212,7 @@ class _Planner:
     def report(self, found: SizeMap) -> int:
         status = "failed" if self.failures else "completed"
         self.close(status)
-        print(" ".join(filter(None, (found.sentence(), found.inferred))))
+        print(found.load() or "", " ".join(filter(None, (found.sentence(), found.inferred))), sep="\n")
         console().print(*tables_of(found), sep="\n")
         print(*places(self.tracking), sep="\n", flush=True)
         for sentence in dict.fromkeys(self.failures.values()):
@@ -303,9 +303,8 @@ def _keeping_table(found: SizeMap) -> Table | None:
         return None
     prefill = list(prefill_seconds(cell.one.metrics).items())
     shown = [prefill[at] for at in sorted({0, len(prefill) // 2, len(prefill) - 1})] if prefill else []
-    basis = "at the prices given" if found.question.prices.given else "a second of prefill is worth the GPU tier for it"
     table = Table(
-        title=f"Is keeping worth it, with {found.name(place)} ({basis})",
+        title=f"Is keeping worth it, with {found.name(place)}: paid back is the price of GPU time saved over that of memory",
         title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
     )  # fmt: skip
     for head in ("tier", "idle GiB·s", "prefill saved", "paid back", *(f"even at {n:,} tokens" for n, _ in shown)):

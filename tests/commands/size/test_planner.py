@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from dataclasses import replace
 
 import pytest
 from hydra import compose
@@ -17,6 +18,7 @@ from pensieve.commands.size.refine import lacking
 from pensieve.compose import check, resolved
 from pensieve.compose.folder import conf_folder
 from pensieve.errors import CapacityError, ConfigError, HardwareMissing
+from pensieve.results.prices import Prices
 from pensieve.results.size_map import Cell, SizeMap, read_map
 from pensieve.results.store import open_store
 from pensieve.statistics import nearest_rank
@@ -83,9 +85,9 @@ def test_a_refined_map_answers_as_the_whole_one_and_its_interpolated_cells_are_n
     status, refined = planned(outputs, *asked)
     first = capsys.readouterr()
     assert status == 0
-    assert first.out.startswith("99% of what 12288 tokens of GPU and 12288 tokens of CPU KV find needs "), (
-        "the answer comes first"
-    )
+    asked, answered, *_ = first.out.splitlines()
+    assert asked.startswith("Load (")
+    assert answered.startswith("99% of what 12288 tokens of GPU and 12288 tokens of CPU KV find needs ")
     ran = trials(outputs)
     assert ran == len(refined.cells) < 36
     # The same command runs nothing; the whole map runs the others alone.
@@ -124,12 +126,15 @@ def test_a_refined_map_answers_as_the_whole_one_and_its_interpolated_cells_are_n
         assert whole.mean(place, "found") == pytest.approx(hits / sum(turn.history_tokens for turn in turns))
         assert whole.mean(place, "ttft_ms_p90") == nearest_rank([turn.ttft_ms for turn in turns], 0.9)
         assert one.gpu_tokens == int(GPU[place[0]].split()[0]) and one.cpu_tokens == int(CPU[place[1]].split()[0])
-    # What keeping cost, from the rows of the ledger; without prices a second of prefill is worth the GPU tier's GiB.
-    assert "Is keeping worth it" in first.out
-    answer = whole.cells[whole.pick(whole.knee)].trials[3]
-    gib, token_gib = answer.trial.gpu_bytes / 2**30, answer.trial.kv_bytes_per_token / 2**30
-    lines = {cells[0]: cells[1:] for cells in zip(*(c.cells for c in _keeping_table(whole).columns), strict=True)}
-    heads = [str(column.header) for column in _keeping_table(whole).columns][4:]
+    # What keeping cost, from the rows of the ledger: only with prices, here a second of prefill for 3 GiB·s.
+    assert "worth it" not in first.out and _keeping_table(whole) is None
+    prices = Prices(gpu_hour=3.0, gpu_gib_hour=1.0, cpu_gib_hour=1.0)
+    priced = replace(whole, question=whole.question.model_copy(update={"prices": prices}))
+    answer = priced.cells[priced.answer].trials[3]
+    gib, token_gib = 3.0, answer.trial.kv_bytes_per_token / 2**30
+    table = _keeping_table(priced)
+    lines = {cells[0]: cells[1:] for cells in zip(*(c.cells for c in table.columns), strict=True)}
+    heads = [str(column.header) for column in table.columns][4:]
     rows = store.holdings_of(answer.trial.id)
     assert set(lines) == {row.tier for row in rows if row.idle_gib_s}
     for tier, (idle, saved, paid, *even) in lines.items():
@@ -398,7 +403,7 @@ def test_the_sentence_names_the_smallest_sizes_and_what_more_would_buy():
     assert said.startswith(
         "Too few seeds to recommend a size for 500 ms at p90, and more may show another one: of those that ran 40 GB of GPU "
         "and 90 GB of CPU KV (470 ms, 2 seeds, no interval) is the smallest whose mean meets it; add seeds to size.seeds, at "
-        "least 5; 80 GB of GPU and 220 GB of CPU KV would find 2.9% more of the history (70.0% against 68.0%)."
+        "least 5; 80 GB of GPU and 220 GB of CPU KV would find 2.0 points more of the history (70.0 % against 68.0 %)."
     )
     # (1, 1) finds 0.68 of 0.70 over both seeds, which is below 99 %; (1, 2) is compared by the one seed it has: 0.70 of 0.68.
     assert known.share((1, 1)) == pytest.approx(0.68 / 0.70)
