@@ -266,7 +266,10 @@ def holding(source: Source) -> Iterator[Plot]:
             ],
         )
         line = f"; above the line keeping has paid back, {_basis(source)}" if source.prices.given else ""
-        lead = f"A point a conversation and tier of a trial{line}. At the lower edge: nothing was saved. What ran is not counted as kept"
+        lead = (
+            f"A point a conversation and tier of a trial{line}. At the lower edge: nothing was saved. What ran "
+            "is not counted as kept"
+        )
         yield Plot(panel, picture, lead, rows)
 
 

@@ -85,9 +85,9 @@ def test_a_refined_map_answers_as_the_whole_one_and_its_interpolated_cells_are_n
     status, refined = planned(outputs, *asked)
     first = capsys.readouterr()
     assert status == 0
-    asked, answered, *_ = first.out.splitlines()
-    assert asked.startswith("Load (")
-    assert answered.startswith("99% of what 12288 tokens of GPU and 12288 tokens of CPU KV find needs ")
+    traffic, answer, *_ = first.out.splitlines()
+    assert traffic.startswith("Load (")
+    assert answer.startswith("99% of what 12288 tokens of GPU and 12288 tokens of CPU KV find needs ")
     ran = trials(outputs)
     assert ran == len(refined.cells) < 36
     # The same command runs nothing; the whole map runs the others alone.
