@@ -30,7 +30,7 @@ from pensieve.server.app import App, create_app
 from pensieve.server.create import replicated_server, server_of
 from pensieve.server.recording import live_trial, start_recording
 from pensieve.server.settings import ServeSettings, tenants_of
-from pensieve.server.state import CACHE_BYTES, StateFile
+from pensieve.server.state import CACHE_BYTES, StateFile, open_own
 from pensieve.trial.terminal import say
 
 _SWITCH_S = (
@@ -263,7 +263,7 @@ def open_state(settings: ServeSettings, config: Mapping[str, Any]) -> StateFile 
     if settings.state != "auto":
         return StateFile(Path(settings.state).expanduser(), model)
     try:
-        return StateFile(outputs_folder() / "serve.db", model)
+        return open_own(outputs_folder() / "serve.db", model, say)
     except ConfigError as error:
         say(f"Conversations end with this server: {error}")
         return None

@@ -14,8 +14,9 @@ import sqlite3
 import threading
 import zlib
 from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,24 @@ _NOT_KEPT = ("token_ids", "margins", "emitted_s", "stored", "missed", "misses")
 _TURN_FIELDS = tuple(field.name for field in dataclasses.fields(TurnRecord) if field.name not in _NOT_KEPT)
 
 
+class StateUnreadable(ConfigError):
+    """The file is damaged, of another version, or none of a server's."""
+
+
+def open_own(path: Path, model: str, say: Callable[[str], None]) -> StateFile:
+    """Open the file that servers keep at this place. One that cannot be read is set aside under another name, which `say` is
+    told, and an empty one begins. Raises ConfigError where another server has it open, or the disk refuses."""
+    try:
+        return StateFile(path, model)
+    except StateUnreadable as error:
+        aside = path.with_name(f"{path.name}.unreadable-{datetime.now(UTC):%Y%m%d-%H%M%S}")
+        for end in ("", "-wal", "-shm"):
+            with suppress(FileNotFoundError):
+                path.with_name(path.name + end).replace(aside.with_name(aside.name + end))
+        say(f"{path} cannot be read ({error.__cause__}): it is {aside} now, and no conversation is restored.")
+        return StateFile(path, model)
+
+
 class StateFile:
     """One server at a time has it open. Conversations of another model, or of the same one with other weights, stay in the
     file and are not told of: their tokens mean something else.
@@ -88,7 +107,8 @@ class StateFile:
             self._prepare()
         except sqlite3.Error as error:
             self._database.close()
-            raise ConfigError(_why_not(path, error)) from error
+            unreadable = isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError)
+            raise (StateUnreadable if unreadable else ConfigError)(_why_not(path, error)) from error
 
     def _prepare(self) -> None:
         run = self._database.execute

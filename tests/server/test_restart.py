@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import shutil
 import socket
+import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.context import ForkProcess
@@ -299,6 +301,29 @@ def test_a_file_that_is_none_of_ours_is_refused_and_untouched(tmp_path: Path) ->
     with pytest.raises(ConfigError, match=r"serve\.state"):
         StateFile(file, "tiny")
     assert file.read_bytes() == b"some other file" * 100
+
+
+@pytest.mark.parametrize("damage", ["header", "version", "schema"])
+def test_a_servers_own_file_that_cannot_be_read_is_set_aside(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
+    file, config = tmp_path / "serve.db", composed("hardware=sim_h100")
+    StateFile(file, "tiny").close()
+    if damage == "version":
+        with contextlib.closing(sqlite3.connect(file)) as database:
+            database.execute("PRAGMA user_version = 1")
+    else:
+        with file.open("r+b") as pages:
+            pages.seek(0 if damage == "header" else 100)
+            pages.write(b"\xff" * 50)
+    was = file.read_bytes()
+    opened = open_state(ServeSettings(state="auto"), config)
+    assert opened is not None and opened.path == file
+    opened.close()
+    [aside] = tmp_path.glob("serve.db.unreadable-*[0-9]")
+    assert aside.read_bytes() == was
+    assert "cannot be read" in (said := capsys.readouterr().err) and str(aside) in said
 
 
 def test_two_servers_have_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
