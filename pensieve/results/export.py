@@ -240,7 +240,7 @@ def bundle_sweep(store: ResultsStore, sweep_id: int, checkout: Path, path: Path)
                 archive.writestr("lock.txt", "".join(f"{package}=={version}\n" for package, version in lock.items()))
                 archive.writestr("README.txt", README.format(database=DATABASE_NAME, sweep=sweep_id))
                 pinned = [f"{package}=={lock[package]}" for package in _FIGURE_PACKAGES if package in lock]
-                command = f'"$PYTHON" {FIGURE_SCRIPT} --sweep {sweep_id} --quiet'
+                command = f'"$PYTHON" {FIGURE_SCRIPT} --sweep {sweep_id}'
                 archive.writestr("redraw.sh", REDRAW.format(packages=" ".join(pinned), command=command))
         partial.replace(path)
     except OSError as error:

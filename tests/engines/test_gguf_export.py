@@ -10,7 +10,7 @@ import torch
 
 from pensieve.engines.gguf_export import refuse_family, tokens_in, with_words, word, write_gguf
 from pensieve.engines.weights import gguf_file, model_folder, plain_module
-from pensieve.errors import UnsupportedModel
+from pensieve.errors import UnsupportedModel, WeightsMissing
 from tests.engines.small import ARCHITECTURES, setup_of
 
 gguf = pytest.importorskip("gguf")
@@ -99,7 +99,7 @@ def test_a_given_file_keeps_its_tensors_and_numbers(tmp_path: Path) -> None:
     assert copy.fields["llama.attention.head_count_kv"].contents() == 2
     assert copy.fields["llama.rope.freq_base"].contents() == pytest.approx(10000.0)
     (tmp_path / "no.gguf").write_bytes(b"nothing")
-    with pytest.raises(UnsupportedModel, match="not a GGUF file"):
+    with pytest.raises(WeightsMissing, match="not a whole GGUF file"):
         with_words(tmp_path / "no.gguf", tmp_path / "other.gguf")
 
 

@@ -39,9 +39,9 @@ def test_an_environment_that_is_not_there_names_the_command(tmp_path: Path) -> N
         Vllm(setup_of("wide_llama"), environment=str(tmp_path)).check()
 
 
-def test_heads_that_vllm_does_not_know_are_refused_before_it_starts() -> None:
+def test_heads_that_vllm_does_not_know_are_refused_before_it_starts(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="has heads of 8"):
-        Vllm(setup_of("llama")).check()
+        Vllm(setup_of("llama"), environment=str(environment(tmp_path / "env"))).check()
 
 
 def test_the_environment_is_found_by_field_or_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def test_a_bundle_redraws_its_figures(swept, tmp_path, monkeypatch):
     assert "from the bundle" in done.stderr  # its own code, not the one that is installed here
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(swept.root))
     monkeypatch.setattr(style, "save", lambda figure, stem, *_, **__: [stem] * 3)  # only data are compared
-    assert figures.main(["--sweep", "1", "--quiet"]) == 0
+    assert figures.main(["--sweep", "1"]) == 0
     drawn, original = (sorted(at.rglob("*.csv")) for at in (folder / "outputs" / "figures", swept.root / "figures"))
     assert [path.name for path in drawn] == [path.name for path in original]
     assert "ttft_by_turn.csv" in [path.name for path in drawn]

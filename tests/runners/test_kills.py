@@ -223,7 +223,7 @@ def test_fail_fast_ends_the_sweep_with_its_table_and_its_mlflow_run(tmp_path, wa
     assert query(outputs, "select status from trial") == [("failed",)]
     assert query(outputs, "select status from sweep") == [("failed",)]
     assert "no further trial of this sweep begins" in said(outputs)
-    assert "2 of 3 trials were never begun; run the same command again." in said(outputs)
+    assert "None of the 3 trials completed. Type the same command again to run them." in said(outputs)
     assert {status for status, _, _ in mlflow_runs(outputs).values()} == {"FAILED"}
     finish(outputs, failing)
     attempts = query(outputs, "select status, count(*) from trial group by status order by status")

@@ -188,7 +188,7 @@ def test_a_heap_with_much_free_in_it_is_trimmed_once(monkeypatch: pytest.MonkeyP
 def test_what_the_file_of_conversations_comes_to_hold_is_what_is_reserved_for_it(tmp_path: Path) -> None:
     file = StateFile(tmp_path / "serve.db", "m")
     run = file._database.execute
-    run("INSERT INTO conversation VALUES (1, 'm', '', 'a', 'a', 1, 0, 0, NULL, NULL, 0, 0)")
+    run("INSERT INTO conversation VALUES (1, 'm', '', 'a', 'a', 1, 0, 0, NULL, NULL, 0, 0, 0)")
 
     def fill(pages: int) -> int:
         for _ in range(pages // 100):

@@ -155,7 +155,7 @@ def run_in(folder: Path, **meta: object) -> str:
 
 def test_the_settings_are_those_of_the_run(tmp_path: Path):
     def settings(*overrides: str) -> tuple[object, ...]:
-        config = check(composed("experiment=fidelity_vllm", *overrides))
+        config = check(composed("experiment=machine/fidelity_vllm", *overrides))
         s = config.scheduler
         return s.max_batch_requests, s.max_batch_tokens, config.hardware.gpus, config.cache.gpu
 
@@ -188,7 +188,7 @@ def test_the_settings_are_those_of_the_run(tmp_path: Path):
 def test_a_run_with_settings_that_no_replay_has_is_refused(tmp_path: Path, section: str, field: str, value: object):
     path = run_in(tmp_path, **{section: {**KWARGS, field: value}})
     with pytest.raises(ConfigError, match=rf"^The run of vLLM had {field}={value}, which a replay cannot express"):
-        check(composed("experiment=fidelity_vllm", "replay=rtx4090_llama3_1_8b", path))
+        check(composed("experiment=machine/fidelity_vllm", "replay=rtx4090_llama3_1_8b", path))
     with pytest.raises(ConfigError, match=field):
         vllm_run(context(), path=path.removeprefix("workload.path="))
 
