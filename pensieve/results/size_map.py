@@ -26,11 +26,12 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pensieve import metric_registry
 from pensieve.errors import MissingSeries
 from pensieve.metric_registry import Metric
-from pensieve.results.notes import load_line
+from pensieve.results.notes import load_line, plan_of
 from pensieve.results.prices import Prices
 from pensieve.results.schema import Sweep
 from pensieve.results.store import JobResult, ResultsStore
 from pensieve.statistics import FEWEST_GROUPS, Estimate, estimate_mean, has_interval
+from pensieve.workload.base import byte_notes
 
 Place = tuple[int, ...]
 """Indices of a cell's GPU size and CPU size, and of its disk where the map has several, from the smallest on."""
@@ -77,6 +78,11 @@ class Question(BaseModel):
     def _one_disk(cls, value: object) -> object:
         """Maps from before there were several say which one."""
         return (value,) if isinstance(value, str) else value
+
+    @property
+    def kind(self) -> str:
+        """What a share found is of."""
+        return "the history" if self.of == "history" else "the prompts"
 
     @property
     def disks(self) -> bool:
@@ -316,10 +322,11 @@ class SizeMap:
         return f"{gpu} of GPU and {cpu} of CPU KV{each}{beside}"
 
     def load(self) -> str | None:
-        """The traffic that the answer is for."""
+        """The traffic that the answer is for, and what to install where its tokens are bytes."""
         one = self.cells.get(self.question.corner)
         trials = [job.trial for job in one.trials.values() if job.trial is not None] if one else []
-        return load_line(trials)
+        in_bytes = dict.fromkeys(text for trial in trials for text in byte_notes(plan_of(trial)))
+        return "\n".join(filter(None, (load_line(trials), *in_bytes))) or None
 
     def sentence(self) -> str:
         """The answer. Raises MissingSeries where the largest sizes have not run yet."""
@@ -370,9 +377,8 @@ class SizeMap:
             return "nothing is to be found in a cache here"
         own, most = self.mean(place, "found"), self.mean(corner, "found")
         assert own is not None and most is not None
-        kind = "the history" if self.question.of == "history" else "the prompts"
         gain = f"{100 * (most - own):.1f} points more"
-        return f"{self.name(corner)} would find {gain} of {kind} ({100 * most:.1f} % against {100 * own:.1f} %)"
+        return f"{self.name(corner)} would find {gain} of {self.question.kind} ({100 * most:.1f} % against {100 * own:.1f} %)"
 
     def _money(self, place: Place | None) -> str:
         cost = None if place is None else self.an_hour(place)

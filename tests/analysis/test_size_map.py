@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
 from analysis.figures import draw_all
 from analysis.registry import FIGURES
 from analysis.sweep import Source
+from pensieve.commands.size.planner import _cpu_table
 from pensieve.metrics import MetricValue
 from pensieve.results.size_map import SETTINGS, Question, read_map
 from tests.analysis.sweeps import answered
@@ -103,3 +106,17 @@ def test_a_map_without_its_largest_sizes_says_what_to_run(store, tmp_path):
     assert not FIGURES["size_map"].applies(
         Source(store, store.sweep(store.open_sweep("k", "n", None, None, {}, 0, "h", None)))
     )
+
+
+def test_the_cpu_size_that_each_gpu_size_needs_is_a_row(store):
+    found = read_map(
+        store, mapped(store, {(0, 0): 0.2, (0, 2): 0.5, (1, 1): 0.69, (2, 0): 0.69, (2, 2): 0.7}, slo=600.0).sweep
+    )
+    console = Console(width=120, record=True, file=StringIO())
+    console.print(_cpu_table(found))
+    rows = [line.split() for line in console.export_text().splitlines() if "GB" in line]
+    assert rows == [
+        ["1GB", "none", "on", "the", "map", "none", "on", "the", "map"],
+        ["2GB", "8GB", "8GB"],
+        ["4GB", "0GB", "0GB"],
+    ]

@@ -197,7 +197,7 @@ class _Planner:
         missed, ttft = values.get("miss_rate"), values.get(f"ttft_ms_{q.percentile}")
         found = values.get("prompt_hit_rate") if q.of == "prompt" else None if missed is None else 1 - missed
         parts = [
-            *([] if found is None else [f"{found:.1%} found"]),
+            *([] if found is None else [f"{100 * found:.1f} % of {q.kind} found"]),
             *([] if ttft is None else [f"TTFT {q.percentile} {milliseconds(ttft)}"]),
             *(["found in the database"] if outcome.reused else []),
         ]
@@ -230,7 +230,7 @@ class _Planner:
 def tables_of(found: SizeMap) -> list[Table]:
     kept = _keeping_table(found)
     maps = [_map_table(found, beside) for beside in found.question.planes]
-    return [*maps, _answers_table(found), *([] if kept is None else [kept])]
+    return [*maps, _cpu_table(found), _answers_table(found), *([] if kept is None else [kept])]
 
 
 def _map_table(found: SizeMap, beside: Place) -> Table:
@@ -259,6 +259,23 @@ def _map_table(found: SizeMap, beside: Place) -> Table:
             below = "–" if ttft is None else milliseconds(ttft).removesuffix(" ms")
             cells.append(f"{marks}{sure}{above}\n{sure}{below}")
         table.add_row(q.gpu[gpu], *cells)
+    return table
+
+
+def _cpu_table(found: SizeMap) -> Table:
+    """A row for each GPU size: the CPU size that suffices beside it (and beside the largest disk, where there are several).
+    What suffices with less GPU memory does so with more."""
+    q = found.question
+    title = "CPU memory needed beside each GPU size" + (f"; cache.disk = {q.disk[-1]}" if q.disks else "")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    fronts = {f"{q.knee:.0%} of what the largest find": found.smallest(found.reaches, q.planes[-1])}
+    if q.slo_ttft_ms is not None:
+        fronts[f"TTFT {q.percentile} within {q.slo_ttft_ms:g} ms"] = found.smallest(found.meets, q.planes[-1])
+    for name in ("GPU", *fronts):
+        table.add_column(name, justify="right")
+    for gpu, size in enumerate(q.gpu):
+        least = [min((place[1] for place in front if place[0] <= gpu), default=None) for front in fronts.values()]
+        table.add_row(size, *("none on the map" if cpu is None else q.cpu[cpu] for cpu in least))
     return table
 
 
