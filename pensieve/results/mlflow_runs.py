@@ -220,6 +220,7 @@ def address_of(outputs: Path, run_id: str) -> str:
         "searchFilter": tagged(**{PARENT_TAG: run_id}),
         "orderByKey": "metrics.`ttft_ms_mean`",
         "orderByAsc": "true",
+        "workflowType": "machine_learning",  # or the page has the menu of traces and prompts
     }
     return f"/#/experiments/{experiment}/runs?{urlencode(query, quote_via=quote)}"
 
