@@ -319,7 +319,7 @@ def _results_parser() -> argparse.ArgumentParser:
     shown = command("show", _show, "all that is known of a trial")
     shown.add_argument("trial", type=int)
     read = command("read", _read, "a conversation of a trial as text, with where each turn's history came from")
-    read.add_argument("trial", help="its number, or latest")
+    read.add_argument("trial", help="its number; latest shows the latest sweep's, beside stateless serving")
     read.add_argument("--session", help="its name (default: the first measured one)")
     noted = command("notes", _notes, "what a sweep found, comparison by comparison, and what qualifies its numbers")
     noted.add_argument("sweep", nargs="?", default="latest", help="its id, or latest (default)")
@@ -442,8 +442,15 @@ def _trial_number(store: ResultsStore, asked: str) -> int:
 
 
 def _read(store: ResultsStore, options: argparse.Namespace) -> int:
-    from pensieve.commands.read import conversation_lines, conversation_of
+    from pensieve.commands.read import beside, conversation_lines, conversation_of, side_by_side
+    from pensieve.trial.terminal import console
 
+    if options.trial == "latest" and (pair := beside(store, store.sweep_named("latest"))):
+        session, said = conversation_of(store, pair[0].id, options.session)
+        replies = {trial.baseline: conversation_of(store, trial.id, session)[1] for trial in pair[1:]}
+        print(f"Conversation {session} of trials {' and '.join(str(trial.id) for trial in pair)}")
+        console().print(side_by_side({pair[0].baseline: said, **replies}))
+        return 0
     trial = _trial_number(store, options.trial)
     session, said = conversation_of(store, trial, options.session)
     print(f"Conversation {session} of trial {trial}")

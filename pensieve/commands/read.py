@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
 
 from pensieve.compose import build_tokenizer, check, make_workload, plan_trial
 from pensieve.errors import ResultsError
 from pensieve.record import TurnRecord
 from pensieve.request import is_measured
+from pensieve.results.findings import OURS, REFERENCE
+from pensieve.results.schema import Sweep, Trial
 from pensieve.results.store import ResultsStore
 from pensieve.results.tokens import read_tokens
+from pensieve.results.trials import Evidence
 
 _COLUMNS = (
     "session", "turn", "phase", "label", "iteration", "status", "finish_reason", "finished_s", "ttft_ms", "gpu_hit_tokens",
@@ -22,13 +29,14 @@ _COLUMNS = (
 @dataclass(frozen=True, slots=True)
 class SaidTurn:
     """One turn as text. source: where its history came from, in tokens: (GPU, CPU, disk, recomputed); None where not
-    counted."""
+    counted. token_ids: the reply's."""
 
     turn: int
     message: str
     reply: str
     ttft_ms: float | None
     source: tuple[int | None, int | None, int | None, int | None]
+    token_ids: tuple[int, ...] = ()
 
 
 def conversation_of(store: ResultsStore, trial_id: int, session: str | None = None) -> tuple[str, Sequence[SaidTurn]]:
@@ -60,7 +68,7 @@ def conversation_of(store: ResultsStore, trial_id: int, session: str | None = No
         if row.session == chosen:
             source = (row.gpu_hit_tokens, row.cpu_hit_tokens, row.disk_hit_tokens, row.recomputed_tokens)
             message, answer = tokenizer.decode(list(request.prompt)), tokenizer.decode([int(one) for one in reply])
-            said.append(SaidTurn(row.turn, message, answer, row.ttft_ms, source))
+            said.append(SaidTurn(row.turn, message, answer, row.ttft_ms, source, tuple(int(one) for one in reply)))
         record = TurnRecord(row.session, row.turn, phase=row.phase, label=row.label, iteration=row.iteration)
         record.status, record.finish_reason, record.finished_s = row.status, row.finish_reason, row.finished_s
         record.token_ids = array("i", [int(one) for one in reply])
@@ -73,12 +81,46 @@ def conversation_lines(said: Iterable[SaidTurn]) -> Iterable[str]:
     """The conversation as a page: each turn's time and sources, what the user sent, and what the model answered."""
     for turn in said:
         gpu, cpu, disk, recomputed = ("–" if count is None else f"{count:,}" for count in turn.source)
-        ttft = "–" if turn.ttft_ms is None else f"{turn.ttft_ms:,.0f} ms"
         on_disk = f", {disk} from disk" if turn.source[2] else ""
         sources = f"{gpu} tokens on GPU, {cpu} from CPU{on_disk}, {recomputed} recomputed"
-        yield f"turn {turn.turn}: first token after {ttft}; history: {sources}"
+        yield f"{_ttft(turn)}; history: {sources}"
         yield f"  > {_indented(turn.message)}"
         yield f"    {_indented(turn.reply)}"
+
+
+def beside(store: ResultsStore, sweep: Sweep) -> tuple[Trial, Trial] | None:
+    """Two trials of one setting, seed and repeat that served the same conversations: Pensieve's, and the reference's. None
+    where the sweep has no such pair."""
+    for group in Evidence(store, sweep.id).groups():
+        others = {(trial.seed, trial.repeat): trial for trial in group.trials.get(REFERENCE, ())}
+        for ours in group.trials.get(OURS, ()):
+            if (ours.seed, ours.repeat) in others:
+                return ours, others[ours.seed, ours.repeat]
+    return None
+
+
+def side_by_side(said: Mapping[str, Sequence[SaidTurn]]) -> Table:
+    """One conversation as two baselines served it, a column each: the message, then both replies under their TTFT. The
+    title counts the replies that are equal, token for token."""
+    pairs = list(zip(*said.values(), strict=False))
+    equal = sum(one.token_ids == other.token_ids for one, other in pairs)
+    table = Table(
+        title=f"{equal} of {len(pairs)} replies equal, token for token",
+        title_justify="left",
+        box=box.SIMPLE,
+        expand=True,
+    )
+    for name in said:
+        table.add_column(name, ratio=1)
+    for pair in pairs:
+        table.add_row(*(Text(f"> {turn.message.strip()}", style="dim") for turn in pair))
+        table.add_row(*(Text(f"[{_ttft(turn)}] {turn.reply.strip()}\n") for turn in pair))
+    return table
+
+
+def _ttft(turn: SaidTurn) -> str:
+    shown = "–" if turn.ttft_ms is None else f"{turn.ttft_ms:,.0f} ms"
+    return f"turn {turn.turn}, TTFT {shown}"
 
 
 def _indented(text: str) -> str:

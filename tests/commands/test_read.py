@@ -1,10 +1,12 @@
 """A recorded trial's conversation is read back: what was asked from the workload, what was answered from the kept tokens."""
 
 from dataclasses import replace
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
-from pensieve.commands.read import SaidTurn, conversation_lines, conversation_of
+from pensieve.commands.read import SaidTurn, conversation_lines, conversation_of, side_by_side
 from pensieve.compose import resolved
 from pensieve.errors import ResultsError
 from pensieve.results.tokens import read_tokens
@@ -41,7 +43,7 @@ def test_messages_come_from_the_workload_and_replies_from_the_kept_tokens(ran):
         assert sum(turn.source) == rows[turn.turn].history_tokens
         assert turn.ttft_ms == rows[turn.turn].ttft_ms
     page = "\n".join(conversation_lines(said))
-    assert "turn 2: first token after" in page and f"{second.source[0]} tokens on GPU" in page
+    assert "turn 2, TTFT " in page and f"{second.source[0]} tokens on GPU" in page
 
 
 def test_history_from_disk_is_told_where_there_is_some():
@@ -50,6 +52,17 @@ def test_history_from_disk_is_told_where_there_is_some():
         "10 tokens on GPU, 20 from CPU, 30 from disk, 40 recomputed"
     )
     assert next(iter(conversation_lines([without]))).endswith("20 from CPU, 40 recomputed")
+
+
+def test_two_replies_stand_side_by_side_and_equal_ones_are_counted():
+    ours = [SaidTurn(1, "Hello", "Hi", 5.0, (0, 0, 0, 0), (7,)), SaidTurn(2, "And?", "So", 6.0, (1, 0, 0, 0), (8,))]
+    other = [ours[0], replace(ours[1], reply="No", ttft_ms=60.0, token_ids=(9,))]
+    console = Console(width=100, record=True, file=StringIO())
+    console.print(side_by_side({"pensieve": ours, "stateless": other}))
+    page = console.export_text()
+    assert "1 of 2 replies equal, token for token" in page
+    [line] = [line for line in page.splitlines() if "turn 2" in line]
+    assert line.index("TTFT 6 ms] So") < line.index("TTFT 60 ms] No")
 
 
 def test_another_conversation_by_name_and_a_sentence_for_an_unknown_one(ran):
