@@ -6,8 +6,6 @@ import re
 from itertools import takewhile
 from textwrap import fill
 
-from omegaconf import OmegaConf
-
 from pensieve.compose.folder import conf_folder, options
 
 GROUPS = ("model", "cache", "eviction", "scheduler", "baseline", "workload", "hardware", "scale", "tracking", "sweep")
@@ -25,7 +23,7 @@ _WIDTH = 120
 
 
 def choices(*groups: str) -> str:
-    """The options of these groups; without any, of all that runners/run.py has, and its experiments."""
+    """${choices:} or ${choices:model,cache} in hydra.help.template: the options of these groups; without any, of all that runners/run.py has, and its experiments."""
     lines = [
         fill(f"{group}: {', '.join(options(group))}", _WIDTH, initial_indent="  ", subsequent_indent="    ")
         for group in groups or GROUPS
@@ -45,7 +43,3 @@ def clause(experiment: str) -> str:
     lines = (conf_folder() / "experiment" / f"{experiment}.yaml").read_text().splitlines()
     _package, _command, *comment = takewhile(lambda line: line.startswith("#"), lines)
     return re.split(r"[.;?](?:\s|$)", " ".join(line.removeprefix("# ") for line in comment), maxsplit=1)[0]
-
-
-OmegaConf.register_new_resolver("choices", choices, replace=True)
-"""For hydra.help.template: ${choices:} or ${choices:model,cache}."""

@@ -20,10 +20,12 @@ from types import FrameType
 from typing import NoReturn
 
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from pensieve.compose.explain import explain, explain_value_error
+from pensieve.compose.help import choices
 from pensieve.compose.meant import as_meant
 from pensieve.errors import PensieveError
 
@@ -73,6 +75,7 @@ def guarded(app: Callable[[], object], config_name: str = "config") -> None:
     arguments, notes = as_meant(sys.argv[1:], config_name)
     for note in notes:
         say(note)
+    OmegaConf.register_new_resolver("choices", choices, replace=True)  # of hydra.help.template, in whichever command
     sys.argv[1:] = sorted(arguments, key=lambda text: not _stands_alone(text))
     remember_interrupts()
     if FULL_TRACE:
