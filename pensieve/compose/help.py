@@ -1,10 +1,15 @@
-"""What --help lists: the options of each group, and a clause an experiment from the first comment of its file."""
+"""What --help prints: the options of each group, a clause an experiment from the first comment of its file, and every field."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from itertools import takewhile
+from string import Template
 from textwrap import fill
+
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf, open_dict
 
 from pensieve.compose.folder import conf_folder, options
 
@@ -22,8 +27,20 @@ FOLDERS = {
 _WIDTH = 120
 
 
+def page(config_name: str, overrides: Sequence[str]) -> str:
+    """hydra.help.template of conf/`config_name`.yaml, filled in. Hydra's own --help lists all groups again for each group,
+    which takes longer than the rest of the command."""
+    OmegaConf.register_new_resolver("choices", choices, replace=True)  # ${choices:} or ${choices:model,cache}
+    with initialize_config_dir(str(conf_folder()), version_base="1.3"):
+        cfg = compose(config_name, list(overrides), return_hydra_config=True)
+    template = Template(cfg.hydra.help.template)
+    with open_dict(cfg):
+        del cfg["hydra"]
+    return template.substitute(CONFIG=OmegaConf.to_yaml(cfg))
+
+
 def choices(*groups: str) -> str:
-    """${choices:} or ${choices:model,cache} in hydra.help.template: the options of these groups; without any, of all that runners/run.py has, and its experiments."""
+    """The options of these groups; without any, of all that runners/run.py has, and its experiments."""
     lines = [
         fill(f"{group}: {', '.join(options(group))}", _WIDTH, initial_indent="  ", subsequent_indent="    ")
         for group in groups or GROUPS

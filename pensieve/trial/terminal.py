@@ -20,12 +20,10 @@ from types import FrameType
 from typing import NoReturn
 
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from pensieve.compose.explain import explain, explain_value_error
-from pensieve.compose.help import choices
 from pensieve.compose.meant import as_meant
 from pensieve.errors import PensieveError
 
@@ -75,7 +73,12 @@ def guarded(app: Callable[[], object], config_name: str = "config") -> None:
     arguments, notes = as_meant(sys.argv[1:], config_name)
     for note in notes:
         say(note)
-    OmegaConf.register_new_resolver("choices", choices, replace=True)  # of hydra.help.template, in whichever command
+    if [text for text in arguments if text.startswith("-")] in (["--help"], ["-h"]):
+        from pensieve.compose.help import page
+
+        asked = [text for text in arguments if not text.startswith("-")]
+        _run(lambda: print(page(config_name, asked)), config_name)
+        return
     sys.argv[1:] = sorted(arguments, key=lambda text: not _stands_alone(text))
     remember_interrupts()
     if FULL_TRACE:
