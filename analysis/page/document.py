@@ -7,7 +7,7 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -112,11 +112,16 @@ class Page:
     trials: Table
     commands: Sequence[tuple[str, str]]
     written: str
-    tally: Mapping[Verdict, int] = field(init=False)
 
-    def __post_init__(self) -> None:
-        counts = {verdict: sum(one.verdict == verdict for one in self.verdicts) for verdict in VERDICTS}
-        object.__setattr__(self, "tally", counts)
+    @property
+    def decided(self) -> Sequence[Verdicted]:
+        """Without the claims whose conditions the sweep does not meet: another experiment decides those."""
+        return [one for one in self.verdicts if one.verdict != "not comparable"]
+
+    @property
+    def tally(self) -> Mapping[Verdict, int]:
+        """How many claims each verdict is given to here, in the order of VERDICTS."""
+        return {verdict: sum(one.verdict == verdict for one in self.decided) for verdict in VERDICTS[:-1]}
 
 
 def render(page: Page) -> str:

@@ -18,11 +18,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from pensieve.compose import TrialConfig, check, plan_trial
+from pensieve.compose import TrialConfig, check, plan_trial, resolved
 from pensieve.compose.explain import explain, explain_crash, is_the_users
 from pensieve.errors import PensieveError
 from pensieve.trial.jobs import compose_jobs, compose_once, plan_jobs
-from pensieve.trial.mlflow_process import end_beside, import_beside
 from pensieve.trial.terminal import FULL_TRACE, leave_quietly
 
 if TYPE_CHECKING:
@@ -75,8 +74,8 @@ class SweepCallback(Callback):
         jobs = plan_jobs(config)
         configs, checked, plans = [], [], []
         for cfg in compose_jobs(config, jobs):  # a mistake is told before the other jobs are composed
-            configs.append(cfg)
-            checked.append(check(cfg))
+            configs.append(resolved(cfg))
+            checked.append(check(configs[-1]))
             if not is_inspection(checked[-1]):
                 plans.append(plan_trial(checked[-1]))
         if len(plans) < len(checked):
@@ -114,15 +113,11 @@ def _single(cfg: DictConfig) -> None:
     if is_inspection(config):
         _inspect([config])
         return
-    plan = plan_trial(config)
-    if plan.device.simulated and config.tracking.mlflow:
-        import_beside()
-    try:
-        from pensieve.trial.sweep import run_single
+    plan_trial(config)  # a mistake is told before the libraries of a trial are imported
 
-        run_single(cfg, config)
-    finally:
-        end_beside()
+    from pensieve.trial.sweep import run_single
+
+    run_single(cfg, config)
 
 
 def _inspect(configs: Iterable[TrialConfig]) -> None:

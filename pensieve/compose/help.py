@@ -1,4 +1,4 @@
-"""What --help prints: the options of each group, a clause an experiment from the first comment of its file, and every field."""
+"""What --help prints: the options of each group, a clause an experiment from the comment of its file, every field."""
 
 from __future__ import annotations
 

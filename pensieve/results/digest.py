@@ -151,7 +151,12 @@ def code_hash(config: Mapping[str, Any] | None = None, entry: str = RUNS_TRIALS)
 
     What is installed beside the package does not count.
     """
-    return text_hash("".join(f"{name} {digest}\n" for name, digest in sorted(code_of(config or {}, entry).items())))
+    return hash_of(code_of(config or {}, entry))
+
+
+def hash_of(code: Mapping[str, str]) -> str:
+    """code: as of code_of."""
+    return text_hash("".join(f"{name} {digest}\n" for name, digest in sorted(code.items())))
 
 
 def code_of(config: Mapping[str, Any], entry: str = RUNS_TRIALS) -> dict[str, str]:
@@ -276,7 +281,13 @@ def _own_files(name: str) -> Iterator[tuple[str, Source]]:
 
 def _installed(path: Path) -> bool:
     """Whether a file belongs to Python or to an installed package, which other parts of the identity cover."""
-    return any(path.is_relative_to(sysconfig.get_paths()[at]) for at in ("stdlib", "platstdlib", "purelib", "platlib"))
+    return str(path).startswith(_installed_folders())
+
+
+@functools.cache
+def _installed_folders() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    return tuple(f"{paths[at]}{os.sep}" for at in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 # What of a file counts

@@ -43,7 +43,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from pensieve.results.digest import RUNS_TRIALS, code_hash, code_of, content_hash, text_hash
+from pensieve.results.digest import RUNS_TRIALS, code_of, content_hash, hash_of, text_hash
 from pensieve.results.schema import Trial
 
 NOT_CONFIG = ("tracking", "hydra", "force", "resume", "trial", "experiment", "experiment_name", "sweep", "slo")
@@ -105,8 +105,9 @@ def identify(
     the module that runs the trial."""
     counted = config_hash({**config, **(marks or {})})
     platform, unstated = platform_of(simulated, device), device.get(UNSTATED)
-    files = {name: digest[:12] for name, digest in code_of(config, entry).items()}
-    return Identity(counted, code_hash(config, entry), platform, unstated, files)
+    code = code_of(config, entry)
+    files = {name: digest[:12] for name, digest in code.items()}
+    return Identity(counted, hash_of(code), platform, unstated, files)
 
 
 def fingerprint(config_hash: str, code_hash: str, platform: str) -> str:

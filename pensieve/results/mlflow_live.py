@@ -2,9 +2,10 @@
 
 The trials' process only writes lines of JSON to a pipe; importing MLflow and each of its transactions happen here.
 
-- A simulated trial is copied when it is over: {"import": true} has MLflow imported meanwhile, {"open": folder} its store
-  opened, and {"copy": {...}} is answered by COPIED, or by NOT_COPIED and the reason.
-- A real one is shown while it runs, at a lower priority: {"run": {...}}, answered by READY when the run is there; any number
+It runs at a lower priority.
+
+- {"copy": {...}} copies a trial that is over. Nobody waits for an answer: what could not be written is said on stderr.
+- A real trial is shown while it runs: {"run": {...}}, answered by READY when the run is there; any number
   of {"step": second, "turns": [[...], ...], "gauges": {...}}, each with what came since the last; {"end": true}, answered by
   ENDED. The run is then left as it is: the copy of the whole trial, which follows, finds and completes it.
 """
@@ -12,6 +13,7 @@ The trials' process only writes lines of JSON to a pipe; importing MLflow and ea
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
 
 READY, ENDED = "ready", "ended"
 LOWER_PRIORITY = 10
-COPIED, NOT_COPIED = "in mlflow", "not logged: "
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +52,7 @@ class CopyTarget:
     url: str
     trial_id: int
     experiment: str
-
-
-def import_line() -> str:
-    return json.dumps({"import": True}) + "\n"
-
-
-def open_line(outputs: Path) -> str:
-    return json.dumps({"open": str(outputs)}) + "\n"
+    reused: bool = False
 
 
 def copy_line(target: CopyTarget) -> str:
@@ -77,22 +73,15 @@ def end_line() -> str:
 
 def write_live(lines: Iterable[str], answers: IO[str]) -> None:
     """Write what the lines tell to MLflow until they end. Raises whatever MLflow does: nobody depends on this process."""
-    from pensieve.results.mlflow_store import client_of, import_mlflow, log_batches, metrics_of, open_if_free
+    from pensieve.results.mlflow_store import client_of, log_batches, metrics_of
     from pensieve.results.mlflow_view import Series, Served
 
     client: Any = None
     run_id, series = "", Series()
     for told in _told(lines):
-        if "import" in told:
-            import_mlflow()
-            import pensieve.results.mlflow_runs  # noqa: F401  by which a trial is copied
-        elif "open" in told:
-            open_if_free(Path(told["open"]))
-        elif "copy" in told:
-            print(_copied(CopyTarget(**told["copy"])), file=answers, flush=True)
+        if "copy" in told:
+            _copy(CopyTarget(**told["copy"]))
         elif "run" in told:
-            with suppress(OSError):
-                os.nice(LOWER_PRIORITY - os.nice(0))
             target = LiveTarget(**told["run"])
             client, series = client_of(Path(target.outputs)), Series()
             run_id = _run_of(client, target)
@@ -105,22 +94,17 @@ def write_live(lines: Iterable[str], answers: IO[str]) -> None:
             log_batches(client, run_id, [], metrics_of(values, int(time.time() * 1000), told["step"]))
 
 
-def _copied(target: CopyTarget) -> str:
-    """Copy a trial; the answer. Raises what is not MLflow's failure: the process that is waiting does it again, and says."""
-    from pensieve.results.mlflow_runs import write_trial
-    from pensieve.results.mlflow_store import reason_of
+def _copy(target: CopyTarget) -> None:
+    from pensieve.errors import PensieveError
+    from pensieve.results.mlflow_runs import log_trial
     from pensieve.results.store import open_store
 
     outputs = Path(target.outputs)
-    store = open_store(outputs, target.url, create=False)
     try:
-        write_trial(outputs, store, target.trial_id, target.experiment)
-    except Exception as error:
-        reason = reason_of(error)
-        if reason is None:
-            raise
-        return NOT_COPIED + reason
-    return COPIED
+        store = open_store(outputs, target.url, create=False)
+        log_trial(outputs, store, target.trial_id, target.experiment, reused=target.reused)
+    except PensieveError as error:
+        log.error("trial %s is not in MLflow: %s", target.trial_id, error)
 
 
 def _run_of(client: Any, target: LiveTarget) -> str:
@@ -149,6 +133,9 @@ def _told(lines: Iterable[str]) -> Iterator[Any]:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trial, which ends the lines
+    logging.basicConfig(format="%(message)s")
+    with suppress(OSError):
+        os.nice(LOWER_PRIORITY - os.nice(0))
     write_live(sys.stdin, sys.stdout)
 
 

@@ -19,7 +19,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from sqlalchemy.exc import SQLAlchemyError
 
 from pensieve.errors import ResultsError
@@ -103,16 +103,6 @@ def client_of(outputs: Path) -> Any:
 def forget_clients() -> None:
     """The store was moved: a client of this process would go on writing to the files where they are now."""
     _client.cache_clear()
-
-
-def open_if_free(outputs: Path) -> None:
-    """Import MLflow, and open the store unless another process holds its lock: who logs something waits for that, once."""
-    import_mlflow()
-    try:
-        lock(outputs).acquire(timeout=0).lock.release()
-    except Timeout:
-        return
-    client_of(outputs)
 
 
 def import_mlflow() -> Any:

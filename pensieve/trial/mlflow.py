@@ -1,10 +1,8 @@
 """A trial in MLflow: one on a real device is shown while it runs, and every one is copied when it has ended.
 
-Copied at once, or when the results have been printed, since importing mlflow takes longer than a simulated trial. A simulated
-trial by itself is copied by another process, which imports mlflow while the trial runs. Where that one ends without an
-answer, or none comes in time, it is killed and this one copies; what it could not do it says, and that is logged. What waits
-is written before the process ends, also by an error or Ctrl-C. A process that is killed loses only the copy: the trial's row
-shows no run then, and the same command writes it.
+Copied at once, or when the results have been printed, since importing mlflow takes longer than a simulated trial. Trials of
+no sweep are then left to another process, which the command does not wait for. A process that is killed loses only the copy:
+the trial's row shows no run then, and the same command writes it.
 
 Nothing of what is shown may be in what is measured. MLflow is imported by another process, once for all trials of this one,
 and before a trial is measured; then the serving loop appends turns to a queue, and a thread writes a line to a pipe every
@@ -24,26 +22,22 @@ from types import TracebackType
 from pensieve.errors import PensieveError
 from pensieve.record import TurnRecord
 from pensieve.results.mlflow_live import (
-    COPIED,
     ENDED,
-    NOT_COPIED,
     READY,
     CopyTarget,
     LiveTarget,
     begin_line,
     copy_line,
     end_line,
-    open_line,
     step_line,
 )
 from pensieve.results.mlflow_view import Served, served, trial_name, trial_tags
 from pensieve.trial.job import Job
-from pensieve.trial.mlflow_process import Writer, import_beside, start_writer, take_beside
+from pensieve.trial.mlflow_process import Writer, handed_over, start_writer
 from pensieve.trial.samples import Occupancy
 from pensieve.trial.terminal import interrupts_held
 from pensieve.trial.tracking import Tracking
 
-COPIED_S = 180.0  # longer than anybody waits for the lock of a store
 INTERVAL_S = 5.0
 READY_S = 60.0  # how long a trial waits for a busy machine to import MLflow
 LAST_LINES_S = 10.0
@@ -66,13 +60,6 @@ class _Waiting:
 _waiting: deque[_Waiting] = deque()
 
 
-def open_beside(tracking: Tracking) -> None:
-    """A trial begins: have another process open the store meanwhile, where that is sooner."""
-    writer = import_beside() if tracking.mlflow else None
-    if writer is not None:
-        writer.sent(open_line(tracking.outputs))
-
-
 def copy_trial(tracking: Tracking, trial_id: int, experiment_name: str, job: Job, reused: bool = False) -> None:
     """Copy a trial that has ended, or let it wait for copy_waiting where the job says so.
 
@@ -87,36 +74,20 @@ def copy_trial(tracking: Tracking, trial_id: int, experiment_name: str, job: Job
 
 
 def copy_waiting(parent_run_id: str | None = None) -> None:
-    """Copy the trials that wait, under this parent. Ctrl-C ends it between two of them: no run is left half written."""
-    writer = take_beside()
-    try:
-        while _waiting:
-            with interrupts_held():
-                one = _waiting.popleft()
-                parent = parent_run_id or one.parent_run_id
-                if writer is None or parent is not None or one.reused:
-                    _copy(one, parent)
-                elif not _answered(one, writer):
-                    writer.kill()  # first: two processes would write to one run
-                    writer = None
-                    _copy(one, parent)
-    finally:
-        if writer is not None:
-            writer.kill()  # it has nothing more to write
+    """Copy the trials that wait, under this parent, or have another process copy them where there is none. Ctrl-C ends it
+    between two of them: no run is left half written."""
+    alone = parent_run_id is None and not any(one.parent_run_id for one in _waiting)
+    if alone and _waiting and handed_over([copy_line(_target(one)) for one in _waiting]):
+        _waiting.clear()
+    while _waiting:
+        with interrupts_held():
+            one = _waiting.popleft()
+            _copy(one, parent_run_id or one.parent_run_id)
 
 
-def _answered(one: _Waiting, writer: Writer) -> bool:
-    """Have a trial that is in no sweep copied by the other process, and log why it could not; False without an answer."""
-    tracking = one.tracking
-    url = tracking.store.database.url.render_as_string(hide_password=False)
-    if not writer.sent(copy_line(CopyTarget(str(tracking.outputs), url, one.trial_id, one.experiment_name))):
-        return False
-    answer = writer.answer((COPIED, NOT_COPIED), COPIED_S)
-    if answer is not None and answer.startswith(NOT_COPIED):
-        from pensieve.results.mlflow_store import say_not_logged
-
-        say_not_logged(answer.removeprefix(NOT_COPIED))
-    return answer is not None
+def _target(one: _Waiting) -> CopyTarget:
+    url = one.tracking.store.database.url.render_as_string(hide_password=False)
+    return CopyTarget(str(one.tracking.outputs), url, one.trial_id, one.experiment_name, one.reused)
 
 
 def _copy(one: _Waiting, parent_run_id: str | None) -> None:

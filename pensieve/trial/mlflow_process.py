@@ -1,8 +1,4 @@
-"""The process that writes to MLflow for this one: started, told lines, listened to, ended.
-
-Importing MLflow takes longer than a simulated trial. So it begins as soon as there is a trial to run, before what runs it is
-imported: this module imports nothing that takes time itself.
-"""
+"""The process that writes to MLflow for this one: started, told lines, listened to, ended, or left to end by itself."""
 
 from __future__ import annotations
 
@@ -11,26 +7,44 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
 import pensieve
-from pensieve.compose.machine import cores
-from pensieve.results.mlflow_live import import_line
 
 COMMAND = (sys.executable, "-m", "pensieve.results.mlflow_live")
 
 
+def _environment() -> dict[str, str]:
+    above = str(Path(pensieve.__file__).parents[1])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [above, os.environ.get("PYTHONPATH")]))}
+
+
+def handed_over(lines: Iterable[str]) -> bool:
+    """Have another process write this to MLflow; False where this one has imported MLflow, or there is none.
+
+    Nobody waits for it: the import takes longer than a simulated trial. It outlives this process and its terminal, and says
+    on the same stderr what it could not write.
+    """
+    if "mlflow" in sys.modules or find_spec("mlflow") is None:
+        return False
+    process = subprocess.Popen(
+        COMMAND, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=_environment(), start_new_session=True
+    )
+    assert process.stdin is not None
+    with process.stdin as told:
+        told.write("".join(lines).encode())
+    return True
+
+
 class Writer:
-    """The other process. What it says on stderr is thrown away: the copy made here meets the same error and reports it."""
+    """The other process. What it says on stderr is thrown away: the trial's copy meets the same error and reports it."""
 
     def __init__(self) -> None:
-        above = str(Path(pensieve.__file__).parents[1])
-        path = os.pathsep.join(filter(None, [above, os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
-            COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path},
-        )  # fmt: skip
+            COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=_environment()
+        )
         self._heard = b""  # of the next line
 
     def send(self, line: str) -> None:
@@ -39,36 +53,24 @@ class Writer:
         self._process.stdin.write(line.encode())
         self._process.stdin.flush()
 
-    def sent(self, line: str) -> bool:
-        """Whether the process is there to read it."""
-        try:
-            self.send(line)
-        except OSError:
-            return False
-        return True
-
     def answered(self, word: str, within_s: float) -> bool:
-        """Wait for this answer; False where it does not come in time, or the process has ended."""
-        return self.answer((word,), within_s) is not None
-
-    def answer(self, words: tuple[str, ...], within_s: float) -> str | None:
-        """Wait for a line that begins with one of these words, whatever MLflow prints between; None where none comes in
-        time, or the process has ended."""
+        """Wait for this line, whatever MLflow prints between; False where it does not come in time, or the process has
+        ended."""
         assert self._process.stdout is not None
         answers, ends = self._process.stdout.fileno(), time.monotonic() + within_s
         while True:
             line, newline, rest = self._heard.partition(b"\n")
             if newline:
                 self._heard = rest
-                if (said := line.decode(errors="replace")).startswith(words):
-                    return said
+                if line.decode(errors="replace") == word:
+                    return True
                 continue
             left_s = ends - time.monotonic()
             if left_s <= 0 or not select.select([answers], [], [], left_s)[0]:
-                return None
+                return False
             told = os.read(answers, 4096)
             if not told:
-                return None
+                return False
             self._heard += told
 
     def kill(self) -> None:
@@ -79,31 +81,3 @@ class Writer:
 def start_writer() -> Writer | None:
     """None where MLflow is not installed."""
     return Writer() if find_spec("mlflow") is not None else None
-
-
-_beside: list[Writer] = []  # none or one
-
-
-def import_beside() -> Writer | None:
-    """Another process that imports MLflow while a trial runs here, where that is sooner. It touches no store until it is told
-    to. take_beside gives it to whoever has something to write; else end_beside ends it."""
-    if not _beside and _sooner():
-        writer = start_writer()
-        if writer is not None:
-            _beside.append(writer)
-            writer.sent(import_line())
-    return _beside[0] if _beside else None
-
-
-def take_beside() -> Writer | None:
-    return _beside.pop() if _beside else None
-
-
-def end_beside() -> None:
-    writer = take_beside()
-    if writer is not None:
-        writer.kill()
-
-
-def _sooner() -> bool:
-    return "mlflow" not in sys.modules and cores() > 1

@@ -62,7 +62,7 @@ from pensieve.trial.isolate import run_isolated
 from pensieve.trial.job import Job, Outcome
 from pensieve.trial.liveness import Deadline, Heartbeat, device_lock
 from pensieve.trial.machine import measure_beside
-from pensieve.trial.mlflow import LiveRun, copy_trial, open_beside
+from pensieve.trial.mlflow import LiveRun, copy_trial
 from pensieve.trial.samples import (
     DeviceSampler,
     Neighbours,
@@ -131,8 +131,6 @@ def run_trial(
         preflight(plan)
     if job.preflight:
         say(plan.budget())
-    if job.mlflow_later and job.sweep_id is None and plan.device.simulated:
-        open_beside(tracking)
     for attempts_left in range(config.trial.retries, -1, -1):
         if _isolated(plan):
             outcome = run_isolated(resolved, tracking, job, config.trial.timeout_s, _shares_process(plan, job))

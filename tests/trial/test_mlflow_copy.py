@@ -5,14 +5,14 @@ import io
 import signal
 import sqlite3
 import sys
-from types import SimpleNamespace
+import time
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from pensieve import cli
 from pensieve.results import mlflow_runs, mlflow_store
-from pensieve.results.mlflow_live import COPIED, NOT_COPIED, CopyTarget, copy_line, open_line, write_live
+from pensieve.results.mlflow_live import CopyTarget, copy_line, write_live
 from pensieve.results.store import open_store
 from pensieve.trial import mlflow, mlflow_process, terminal
 from pensieve.trial import run as run_module
@@ -151,116 +151,48 @@ def test_an_isolated_trial_is_copied_once_by_its_parent(typed, tmp_path, written
     assert runs(tmp_path) == [("1", "FINISHED", None)]
 
 
-@pytest.fixture
-def beside(monkeypatch, live_mlflow):
-    """Runs this program, which is told three lines, as the other process; the list it is then in."""
-    started = []
-
-    def program(text):
-        told = "input(); input(); input()"  # to import, to open, to copy
-        start = mlflow_process.start_writer
-        monkeypatch.setattr(mlflow_process, "COMMAND", (sys.executable, "-S", "-c", f"{told}; {text}"))
-        monkeypatch.setattr(mlflow_process, "_sooner", lambda: True)
-        monkeypatch.setattr(mlflow_process, "start_writer", lambda: started.append(start()) or started[-1])
-        return started
-
-    return program
-
-
 @pytest.mark.parametrize(
-    "does", ["0", "print('View run', flush=True); import time; time.sleep(60)"], ids=["ends", "late"]
+    "arguments, handed", [((), 1), (("tracking=off",), 0), (("-m", "seed=0", "baseline=pensieve"), 0)]
 )
-def test_what_the_other_process_does_not_answer_this_one_copies_when_it_is_dead(
-    typed, tmp_path, monkeypatch, beside, does
-):
-    started, log, ended = beside(does), mlflow_runs.log_trial, []
-    monkeypatch.setattr(mlflow, "COPIED_S", 0.5)
-
-    def noted(*given):
-        ended.append(started[0]._process.poll() is not None)
-        return log(*given)
-
-    monkeypatch.setattr(mlflow_runs, "log_trial", noted)
-    assert typed()[0] == 0
-    assert ended == [True]
-    assert runs(tmp_path) == [("1", "FINISHED", None)]
-    assert mlflow_process._beside == []
-    assert len(started) == 1
-
-
-def test_what_the_other_process_could_not_copy_is_said_and_not_tried_again(typed, tmp_path, written, beside):
-    beside("print('not logged: The lock is busy.', flush=True); input()")
-    status, said = typed()
-    assert status == 0
-    assert written == []
-    sentence = "Nothing was logged to MLflow (The lock is busy.); the results database is complete without it."
-    assert said.err.count(sentence) + said.out.count(sentence) == 1
-    assert open_store(tmp_path).trial(1).status == "completed"
-
-
-def test_what_is_refused_before_it_is_a_trial_ends_the_other_process_and_leaves_no_store(
-    typed, tmp_path, monkeypatch, beside
-):
-    started = beside("pass")
-    status, said = typed("cache.gpu='256 tokens'")  # preflight refuses
-    assert "longest conversation" in (status if isinstance(status, str) else said.err)
-    assert [writer._process.poll() is not None for writer in started] == [True]
-    assert mlflow_process._beside == []
-    assert not list(tmp_path.glob("mlflow.db*"))
-
-
-def test_nothing_is_started_beside_for_a_real_trial_or_without_mlflow(typed, beside, monkeypatch):
-    started = beside("pass")
-    monkeypatch.setattr("pensieve.trial.sweep.run_single", lambda *_: None)
-    typed("tracking=off")
-    typed("hardware=cpu")
-    assert started == []
-    typed()
-    assert len(started) == 1
-
-
-def test_a_busy_lock_is_waited_for_once_and_is_the_answer(tmp_path, monkeypatch):
-    """The other process' half of the pipe, in this one."""
-    store, answers, locks = open_store(tmp_path), io.StringIO(), []
-    trial = store.begin_trial(trial_fields())
-    store.finish_trial(trial, "completed")
-    target = CopyTarget(str(tmp_path), str(store.database.url), trial, "mine")
-    monkeypatch.setattr(mlflow_store, "LOCK_TIMEOUT_S", 0.1)
-    make = mlflow_store.lock
-    with make(tmp_path):
-        write_live([open_line(tmp_path)], answers)  # neither waits nor raises
-        assert answers.getvalue() == ""
-        monkeypatch.setattr(mlflow_store, "lock", lambda folder: locks.append(folder) or make(folder))
-        write_live([copy_line(target)], answers)
-    assert len(locks) == 1
-    assert answers.getvalue().startswith(f"{NOT_COPIED}The file lock ")
-    assert answers.getvalue().count("\n") == 1
-    assert store.trial(trial).mlflow_run_id is None
-
-
-def test_a_trial_that_another_command_completed_is_copied_in_this_process(monkeypatch):
-    """The other process is not told that the trial is reused."""
-    copied, killed = [], []
-    writer = SimpleNamespace(sent=lambda line: pytest.fail("it was sent"), kill=lambda: killed.append(True))
-    monkeypatch.setattr(mlflow_process, "_beside", [writer])
-    monkeypatch.setattr(mlflow, "_copy", lambda one, parent: copied.append((one.trial_id, one.reused)))
-    mlflow.copy_trial(
-        SimpleNamespace(mlflow=True), 7, "mine", SimpleNamespace(mlflow_run_id=None, mlflow_later=True), reused=True
-    )
-    mlflow.copy_waiting()
-    assert (copied, killed) == ([(7, True)], [True])
+def test_a_trial_of_no_sweep_is_left_to_another_process(typed, tmp_path, monkeypatch, live_mlflow, arguments, handed):
+    """It is told the trial once, and nobody waits for it: it writes when this command has ended."""
+    told, end = tmp_path / "told", tmp_path / "end"
+    text = f"import os, sys, time; told = sys.stdin.read()\nwhile not os.path.exists({str(end)!r}): time.sleep(0.01)\n"
+    text += f"open({str(told)!r}, 'w').write(told)"
+    monkeypatch.setattr(mlflow_process, "COMMAND", (sys.executable, "-S", "-c", text))
+    monkeypatch.delitem(sys.modules, "mlflow", raising=False)
+    assert typed(*arguments)[0] == 0
+    assert not mlflow._waiting
+    assert not told.exists()
+    end.touch()
+    deadline = time.monotonic() + 30 * handed
+    while time.monotonic() < deadline and not (told.exists() and told.read_text().endswith("\n")):
+        time.sleep(0.01)
+    assert (told.read_text().count('"copy"') if told.exists() else 0) == handed
 
 
 def test_a_copy_by_the_other_process_is_the_same_copy(tmp_path):
     """Its half of the pipe, in this process."""
-    store, answers = open_store(tmp_path), io.StringIO()
+    store = open_store(tmp_path)
     trial = store.begin_trial(trial_fields())
     store.finish_trial(trial, "completed")
-    target = CopyTarget(str(tmp_path), str(store.database.url), trial, "mine")
-    write_live([open_line(tmp_path), copy_line(target)], answers)
-    assert answers.getvalue() == f"{COPIED}\n"
+    write_live([copy_line(CopyTarget(str(tmp_path), str(store.database.url), trial, "mine"))], io.StringIO())
     assert runs(tmp_path) == [(str(trial), "FINISHED", None)]
     assert store.trial(trial).mlflow_run_id is not None
+
+
+def test_what_the_other_process_cannot_write_it_says(tmp_path, monkeypatch, caplog):
+    store = open_store(tmp_path)
+    trial = store.begin_trial(trial_fields())
+    store.finish_trial(trial, "completed")
+    monkeypatch.setattr(mlflow_store, "LOCK_TIMEOUT_S", 0.1)
+    with mlflow_store.lock(tmp_path):
+        write_live([copy_line(CopyTarget(str(tmp_path), str(store.database.url), trial, "mine"))], io.StringIO())
+    write_live([copy_line(CopyTarget(str(tmp_path / "gone"), str(store.database.url), 7, "mine"))], io.StringIO())
+    assert [record.message[:40] for record in caplog.records] == [
+        "Nothing was logged to MLflow (The file l",
+        "trial 7 is not in MLflow: There is no tr",
+    ]
 
 
 def test_what_mlflow_s_database_raises_is_one_sentence_without_a_trace(tmp_path, capfd, caplog):
