@@ -85,12 +85,13 @@ def test_a_word_is_not_used_where_it_would_mean_something_else(word):
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *sorted(p.name for p in (CHECKOUT / "docs").glob("*.md"))]
+    "page",
+    [*CHECKOUT.glob("*.md"), *sorted((CHECKOUT / "docs").rglob("*.md"))],
+    ids=lambda page: str(page.relative_to(CHECKOUT)),
 )
 def test_links_of_a_page_lead_somewhere(page):
-    file = next(path for path in (CHECKOUT / page, CHECKOUT / "docs" / page) if path.exists())
-    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", file.read_text())
-    assert [link for link in links if not (file.parent / link).exists()] == []
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
 
 
 def test_the_changelog_has_the_version_that_is_packaged():
