@@ -110,3 +110,14 @@ def test_the_version_that_is_cited_is_the_one_that_is_packaged():
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
     cited = re.findall(r"^(version|license): (.+)$", (CHECKOUT / "CITATION.cff").read_text(), flags=re.MULTILINE)
     assert dict(cited) == {"version": project["version"], "license": project["license"]}
+
+
+@pytest.mark.parametrize("page", sorted((CHECKOUT / "docs" / "results").glob("[!i]*.md")), ids=lambda page: page.name)
+def test_a_finding_has_a_question_a_command_a_table_a_verdict_and_a_meaning(page):
+    findings = page.read_text().split("\n## ")[1:]
+    assert findings
+    for finding in findings:
+        heading = finding.split("\n")[0]
+        lines = re.findall(r"^\*\*(\w+)\.\*\*", finding, flags=re.MULTILINE)
+        assert lines == ["Asked", "Command", "Verdict", "Means"], heading
+        assert "\n|---" in finding, heading
