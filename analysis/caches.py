@@ -256,7 +256,7 @@ def _sum(names: Sequence[str], scale: float, source: Source, cell: Cell) -> Esti
     return over_seeds({key: sum(part[key] for part in parts) / scale for key in keys}) if keys else None
 
 
-HITS = Measure("history", "history tokens\n(%)", shares)
+HITS = Measure("history", "history\ntokens (%)", shares)
 MEDIAN = Measure("ttft_ms_p50", "first token,\nmedian (ms)", partial(_percentile, "ttft_ms", 0.5))
 TAIL = Measure("ttft_ms_p90", "first token,\np90 (ms)", partial(_percentile, "ttft_ms", 0.9))
 PER_TOKEN = Measure(

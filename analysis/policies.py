@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from matplotlib.lines import Line2D
@@ -55,17 +55,17 @@ def _applies(source: Source) -> bool:
 def read(source: Source) -> Iterator[tuple[Panel, Mapping[str, list[Policy]]]]:
     """A panel a baseline and whatever else is swept: by size of the cache, the policies in the order of their share."""
     size = axis_of(source)
-    for name in source.baselines():
-        own = source.of_baselines([name])
-        if not own.has_metric("bound_hit_rate"):
-            continue
+    owns = {name: source.of_baselines([name]) for name in source.baselines()}
+    bounded = {name: own for name, own in owns.items() if own.has_metric("bound_hit_rate")}
+    for name, own in bounded.items():
         for panel in own.panels(AXIS, *([size] if size else [])):
             groups: dict[str, list[Policy]] = {}
             for value in panel.values(size) if size else [""]:
                 cells = {cell.at[AXIS]: cell for cell in panel.cells if not size or cell.at[size] == value}
                 found = [_policy(own, cell, cells, _label(cell, size)) for cell in cells.values()]
                 groups[found[0].size] = sorted(found, key=lambda one: -one.hits.hit.value)
-            yield panel, groups
+            group = {"baseline": name, **panel.group} if len(bounded) > 1 else panel.group
+            yield replace(panel, group=group), groups
 
 
 def _policy(source: Source, cell: Cell, cells: Mapping[str, Cell], size: str) -> Policy:

@@ -22,7 +22,13 @@ HITS = {"lru": (10, 10), "fifo": (5, 5), "belady": (50, 30)}  # on GPU and CPU, 
 BOUND = 0.9
 
 
-def swept(store: ResultsStore, hits=None, sizes=(), metrics=lambda at, seed: {"bound_hit_rate": BOUND}) -> Source:
+def swept(
+    store: ResultsStore,
+    hits=None,
+    sizes=(),
+    baselines=("pensieve",),
+    metrics=lambda at, seed: {"bound_hit_rate": BOUND},
+) -> Source:
     """hits: by policy; a conversation has a token more or less of them than the next one."""
     hits = hits or HITS
 
@@ -36,7 +42,7 @@ def swept(store: ResultsStore, hits=None, sizes=(), metrics=lambda at, seed: {"b
             if number > 1 or not cpu
         ]
 
-    axes = {"eviction": list(hits), "baseline": ["pensieve"], **({"cache.cpu": list(sizes)} if sizes else {})}
+    axes = {"eviction": list(hits), "baseline": list(baselines), **({"cache.cpu": list(sizes)} if sizes else {})}
     return fill(store, axes, turns, metrics, seeds=(0,), summary=True)
 
 
@@ -59,6 +65,13 @@ def test_the_share_is_that_of_the_raw_rows_and_the_interval_holds_it(store, tmp_
     picture = drawn["policy_gap"]
     assert picture.lines["/bound"] == [(100.0, 0.0), (100.0, 1.0)]
     assert any("bound 90.0 %" in text for text in picture.texts) and not picture.clipped
+
+
+def test_each_of_several_baselines_has_files_of_its_own(store, tmp_path, drawn):
+    drawings = policy_gap.draw(swept(store, baselines=("pensieve", "gpu_only")), tmp_path)
+    assert [one.csv.name for one in drawings] == [
+        f"policy_gap-baseline-{name}.csv" for name in ("pensieve", "gpu_only")
+    ]
 
 
 def test_equal_policies_close_nothing_and_the_bound_itself_everything(store):
