@@ -57,7 +57,7 @@ def _imports() -> Iterator[None]:
 
 def main() -> None:
     """The console script: pensieve VERB, with the arguments of runners/VERB.py."""
-    verbs = {verb.__name__: verb for verb in (run, size, serve, chat, compare, results, bench, profile, doctor)}
+    verbs = {verb.__name__: verb for verb in (demo, run, size, serve, chat, compare, results, bench, profile, doctor)}
     parser = argparse.ArgumentParser(
         prog="pensieve",
         epilog="\n".join(f"{name:<9}{verb.__doc__}" for name, verb in verbs.items()),
@@ -74,6 +74,16 @@ def main() -> None:
     verb = parser.parse_args(sys.argv[1:2]).verb
     sys.argv = [f"pensieve {verb}", *sys.argv[2:]]
     sys.exit(verbs[verb]())
+
+
+def demo() -> int:
+    """Four baselines, long conversations, a tiny model: what make demo runs. [seed=0] [group.field=value]."""
+    parser = argparse.ArgumentParser(
+        description=demo.__doc__, epilog="The same as pensieve run -m experiment=demo; pensieve run --help lists all."
+    )
+    _, words = parser.parse_known_args()
+    sys.argv = ["pensieve run", "-m", "experiment=demo", *words]
+    return run()
 
 
 def run() -> int:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from pensieve.bench.case import Measured, Result
 from pensieve.errors import ConfigError
-from pensieve.results.environment import environment, gpus
+from pensieve.results.environment import DISTRIBUTION, environment, gpus
 from pensieve.units import NONE, format_bytes
 
 COLUMNS = ("case", "backend", "value", "spread", "unit", "limit", "value / limit", "against best peer", "beside")
@@ -97,7 +97,7 @@ def markdown(
         f"SM clock {gpu['sm_mhz']} of {gpu['sm_mhz_max']} MHz, memory clock {gpu['memory_mhz']} MHz"
         for gpu in gpus()  # the clocks of now, not of a device that had nothing to do yet
     ]
-    names = ("torch", "transformers", "triton", "pensieve")
+    names = ("torch", "transformers", "triton", DISTRIBUTION)
     versions = ", ".join(f"{name} {packages[name]}" for name in names if name in packages)
     lines.append(f"- {versions}, Python {found['python']}, {found['torch_threads']} CPU thread(s)")
     lines.append(f"- commit {found['git']['commit'] or 'unknown'}{' with changes' if found['git']['dirty'] else ''}")

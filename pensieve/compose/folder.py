@@ -1,4 +1,4 @@
-"""Find conf/ (beside the package in a checkout, inside it in an installed wheel), its options, and the outputs folder."""
+"""Find conf/ (beside the package in a checkout, in its share/ in an installed wheel), its options, and the outputs folder."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ BASES = ("base", "base_sim", "base_beyond")
 def conf_folder() -> Path:
     """The folder of config.yaml."""
     package = Path(__file__).resolve().parents[1]
-    for folder in (package.parent / "conf", package / "conf"):
+    for folder in (package.parent / "conf", package / "share" / "conf"):
         if (folder / "config.yaml").is_file():
             return folder
-    raise ConfigError(f"There is no conf/config.yaml beside {package} or inside it; install pensieve again.")
+    raise ConfigError(f"There is no conf/config.yaml beside {package} or in its share/; install pensieve again.")
 
 
 def outputs_folder() -> Path:

@@ -43,7 +43,7 @@ def check_gguf(source: Path) -> None:
     if missing and converted(source) is None:
         raise EngineMissing(
             f"{source.name} needs the package{'s' if len(missing) > 1 else ''} {' and '.join(missing)} to be dequantised "
-            "once; install them with: pip install 'pensieve[gguf]'."
+            "once; install them with: pip install 'pensieve-lab[gguf]'."
         )
 
 

@@ -20,7 +20,7 @@ FILE_TYPES = ("f32", "f16")
 FAMILIES = {"llama": "llama", "gpt2": "gpt2"}
 """llama.cpp's architecture by transformers' model_type."""
 
-NO_GGUF = "llama.cpp reads GGUF files, and the package gguf is not installed; pip install 'pensieve[llama-cpp]'."
+NO_GGUF = "llama.cpp reads GGUF files, and the package gguf is not installed; pip install 'pensieve-lab[llama-cpp]'."
 
 _LLAMA = {
     "self_attn.q_proj": "attn_q",

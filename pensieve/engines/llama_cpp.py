@@ -122,7 +122,7 @@ class _LlamaCpp(ABC):
             raise ConfigError(f"baseline.engine.gguf_path={self._gguf_path} is not a file; name a GGUF file.")
         if find_spec("gguf") is None or (self._needs_wheel() and find_spec("xllamacpp") is None):
             raise EngineMissing(
-                f"baseline={self._setup.baseline} needs the packages xllamacpp and gguf; pip install 'pensieve[llama-cpp]'."
+                f"baseline={self._setup.baseline} needs xllamacpp and gguf; pip install 'pensieve-lab[llama-cpp]'."
             )
 
     def identity(self) -> dict[str, str]:

@@ -22,7 +22,7 @@ LOOPBACK = "127.0.0.2"
 
 STORE_BYTES = 80_000_000  # requests and replies are small; 75 MB is the least that Ray takes
 READY = "Ray runtime started"
-NO_RAY = "baseline={} needs Ray; install it with pip install 'pensieve[ray]'."
+NO_RAY = "baseline={} needs Ray; install it with pip install 'pensieve-lab[ray]'."
 
 
 def check_ray(baseline: str) -> None:
@@ -34,7 +34,7 @@ def check_ray(baseline: str) -> None:
 def check_serve(field: str) -> None:
     """Raises EngineMissing where Ray Serve is not installed. field: that asks for it."""
     if importlib.util.find_spec("ray") is None or importlib.util.find_spec("grpc_reflection") is None:
-        raise EngineMissing(f"{field} above 1 needs Ray Serve; install it with pip install 'pensieve[ray]'.")
+        raise EngineMissing(f"{field} above 1 needs Ray Serve; install it with pip install 'pensieve-lab[ray]'.")
 
 
 def ray_version() -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from sqlalchemy import Row, insert, select
 
 from pensieve.errors import MissingSeries, ResultsError
+from pensieve.results.environment import DISTRIBUTION
 from pensieve.results.frame import measured_turns
 from pensieve.results.schema import ArtifactRow, Base, Trial, version_table
 from pensieve.results.store import DATABASE_NAME, TURN_COLUMNS, JobResult, ResultsStore, open_store
@@ -180,7 +181,8 @@ def _arrow_type(name: str) -> Any:
 
 # All of it, in a zip
 
-SOURCES = ("pensieve", "analysis", "conf", "runners", "pyproject.toml", "constraints.txt", "README.md", "LICENSE")
+PROJECT = "pyproject.toml"
+SOURCES = ("pensieve", "analysis", "conf", "runners", PROJECT, "constraints.txt", "README.md", "LICENSE")
 FIGURE_SCRIPT = "analysis/figures.py"
 _BATCH = 5000
 
@@ -221,8 +223,8 @@ def bundle_sweep(store: ResultsStore, sweep_id: int, checkout: Path, path: Path)
     trials = {trial.id: trial for job in jobs for trial in (job.last, job.trial) if trial is not None}
     if not any(job.trial for job in jobs):
         raise MissingSeries(f"No trial of sweep {sweep_id} is completed; run its command again and bundle then.")
-    if not (checkout / FIGURE_SCRIPT).is_file():
-        raise ResultsError(f"There is no {FIGURE_SCRIPT} in {checkout}; bundle from a checkout, which has the figures.")
+    if not (checkout / PROJECT).is_file():
+        raise ResultsError(f"There is no {PROJECT} in {checkout}; bundle from a checkout, which has all sources.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as name:
@@ -292,4 +294,4 @@ def _source_files(checkout: Path) -> Iterable[Path]:
 
 def _lock() -> dict[str, str]:
     found = {str(d.metadata["Name"]).lower(): d.version for d in distributions() if d.metadata["Name"]}
-    return {name: found[name] for name in sorted(found) if name != "pensieve"}
+    return {name: found[name] for name in sorted(found) if name != DISTRIBUTION}

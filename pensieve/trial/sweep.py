@@ -293,14 +293,11 @@ def _announcement(jobs: Jobs | None, axes: dict[str, str]) -> str:
 
 
 def draw_figures(tracking: Tracking, url_env: str | None, sweep_id: int) -> list[Path]:
-    """Draw the figures that the sweep has data for and return the paths of pictures and tables; none without a checkout,
-    which has the script.
+    """Draw the figures that the sweep has data for and return the paths of pictures and tables.
 
     In a process of its own: the plotting libraries take seconds to import, and memory that the next trial could use.
     """
     script = conf_folder().parent / FIGURE_SCRIPT
-    if not script.is_file():
-        return []
     where = ["--url-env", url_env] if url_env else []
     command = [sys.executable, str(script), "--sweep", str(sweep_id), *where]
     path = os.pathsep.join(filter(None, [str(script.parents[1]), os.environ.get("PYTHONPATH")]))

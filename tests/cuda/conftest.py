@@ -13,7 +13,7 @@ from .standin.install import stand_in, why_not
 from .standin.machine import Machine
 
 needs_triton = pytest.mark.skipif(
-    find_spec("triton") is None, reason="graphs need the extra triton: pip install 'pensieve[triton]'"
+    find_spec("triton") is None, reason="graphs need the extra triton: pip install 'pensieve-lab[triton]'"
 )
 
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 import tomllib
@@ -16,7 +17,8 @@ from tests.test_recipes import UNFINISHED
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))
-VERBS = ("bench", "chat", "compare", "doctor", "profile", "results", "run", "serve", "size")
+RUNNERS = ("bench", "chat", "compare", "doctor", "profile", "results", "run", "serve", "size")
+VERBS = (*RUNNERS, "demo")
 SHORT = ("hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2")
 SCRIPT = "import sys\nfrom pensieve.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
 
@@ -54,14 +56,14 @@ def installed(tmp_path):
 
 
 def test_each_runner_is_a_verb_and_each_verb_a_runner(monkeypatch, capsys):
-    assert sorted(file.stem for file in (CHECKOUT / "runners").glob("*.py")) == list(VERBS)
+    assert sorted(file.stem for file in (CHECKOUT / "runners").glob("*.py")) == list(RUNNERS)
     assert command(monkeypatch, "--help") == 0
     shown = capsys.readouterr().out
     for verb in VERBS:
         assert f"\n{verb:<9}{getattr(cli, verb).__doc__}" in shown
 
 
-@pytest.mark.parametrize("verb", ["compare", "results", "doctor"])
+@pytest.mark.parametrize("verb", ["compare", "demo", "results", "doctor"])
 def test_a_verb_has_its_own_help(monkeypatch, capsys, verb):
     assert command(monkeypatch, verb, "--help") == 0
     assert capsys.readouterr().out.startswith(f"usage: pensieve {verb} [-h]")
@@ -111,13 +113,16 @@ def test_an_installed_command_runs_a_trial_without_a_checkout(installed, tmp_pat
     assert done.returncode == 0, done.stderr
     assert f"Database: {tmp_path / 'cwd' / 'outputs' / 'results.db'}" in done.stdout
     (hydra,) = (tmp_path / "cwd" / "outputs" / "runs").rglob(".hydra/hydra.yaml")
-    assert f"path: {tmp_path / 'site' / 'pensieve' / 'conf'}\n" in hydra.read_text()
+    assert f"path: {tmp_path / 'site' / 'pensieve' / 'share' / 'conf'}\n" in hydra.read_text()
 
 
 @pytest.mark.slow
-def test_an_installed_command_sweeps_lists_and_shows_its_help(installed):
-    swept = installed("run", "-m", *SHORT, "tracking.mlflow=false", "seed=0", "baseline=pensieve,stateless")
+def test_an_installed_command_sweeps_draws_lists_and_shows_its_help(installed, tmp_path):
+    swept = installed("demo", *SHORT, "tracking.mlflow=false", "seed=0", "baseline=pensieve,stateless")
     assert swept.returncode == 0, swept.stderr
+    assert (tmp_path / "cwd" / "outputs" / "figures" / "sweep-1" / "hit_rates.png").is_file()
+    [(recorded,)] = sqlite3.connect(tmp_path / "cwd" / "outputs" / "results.db").execute("select command from sweep")
+    assert recorded.startswith("pensieve run -m experiment=demo ")
     assert "[2/2] baseline=stateless: TTFT first turn" in swept.stderr
     listed = installed("results", "list")
     assert [line.split()[1:3] for line in listed.stdout.splitlines()[4:]] == [

@@ -73,7 +73,7 @@ def _require_native(kind: str) -> None:
 def _require_triton(name: str, kind: str, chunk_tokens: int) -> None:
     if importlib.util.find_spec("triton") is None:
         raise EngineMissing(
-            f"attention_backend={name} needs the package triton (pip install 'pensieve[triton]'); or use auto."
+            f"attention_backend={name} needs the package triton (pip install 'pensieve-lab[triton]'); or use auto."
         )
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if kind == "cpu" and not interpreted:
@@ -100,7 +100,7 @@ def _require_varlen(kind: str, dtype: str) -> None:
 def _require_flashinfer(kind: str, dtype: str) -> None:
     if importlib.util.find_spec("flashinfer") is None:
         raise EngineMissing(
-            "attention_backend=flashinfer needs the package flashinfer (pip install 'pensieve[flashinfer]'); or use auto."
+            "attention_backend=flashinfer needs the package flashinfer (pip install 'pensieve-lab[flashinfer]'); or use auto."
         )
     if kind != "cuda":
         raise EngineMissing("attention_backend=flashinfer runs on CUDA only; use auto or reference on a CPU.")

@@ -177,7 +177,7 @@ def _find_kernel(tensors: KvTensors, way: CopyWay) -> tuple[Copier | None, str]:
     if way == "dma":
         return None, ""
     if importlib.util.find_spec("triton") is None:
-        return None, "it needs the package triton (pip install 'pensieve[triton]')"
+        return None, "it needs the package triton (pip install 'pensieve-lab[triton]')"
     if tensors.layer_block_bytes % WORD_BYTES:
         return None, f"a block of {tensors.layer_block_bytes} bytes a layer is no multiple of {WORD_BYTES}"
     return KernelCopier(), ""

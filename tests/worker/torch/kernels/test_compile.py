@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(INTERPRETED, reason="Triton interprets in this process, and compiles nothing"),
     pytest.mark.skipif(
-        find_spec("triton") is None, reason="the extra triton is not installed: pip install 'pensieve[triton]'"
+        find_spec("triton") is None, reason="the extra triton is not installed: pip install 'pensieve-lab[triton]'"
     ),
 ]
 

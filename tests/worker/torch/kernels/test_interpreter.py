@@ -14,7 +14,7 @@ from .conftest import INTERPRETED, NAMES
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="runs in the process that this test would start")
 @pytest.mark.skipif(
-    find_spec("triton") is None, reason="the extra triton is not installed: pip install 'pensieve[triton]'"
+    find_spec("triton") is None, reason="the extra triton is not installed: pip install 'pensieve-lab[triton]'"
 )
 def test_the_kernel_in_tritons_interpreter() -> None:
     """All of this folder, with TRITON_INTERPRET=1: TRITON_INTERPRET=1 pytest tests/worker/torch/kernels by hand."""
