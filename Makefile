@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo test test-fast test-slow check format ui figures report doctor vllm-env clean
+.PHONY: help install demo test test-fast test-slow check format ui figures report docs doctor vllm-env clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -67,6 +67,9 @@ figures: $(STAMP)  ## draw every figure that the latest sweep supports into outp
 
 report: $(STAMP)  ## the latest sweep as one HTML page, with a verdict for each claim
 	$(BIN)/python analysis/report.py
+
+docs: $(STAMP)  ## the pages as a site in outputs/site; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir $${PENSIEVE_OUTPUTS:-outputs}/site
 
 doctor: $(STAMP)  ## what this machine has, and what to type next
 	$(BIN)/python runners/doctor.py
