@@ -16,7 +16,7 @@ from analysis.estimates import over_seeds, percent, percentile
 from analysis.registry import Plot, Row, columns, figure
 from analysis.sweep import Cell, Panel, Source
 from pensieve.results.findings import RECOMPUTED as HISTORY_RECOMPUTED
-from pensieve.results.findings import Finding
+from pensieve.results.findings import REFERENCE, Finding
 from pensieve.results.frame import PAPERS, by_conversation, found_more, values_of
 from pensieve.results.trials import varying_axes
 from pensieve.statistics import FEWEST_GROUPS, Estimate
@@ -189,7 +189,8 @@ def short(tokens: int) -> str:
 
 
 def _bound(cell: Cell) -> float | None:
-    values = cell.metric("bound_hit_rate")
+    """In percent; a server that stores nothing has none."""
+    values = {} if cell.baseline == REFERENCE else cell.metric("bound_hit_rate")
     return 100.0 * over_seeds(values).value if values else None
 
 

@@ -137,7 +137,8 @@ def draw_bar(axes: Axes, one: Bar, y: float, origin: float = 0.0) -> None:
     end = max(
         origin, found.value, found.value if found.ci_high is None else found.ci_high
     )  # clear of names and interval
-    axes.annotate(one.text, (end, y), (2, 0), textcoords="offset points", va="center", fontsize=LABEL_SIZE)
+    ground = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}  # a line of the axes does not cross the number
+    axes.annotate(one.text, (end, y), (2, 0), textcoords="offset points", va="center", fontsize=LABEL_SIZE, bbox=ground)
 
 
 def _height(groups: Sequence[Group]) -> float:

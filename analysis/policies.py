@@ -14,6 +14,7 @@ from analysis.estimates import as_estimate, over_seeds, seed_means
 from analysis.marks import Bar, Group
 from analysis.registry import Plot, Row, columns, figure
 from analysis.sweep import Cell, Panel, Source
+from pensieve.results.findings import REFERENCE
 from pensieve.results.frame import PAPERS, START, found_more, gap_closed
 from pensieve.statistics import Estimate, PairedRatio
 
@@ -56,7 +57,7 @@ def read(source: Source) -> Iterator[tuple[Panel, Mapping[str, list[Policy]]]]:
     """A panel a baseline and whatever else is swept: by size of the cache, the policies in the order of their share."""
     size = axis_of(source)
     owns = {name: source.of_baselines([name]) for name in source.baselines()}
-    bounded = {name: own for name, own in owns.items() if own.has_metric("bound_hit_rate")}
+    bounded = {name: own for name, own in owns.items() if name != REFERENCE and own.has_metric("bound_hit_rate")}
     for name, own in bounded.items():
         for panel in own.panels(AXIS, *([size] if size else [])):
             groups: dict[str, list[Policy]] = {}

@@ -248,6 +248,8 @@ def darken(figure: Figure) -> None:
 def _darken(artist: Artist) -> None:
     if isinstance(artist, Text):
         artist.set_color(in_the_dark(artist.get_color()))
+        if (ground := artist.get_bbox_patch()) is not None:  # findobj does not come to it
+            _darken(ground)
     elif isinstance(artist, Line2D):
         face, edge = artist.get_markerfacecolor(), artist.get_markeredgecolor()
         artist.set_color(in_the_dark(artist.get_color()))
