@@ -23,6 +23,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
+import pensieve.compose.help  # noqa: F401  the ${choices:} of every --help
 from pensieve.compose.explain import explain, explain_value_error
 from pensieve.compose.meant import as_meant
 from pensieve.errors import PensieveError
