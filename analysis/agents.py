@@ -189,8 +189,8 @@ def _mark_limit(axes: Axes, scaling: Scaling, points: Mapping[int, Estimate]) ->
 )
 def agent_table(source: Source) -> Iterator[Plot]:
     lead = (
-        "Arrival to last token of completed turns, over seeds, agents and steps; percentiles by nearest rank; out of "
-        "memory: turns refused or failed for want of it"
+        "Latency (arrival to last token) of completed turns, over seeds, agents and steps; percentiles by nearest rank. Out "
+        "of memory: turns refused or failed for want of it"
     )
     for panel, scalings in read(source):
         table, rows = [], []
@@ -238,14 +238,13 @@ def agent_ratios(source: Source) -> Iterator[Plot]:
         ]
         most = max(together, default=None)
         lead = (
-            "Carries: the largest number of agents of this sweep at which no turn was refused or failed for want of memory, "
-            "up to one less than the first at which some was; "
-            f"density: that number over {first.baseline}'s; "
+            "Carries: the largest number of agents at which no turn ran out of memory, up to one less than the first at "
+            f"which some did. Density: that number over {first.baseline}'s. "
         ) + (
-            f"latency: of a baseline over {first.baseline} with {most} agents, geometric mean of the pairs of one seed "
-            f"and agent, with its 95 % interval; reason / reflect: of the same baseline with {most} agents"
+            f"Latency: of a baseline over {first.baseline} with {most} agents, geometric mean of the pairs of one seed "
+            f"and agent, with its 95 % interval. Reason / reflect: of the same baseline with {most} agents"
             if most is not None
-            else "at no number of agents do all baselines complete turns of both stages without running out of memory"
+            else "At no number of agents do all baselines complete turns of both stages without running out of memory"
         )
         ratios = {scaling.baseline: _ratios(scaling, first, most) for scaling in scalings}
         table = [_ratio_line(scaling, first, ratios[scaling.baseline]) for scaling in scalings]

@@ -116,8 +116,8 @@ def swap(source: Source) -> Iterator[Plot]:
         return said if overlap is None or overlap.value is None else f"{said}, {overlap.value:.0f} % overlap"
 
     lead = (
-        "Median over the limit measured in the same run (red), with the 95 % interval of the median; faster: sequential "
-        "over pipelined, repetition by repetition; overlap: as the benchmark counted it; "
+        "Median over the limit measured in the same run (red), with the 95 % interval of the median. Faster: sequential "
+        "over pipelined, repetition by repetition. Overlap: as the benchmark counted it. "
     )
     rows = [
         {

@@ -211,8 +211,8 @@ def _spread_plot(panel: Panel, spreads: Sequence[Spread], title: str) -> Plot:
     )
     picture = draw_over_replicas(ordered, 4.6, measures)
     lead = (
-        "Points with their 95 % interval over seeds and conversations; first tokens of all turns, percentiles by nearest "
-        "rank; fullest replica: requests under way on it over the mean of all replicas"
+        "Points with their 95 % interval over seeds and conversations. TTFT of all turns, percentiles by nearest rank. "
+        "Fullest replica: requests under way on it over the mean of all replicas"
     )
     title += failing(one.cell for one in ordered)
     rows, table = [_spread_row(one) for one in ordered], [_spread_line(one) for one in ordered]

@@ -24,8 +24,8 @@ Ratios = Mapping[str, PairedRatio | None]
 TURNS = (1, 5, 10)
 CLASSES = ("hot", "warm", "cold")
 PAIRED = (
-    "Time to first token of stateless over that of the baseline (2: half the time), geometric mean over conversations "
-    "paired by seed, with the 95 % interval"
+    "TTFT of stateless over that of the baseline (2: half the time). Geometric mean over conversations paired by seed, "
+    "with the 95 % interval"
 )
 
 
@@ -47,8 +47,8 @@ def ttft_by_turn(source: Source) -> Iterator[Plot]:
             dashes: dict[str, Any] = {"linewidth": 1.0, "linestyle": (0, (3, 1.5))}
             axes.plot(list(ideal), values, color=style.GREY, gid=style.IDEAL, label=style.IDEAL, **dashes)
             lead += (
-                "; ideal: the new tokens alone, as the fastest first token without its wait of any turn with as many of "
-                "them and nothing of its history to restore or compute"
+                ". Ideal: the new tokens alone, as the fastest TTFT without its wait of any turn with as many of them and no "
+                "history to restore or compute"
             )
         axes.set_ylim(bottom=0)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -182,8 +182,8 @@ def disaggregation(source: Source) -> Iterator[Plot]:
         simulated = any(trial.simulated for share in shares for trial in share.cell.trials)
         counted = "computed from the model's shapes, simulated" if simulated else "counted as they were serialised"
         lead = (
-            "Time: mean over requests of latency, and of what of it was computing and waiting for the network, over output "
-            f"tokens, with the 95 % interval; bytes: {counted}, over output tokens"
+            "Time: mean over requests of latency over output tokens, with the 95 % interval, and its parts: computing, and "
+            f"waiting for the network. Bytes: {counted}, over output tokens"
         )
         yield Plot(panel, picture, lead, [row for share in shares for row in _quantities(share.cell, _named(share))])
 

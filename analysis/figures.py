@@ -176,7 +176,7 @@ def source_options(description: str) -> argparse.ArgumentParser:
     found.add_argument("--url-env", help="environment variable that holds the URL of another results database")
     found.add_argument(
         "--allow-mixed", action="store_true",
-        help="draw simulated and real, contended, differently weighted or differently coded trials in one panel; it says so",
+        help="draw trials of several kinds (simulated and real, contended, other weights or code) in one panel; it says so",
     )  # fmt: skip
     found.add_argument(
         "--prices", type=_prices, metavar="NAME=VALUE,...",

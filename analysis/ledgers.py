@@ -140,8 +140,8 @@ def miss_causes(source: Source) -> Iterator[Plot]:
         seen = [cause for cause in CAUSES if any(one.cause == cause for lost in found.values() for one in lost)]
         style.legend(picture, style.parts_key(seen, CAUSES))
         lead = (
-            "Sums over the measured turns of a trial, mean of its seeds; the time to first token, queueing included, is "
-            "divided by what the cost model says each position takes. The CSV has the 95 % interval over seeds"
+            "Sums over the measured turns of a trial, mean of its seeds. TTFT, queueing included, is divided by what the "
+            "cost model says each position takes. The CSV has the 95 % interval over seeds"
         )
         every = [one for lost in found.values() for one in lost]
         yield Plot(panel, picture, lead, [_lost_row(one) for one in every], [_lost_line(one) for one in every])

@@ -390,15 +390,15 @@ def paper_throughput(source: Source) -> Iterator[Plot]:
         simulated = all(trial.simulated for trial in trials)
         cut = "".join(f"{note.text} " for note in load_changed(_groups(panel)))
         lead = (
-            f"{cut}{'Simulated. ' if simulated else ''}Latency over output tokens, mean and 90th percentile; requests/s "
-            "where it passes the limit for good, between two loads in a straight line, mean over seeds; the ratio is "
+            f"{cut}{'Simulated. ' if simulated else ''}Normalized latency, mean and p90. Requests/s: where it "
+            "passes the limit for good, between two loads in a straight line, mean over seeds. The ratio is "
             f"paired by seed. Paper: {claim.source}, {claim.text}. A dash: not within the limit at any load, or at all of "
             "them"
         )
         if missing:
             lead += (
-                "; seeds whose loads do not reach the limit are left out, so requests/s of two systems may be of different "
-                "seeds, and the ratio is of those that both reached"
+                ". Seeds whose loads do not reach the limit are left out, so requests/s of two systems may be of different "
+                "seeds. The ratio is of those that both reached"
             )
         if beyond:
             lead += f"; a difference over {EXPLAINED_PCT} % wants an explanation (docs/paper.md)"

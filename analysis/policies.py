@@ -138,7 +138,7 @@ def policy_gap(source: Source) -> Iterator[Plot]:
         style.legend(picture, [Line2D([], [], color="black", linewidth=1, linestyle="--", label=BOUND)])
         lead = (
             f"Bars: (hits - {START}'s) / (bound - {START}'s) in history tokens, paired by seed and conversation, with the "
-            "95 % interval; beside each the share of history found"
+            "95 % interval. Beside each: the hit rate of the history"
         )
         lead += f". What is below {LEAST:g} % is cut off there" if left < LEAST else ""
         yield Plot(panel, picture, lead, [_row(one) for policies in by_size.values() for one in policies])

@@ -141,8 +141,8 @@ def _median(values: pd.Series[Any]) -> Estimate:
 @_figure("invalidation_cost", "What a changed prefix costs", shows="what a changed prefix costs: hit against miss")
 def invalidation_cost(source: Source) -> Iterator[Plot]:
     lead = (
-        "Median time to first token and its 95 % interval, of [A, B, Q] (hit) and of [B, Q] (miss) after [A, B] was warmed; "
-        "in brackets the miss over the hit, of means"
+        "Median TTFT and its 95 % interval, of [A, B, Q] (hit) and of [B, Q] (miss) after [A, B] was warmed. In brackets: "
+        "miss over hit, of means"
     )
     for panel in panels_of_engines(source, BLOCKS):
         sections: dict[str, list[Group]] = {blocks: [] for blocks in panel.values(BLOCKS)}
@@ -208,8 +208,8 @@ def ttft_vs_recomputed(source: Source) -> Iterator[Plot]:
         axes.set_ylabel("time to first token (ms)")
         style.legend(picture)
         lead = (
-            f"A point is one of {len(every):,} queries, hits and misses; the line is least squares through all of them, "
-            "with the 95 % interval of its slope; baselines stand side by side where they coincide"
+            f"A point is one of {len(every):,} queries, hits and misses. The line is least squares through all of them, "
+            "with the 95 % interval of its slope. Baselines stand side by side where they coincide"
         )
         yield Plot(panel, picture, lead, _regression_rows(panel, queries))
 
@@ -299,8 +299,8 @@ def _regression_rows(panel: Panel, queries: Mapping[str, pd.DataFrame]) -> list[
 )
 def cache_architecture(source: Source) -> Iterator[Plot]:
     lead = (
-        "(miss − hit) / hit of the mean times to first token and its 95 % interval, paired by round, for each A/B in tokens; "
-        f"{NO_HITS}: the engine keeps nothing, so both are computed and the miss, a shorter prompt, takes less"
+        "(miss − hit) / hit of mean TTFT and its 95 % interval, paired by round, for each A/B in tokens. "
+        f"{NO_HITS}: the engine keeps nothing, so both are computed, and the miss has the shorter prompt"
     )
     for panel in panels_of_engines(source, BLOCKS):
         groups: list[Group] = []
@@ -335,8 +335,8 @@ def signed(value: float) -> str:
 def cascade(source: Source) -> Iterator[Plot]:
     """A miss [B, Q] replaces the warmed [A, B]; the re-warm-up [A, B] shows what that cost the next request."""
     lead = (
-        "Mean prompt tokens of a conversation with a miss, by what the engine did with them, and the median time to first "
-        "token; below them the re-warm-up of the conversations with a hit"
+        "Mean prompt tokens of a conversation with a miss, by what the engine did with them, and median TTFT. Below them: "
+        "the re-warm-up of the conversations with a hit"
     )
     for panel in source.panels():
         picture, grid = style.new_grid(0.3 + 0.75 * len(panel.cells), len(panel.cells), sharex=True)
@@ -475,9 +475,9 @@ def _summary_rows(found: Sequence[Summary]) -> list[Row]:
 )
 def prefix_overview(source: Source) -> Iterator[Plot]:
     lead = (
-        "Medians over conversations and their 95 % intervals; overhead: first token when streaming minus when not, paired "
-        "by round; decoding: output tokens over the whole latency of the throughput step; warm-up: [A, B] for one token, "
-        "after a hit and after a miss"
+        "Medians over conversations and their 95 % intervals. Overhead: TTFT when streaming minus when not, paired by "
+        "round. Decoding: output tokens over the latency of the throughput step. Warm-up: [A, B] for one token, after a "
+        "hit and after a miss"
     )
     texts: dict[str, dict[str, Callable[[float], str]]] = {
         "first token\n(ms)": {
@@ -529,9 +529,9 @@ def prefix_overview(source: Source) -> Iterator[Plot]:
 )
 def invalidation_table(source: Source) -> Iterator[Plot]:
     lead = (
-        "Hit, miss: medians of times to first token over conversations, with 95 % intervals; degradation: (miss − hit) / "
-        "hit of means, paired by round; overhead: when streaming minus when not, paired by round; decoding: output tokens "
-        "over the latency of the throughput step; warm-up: [A, B] for one token, after a hit and after a miss"
+        "Hit, miss: medians of TTFT over conversations, with 95 % intervals. Degradation: (miss − hit) / hit of means, "
+        "paired by round. Overhead: when streaming minus when not, paired by round. Decoding: output tokens over the latency "
+        "of the throughput step. Warm-up: [A, B] for one token, after a hit and after a miss"
     )
     for panel, found in summaries(source):
         table = [

@@ -32,8 +32,8 @@ MAIN_METRICS = (
 COMPARE_EPILOG = """A and B: a sweep's id, "latest", or conditions such as sweep=latest,baseline=pensieve or
 model=tiny,workload.users=6 (columns of table trial, or dotted fields of the configuration).
 Example: python runners/compare.py sweep=latest,baseline=pensieve sweep=latest,baseline=stateless
-Latencies are paired by seed and conversation, everything else by seed (one value a trial, and an interval from
-five seeds on). "A / B" divides the two columns; "paired" is the geometric mean of the pairs' ratios."""
+Latencies are paired by seed and conversation. Everything else is paired by seed: one value a trial, and an
+interval from five seeds on. "A / B" divides the two columns; "paired" is the geometric mean of the pairs' ratios."""
 
 _TYPED = tuple(sys.argv)  # the command with its arguments, before a verb takes its own
 
@@ -262,11 +262,11 @@ def compare() -> int:
     parser.add_argument(
         "--allow-mixed",
         action="store_true",
-        help="compare simulated with real, contended, profiled, differently weighted or differently coded trials; it says so",
+        help="compare trials of several kinds (simulated and real, contended, other weights or code); it says so",
     )
     for name, what in (("ttft", "the first token"), ("tpot", "each further token")):
         parser.add_argument(
-            f"--slo-{name}-ms", type=float, help=f"goodput counts turns within it: {what} (default: the sweep's)"
+            f"--slo-{name}-ms", type=float, help=f"the limit that goodput goes by: {what} (default: the sweep's)"
         )
     parser.add_argument("--url-env", help="environment variable with the database's URL (default: outputs/results.db)")
     options = parser.parse_args()

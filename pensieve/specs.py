@@ -11,8 +11,8 @@ from pensieve.errors import UnsupportedModel
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SIXTEEN_BITS = frozenset(name for name, size in DTYPE_BYTES.items() if size == 2)
 ROUNDS_APART = (
-    "In 16 bits, KV that was kept and KV that is computed again round differently, so a reply may change at a near tie of "
-    "two logits. That is no fault of the cache; model.dtype=float32 compares exactly."
+    "In 16 bits, kept and recomputed KV round differently, so a reply may change where two logits nearly tie. That is no "
+    "fault of the cache; model.dtype=float32 compares exactly."
 )
 """Said wherever replies of 16-bit models are compared."""
 

@@ -105,11 +105,10 @@ def run(bench: Bench) -> None:
     for cell in wanted:
         _measure(bench, cell)
     bench.note(
-        "value: output tokens a second where the 90th percentile of latency over output tokens is the same for all (a "
-        "quarter above the lowest that every system keeps to), between the loads tried; >=: it stayed below at all of them. "
-        "limit: the throughput of stateless times the roofline ratio, that is, every history found and no wait for a copy; "
-        "it compares capacities, and where the common latency keeps stateless far below its own, ours may pass it. TTFT: p50 "
-        "at the highest load."
+        "value: output tokens/s at one p90 of normalized latency for all, between the loads tried. That p90 is a quarter "
+        "above the lowest that every system keeps to; >=: it stayed below at all loads. limit: the throughput of stateless "
+        "times the roofline ratio (every history found, no wait for a copy). It compares capacities: where the common "
+        "latency keeps stateless far below its own, ours may pass it. TTFT: p50 at the highest load."
     )
 
 
@@ -161,8 +160,8 @@ def _measure(bench: Bench, cell: Cell) -> None:
     bench.record(case, measured, began)
     bench.note(
         f"{cell.label}: KV on {cell.gpu} of GPU and {cell.cpu} of CPU memory (gpu_only, stateless, prefix_cache, llama_slots "
-        f"and {PEER}: GPU alone), think time {cell.think_s:g} s, {cell.load_field} {', '.join(map(str, cell.loads))}; equal "
-        f"P90 {latency:.3g} ms/token; roofline ratio {ratio:.2f}."
+        f"and {PEER}: GPU alone). Think time {cell.think_s:g} s, {cell.load_field} {', '.join(map(str, cell.loads))}. Equal "
+        f"p90 {latency:.3g} ms/token, roofline ratio {ratio:.2f}."
     )
 
 

@@ -48,8 +48,8 @@ def beyond_the_limit(result: Result) -> list[str]:
         if ratio > 1.0 if case.higher_is_better else ratio < 1.0:
             made_of = f" ({case.floor_is})" if case.floor_is else ""
             found.append(
-                f"{case.label}: {measured.backend} is at {ratio:.2f} of the limit{made_of}, which is no limit then: the "
-                "rates that it is made of were measured too low in this run, or this backend does less work."
+                f"{case.label}: {measured.backend} is at {ratio:.2f} of the limit{made_of}. So it is no limit: its rates "
+                "were measured too low in this run, or this backend does less work."
             )
     return found
 

@@ -93,9 +93,9 @@ def _summary(found: MachineProfile) -> str:
     one, many = found.decode.at(1, SHORTEST_CONTEXT), found.decode.at(found.decode.rows[-1], SHORTEST_CONTEXT)
     text = (
         f"{found.where['model']} {found.where['dtype']} on {found.where['machine']}: a token of one request takes "
-        f"{1e3 * one:.2f} ms, of {found.decode.rows[-1]} requests {1e3 * many:.2f} ms, the host {1e3 * found.overhead_s:.2f} "
-        f"ms an iteration and {1e3 * found.prompt_s(128):.2f} ms a prompt, a block of {found.costs.chunk_tokens} tokens "
-        f"{1e6 * found.h2d_block_s:.0f} us to load."
+        f"{1e3 * one:.2f} ms, of {found.decode.rows[-1]} requests {1e3 * many:.2f} ms. The host takes "
+        f"{1e3 * found.overhead_s:.2f} ms an iteration and {1e3 * found.prompt_s(128):.2f} ms a prompt. A block of "
+        f"{found.costs.chunk_tokens} tokens takes {1e6 * found.h2d_block_s:.0f} us to load."
     )
     if busy > BUSY_SHARE:
         text += f" Other programs used {busy:.0%} of this machine meanwhile: measure again when it is idle."

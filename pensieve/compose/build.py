@@ -399,9 +399,9 @@ def build_workload(plan: TrialPlan, tokenizer: Tokenizer) -> tuple[Workload, Wor
     # What an outside engine has room for it says itself: it refuses a request, and the turn counts as refused.
     if longest is not None and longest > room and plan.config.baseline.engine is None:
         raise CapacityError(
-            f"The longest conversation of workload={plan.config.workload.get('name')} needs {longest:,} tokens of KV and "
-            f"baseline={plan.config.baseline.name} has room for {room:,} on its device; "
-            f'use a larger cache.gpu (at least "{slots * (longest + 2 * plan.chunk_tokens)} tokens") or a smaller '
+            f"The longest conversation of workload={plan.config.workload.get('name')} needs {longest:,} tokens of KV, and "
+            f"baseline={plan.config.baseline.name} has room for {room:,} on its device. "
+            f'Use a larger cache.gpu (at least "{slots * (longest + 2 * plan.chunk_tokens)} tokens") or a smaller '
             "workload.max_turns."
         )
     return workload, described

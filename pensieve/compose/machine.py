@@ -154,7 +154,7 @@ def _cpu(hardware: HardwareConfig) -> Device:
     if hardware.gpus > cores():
         raise HardwareMissing(
             f"hardware.gpus={hardware.gpus}: on the CPU each of them is a process with a core to itself, and there are "
-            f"{cores()} cores; use hardware.gpus={cores()} or fewer, or simulate several GPUs with hardware=sim_a100_80g "
+            f"{cores()} cores. Use hardware.gpus={cores()} or fewer, or simulate several GPUs with hardware=sim_a100_80g "
             f"hardware.gpus={hardware.gpus}."
         )
     limit = memory_limit_bytes(hardware)

@@ -306,10 +306,10 @@ def auto_gpu_blocks(
     cpu = f", the CPU tier {format_bytes(cpu_bytes)}" if device.shared else ""
     raise HardwareMissing(
         f"cache.gpu=auto finds no room: hardware.memory_share={share:g} of the {format_bytes(there)} "
-        f"{'free' if device.shared else 'of memory'} on {device.label} is {format_bytes(int(share * there))}, and of that "
+        f"{'free' if device.shared else 'of memory'} on {device.label} is {format_bytes(int(share * there))}. Of that "
         f"model={model.name} takes {format_bytes(model.weight_bytes)} in {model.dtype}, an iteration "
-        f"{format_bytes(activation_bytes)}{cpu}; use a smaller model{' or cache.cpu' if device.shared else ''}, or set "
-        "hardware.memory_share higher."
+        f"{format_bytes(activation_bytes)}{cpu}. Use a smaller model{' or cache.cpu' if device.shared else ''}, or raise "
+        "hardware.memory_share."
     )
 
 

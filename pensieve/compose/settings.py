@@ -93,8 +93,8 @@ def _check_drawable(config: TrialConfig) -> None:
         )
     if config.baseline.simulated is not None:
         raise ConfigError(
-            f"trial.trace=true draws the iterations of our engine, and baseline={config.baseline.name} is a model of an "
-            "engine of others; choose a baseline in the engine, or leave trial.trace out."
+            f"trial.trace=true draws the iterations of our engine, and baseline={config.baseline.name} is a model of "
+            "another. Choose a baseline in the engine, or leave trial.trace out."
         )
 
 

@@ -165,7 +165,7 @@ class _LlamaCpp(ABC):
         ):
             ran = {None: "does not say where it runs", "none": "runs on the CPU"}.get(gpus, f"runs on {gpus}")
             raise EngineMissing(
-                f"llama.cpp {ran}, and the trial is to run on {device}; install a build for that device (or name it in "
+                f"llama.cpp {ran}, and the trial is to run on {device}. Install a build for that device (or name it in "
                 "baseline.engine.server_path), or choose the hardware that it runs on."
             )
 

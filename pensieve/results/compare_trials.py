@@ -225,8 +225,8 @@ def _grouped(
         other = group.setdefault((trial.seed, trial.repeat), trial)
         if other.id != trial.id:
             raise MixedPanel(
-                f"{side} has trials {other.id} and {trial.id} of the same configuration, seed and repeat (they ran with "
-                "another code or on another platform); narrow it down, for instance by sweep=... or id=..."
+                f"{side} has trials {other.id} and {trial.id} of the same configuration, seed and repeat, of another code "
+                "or platform. Narrow it down, for instance by sweep=... or id=..."
             )
     return groups
 

@@ -341,16 +341,16 @@ class SizeMap:
         if enough is None:
             best = min(self.cells, key=lambda place: (self.mean(place, self.objective) or float("inf"), place))
             return (
-                f"No size on this map meets {asked}: the best is {self._reached(best)} with {self.name(best)}, so more "
-                "memory alone does not do it; lower the load, use a faster machine, or raise slo.ttft_ms. "
+                f"No size on this map meets {asked}: the best is {self._reached(best)} with {self.name(best)}. More memory "
+                "alone does not do it: lower the load, use a faster machine, or raise slo.ttft_ms. "
                 f"{self._knee(knee)}."
             )
         sure = self.pick(self.smallest(self.surely_meets))
         place = enough if sure is None else sure
         of_it = f"{self.name(place)}{_bracketed(self._doubt(place), self._money(place))}"
         first = (
-            f"Too few seeds to recommend a size for {asked}, and more may show another one: of those that ran {of_it} is the "
-            f"smallest whose mean meets it; add seeds to size.seeds, at least {FEWEST_GROUPS}"
+            f"Too few seeds to recommend a size for {asked}: add seeds to size.seeds, at least {FEWEST_GROUPS}. Of those "
+            f"that ran {of_it} is the smallest whose mean meets it"
             if sure is None
             else f"To meet {asked} you need {of_it}"
         )

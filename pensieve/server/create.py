@@ -130,7 +130,7 @@ def plan_live(fields: Mapping[str, Any]) -> TrialPlan:
     config = check({**fields, "workload": read_option("workload", "chat")})
     if config.baseline.engine is not None:
         raise EngineMissing(
-            f"baseline={config.baseline.name} is an outside engine, and only ours answer callers here; compare with it in "
+            f"baseline={config.baseline.name} is an outside engine, and only ours answer callers here. Compare with it in "
             f"trials (python runners/run.py baseline=pensieve,{config.baseline.name} -m), or choose one of ours, such as "
             "baseline=prefix_cache."
         )

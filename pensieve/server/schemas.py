@@ -63,8 +63,8 @@ class _Body(BaseModel):
     )
     metadata: Annotated[dict[str, Any] | None, ToldAgain] = Field(
         None,
-        description="Of its keys three are hints to the cache: expected_s, seconds from the reply to the next request; "
-        "stop_reason, tool_use or end_turn, where the client knows how the reply will end; and tool.",
+        description="Three of its keys are hints to the cache. expected_s: seconds from the reply to the next request. "
+        "stop_reason: tool_use or end_turn, if the client knows how the reply will end. tool: its name.",
     )
 
 

@@ -102,8 +102,8 @@ def tenants_of(settings: ServeSettings) -> Tenants:
         tenant, key = (tenant, key) if separator else (f"key{number}", entry)
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", tenant) or len(key) < 8:
             raise ConfigError(
-                f"{settings.keys_env} holds an entry that is no tenant:key; a tenant is a name of letters, digits, - and _, "
-                "and a key has at least 8 characters (for example: openssl rand -hex 16)."
+                f"{settings.keys_env} holds an entry that is no tenant:key. A tenant has letters, digits, - and _; a key has "
+                "at least 8 characters (for example: openssl rand -hex 16)."
             )
         if key in keys:
             raise ConfigError(f"{settings.keys_env} gives the same key to {keys[key]} and {tenant}.")

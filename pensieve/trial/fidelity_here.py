@@ -29,10 +29,9 @@ FEWEST_REPEATS = 5
 _RATES = {"gpu_hit_rate": "GPU", "cpu_hit_rate": "CPU", "miss_rate": "missed"}
 _AXIS = "hardware"
 _LEGEND = (
-    "Simulated/real again: how far each simulation is from the median of n real repeats, and each of these from that of the "
-    "others: mean sizes, with the sign of their mean. "
-    "Shares of the history found in a tier, or in none, in points; output tokens a second, in %; first tokens, in %: mean "
-    "over turns of the size of each one's error."
+    "Simulated: how far each simulation is from the median of n real repeats. Real again: how far each of these is from "
+    "that of the others. Both are mean sizes, with the sign of their mean. Hit rates by tier and miss rate: in points. "
+    "Output tokens/s: in %. TTFT: in %, the mean over turns of each one's error."
 )
 
 MEASURED_AT = "machine_measured_at"

@@ -145,7 +145,7 @@ def _record_death(process: SpawnProcess, tracking: Tracking, crash: Path, late_s
         sentence = f"The trial ran past trial.timeout_s={late_s:g}, did not stop by itself, and was killed."
     elif code == -signal.SIGKILL:
         sentence = (
-            "The trial's process was killed (signal 9), most likely because memory ran out; use a smaller cache or "
+            "The trial's process was killed (signal 9), most likely because memory ran out. Use a smaller cache or "
             "model, or run the same command again if you ended it yourself."
         )
     elif code < 0:

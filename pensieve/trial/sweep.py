@@ -336,8 +336,8 @@ def _refuse_strange_folder(hydra: Any) -> None:
     another database."""
     if hydra.mode == RunMode.MULTIRUN and hydra.launcher.get("_target_") != BASIC_LAUNCHER:
         raise ConfigError(
-            f"This job of a sweep finds no {sweep_file(hydra)} on {host()}; set PENSIEVE_OUTPUTS to a folder that every node "
-            "sees under the same name, in the environment of the launcher's processes too."
+            f"This job of a sweep finds no {sweep_file(hydra)} on {host()}. Set PENSIEVE_OUTPUTS to a folder that every node "
+            "sees under the same name, also for the launcher's processes."
         )
 
 

@@ -179,8 +179,8 @@ def fitted(
     if not dialogues:
         raise ConfigError(
             f"No conversation is left: {short} have fewer than workload.min_turns={min_turns} turns, and of {too_long} the "
-            f"first call does not fit into a context of {fit.context.max_context:,} tokens; choose a model with "
-            "a longer context (simulated, model.architecture.max_position_embeddings may be raised) or other limits."
+            f"first call does not fit into a context of {fit.context.max_context:,} tokens. Choose other limits or a model "
+            "with a longer context (simulated: raise model.architecture.max_position_embeddings)."
         )
     limit = fit.max_turns
     planned = [

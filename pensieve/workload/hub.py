@@ -28,8 +28,8 @@ def load_from_hub(name: str, split: str, on_malformed: OnMalformed) -> Recording
     except Exception as error:  # the library raises dozens of types for a name, a split or a network that is not there
         reason = (str(error).strip() or repr(error)).splitlines()[0].rstrip(".")
         raise MalformedInput(
-            f"The data set {name} (split {split}) cannot be loaded from the hub: {reason}; workload.path also takes "
-            "the JSON file of a data set that was downloaded before."
+            f"The data set {name} (split {split}) cannot be loaded from the hub: {reason}. workload.path also takes a "
+            "downloaded JSON file."
         ) from error
     reader = Reader(Path(name), on_malformed)
     return sharegpt.recording(reader, reader.entries(rows, sharegpt.parse, f"{name} ({split})"))

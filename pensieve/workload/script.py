@@ -118,7 +118,7 @@ class ScriptWriter:
         if not prompts:
             raise ConfigError(
                 f"The first message and its reply do not fit into the model's context of {self._context.max_context} "
-                "tokens; lower workload.max_new_tokens or choose a model with a longer context."
+                "tokens. Lower workload.max_new_tokens or choose a model with a longer context."
             )
         return Script(session, phase, tuple(prompts), tuple(replies), total - 1, len(prompts) < turns, label)
 

@@ -141,7 +141,7 @@ def arrivals_of(
     if users is not None:
         if users > len(measured):
             raise ConfigError(
-                f"workload.users={users} people need a conversation each, and there are {len(measured)}: lower "
+                f"workload.users={users} people need a conversation each, and there are {len(measured)}. Lower "
                 "workload.users or workload.min_turns, or name a file with more conversations that fit the model's context."
             )
         return Users(users), {"users": users}

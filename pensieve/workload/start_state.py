@@ -57,14 +57,14 @@ def check_start(plan: WorkloadPlan, turns: Sequence[TurnRecord], starts_empty: b
     found = min(opened.values()).found
     if found and starts_empty:
         raise MeasurementInvalid(
-            f"The workload starts with a {plan.cache_state} cache, and the first turn of the trial found "
-            f"{found} tokens of its prompt there; restart the engine or empty its cache."
+            f"The workload starts with a {plan.cache_state} cache, but the first turn found {found} tokens of its prompt "
+            "there. Restart the engine or empty its cache."
         )
     for begun in sorted(first.values()):
         if (begun.history > 0) != (plan.cache_state == "primed"):
             raise MeasurementInvalid(
-                f"The workload starts with a {plan.cache_state} cache, and {begun.session} had {begun.history} tokens of "
-                f"history at its first measured turn (turn {begun.number}); session names must not repeat what warmed up."
+                f"The workload starts with a {plan.cache_state} cache, but {begun.session} had {begun.history} tokens of "
+                f"history at its first measured turn (turn {begun.number}). Session names must not repeat what warmed up."
             )
 
 
@@ -83,9 +83,9 @@ def contamination(plan: WorkloadPlan, turns: Sequence[TurnRecord]) -> str | None
         first = strange[0]
         tokens = sum(turn.unexplained_tokens or 0 for turn in strange)
         return (
-            f"The cache was declared {plan.cache_state}, and {len(strange)} of {len(turns)} turns found {tokens:,} tokens in "
-            f"it that nobody had said in this trial (turn {first.turn} of {first.session}: {first.unexplained_tokens:,}): "
-            f"the engine still held what it was asked before. {REMEDY}"
+            f"The cache was declared {plan.cache_state}, but {len(strange)} of {len(turns)} turns found {tokens:,} tokens in "
+            f"it that nobody had said in this trial (turn {first.turn} of {first.session}: {first.unexplained_tokens:,}). "
+            f"The engine still held what it was asked before. {REMEDY}"
         )
     if plan.cache_state != "salted":
         return None

@@ -36,9 +36,9 @@ def draw(published: Published, conversations: int, seed: int, min_turns: int = 1
         format="synthetic",
         conversations=tuple(_conversation(published, number, seed, min_turns) for number in range(conversations)),
         rule=(
-            f"Synthetic, not {published.name}'s conversations: the published means of {published.turns} turns, "
-            f"{published.message_tokens} tokens a message and {published.reply_tokens} a reply, turns geometric from "
-            f"{min_turns}, lengths lognormal with sigma {MESSAGE_SIGMA} and {REPLY_SIGMA}, token ids without meaning."
+            f"Synthetic, not {published.name}'s conversations. Published means: {published.turns} turns, "
+            f"{published.message_tokens} tokens a message, {published.reply_tokens} a reply. Turns are geometric from "
+            f"{min_turns}, lengths lognormal with sigma {MESSAGE_SIGMA} and {REPLY_SIGMA}. Token ids have no meaning."
         ),
     )
 

@@ -75,7 +75,7 @@ def test_where_an_objective_is_met_its_border_is_drawn_and_the_answer_marked(sto
     # 580 ms at (1, 1), 517 at (2, 0): two smallest cells, and the one with less GPU memory is named.
     assert picture.lines["objective"] == [(-0.5, 2.5), (-0.5, 1.5), (0.5, 1.5), (0.5, 0.5), (2.5, 0.5)]
     assert picture.lines["objective/chosen"] == [(1.0, 1.0)]
-    assert picture.caption.count("of those that ran 2 GB of GPU and 8 GB of CPU KV") == 1
+    assert picture.caption.count("Of those that ran 2 GB of GPU and 8 GB of CPU KV") == 1
 
 
 def test_several_disks_are_a_picture_each_and_the_answer_is_marked_in_one(store, drawn, tmp_path):
@@ -88,7 +88,7 @@ def test_several_disks_are_a_picture_each_and_the_answer_is_marked_in_one(store,
     assert beside.lines["knee"] == [(-0.5, 2.5), (-0.5, -0.5), (2.5, -0.5)]
     assert without.lines["knee"] == [(-0.5, 2.5), (-0.5, 1.5), (2.5, 1.5)]
     assert beside.lines["knee/chosen"] == [(0.0, 0.0)] and "knee/chosen" not in without.lines
-    assert "of those that ran 1 GB of GPU and 0 GB of CPU KV a device beside 9 GB of disk" in beside.caption
+    assert "Of those that ran 1 GB of GPU and 0 GB of CPU KV a device beside 9 GB of disk" in beside.caption
     above, below = (axes.yaxis.label.get_window_extent() for axes in beside.figure.axes[:2])
     assert not beside.clipped and not above.overlaps(below), "the names of both axes stand apart"
     for drawing, share in zip(drawings, (0.2, 0.72), strict=True):

@@ -43,7 +43,7 @@ def test_a_cell_puts_every_baseline_beside_the_roofline_ratio(tmp_path: Path, mo
     assert [job.job for job in jobs] == list(range(2 * 5 + 6))
     assert {job.last.workload for job in jobs} == {"sharegpt", "bench_serve"}
     assert jobs[0].last.id == ran["pensieve"].engine["curve"][0]["trial_id"]
-    assert "think time 1 s" in bench.sentences[0]
+    assert "Think time 1 s" in bench.sentences[0]
     (gap,) = bench.gaps
     assert "transformers_cb did not run beside it" in gap
 

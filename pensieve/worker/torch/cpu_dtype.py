@@ -64,7 +64,7 @@ def cpu_dtype(model: ModelSpec) -> str:
     measured = measure(shapes)
     _log.warning(
         "%s on this CPU, measured once: its products take %d rows %.1f ms in float32 and %.1f in bfloat16, %d rows %.1f and "
-        "%.1f; model.dtype=auto is %s.",
+        "%.1f. So model.dtype=auto is %s.",
         model.name, _DECODE_ROWS, measured.decode_float32, measured.decode_bfloat16, _PREFILL_ROWS,
         measured.prefill_float32, measured.prefill_bfloat16, measured.faster,
     )  # fmt: skip

@@ -106,10 +106,9 @@ def _no_room(model: LoadedModel, options: TorchOptions, free: int, total: int, w
     needs = "more than that" if working is None else format_bytes(working)
     return (
         f"cache.gpu=auto finds no room on {model.device}: {format_bytes(free)} of {format_bytes(total)} are free beside the "
-        f"weights of {model.spec.name} and what else stands there, an iteration of {options.max_batch_tokens} tokens needs "
-        f"{needs}, and "
-        f"hardware.memory_share={options.memory_share:g} bounds all of it; lower scheduler.max_batch_tokens, use a smaller "
-        "model, or end what else uses the device."
+        f"weights of {model.spec.name} and other programs. An iteration of {options.max_batch_tokens} tokens needs {needs}, "
+        f"and hardware.memory_share={options.memory_share:g} bounds all of it. Lower scheduler.max_batch_tokens, use a "
+        "smaller model, or end what else uses the device."
     )
 
 

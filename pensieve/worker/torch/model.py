@@ -267,8 +267,8 @@ def _check_config(name: str, config: Any) -> None:
         )
     for rope in sorted(_rope_types(config) & _REFUSED_ROPES):
         raise UnsupportedModel(
-            f"Model {name} uses {rope} rotary scaling, whose angles depend on the longest context of a batch, so its KV "
-            "cannot be kept; choose a model without it, or set its rope scaling to linear, yarn or llama3."
+            f"Model {name} uses {rope} rotary scaling. Its angles depend on the longest context of a batch, so its KV "
+            "cannot be kept. Choose a model without it, or set its rope scaling to linear, yarn or llama3."
         )
 
 

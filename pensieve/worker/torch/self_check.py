@@ -84,7 +84,7 @@ def check_against_eager(
         its = "its own" if check.against == "eager" else "those of the same weights in float32"
         raise UnsupportedModel(
             f"Model {spec.name} ({spec.model_type}) fails its self-check: its logits through the paged attention differ "
-            f"from {its} by {check.difference:.3g} (at most {check.limit:.3g} allowed); choose a model of another "
+            f"from {its} by {check.difference:.3g} (at most {check.limit:.3g} allowed). Choose a model of another "
             "architecture."
         )
     return check
@@ -164,7 +164,7 @@ def _pieces(
         if sorted(iteration.layers) != list(range(tensors.layers)):
             raise UnsupportedModel(
                 f"The model has {tensors.layers} layers, but the paged attention was called {len(iteration.layers)} times "
-                "a forward, so some layers attend by other means; choose a model of another architecture."
+                "a forward: some layers attend by other means. Choose a model of another architecture."
             )
         logits.append(piece.float())
     return torch.cat(logits)

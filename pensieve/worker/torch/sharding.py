@@ -109,9 +109,9 @@ def shard_random(spec: ModelSpec, ranks: Ranks, draw: Callable[[], Any]) -> Any:
     whole, there = ranks.count * spec.weight_bytes, psutil.virtual_memory().total
     if whole > there:
         raise HardwareMissing(
-            f"model.weights=random with hardware.gpus={ranks.count}: each process draws all "
-            f"{format_bytes(spec.weight_bytes)} of model {spec.name} before it keeps its part, and this machine has "
-            f"{format_bytes(there)} of memory; use a folder of weights, or a smaller model."
+            f"model.weights=random with hardware.gpus={ranks.count}: each process first draws all "
+            f"{format_bytes(spec.weight_bytes)} of model {spec.name}, and this machine has {format_bytes(there)} of memory. "
+            "Use a folder of weights, or a smaller model."
         )
     module = draw()
     return type(module).from_pretrained(

@@ -7,12 +7,11 @@ from pensieve.workload.formats.reading import Malformed, Reader, Row, text
 from pensieve.workload.recording import Begun, Call, Conversation, Recording, Text
 
 RULE = (
-    "Calls with one session id are a session, the shortest input first, since each input goes on where an earlier one "
-    "ended and the recorded times are unreliable (and not used). Where roles take turns in it, as an agent and the model "
-    "that plays its user, each role is a conversation of its own: a call goes on with the one that has the earlier input it "
-    "begins like for longest; where that is less than half of that input, it begins another, after the reply of the "
-    "session's first conversation that comes before it. Every call carries its whole prompt; recorded replies are not part "
-    "of later inputs."
+    "Calls with one session id are a session, the shortest input first. Recorded times are unreliable and not used. Each "
+    "role in it, such as an agent and the model that plays its user, is a conversation of its own. A call continues the "
+    "conversation with the earlier input that it shares the longest prefix with. If that is less than half of that input, "
+    "the call begins another conversation, after a reply of the session's first one. Every call carries its whole prompt. "
+    "Recorded replies are not part of later inputs."
 )
 CONTINUES = 0.5
 """Share of the best earlier input that a call has to begin with; less is another role's."""

@@ -10,8 +10,8 @@ from pensieve.workload.recording import Call, Conversation, Count, Recording
 COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
 SESSIONS = ("Session ID", "SessionID")
 RULE = (
-    "Rows with one session id are a conversation as long as each request has room for all that was said before: the new "
-    "message is then its tokens less the earlier request and response; a shorter request opens another conversation. "
+    "Rows with one session id are a conversation, as long as each request has room for all that was said before. The new "
+    "message is its tokens less the earlier request and response. A shorter request opens another conversation. "
     "Rows without a session id stand alone. Rows whose response has no tokens failed when recorded and are left out."
 )
 

@@ -10,7 +10,7 @@ from pensieve.workload.recording import Call, Conversation, Recording, Text
 
 RULE = (
     "An entry with `conversations` is one, as in ShareGPT; its answers have `num_tokens` tokens where that is given. An "
-    "entry with `input` is a request with its whole prompt: it continues the conversation whose last prompt it begins with, "
+    "entry with `input` is a request with its whole prompt. It continues the conversation whose last prompt is its prefix, "
     "the longest of several, and otherwise opens one."
 )
 _KEY = 32  # leading characters by which prompts that may continue each other are found

@@ -13,10 +13,10 @@ from pensieve.workload.recording import Blocks, Call, Conversation, Recording, h
 
 BLOCK_TOKENS = 512
 RULE = (
-    "A request continues the earlier one that it shares most leading blocks with, the latest of several, if these reach "
-    "beyond the prefix that everybody shares (the leading blocks that more than half of all requests have: {shared}); "
-    "otherwise it opens a conversation. Every request carries its whole prompt; equal block hashes give equal tokens; "
-    "replies are not found again in later prompts, whose blocks are the trace's."
+    "A request continues the earlier one that it shares most leading blocks with, the latest of several. Those blocks "
+    "must reach beyond the prefix that more than half of all requests share ({shared} blocks); otherwise the request opens "
+    "a conversation. Every request carries its whole prompt. Equal block hashes give equal tokens. Later prompts hold the "
+    "trace's blocks, not our replies."
 )
 
 

@@ -12,8 +12,8 @@ from pensieve.workload.recording import Call, Conversation, Recording, Text
 USERS = ("human", "user")
 MODELS = ("gpt", "assistant", "chatgpt", "bing", "bard", "model")
 RULE = (
-    "A turn is a person's message and the model's answer right after it; what comes before the first such pair or after "
-    "the first break of the alternation is left out, and so are conversations without a pair."
+    "A turn is a person's message and the model's answer right after it. What comes before the first such pair, or after "
+    "the first break of the alternation, is left out. So are conversations without a pair."
 )
 
 

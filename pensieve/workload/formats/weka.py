@@ -14,13 +14,13 @@ from pensieve.workload.formats.reading import Malformed, Reader, Row, hash_list,
 from pensieve.workload.recording import Begun, Blocks, Call, Conversation, Recording, hashes_of
 
 RULE = (
-    "A file is a session, and each sub-agent in it a conversation of its own that the request before it began. Every "
-    "request carries its whole prompt; equal block hashes of one file give equal tokens, across its sub-agents too; a reply "
-    "is not found again in later prompts, whose blocks are the trace's, nor are the tokens behind the last full block. The "
-    "blocks of tool definitions that lead the first prompt are shared by all sessions with as many tokens of them, and those "
-    "of the system prompt behind them by all that have as many tokens of both. A pause is the recorded think time; where the "
-    "request before has no api_time, whose reply therefore ended nobody knows when, it is the time between the two requests. "
-    "A sub-agent's `t` is when it ended: it began `duration_ms` before, and the request after it waited for it."
+    "A file is a session. Each sub-agent in it is a conversation of its own, begun by the request before it. Every request "
+    "carries its whole prompt. Equal block hashes of one file give equal tokens, across its sub-agents too. Later prompts "
+    "hold the trace's blocks, not our replies nor the tokens behind the last full block. Sessions with as many tokens of "
+    "tool definitions share the blocks that lead their first prompts. Those with as many tokens of the system prompt, too, "
+    "share its blocks. A pause is the recorded think time. If the request before has no api_time, the pause is the time "
+    "between the two requests. A sub-agent's `t` is when it ended: it began `duration_ms` before, and the request after it "
+    "waited for it."
 )
 SUB_AGENT = "subagent"
 SESSION_IDS = 2**24

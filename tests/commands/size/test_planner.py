@@ -211,7 +211,7 @@ def test_ctrl_c_keeps_what_is_there(outputs, monkeypatch, capsys):
     assert trials(outputs) == 4
     said = capsys.readouterr().out
     assert "No size on this map meets 0.001 ms at p90: the best is" in said
-    assert "more memory alone does not do it" in said
+    assert "More memory alone does not do it" in said
     # Prices: of the knee the cheapest, by arithmetic of its own.
     rows = {(r["cache.gpu"], r["cache.cpu"]): r for r in found.rows()}
     for (gpu, cpu), row in rows.items():
@@ -401,9 +401,9 @@ def test_the_sentence_names_the_smallest_sizes_and_what_more_would_buy():
     )  # fmt: skip
     said = known.sentence()
     assert said.startswith(
-        "Too few seeds to recommend a size for 500 ms at p90, and more may show another one: of those that ran 40 GB of GPU "
-        "and 90 GB of CPU KV (470 ms, 2 seeds, no interval) is the smallest whose mean meets it; add seeds to size.seeds, at "
-        "least 5; 80 GB of GPU and 220 GB of CPU KV would find 2.0 points more of the history (70.0 % against 68.0 %)."
+        "Too few seeds to recommend a size for 500 ms at p90: add seeds to size.seeds, at least 5. Of those that ran 40 GB "
+        "of GPU and 90 GB of CPU KV (470 ms, 2 seeds, no interval) is the smallest whose mean meets it; 80 GB of GPU and "
+        "220 GB of CPU KV would find 2.0 points more of the history (70.0 % against 68.0 %)."
     )
     # (1, 1) finds 0.68 of 0.70 over both seeds, which is below 99 %; (1, 2) is compared by the one seed it has: 0.70 of 0.68.
     assert known.share((1, 1)) == pytest.approx(0.68 / 0.70)

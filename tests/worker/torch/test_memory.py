@@ -208,7 +208,7 @@ def test_what_is_measured_decides_how_much_fits(
     assert rehearsal.seen == [(13, 100), (13, 64)]
     device = Device(free=9 * GIB, total=80 * GIB, peak=2 * GIB)
     device.install(monkeypatch)
-    with pytest.raises(HardwareMissing, match=r" of 80.0 GiB are free .* an iteration of 100 tokens needs 2.0 GiB"):
+    with pytest.raises(HardwareMissing, match=r" of 80.0 GiB are free .* An iteration of 100 tokens needs 2.0 GiB"):
         find_room(model, options, block, Scripted(device, block, graphs))
 
 

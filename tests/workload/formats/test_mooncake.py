@@ -55,7 +55,7 @@ def test_lines_are_put_in_order_of_time_and_counted_from_the_first(tmp_path):
     assert first.calls[1].content.tokens == 600
     assert not first.calls[0].continues
     assert [call.order for one in recording.conversations for call in one.calls] == [0, 2, 1, 3]
-    assert "more than half of all requests have: 0" in recording.rule
+    assert "more than half of all requests share (0 blocks)" in recording.rule
 
 
 @pytest.mark.parametrize("tokens", [1, 511, 512, 513, 1024])
