@@ -25,7 +25,11 @@ def as_meant(arguments: Sequence[str], config_name: str = "config") -> tuple[lis
             added.extend(_SIMULATED)
     if added:
         notes.append(f"workload.path names recorded conversations; replayed with {' '.join(added)}.")
-    return [*meant, *added], notes
+        path = next(place for place, text in enumerate(meant) if _has([text], "workload.path="))
+        meant[path:path] = (
+            added  # beside it: argparse wants all overrides in one piece, and `--cfg job` may end the line
+        )
+    return meant, notes
 
 
 def _moved(text: str) -> list[str] | None:

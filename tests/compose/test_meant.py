@@ -12,6 +12,7 @@ SIMULATED = ["workload=trace", "model=llama3_8b", "cache=small", "hardware=sim_a
     ("config", "typed", "added"),
     [
         ("config", ["workload.path=a.jsonl", "-m"], SIMULATED),
+        ("config", ["workload.path=a.jsonl", "--cfg", "job"], SIMULATED),
         ("config", ["workload.path=a.jsonl", "hardware=cpu"], ["workload=trace"]),
         ("config", ["workload.path=a.jsonl", "model.weights=random"], ["workload=trace"]),
         ("size", ["workload.path=a.jsonl"], ["workload=trace"]),
@@ -22,7 +23,7 @@ SIMULATED = ["workload=trace", "model=llama3_8b", "cache=small", "hardware=sim_a
 )
 def test_a_path_alone_is_a_recording_to_replay(config, typed, added):
     arguments, notes = as_meant(typed, config)
-    assert arguments == [*typed, *added]
+    assert arguments == [*added, *typed]
     assert [all(one in note for one in added) for note in notes] == [True] * bool(added)
 
 
