@@ -195,7 +195,7 @@ def _next(machine: Machine, fitting: list[str]) -> Iterator[str]:
     if machine.torch is not None and larger:
         yield f"python runners/run.py model={larger[0]} cache=small -m"
     if machine.kind == "cpu":
-        yield "python runners/run.py model=llama3_8b cache=small hardware=sim_a100_80g -m     simulated"
+        yield "python runners/run.py model=llama3_8b cache=small hardware=sim_a100_80g workload=chat_steady -m     simulated"
 
 
 def _existing(folder: Path) -> Path:
