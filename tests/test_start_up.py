@@ -1,7 +1,5 @@
 """What a command imports before it has said what the user waits for: modules, since time depends on the machine."""
 
-import contextlib
-import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +45,7 @@ for arguments in (["cache.gpu=3Gx"], ["cache.gpu=3Gx", "-m"]):
     found = loaded(*DATABASE, *NUMBERS, *ENGINES, "pensieve.trial.run")
     assert not found, (arguments, found)
 
-SHORT = ["hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2"]
+SHORT = ["hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2", "tracking.mlflow=false"]
 text = said(*SHORT)
 found = loaded(*ENGINES, "pandas", "matplotlib", "scipy.stats", "huggingface_hub.errors")
 assert not found, found
@@ -69,6 +67,3 @@ def test_nothing_is_imported_before_it_is_needed(tmp_path, monkeypatch):
     command = [sys.executable, "-c", SCRIPT, str(RUNNER.parents[1])]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.stdout == "as it should be\n", done.stderr
-    # stderr ends when the process that writes to MLflow does, for which the command did not wait
-    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
-        assert database.execute("select status from runs").fetchall() == [("FINISHED",)]

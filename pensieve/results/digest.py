@@ -36,6 +36,7 @@ NOT_CODE = (
     "results/",
     "progress.py",
     "compose/explain.py",
+    "compose/help.py",
     "compose/meant.py",
     "compose/preflight.py",
     "trial/isolate.py",

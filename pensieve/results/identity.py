@@ -41,10 +41,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pensieve.results.digest import RUNS_TRIALS, code_of, content_hash, hash_of, text_hash
-from pensieve.results.schema import Trial
+
+if TYPE_CHECKING:  # the schema needs SQLAlchemy, and a mistake in a configuration is told before that is imported
+    from pensieve.results.schema import Trial
 
 NOT_CONFIG = ("tracking", "hydra", "force", "resume", "trial", "experiment", "experiment_name", "sweep", "slo")
 """Top-level fields that say how a trial is run, named, kept and judged, not what it measures."""

@@ -1,19 +1,19 @@
-"""Writes trials to MLflow, in a process of its own: python -m pensieve.results.mlflow_live < lines
+"""Shows trials in MLflow while they run, in a process of its own: python -m pensieve.results.mlflow_live < lines
 
 The trials' process only writes lines of JSON to a pipe; importing MLflow and each of its transactions happen here.
 
-It runs at a lower priority.
+It runs at a lower priority. A trial is
 
-- {"copy": {...}} copies a trial that is over. Nobody waits for an answer: what could not be written is said on stderr.
-- A real trial is shown while it runs: {"run": {...}}, answered by READY when the run is there; any number
-  of {"step": second, "turns": [[...], ...], "gauges": {...}}, each with what came since the last; {"end": true}, answered by
-  ENDED. The run is then left as it is: the copy of the whole trial, which follows, finds and completes it.
+- {"run": {...}}, answered by READY when the run is there;
+- any number of {"step": second, "turns": [[...], ...], "gauges": {...}}, each with what came since the last;
+- {"end": true}, answered by ENDED.
+
+The run is then left as it is: the copy of the whole trial, which follows, finds and completes it.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import sys
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 READY, ENDED = "ready", "ended"
 LOWER_PRIORITY = 10
 
-log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, slots=True)
 class LiveTarget:
@@ -42,21 +40,6 @@ class LiveTarget:
     name: str
     tags: dict[str, str]
     began_ms: int
-
-
-@dataclass(frozen=True, slots=True)
-class CopyTarget:
-    """A trial that has ended. url: of the results database, with its password: it goes through a pipe alone."""
-
-    outputs: str
-    url: str
-    trial_id: int
-    experiment: str
-    reused: bool = False
-
-
-def copy_line(target: CopyTarget) -> str:
-    return json.dumps({"copy": asdict(target)}) + "\n"
 
 
 def begin_line(target: LiveTarget) -> str:
@@ -79,9 +62,7 @@ def write_live(lines: Iterable[str], answers: IO[str]) -> None:
     client: Any = None
     run_id, series = "", Series()
     for told in _told(lines):
-        if "copy" in told:
-            _copy(CopyTarget(**told["copy"]))
-        elif "run" in told:
+        if "run" in told:
             target = LiveTarget(**told["run"])
             client, series = client_of(Path(target.outputs)), Series()
             run_id = _run_of(client, target)
@@ -92,19 +73,6 @@ def write_live(lines: Iterable[str], answers: IO[str]) -> None:
             series.add(Served(*turn) for turn in told["turns"])
             values = series.values(told["gauges"])
             log_batches(client, run_id, [], metrics_of(values, int(time.time() * 1000), told["step"]))
-
-
-def _copy(target: CopyTarget) -> None:
-    from pensieve.errors import PensieveError
-    from pensieve.results.mlflow_runs import log_trial
-    from pensieve.results.store import open_store
-
-    outputs = Path(target.outputs)
-    try:
-        store = open_store(outputs, target.url, create=False)
-        log_trial(outputs, store, target.trial_id, target.experiment, reused=target.reused)
-    except PensieveError as error:
-        log.error("trial %s is not in MLflow: %s", target.trial_id, error)
 
 
 def _run_of(client: Any, target: LiveTarget) -> str:
@@ -133,7 +101,6 @@ def _told(lines: Iterable[str]) -> Iterator[Any]:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trial, which ends the lines
-    logging.basicConfig(format="%(message)s")
     with suppress(OSError):
         os.nice(LOWER_PRIORITY - os.nice(0))
     write_live(sys.stdin, sys.stdout)

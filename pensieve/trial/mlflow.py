@@ -1,8 +1,7 @@
 """A trial in MLflow: one on a real device is shown while it runs, and every one is copied when it has ended.
 
-Copied at once, or when the results have been printed, since importing mlflow takes longer than a simulated trial. Trials of
-no sweep are then left to another process, which the command does not wait for. A process that is killed loses only the copy:
-the trial's row shows no run then, and the same command writes it.
+Copied at once, or when the results have been printed, since importing mlflow takes longer than a simulated trial. A process
+that is killed loses only the copy: the trial's row shows no run then, and the same command writes it.
 
 Nothing of what is shown may be in what is measured. MLflow is imported by another process, once for all trials of this one,
 and before a trial is measured; then the serving loop appends turns to a queue, and a thread writes a line to a pipe every
@@ -24,16 +23,14 @@ from pensieve.record import TurnRecord
 from pensieve.results.mlflow_live import (
     ENDED,
     READY,
-    CopyTarget,
     LiveTarget,
     begin_line,
-    copy_line,
     end_line,
     step_line,
 )
 from pensieve.results.mlflow_view import Served, served, trial_name, trial_tags
 from pensieve.trial.job import Job
-from pensieve.trial.mlflow_process import Writer, handed_over, start_writer
+from pensieve.trial.mlflow_process import Writer, start_writer
 from pensieve.trial.samples import Occupancy
 from pensieve.trial.terminal import interrupts_held
 from pensieve.trial.tracking import Tracking
@@ -74,20 +71,11 @@ def copy_trial(tracking: Tracking, trial_id: int, experiment_name: str, job: Job
 
 
 def copy_waiting(parent_run_id: str | None = None) -> None:
-    """Copy the trials that wait, under this parent, or have another process copy them where there is none. Ctrl-C ends it
-    between two of them: no run is left half written."""
-    alone = parent_run_id is None and not any(one.parent_run_id for one in _waiting)
-    if alone and _waiting and handed_over([copy_line(_target(one)) for one in _waiting]):
-        _waiting.clear()
+    """Copy the trials that wait, under this parent. Ctrl-C ends it between two of them: no run is left half written."""
     while _waiting:
         with interrupts_held():
             one = _waiting.popleft()
             _copy(one, parent_run_id or one.parent_run_id)
-
-
-def _target(one: _Waiting) -> CopyTarget:
-    url = one.tracking.store.database.url.render_as_string(hide_password=False)
-    return CopyTarget(str(one.tracking.outputs), url, one.trial_id, one.experiment_name, one.reused)
 
 
 def _copy(one: _Waiting, parent_run_id: str | None) -> None:

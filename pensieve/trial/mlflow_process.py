@@ -1,4 +1,4 @@
-"""The process that writes to MLflow for this one: started, told lines, listened to, ended, or left to end by itself."""
+"""The process that writes to MLflow for this one: started, told lines, listened to, ended."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,23 +18,6 @@ COMMAND = (sys.executable, "-m", "pensieve.results.mlflow_live")
 def _environment() -> dict[str, str]:
     above = str(Path(pensieve.__file__).parents[1])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [above, os.environ.get("PYTHONPATH")]))}
-
-
-def handed_over(lines: Iterable[str]) -> bool:
-    """Have another process write this to MLflow; False where this one has imported MLflow, or there is none.
-
-    Nobody waits for it: the import takes longer than a simulated trial. It outlives this process and its terminal, and says
-    on the same stderr what it could not write.
-    """
-    if "mlflow" in sys.modules or find_spec("mlflow") is None:
-        return False
-    process = subprocess.Popen(
-        COMMAND, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=_environment(), start_new_session=True
-    )
-    assert process.stdin is not None
-    with process.stdin as told:
-        told.write("".join(lines).encode())
-    return True
 
 
 class Writer:

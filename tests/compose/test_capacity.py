@@ -73,7 +73,7 @@ def test_a_cpu_takes_half_of_what_is_free_to_a_power_of_two():
 
 
 def test_a_model_that_fills_the_device_leaves_no_room():
-    with pytest.raises(HardwareMissing, match=r"use a smaller model, or set hardware\.memory_share higher") as error:
+    with pytest.raises(HardwareMissing, match=r"Use a smaller model, or raise hardware\.memory_share") as error:
         plan_trial(checked("model=llama2_70b", "cache.gpu=auto", "hardware=sim_a100_80g"))
     assert "80.0 GiB of memory" in str(error.value)
 

@@ -162,7 +162,7 @@ def test_without_the_packages_that_read_it_it_says_how_to_get_them(
     file = tmp_path / "other.gguf"
     file.write_bytes(b"GGUF")
     monkeypatch.setattr(gguf.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(EngineMissing, match=r"pip install 'pensieve\[gguf\]'"):
+    with pytest.raises(EngineMissing, match=r"pip install 'pensieve-lab\[gguf\]'"):
         gguf.check_gguf(file)
 
 

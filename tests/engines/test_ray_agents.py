@@ -129,7 +129,7 @@ def test_a_hundred_agents_may_share_a_gpu_so_that_its_memory_is_the_limit(
 @pytest.mark.parametrize("kind", [RayKeepalive, RayServerless])
 def test_without_ray_one_sentence_says_what_to_install(kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(EngineMissing, match=r"pensieve\[ray\]"):
+    with pytest.raises(EngineMissing, match=r"pensieve-lab\[ray\]"):
         kind(setup_of()).check()
 
 

@@ -100,7 +100,7 @@ def test_who_is_stopped_while_replicas_load_has_not_failed(stopped: bool, monkey
 
 def test_without_ray_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(EngineMissing, match=r"serve\.replicas.*pensieve\[ray\]"):
+    with pytest.raises(EngineMissing, match=r"serve\.replicas.*pensieve-lab\[ray\]"):
         make_replicas(composed("hardware=sim_h100"), ServeSettings.model_validate({"replicas": 2}))
 
 

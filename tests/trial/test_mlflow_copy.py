@@ -1,22 +1,17 @@
 """MLflow is written behind the results, and nothing of it is lost."""
 
 import contextlib
-import io
 import signal
 import sqlite3
-import sys
-import time
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from pensieve import cli
 from pensieve.results import mlflow_runs, mlflow_store
-from pensieve.results.mlflow_live import CopyTarget, copy_line, write_live
 from pensieve.results.store import open_store
-from pensieve.trial import mlflow, mlflow_process, terminal
+from pensieve.trial import mlflow, terminal
 from pensieve.trial import run as run_module
-from tests.results.trials import trial_fields
 
 SHORT = ("hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2")
 
@@ -149,50 +144,6 @@ def test_an_isolated_trial_is_copied_once_by_its_parent(typed, tmp_path, written
     assert typed("trial.isolate=true")[0] == 0
     assert written == [1]  # counted in this process
     assert runs(tmp_path) == [("1", "FINISHED", None)]
-
-
-@pytest.mark.parametrize(
-    "arguments, handed", [((), 1), (("tracking=off",), 0), (("-m", "seed=0", "baseline=pensieve"), 0)]
-)
-def test_a_trial_of_no_sweep_is_left_to_another_process(typed, tmp_path, monkeypatch, live_mlflow, arguments, handed):
-    """It is told the trial once, and nobody waits for it: it writes when this command has ended."""
-    told, end = tmp_path / "told", tmp_path / "end"
-    text = f"import os, sys, time; told = sys.stdin.read()\nwhile not os.path.exists({str(end)!r}): time.sleep(0.01)\n"
-    text += f"open({str(told)!r}, 'w').write(told)"
-    monkeypatch.setattr(mlflow_process, "COMMAND", (sys.executable, "-S", "-c", text))
-    monkeypatch.delitem(sys.modules, "mlflow", raising=False)
-    assert typed(*arguments)[0] == 0
-    assert not mlflow._waiting
-    assert not told.exists()
-    end.touch()
-    deadline = time.monotonic() + 30 * handed
-    while time.monotonic() < deadline and not (told.exists() and told.read_text().endswith("\n")):
-        time.sleep(0.01)
-    assert (told.read_text().count('"copy"') if told.exists() else 0) == handed
-
-
-def test_a_copy_by_the_other_process_is_the_same_copy(tmp_path):
-    """Its half of the pipe, in this process."""
-    store = open_store(tmp_path)
-    trial = store.begin_trial(trial_fields())
-    store.finish_trial(trial, "completed")
-    write_live([copy_line(CopyTarget(str(tmp_path), str(store.database.url), trial, "mine"))], io.StringIO())
-    assert runs(tmp_path) == [(str(trial), "FINISHED", None)]
-    assert store.trial(trial).mlflow_run_id is not None
-
-
-def test_what_the_other_process_cannot_write_it_says(tmp_path, monkeypatch, caplog):
-    store = open_store(tmp_path)
-    trial = store.begin_trial(trial_fields())
-    store.finish_trial(trial, "completed")
-    monkeypatch.setattr(mlflow_store, "LOCK_TIMEOUT_S", 0.1)
-    with mlflow_store.lock(tmp_path):
-        write_live([copy_line(CopyTarget(str(tmp_path), str(store.database.url), trial, "mine"))], io.StringIO())
-    write_live([copy_line(CopyTarget(str(tmp_path / "gone"), str(store.database.url), 7, "mine"))], io.StringIO())
-    assert [record.message[:40] for record in caplog.records] == [
-        "Nothing was logged to MLflow (The file l",
-        "trial 7 is not in MLflow: There is no tr",
-    ]
 
 
 def test_what_mlflow_s_database_raises_is_one_sentence_without_a_trace(tmp_path, capfd, caplog):

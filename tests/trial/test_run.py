@@ -97,7 +97,7 @@ def test_a_completed_trial_is_not_run_again(tracking):
 
 def test_changed_code_runs_again_and_says_so(tracking, monkeypatch):
     first = run(tracking)
-    monkeypatch.setattr("pensieve.results.identity.code_hash", lambda *_: "other")
+    monkeypatch.setattr("pensieve.results.identity.code_of", lambda *_: {"pensieve/engine.py": "other"})
     accepted = run(tracking, "resume=config")
     assert accepted.reused
     assert accepted.trial_id == first.trial_id

@@ -39,7 +39,7 @@ def test_the_reference_is_always_there() -> None:
         ("triton_pointers", CPU, 32, None, "attention_backend=triton_pointers needs a GPU"),
         ("native", CUDA, 32, None, "runs on a CPU only"),
         ("varlen", CPU, 32, None, "runs on CUDA only"),
-        ("flashinfer", CPU, 32, None, r"pensieve\[flashinfer\]|runs on CUDA only"),
+        ("flashinfer", CPU, 32, None, r"pensieve-lab\[flashinfer\]|runs on CUDA only"),
     ],
 )
 def test_what_cannot_run_here_is_one_sentence(
@@ -57,7 +57,7 @@ def test_what_cannot_run_here_is_one_sentence(
 
 def test_a_missing_triton_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(availability.importlib.util, "find_spec", lambda module: None)
-    with pytest.raises(EngineMissing, match=r"pip install 'pensieve\[triton\]'"):
+    with pytest.raises(EngineMissing, match=r"pip install 'pensieve-lab\[triton\]'"):
         _load("triton")
 
 
@@ -70,7 +70,7 @@ def test_a_backend_of_two_names_the_part_that_is_missing(monkeypatch: pytest.Mon
     )
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(
-        EngineMissing, match=r"flashinfer\+triton needs both of its parts, and .*pensieve\[flashinfer\]"
+        EngineMissing, match=r"flashinfer\+triton needs both of its parts, and .*pensieve-lab\[flashinfer\]"
     ) as no:
         _load("flashinfer+triton", CUDA)
     assert "\n" not in str(no.value)
@@ -79,5 +79,5 @@ def test_a_backend_of_two_names_the_part_that_is_missing(monkeypatch: pytest.Mon
     ):
         _load("varlen+triton", CUDA, torch.float32)
     installed.clear()
-    with pytest.raises(EngineMissing, match=r"varlen\+triton needs both of its parts, and .*pensieve\[triton\]"):
+    with pytest.raises(EngineMissing, match=r"varlen\+triton needs both of its parts, and .*pensieve-lab\[triton\]"):
         _load("varlen+triton", CUDA)
