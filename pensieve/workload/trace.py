@@ -101,7 +101,7 @@ def trace_workload(
     if hint not in ("recorded", "none"):
         raise ConfigError(
             f"workload.hint={hint!r} is neither recorded nor none. What a perfect or a noisy hint is worth is measured with "
-            "eviction=oracle_hint or eviction=noisy_hint_10, which read the schedule."
+            "eviction=oracle_hint or eviction=noisy_hint, which read the schedule."
         )
     recording, reuse = _read(path, format, on_malformed, _versions(path))
     inside, begun_before = windowed(recording, window_start_s, window_s)

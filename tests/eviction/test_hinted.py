@@ -72,15 +72,15 @@ def test_an_oracle_reads_the_schedule_and_not_what_the_client_says() -> None:
     assert evicted(OracleHint(policy_context(), within_s=61.0), sessions, 5.0) == [2, 1, 3, 4]
 
 
-@pytest.mark.parametrize("error", [0.0, 0.1, 0.4, 1.0])
-def test_a_noisy_hint_is_wrong_as_often_as_it_says_about_either_answer(error: float) -> None:
+@pytest.mark.parametrize("error_pct", [0, 10, 40, 100])
+def test_a_noisy_hint_is_wrong_as_often_as_it_says_about_either_answer(error_pct: float) -> None:
     draw = random.Random(3)
-    noisy, true = OracleHint(policy_context(), error=error), OracleHint(policy_context())
+    noisy, true = OracleHint(policy_context(), error_pct=error_pct), OracleHint(policy_context())
     for returns in (True, False):
         sessions = [idle(n, 0.0, next_use_s=draw.uniform(0, 60) if returns else None) for n in range(4000)]
         assert {true.soon(session) for session in sessions} == {returns}
         wrong = [noisy.soon(session) is not returns for session in sessions]
-        assert sum(wrong) / 4000 == pytest.approx(error, abs=0.025)
+        assert sum(wrong) / 4000 == pytest.approx(error_pct / 100, abs=0.025)
         assert wrong == [noisy.soon(session) is not returns for session in sessions], "it does not change its mind"
 
 
@@ -91,7 +91,7 @@ def test_only_a_schedules_hint_refuses_live_traffic() -> None:
 
 @pytest.mark.parametrize(
     ("make", "fields"),
-    [(Hinted, {"within_s": 0}), (OracleHint, {"error": 1.1}), (OracleHint, {"within_s": -1}), (Ttl, {"slack": -1}),
+    [(Hinted, {"within_s": 0}), (OracleHint, {"error_pct": 101}), (OracleHint, {"within_s": -1}), (Ttl, {"slack": -1}),
      (Ttl, {"tool_use_s": float("inf")})],
 )  # fmt: skip
 def test_a_field_that_makes_no_sense_is_named(make: Any, fields: dict[str, float]) -> None:

@@ -88,6 +88,6 @@ def test_programs_give_hints_and_a_policy_acts_on_them() -> None:
 
 
 def test_live_traffic_refuses_an_oracle() -> None:
-    for eviction in ("oracle_hint", "noisy_hint_10"):
+    for eviction in ("oracle_hint", "noisy_hint"):
         with pytest.raises(ConfigError, match="live traffic has none"):
             create_server(eviction=eviction, **SIMULATED)
