@@ -92,7 +92,7 @@ def test_a_warm_server_that_was_declared_cold_is_flagged_and_not_compared(
 
     again = run(tracking, endpoint)
     said = again.flags["contaminated"]
-    assert "declared cold, and 6 of 6 turns found" in said
+    assert "declared cold, but 6 of 6 turns found" in said
     unseen = [turn for turn in tracking.store.turns_of(again.id) if turn.turn == 1]
     assert all(turn.shared_hit_tokens == 39 for turn in unseen), "all but the last token of what it was asked before"
     assert held(first, again) == [(again.id,)]
@@ -108,7 +108,7 @@ def test_a_single_trial_says_it_below_its_numbers(tracking: Tracking, endpoint: 
 
     assert "declared cold" not in shown(run(tracking, endpoint))
     again = shown(run(tracking, endpoint))
-    assert "The cache was declared cold, and 6 of 6 turns found" in again and "4 measured prompts were cached" in again
+    assert "The cache was declared cold, but 6 of 6 turns found" in again and "4 measured prompts were cached" in again
 
 
 def test_salted_conversations_are_new_to_a_warm_server_until_they_are_asked_again(

@@ -37,6 +37,6 @@ def test_a_set_that_cannot_be_had(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     with pytest.raises(
-        MalformedInput, match=r"owner/set \(split train\) cannot be loaded from the hub: no route; workload.path also"
+        MalformedInput, match=r"owner/set \(split train\) cannot be loaded from the hub: no route. workload.path also"
     ):
         load_from_hub("owner/set", "train", "fail")

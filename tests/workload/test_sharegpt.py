@@ -93,7 +93,7 @@ def test_every_user_has_a_conversation():
 
 
 def test_more_users_than_a_file_has_conversations_are_refused(real):
-    with pytest.raises(ConfigError, match=r"workload.users=10 people need a conversation each, and there are 9.*lower"):
+    with pytest.raises(ConfigError, match=r"workload.users=10 people need a conversation each, and there are 9.*Lower"):
         sharegpt_workload(context(), path=str(real), min_turns=2, users=10)
     assert sharegpt_workload(context(), path=str(real), min_turns=2, users=9).describe().facts["users"] == 9
 

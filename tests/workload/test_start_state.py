@@ -60,7 +60,7 @@ def test_what_nobody_said_in_the_trial_is_told(state):
     declared = replace(plan(state), facts={"salt_tokens": 16})
     assert contamination(declared, clean) is None
     said = contamination(declared, [*clean, strange("b", 1, 64), strange("c", 1, 36)])
-    assert f"declared {state}, and 2 of 4 turns found 100 tokens" in said
+    assert f"declared {state}, but 2 of 4 turns found 100 tokens" in said
     assert "turn 1 of b: 64" in said and "cache_state=salted" in said
 
 
