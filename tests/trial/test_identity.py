@@ -99,18 +99,15 @@ def test_on_a_gpu(words, triton, wanted, monkeypatch):
 
 def test_what_can_be_captured_is_what_the_backends_say():
     pytest.importorskip("triton")
-    from pensieve.worker.torch.kernels.availability import CAPTURING, MIXED
+    from pensieve.worker.torch.kernels.availability import CAPTURING
     from pensieve.worker.torch.kernels.flashinfer import FlashInferBackend
-    from pensieve.worker.torch.kernels.mixed import MixedBackend
     from pensieve.worker.torch.kernels.native import NativeBackend
     from pensieve.worker.torch.kernels.reference import ReferenceBackend
     from pensieve.worker.torch.kernels.triton_backend import TritonBackend, TritonPointersBackend
     from pensieve.worker.torch.kernels.varlen import VarlenBackend
 
     alone = (FlashInferBackend, NativeBackend, ReferenceBackend, TritonBackend, TritonPointersBackend, VarlenBackend)
-    mixed = [MixedBackend(one, TritonBackend()) for one in (FlashInferBackend, VarlenBackend)]
-    assert {one.name for one in mixed} == set(MIXED)
-    assert {one.name for one in (*alone, *mixed) if one.captures} == CAPTURING
+    assert {one.name for one in alone if one.captures} == CAPTURING
 
 
 def test_how_threads_wait_makes_another_trial(monkeypatch):

@@ -95,16 +95,6 @@ class Spans(Sequence[Span]):
         blocks = np.concatenate([span.blocks for span in spans]) if spans else _integers(())
         return cls(bounds[:, 0], bounds[:, 1], bounds[:, 2], _integers([len(span.blocks) for span in spans]), blocks)
 
-    def divided(self) -> tuple[Spans, Spans]:
-        """Those of one query, which come first, and the longer ones, whose queries are counted from the first of them."""
-        ones = int(np.count_nonzero(self.stop - self.start == 1))
-        assert (self.first[:ones] < ones).all(), "spans of one query come first"
-        firsts = (self.first[:ones], self.first[ones:] - ones)
-        starts, stops, chunks = (np.split(x, [ones]) for x in (self.start, self.stop, self.chunks))
-        blocks = np.split(self.blocks, [int(chunks[0].sum())])
-        single, several = (Spans(*parts) for parts in zip(firsts, starts, stops, chunks, blocks, strict=True))
-        return single, several
-
     @property
     def all_single(self) -> bool:
         """Every span is one query; the last one tells, since the longer ones come last. Without making the objects."""

@@ -38,8 +38,9 @@ class Wrapper:
         self.numbers.copy_(self.pinned, non_blocking=True)
         self.blocks, self.how = blocks, how
 
-    def run(self, queries: torch.Tensor, paged: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+    def run(self, queries: torch.Tensor, paged: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         Wrapper.runs += 1
+        out = torch.empty_like(queries)
         how = {name: self.how[name] for name in ("sm_scale", "window_left", "logits_soft_cap")}
         _PREFILL[(1,)](queries, *paged, out, self.numbers, self.blocks, **how)
         return out

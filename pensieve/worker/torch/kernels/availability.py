@@ -12,13 +12,10 @@ import os
 from pensieve.compiler import find_compiler
 from pensieve.errors import ConfigError, EngineMissing
 
-MIXED = {"flashinfer+triton": "flashinfer", "varlen+triton": "varlen"}
-"""Backends of two: who computes the prompts; decode rows are Triton's."""
-BACKENDS = ("reference", "native", "triton", "triton_pointers", "varlen", "flashinfer", *MIXED)
+BACKENDS = ("reference", "native", "triton", "triton_pointers", "varlen", "flashinfer")
 ON_CPU = ("native", "reference")  # best first
-# None of MIXED: whether a library's prompts are faster than ours has not been measured.
 ON_CUDA = ("triton", "triton_pointers", "varlen", "reference")
-CAPTURING = frozenset({"triton", "triton_pointers", *MIXED})
+CAPTURING = frozenset({"triton", "triton_pointers"})
 """Backends whose launches may be recorded in a CUDA graph."""
 
 
@@ -56,12 +53,6 @@ def require(name: str, kind: str, dtype: str, chunk_tokens: int) -> None:
         _require_varlen(kind, dtype)
     elif name == "flashinfer":
         _require_flashinfer(kind, dtype)
-    elif name in MIXED:
-        try:
-            require(MIXED[name], kind, dtype, chunk_tokens)
-            require("triton", kind, dtype, chunk_tokens)
-        except EngineMissing as error:
-            raise EngineMissing(f"attention_backend={name} needs both of its parts, and {error}") from error
 
 
 def _require_native(kind: str) -> None:

@@ -35,25 +35,6 @@ class Plan(Protocol):
         ...
 
 
-@runtime_checkable
-class PartPlan(Plan, Protocol):
-    """A plan that can be one of several of an iteration: each for some of its spans, in a range of rows of one output."""
-
-    def attend_into(
-        self,
-        output: torch.Tensor,
-        pool: torch.Tensor,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> None:
-        """As `attend`, to `output` [tokens, heads, head_dim], contiguous; all but the pool are of its own spans alone."""
-        ...
-
-
 class AttentionBackend(Protocol):
     """captures: its launches may be recorded in a CUDA graph (it is a CapturingBackend)."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pensieve.worker.torch.kernels.availability import BACKENDS, MIXED, ON_CPU, candidates, require
+from pensieve.worker.torch.kernels.availability import BACKENDS, ON_CPU, candidates, require
 from pensieve.worker.torch.kernels.base import AttentionBackend
 from pensieve.worker.torch.kernels.reference import ReferenceBackend
 
@@ -21,11 +21,6 @@ def load_backend(
 ) -> AttentionBackend:
     """Raises EngineMissing, in one sentence, where it cannot run here."""
     require(name, device.type, str(dtype).removeprefix("torch."), chunk_tokens)
-    if name in MIXED:
-        from pensieve.worker.torch.kernels.mixed import MixedBackend
-        from pensieve.worker.torch.kernels.triton_backend import TritonBackend
-
-        return MixedBackend(load_backend(MIXED[name], device, dtype, head_dim, chunk_tokens), TritonBackend())
     if name == "reference":
         return ReferenceBackend()
     if name == "native":

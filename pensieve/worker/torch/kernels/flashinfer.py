@@ -55,27 +55,13 @@ class FlashInferPlan:
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-        self.attend_into(output, pool, queries, keys, values, scaling, window, softcap)
-        return output
-
-    def attend_into(
-        self,
-        output: torch.Tensor,
-        pool: torch.Tensor,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> None:
         key = (scaling, window, softcap)
         if key not in self._planned:
             self._plan(pool, queries, key)
             self._planned.add(key)
         paged = pool.unflatten(0, (-1, self._chunk_tokens))
-        self._wrappers[key].run(queries.contiguous(), (paged[:, :, 0], paged[:, :, 1]), out=output)
+        output: torch.Tensor = self._wrappers[key].run(queries.contiguous(), (paged[:, :, 0], paged[:, :, 1]))
+        return output
 
     def _plan(self, pool: torch.Tensor, queries: torch.Tensor, key: _Key) -> None:
         """Plans of one iteration must not share a wrapper, since they are in use at the same time."""

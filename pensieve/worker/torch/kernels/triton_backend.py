@@ -263,20 +263,6 @@ class _TritonPlan(ABC):
         softcap: float | None,
     ) -> torch.Tensor:
         output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-        self.attend_into(output, pool, queries, keys, values, scaling, window, softcap)
-        return output
-
-    def attend_into(
-        self,
-        output: torch.Tensor,
-        pool: torch.Tensor,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> None:
         _, heads, head_dim = queries.shape
         geometry = Geometry(heads, pool.shape[2], head_dim, pool.dtype, pool.device, self._chunk_tokens)
         if window not in self._launches:
@@ -305,6 +291,7 @@ class _TritonPlan(ABC):
                     HEADS=heads, HEAD_DIM=head_dim, PADDED_DIM=geometry.padded_dim, BLOCK_S=_JOIN_SPLITS,
                     num_warps=4, enable_fp_fusion=True,
                 )  # fmt: skip
+        return output
 
 
 class OncePlan(_TritonPlan):

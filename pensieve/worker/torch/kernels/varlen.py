@@ -70,20 +70,6 @@ class VarlenPlan:
         )
         return result
 
-    def attend_into(
-        self,
-        output: torch.Tensor,
-        pool: torch.Tensor,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> None:
-        """By a copy: varlen_attn takes no output."""
-        output.copy_(self.attend(pool, queries, keys, values, scaling, window, softcap))
-
 
 class VarlenBackend:
     """For 16 bits on CUDA (see availability). Raises EngineMissing where this torch lacks it, or its kernel refuses blocks

@@ -59,25 +59,3 @@ def test_a_missing_triton_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(availability.importlib.util, "find_spec", lambda module: None)
     with pytest.raises(EngineMissing, match=r"pip install 'pensieve-lab\[triton\]'"):
         _load("triton")
-
-
-def test_a_backend_of_two_names_the_part_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And auto chooses none of them: nobody has measured which of the two is faster."""
-    assert not set(availability.MIXED) & {*order("auto", CUDA), *order("auto", CPU)}
-    installed = {"triton"}
-    monkeypatch.setattr(
-        availability.importlib.util, "find_spec", lambda module: object() if module in installed else None
-    )
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(
-        EngineMissing, match=r"flashinfer\+triton needs both of its parts, and .*pensieve-lab\[flashinfer\]"
-    ) as no:
-        _load("flashinfer+triton", CUDA)
-    assert "\n" not in str(no.value)
-    with pytest.raises(
-        EngineMissing, match=r"varlen\+triton needs both of its parts, and .*varlen computes in 16 bits only"
-    ):
-        _load("varlen+triton", CUDA, torch.float32)
-    installed.clear()
-    with pytest.raises(EngineMissing, match=r"varlen\+triton needs both of its parts, and .*pensieve-lab\[triton\]"):
-        _load("varlen+triton", CUDA)

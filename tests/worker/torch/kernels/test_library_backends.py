@@ -95,10 +95,8 @@ class _Wrapper:
         )
         self.indices, self.options = paged_kv_indices.long(), (sm_scale, window_left, logits_soft_cap)
 
-    def run(
-        self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor
-    ) -> torch.Tensor:
-        assert out.is_contiguous() and out.shape == q.shape
+    def run(self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        assert q.is_contiguous()
         assert self.sizes == (q.shape[1], paged_kv_cache[0].shape[2], q.shape[2], paged_kv_cache[0].shape[1])
         pieces = []
         for index, last in enumerate(self.last):
@@ -106,7 +104,7 @@ class _Wrapper:
             used = (len(own) - 1) * self.sizes[3] + last
             k, v = (x[own].flatten(0, 1)[:used] for x in paged_kv_cache)
             pieces.append(_attend(q[self.bounds[index] : self.bounds[index + 1]], k, v, *self.options))
-        return out.copy_(torch.cat(pieces))
+        return torch.cat(pieces)
 
 
 class Library:
