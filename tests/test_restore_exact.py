@@ -22,9 +22,7 @@ from pensieve.record import TurnRecord
 from pensieve.request import Length, Request
 from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.worker.torch.model import load_model
-from pensieve.worker.torch.transfers.copies import copy_runs
-from pensieve.worker.torch.transfers.lanes import ThreadLink
-from pensieve.worker.torch.transfers.link import Piece
+from pensieve.worker.torch.transfers.thread_link import Piece, ThreadLink, copy_runs
 from tests.simulated import policy_context
 from tests.test_exactness import load
 from tests.worker.torch.driver import plain_generate, random_tokens

@@ -32,7 +32,7 @@ from pensieve.record import TurnRecord
 from pensieve.request import Length, Request, Sampling, tokens_of
 from pensieve.scheduler.composition import SchedulerSettings, split, unified
 from pensieve.worker.torch.options import DiskOptions, TorchOptions
-from pensieve.worker.torch.transfers.lanes import ThreadLink
+from pensieve.worker.torch.transfers.thread_link import ThreadLink
 from tests.simulated import policy_context
 from tests.worker.torch.driver import tiny_model
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pensieve.worker.torch.kernels.residency import KNOWN, resident
-
+_WARP, _REGISTER_UNIT = 32, 256  # threads of a warp; it is given registers in whole units
 _CHUNK, _HEAD_DIM, _GROUP, _KV_HEADS, _SMALL_ROWS = 32, 128, 4, 8, 16
 _POINTERS = {
     "partial_ptr": "*fp32", "weight_ptr": "*fp32", "items_ptr": "*i32", "tables_ptr": "*i32", "joins_ptr": "*i32",
@@ -30,12 +29,42 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
+class Multiprocessor:
+    """What programs share: 32-bit registers, bytes of shared memory, threads. shared_a_program: the most one may have."""
+
+    registers: int
+    shared_bytes: int
+    threads: int
+    shared_a_program: int
+
+
+KNOWN = {
+    80: Multiprocessor(65536, 164 * 1024, 2048, 163 * 1024),
+    86: Multiprocessor(65536, 100 * 1024, 1536, 99 * 1024),
+    89: Multiprocessor(65536, 100 * 1024, 1536, 99 * 1024),
+    90: Multiprocessor(65536, 228 * 1024, 2048, 227 * 1024),
+    100: Multiprocessor(65536, 228 * 1024, 2048, 227 * 1024),
+}
+"""By architecture (CUDA C++ Programming Guide, technical specifications by compute capability)."""
+
+
+def resident(registers: int, shared_bytes: int, warps: int, on: Multiprocessor) -> int:
+    """Programs on a multiprocessor at once, by NVIDIA's occupancy rules; registers: of a thread. 0 where not one fits."""
+    from pensieve.worker.torch.kernels.triton_backend import RESERVED_SHARED
+
+    units = -(-registers * _WARP // _REGISTER_UNIT)
+    by_registers = on.registers // (units * _REGISTER_UNIT * warps)
+    by_shared = on.shared_bytes // (shared_bytes + RESERVED_SHARED)
+    return min(by_registers, by_shared, on.threads // (warps * _WARP))
+
+
+@dataclass(frozen=True, slots=True)
 class Code:
     """A kernel compiled for an architecture, with bfloat16. predicted_bytes: of shared memory, by Tiles.shared_bytes.
 
     stack_bytes: of a thread; spilled registers go there. buffers: of K and of V, each; waits: copies that may be under way
     when a step goes on; neither is read where steps come in boxes. products: mma (registers), wgmma (shared memory), tcgen05
-    (sm_100). programs: on a multiprocessor.
+    (sm_100). programs: on a multiprocessor; expected_programs: by Tiles.programs, which work is cut by.
     """
 
     architecture: int
@@ -52,6 +81,7 @@ class Code:
     waits: frozenset[int]
     products: frozenset[str]
     programs: int
+    expected_programs: int
     ttgir: str
     ptx: str
 
@@ -84,6 +114,7 @@ def attention_code(architecture: int, large: bool, head_dim: int = _HEAD_DIM, de
         waits=frozenset(int(n) for n in re.findall(r"async_wait[^\n]*num = (\d+)", ttgir)),
         products=frozenset(_products(ptx)),
         programs=resident(registers, int(built.metadata.shared), tiles.warps, machine),
+        expected_programs=tiles.programs(padded, 2, rows, major, machine.shared_a_program),
         ttgir=ttgir,
         ptx=ptx,
     )  # fmt: skip

@@ -30,8 +30,8 @@ from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.statistics import median
 from pensieve.units import ceil_div
 from pensieve.worker.torch.model import LoadedModel
-from pensieve.worker.torch.transfers.lanes import ThreadLink
 from pensieve.worker.torch.transfers.link import Link
+from pensieve.worker.torch.transfers.thread_link import ThreadLink
 from pensieve.worker.torch.worker import TorchWorker
 
 _VOCAB = 250  # token ids that every model has

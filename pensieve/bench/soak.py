@@ -33,7 +33,7 @@ from pensieve.scheduler.composition import SchedulerSettings, split, unified
 from pensieve.specs import ModelSpec
 from pensieve.worker.torch.model import LoadedModel, load_model
 from pensieve.worker.torch.options import TorchOptions
-from pensieve.worker.torch.transfers.lanes import ThreadLink
+from pensieve.worker.torch.transfers.thread_link import ThreadLink
 
 TURNS_AN_EPISODE = 60
 _VOCAB, _CONTEXT = 97, 512

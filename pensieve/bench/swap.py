@@ -16,15 +16,16 @@ from pensieve.bench.restore import measure_restores, measure_unused_tier
 from pensieve.bench.session import Bench
 from pensieve.bench.timer import in_turn, interleaved
 from pensieve.clock import WallClock
-from pensieve.errors import EngineMissing, WorkerError
+from pensieve.errors import WorkerError
 from pensieve.plan import Copy, Row, Sample, StepPlan
 from pensieve.specs import ModelSpec
 from pensieve.statistics import median
 from pensieve.worker.torch.kv_tensors import KvTensors
 from pensieve.worker.torch.model import LoadedModel
-from pensieve.worker.torch.transfers.choice import Copying, CopyWay, choose_copying
-from pensieve.worker.torch.transfers.copies import copy_and_wait
-from pensieve.worker.torch.transfers.lanes import CudaLink, ThreadLink
+from pensieve.worker.torch.transfers.copies import CallCopier, choose_copier
+from pensieve.worker.torch.transfers.lanes import CudaLink
+from pensieve.worker.torch.transfers.link import Copier
+from pensieve.worker.torch.transfers.thread_link import ThreadLink, copy_and_wait
 from pensieve.worker.torch.transfers.transfer import Transfer
 from pensieve.worker.torch.worker import TorchWorker
 
@@ -35,7 +36,6 @@ LINKS = {"gen4_x8": 0.35, "gen5_x16": 0.09}
 _LEARNED = ("gpt2", "opt")  # positions beyond max_context do not exist; rotary ones do, and speed is what is asked
 _GPU, _GPU_FULL, _CPU = (8192,), (8192, 16384, 32768), (1024,)  # tokens that are restored
 _FRAGMENT_BLOCKS = (1, 2, 8, 32)
-_WAYS: tuple[CopyWay, ...] = ("auto", "dma", "kernel")
 
 
 def run(bench: Bench) -> None:
@@ -114,25 +114,18 @@ def _fragments(bench: Bench, spec: ModelSpec) -> None:
 
 
 def _transfers(bench: Bench, tensors: KvTensors) -> dict[str, Transfer]:
-    """Ours by name, first the one that serves. On a GPU: what hardware.copies=auto chose, other ways, and a call a run."""
+    """Ours by name, first the one that serves."""
     if not bench.on_gpu:
         return {OURS: Transfer(tensors)}
-    ways = ways_of_copying(bench, tensors)
-    transfers = {way: Transfer(tensors, CudaLink(bench.device, c.inward, c.outward)) for way, c in ways.items()}
-    return {**transfers, "call_a_run": Transfer(tensors, CudaLink(bench.device))}
+    copiers = copiers_here(bench, tensors)
+    return {name: Transfer(tensors, CudaLink(bench.device, copier)) for name, copier in copiers.items()}
 
 
-def ways_of_copying(bench: Bench, tensors: KvTensors) -> dict[str, Copying]:
-    """By the value of hardware.copies, those that run here; of the others a note says why not. The pools are zeroed."""
-    ways: dict[str, Copying] = {}
-    for way in _WAYS:
-        try:
-            ways[way] = choose_copying(tensors, way)
-        except EngineMissing as missing:
-            bench.note(str(missing))
-        else:
-            bench.note(f"hardware.copies={way}: {ways[way].note}.")
-    return ways
+def copiers_here(bench: Bench, tensors: KvTensors) -> dict[str, Copier]:
+    """What serves on this GPU, and a call a run where that is something else. The pools are zeroed."""
+    chosen, note = choose_copier(tensors)
+    bench.note(f"Copies between the tiers: {note}.")
+    return {OURS: chosen} if isinstance(chosen, CallCopier) else {OURS: chosen, "call_a_run": CallCopier()}
 
 
 def _held_ms(transfer: Transfer, layers: int, copy: Copy) -> float:
@@ -222,7 +215,7 @@ def _beside_compute(bench: Bench, model: LoadedModel, tokens: int) -> None:
     link = CudaLink(bench.device)
     worker = TorchWorker(model, CHUNK, WallClock(), link=link)
     worker.start(2 * chunks + new // CHUNK, 2 * chunks)
-    copying = ways_of_copying(bench, worker.tensors)
+    copiers = copiers_here(bench, worker.tensors)
     worker.tensors.cpu.fill_(0.01)
     apart = scattered(chunks, 1)
     copies = (Copy(1, apart, apart[1:] + apart[:1]),)
@@ -230,11 +223,11 @@ def _beside_compute(bench: Bench, model: LoadedModel, tokens: int) -> None:
     table = ((0, 0, (*copies[0].dst, *range(2 * chunks, 2 * chunks + new // CHUNK))),)
 
     def step(way: str, rows: tuple[Row, ...], swap_in: tuple[Copy, ...]) -> float:
-        link.inward.copier = copying[way].inward
+        link.inward.copier = copiers[way]
         return _perform_ms(worker, StepPlan(1, rows, table, swap_in))
 
-    ways: dict[str, Callable[[], float]] = {way: partial(step, way, (row,), copies) for way in copying}
-    ways["transfer"], ways["compute"] = partial(step, "auto", (), copies), partial(step, "auto", (row,), ())
+    ways: dict[str, Callable[[], float]] = {way: partial(step, way, (row,), copies) for way in copiers}
+    ways["transfer"], ways["compute"] = partial(step, OURS, (), copies), partial(step, OURS, (row,), ())
     for measure in ways.values():
         measure()
     values = in_turn(ways, bench.rounds(7))
@@ -246,9 +239,9 @@ def _beside_compute(bench: Bench, model: LoadedModel, tokens: int) -> None:
         floor_is="the longer of transfer and compute, each alone in the same rounds",
         metric="restore_ms",
         parameters={"context": tokens, "new": new, "fragment_bytes": fragment},
-        ours="auto",
+        ours=OURS,
     )
-    bench.record(case, [Measured(way, values[way]) for way in copying], began)
+    bench.record(case, [Measured(way, values[way]) for way in copiers], began)
 
 
 def _perform_ms(worker: TorchWorker, plan: StepPlan) -> float:

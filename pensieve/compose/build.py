@@ -351,7 +351,6 @@ def torch_options(
     return TorchOptions(
         depth=plans_in_flight(device, hardware.depth),
         graphs=hardware.graphs == "auto",
-        copies=hardware.copies,
         max_batch_tokens=max_batch_tokens,
         max_batch_requests=max_batch_requests,
         memory_share=memory_share(device, hardware.memory_share),

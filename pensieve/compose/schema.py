@@ -103,10 +103,10 @@ class HardwareConfig(_Group):
     divided among; on a CPU, processes.
 
     depth: plans in flight; auto: see plan.plans_in_flight. graphs: replay decode iterations (YAML reads a bare off as
-    false). copies: what moves blocks between a GPU and the CPU tier. memory_share: what cache.gpu=auto may fill, by default
-    nine tenths of a GPU and half of a CPU machine's free memory. profile: a file of runners/profile.py: what retention value
-    goes by on a real machine, and all times of a simulated one. network_gbps: between the client and the model of a
-    disaggregated baseline, or of each simulated replica, in 10^9 bit/s. replicas, router, failure_s, restart_s: a simulated
+    false). memory_share: what cache.gpu=auto may fill, by default nine tenths of a GPU and half of a CPU machine's free
+    memory. profile: a file of runners/profile.py: what retention value goes by on a real machine, and all times of a
+    simulated one. network_gbps: between the client and the model of a disaggregated baseline,
+    or of each simulated replica, in 10^9 bit/s. replicas, router, failure_s, restart_s: a simulated
     cluster, see baselines.cluster_system; migration: see baselines.migration. replicas, router of a real machine: see
     pensieve.replicas.
     """
@@ -118,7 +118,6 @@ class HardwareConfig(_Group):
     threads: Count | None = None
     depth: Literal["auto", 1, 2] = "auto"
     graphs: Literal["auto", "off", False] = "auto"
-    copies: Literal["auto", "dma", "kernel"] = "auto"
     memory_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     gpu_memory: str | None = None
     cpu_memory: str | None = None

@@ -20,17 +20,16 @@ A trial that completed is reused while all of this is equal, and runs again when
 |          | scheduler.composition names, can import (digest)        | trial); the version of Python; installed packages:    |
 |          |                                                         | the platform names those that matter                  |
 | platform | real: device and count, dtype, attention backend and    | simulated: anything; the platform is "sim"            |
-|          | its compiler, graphs, copies, copy_ahead, depth,        |                                                       |
+|          | its compiler, graphs, copy_ahead, depth,                |                                                       |
 |          | threads, OMP_WAIT_POLICY (on a CPU), versions of torch, |                                                       |
 |          | transformers, triton and any outside engine; what a     |                                                       |
 |          | server that somebody else started says of itself        |                                                       |
 
 What `auto` means is in the platform as it resolves before anything is loaded (trial.identity): with the C compiler gone,
-attention_backend=auto is another backend and the trial another trial. Three things only a start can tell: whether the kernel
-passes its self-check, else the next backend serves, and how copies=auto and scheduler.copy_ahead=auto come out, which is
-measured. What came out is in the trial's `engine` (attention_backend, attention_note, graphs, copies, copy_ahead). It
-needs no comparison when a trial is reused: all that decides it, save the noise of a measurement, is in the platform and the
-code.
+attention_backend=auto is another backend and the trial another trial. Two things only a start can tell: whether the kernel
+passes its self-check, else the next backend serves, and how scheduler.copy_ahead=auto comes out, which is measured. What
+came out is in the trial's `engine` (attention_backend, attention_note, graphs, copies, copy_ahead). It needs no comparison
+when a trial is reused: all that decides it, save the noise of a measurement, is in the platform and the code.
 """
 
 from __future__ import annotations

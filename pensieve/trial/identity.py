@@ -46,8 +46,8 @@ def device_facts(plan: TrialPlan) -> dict[str, Any]:
     """The device and how it will be used, for results.identity.platform_of.
 
     attention: the backend expected to serve; the self-check at the start may fall back to another one, which the trial's
-    column `engine` then names. copies: none without a CPU tier over a link; auto is measured at the start, as is copy_ahead
-    where both tiers are one memory. compiler: the C compiler of the native kernels. wait_policy: of OpenMP's threads on a
+    column `engine` then names. copy_ahead: none without a CPU tier; auto is measured at the start where both tiers are one
+    memory. compiler: the C compiler of the native kernels. wait_policy: of OpenMP's threads on a
     CPU, as the environment says it.
     """
     device: dict[str, Any] = {"name": plan.device.label, "count": plan.device.count}
@@ -71,7 +71,6 @@ def device_facts(plan: TrialPlan) -> dict[str, Any]:
         "attention": attention,
         "compiler": _compiler() if attention == "native" else None,
         "graphs": "on" if recorded else "off",
-        "copies": hardware.copies if kind == "cuda" and plan.cpu_blocks else "none",
         "copy_ahead": plan.config.scheduler.copy_ahead if plan.cpu_blocks else "none",
         "depth": plans_in_flight(plan.device, hardware.depth),
     }

@@ -4,7 +4,7 @@ import pytest
 
 from pensieve.bench.restore import Returning, UnusedTier
 from pensieve.worker.torch.model import LoadedModel, load_model
-from pensieve.worker.torch.transfers.lanes import ThreadLink
+from pensieve.worker.torch.transfers.thread_link import ThreadLink
 from tests.worker.torch.driver import tiny_spec
 
 

@@ -7,16 +7,15 @@ import pytest
 import torch
 
 from pensieve.bench import swap
-from pensieve.errors import EngineMissing
 from pensieve.plan import Copy
 from pensieve.worker.torch.kv_tensors import KvTensors
 from pensieve.worker.torch.model import LoadedModel, load_model
-from pensieve.worker.torch.transfers.choice import Copying
-from pensieve.worker.torch.transfers.copies import CallCopier, copy_runs
-from pensieve.worker.torch.transfers.lanes import ThreadLink
+from pensieve.worker.torch.transfers.copies import CallCopier
 from pensieve.worker.torch.transfers.link import Copier
+from pensieve.worker.torch.transfers.thread_link import ThreadLink, copy_runs
 from tests.bench.bench import make_bench
 from tests.worker.torch.driver import tiny_spec
+from tests.worker.torch.transfers.named import Named
 
 
 @pytest.fixture(scope="module")
@@ -53,30 +52,26 @@ def test_every_figure_stands_beside_its_limit_and_its_peer(
     assert [figure.name for figure in pipelined.figures] == ["speedup", "overlap_pct", "transfer_ms", "compute_ms"]
 
 
-def test_on_a_gpu_every_way_of_copying_is_measured_beside_what_auto_chose(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the ways and links of a machine that has none: names, notes, and what is left out."""
+def test_on_a_gpu_what_serves_is_measured_beside_a_call_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the ways and links of a machine that has none: names, notes, and that each brings what it is timed for."""
     links: list[tuple[object, ...]] = []
-
-    def choose(tensors: KvTensors, way: str) -> Copying:
-        if way == "kernel":
-            raise EngineMissing("hardware.copies=kernel: it needs the package triton; use hardware.copies=auto.")
-        return Copying(CallCopier(), CallCopier(), f"in: best for {way}", {})
 
     def link(device: torch.device, *copiers: object) -> ThreadLink:
         links.append(copiers)
         return ThreadLink()
 
-    monkeypatch.setattr(swap, "choose_copying", choose)
+    monkeypatch.setattr(swap, "choose_copier", lambda tensors: (chosen, "best"))
     monkeypatch.setattr(swap, "CudaLink", link)
     notes: list[str] = []
     bench = SimpleNamespace(on_gpu=True, device=torch.device("cpu"), note=notes.append)
     tensors = KvTensors(tiny_spec("llama"), 32, 8, 8, torch.device("cpu"), torch.float32)
+    chosen: Copier = CallCopier()
+    assert list(swap._transfers(bench, tensors)) == ["ours"], "nothing is timed twice"
+    chosen = Named("another")
     tensors.cpu.fill_(0.5)
     transfers = swap._transfers(bench, tensors)
-    assert list(transfers) == ["auto", "dma", "call_a_run"]
-    assert [len(copiers) for copiers in links] == [2, 2, 0], "a call a run is what a link does by itself"
-    assert notes[:2] == ["hardware.copies=auto: in: best for auto.", "hardware.copies=dma: in: best for dma."]
-    assert "triton" in notes[2]
+    assert list(transfers) == ["ours", "call_a_run"] and links[1] == (chosen,)
+    assert notes == 2 * ["Copies between the tiers: best."]
     for transfer in transfers.values():
         tensors.gpu.zero_()
         assert swap._held_ms(transfer, tensors.layers, Copy(0, (0, 2), (2, 0))) > 0
@@ -96,13 +91,12 @@ def test_the_ways_of_copying_are_held_against_each_other_beside_compute(
         links.append(ThreadLink(copy=lambda piece: (used.append(links[0].inward.copier), copy_runs(piece))[1]))
         return links[0]
 
-    auto, dma = CallCopier(), CallCopier()
-    ways = {"auto": Copying(auto, auto, "", {}), "dma": Copying(dma, dma, "", {})}
+    ours, other = CallCopier(), CallCopier()
     monkeypatch.setattr(swap, "CudaLink", link)
-    monkeypatch.setattr(swap, "ways_of_copying", lambda bench, tensors: ways)
+    monkeypatch.setattr(swap, "copiers_here", lambda bench, tensors: {"ours": ours, "call_a_run": other})
     swap._beside_compute(bench, model, 128)
     case = bench.results[0].case
-    assert [m.backend for m in bench.results[0].measured] == ["auto", "dma"] and bench.gaps == []
+    assert [m.backend for m in bench.results[0].measured] == ["ours", "call_a_run"] and bench.gaps == []
     assert case.label == "restore 128 scattered, compute 512" and case.floor is not None and case.floor > 0
-    # Three rounds, the first for warming up: auto with compute and alone, dma with compute.
-    assert (used.count(auto), used.count(dma)) == (3 * 2 * model.spec.layers, 3 * model.spec.layers)
+    # Three rounds, the first for warming up: ours with compute and alone, the other with compute.
+    assert (used.count(ours), used.count(other)) == (3 * 2 * model.spec.layers, 3 * model.spec.layers)

@@ -59,17 +59,3 @@ def test_a_baseline_without_a_cpu_tier_ignores_cache_cpu_whatever_comes_last():
     for order in (("cache=large", "baseline=stateless"), ("baseline=stateless", "cache=large")):
         config = check(composed("model=llama3_8b", *order))
         assert plan_trial(config).cpu_blocks == 0
-
-
-def test_a_worker_copies_between_the_tiers_as_hardware_copies_says(monkeypatch):
-    from pensieve.worker.torch import shelf, worker
-
-    asked = []
-    monkeypatch.setattr(shelf, "take_model", lambda *model: "a model")
-    monkeypatch.setattr(worker, "TorchWorker", lambda *given, options: asked.append(options.copies))
-    for copies in ("auto", "dma", "kernel"):
-        plan = plan_trial(checked("hardware=cpu", f"hardware.copies={copies}"))
-        build_system(plan, build_tokenizer(plan.config.model, plan.model.vocab, simulated=False))
-    assert asked == ["auto", "dma", "kernel"]
-    with pytest.raises(ConfigError, match=r"hardware\.copies"):
-        checked("hardware=cpu", "hardware.copies=memcpy")

@@ -25,7 +25,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def decode(device: Machine, depth: int) -> None:
     model = replace(tiny(attention="reference"), attention=FlashInferBackend())
-    hand = Hand(model, TorchOptions(depth=depth, graphs=False, copies="dma"))
+    hand = Hand(model, TorchOptions(depth=depth, graphs=False))
     hand.prompt()
     device.forget()
     device.lag = 200

@@ -25,7 +25,7 @@ Patch = pytest.MonkeyPatch
 
 def scenario(device: Machine) -> None:
     """Two plans in flight all along: a prompt, blocks that leave while it is computed and come back elsewhere, decodes."""
-    hand = Hand(tiny(), TorchOptions(depth=2, max_batch_requests=2, copies="dma"))
+    hand = Hand(tiny(), TorchOptions(depth=2, max_batch_requests=2))
     device.forget()
     device.lag = 200
     tokens = tuple(range(3, 43))
@@ -123,7 +123,7 @@ def test_each_is_found(
 
 def test_what_waits_in_a_capture_is_found(device: Machine, monkeypatch: Patch) -> None:
     item_in_a_capture(monkeypatch)
-    hand = Hand(tiny(), TorchOptions(max_batch_requests=1, copies="dma"))
+    hand = Hand(tiny(), TorchOptions(max_batch_requests=1))
     assert hand.settings["graphs"].startswith("not recorded: RuntimeError: CUDA error")
     assert any(finding.kind == "capture" for finding in device.findings)
     hand.close()
@@ -133,7 +133,7 @@ def test_what_waits_in_a_capture_is_found(device: Machine, monkeypatch: Patch) -
 def test_a_block_given_to_a_load_while_a_plan_still_writes_it(device: Machine, quarantine: bool) -> None:
     """What the cache's quarantine prevents. (The engine guards it a second time: it gives up the blocks of a request only
     once every plan that computes it is collected, so that conversations alone do not show the fault.)"""
-    hand = Hand(tiny(), TorchOptions(depth=2, max_batch_requests=2, copies="dma"))
+    hand = Hand(tiny(), TorchOptions(depth=2, max_batch_requests=2))
     hand.prompt(0)
     hand.prompt(1, first_block=20)
     hand.step(swap_out=(Copy(1, (20, 21), (0, 1)),))

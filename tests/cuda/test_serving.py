@@ -9,7 +9,6 @@ from pensieve.cache.restore import RestoreMode
 from pensieve.errors import HardwareMissing
 from pensieve.worker.torch.options import TorchOptions
 from pensieve.worker.torch.transfers import lanes
-from pensieve.worker.torch.transfers.choice import CopyWay
 from tests.gpu.shortage import fail_and_go_on
 
 from .conftest import needs_triton
@@ -17,7 +16,7 @@ from .serving import CHUNK, REQUESTS, Copy, Hand, Row, Sample, Served, converse,
 from .standin.findings import listed
 from .standin.machine import Machine
 
-DEEP = TorchOptions(depth=2, max_batch_requests=REQUESTS, copies="dma")
+DEEP = TorchOptions(depth=2, max_batch_requests=REQUESTS)
 
 
 def check(served: Served, name: str) -> None:
@@ -29,18 +28,16 @@ def check(served: Served, name: str) -> None:
 @pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize(
-    ("name", "fused", "mode", "depth", "copies", "seed"),
+    ("name", "fused", "mode", "depth", "seed"),
     [
-        ("llama", True, "load", 2, "dma", 4),
-        ("gemma2", True, "hybrid", 2, "kernel", 5),
-        ("llama", False, "hybrid", 1, "auto", 3),
+        ("llama", True, "load", 2, 4),
+        ("gemma2", True, "hybrid", 2, 5),
+        ("llama", False, "hybrid", 1, 3),
     ],
 )
-def test_conversations(
-    device: Machine, name: str, fused: bool, mode: RestoreMode, depth: int, copies: CopyWay, seed: int
-) -> None:
+def test_conversations(device: Machine, name: str, fused: bool, mode: RestoreMode, depth: int, seed: int) -> None:
     """More than both tiers hold: swaps both ways, drops, recomputation with holes, suspension."""
-    options = TorchOptions(depth=depth, max_batch_requests=REQUESTS, copies=copies)
+    options = TorchOptions(depth=depth, max_batch_requests=REQUESTS)
     model = tiny(name, fused)
     device.lag = 6
     served = converse(device, model, mode, options, 24, seed)
@@ -64,7 +61,7 @@ def test_replays_and_copies_of_a_short_conversation(device: Machine) -> None:
 @pytest.mark.parametrize("attention", ["reference", pytest.param("triton", marks=needs_triton)])
 def test_without_graphs(device: Machine, attention: str) -> None:
     """Swap-ins wait layer by layer. The reference needs nothing but torch, and looks at block tables on the host."""
-    hand = Hand(tiny(attention=attention), TorchOptions(depth=1, max_batch_requests=2, copies="dma", graphs=False))
+    hand = Hand(tiny(attention=attention), TorchOptions(depth=1, max_batch_requests=2, graphs=False))
     assert hand.settings["graphs"] == "off" and hand.settings["attention_backend"] == attention
     device.forget()
     known = hand.prompt()
@@ -97,7 +94,7 @@ def check_token(tokens: list[int], token: int) -> None:
 )
 def test_models_are_captured_and_wait_for_nothing(device: Machine, name: str, fused: bool) -> None:
     """On the forwards written here and on transformers' own: prefill and decode, greedy and by chance."""
-    hand = Hand(tiny(name, fused), TorchOptions(depth=2, max_batch_requests=1, copies="dma"))
+    hand = Hand(tiny(name, fused), TorchOptions(depth=2, max_batch_requests=1))
     assert hand.settings["graphs"] == "on"
     assert hand.worker.model.forward.name == ("fused" if fused else "transformers")
     device.forget()
@@ -135,7 +132,7 @@ def test_a_capture_that_fails_leaves_the_eager_forward(device: Machine, monkeypa
         return logits
 
     waiting.name = "waiting"  # type: ignore[attr-defined]
-    hand = Hand(replace(model, forward=waiting), TorchOptions(depth=2, max_batch_requests=2, copies="dma"))  # type: ignore[arg-type]
+    hand = Hand(replace(model, forward=waiting), TorchOptions(depth=2, max_batch_requests=2))  # type: ignore[arg-type]
     assert hand.settings["graphs"].startswith("not recorded: RuntimeError")
     assert torch.cuda.current_stream() is torch.cuda.default_stream()
     device.forget()
@@ -152,7 +149,7 @@ def test_a_replay_waits_once_for_a_load(
     device: Machine, monkeypatch: pytest.MonkeyPatch, graphs: bool, waits: int
 ) -> None:
     """For its last layer, which comes last; the eager forward waits for each of its two layers."""
-    hand = Hand(tiny(), TorchOptions(depth=2, max_batch_requests=1, copies="dma", graphs=graphs))
+    hand = Hand(tiny(), TorchOptions(depth=2, max_batch_requests=1, graphs=graphs))
     known = hand.prompt()
     hand.step(swap_out=(Copy(1, (3, 4), (0, 1)),))
     hand.worker.transfer.finish()
@@ -182,10 +179,9 @@ def test_a_pool_beyond_the_device_is_a_sentence(device: Machine) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("copies", ["dma", pytest.param("kernel", marks=pytest.mark.slow)])
-def test_a_block_is_appended_to_while_its_beginning_is_copied(device: Machine, copies: CopyWay) -> None:
+def test_a_block_is_appended_to_while_its_beginning_is_copied(device: Machine) -> None:
     """A conversation returns during its swap-out: the copy's tail is torn, and nobody uses it."""
-    hand = Hand(tiny(), TorchOptions(depth=2, max_batch_requests=1, copies=copies))
+    hand = Hand(tiny(), TorchOptions(depth=2, max_batch_requests=1))
     device.forget()
     device.lag = 200
     known = hand.prompt(tokens=36)  # the last of its blocks holds four tokens

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pensieve.errors import EngineMissing
 from pensieve.specs import ModelSpec
 from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.transfers.choice import CopyWay, choose_copying
-from pensieve.worker.torch.transfers.copies import copy_and_wait
-from pensieve.worker.torch.transfers.lanes import CudaLink, ThreadLink
+from pensieve.worker.torch.transfers.copies import choose_copier
+from pensieve.worker.torch.transfers.lanes import CudaLink
 from pensieve.worker.torch.transfers.link import Link
 from pensieve.worker.torch.transfers.pinned import pinned_bytes
+from pensieve.worker.torch.transfers.thread_link import ThreadLink, copy_and_wait
 from pensieve.worker.torch.transfers.transfer import Transfer
 
 from .shuttle import shuttle
@@ -43,18 +42,10 @@ def _shuttle(tensors: KvTensors, link: Link | None) -> None:
 
 
 @pytest.mark.parametrize("sizes", [SIZES["llama"], LARGE], ids=["blocks of 16 KiB", "blocks of 128 KiB"])
-@pytest.mark.parametrize("way", ["calls", "auto", "dma", "kernel"])
+@pytest.mark.parametrize("way", ["calls", "chosen"])
 def test_bytes_survive(way: str, sizes: dict[str, object]) -> None:
     tensors = _tensors(sizes, 96)
-    if way == "calls":
-        _shuttle(tensors, None)
-        return
-    kind: CopyWay = "auto" if way == "auto" else "dma" if way == "dma" else "kernel"
-    try:
-        copying = choose_copying(tensors, kind)
-    except EngineMissing as missing:
-        pytest.skip(str(missing))
-    _shuttle(tensors, CudaLink(DEVICE, copying.inward, copying.outward))
+    _shuttle(tensors, None if way == "calls" else CudaLink(DEVICE, choose_copier(tensors)[0]))
 
 
 def test_bytes_survive_a_slowed_link() -> None:

@@ -75,14 +75,14 @@ def test_a_backend_asked_for_by_name_is_not_looked_for_twice(monkeypatch):
         (
             (),
             True,
-            {"attention": "triton", "graphs": "on", "copies": "auto", "copy_ahead": "auto", "dtype": "bfloat16"},
+            {"attention": "triton", "graphs": "on", "copy_ahead": "auto", "dtype": "bfloat16"},
         ),
         ((), False, {"attention": "varlen", "graphs": "off"}),
         (("model.dtype=float32",), False, {"attention": "reference", "dtype": "float32"}),
         (("cache.chunk_tokens=24",), True, {"attention": "varlen"}),
-        (("hardware.graphs=off", "hardware.copies=dma"), True, {"graphs": "off", "copies": "dma"}),
-        (("scheduler.copy_ahead=spare",), True, {"copies": "auto", "copy_ahead": "spare"}),
-        (("baseline=gpu_only",), True, {"copies": "none", "copy_ahead": "none"}),
+        (("hardware.graphs=off",), True, {"graphs": "off"}),
+        (("scheduler.copy_ahead=spare",), True, {"copy_ahead": "spare"}),
+        (("baseline=gpu_only",), True, {"copy_ahead": "none"}),
     ],
 )
 def test_on_a_gpu(words, triton, wanted, monkeypatch):

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pensieve.worker.torch.graphs import Recorder
-from pensieve.worker.torch.transfers.choice import CopyWay
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,6 @@ class DiskOptions:
 @dataclass(frozen=True, slots=True)
 class TorchOptions:
     """depth: plans in flight, 1 or 2. graphs: replay decode iterations where the device and the attention backend can.
-    copies: how blocks move between a GPU and the CPU tier; auto measures.
 
     max_batch_tokens, max_batch_requests: of one iteration. memory_share: of the device's memory, what weights, KV and the
     largest iteration may take together where the KV's size is computed. recorder: what records a graph; torch.cuda's by
@@ -32,7 +30,6 @@ class TorchOptions:
 
     depth: int = 1
     graphs: bool = True
-    copies: CopyWay = "auto"
     max_batch_tokens: int = 512
     max_batch_requests: int = 64
     memory_share: float = 0.9

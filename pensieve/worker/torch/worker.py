@@ -27,7 +27,7 @@ from pensieve.worker.torch.memory import Room, explain, find_room
 from pensieve.worker.torch.model import LoadedModel
 from pensieve.worker.torch.options import TorchOptions
 from pensieve.worker.torch.sampler import draw
-from pensieve.worker.torch.transfers.choice import Copying, choose_copying
+from pensieve.worker.torch.transfers.copies import choose_copier
 from pensieve.worker.torch.transfers.disk import DiskTransfer
 from pensieve.worker.torch.transfers.lanes import CudaLink
 from pensieve.worker.torch.transfers.link import Link
@@ -77,7 +77,7 @@ class TorchWorker:
         self._tensors: KvTensors | None = None
         self._transfer: Transfer | None = None
         self._graphs: DecodeGraphs | None = None
-        self._copying: Copying | None = None
+        self._copies = ""
         self._link = link
         self._disk: DiskTransfer | None = None
         self._disk_load_s = 0.0
@@ -106,7 +106,7 @@ class TorchWorker:
         return self._room.blocks
 
     def start(self, gpu_blocks: int, cpu_blocks: int) -> StartReport:
-        """Allocate both tiers, measure how to copy between them, run the first forwards, which choose kernels, and record
+        """Allocate both tiers, check how to copy between them, run the first forwards, which choose kernels, and record
         graphs. Raises HardwareMissing, EngineMissing."""
         started = perf_counter_ns()
         try:
@@ -135,7 +135,7 @@ class TorchWorker:
         """What runs, as torch and transformers themselves report it."""
         import transformers
 
-        model, tensors, graphs, copying = self.model, self._tensors, self._graphs, self._copying
+        model, tensors, graphs = self.model, self._tensors, self._graphs
         on_gpu = model.device.type == "cuda"
         return {
             "engine": "torch",
@@ -161,8 +161,7 @@ class TorchWorker:
             "cpu_pool_bytes": tensors.cpu_bytes if tensors else 0,
             "iteration_bytes": self._room.iteration_bytes if self._room else None,
             "standing_bytes": self._room.standing_bytes if self._room else None,
-            "copies": copying.note if copying else "",
-            "copies_measured": copying.figures if copying else {},
+            "copies": self._copies,
             "disk_load_s": self._disk_load_s,
             "mean_fragment_bytes": self._transfer.mean_fragment_bytes if self._transfer else 0.0,
         }
@@ -345,8 +344,8 @@ class TorchWorker:
         self._tensors = KvTensors(model.spec, self.chunk_tokens, blocks, cpu_blocks, model.device, model.dtype)
         link = self._link
         if link is None and model.device.type == "cuda" and cpu_blocks:
-            self._copying = choose_copying(self._tensors, self.options.copies)
-            link = CudaLink(model.device, self._copying.inward, self._copying.outward)
+            copier, self._copies = choose_copier(self._tensors)
+            link = CudaLink(model.device, copier)
         self._transfer = Transfer(self._tensors, link)
 
     def _free(self) -> None:
@@ -354,7 +353,7 @@ class TorchWorker:
         if self._disk is not None:
             self._disk.close()
         self._disk = None
-        self._tensors = self._transfer = self._graphs = self._copying = None
+        self._tensors = self._transfer = self._graphs = None
         self._tables, self.last_logits = BlockTables(), {}
         if self.model.device.type == "cuda":
             with suppress(RuntimeError):  # a device in error gives nothing back

@@ -79,7 +79,7 @@ def stand_in(lag: int = 3, card: Card | None = None) -> Iterator[Machine]:
 
 def _replacements(device: Machine) -> list[tuple[Any, str, Any]]:
     from pensieve.worker.torch import kv_tensors
-    from pensieve.worker.torch.transfers import copies, measurement
+    from pensieve.worker.torch.transfers import copies
 
     run, make_pools, make_generator = threading.Thread.run, kv_tensors.KvTensors.__init__, torch.Generator
 
@@ -104,18 +104,15 @@ def _replacements(device: Machine) -> list[tuple[Any, str, Any]]:
         (threading.Thread, "run", run_under_modes),
         (kv_tensors.KvTensors, "__init__", make_watched_pools),
         (copies, "find_batch_call", lambda: kernels.batch_call),
-        (measurement, "_SIDE", 16),  # its matrix products keep no device busy here
-        (measurement, "_BUSY_S", 1e-4),
     ]
     if find_spec("triton") is not None:
-        from pensieve.worker.torch.kernels import block_copy, triton_backend
+        from pensieve.worker.torch.kernels import triton_backend
 
         places += [
             (triton_backend, "attend_kernel", kernels.ATTEND),
             (triton_backend, "join_kernel", kernels.JOIN),
             (triton_backend, "write_kernel", kernels.WRITE),
             (triton_backend, "_dot_type", lambda dtype: dtype),
-            (block_copy, "copy_blocks_kernel", kernels.COPY_BLOCKS),
         ]
     return places
 

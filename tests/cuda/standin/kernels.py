@@ -113,18 +113,6 @@ def _write(keys: Any, values: Any, pool: Any, places: Any, *_: Any, **__: Any) -
     machine().launch("write of K and V", [keys.touched, values.touched, places.touched], [pool.rows(rows)], used=True)
 
 
-def _copy_blocks(source: Any, target: Any, pairs: Any, *_: Any, **__: Any) -> None:
-    def move() -> tuple[Any, Any]:
-        numbers = pairs.inner.long()
-        target.inner[numbers[:, 1]] = source.inner[numbers[:, 0]]
-        return numbers[:, 0].numpy(), numbers[:, 1].numpy()
-
-    begins, ends = on_inner(move)
-    machine().launch("read of block numbers", [pairs.touched], [], used=True)
-    for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
-        machine().launch_copy("copy kernel", source.rows([begin]), target.rows([end]))
-
-
 def batch_call(targets: int, sources: int, sizes: int, count: int, *rest: Any) -> int:
     """cuMemcpyBatchAsync on the stream that is current."""
     lists = [(ctypes.c_uint64 * count).from_address(x) for x in (targets, sources, sizes)]
@@ -134,7 +122,7 @@ def batch_call(targets: int, sources: int, sizes: int, count: int, *rest: Any) -
     return 0
 
 
-ATTEND, JOIN, WRITE, COPY_BLOCKS = (Kernel(run) for run in (_attend, _join, _write, _copy_blocks))
+ATTEND, JOIN, WRITE = (Kernel(run) for run in (_attend, _join, _write))
 
 
 class Cudart:
@@ -150,4 +138,4 @@ class Cudart:
         return 0
 
 
-__all__ = ["ATTEND", "COPY_BLOCKS", "JOIN", "WRITE", "Cudart", "batch_call"]
+__all__ = ["ATTEND", "JOIN", "WRITE", "Cudart", "batch_call"]

@@ -9,7 +9,7 @@ from pensieve.bench.soak import RestoreMode
 from pensieve.worker.torch.kv_tensors import KvTensors
 from pensieve.worker.torch.model import LoadedModel
 from pensieve.worker.torch.options import TorchOptions
-from pensieve.worker.torch.transfers.lanes import ThreadLink
+from pensieve.worker.torch.transfers.thread_link import ThreadLink
 from pensieve.worker.torch.transfers.transfer import Transfer
 from tests.gpu.conversations import REQUESTS, TURNS, check_paths, converse
 from tests.gpu.shortage import fail_and_go_on

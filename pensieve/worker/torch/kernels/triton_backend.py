@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +21,6 @@ except ImportError:  # an older Triton
 
 from pensieve.worker.torch.batch import Batch
 from pensieve.worker.torch.kernels.paged import attend_kernel, join_kernel, write_kernel
-from pensieve.worker.torch.kernels.residency import RESERVED_SHARED, resident_of
 from pensieve.worker.torch.kernels.work_list import (
     ITEM,
     JOIN,
@@ -36,11 +35,12 @@ from pensieve.worker.torch.transfers.pinned import send, sent
 
 _LOG2_E = math.log2(math.e)
 _LEAST_ROWS = 16  # of a tile: what tl.dot takes
-_PROGRAMS_PER_SM = 4  # until the compiled kernel says how many a multiprocessor holds
+RESERVED_SHARED = 1024  # of each program on a multiprocessor, for the system
+_MOST_PROGRAMS = 3  # of small tiles: what their registers leave room for
 _JOIN_SPLITS = 16
 _WGMMA_ROWS = 64
 _LEAST_SHARED = 99 * 1024  # what every GPU since Ampere gives one program
-_INTERPRETED_SMS = 4  # a small machine, so that tests split
+_INTERPRETED_PROGRAMS = 16  # a small machine, so that tests split
 _BOX_ROW = 8  # elements: 16 bytes, of which the rows of a box are made
 _BOXED_REGISTERS = 128  # of a thread, with which two programs of 8 warps share a multiprocessor
 # Majors whose products read shared memory: wgmma, and tcgen05 after it. Consumer Blackwell (12) has neither, and the shared
@@ -76,6 +76,14 @@ class Tiles:
         buffers = self.stages if capability in _SHARED_PRODUCTS and rows >= _WGMMA_ROWS else max(1, self.stages - 1)
         kv = 2 * self.block_keys * padded_dim * itemsize * buffers
         return rows * padded_dim * itemsize + kv + rows * self.block_keys * itemsize
+
+    def programs(self, padded_dim: int, itemsize: int, rows: int, capability: int, shared_bytes: int) -> int:
+        """How many a multiprocessor holds. Large tiles without boxes fill it by their registers, all others by their shared
+        memory: so it came out in every kernel that was compiled (docs/kernel_code.md)."""
+        if self.large_rows and not self.boxed:
+            return 1
+        taken = self.shared_bytes(padded_dim, itemsize, rows, capability) + RESERVED_SHARED
+        return max(1, min(_MOST_PROGRAMS, (shared_bytes + RESERVED_SHARED) // taken))
 
 
 # By bytes an element and by whether the launch has large tiles: the first that fits is taken. Chosen so that in 16 bits no
@@ -164,27 +172,32 @@ class Geometry:
     def small_rows(self) -> int:
         return max(_LEAST_ROWS, triton.next_power_of_2(self.group))
 
+    @property
+    def _card(self) -> tuple[int, int]:
+        """The shared memory that one program may have, and the capability's major."""
+        if self.device.type != "cuda":
+            return 2**20, 8
+        properties = torch.cuda.get_device_properties(self.device)
+        return getattr(properties, "shared_memory_per_block_optin", _LEAST_SHARED), properties.major
+
     def tiles(self, large: bool, window: int | None, descriptors: bool) -> Tiles:
         """Choose the sizes of a launch. descriptors: whether the pool may be read through them."""
-        shared, capability = 2**20, 8
-        if self.device.type == "cuda":
-            properties = torch.cuda.get_device_properties(self.device)
-            shared = getattr(properties, "shared_memory_per_block_optin", _LEAST_SHARED)
-            capability = properties.major
-        itemsize = self.dtype.itemsize
+        (shared, capability), itemsize = self._card, self.dtype.itemsize
         boxes = descriptors and boxes_fit(capability, itemsize, self.head_dim, self.chunk_tokens, window)
         return tiles_for(self.padded_dim, itemsize, self.small_rows, large, shared, capability, boxes)
 
-    def cutting(self, tiles: Tiles, programs: int = _PROGRAMS_PER_SM) -> Cutting:
-        """Choose how work is cut for this device. programs: that a multiprocessor holds at once."""
-        multiprocessors = _INTERPRETED_SMS
+    def cutting(self, tiles: Tiles) -> Cutting:
+        """Choose how work is cut for this device: into as many programs as it holds at once."""
+        programs, rows = _INTERPRETED_PROGRAMS, max(self.small_rows, tiles.large_rows)
         if self.device.type == "cuda":
-            multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
+            shared, capability = self._card
+            programs = torch.cuda.get_device_properties(self.device).multi_processor_count
+            programs *= tiles.programs(self.padded_dim, self.dtype.itemsize, rows, capability, shared)
         return Cutting(
             small_queries=self.small_rows // self.group,
-            large_queries=max(self.small_rows, tiles.large_rows) // self.group,
+            large_queries=rows // self.group,
             block_keys=tiles.block_keys,
-            wanted_items=-(-multiprocessors * programs // self.kv_heads),
+            wanted_items=-(-programs // self.kv_heads),
         )
 
 
@@ -204,29 +217,6 @@ class Launch:
     large: bool
 
 
-@dataclass(slots=True)
-class Learned:
-    """What a backend knows of its kernels since they were first launched. joined: places where the join kernel has been
-    launched, and so compiled. programs: of the attention kernel, how many a multiprocessor holds, by what decides its code.
-    descriptors: whether the pool may be read through them.
-    """
-
-    descriptors: bool = True
-    joined: set[Geometry] = field(default_factory=set)
-    programs: dict[tuple[Geometry, Tiles, bool], int] = field(default_factory=dict)
-
-    def programs_of(self, geometry: Geometry, tiles: Tiles, large: bool) -> int:
-        return self.programs.get((geometry, tiles, large), _PROGRAMS_PER_SM)
-
-    def note(self, geometry: Geometry, tiles: Tiles, large: bool, compiled: Any) -> None:
-        """compiled: what a launch returned."""
-        key = (geometry, tiles, large)
-        if key in self.programs or geometry.device.type != "cuda":
-            return
-        found = resident_of(compiled, tiles.warps, torch.cuda.get_device_properties(geometry.device))
-        self.programs[key] = _PROGRAMS_PER_SM if found is None else found
-
-
 class _TritonPlan(ABC):
     """What a one-off and a standing plan share; they differ only in where the descriptors of the work are kept."""
 
@@ -236,10 +226,10 @@ class _TritonPlan(ABC):
     def _launch(self, geometry: Geometry, window: int | None) -> Launch:
         """Return a window's launch, made at its first layer and kept for the others."""
 
-    def __init__(self, pool: torch.Tensor, chunk_tokens: int, learned: Learned) -> None:
+    def __init__(self, pool: torch.Tensor, chunk_tokens: int, backend: TritonBackend) -> None:
         assert chunk_tokens & (chunk_tokens - 1) == 0, "blocks hold a power of two of tokens"
         self._chunk_tokens = chunk_tokens
-        self._learned = learned
+        self._backend = backend
         self._launches: dict[int | None, Launch] = {}  # by window: layers alternate
 
     def write(self, pool: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -275,7 +265,7 @@ class _TritonPlan(ABC):
         scales = (scale * _LOG2_E, 1.0) if softcap is None else (scale / softcap * 2 * _LOG2_E, softcap * _LOG2_E)
         tiles = launch.tiles
         with torch.cuda.device_of(pool):
-            compiled = attend_kernel[(geometry.kv_heads, len(launch.items))](
+            attend_kernel[(geometry.kv_heads, len(launch.items))](
                 queries, k, v, output, launch.partial, launch.weight, launch.items, self._tables,
                 *scales, queries.stride(0), queries.stride(1), k.stride(0), k.stride(1), _boxes(pool, geometry, tiles),
                 HEADS=heads, GROUP=geometry.group, SOFTCAP=softcap is not None, WINDOW=window or 0,
@@ -284,7 +274,6 @@ class _TritonPlan(ABC):
                 BLOCK_N=tiles.block_keys, DOT=_dot_type(pool.dtype),
                 HAS_LARGE=launch.large, **tiles.options,
             )  # fmt: skip
-            self._learned.note(geometry, tiles, launch.large, compiled)
             if len(launch.joins):
                 join_kernel[(heads, len(launch.joins))](
                     output, launch.partial, launch.weight, launch.joins,
@@ -298,19 +287,18 @@ class OncePlan(_TritonPlan):
     """For one batch: launches are as large as its work. Where the join kernel has not been launched yet, a plan without joins
     launches an empty one, so that no later request waits for the compiler when its context is split."""
 
-    def __init__(self, batch: Batch, pool: torch.Tensor, chunk_tokens: int, learned: Learned) -> None:
-        super().__init__(pool, chunk_tokens, learned)
+    def __init__(self, batch: Batch, pool: torch.Tensor, chunk_tokens: int, backend: TritonBackend) -> None:
+        super().__init__(pool, chunk_tokens, backend)
         self._ranges = ranges_of(batch.spans)
         self._tables = sent(self._ranges.tables, pool.device)
 
     def _launch(self, geometry: Geometry, window: int | None) -> Launch:
         most = int((self._ranges.stop - self._ranges.start).max())
         large = most * geometry.group > geometry.small_rows
-        tiles = geometry.tiles(large, window, self._learned.descriptors)
-        programs = self._learned.programs_of(geometry, tiles, large)
-        work = work_list(self._ranges, geometry.cutting(tiles, programs), window)
-        nothing = np.zeros((0 if geometry in self._learned.joined else 1, JOIN), dtype=np.int32)
-        self._learned.joined.add(geometry)
+        tiles = geometry.tiles(large, window, self._backend.descriptors)
+        work = work_list(self._ranges, geometry.cutting(tiles), window)
+        nothing = np.zeros((0 if geometry in self._backend.joined else 1, JOIN), dtype=np.int32)
+        self._backend.joined.add(geometry)
         items, joins = (
             sent(part, geometry.device) for part in (work.items, work.joins if len(work.joins) else nothing)
         )
@@ -320,8 +308,10 @@ class OncePlan(_TritonPlan):
 class StandingPlan(_TritonPlan):
     """For single positions, up to a capacity: tensors and launches stay the same, as a captured graph needs."""
 
-    def __init__(self, pool: torch.Tensor, chunk_tokens: int, rows: int, max_blocks: int, learned: Learned) -> None:
-        super().__init__(pool, chunk_tokens, learned)
+    def __init__(
+        self, pool: torch.Tensor, chunk_tokens: int, rows: int, max_blocks: int, backend: TritonBackend
+    ) -> None:
+        super().__init__(pool, chunk_tokens, backend)
         self._rows = rows
         self._tables = torch.zeros(rows * max_blocks, dtype=torch.int32, device=pool.device)
         self._cuttings: dict[int | None, Cutting] = {}
@@ -341,9 +331,8 @@ class StandingPlan(_TritonPlan):
         assert not capturing, (
             "attend once outside a capture first: a list made inside would be made again at every replay"
         )
-        tiles = geometry.tiles(False, window, self._learned.descriptors)
-        programs = self._learned.programs_of(geometry, tiles, False)
-        cutting = self._cuttings[window] = geometry.cutting(tiles, programs)
+        tiles = geometry.tiles(False, window, self._backend.descriptors)
+        cutting = self._cuttings[window] = geometry.cutting(tiles)
         most = self._rows + cutting.wanted_items  # items, and so rows of partial results
         items, joins = (
             torch.zeros(size, dtype=torch.int32, device=geometry.device) for size in ((most, ITEM), (self._rows, JOIN))
@@ -391,24 +380,25 @@ def _unit_stride(x: torch.Tensor) -> torch.Tensor:
 
 
 class TritonBackend:
-    """Needs triton, and a GPU or Triton's interpreter."""
+    """Needs triton, and a GPU or Triton's interpreter. descriptors: whether the pool may be read through them. joined: places
+    where the join kernel has been launched, and so compiled."""
 
     name = "triton"
     captures = True
     descriptors = True
 
     def __init__(self) -> None:
-        self._learned = Learned(self.descriptors)
+        self.joined: set[Geometry] = set()
 
     @cached_property
     def version(self) -> str:
         return str(triton.__version__)
 
     def plan(self, batch: Batch, pool: torch.Tensor, chunk_tokens: int) -> OncePlan:
-        return OncePlan(batch, pool, chunk_tokens, self._learned)
+        return OncePlan(batch, pool, chunk_tokens, self)
 
     def standing(self, pool: torch.Tensor, chunk_tokens: int, rows: int, max_blocks: int) -> StandingPlan:
-        return StandingPlan(pool, chunk_tokens, rows, max_blocks, self._learned)
+        return StandingPlan(pool, chunk_tokens, rows, max_blocks, self)
 
 
 class TritonPointersBackend(TritonBackend):

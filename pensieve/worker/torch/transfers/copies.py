@@ -1,14 +1,13 @@
-"""The ways to copy runs of blocks over the link of a GPU.
+"""The ways to copy runs of blocks by the copy engines of a GPU, and which of them serves here.
 
-Copy engines take one fragment at a time and leave all multiprocessors to the compute. A kernel has reads and writes of many
-blocks under way at once, which is faster for small fragments, but takes multiprocessors from the compute.
+Copy engines leave all multiprocessors to the compute. Where blocks are scattered, what counts is how long the host takes to
+hand the copies over: 8,192 of them take 25 ms one by one, and 0.5 ms as one call of the driver a layer.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from threading import local
 from typing import Any
 
@@ -16,28 +15,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pensieve.errors import EngineMissing, HardwareMissing
+from pensieve.worker.block_runs import BlockRun
+from pensieve.worker.torch.kv_tensors import KvTensors
 from pensieve.worker.torch.transfers.driver import PREFER_OVERLAP, STREAM_ORDER, Attributes, find_batch_call
-from pensieve.worker.torch.transfers.link import Copier, Haul, Piece, gpu_of
+from pensieve.worker.torch.transfers.link import Copier, Haul, gpu_of
 
-WORD_BYTES = 16  # what a thread of the kernel moves at once; blocks of a layer must be whole numbers of them
-PROGRAMS = 16  # each takes part of a multiprocessor; 16 x 32 KiB under way outlast the latency of any PCIe link
-_WARPS = 8
-_TILE = 8192  # elements of 4 bytes: 8 x 16 bytes a thread
-
-
-def copy_runs(piece: Piece) -> None:
-    """Copy runs by slices, never by an index list: x[ids].copy_(y) would write into a temporary."""
-    source, target = piece.source.flatten(1), piece.target.flatten(1)
-    for run in piece.runs:
-        target[run.dst : run.dst + run.blocks].copy_(source[run.src : run.src + run.blocks], non_blocking=True)
-
-
-def copy_and_wait(piece: Piece) -> None:
-    """Copy to or from a GPU on a stream of its own, and wait: on the default stream the copy would wait for the compute."""
-    stream = torch.cuda.Stream(gpu_of(piece.source, piece.target))
-    with torch.cuda.stream(stream):
-        copy_runs(piece)
-    stream.synchronize()
+_CHECKED = (BlockRun(1, 9, 2), BlockRun(4, 0, 1), BlockRun(6, 2, 3), BlockRun(10, 6, 1), BlockRun(12, 13, 1))
+_CHECKED_BLOCKS = 20
 
 
 class CallCopier:
@@ -47,7 +32,7 @@ class CallCopier:
     of a run are made for all layers at once, and torch loops over the calls of a layer: both save time of the host.
     """
 
-    name = "dma, a call a run"
+    name = "a call a run"
 
     def prepare(self, haul: Haul) -> Callable[[int], None]:
         source, target = haul.source.flatten(2), haul.target.flatten(2)
@@ -61,13 +46,12 @@ class CallCopier:
 
 
 class BatchCopier:
-    """One driver call a layer. A call a run costs the host some microseconds each; where blocks are scattered that is more
-    than the link needs for them.
+    """One driver call a layer.
 
     call: stands in for the driver's, in tests. Raises EngineMissing where the driver has no batched copy.
     """
 
-    name = "dma, a call a layer"
+    name = "a call a layer"
 
     def __init__(self, call: Any = None) -> None:
         self._call = find_batch_call() if call is None else call
@@ -113,83 +97,63 @@ def _addresses(pool: torch.Tensor, blocks: NDArray[np.uint64]) -> NDArray[np.uin
     return np.uint64(pool.data_ptr()) + layers[:, None] + (blocks * block_bytes)[None, :]
 
 
-class KernelCopier:
-    """One launch of our Triton kernel a layer, on a few multiprocessors. Needs triton, and blocks that are whole numbers of
-    WORD_BYTES. programs: how many run side by side."""
+def choose_copier(tensors: KvTensors) -> tuple[Copier, str]:
+    """The driver's batched copy where it brings every byte both ways, else a call a run; and the choice in words.
 
-    name = "kernel"
-
-    def __init__(self, programs: int = PROGRAMS) -> None:
-        from pensieve.worker.torch.kernels.block_copy import copy_blocks_kernel  # triton is an optional package
-
-        self._kernel = copy_blocks_kernel
-        self._programs = programs
-
-    def prepare(self, haul: Haul) -> Callable[[int], None]:
-        assert haul.layer_block_bytes % WORD_BYTES == 0, "such blocks go by DMA"
-        elements = haul.layer_block_bytes // 4
-        tile = tile_of(elements)
-        pairs = _block_pairs(haul)
-        tiles = len(pairs) * -(-elements // tile)
-        if (device := gpu_of(haul.source, haul.target)) is not None:
-            # Freed when the last launch is enqueued: memory of this stream, whose next user comes behind the kernels.
-            pairs = pairs.pin_memory().to(device, non_blocking=True)
-        sources, targets = (pool.flatten(2).view(torch.int32).unbind(0) for pool in (haul.source, haul.target))
-        grid = (min(self._programs, tiles),)
-
-        def copy(layer: int) -> None:
-            self._kernel[grid](
-                sources[layer], targets[layer], pairs, tiles, ELEMENTS=elements, TILE=tile, num_warps=_WARPS
-            )
-
-        return copy
+    Only on a GPU, and before the pools hold anything: blocks are written to, and zeroed again. Raises HardwareMissing where
+    neither way copies.
+    """
+    copiers: list[Copier] = [CallCopier()]
+    notes: list[str] = []
+    try:
+        copiers.insert(0, BatchCopier())
+    except EngineMissing as missing:
+        notes.append(str(missing).rstrip("."))
+    return first_sound(copiers, tensors, notes)
 
 
-def tile_of(elements: int) -> int:
-    """How many int32 elements a program moves at once in blocks of `elements`: a power of two."""
-    return min(_TILE, 1 << (elements - 1).bit_length())
+def first_sound(copiers: Sequence[Copier], tensors: KvTensors, notes: Sequence[str] = ()) -> tuple[Copier, str]:
+    """As choose_copier, of these copiers; notes: what is said of others."""
+    said = list(notes)
+    for copier in copiers:
+        fault = find_fault(copier, tensors.cpu, tensors.gpu) or find_fault(copier, tensors.gpu, tensors.cpu)
+        if not fault:
+            return copier, "; ".join((copier.name, *said))
+        said.append(f"not {copier.name}: {fault}")
+    raise HardwareMissing(f"Copies between the tiers fail on this machine ({'; '.join(said)}); use cache.cpu=0.")
 
 
-def _block_pairs(haul: Haul) -> torch.Tensor:
-    """int32 [blocks, 2]: each block's number in the source and in the target."""
-    table = np.array([(run.src, run.dst, run.blocks) for run in haul.runs], dtype=np.int32)
-    ends = np.cumsum(table[:, 2])
-    within = np.arange(ends[-1], dtype=np.int32) - np.repeat(ends - table[:, 2], table[:, 2])
-    return torch.from_numpy(np.repeat(table[:, :2], table[:, 2], axis=0) + within[:, None].astype(np.int32))
+def find_fault(copier: Copier, source: torch.Tensor, target: torch.Tensor) -> str:
+    """What is wrong with this way of copying; "" where every byte arrives and no other block changes. Leaves zeros."""
+    blocks = min(source.shape[1], target.shape[1], _CHECKED_BLOCKS)
+    runs = [run for run in _CHECKED if max(run.src, run.dst) + run.blocks < blocks] or [BlockRun(0, blocks - 1, 1)]
+    layers = sorted({0, source.shape[0] - 1})
+    size = source[0, 0].numel() * source.itemsize
+    noise = torch.randint(0, 256, (blocks, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    expected = torch.zeros_like(noise)
+    for run in runs:
+        expected[run.dst : run.dst + run.blocks] = noise[run.src : run.src + run.blocks]
+    device = gpu_of(source, target)
+    try:
+        for layer in layers:
+            source[layer, :blocks].copy_(noise.view(source.dtype).view(source[layer, :blocks].shape))
+        _synchronize(device)  # the streams used here do not wait for each other
+        with torch.cuda.stream(None if device is None else torch.cuda.Stream(device)):  # no batch on the default one
+            copy = copier.prepare(Haul(runs, source, target))
+            for layer in layers:
+                copy(layer)
+        _synchronize(device)
+        arrived = (target[layer, :blocks].cpu().flatten(1).view(torch.uint8) for layer in layers)
+        return "" if all(torch.equal(one, expected) for one in arrived) else "it copied wrongly"
+    except Exception as error:  # of a driver: whatever says that this way does not work on this machine
+        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    finally:
+        for layer in layers:
+            source[layer, :blocks].zero_()
+            target[layer, :blocks].zero_()
+        _synchronize(device)
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The kernel copies runs of up to `longest` blocks where there are at least `least` of them. longest 0: never."""
-
-    longest: int = 0
-    least: int = 1
-
-
-class SplitCopier:
-    """Short runs by the kernel where there are many, all others by DMA; one after the other on the same stream."""
-
-    def __init__(self, dma: Copier, kernel: Copier, limits: Limits) -> None:
-        self._dma, self._kernel, self.limits = dma, kernel, limits
-
-    @property
-    def name(self) -> str:
-        return (
-            f"{self._kernel.name} for runs of up to {self.limits.longest} blocks where there are {self.limits.least} or "
-            f"more, else {self._dma.name}"
-        )
-
-    def prepare(self, haul: Haul) -> Callable[[int], None]:
-        short = [run for run in haul.runs if run.blocks <= self.limits.longest]
-        if len(short) < self.limits.least:
-            return self._dma.prepare(haul)
-        by_kernel = self._kernel.prepare(replace(haul, runs=short))
-        if len(short) == len(haul.runs):
-            return by_kernel
-        by_dma = self._dma.prepare(replace(haul, runs=[run for run in haul.runs if run.blocks > self.limits.longest]))
-
-        def copy(layer: int) -> None:
-            by_kernel(layer)
-            by_dma(layer)
-
-        return copy
+def _synchronize(device: torch.device | None) -> None:
+    if device is not None:
+        torch.cuda.synchronize(device)

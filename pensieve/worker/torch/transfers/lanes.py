@@ -1,32 +1,25 @@
-"""The links: lanes made of CUDA streams, or of threads on a CPU.
-
-CUDA has streams and events. A CPU has neither: there one thread a direction stands in, so that pipelined copies, their order
-and their failures can be run and measured without a GPU.
-"""
+"""The link of a GPU: two lanes made of CUDA streams, marks made of events."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 
-from pensieve.worker.torch.transfers.copies import CallCopier, copy_runs
-from pensieve.worker.torch.transfers.link import Copier, Haul, Mark, Piece
+from pensieve.worker.torch.transfers.copies import CallCopier
+from pensieve.worker.torch.transfers.link import Copier, Haul, Mark
 
 
 class CudaLink:
-    """Two streams. Each lane copies by its copier: by default one cudaMemcpyAsync a run, which a copy engine performs beside
-    the compute. choice.choose_copying measures which copiers are fastest here."""
+    """Two streams, whose copies copy engines perform beside the compute. copier: by default a call a run, which every driver
+    has; copies.choose_copier tells what serves here."""
 
-    def __init__(self, device: torch.device, inward: Copier | None = None, outward: Copier | None = None) -> None:
+    def __init__(self, device: torch.device, copier: Copier | None = None) -> None:
         self._device = device
-        self.inward = _CudaLane(device, inward or CallCopier())
-        self.outward = _CudaLane(device, outward or CallCopier())
+        self.inward = _CudaLane(device, copier or CallCopier())
+        self.outward = _CudaLane(device, copier or CallCopier())
         self._waits: list[tuple[Any, Any]] = []  # events on the compute stream before and after each wait
 
     def computed(self) -> Mark:
@@ -65,9 +58,7 @@ class CudaLink:
 
 class _CudaLane:
     def __init__(self, device: torch.device, copier: Copier) -> None:
-        # With priority, a kernel that copies gets the next free multiprocessor before the compute does. Copy engines
-        # ignore it.
-        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.stream = torch.cuda.Stream(device)
         self.copier = copier
 
     def enqueue(self, haul: Haul, after: Sequence[Mark]) -> list[Mark]:
@@ -100,135 +91,3 @@ class CudaMark:
 
     def wait(self) -> None:
         self.event.synchronize()
-
-
-class ThreadLink:
-    """The same lanes, marks and waits as on CUDA, made of threads. Copies release the interpreter's lock, so they run beside
-    the forward. Used to study a slow link, and by tests of the order of copies; otherwise a worker on a CPU has no link,
-    since a direct copy from RAM to RAM is faster than handing it to a thread.
-
-    bytes_per_s: of each direction; a copy that is done sooner delays its mark. None: as fast as memory is.
-    copy: performs a piece, and returns when it is done. device: where the compute runs. A GPU's, together with
-    copy_and_wait, makes a link that is slower than the GPU's own.
-    """
-
-    def __init__(
-        self,
-        bytes_per_s: float | None = None,
-        copy: Callable[[Piece], None] = copy_runs,
-        device: torch.device | None = None,
-    ) -> None:
-        self._device = device
-        self.inward = _ThreadLane("cpu-to-gpu", bytes_per_s, copy)
-        self.outward = _ThreadLane("gpu-to-cpu", bytes_per_s, copy)
-        self._stalled_ns = 0
-
-    def throttle(self, bytes_per_s: float | None) -> None:
-        """Set the bandwidth of copies from now on."""
-        self.inward.bytes_per_s = self.outward.bytes_per_s = bytes_per_s
-
-    def computed(self) -> Mark:
-        if self._device is not None and self._device.type == "cuda":
-            return CudaMark(torch.cuda.current_stream(self._device).record_event())
-        return _ThreadMark(reached=True)  # a forward on a CPU is done when the call returns
-
-    def hold_compute(self, mark: Mark) -> None:
-        began = time.perf_counter_ns()
-        mark.wait()
-        self._stalled_ns += time.perf_counter_ns() - began
-
-    def stalled_ns(self) -> int:
-        stalled, self._stalled_ns = self._stalled_ns, 0
-        return stalled
-
-    def synchronize(self) -> None:
-        self.computed().wait()
-        for lane in (self.inward, self.outward):
-            for mark in lane.enqueue(None, ()):
-                mark.wait()
-
-    def close(self) -> None:
-        self.inward.close()
-        self.outward.close()
-
-
-class _ThreadMark:
-    def __init__(self, reached: bool = False) -> None:
-        self._event = threading.Event()
-        self.error: BaseException | None = None
-        if reached:
-            self._event.set()
-
-    def reach(self, error: BaseException | None) -> None:
-        self.error = error
-        self._event.set()
-
-    def reached(self) -> bool:
-        return self._event.is_set()
-
-    def wait(self) -> None:
-        self._event.wait()
-        if self.error is not None:
-            raise RuntimeError(f"A copy between the tiers failed: {self.error}") from self.error
-
-
-class _Order:
-    """A haul, the marks to wait for before it, and the marks to reach, one a layer. Without a haul: one mark, reached when
-    all orders before this one are done."""
-
-    def __init__(self, haul: Haul | None, after: Sequence[Mark]) -> None:
-        self.pieces = [] if haul is None else [haul.piece(layer) for layer in range(haul.layers)]
-        self.after = after
-        self.marks = [_ThreadMark() for _ in self.pieces] or [_ThreadMark()]
-
-
-class _ThreadLane:
-    def __init__(self, name: str, bytes_per_s: float | None, copy: Callable[[Piece], None]) -> None:
-        self._orders: SimpleQueue[_Order | None] = SimpleQueue()
-        self.bytes_per_s = bytes_per_s
-        self._copy = copy
-        self._free_s = 0.0
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def enqueue(self, haul: Haul | None, after: Sequence[Mark]) -> list[Mark]:
-        order = _Order(haul, after)
-        self._orders.put(order)
-        return list(order.marks)
-
-    def close(self) -> None:
-        self._orders.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        with torch.inference_mode():
-            while (order := self._orders.get()) is not None:
-                self._perform(order)
-
-    def _perform(self, order: _Order) -> None:
-        """Copy layer by layer. After a failure the remaining marks of this order get its error; the next order is tried."""
-        for mark in order.after:
-            with suppress(
-                RuntimeError
-            ):  # only the order of copies matters here; the failure is reported by its own lane
-                mark.wait()
-        error: BaseException | None = None
-        for piece, mark in zip(order.pieces, order.marks, strict=False):
-            if error is None:
-                began = time.perf_counter()
-                try:
-                    self._copy(piece)
-                except Exception as failure:
-                    error = failure
-                self._pace(piece, began)
-            mark.reach(error)
-        if not order.pieces:
-            order.marks[0].reach(None)
-
-    def _pace(self, piece: Piece, began: float) -> None:
-        """Sleep until a link of this bandwidth would have moved the piece."""
-        rate = self.bytes_per_s
-        if rate is not None:
-            moved = sum(run.blocks for run in piece.runs) * piece.source[0].nbytes
-            self._free_s = max(self._free_s, began) + moved / rate  # from a fixed point: errors of sleep do not add up
-            time.sleep(max(0.0, self._free_s - time.perf_counter()))

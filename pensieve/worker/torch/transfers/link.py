@@ -12,15 +12,6 @@ from pensieve.worker.block_runs import BlockRun
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Runs of one layer: source and target are [blocks, ...], contiguous, so that each run is one transfer."""
-
-    runs: Sequence[BlockRun]
-    source: torch.Tensor
-    target: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class Haul:
     """The same runs of every layer, from one pool [layers, blocks, ...] to another; both are contiguous."""
 
@@ -35,9 +26,6 @@ class Haul:
     @property
     def layer_block_bytes(self) -> int:
         return self.source.stride(1) * self.source.itemsize
-
-    def piece(self, layer: int) -> Piece:
-        return Piece(self.runs, self.source[layer], self.target[layer])
 
 
 def gpu_of(*pools: torch.Tensor) -> torch.device | None:

@@ -8,8 +8,8 @@ import torch
 
 from pensieve.worker.block_runs import BlockRun
 from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.transfers.copies import copy_runs
 from pensieve.worker.torch.transfers.link import Haul
+from pensieve.worker.torch.transfers.thread_link import copy_runs, pieces_of
 from tests.worker.torch.driver import tiny_spec
 
 BLOCKS = 48
@@ -21,7 +21,7 @@ def tensors(blocks: int = BLOCKS) -> KvTensors:
 
 
 class Named:
-    """Copies as `copy_runs` does, but for the faults it is given; its name is what a stopwatch knows it by."""
+    """Copies as `copy_runs` does, but for the faults it is given; known by its name."""
 
     def __init__(self, name: str, fault: Callable[[Haul], Haul] | None = None) -> None:
         self.name, self.fault = name, fault
@@ -30,4 +30,4 @@ class Named:
     def prepare(self, haul: Haul) -> Callable[[int], None]:
         self.hauls.append(list(haul.runs))
         done = haul if self.fault is None else self.fault(haul)
-        return lambda layer: copy_runs(done.piece(layer))
+        return lambda layer: copy_runs(pieces_of(done)[layer])

@@ -1,18 +1,19 @@
-"""Each way of copying brings every byte, one layer a call; which runs go by which way."""
+"""Each way of copying brings every byte, one layer a call; which of them serves."""
 
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from pensieve.errors import EngineMissing
+from pensieve.errors import EngineMissing, HardwareMissing
 from pensieve.worker.block_runs import BlockRun
 from pensieve.worker.torch.transfers import driver
-from pensieve.worker.torch.transfers.copies import BatchCopier, CallCopier, Limits, SplitCopier
+from pensieve.worker.torch.transfers.copies import BatchCopier, CallCopier, choose_copier, find_fault, first_sound
 from pensieve.worker.torch.transfers.driver import BATCH_CALL, Attributes
 from pensieve.worker.torch.transfers.link import Copier, Haul
 from tests.worker.torch.transfers.named import RUNS, Named, tensors
@@ -48,7 +49,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[tuple[int, int, i
     return BATCH_CALL(perform), asked
 
 
-@pytest.mark.parametrize("kind", ["calls", "batch", "split"])
+@pytest.mark.parametrize("kind", ["calls", "batch"])
 def test_every_way_brings_every_byte_layer_by_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pools, expected = tensors(), tensors()
     for pool in (pools.cpu, pools.gpu):
@@ -62,14 +63,15 @@ def test_every_way_brings_every_byte_layer_by_layer(kind: str, monkeypatch: pyte
     ways: dict[str, Copier] = {
         "calls": CallCopier(),
         "batch": BatchCopier(call),
-        "split": SplitCopier(BatchCopier(call), CallCopier(), Limits(longest=2, least=2)),
     }
+    assert find_fault(ways[kind], tensors().cpu, tensors().gpu) == ""
+    asked.clear()
     copy = ways[kind].prepare(Haul(RUNS, pools.cpu, pools.gpu))
     for layer in range(pools.layers):
         assert not torch.equal(pools.gpu.view(torch.uint8)[layer], expected.gpu.view(torch.uint8)[layer])
         copy(layer)
         assert torch.equal(pools.gpu.view(torch.uint8)[layer], expected.gpu.view(torch.uint8)[layer])
-    assert asked == {"calls": [], "batch": 2 * [(4, 1, 1)], "split": 2 * [(2, 1, 1)]}[kind], "a call a layer"
+    assert asked == {"calls": [], "batch": 2 * [(4, 1, 1)]}[kind], "a call a layer"
 
 
 def test_the_drivers_structure_is_as_large_as_in_its_header() -> None:
@@ -103,12 +105,23 @@ def test_a_refused_batch_is_an_error_and_a_driver_without_it_is_said_to_be(monke
         BatchCopier()
 
 
-def test_few_or_long_runs_go_by_dma() -> None:
-    dma, kernel, pools = Named("dma"), Named("kernel"), tensors()
-    copier = SplitCopier(dma, kernel, Limits(longest=2, least=2))
-    copier.prepare(Haul(RUNS, pools.cpu, pools.gpu))
-    assert (kernel.hauls, dma.hauls) == ([RUNS[:2]], [RUNS[2:]])
-    copier.prepare(Haul(RUNS[1:], pools.cpu, pools.gpu))
-    assert (len(kernel.hauls), dma.hauls[1:]) == (1, [RUNS[1:]]), "one short run is not worth a launch"
-    copier.prepare(Haul(RUNS[:2], pools.cpu, pools.gpu))
-    assert (kernel.hauls[1:], len(dma.hauls)) == ([RUNS[:2]], 2)
+def misplaced(haul: Haul) -> Haul:
+    runs = [replace(run, dst=run.dst + 1) for run in haul.runs[:-1]] + list(haul.runs[-1:])
+    return Haul(runs, haul.source, haul.target)
+
+
+def broken(haul: Haul) -> Haul:
+    raise ValueError("no such\ninstruction")
+
+
+def test_a_way_that_copies_wrongly_or_not_at_all_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = tensors()
+    copier, note = first_sound([Named("batch", misplaced), Named("broken", broken), Named("calls")], pools)
+    assert copier.name == "calls"
+    assert note == "calls; not batch: it copied wrongly; not broken: ValueError: no such"
+    assert not pools.cpu.any() and not pools.gpu.any(), "nothing of the check stays behind"
+    with pytest.raises(HardwareMissing, match=r"fail on this machine \(not calls: it copied wrongly\)"):
+        first_sound([Named("calls", misplaced)], tensors(2))
+    monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: object())
+    copier, note = choose_copier(pools)
+    assert isinstance(copier, CallCopier) and note.startswith("a call a run; No batched copies: the CUDA driver")

@@ -17,9 +17,9 @@ from pensieve.plan import Copy
 from pensieve.worker.block_runs import BlockRun
 from pensieve.worker.torch.kv_tensors import KvTensors
 from pensieve.worker.torch.transfers import lanes
-from pensieve.worker.torch.transfers.copies import copy_runs
-from pensieve.worker.torch.transfers.lanes import CudaLink, ThreadLink
-from pensieve.worker.torch.transfers.link import Haul, Piece
+from pensieve.worker.torch.transfers.lanes import CudaLink
+from pensieve.worker.torch.transfers.link import Haul
+from pensieve.worker.torch.transfers.thread_link import Piece, ThreadLink, copy_runs
 from pensieve.worker.torch.transfers.transfer import Transfer
 from tests.worker.torch.driver import Driver, random_tokens, tiny_model, tiny_spec
 
