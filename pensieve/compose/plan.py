@@ -314,7 +314,7 @@ def auto_gpu_blocks(
 
 
 def model_spec(model: ModelConfig, device: Device, measured: str | None = None) -> ModelSpec:
-    """The model in numbers, in the dtype it will have: auto is bfloat16 on a GPU, and on a CPU what is faster there;
+    """The model in numbers, in the dtype it will have: auto is bfloat16 on a GPU, and float32 on a CPU;
     measured: where a machine is simulated by its profile, the dtype of that. Raises UnsupportedModel for one whose parameters
     a simulated machine would have to guess."""
     architecture = folder_architecture(model.weights) if weights_kind(model) == "path" else model.architecture
@@ -332,8 +332,4 @@ def model_spec(model: ModelConfig, device: Device, measured: str | None = None) 
                 f"model.dtype={model.dtype}; use hardware=cpu and leave model.dtype at auto, or leave model.quantization out."
             )
         return replace(spec, dtype="float32", quantization=model.quantization)
-    if model.dtype == "auto" and device.kind == "cpu":
-        from pensieve.worker.torch.cpu_dtype import cpu_dtype
-
-        spec = replace(spec, dtype=cpu_dtype(spec))
-    return spec
+    return replace(spec, dtype="float32") if model.dtype == "auto" and device.kind == "cpu" else spec
