@@ -13,7 +13,8 @@ from pensieve.eviction.lru import Lru
 from pensieve.record import TurnRecord
 from pensieve.request import Length, Request, TokenArray
 from pensieve.scheduler.composition import SchedulerSettings
-from pensieve.worker.torch.options import DiskOptions, TorchOptions
+from pensieve.worker.torch.options import TorchOptions
+from pensieve.worker.torch.transfers.disk import DiskOptions
 from tests.simulated import policy_context
 from tests.test_exactness import load
 from tests.worker.torch.driver import random_tokens
@@ -41,7 +42,7 @@ class Talk:
         cache = TwoTierCache(
             policy=Lru(policy_context(CHUNK, gpu, cpu)), chunk_tokens=CHUNK, gpu_blocks=gpu, cpu_blocks=cpu
         )
-        options = TorchOptions(disk=DiskOptions(self.path, folder, identity, disk_blocks))
+        options = TorchOptions(transfer=DiskOptions(self.path, folder, identity, disk_blocks))
         limits = SchedulerSettings(**{"max_batch_tokens": 64, **settings})
         self.engine = CheckedEngine(load(name), cache, limits, 512, options=options)
         cache.set_cost_model(COST, 2, 64)

@@ -52,7 +52,7 @@ def test_hits_are_what_the_store_was_asked_for_and_tokens_those_without_a_disk(t
         settle(talk)
         found = sum(turn.disk_hit_tokens or 0 for turn in told)
         assert found == talk.cache.counters.extra["disk_loaded_chunks"] * CHUNK
-        assert worker._disk.read_bytes == found // CHUNK * worker.tensors.block_bytes  # type: ignore[union-attr]
+        assert worker._transfer.read_bytes == found // CHUNK * worker.tensors.block_bytes  # type: ignore[union-attr]
         assert found > 500 if blocks == 60 else found < 100
         talk.close()
     assert outputs[0] == outputs[1] == outputs[2]
@@ -115,7 +115,7 @@ def test_a_file_damaged_under_the_engine_is_a_miss_with_a_line(
 
 def settle(talk: Talk) -> None:
     """What is to be written is written."""
-    disk, ends = talk.engine.torch_worker._disk, time.monotonic() + 20
+    disk, ends = talk.engine.torch_worker._transfer, time.monotonic() + 20
     while disk is not None and disk._staged_bytes:
         assert time.monotonic() < ends
         time.sleep(0.001)
@@ -201,13 +201,13 @@ def test_a_disk_that_stands_still_holds_up_nobody_else(tmp_path: Path) -> None:
     push_out(talk)
     go = threading.Event()
     worker = talk.engine.torch_worker
-    read = worker._disk._file.read_layer  # type: ignore[union-attr]
+    read = worker._transfer._file.read_layer  # type: ignore[union-attr]
 
     def slow(*given: Any) -> bool:
         assert go.wait(20)
         return read(*given)
 
-    worker._disk._file.read_layer = slow  # type: ignore[method-assign, union-attr]
+    worker._transfer._file.read_layer = slow  # type: ignore[method-assign, union-attr]
     talk.engine.submit(talk.request("new", 8, 60))
     while not talk.engine.step():
         pass
@@ -224,7 +224,7 @@ def test_a_disk_that_stands_still_holds_up_nobody_else(tmp_path: Path) -> None:
 
 def test_what_waits_to_be_written_takes_no_more_memory_than_it_may(tmp_path: Path) -> None:
     talk = Talk(tmp_path)
-    disk = talk.engine.torch_worker._disk
+    disk = talk.engine.torch_worker._transfer
     assert disk is not None
     disk._staging_bytes = 0
     talk.ask("a", 90)

@@ -31,7 +31,8 @@ from pensieve.eviction.s3_fifo import S3Fifo
 from pensieve.record import TurnRecord
 from pensieve.request import Length, Request, Sampling, tokens_of
 from pensieve.scheduler.composition import SchedulerSettings, split, unified
-from pensieve.worker.torch.options import DiskOptions, TorchOptions
+from pensieve.worker.torch.options import TorchOptions
+from pensieve.worker.torch.transfers.disk import DiskOptions
 from pensieve.worker.torch.transfers.thread_link import ThreadLink
 from tests.simulated import policy_context
 from tests.worker.torch.driver import tiny_model
@@ -84,9 +85,11 @@ class Serving(RuleBasedStateMachine):
         )
         link = ThreadLink(2e6) if late else None
         self.file = Path(mkdtemp()) / "pool.kv"
-        disk = DiskOptions(self.file, self.file.parent, bytes(32), disk_blocks) if disk_blocks and depth == 1 else None
-        self.engine = CheckedEngine(model_of("llama"), cache, limits, 512, link, TorchOptions(depth=depth, disk=disk))
-        if disk is not None:
+        on_disk = bool(disk_blocks) and depth == 1
+        store = DiskOptions(self.file, self.file.parent, bytes(32), disk_blocks)
+        options = TorchOptions(depth=depth, transfer=store) if on_disk else TorchOptions(depth=depth)
+        self.engine = CheckedEngine(model_of("llama"), cache, limits, 512, link, options)
+        if on_disk:
             cost = Profile(CHUNK, {128: 0.128, 256: 0.256}, 0.0, {})
             cache.use_disk(disk_blocks, load * CHUNK / 1000, 2, cost, self.engine.report.disk_kept)
         self.number = 0

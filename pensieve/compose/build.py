@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from pensieve.baselines.inline_system import InlineSystem
     from pensieve.baselines.threaded_system import ThreadedSystem
     from pensieve.engines.tensor_parallel import TensorParallelWorker
-    from pensieve.worker.torch.options import DiskOptions, TorchOptions
+    from pensieve.worker.torch.options import TorchOptions
+    from pensieve.worker.torch.transfers.disk import DiskOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +270,7 @@ def clock_and_worker(
     clock, model = WallClock(), shelf.take_model(_asked_model(plan))
     options = torch_options(hardware, plan.device, scheduler.max_batch_tokens, scheduler.max_batch_requests)
     if plan.disk_blocks:
-        options = replace(options, disk=_disk_options(plan, keeps_disk))
+        options = replace(options, transfer=_disk_options(plan, keeps_disk))
     worker = TorchWorker(model, plan.chunk_tokens, clock, options=options)
     gpu_blocks = worker.room if plan.gpu_measured else plan.gpu_blocks
     if trace is None:
@@ -333,7 +334,7 @@ def _divided_worker(plan: TrialPlan, clock: Clock) -> TensorParallelWorker:
 
 def _disk_options(plan: TrialPlan, keeps: bool) -> DiskOptions:
     """Name the file store of this model and layout of its KV."""
-    from pensieve.worker.torch.options import DiskOptions
+    from pensieve.worker.torch.transfers.disk import DiskOptions
 
     model, size = model_identity(plan.config.model, simulated=False), plan.model.kv_bytes_per_token
     identity = hashlib.sha256(f"{model} {plan.model.dtype} {plan.chunk_tokens} {size}".encode()).digest()

@@ -37,8 +37,8 @@ def compiler(tmp_path, monkeypatch):
 
 def test_a_real_trial_records_what_auto_resolved_to(compiler):
     found = platform(identity(*CPU, "hardware.threads=2"))
-    assert {name: found[name] for name in ("attention", "dtype", "copies", "graphs", "threads", "depth")} == {
-        "attention": "native", "dtype": "float32", "copies": "none", "graphs": "off", "threads": "2", "depth": "1",
+    assert {name: found[name] for name in ("attention", "dtype", "graphs", "threads", "depth")} == {
+        "attention": "native", "dtype": "float32", "graphs": "off", "threads": "2", "depth": "1",
     }  # fmt: skip
     assert found["compiler"] == "mycc 1.0"
 

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from pensieve.worker.torch.graphs import Recorder
-
-
-@dataclass(frozen=True, slots=True)
-class DiskOptions:
-    """The file store, see PoolFile: where it is, None for a file that ends with the process, in `folder` then; what names the
-    KV in it; how many chunks it holds."""
-
-    path: Path | None
-    folder: Path
-    identity: bytes
-    blocks: int
+from pensieve.worker.torch.kv_tensors import KvTensors
+from pensieve.worker.torch.transfers.link import Link
+from pensieve.worker.torch.transfers.transfer import Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +17,8 @@ class TorchOptions:
 
     max_batch_tokens, max_batch_requests: of one iteration. memory_share: of the device's memory, what weights, KV and the
     largest iteration may take together where the KV's size is computed. recorder: what records a graph; torch.cuda's by
-    default, and none on a CPU. disk: the file store, if there is one; on a CPU with depth 1 only.
+    default, and none on a CPU. transfer: what performs the copies; a DiskOptions where there is a file store, on a CPU with
+    depth 1 only.
     """
 
     depth: int = 1
@@ -34,4 +27,4 @@ class TorchOptions:
     max_batch_requests: int = 64
     memory_share: float = 0.9
     recorder: Recorder | None = None
-    disk: DiskOptions | None = None
+    transfer: Callable[[KvTensors, Link | None], Transfer] = Transfer

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from time import perf_counter_ns
 from typing import Any
 
@@ -16,7 +15,6 @@ from pensieve.clock import Clock
 from pensieve.errors import EngineMissing, HardwareMissing
 from pensieve.plan import Row, Sample, StartReport, StepPlan, StepResult
 from pensieve.units import ceil_div
-from pensieve.worker.pool_file import PoolFile
 from pensieve.worker.torch.attention import IMPLEMENTATION, Iteration
 from pensieve.worker.torch.batch import Batch, BlockTables, Spans, build_batch
 from pensieve.worker.torch.flight import Flight, without_frames
@@ -28,7 +26,6 @@ from pensieve.worker.torch.model import LoadedModel
 from pensieve.worker.torch.options import TorchOptions
 from pensieve.worker.torch.sampler import draw
 from pensieve.worker.torch.transfers.copies import choose_copier
-from pensieve.worker.torch.transfers.disk import DiskTransfer
 from pensieve.worker.torch.transfers.lanes import CudaLink
 from pensieve.worker.torch.transfers.link import Link
 from pensieve.worker.torch.transfers.transfer import Transfer
@@ -79,8 +76,6 @@ class TorchWorker:
         self._graphs: DecodeGraphs | None = None
         self._copies = ""
         self._link = link
-        self._disk: DiskTransfer | None = None
-        self._disk_load_s = 0.0
         self._room: Room | None = None
 
     @property
@@ -112,7 +107,6 @@ class TorchWorker:
         try:
             recorder = self._recorder()
             self._allocate(gpu_blocks, cpu_blocks, scratch_blocks=0 if recorder is None else 1)
-            load_s, kept = self._open_disk()
             self._warm_up(gpu_blocks)
             if recorder is not None:
                 self._make_graphs(recorder, gpu_blocks)
@@ -126,10 +120,10 @@ class TorchWorker:
             self._free()
             raise HardwareMissing(f"The first iterations do not fit beside {taken}. {sentence}") from error
         warmup_ms = (perf_counter_ns() - started) / 1e6
-        self._disk_load_s = load_s
         loaded_s = None if self.model.reused else self.model.load_s
-        model = self.model
-        return StartReport(loaded_s, warmup_ms, self.settings(), model.eos_token_ids, load_s, kept, model.sampling)
+        model, moves = self.model, self.transfer
+        told = (self.settings(), model.eos_token_ids, moves.disk_load_s, moves.disk_kept, model.sampling)
+        return StartReport(loaded_s, warmup_ms, *told)
 
     def settings(self) -> dict[str, Any]:
         """What runs, as torch and transformers themselves report it."""
@@ -162,7 +156,7 @@ class TorchWorker:
             "iteration_bytes": self._room.iteration_bytes if self._room else None,
             "standing_bytes": self._room.standing_bytes if self._room else None,
             "copies": self._copies,
-            "disk_load_s": self._disk_load_s,
+            "disk_load_s": self._transfer.disk_load_s if self._transfer else 0.0,
             "mean_fragment_bytes": self._transfer.mean_fragment_bytes if self._transfer else 0.0,
         }
 
@@ -177,9 +171,7 @@ class TorchWorker:
             self._tables.overwrite(slot, first_chunk, blocks)
         try:
             with torch.inference_mode():
-                if self._disk is not None:
-                    self._disk.begin(plan.disk)  # what leaves is read before anything is written
-                flight.held_ns = transfer.swap_in(plan.swap_in) + transfer.swap_out(plan.swap_out)
+                flight.held_ns = transfer.begin(plan)
                 if plan.rows:
                     self._start(flight)
         except Exception as failure:  # anything the device or the model's code raises fails this step only
@@ -191,9 +183,11 @@ class TorchWorker:
     def collect(self, until_ns: int | None) -> StepResult | None:
         """Wait for the oldest plan, else for a copy under way; None if there is neither. Nothing is cut at `until_ns`."""
         if not self._flights:
-            if self._transfer is None or not self._wait_for_copies():
+            transfer = self._transfer
+            if transfer is None or not transfer.wait():
                 return None
-            return self._with_disk(StepResult(None, done=self._transfer.done(), failed=self._transfer.failed()))
+            done, failed = transfer.done(), transfer.failed()
+            return StepResult(None, done=done, failed=failed, unread=transfer.unread(), unkept=transfer.unkept())
         return self._land(self._flights.popleft())
 
     def forget(self) -> None:
@@ -205,31 +199,6 @@ class TorchWorker:
         if self._transfer is not None:
             self._transfer.close()
         self._free()
-
-    # -- disk ---------------------------------------------------------------------------------------------------------
-
-    def _open_disk(self) -> tuple[float, Mapping[bytes, int]]:
-        """The file store, if there is to be one: seconds to read a chunk, and what it holds. Raises HardwareMissing."""
-        asked, tensors = self.options.disk, self.tensors
-        if asked is None:
-            return 0.0, {}
-        where = (asked.path, asked.folder, asked.identity)
-        file = PoolFile(*where, asked.blocks, tensors.layers, tensors.layer_block_bytes)
-        load_s = file.measure_s()
-        self._disk = DiskTransfer(tensors, file)
-        return load_s, file.kept
-
-    def _wait_for_copies(self) -> bool:
-        if self._disk is None or self.transfer.under_way:
-            return self.transfer.wait()
-        return self._disk.wait()
-
-    def _with_disk(self, result: StepResult) -> StepResult:
-        """Add to the result what the disk has done since the last one."""
-        if self._disk is None:
-            return result
-        read, unread = self._disk.ended()
-        return replace(result, done=(*result.done, *read), unread=tuple(unread), unkept=self._disk.unkept())
 
     # -- how ----------------------------------------------------------------------------------------------------------
 
@@ -284,13 +253,11 @@ class TorchWorker:
         if failure is not None:
             error = explain(failure, self.model.device)
             transfer.abandon(flight.tickets)
-            if self._disk is not None:
-                self._disk.abandon(flight.tickets)
         if self.keep_logits and flight.logits:
             self.last_logits = flight.logits
-        waited_ns = transfer.stalled_ns() + (self._disk.stalled_ns() if self._disk is not None else 0)
+        waited_ns = transfer.stalled_ns()
         ended_ns = self._clock.now_ns() if flight.ended_ns is None else flight.ended_ns
-        result = StepResult(
+        return StepResult(
             step=plan.step,
             tokens=tokens,
             margins=margins,
@@ -298,13 +265,14 @@ class TorchWorker:
             ended_ns=ended_ns if plan.rows else None,
             done=transfer.done(),
             failed=transfer.failed(),
+            unread=transfer.unread(),
+            unkept=transfer.unkept(),
             compute_ns=max(0, flight.compute_ns - waited_ns),
             stall_ns=flight.held_ns + waited_ns,
             h2d_bytes=flight.h2d_bytes,
             d2h_bytes=flight.d2h_bytes,
             error=error,
         )
-        return self._with_disk(result)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         """Logits [sampled rows, vocab]; those of one position, unused, where no row is sampled."""
@@ -318,18 +286,11 @@ class TorchWorker:
             if logits is not None:
                 whole = len(batch.sampled) == len(batch.spans)  # then they are in this order already
                 return logits if whole else logits.index_select(0, batch.logits_at)
-        if self._disk is not None:
-            self._disk.require(attending)
         iteration = Iteration(
-            batch, self.tensors.gpu_tokens(), self.chunk_tokens, self._wait_for_layer, self.model.attention
+            batch, self.tensors.gpu_tokens(), self.chunk_tokens, transfer.wait_for_layer, self.model.attention
         )
         wanted = batch.logits_at if batch.sampled else batch.token_ids.new_zeros(1)
         return self.model.forward(iteration, wanted)
-
-    def _wait_for_layer(self, layer: int) -> None:
-        self.transfer.wait_for_layer(layer)
-        if self._disk is not None:
-            self._disk.wait_for_layer(layer)
 
     def _make_room_for(self, slot: int) -> None:
         if slot >= len(self._last_tokens):
@@ -346,13 +307,10 @@ class TorchWorker:
         if link is None and model.device.type == "cuda" and cpu_blocks:
             copier, self._copies = choose_copier(self._tensors)
             link = CudaLink(model.device, copier)
-        self._transfer = Transfer(self._tensors, link)
+        self._transfer = self.options.transfer(self._tensors, link)
 
     def _free(self) -> None:
         self._flights.clear()
-        if self._disk is not None:
-            self._disk.close()
-        self._disk = None
         self._tensors = self._transfer = self._graphs = None
         self._tables, self.last_logits = BlockTables(), {}
         if self.model.device.type == "cuda":

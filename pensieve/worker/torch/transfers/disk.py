@@ -1,4 +1,8 @@
-"""The thread between the tiers and the file store: writes what leaves, reads what returns, in the order of the plans."""
+"""Copies between the tiers with a file store below them: a thread writes what leaves, and reads what returns, in the order of
+the plans.
+
+TorchOptions.transfer names it; nothing else of the worker knows of a disk.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,19 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from queue import SimpleQueue
 from time import perf_counter_ns
 
 import numpy as np
 import torch
 
-from pensieve.plan import DiskLoad, DiskStore
+from pensieve.plan import DiskLoad, DiskStore, StepPlan
 from pensieve.worker.base import DISK_STAGING_BYTES
 from pensieve.worker.pool_file import PoolFile
 from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.transfers.transfer import Attending
+from pensieve.worker.torch.transfers.link import Link
+from pensieve.worker.torch.transfers.transfer import Attending, Transfer
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +45,23 @@ class _Read:
     wrong: set[int] = field(default_factory=set)  # which of its chunks are not what was asked for
 
 
-class DiskTransfer:
+@dataclass(frozen=True, slots=True)
+class DiskOptions:
+    """The file store, see PoolFile: where it is, None for a file that ends with the process, in `folder` then; what names the
+    KV in it; how many chunks it holds."""
+
+    path: Path | None
+    folder: Path
+    identity: bytes
+    blocks: int
+
+    def __call__(self, tensors: KvTensors, link: Link | None) -> DiskTransfer:
+        """Raises HardwareMissing where there is no room for the file."""
+        file = PoolFile(self.path, self.folder, self.identity, self.blocks, tensors.layers, tensors.layer_block_bytes)
+        return DiskTransfer(tensors, link, file)
+
+
+class DiskTransfer(Transfer):
     """Performs DiskStores and DiskLoads beside the compute, one at a time. Reads go first, but for writes to their blocks
     that were ordered before them: so a block of the file may be given to another chunk while it is still to be read, and a
     chunk be asked for while it is still to be written.
@@ -50,9 +72,13 @@ class DiskTransfer:
     that bring blocks of its rows, as for swap-ins. GPU blocks must be in RAM.
     """
 
-    def __init__(self, tensors: KvTensors, file: PoolFile, staging_bytes: int = DISK_STAGING_BYTES) -> None:
+    def __init__(
+        self, tensors: KvTensors, link: Link | None, file: PoolFile, staging_bytes: int = DISK_STAGING_BYTES
+    ) -> None:
         assert tensors.device.type == "cpu"
-        self._tensors, self._file, self._staging_bytes = tensors, file, staging_bytes
+        super().__init__(tensors, link)
+        self.disk_load_s, self.disk_kept = file.measure_s(), file.kept
+        self._file, self._staging_bytes = file, staging_bytes
         self.read_bytes = self.written_bytes = 0
         self._staged_bytes = 0
         self._changed = threading.Condition()
@@ -60,18 +86,19 @@ class DiskTransfer:
         self._to_write: deque[_Write] = deque()
         self._numbers, self._closing = 0, False
         self._reads: list[_Read] = []  # under way, oldest first
-        self._required: _Read | None = None
+        self._required_read: _Read | None = None
+        self._unread: list[int] = []
         self._unkept: SimpleQueue[bytes] = SimpleQueue()
         self._lock = threading.Lock()  # of the counts
-        self._stalled_ns = 0
+        self._waited_ns = 0
         self._thread = threading.Thread(target=self._run, name="pensieve-disk", daemon=True)
         self._thread.start()
 
     # -- the engine's side --------------------------------------------------------------------------------------------
 
-    def begin(self, work: Sequence[DiskStore | DiskLoad]) -> None:
-        """Returns when the blocks that are to be written may be used again."""
-        for one in work:
+    def begin(self, plan: StepPlan) -> int:
+        """Returns when the blocks that are to be written may be used again: they are read before anything is copied."""
+        for one in plan.disk:
             self._numbers += 1
             if isinstance(one, DiskLoad):
                 read = _Read(self._numbers, one, [threading.Event() for _ in range(self._tensors.layers)])
@@ -91,54 +118,61 @@ class DiskTransfer:
             with self._changed:
                 self._to_write.append(write)
                 self._changed.notify()
+        return super().begin(plan)
 
-    def require(self, rows: Iterable[Attending]) -> None:
-        """Let the next forward wait for the loads that bring blocks of these rows."""
-        self._required = None
+    def require(self, rows: Iterable[Attending]) -> bool:
+        rows = list(rows)
+        waits, self._required_read = super().require(rows), None
         if self._reads:
             blocks = set(np.unique(np.concatenate([row.blocks for row in rows])).tolist())
             needed = (read for read in reversed(self._reads) if not blocks.isdisjoint(read.load.dst))
-            self._required = next(needed, None)  # who waits for the newest waits for all
+            self._required_read = next(needed, None)  # who waits for the newest waits for all
+        return waits or self._required_read is not None
 
     def wait_for_layer(self, layer: int) -> None:
-        if self._required is not None and not self._required.marks[layer].is_set():
+        super().wait_for_layer(layer)
+        if self._required_read is not None and not self._required_read.marks[layer].is_set():
             began = perf_counter_ns()
-            self._required.marks[layer].wait()
-            self._stalled_ns += perf_counter_ns() - began
+            self._required_read.marks[layer].wait()
+            self._waited_ns += perf_counter_ns() - began
 
     def stalled_ns(self) -> int:
-        stalled, self._stalled_ns = self._stalled_ns, 0
-        return stalled
+        waited, self._waited_ns = self._waited_ns, 0
+        return super().stalled_ns() + waited
 
-    def ended(self) -> tuple[list[int], list[int]]:
-        """Return the tickets of loads that are over since the last call: those that brought what was asked for, and the
-        others."""
+    def done(self) -> tuple[int, ...]:
         over = [read for read in self._reads if read.marks[-1].is_set()]
         self._reads = [read for read in self._reads if read not in over]
-        return [read.load.ticket for read in over if not read.wrong], [read.load.ticket for read in over if read.wrong]
+        self._unread += [read.load.ticket for read in over if read.wrong]
+        return (*super().done(), *(read.load.ticket for read in over if not read.wrong))
+
+    def unread(self) -> tuple[int, ...]:
+        unread, self._unread = tuple(self._unread), []
+        return unread
 
     def unkept(self) -> tuple[bytes, ...]:
-        """Return, once, the keys that the store does not hold after all."""
         keys = []
         while not self._unkept.empty():
             keys.append(self._unkept.get())
         return tuple(keys)
 
     def wait(self) -> bool:
-        """Wait until a load is over. False where none is under way."""
+        if super().wait():
+            return True
         if not self._reads:
             return False
         self._reads[0].marks[-1].wait()
         return True
 
     def abandon(self, tickets: Sequence[int]) -> None:
-        """Wait for these loads and never report them: their plan failed."""
+        super().abandon(tickets)
         for read in [read for read in self._reads if read.load.ticket in tickets]:
             read.marks[-1].wait()
             self._reads.remove(read)
 
     def close(self) -> None:
         """Write what is still to be written, and close the file."""
+        super().close()
         with self._changed:
             self._closing = True
             self._changed.notify()

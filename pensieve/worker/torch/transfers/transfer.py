@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter_ns, sleep
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pensieve.plan import Copy
+from pensieve.plan import Copy, StepPlan
 from pensieve.worker.block_runs import BlockRun, merge_copies
 from pensieve.worker.torch.kv_tensors import KvTensors
 from pensieve.worker.torch.transfers.lanes import CudaLink
@@ -52,8 +52,12 @@ class Transfer:
 
     On a CPU both tiers are RAM and a copy is done when the call returns, unless a link is given.
 
-    h2d_bytes and d2h_bytes count what was copied; fragments counts the contiguous pieces of a layer.
+    h2d_bytes and d2h_bytes count what was copied; fragments counts the contiguous pieces of a layer. disk_load_s, disk_kept:
+    seconds to read a chunk from a file store, and what that holds; unread, unkept: see StepResult. Here there is none.
     """
+
+    disk_load_s = 0.0
+    disk_kept: Mapping[bytes, int] = {}
 
     def __init__(self, tensors: KvTensors, link: Link | None = None) -> None:
         self._tensors = tensors
@@ -73,6 +77,10 @@ class Transfer:
     @property
     def mean_fragment_bytes(self) -> float:
         return (self.h2d_bytes + self.d2h_bytes) / self.fragments if self.fragments else 0.0
+
+    def begin(self, plan: StepPlan) -> int:
+        """Start a plan's copies, those into the GPU first. Returns the nanoseconds for which the caller was held up."""
+        return self.swap_in(plan.swap_in) + self.swap_out(plan.swap_out)
 
     def swap_in(self, copies: Sequence[Copy]) -> int:
         """CPU blocks to GPU blocks. Returns the nanoseconds for which the caller was held up (0 with a link).
@@ -138,11 +146,6 @@ class Transfer:
             self._outs.append(self._group(tickets, link.outward.enqueue(haul, after)))
         return held_ns
 
-    @property
-    def under_way(self) -> bool:
-        """Some copy is not done, or not reported."""
-        return bool(self._done or self._failed or self._loads or self._outs)
-
     def stalled_ns(self) -> int:
         """For how long compute waited for loads since the last call, as far as those waits are over."""
         return self._link.stalled_ns() if self._link is not None else 0
@@ -159,6 +162,14 @@ class Transfer:
         failed, self._failed = tuple(self._failed), []
         self._lost.clear()
         return failed
+
+    def unread(self) -> tuple[int, ...]:
+        """Tickets of loads from a file store, over by the last call of `done`, that did not bring what was asked for."""
+        return ()
+
+    def unkept(self) -> tuple[bytes, ...]:
+        """Return, once, the keys that a file store does not hold after all."""
+        return ()
 
     def wait(self) -> bool:
         """Block the caller until a copy is done or has failed. False where none is under way or left to report."""

@@ -121,7 +121,7 @@ def test_a_way_that_copies_wrongly_or_not_at_all_does_not_serve(monkeypatch: pyt
     assert note == "calls; not batch: it copied wrongly; not broken: ValueError: no such"
     assert not pools.cpu.any() and not pools.gpu.any(), "nothing of the check stays behind"
     with pytest.raises(HardwareMissing, match=r"fail on this machine \(not calls: it copied wrongly\)"):
-        first_sound([Named("calls", misplaced)], tensors(2))
+        first_sound([Named("calls", misplaced)], pools)
     monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: object())
     copier, note = choose_copier(pools)
     assert isinstance(copier, CallCopier) and note.startswith("a call a run; No batched copies: the CUDA driver")
