@@ -51,12 +51,12 @@ class Rank:
     def __init__(self, setup: Setup, number: int) -> None:
         """Loads this rank's part of the model, as all the others do. Raises what load_model raises."""
         from pensieve.worker.torch.model import load_model, resolve_device
-        from pensieve.worker.torch.sharding import Ranks
+        from pensieve.worker.torch.sharding import RankGroup
         from pensieve.worker.torch.worker import TorchWorker
 
         device, store = setup.devices[number], setup.store
         assert store is not None
-        ranks = Ranks.join(number, len(setup.devices), resolve_device(device), store)
+        ranks = RankGroup.join(number, len(setup.devices), resolve_device(device), store)
         model = load_model(
             setup.model, setup.weights, setup.hub_id, setup.revision, setup.seed, device, setup.threads,
             attention=setup.attention, chunk_tokens=setup.chunk_tokens, ranks=ranks,

@@ -9,9 +9,9 @@ import pytest
 from pensieve.clock import WallClock
 from pensieve.plan import Row, Sample
 from pensieve.specs import ModelSpec
-from pensieve.worker.torch import shelf
 from pensieve.worker.torch.model import load_model
 from pensieve.worker.torch.options import TorchOptions
+from pensieve.worker.torch.transfers.pinned import kept
 from pensieve.worker.torch.worker import TorchWorker
 
 from .conftest import needs_triton
@@ -19,20 +19,23 @@ from .serving import CHUNK, SIZES, Hand, tiny
 from .standin.machine import Machine
 
 
-def test_kept_pinned_memory_holds_nothing_of_the_worker_before(device: Machine) -> None:
+def test_kept_pinned_memory_holds_nothing_of_the_worker_before(
+    device: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks that one conversation left in the CPU tier are zero for the next worker, which swaps out and in as ever."""
-    with shelf.open_shelf():
-        hand = Hand(tiny(), TorchOptions(max_batch_requests=2))
-        address = hand.worker.tensors.cpu.data_ptr()
-        hand.worker.tensors.cpu.fill_(7)
-        hand.close()
-        del hand
-        again = Hand(tiny(), TorchOptions(max_batch_requests=2))
-        assert again.worker.tensors.cpu.data_ptr() == address
-        assert not again.worker.tensors.cpu.any()
-        assert again.worker.tensors.cpu.is_pinned()
-        again.prompt()
-        again.close()
+    monkeypatch.setattr(kept, "keeps", lambda: True)
+    hand = Hand(tiny(), TorchOptions(max_batch_requests=2))
+    address = hand.worker.tensors.cpu.data_ptr()
+    hand.worker.tensors.cpu.fill_(7)
+    hand.close()
+    del hand
+    again = Hand(tiny(), TorchOptions(max_batch_requests=2))
+    assert again.worker.tensors.cpu.data_ptr() == address
+    assert not again.worker.tensors.cpu.any()
+    assert again.worker.tensors.cpu.is_pinned()
+    again.prompt()
+    again.close()
+    kept.clear()
 
 
 # -- cache.gpu=auto -------------------------------------------------------------------------------------------------------

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
+import mmap
+from contextlib import suppress
+
 import psutil
 import torch
 
 from pensieve.errors import HardwareMissing
 from pensieve.specs import ModelSpec
 from pensieve.units import format_bytes
-from pensieve.worker.torch.pages import zero_pages
 from pensieve.worker.torch.transfers.pinned import pinned_bytes
 
 
@@ -21,8 +22,8 @@ class KvTensors:
     the 2 outside the tokens, no run of blocks could be attended to without copying it first.
 
     On a CPU machine both pools are RAM. They are zeroed (a place that was never written may meet a zero weight, and
-    0 x NaN is NaN), which costs nothing in RAM: numpy takes zeroed pages from the kernel, which maps them at first use
-    (torch.zeros writes its zeroes). The CPU pool is pinned, and so mapped at once, only where there is a GPU to copy to.
+    0 x NaN is NaN), which costs nothing in RAM: the kernel has zeroed pages, which it maps at first use (torch.zeros
+    writes its zeroes). The CPU pool is pinned, and so mapped at once, only where there is a GPU to copy to.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class KvTensors:
             _refuse_beyond(psutil.virtual_memory().total, (gpu_blocks + cpu_blocks) * self.block_bytes, "both KV tiers")
         else:
             _refuse_beyond(psutil.virtual_memory().total, cpu_blocks * self.block_bytes, "the CPU tier of the KV cache")
+        self._pages: list[mmap.mmap] = []
         self.gpu = self._pool(gpu_blocks, device, pinned=False)
         self.cpu = self._pool(cpu_blocks, torch.device("cpu"), pinned=device.type == "cuda" and cpu_blocks > 0)
 
@@ -75,20 +77,24 @@ class KvTensors:
         """What the pools hold is not needed: their values are undefined from now on. On a CPU their memory is returned where
         the system allows that, and they are zeroes again."""
         if self.device.type == "cpu":
-            for pool in (self.gpu, self.cpu):
-                zero_pages(pool)
+            for pages in self._pages:
+                with suppress(AttributeError, OSError):  # only Linux promises zeroes
+                    pages.madvise(mmap.MADV_DONTNEED)
 
     def _pool(self, blocks: int, device: torch.device, pinned: bool) -> torch.Tensor:
         shape = (self.layers, blocks, self.chunk_tokens, *self.token_shape)
         try:
             if device.type == "cpu" and not pinned and blocks:
-                flat = torch.from_numpy(np.zeros(blocks * self.block_bytes, dtype=np.uint8))
-                return flat.view(self.dtype).view(shape)
+                pages = mmap.mmap(-1, blocks * self.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                with suppress(AttributeError, OSError):  # as numpy's own: fewer misses of the address cache
+                    pages.madvise(mmap.MADV_HUGEPAGE)
+                self._pages.append(pages)
+                return torch.frombuffer(pages, dtype=self.dtype).view(shape)
             if pinned:
                 with torch.cuda.device(self.device):  # else a context is made on the first device, whoever uses that
                     return pinned_bytes(blocks * self.block_bytes).view(self.dtype).view(shape)
             return torch.zeros(shape, dtype=self.dtype, device=device)
-        except (RuntimeError, MemoryError) as error:  # torch's OutOfMemoryError is a RuntimeError
+        except (RuntimeError, MemoryError, OSError) as error:  # torch's OutOfMemoryError is a RuntimeError
             where = "pinned CPU" if pinned else device.type.upper()
             raise HardwareMissing(
                 f"A KV pool of {format_bytes(blocks * self.block_bytes)} ({blocks} blocks of "

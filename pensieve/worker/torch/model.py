@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import torch
@@ -22,11 +23,9 @@ from pensieve.units import format_bytes
 from pensieve.worker.torch.attention import IMPLEMENTATION, REFERENCE, register
 from pensieve.worker.torch.choice import choose
 from pensieve.worker.torch.forward import Forward
-from pensieve.worker.torch.fused.int8 import quantise
 from pensieve.worker.torch.kernels.base import AttentionBackend
 from pensieve.worker.torch.kernels.choose import load_backend, order
 from pensieve.worker.torch.self_check import SelfCheck
-from pensieve.worker.torch.sharding import Ranks, refuse_unsharded, shard_random
 from pensieve.worker.torch.threads import physical_cores
 
 # Run through the plug without an error, or seem to, and are wrong: attention with sinks, chunked attention, latent KV.
@@ -39,8 +38,45 @@ _RANDOM_GAIN = 1.5
 # Where the head is the embedding, a token's own row in the residual stream votes for that token again; Gemma 2, which
 # multiplies it by sqrt(hidden), then repeats one token for ever. So the row is made small beside what the blocks add.
 _TIED_SHARE = 0.5
+QUANTISATIONS = {"int8": "pensieve.worker.torch.fused.int8"}
+"""By the value of model.quantization, a module whose `quantise(module)` rounds a model's weights in place, and leaves with
+each what fused.linear.Rounded asks for."""
 _QUICK = 10_000_000  # parameters of a module that is made within a second
 _NAMED = 5  # tensors in an error; a folder may lack hundreds
+
+
+class Ranks(Protocol):
+    """The processes that have a model together, as one of them sees it. backend: what carries their collectives. first:
+    whether this one decides for all."""
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def backend(self) -> str: ...
+
+    @property
+    def first(self) -> bool: ...
+
+    def agree(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The tokens of the first one [rows], in place of what the others have there."""
+        ...
+
+    def check(self, spec: ModelSpec) -> None:
+        """Raises UnsupportedModel for a model that cannot be divided."""
+        ...
+
+    def part_of(self, spec: ModelSpec) -> ModelSpec:
+        """The model as this process attends: with its own heads."""
+        ...
+
+    def options(self) -> dict[str, Any]:
+        """For from_pretrained."""
+        ...
+
+    def sharded(self, spec: ModelSpec, draw: Callable[[], Any]) -> Any:
+        """This process's part of a module of random weights, which `draw` makes whole. Raises HardwareMissing."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +179,7 @@ def load_model(
     where = resolve_device(device)
     _check_memory(spec, where, 1 if ranks is None else ranks.count)
     if ranks is not None:
-        refuse_unsharded(spec, ranks.count)
+        ranks.check(spec)
     dtype = getattr(torch, spec.dtype)
     names = order(attention, where)
     if attention != "auto":  # said before minutes are spent on the weights
@@ -204,14 +240,14 @@ def _module(
 ) -> Any:
     dtype = getattr(torch, spec.dtype)
     if weights == "random":
-        module = _random(spec, dtype, where, seed) if ranks is None else _random_part(spec, dtype, seed, ranks)
+        module = _random(spec, dtype, where, seed, ranks)
     elif weights == "hub":
         module = _from_hub(spec, hub_id, revision, dtype, where, ranks)
     else:
         module = _from_folder(spec, weights, dtype, where, ranks)
     module = module.to(where).eval().requires_grad_(False)
-    if spec.quantization == "int8":
-        quantise(module)
+    if spec.quantization is not None:
+        import_module(QUANTISATIONS[spec.quantization]).quantise(module)
     return module
 
 
@@ -284,8 +320,12 @@ def _rope_types(config: Any) -> set[str]:
     return found
 
 
-def _random(spec: ModelSpec, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
+def _random(spec: ModelSpec, dtype: torch.dtype, device: torch.device, seed: int, ranks: Ranks | None = None) -> Any:
     """Drawn on the device, in the dtype: a large model never exists twice. The same seed and device give the same weights."""
+    if ranks is not None:
+        module = ranks.sharded(spec, lambda: _random(spec, dtype, torch.device("cpu"), seed))
+        _check_settable(spec.name, module)
+        return module
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
     architecture = dict(spec.architecture)
@@ -321,12 +361,6 @@ def _random(spec: ModelSpec, dtype: torch.dtype, device: torch.device, seed: int
     if config.tie_word_embeddings:
         embedding = module.get_input_embeddings()
         embedding.weight.data.mul_(_TIED_SHARE / float(getattr(embedding, "embed_scale", 1.0)))
-    _check_settable(spec.name, module)
-    return module
-
-
-def _random_part(spec: ModelSpec, dtype: torch.dtype, seed: int, ranks: Ranks) -> Any:
-    module = shard_random(spec, ranks, lambda: _random(spec, dtype, torch.device("cpu"), seed))
     _check_settable(spec.name, module)
     return module
 

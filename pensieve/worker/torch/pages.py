@@ -1,4 +1,4 @@
-"""Pages of memory that are needed no more, returned to the system while their tensors live on.
+"""Pages of files that weights were read from, returned to the system while their tensors live on.
 
 On a CPU a safetensors file is not read into memory but mapped: a tensor is a part of the file, whose pages come when they
 are first read and count as this process's own. The mapping ends with the last tensor in it. So weights that were copied into
@@ -22,27 +22,12 @@ _MAPS = Path("/proc/self/maps")
 def return_file_pages(copied: Iterable[torch.Tensor]) -> int:
     """Return the whole pages of tensors that nobody will write to or has to find changed: if one is read after all, it is as
     the file has it. Returns the bytes. Tensors that are no part of a file keep theirs."""
-    files = _files() or []
+    files = _files()
     returned = 0
     for tensor in copied:
         first, last = _whole_pages(tensor)
         if first < last and any(start <= first and last <= stop for start, stop in files):
             returned += _returned(first, last)
-    return returned
-
-
-def zero_pages(memory: torch.Tensor) -> int:
-    """Zero a tensor of memory that this process has for itself by returning its pages, which come back as zeros when they are
-    next used. Returns the bytes; 0, and the tensor keeps what it holds, where that cannot be done."""
-    first, last = _whole_pages(memory)
-    files = _files() if first < last else None
-    if files is None or any(start < last and first < stop for start, stop in files):
-        return 0
-    returned = _returned(first, last)
-    if returned:
-        flat, begins = memory.view(-1).view(torch.uint8), memory.data_ptr()
-        flat[: first - begins].zero_()
-        flat[last - begins :].zero_()
     return returned
 
 
@@ -64,12 +49,12 @@ def _returned(first: int, last: int) -> int:
     return 0 if failed else last - first
 
 
-def _files() -> list[tuple[int, int]] | None:
-    """Addresses at which this process has files mapped, each as start and stop; None where the system does not tell."""
+def _files() -> list[tuple[int, int]]:
+    """Addresses at which this process has files mapped, each as start and stop; none where the system does not tell."""
     try:
         lines = _MAPS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return None
+        return []
     found = []
     for line in lines:
         addresses, _, _, _, inode = line.split(maxsplit=5)[:5]

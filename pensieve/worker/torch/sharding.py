@@ -31,7 +31,7 @@ _SHARDED = "colwise"  # a process computes its own heads and keeps them; other s
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class RankGroup:
     """The group as one of its processes sees it. number: of this process, from 0. A process joins one group in its life."""
 
     number: int
@@ -39,7 +39,7 @@ class Ranks:
     backend: str
 
     @classmethod
-    def join(cls, number: int, count: int, device: torch.device, store: Path) -> Ranks:
+    def join(cls, number: int, count: int, device: torch.device, store: Path) -> RankGroup:
         """Returns when all have joined. store: a file that all of them see, not there before."""
         os.environ.update(RANK=str(number), LOCAL_RANK=str(device.index or 0), WORLD_SIZE=str(count))
         if device.type == "cuda":
@@ -60,6 +60,9 @@ class Ranks:
         dist.broadcast(tokens, 0)
         return tokens
 
+    def check(self, spec: ModelSpec) -> None:
+        refuse_unsharded(spec, self.count)
+
     def part_of(self, spec: ModelSpec) -> ModelSpec:
         """The model as this process attends: with its own heads."""
         assert spec.kv_heads % self.count == 0, "refused before"
@@ -75,6 +78,24 @@ class Ranks:
         except ImportError:
             pass
         return {"tp_plan": "auto"}
+
+    def sharded(self, spec: ModelSpec, draw: Callable[[], Any]) -> Any:
+        """A module of random weights, this process's part of it. draw: makes the whole one, in this machine's memory.
+
+        Each process draws all and keeps its part, so that the weights are those of one process alone. Raises HardwareMissing.
+        """
+        whole, there = self.count * spec.weight_bytes, psutil.virtual_memory().total
+        if whole > there:
+            raise HardwareMissing(
+                f"model.weights=random with hardware.gpus={self.count}: each process first draws all "
+                f"{format_bytes(spec.weight_bytes)} of model {spec.name}, and this machine has {format_bytes(there)} of "
+                "memory. Use a folder of weights, or a smaller model."
+            )
+        module = draw()
+        return type(module).from_pretrained(
+            None, config=module.config, state_dict=module.state_dict(), dtype=module.dtype, attn_implementation="eager",
+            **self.options(),
+        )  # fmt: skip
 
 
 def refuse_unsharded(spec: ModelSpec, count: int) -> None:
@@ -99,22 +120,3 @@ def _plan(model_type: str) -> Mapping[str, str]:
 
     known = model_type in CONFIG_MAPPING
     return dict(getattr(CONFIG_MAPPING[model_type], "base_model_tp_plan", None) or {}) if known else {}
-
-
-def shard_random(spec: ModelSpec, ranks: Ranks, draw: Callable[[], Any]) -> Any:
-    """A module of random weights, this process's part of it. draw: makes the whole one, in this machine's memory.
-
-    Each process draws all and keeps its part, so that the weights are those of one process alone. Raises HardwareMissing.
-    """
-    whole, there = ranks.count * spec.weight_bytes, psutil.virtual_memory().total
-    if whole > there:
-        raise HardwareMissing(
-            f"model.weights=random with hardware.gpus={ranks.count}: each process first draws all "
-            f"{format_bytes(spec.weight_bytes)} of model {spec.name}, and this machine has {format_bytes(there)} of memory. "
-            "Use a folder of weights, or a smaller model."
-        )
-    module = draw()
-    return type(module).from_pretrained(
-        None, config=module.config, state_dict=module.state_dict(), dtype=module.dtype, attn_implementation="eager",
-        **ranks.options(),
-    )  # fmt: skip

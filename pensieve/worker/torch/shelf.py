@@ -8,9 +8,10 @@ is the same, and pinned memory is zeroed before it is given out again. torch is 
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,9 +19,8 @@ from pensieve.hub import commit
 from pensieve.specs import ModelSpec
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from pensieve.worker.torch.model import LoadedModel
+    from pensieve.worker.torch.transfers.pinned import Kept
 
 _READ = ("*.safetensors", "*.json")  # of a folder: what the model is made of
 
@@ -43,16 +43,8 @@ class ModelAsked(NamedTuple):
 _Key = tuple[ModelAsked, object]
 
 
-@dataclass(slots=True)
-class _Shelf:
-    """models: at most one. pinned: by device, page-locked memory that nobody uses now: one piece each."""
-
-    models: dict[_Key, LoadedModel] = field(default_factory=dict)
-    pinned: dict[int, NDArray[Any]] = field(default_factory=dict)
-
-
-_open: list[_Shelf] = []
-"""The last one is in use."""
+_open: list[dict[_Key, LoadedModel]] = []
+"""The models of each shelf, at most one; the last shelf is in use."""
 
 
 @contextmanager
@@ -67,7 +59,7 @@ def open_shelf() -> Iterator[None]:
 
 def begin() -> None:
     """Open a shelf as `open_shelf` does, until `close` is called. A shelf inside another keeps its own models."""
-    _open.append(_Shelf())
+    _open.append({})
 
 
 def close() -> None:
@@ -81,9 +73,10 @@ def empty() -> None:
     """Return the memory of what is kept, so that something else may have it; the shelf stays open."""
     if not _open:
         return
-    shelf, had = _open[-1], bool(_open[-1].models)
-    shelf.models.clear()
-    shelf.pinned.clear()
+    had = bool(_open[-1])
+    _open[-1].clear()
+    if (pinned := _pinned()) is not None:
+        pinned.clear()
     if had:
         _release()
 
@@ -92,9 +85,15 @@ def kept_host_bytes() -> int:
     """RAM that is kept here and that the next trial uses, or gets: a model on the CPU, and pinned memory."""
     if not _open:
         return 0
-    models = (model for model in _open[-1].models.values() if model.device.type == "cpu")
+    models = (model for model in _open[-1].values() if model.device.type == "cpu")
     weights = sum(tensor.nbytes for model in models for tensor in _weights(model))
-    return weights + sum(memory.nbytes for memory in _open[-1].pinned.values())
+    return weights + (0 if (pinned := _pinned()) is None else pinned.nbytes)
+
+
+def _pinned() -> Kept | None:
+    """Page-locked memory that workers gave back; None where nothing has loaded torch yet."""
+    module = sys.modules.get("pensieve.worker.torch.transfers.pinned")
+    return None if module is None else module.kept
 
 
 def _weights(model: LoadedModel) -> Iterator[Any]:
@@ -108,13 +107,16 @@ def take_model(asked: ModelAsked) -> LoadedModel:
     Without a shelf each call loads its own. Raises what load_model raises.
     """
     from pensieve.worker.torch.model import load_model
+    from pensieve.worker.torch.transfers.pinned import kept
+
+    kept.keeps = _is_open
 
     def load() -> LoadedModel:
         return load_model(**asked._asdict())
 
     if not _open:
         return load()
-    key, models = _key(asked), _open[-1].models
+    key, models = _key(asked), _open[-1]
     if key in models:
         return _again(models[key])
     if models:
@@ -126,7 +128,11 @@ def take_model(asked: ModelAsked) -> LoadedModel:
 
 def holds_model(asked: ModelAsked) -> bool:
     """Whether take_model would load nothing."""
-    return bool(_open and _open[-1].models) and _key(asked) in _open[-1].models
+    return bool(_open and _open[-1]) and _key(asked) in _open[-1]
+
+
+def _is_open() -> bool:
+    return bool(_open)
 
 
 def _key(asked: ModelAsked) -> _Key:
@@ -148,19 +154,6 @@ def _again(model: LoadedModel) -> LoadedModel:
 
     torch.set_num_threads(model.threads)  # as load_model does: something else may have run since
     return replace(model, reused=True)
-
-
-def take_pinned(device: int, size: int) -> NDArray[Any] | None:
-    """Memory page-locked for a device, of at least `size` bytes, that an earlier worker gave back, holding what it left
-    there; None where there is none. What is too small is returned to the system: there may be no room for both."""
-    memory = _open[-1].pinned.pop(device, None) if _open else None
-    return memory if memory is not None and memory.nbytes >= size else None
-
-
-def give_pinned(device: int, memory: NDArray[Any]) -> None:
-    """Page-locked memory that nobody uses any more: kept where a shelf is open. The larger of two pieces stays."""
-    if _open and ((other := _open[-1].pinned.get(device)) is None or other.nbytes < memory.nbytes):
-        _open[-1].pinned[device] = memory
 
 
 def _release() -> None:

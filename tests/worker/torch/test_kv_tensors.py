@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import numpy as np
 import psutil
 import pytest
 import torch
 
 from pensieve.errors import HardwareMissing
+from pensieve.worker.torch import kv_tensors
 from pensieve.worker.torch.kv_tensors import KvTensors
 
 from .driver import tiny_spec
@@ -45,8 +45,8 @@ def test_more_than_the_machine_has_is_refused_with_numbers() -> None:
 
 def test_a_failed_allocation_is_a_sentence_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object, **kwargs: object) -> None:
-        raise MemoryError
+        raise OSError("Cannot allocate memory")
 
-    monkeypatch.setattr(np, "zeros", full)
+    monkeypatch.setattr(kv_tensors.mmap, "mmap", full)
     with pytest.raises(HardwareMissing, match=r"64\.0 KiB \(4 blocks of 16\.0 KiB\) does not fit in CPU memory"):
         _make(4, 0)

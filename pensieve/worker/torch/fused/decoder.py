@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -83,11 +83,11 @@ class FusedModel:
     layers: Sequence[Layer]
     finish: Callable[[torch.Tensor], torch.Tensor]
     packed: bool
-    few_rows: Literal["float32", "int8"] | None
+    few_rows: str | None
 
     @property
     def name(self) -> str:
-        few = {None: "", "float32": ", few rows in C", "int8": ", int8 weights for few rows"}[self.few_rows]
+        few = {None: "", "float32": ", few rows in C"}.get(self.few_rows, f", {self.few_rows} weights for few rows")
         return "fused" + ", packed weights" * self.packed + few
 
     def __call__(self, iteration: Iteration, wanted: torch.Tensor) -> torch.Tensor:
@@ -108,10 +108,10 @@ class FusedModel:
 
     def _least_rows(self, tokens: int, outputs: int) -> int:
         """What a batch and its sampled rows are padded to; 0: they are not."""
-        if not self.packed or self.few_rows == "int8":  # int8 weights take a quarter of the time for few sampled rows
-            return 0
-        if self.few_rows is None:
+        if self.few_rows is None and self.packed:
             return LEAST_ROWS
+        if not self.packed or self.few_rows != "float32":  # rounded weights take less of the time for few sampled rows
+            return 0
         most = FEW_ROWS[torch.float32]
         return most + 1 if tokens > most and outputs else 0
 

@@ -17,16 +17,28 @@ from pensieve.worker.torch.fused.few_rows import FewRows
 _LARGEST = 127
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Int8Weights:
     """numbers [out, in] int8; scales [out] float32. A weight is its number times the scale of its output."""
 
     numbers: torch.Tensor
     scales: torch.Tensor
 
+    kind = "int8"
+
     @property
     def restored(self) -> torch.Tensor:
         return self.numbers.float() * self.scales[:, None]
+
+    def product(self, modules: Sequence[Any], bias: torch.Tensor | None) -> FewRows:
+        """The modules' own int8 weights become views of the joined ones, so that no number exists twice."""
+        parts, whole = [module.weight.rounded for module in modules], self
+        if len(parts) > 1:
+            whole = Int8Weights(torch.cat([one.numbers for one in parts]), torch.cat([one.scales for one in parts]))
+            lengths = [len(one.scales) for one in parts]
+            for module, *own in zip(modules, whole.numbers.split(lengths), whole.scales.split(lengths), strict=True):
+                module.weight.rounded = Int8Weights(*own)
+        return FewRows(whole.numbers, whole.scales, bias)
 
 
 def rounded(weight: torch.Tensor) -> Int8Weights:
@@ -41,34 +53,8 @@ def quantise(module: Any) -> None:
     with torch.no_grad():
         for part in module.modules():
             turned = type(part).__name__ == "Conv1D"  # GPT-2's keeps its weight the other way round
-            if not (turned or isinstance(part, torch.nn.Linear)) or int8_of(part) is not None:
+            if not (turned or isinstance(part, torch.nn.Linear)) or getattr(part.weight, "rounded", None) is not None:
                 continue
             weights = rounded(part.weight.t() if turned else part.weight)
             part.weight.copy_(weights.restored.t() if turned else weights.restored)
-            part.weight.int8 = weights
-
-
-def int8_of(part: Any) -> Int8Weights | None:
-    """What `quantise` left with a module's weight."""
-    found: Int8Weights | None = getattr(part.weight, "int8", None)
-    return found
-
-
-def joined_int8(modules: Sequence[Any]) -> Int8Weights | None:
-    """Stack the int8 weights of modules that read the same x along out; None where one has none. The modules' own become
-    views of the stack, so that no number exists twice."""
-    parts = [part for module in modules if (part := int8_of(module)) is not None]
-    if len(parts) < len(modules):
-        return None
-    if len(parts) == 1:
-        return parts[0]
-    whole = Int8Weights(torch.cat([part.numbers for part in parts]), torch.cat([part.scales for part in parts]))
-    lengths = [len(part.scales) for part in parts]
-    for module, *own in zip(modules, whole.numbers.split(lengths), whole.scales.split(lengths), strict=True):
-        module.weight.int8 = Int8Weights(*own)
-    return whole
-
-
-def int8_product(weights: Int8Weights, bias: torch.Tensor | None) -> FewRows:
-    """x [rows, in] float32 times the weights. Raises EngineMissing without a C compiler."""
-    return FewRows(weights.numbers, weights.scales, bias)
+            part.weight.rounded = weights

@@ -8,11 +8,25 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import NamedTuple
 
 from pensieve.compiler import find_compiler
 from pensieve.errors import ConfigError, EngineMissing
 
-BACKENDS = ("reference", "native", "triton", "triton_pointers", "varlen", "flashinfer")
+
+class Library(NamedTuple):
+    """A backend whose kernels others wrote, for 16 bits on CUDA. backend: its class, made of device, dtype, head_dim and
+    chunk_tokens. package: what must be installed beside torch."""
+
+    backend: str
+    package: str | None = None
+
+
+LIBRARIES = {
+    "varlen": Library("pensieve.worker.torch.kernels.varlen.VarlenBackend"),
+    "flashinfer": Library("pensieve.worker.torch.kernels.flashinfer.FlashInferBackend", "flashinfer"),
+}
+BACKENDS = ("reference", "native", "triton", "triton_pointers", *LIBRARIES)
 ON_CPU = ("native", "reference")  # best first
 ON_CUDA = ("triton", "triton_pointers", "varlen", "reference")
 CAPTURING = frozenset({"triton", "triton_pointers"})
@@ -49,10 +63,8 @@ def require(name: str, kind: str, dtype: str, chunk_tokens: int) -> None:
         _require_native(kind)
     elif name in ("triton", "triton_pointers"):
         _require_triton(name, kind, chunk_tokens)
-    elif name == "varlen":
-        _require_varlen(kind, dtype)
-    elif name == "flashinfer":
-        _require_flashinfer(kind, dtype)
+    elif name in LIBRARIES:
+        _require_library(name, kind, dtype)
 
 
 def _require_native(kind: str) -> None:
@@ -81,21 +93,13 @@ def _require_triton(name: str, kind: str, chunk_tokens: int) -> None:
         )
 
 
-def _require_varlen(kind: str, dtype: str) -> None:
-    if kind != "cuda":
-        raise EngineMissing("attention_backend=varlen runs on CUDA only; use auto or reference on a CPU.")
-    if dtype == "float32":
-        raise EngineMissing("attention_backend=varlen computes in 16 bits only; use triton, or model.dtype=bfloat16.")
-
-
-def _require_flashinfer(kind: str, dtype: str) -> None:
-    if importlib.util.find_spec("flashinfer") is None:
+def _require_library(name: str, kind: str, dtype: str) -> None:
+    package = LIBRARIES[name].package
+    if package is not None and importlib.util.find_spec(package) is None:
         raise EngineMissing(
-            "attention_backend=flashinfer needs the package flashinfer (pip install 'pensieve-lab[flashinfer]'); or use auto."
+            f"attention_backend={name} needs the package {package} (pip install 'pensieve-lab[{package}]'); or use auto."
         )
     if kind != "cuda":
-        raise EngineMissing("attention_backend=flashinfer runs on CUDA only; use auto or reference on a CPU.")
+        raise EngineMissing(f"attention_backend={name} runs on CUDA only; use auto or reference on a CPU.")
     if dtype == "float32":
-        raise EngineMissing(
-            "attention_backend=flashinfer computes in 16 bits only; use triton, or model.dtype=bfloat16."
-        )
+        raise EngineMissing(f"attention_backend={name} computes in 16 bits only; use triton, or model.dtype=bfloat16.")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import torch
 
-from pensieve.worker.torch.kernels.availability import BACKENDS, ON_CPU, candidates, require
+from pensieve.worker.torch.kernels.availability import BACKENDS, LIBRARIES, ON_CPU, candidates, require
 from pensieve.worker.torch.kernels.base import AttentionBackend
 from pensieve.worker.torch.kernels.reference import ReferenceBackend
 
@@ -35,11 +37,6 @@ def load_backend(
         from pensieve.worker.torch.kernels.triton_backend import TritonPointersBackend
 
         return TritonPointersBackend()
-    if name == "varlen":
-        from pensieve.worker.torch.kernels.varlen import VarlenBackend
-
-        return VarlenBackend(device, dtype, head_dim, chunk_tokens)
-    assert name == "flashinfer", name
-    from pensieve.worker.torch.kernels.flashinfer import FlashInferBackend
-
-    return FlashInferBackend()
+    module, _, kind = LIBRARIES[name].backend.rpartition(".")
+    found: AttentionBackend = getattr(import_module(module), kind)(device, dtype, head_dim, chunk_tokens)
+    return found

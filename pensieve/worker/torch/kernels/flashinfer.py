@@ -105,7 +105,7 @@ class FlashInferBackend:
     name = "flashinfer"
     captures = False
 
-    def __init__(self) -> None:
+    def __init__(self, *_: object) -> None:
         try:
             import flashinfer
         except ImportError as error:

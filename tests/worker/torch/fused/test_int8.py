@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from pensieve.errors import EngineMissing
 from pensieve.worker.torch.fused import build_fused
 from pensieve.worker.torch.fused.decoder import FusedModel
 from pensieve.worker.torch.fused.few_rows import FEW_ROWS
-from pensieve.worker.torch.fused.int8 import Int8Weights, int8_of, int8_product, quantise, rounded
+from pensieve.worker.torch.fused.int8 import Int8Weights, quantise, rounded
 from pensieve.worker.torch.model import LoadedModel, load_model
 
 from ..driver import ARCHITECTURES, Driver, converse, plain_logits, random_tokens, tiny_spec
@@ -41,8 +42,8 @@ def test_each_output_has_a_scale_of_its_own() -> None:
 def test_a_product_is_that_of_the_restored_weights(inside: int, outside: int, with_bias: bool) -> None:
     parts = [rounded(_noise(outside, inside, seed=1)), rounded(_noise(2, inside, seed=2))]
     bias = _noise(outside + 2, seed=3) if with_bias else None
-    stacked = Int8Weights(torch.cat([part.numbers for part in parts]), torch.cat([part.scales for part in parts]))
-    product = int8_product(stacked, bias)
+    modules = [SimpleNamespace(weight=SimpleNamespace(rounded=part)) for part in parts]
+    product = parts[0].product(modules, bias)
     whole = torch.cat([part.restored for part in parts]).double()
     for rows in range(1, FEW_ROWS[torch.int8] + 2):
         x = _noise(rows, inside, seed=rows)
@@ -55,7 +56,8 @@ def test_a_product_is_that_of_the_restored_weights(inside: int, outside: int, wi
 
 
 def test_threads_change_nothing() -> None:
-    product, x = int8_product(rounded(_noise(300, 64)), None), _noise(3, 64)
+    weights = rounded(_noise(300, 64))
+    product, x = weights.product([SimpleNamespace(weight=SimpleNamespace(rounded=weights))], None), _noise(3, 64)
     before = torch.get_num_threads()
     try:
         results = []
@@ -68,7 +70,7 @@ def test_threads_change_nothing() -> None:
 
 
 def _is_rounded(part: Any) -> bool:
-    return int8_of(part) is not None if isinstance(getattr(part, "weight", None), torch.Tensor) else False
+    return hasattr(getattr(part, "weight", None), "rounded")
 
 
 def _quantised(name: str) -> LoadedModel:
@@ -98,7 +100,7 @@ def test_the_joined_weights_are_the_modules_own_and_it_can_be_built_again(name: 
         assert isinstance(forward, FusedModel) and forward.few_rows == "int8"
         own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
         numbers = {
-            part.weight.int8.numbers.untyped_storage().data_ptr() for part in module.modules() if _is_rounded(part)
+            part.weight.rounded.numbers.untyped_storage().data_ptr() for part in module.modules() if _is_rounded(part)
         }
         layer: Any = forward.layers[0]
         for part in (layer.qkv, layer.out, layer.down):
@@ -122,7 +124,7 @@ def test_a_tied_embedding_is_rounded_with_the_head_and_once() -> None:
     module.embed, module.head = torch.nn.Embedding(7, 16), torch.nn.Linear(16, 7, bias=False)
     module.head.weight = module.embed.weight
     quantise(module)
-    kept: Int8Weights = module.head.weight.int8
+    kept: Int8Weights = module.head.weight.rounded
     assert torch.equal(module.embed.weight, kept.restored)
     quantise(module)
-    assert module.head.weight.int8 is kept
+    assert module.head.weight.rounded is kept

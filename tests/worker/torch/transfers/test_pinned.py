@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pensieve.worker.torch import shelf
-from pensieve.worker.torch.transfers.pinned import pinned_bytes
+from pensieve.worker.torch.transfers.pinned import kept, pinned_bytes
 
 
 def runtime(monkeypatch: pytest.MonkeyPatch, answer: int) -> list[tuple[Any, ...]]:
@@ -48,30 +47,31 @@ def test_exactly_the_bytes_asked_for_are_locked_and_given_back_with_the_last_vie
     assert calls[1:] == [("unregister", address)]
 
 
-def test_while_a_shelf_is_open_it_stays_locked_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_it_is_kept_it_stays_locked_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Zeroed, also for less; what is too small goes before the larger one is locked."""
     calls = runtime(monkeypatch, 0)
-    with shelf.open_shelf():
-        first = pinned_bytes(100_000)
-        address = first.data_ptr()
-        first.fill_(7)
-        del first
-        assert shelf.kept_host_bytes() == 100_000
-        second = pinned_bytes(60_000)
-        assert shelf.kept_host_bytes() == 0, "in use"
-        assert second.data_ptr() == address and len(second) == 60_000 and not second.any()
-        beside = pinned_bytes(50_000)
-        assert beside.data_ptr() != address, "the other one is in use"
-        del second, beside
-        assert shelf.kept_host_bytes() == 100_000, "the larger one, whole"
-        assert [call[0] for call in calls] == ["register", "register", "unregister"]
-        larger = pinned_bytes(200_000)
-        assert [call[0] for call in calls[3:]] == ["unregister", "register"]
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-        del larger
-        elsewhere = pinned_bytes(10)
-        assert [call[0] for call in calls[5:]] == ["register"], "what another device has locked does not serve"
-        del elsewhere
+    monkeypatch.setattr(kept, "keeps", lambda: True)
+    first = pinned_bytes(100_000)
+    address = first.data_ptr()
+    first.fill_(7)
+    del first
+    assert kept.nbytes == 100_000
+    second = pinned_bytes(60_000)
+    assert kept.nbytes == 0, "in use"
+    assert second.data_ptr() == address and len(second) == 60_000 and not second.any()
+    beside = pinned_bytes(50_000)
+    assert beside.data_ptr() != address, "the other one is in use"
+    del second, beside
+    assert kept.nbytes == 100_000, "the larger one, whole"
+    assert [call[0] for call in calls] == ["register", "register", "unregister"]
+    larger = pinned_bytes(200_000)
+    assert [call[0] for call in calls[3:]] == ["unregister", "register"]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    del larger
+    elsewhere = pinned_bytes(10)
+    assert [call[0] for call in calls[5:]] == ["register"], "what another device has locked does not serve"
+    del elsewhere
+    kept.clear()
     assert sorted(call[0] for call in calls[6:]) == ["unregister", "unregister"]
 
 
