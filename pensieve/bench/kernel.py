@@ -27,8 +27,8 @@ from pensieve.plan import Row, Sample
 from pensieve.statistics import median
 from pensieve.worker.torch.batch import Batch, BlockTables, Span, build_batch
 from pensieve.worker.torch.graphs import CudaRecorder
+from pensieve.worker.torch.kernels.backends import BACKENDS, ON_CPU, candidates, load_backend
 from pensieve.worker.torch.kernels.base import AttentionBackend, Plan
-from pensieve.worker.torch.kernels.choose import BACKENDS, ON_CPU, load_backend, order
 
 Call = Callable[[], torch.Tensor]
 Runs = Sequence[tuple[int, int]]
@@ -97,7 +97,7 @@ def find_backends(device: torch.device, dtype: torch.dtype, shape: Shape) -> Bac
             found[name] = load_backend(name, device, dtype, shape.dim, shape.chunk)
         except PensieveError as error:
             absent[name] = str(error)
-    ours = next(found[name] for name in order("auto", device) if name in found)
+    ours = next(found[name] for name in candidates("auto", device.type) if name in found)
     return Backends(ours, tuple(b for b in found.values() if b is not ours), absent)
 
 

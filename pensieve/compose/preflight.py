@@ -9,7 +9,7 @@ from pensieve.compose.tokenizer import build_tokenizer
 from pensieve.compose.weights import check_weights
 from pensieve.errors import CapacityError, ConfigError, HardwareMissing
 from pensieve.units import format_bytes
-from pensieve.worker.torch.kernels.availability import require
+from pensieve.worker.torch.kernels.backends import require
 
 GPU_USABLE = 0.95
 """Share of a GPU's memory that torch can use; the rest is CUDA's context and fragmentation."""

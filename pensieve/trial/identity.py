@@ -56,7 +56,7 @@ def device_facts(plan: TrialPlan) -> dict[str, Any]:
     if plan.config.baseline.engine is not None:
         return {**device, **_waiting(plan), **_outside_facts(plan)}
     from pensieve.compose.plan import plans_in_flight
-    from pensieve.worker.torch.kernels.availability import CAPTURING, expected
+    from pensieve.worker.torch.kernels.backends import CAPTURING, expected
     from pensieve.worker.torch.threads import physical_cores
 
     hardware, kind = plan.config.hardware, plan.device.kind

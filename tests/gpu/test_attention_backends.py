@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pensieve.errors import EngineMissing, UnsupportedModel
+from pensieve.worker.torch.kernels.backends import BACKENDS, load_backend
 from pensieve.worker.torch.kernels.base import AttentionBackend, CapturingBackend
-from pensieve.worker.torch.kernels.choose import BACKENDS, load_backend
 
 from ..worker.torch.kernels.cases import MIXED, Heads, Runs, make_case
 

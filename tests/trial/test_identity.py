@@ -87,11 +87,11 @@ def test_a_backend_asked_for_by_name_is_not_looked_for_twice(monkeypatch):
 )
 def test_on_a_gpu(words, triton, wanted, monkeypatch):
     from pensieve.compose import plan
-    from pensieve.worker.torch.kernels import availability
+    from pensieve.worker.torch.kernels import backends
 
     gpu = Device("cuda", "cuda:0", "GPU-1", "NVIDIA X", 1, 2**34, 2**34)
     monkeypatch.setattr(plan, "find_device", lambda hardware: gpu)
-    monkeypatch.setattr(availability.importlib.util, "find_spec", lambda name: object() if triton else None)
+    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: object() if triton else None)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     facts = device_facts(plan_trial(checked("hardware=cpu", "model=tiny", *words)))
     assert {name: facts[name] for name in wanted} == wanted
@@ -99,7 +99,7 @@ def test_on_a_gpu(words, triton, wanted, monkeypatch):
 
 def test_what_can_be_captured_is_what_the_backends_say():
     pytest.importorskip("triton")
-    from pensieve.worker.torch.kernels.availability import CAPTURING
+    from pensieve.worker.torch.kernels.backends import CAPTURING
     from pensieve.worker.torch.kernels.flashinfer import FlashInferBackend
     from pensieve.worker.torch.kernels.native import NativeBackend
     from pensieve.worker.torch.kernels.reference import ReferenceBackend

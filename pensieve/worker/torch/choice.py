@@ -13,8 +13,8 @@ from pensieve.errors import EngineMissing, UnsupportedModel
 from pensieve.specs import ModelSpec
 from pensieve.worker.torch.forward import Forward, TransformersForward
 from pensieve.worker.torch.fused import build_fused
+from pensieve.worker.torch.kernels.backends import ON_CPU, candidates, load_backend
 from pensieve.worker.torch.kernels.base import AttentionBackend
-from pensieve.worker.torch.kernels.choose import ON_CPU, load_backend, order
 from pensieve.worker.torch.kernels.reference import ReferenceBackend
 from pensieve.worker.torch.self_check import SelfCheck, check_against_eager
 
@@ -75,7 +75,7 @@ def attention_here(
     serves in place of a kernel. Raises EngineMissing where what was asked for cannot run, ConfigError for an unknown name.
     """
     notes: list[str] = []
-    backends = order(asked, device)
+    backends = candidates(asked, device.type)
     for name, backend in _loaded(backends, device, dtype, head_dim, chunk_tokens):
         if not isinstance(backend, EngineMissing):
             return name, " ".join(notes), _instead(name, backends)

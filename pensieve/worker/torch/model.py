@@ -23,8 +23,8 @@ from pensieve.units import format_bytes
 from pensieve.worker.torch.attention import IMPLEMENTATION, REFERENCE, register
 from pensieve.worker.torch.choice import choose
 from pensieve.worker.torch.forward import Forward
+from pensieve.worker.torch.kernels.backends import candidates, load_backend
 from pensieve.worker.torch.kernels.base import AttentionBackend
-from pensieve.worker.torch.kernels.choose import load_backend, order
 from pensieve.worker.torch.self_check import SelfCheck
 from pensieve.worker.torch.threads import physical_cores
 
@@ -181,7 +181,7 @@ def load_model(
     if ranks is not None:
         ranks.check(spec)
     dtype = getattr(torch, spec.dtype)
-    names = order(attention, where)
+    names = candidates(attention, where.type)
     if attention != "auto":  # said before minutes are spent on the weights
         load_backend(attention, where, dtype, spec.head_dim, chunk_tokens)
     threads = threads or physical_cores()

@@ -94,7 +94,7 @@ def _indptr(counts: list[int]) -> torch.Tensor:
 
 
 class FlashInferBackend:
-    """For 16 bits on CUDA (see availability). Raises EngineMissing where its package does not load.
+    """For 16 bits on CUDA (see backends). Raises EngineMissing where its package does not load.
 
     A wrapper's plan() writes to page-locked memory of its own and copies from there without waiting. With two iterations in
     flight the next plan() would rewrite what the copy has yet to read, so successive iterations take wrappers in turn. When

@@ -72,7 +72,7 @@ class VarlenPlan:
 
 
 class VarlenBackend:
-    """For 16 bits on CUDA (see availability). Raises EngineMissing where this torch lacks it, or its kernel refuses blocks
+    """For 16 bits on CUDA (see backends). Raises EngineMissing where this torch lacks it, or its kernel refuses blocks
     of this size."""
 
     name = "varlen"

@@ -1,17 +1,23 @@
-"""Which attention backend can be expected to serve, told without torch and before anything is loaded.
+"""The attention backends: what attention_backend= means, what each of them needs, and how it is loaded.
 
-A trial's identity needs to know it. What only a start can tell (does the compiler compile, does the kernel pass the
-self-check) is decided in worker.torch.choice, by what is asked for here and found there.
+Imports no torch before one is loaded: a trial's identity asks which can be expected to serve. What only a start can tell
+(does the compiler compile, does the kernel pass the self-check) is decided in worker.torch.choice.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from typing import NamedTuple
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
 
 from pensieve.compiler import find_compiler
 from pensieve.errors import ConfigError, EngineMissing
+
+if TYPE_CHECKING:
+    import torch
+
+    from pensieve.worker.torch.kernels.base import AttentionBackend
 
 
 class Library(NamedTuple):
@@ -65,6 +71,28 @@ def require(name: str, kind: str, dtype: str, chunk_tokens: int) -> None:
         _require_triton(name, kind, chunk_tokens)
     elif name in LIBRARIES:
         _require_library(name, kind, dtype)
+
+
+def load_backend(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, chunk_tokens: int
+) -> AttentionBackend:
+    """Raises EngineMissing, in one sentence, where it cannot run here."""
+    require(name, device.type, str(dtype).removeprefix("torch."), chunk_tokens)
+    if name == "reference":
+        from pensieve.worker.torch.kernels.reference import ReferenceBackend
+
+        return ReferenceBackend()
+    if name == "native":
+        from pensieve.worker.torch.kernels.native import NativeBackend
+
+        return NativeBackend(head_dim, dtype)
+    if name in ("triton", "triton_pointers"):
+        from pensieve.worker.torch.kernels.triton_backend import TritonBackend, TritonPointersBackend
+
+        return TritonBackend() if name == "triton" else TritonPointersBackend()
+    module, _, kind = LIBRARIES[name].backend.rpartition(".")
+    found: AttentionBackend = getattr(import_module(module), kind)(device, dtype, head_dim, chunk_tokens)
+    return found
 
 
 def _require_native(kind: str) -> None:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from pensieve.errors import ConfigError, EngineMissing
-from pensieve.worker.torch.kernels import availability
-from pensieve.worker.torch.kernels.choose import BACKENDS, load_backend, order
+from pensieve.worker.torch.kernels import backends
+from pensieve.worker.torch.kernels.backends import BACKENDS, candidates, load_backend
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -18,11 +18,11 @@ def _load(name: str, device: torch.device = CPU, dtype: torch.dtype = torch.bflo
 
 
 def test_auto_takes_the_triton_kernel_on_a_gpu_and_the_compiled_one_on_a_cpu() -> None:
-    assert order("auto", CUDA) == ("triton", "triton_pointers", "varlen", "reference")
-    assert order("auto", CPU) == ("native", "reference")
-    assert [order(name, CPU) for name in BACKENDS] == [(name,) for name in BACKENDS]
+    assert candidates("auto", "cuda") == ("triton", "triton_pointers", "varlen", "reference")
+    assert candidates("auto", "cpu") == ("native", "reference")
+    assert [candidates(name, "cpu") for name in BACKENDS] == [(name,) for name in BACKENDS]
     with pytest.raises(ConfigError, match="attention_backend=flash is unknown; use auto, reference"):
-        order("flash", CPU)
+        candidates("flash", "cpu")
 
 
 def test_the_reference_is_always_there() -> None:
@@ -56,6 +56,6 @@ def test_what_cannot_run_here_is_one_sentence(
 
 
 def test_a_missing_triton_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(availability.importlib.util, "find_spec", lambda module: None)
+    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda module: None)
     with pytest.raises(EngineMissing, match=r"pip install 'pensieve-lab\[triton\]'"):
         _load("triton")
