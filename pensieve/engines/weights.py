@@ -20,7 +20,8 @@ def plain_module(setup: EngineSetup) -> Any:
     """A transformers module on its own attention (sdpa), loaded as our engine loads it. Raises what load_module raises."""
     import torch
 
-    from pensieve.worker.torch.model import load_module, resolve_device
+    from pensieve.worker.torch.model import resolve_device
+    from pensieve.worker.torch.weights import load_module
 
     torch.set_num_threads(setup.threads)
     module = load_module(

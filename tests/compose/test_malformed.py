@@ -17,7 +17,7 @@ from pensieve.compose.tokenizer import build_tokenizer
 from pensieve.compose.weights import check_weights, own_folder
 from pensieve.errors import PensieveError
 from pensieve.specs import ModelSpec
-from pensieve.worker.torch.model import load_module
+from pensieve.worker.torch.weights import load_module
 from tests.tiny_gguf import write_gguf
 
 pytest.importorskip("gguf")

@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pensieve.specs import ModelSpec
-from pensieve.worker.torch import model as loading
+from pensieve.worker.torch import weights as loading
 from pensieve.worker.torch.attention import register
 
 from .standin import operations

@@ -10,7 +10,7 @@ from pensieve.errors import PensieveError, UnsupportedModel
 from pensieve.gguf_header import check_gguf_header
 from pensieve.hub import first_line
 from pensieve.specs import ModelSpec
-from pensieve.worker.torch.model import REPORTED, check_bits, check_whole, quiet_transformers
+from pensieve.worker.torch.weights import REPORTED, check_bits, check_whole, quiet_transformers
 
 
 def dequantise(source: Path, folder: Path) -> None:

@@ -281,7 +281,8 @@ def _twice(module: Any, *args: Any, **kwargs: Any) -> Any:
     [(_unscaled, "fails its self-check"), (_reads_too_much, "fails its self-check"), (_twice, "called 4 times")],
 )
 def test_the_self_check_rejects_a_wrong_attention(wrong: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pensieve.worker.torch.model.register", lambda: None)
+    for place in ("model", "weights"):
+        monkeypatch.setattr(f"pensieve.worker.torch.{place}.register", lambda: None)
     monkeypatch.setitem(AttentionInterface._global_mapping, IMPLEMENTATION, wrong)
     with pytest.raises(UnsupportedModel, match=words):
         _load(tiny_spec("llama"), fused=False)

@@ -12,7 +12,7 @@ import torch
 
 from pensieve.errors import UnsupportedModel
 from pensieve.specs import ModelSpec
-from pensieve.worker.torch import model as loading
+from pensieve.worker.torch import weights as loading
 from pensieve.worker.torch.attention import Iteration, register
 from pensieve.worker.torch.batch import Batch
 from pensieve.worker.torch.forward import Forward, TransformersForward

@@ -7,7 +7,7 @@ import torch
 
 from pensieve.worker.torch.attention import register
 from pensieve.worker.torch.fused import build_fused
-from pensieve.worker.torch.model import _random
+from pensieve.worker.torch.weights import _random
 from tests.worker.torch.driver import tiny_spec
 
 
