@@ -14,6 +14,7 @@ import pytest
 
 from pensieve.errors import HardwareMissing
 from pensieve.worker.pool_file import PoolFile
+from pensieve.worker.torch.worker import TorchWorker
 from tests.disk import CHUNK, OTHERS, Talk
 from tests.worker.torch.driver import random_tokens
 
@@ -287,6 +288,17 @@ def test_a_file_in_use_or_too_large_is_refused(tmp_path: Path) -> None:
     file.close()
     with pytest.raises(HardwareMissing, match=r"cache\.disk takes"):
         PoolFile(tmp_path / "x.kv", tmp_path, bytes(32), 1 << 40, 2, 64)
+
+
+def test_a_start_that_fails_gives_the_file_up(tmp_path: Path) -> None:
+    def full(self: TorchWorker, gpu_blocks: int) -> None:
+        raise MemoryError("full")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchWorker, "_warm_up", full)
+        with pytest.raises(HardwareMissing, match="first iterations do not fit"):
+            Talk(tmp_path)
+    Talk(tmp_path).close()
 
 
 def test_a_larger_and_a_smaller_file_keep_what_fits(tmp_path: Path) -> None:

@@ -196,8 +196,6 @@ class TorchWorker:
 
     def close(self) -> None:
         """Free the pools, once what is to be on disk is there; the model stays with whoever loaded it."""
-        if self._transfer is not None:
-            self._transfer.close()
         self._free()
 
     # -- how ----------------------------------------------------------------------------------------------------------
@@ -311,6 +309,8 @@ class TorchWorker:
 
     def _free(self) -> None:
         self._flights.clear()
+        if self._transfer is not None:
+            self._transfer.close()
         self._tensors = self._transfer = self._graphs = None
         self._tables, self.last_logits = BlockTables(), {}
         if self.model.device.type == "cuda":
