@@ -115,7 +115,7 @@ def test_a_split_by_the_measured_profile_generates_what_transformers_does() -> N
     cache = TwoTierCache(policy=policy, chunk_tokens=size, gpu_blocks=blocks, cpu_blocks=2 * blocks, restore="hybrid")
     checked = CheckedEngine(model, cache, SchedulerSettings(max_batch_tokens=budget), 2048, link)
     worker = checked.torch_worker
-    measured = profile_of(worker, checked.clock, size, blocks * size, 2048, 0, worker.settings(), 2048)
+    measured = profile_of(worker, checked.clock, size, blocks * size, 2048, 0, worker.settings(), budget)
     token_s = measured.recompute_s(blocks * size // 2) / size
     link.throttle(model.spec.kv_bytes_per_token / (LINKS["gen4_x8"] * token_s))
     profile = replace(measured, load_chunk_s=load_s(worker, checked.clock, blocks))

@@ -111,7 +111,7 @@ def test_a_refused_fused_forward_is_warned_of(
 
 def test_what_serves_here_is_told_without_a_model(wrong: _WrongBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     def here(*names: str) -> tuple[str, str, bool]:
-        monkeypatch.setattr(choice, "order", lambda asked, device: names)
+        monkeypatch.setattr(choice, "candidates", lambda asked, kind: names)
         return attention_here("auto", CPU, torch.float32, 16, 16)
 
     assert here("reference") == ("reference", "", False)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,6 +18,7 @@ from pensieve.plan import Row
 from pensieve.record import TurnRecord
 from pensieve.request import Length, Request
 from pensieve.scheduler.composition import SchedulerSettings
+from pensieve.worker.torch import kv_tensors
 from pensieve.worker.torch.memory import blocks_in, find_room, largest_rows, rounded
 from pensieve.worker.torch.model import LoadedModel
 from pensieve.worker.torch.options import TorchOptions
@@ -61,9 +62,9 @@ def test_out_of_memory_at_start_is_a_sentence_and_frees_everything(llama: Loaded
 
 def test_a_pool_that_cannot_be_allocated_is_a_sentence(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def none_left(*_: Any, **__: Any) -> None:
-        raise MemoryError
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(np, "zeros", none_left)
+    monkeypatch.setattr(kv_tensors.mmap, "mmap", none_left)
     worker = TorchWorker(llama, 8, WallClock())
     with pytest.raises(
         HardwareMissing, match=r"A KV pool of .* \(16 blocks of .*\) does not fit .* of which .* are free"
