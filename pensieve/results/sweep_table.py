@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from itertools import groupby
+from statistics import geometric_mean
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -22,7 +23,7 @@ from pensieve.results.store import ResultsStore
 from pensieve.results.tokens import TokenComparison, compare_tokens
 from pensieve.results.trials import Evidence, TrialGroup
 from pensieve.specs import ROUNDS_APART
-from pensieve.statistics import PairedRatio, median
+from pensieve.statistics import PairedRatio
 from pensieve.units import NONE, percent, three_digits
 
 _MEANS = (
@@ -49,8 +50,9 @@ class OutputCheck:
 
 @dataclass(frozen=True, slots=True)
 class SweepRow:
-    """One baseline in one group. Rates, throughput and percentiles: means over its trials. TTFT first, last: median ms over
-    seeds, repeats and conversations, of the first measured turn and of each conversation's own last one.
+    """One baseline in one group. Rates, throughput and percentiles: means over its trials. TTFT first, last: geometric mean
+    in ms over seeds, repeats and conversations, of the first measured turn and of each conversation's own last one. The ratio
+    of two baselines' last turns is so the quotient of their numbers, where both measured the same conversations.
 
     beside_ours: its TTFT over Pensieve's at the last turn that both measured, paired by seed and conversation. gap_closed:
     where eviction policies were compared, see frame.gap_closed. bound_hit_rate: None for a server that stores nothing.
@@ -158,8 +160,8 @@ def _row(found: Evidence, group: TrialGroup, baseline: str, made: Sequence[Findi
         seeds=len({trial.seed for trial in trials}),
         ttft_p50_ms=means["ttft_ms_p50"],
         ttft_p99_ms=means["ttft_ms_p99"],
-        ttft_first_ms=_median(ttft[turns == min(turns, default=0)]),
-        ttft_last_ms=_median(ttft.groupby(level=CONVERSATION).last()),
+        ttft_first_ms=_geometric_mean(ttft[turns == min(turns, default=0)]),
+        ttft_last_ms=_geometric_mean(ttft.groupby(level=CONVERSATION).last()),
         itl_p50_ms=means["itl_ms_p50"],
         itl_p99_ms=means["itl_ms_p99"],
         beside_ours=next(beside, None),
@@ -213,9 +215,9 @@ def _check_outputs(store: ResultsStore, reference: str, theirs: Sequence[Trial],
     )
 
 
-def _median(values: Iterable[float]) -> float | None:
-    found = list(values)
-    return median(found) if found else None
+def _geometric_mean(values: Iterable[float]) -> float | None:
+    found = [value for value in values if value > 0]
+    return geometric_mean(found) if found else None
 
 
 def _table(group: Mapping[str, str], rows: Sequence[SweepRow], axes: str = "") -> Table:

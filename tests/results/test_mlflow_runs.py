@@ -29,8 +29,8 @@ def died(*_args: object) -> None:
     raise Died
 
 
-def test_the_table_mlflow_and_the_metrics_have_one_median(tmp_path: Path) -> None:
-    """Of an even number of conversations the table and MLflow interpolated, where metrics and figures did not."""
+def test_mlflow_and_the_metrics_have_one_median(tmp_path: Path) -> None:
+    """Of an even number of conversations MLflow interpolated, where metrics and figures did not."""
     store = open_store(tmp_path)
     sweep = open_sweep(store, seed="0", baseline="pensieve")
     turns = conversation_turns(TTFT, sessions=4)
@@ -41,8 +41,7 @@ def test_the_table_mlflow_and_the_metrics_have_one_median(tmp_path: Path) -> Non
         for m in summarise(Measurement(turns, 0.0, 1.0, 0.0, 1.0))
         if m.name == "ttft_ms_p50" and m.label
     }
-    [row] = sweep_table(store, sweep).rows
-    assert (row.ttft_first_ms, row.ttft_last_ms) == (logged[1], logged[3]) == pytest.approx((44.0, 48.4))
+    assert (logged[1], logged[3]) == pytest.approx((44.0, 48.4))
     assert logged == {turn: metrics[f"turn={turn}"] for turn in (1, 2, 3)}
 
 

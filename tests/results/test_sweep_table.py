@@ -39,10 +39,11 @@ def test_columns_are_taken_from_the_measured_turns(store: ResultsStore) -> None:
     rows = by_baseline(store, sweep_of(store, {"pensieve": FAST, "stateless": SLOW}))
     ours, theirs = rows["pensieve"], rows["stateless"]
     assert (ours.trials, ours.seeds, ours.group) == (2, 2, {})
-    # Three conversations at 1.0, 1.1 and 1.2 times the list; the middle one is the median. Warm-up took 900 ms.
+    # Three conversations at 1.0, 1.1 and 1.2 times the list. Warm-up took 900 ms.
+    mean = (1.0 * 1.1 * 1.2) ** (1 / 3)
     for row, ttft in ((ours, FAST), (theirs, SLOW)):
-        assert row.ttft_first_ms == pytest.approx(1.1 * ttft[0])
-        assert row.ttft_last_ms == pytest.approx(1.1 * ttft[5])
+        assert row.ttft_first_ms == pytest.approx(mean * ttft[0])
+        assert row.ttft_last_ms == pytest.approx(mean * ttft[5])
     assert theirs.beside_ours is not None
     assert theirs.beside_ours.ratio == pytest.approx(3.0)
     assert theirs.beside_ours.n == 6
@@ -63,6 +64,22 @@ def test_swapping_two_baselines_swaps_the_rows() -> None:
     assert found[0] is not None and found[1] is not None
     assert found[0].ratio == pytest.approx(1 / found[1].ratio)
     assert straight["stateless"].ttft_last_ms == swapped["stateless"].ttft_last_ms
+
+
+def test_the_ratio_is_that_of_the_times_beside_it_where_some_conversations_are_fast(store: ResultsStore) -> None:
+    """As without a CPU tier, where a history is on the GPU or nowhere: medians would stand three to one."""
+    sweep = open_sweep(store)
+    mixed = conversation_turns(SLOW)
+    for record in mixed:
+        if record.session == "s0" and record.turn == 6:
+            record.ttft_ms = FAST[5]
+    add_trial(store, sweep, 0, "pensieve", conversation_turns(FAST))
+    add_trial(store, sweep, 1, "gpu_only", mixed)
+    rows = by_baseline(store, sweep)
+    ours, theirs = rows["pensieve"], rows["gpu_only"]
+    assert ours.ttft_last_ms and theirs.ttft_last_ms and theirs.beside_ours is not None
+    assert theirs.beside_ours.ratio == pytest.approx(9 ** (1 / 3))
+    assert theirs.ttft_last_ms / ours.ttft_last_ms == pytest.approx(9 ** (1 / 3))
 
 
 def test_the_last_turn_is_the_last_one_that_both_measured(store: ResultsStore) -> None:
