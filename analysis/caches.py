@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -68,7 +68,11 @@ def shares(source: Source, cell: Cell) -> Shares | None:
     gpu, history = turns["gpu_hit_tokens"], turns["history_tokens"]
     on_disk = turns["disk_hit_tokens"].fillna(0)
     disk = percent(on_disk, history).value if _has_disk(source) else None
-    return Shares(percent(gpu, history), percent(gpu + turns["cpu_hit_tokens"].fillna(0) + on_disk, history), disk)
+    found = Shares(percent(gpu, history), percent(gpu + turns["cpu_hit_tokens"].fillna(0) + on_disk, history), disk)
+    if cell.baseline != REFERENCE or found.hit.value > 0:
+        return found
+    certain = replace(found.hit, ci_low=None, ci_high=None)  # it keeps nothing: its 0 is no estimate
+    return replace(found, gpu=certain, hit=certain)
 
 
 def _draw_shares(axes: Axes, place: float, found: Shares, name: str, *, across: bool) -> None:

@@ -21,7 +21,7 @@ from pensieve.results.size_map import Place, SizeMap, is_map, read_map, spaced
 from pensieve.results.trials import mixtures
 from pensieve.statistics import FEWEST_GROUPS
 
-KNEE, BORDER = "#D55E00", "#000000"
+KNEE, BORDER = "#D55E00", "#E7298A"  # both are seen on either map, and on a dark ground
 DISK = "cache.disk"
 COLOURS = {"found": "YlGnBu", "late": "YlOrBr"}
 MOST_WRITTEN = 13  # sizes along a side up to which a cell has its number written into it
@@ -154,7 +154,7 @@ def _key(found: SizeMap, beside: Place) -> list[Any]:
     knee = found.smallest(found.reaches, beside)
     meeting = found.smallest(found.meets, beside) if q.slo_ttft_ms is not None else []
     if knee:
-        handles.append(Line2D([], [], color=KNEE, linewidth=1.4, label=f"{q.knee:.0%} of what the largest find"))
+        handles.append(Line2D([], [], color=KNEE, linewidth=1.4, label=f"{100 * q.knee:g} % of what the largest find"))
     if meeting:
         label = f"{q.slo_ttft_ms:g} ms at {q.percentile}"
         handles.append(Line2D([], [], color=BORDER, linewidth=1.4, linestyle=(0, (3, 1.4)), label=label))

@@ -239,10 +239,13 @@ def in_the_dark(colour: Any) -> RGBA:
 
 
 def darken(figure: Figure) -> None:
-    """Change every mark of a drawn figure. What a colour map fills (a heat map) stays as it is."""
+    """Change every mark of a drawn figure. What a colour map fills (a heat map) stays as it is, with the texts and patches on
+    it."""
     figure.draw_without_rendering()  # ticks and legends are there only then
+    kept = {mark for axes in figure.axes if axes.images for mark in (*axes.texts, *axes.patches)}
     for artist in figure.findobj():
-        _darken(artist)
+        if artist not in kept:
+            _darken(artist)
 
 
 def _darken(artist: Artist) -> None:

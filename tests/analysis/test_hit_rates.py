@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from analysis.caches import hit_rates, short
+from analysis.caches import hit_rates, shares, short
 from analysis.sweep import Source
 from pensieve.errors import MissingSeries
 from pensieve.results.store import ResultsStore
@@ -35,6 +35,17 @@ def test_the_parts_of_history_are_stacked_to_a_hundred(store, drawn, tmp_path):
     assert bars["pensieve/recomputed"] == [(80.0, 20.0)]
     assert bars["stateless/recomputed"] == [(0.0, 100.0)]
     assert drawn["hit_rates"].ticks == ["pensieve", "gpu_only", "stateless"]
+
+
+def test_stateless_keeps_nothing_so_its_zero_has_no_interval(store):
+    def turns(at, seed):
+        return [answered(name, 2, 5.0, history=100, gpu=0) for name in "abcdef"]
+
+    source = fill(store, {"baseline": ["gpu_only", "stateless"]}, turns, seeds=range(5), summary=True)
+    [panel] = source.panels()
+    other, stateless = (shares(source, cell) for name in panel.baselines for cell in panel.of(name))
+    assert other.hit.ci_high > 0
+    assert (stateless.hit.value, stateless.hit.ci_high, stateless.gpu.ci_high) == (0, None, None)
 
 
 def test_a_sweep_over_the_size_gets_a_bar_a_size_from_the_smallest_on(store, drawn, tmp_path):

@@ -73,6 +73,16 @@ def test_in_the_dark_greys_change_places_and_dark_colours_are_lifted():
     assert in_the_dark("#56B4E9")[:3] == pytest.approx(to_rgb("#56B4E9"), abs=0.01), "light enough as it is"
 
 
+def test_in_the_dark_a_number_on_a_heat_map_keeps_its_colour():
+    figure, axes = style.new_axes(1.5)
+    axes.imshow([[0, 1]])
+    number, aside = axes.text(0, 0, "7", color="black"), figure.text(0, 0, "small print", color="black")
+    style.darken(figure)
+    assert to_rgb(number.get_color()) == (0, 0, 0)
+    assert min(to_rgb(aside.get_color())) > 0.8
+    plt.close(figure)
+
+
 def test_the_dark_picture_is_the_same_figure_on_a_dark_ground(tmp_path):
     figure, axes = style.new_axes(1.5)
     axes.plot([0, 1], [0, 1], label="pensieve", color=style.colour("pensieve"))
