@@ -12,10 +12,17 @@ ABOVE = {"index.md": "README.md", **{name: name for name in ("CHANGELOG.md", "CO
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
 
 
+FIRST = ("index.md", "gallery.md")
+
+
+def _place(page):
+    return page.name not in FIRST, page.name != FIRST[0], page.name
+
+
 def on_config(config):
     results = next(group["Results"] for group in config.nav if "Results" in group)
     docs = Path(config.docs_dir)
-    results[:0] = [page.relative_to(docs).as_posix() for page in sorted((docs / "results").glob("*.md"))]
+    results[:0] = [page.relative_to(docs).as_posix() for page in sorted((docs / "results").glob("*.md"), key=_place)]
 
 
 def on_files(files, config):

@@ -96,6 +96,11 @@ class SweepTable:
         return [*([self.headline] if self.headline else []), *above]
 
     @property
+    def codes(self) -> list[str]:
+        """Of the notes that qualify its numbers."""
+        return list(dict.fromkeys(note.code for note in self.notes if note.code not in (*ABOVE, *FACTS)))
+
+    @property
     def renderable(self) -> RenderableType:
         """For a rich console of 100 columns or more."""
         parts: list[RenderableType] = [Text(answer) for answer in self.answers]
@@ -106,7 +111,7 @@ class SweepTable:
                 parts.append(_table(group, list(rows)))
         if not self.rows:
             parts.append(Text("No trial of this sweep is completed."))
-        codes = list(dict.fromkeys(note.code for note in self.notes if note.code not in (*ABOVE, *FACTS)))
+        codes = self.codes
         told = f"{len(codes)} note{'s' * (len(codes) != 1)}{': ' if codes else ''}{', '.join(codes)}"
         parts.append(Text(f"{told} (python runners/results.py notes {self.sweep.id})"))
         return Group(*parts)
