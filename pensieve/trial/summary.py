@@ -86,7 +86,7 @@ def places(tracking: Tracking) -> list[str]:
     elif tracking.mlflow and remote_url() is not None:
         lines.append(f"MLflow:   the server that {URL_ENV} names")
     elif tracking.mlflow:
-        lines.append(f"MLflow:   make ui, then {UI_ADDRESS}   (reads {tracking.outputs / 'mlflow.db'})")
+        lines.append(f"MLflow:   make ui, then {UI_ADDRESS}/#/experiments   (reads {tracking.outputs / 'mlflow.db'})")
     return lines
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -163,6 +164,17 @@ def test_a_sweep_becomes_a_parent_with_children(tmp_path: Path, caplog: pytest.L
 
     assert mlflow_runs.finish_parent(tmp_path, store, sweep, sweep_table(store, sweep), "failed") == parent
     assert client.get_run(parent).info.status == "FAILED"
+    address = mlflow_runs.address_of(tmp_path, parent)
+    assert (
+        address
+        == f"/#/experiments/{run.info.experiment_id}/runs?viewStateShareKey={parent}&workflowType=machine_learning"
+    )
+    experiment = client.get_experiment(run.info.experiment_id)
+    view = json.loads(experiment.tags[f"mlflow.sharedViewState.{parent}"])
+    shown = client.search_runs([experiment.experiment_id], view["searchFilter"])
+    below = children(client, experiment.experiment_id, parent)
+    assert {one.info.run_id for one in shown} == {one.info.run_id for one in below}
+    assert view["orderByKey"] == view["selectedColumns"][0] == "metrics.`ttft_ms_mean`"
     found = tmp_path / "mlartifacts" / parent / "artifacts" / "comparison.txt"
     assert found.read_text() == sweep_table(store, sweep).text()
     assert not [r for r in caplog.records if r.name.startswith(("mlflow", "alembic"))]
