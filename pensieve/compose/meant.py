@@ -1,4 +1,4 @@
-"""What typed overrides mean before Hydra composes them: `workload.path` alone, and experiments by their former names."""
+"""What typed overrides mean before Hydra composes them: `workload.path` alone, and options by their former names."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from pensieve.compose.folder import options
 
+_NOISY = "eviction=noisy_hint_"
 _RECORDED = "workload=trace"
 _SIMULATED = ("model=llama3_8b", "cache=small", "hardware=sim_a100_80g")
 """Where recorded conversations are replayed unless something is chosen: recorded pauses take no real time there."""
@@ -13,10 +14,12 @@ _SIMULATED = ("model=llama3_8b", "cache=small", "hardware=sim_a100_80g")
 
 def as_meant(arguments: Sequence[str], config_name: str = "config") -> tuple[list[str], list[str]]:
     """The command line with what it implies, and a line for people on each change. config_name: as of `guarded`."""
-    meant, notes = list(arguments), []
-    for place, text in enumerate(arguments):
-        if (found := _moved(text)) is not None:
-            meant[place : place + 1] = found
+    meant: list[str] = []
+    notes: list[str] = []
+    for text in arguments:
+        found = _moved(text)
+        meant += found or [text]
+        if found is not None:
             notes.append(f"{text} is now {' '.join(found)}.")
     added: list[str] = []
     if _has(arguments, "workload.path=") and not _has(arguments, "workload=", "experiment=", "replay="):
@@ -34,7 +37,9 @@ def as_meant(arguments: Sequence[str], config_name: str = "config") -> tuple[lis
 
 def _moved(text: str) -> list[str] | None:
     """experiment=NAME by a former name: without its folder (hotness), with the folder as a prefix (paper_eviction), or with
-    _small. None: it is no former name."""
+    _small; eviction=noisy_hint_N. None: it is no former name."""
+    if text.startswith(_NOISY) and (wrong := text.removeprefix(_NOISY)).isdigit():
+        return ["eviction=noisy_hint", f"eviction.error_pct={wrong}"]
     if not text.startswith("experiment="):
         return None
     known = options("experiment")

@@ -58,3 +58,18 @@ def test_a_small_version_is_a_scale():
 @pytest.mark.parametrize("name", ["demo", "paper/eviction", "mine"])
 def test_what_has_not_moved_stays_as_typed(name):
     assert as_meant([f"experiment={name}"]) == ([f"experiment={name}"], [])
+
+
+def test_two_former_names_on_one_line_are_both_replaced_where_they_stand():
+    typed = ["experiment=hotness_small", "seed=1", "eviction=noisy_hint_20", "-m"]
+    meant, notes = as_meant(typed)
+    expected = [
+        "experiment=users/hotness",
+        "scale=small",
+        "seed=1",
+        "eviction=noisy_hint",
+        "eviction.error_pct=20",
+        "-m",
+    ]
+    assert meant == expected
+    assert len(notes) == 2
