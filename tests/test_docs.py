@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_one_turn import files_crossed
+from tests.crossings import restored_turn
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 PAGE = (CHECKOUT / "docs" / "architecture.md").read_text()
@@ -61,7 +61,7 @@ def test_the_layers_are_those_that_are_enforced():
 def test_the_route_names_the_files_that_a_turn_crosses():
     route = PAGE.split("\n## The route of one request\n")[1].split("\n## ")[0]
     named = re.findall(r"^\| `([\w/]+\.py)` \|", route, flags=re.MULTILINE)
-    assert sorted(named) == sorted(files_crossed())
+    assert sorted(named) == sorted(restored_turn().calls)
 
 
 def glossary():

@@ -1,0 +1,116 @@
+"""Compare what the scenarios give now with what is frozen; freeze it anew; write rows out; measure the host's cost.
+
+python -m tests.frozen [NAME ...] [--quick]    check all, those named (or whose name begins so), or those that are not slow
+python -m tests.frozen --write [NAME ...]      freeze anew
+python -m tests.frozen --show NAME FILE        all rows of one scenario as JSON, to be compared row by row
+python -m tests.frozen --cost [CHECKOUT ...]   host time of a plan and a row, of several checkouts in turns
+python -m tests.frozen --crossings             files and calls that a turn crosses
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+
+from tests.composed_once import composing_once
+from tests.frozen.rows import KINDS, Rows
+from tests.frozen.scenarios import SCENARIOS
+
+FILE = Path(__file__).parent / "frozen.json"
+
+
+def frozen() -> dict[str, Any]:
+    found = json.loads(FILE.read_text()) if FILE.exists() else {}
+    assert isinstance(found, dict)
+    return found
+
+
+def differences(name: str, rows: Rows) -> list[str]:
+    """What is not as it is frozen, a line a kind; totals first, since they say most."""
+    was = frozen().get(name)
+    if was is None:
+        return ["not frozen yet"]
+    now = rows.frozen(was.get("tie"))
+    lines = [
+        f"{total}: {was['totals'].get(total)} was frozen, now {now['totals'].get(total)}"
+        for total in sorted({*was["totals"], *now["totals"]})
+        if was["totals"].get(total) != now["totals"].get(total)
+    ]
+    return [*lines, *(f"{kind} differ" for kind in (*KINDS, "drawn") if was.get(kind) != now.get(kind))]
+
+
+def write(found: dict[str, Any]) -> None:
+    """One line a scenario, in their order."""
+    lines = [f"{json.dumps(name)}: {json.dumps(found[name])}" for name in SCENARIOS if name in found]
+    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def show(name: str, file: Path) -> None:
+    """One row a line, so that `diff` of two files names the rows."""
+    table = SCENARIOS[name].rows().table()
+    kinds = [f" {json.dumps(kind)}: [\n" + ",\n".join(map(json.dumps, rows)) + "\n ]" for kind, rows in table.items()]
+    file.write_text("{\n" + ",\n".join(kinds) + "\n}\n")
+
+
+def main(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.frozen", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--show", action="store_true")
+    parser.add_argument("--cost", action="store_true")
+    parser.add_argument("--cost-once", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--crossings", action="store_true")
+    asked = parser.parse_args(words)
+    if asked.cost or asked.cost_once:
+        from tests.frozen.cost import measured, report
+
+        print(json.dumps(measured()) if asked.cost_once else report([Path(one) for one in asked.names or ["."]]))
+        return 0
+    if asked.crossings:
+        from tests.crossings import generated_turn, restored_turn
+
+        for turn in (restored_turn, generated_turn):
+            found = turn()
+            print(f"{turn.__name__}: {found}\n{found.table()}\n")
+        return 0
+    if asked.show:
+        name, file = asked.names
+        show(name, Path(file))
+        return 0
+    chosen = [
+        name
+        for name, one in SCENARIOS.items()
+        if (not asked.names or name.startswith(tuple(asked.names))) and not (asked.quick and one.slow)
+    ]
+    kept, wrong = frozen(), 0
+    for name in chosen:
+        began = time.perf_counter()
+        try:
+            rows = SCENARIOS[name].rows()
+            if asked.write:
+                kept[name] = rows.frozen()
+            lines = [] if asked.write else differences(name, rows)
+        except Exception as error:  # the others are still worth knowing
+            lines = [f"failed: {error!r}"]
+        wrong += bool(lines)
+        said = "; ".join(lines) or ("frozen" if asked.write else "as frozen")
+        print(f"{time.perf_counter() - began:6.2f} s  {name}: {said}", flush=True)
+    if asked.write:
+        write(kept)
+    print(f"{len(chosen)} scenarios, {wrong} differ or fail")
+    return wrong > 0
+
+
+if __name__ == "__main__":
+    with composing_once():
+        sys.exit(main(sys.argv[1:]))
