@@ -14,7 +14,7 @@ from analysis.estimates import over_seeds
 from analysis.registry import Plot, Row, columns, figure
 from analysis.sweep import Cell, Source
 from pensieve.errors import MissingSeries
-from pensieve.holding import Tier
+from pensieve.facts import Tier
 from pensieve.results.prices import Worth, prefill_seconds
 from pensieve.results.size_map import is_map
 from pensieve.results.store import Holding

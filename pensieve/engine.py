@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 from itertools import repeat
 from typing import Literal
 
-from pensieve.cache.base import CacheManager, Run
+from pensieve.cache.base import CacheManager
 from pensieve.clock import Clock
-from pensieve.cost.base import CostModel, PositionPrices, predicted_s
+from pensieve.cost.base import CostModel
+from pensieve.event import Event
+from pensieve.facts import SILENT, Computed, Facts
 from pensieve.idle_sessions import IdleSessions, MemoryLimits
 from pensieve.plan import Repeats, StepResult
-from pensieve.record import Event, TurnRecord
 from pensieve.request import Request, TokenArray
 from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.scheduler.scheduler import Scheduler, Step
-from pensieve.scheduler.sequence import Sequence
+from pensieve.scheduler.sequence import Sequence, turn_of
 from pensieve.session import Session
 from pensieve.worker.base import Worker
 
@@ -29,29 +28,6 @@ _NOT_FINITE = (
     "The logits of this request are not finite, so no token can be drawn; check the model's weights, or set "
     "model.dtype=float32."
 )
-_LONG_ROW = 128  # positions of a row whose time the cost model should tell
-
-
-@dataclass(slots=True)
-class EngineCounters:
-    """Times in ns. schedule: scheduler and cache, on the wall, also where the worker is simulated. predicted, predictable:
-    the cost model's time and the measured one, of the iterations that computed a single row of at least _LONG_ROW positions.
-    plan_bytes, plan_ns, sent_plans: of plans that went to several processes.
-    """
-
-    steps: int = 0
-    schedule_ns: int = 0
-    compute_ns: int = 0
-    stall_ns: int = 0
-    h2d_bytes: int = 0
-    d2h_bytes: int = 0
-    failed_steps: int = 0
-    predicted_ns: int = 0
-    predictable_ns: int = 0
-    forgotten_sessions: int = 0
-    plan_bytes: int = 0
-    plan_ns: int = 0
-    sent_plans: int = 0
 
 
 class Engine:
@@ -72,24 +48,24 @@ class Engine:
         decode_text: Callable[[Many[int]], str] | None = None,
         limits: MemoryLimits | None = None,
         cost: CostModel | None = None,
-        believed: CostModel | None = None,
+        facts: Facts = SILENT,
     ) -> None:
-        """cost: what records go by. believed: what decisions go by, where that is another one."""
+        """cost: what decisions go by. facts: where it is told what happens; what that returns of a request that ended is in
+        its event `finished`."""
         assert worker.depth in (1, 2), "one plan in flight, or one more that is made before it is collected"
         self.cache = cache
+        self.facts = facts
+        cache.report_to(facts)
         self.scheduler = Scheduler(
-            cache, settings, max_context, ahead=worker.depth > 1, cost=believed or cost, computes=worker.computes
+            cache, settings, max_context, ahead=worker.depth > 1, cost=cost, computes=worker.computes, facts=facts
         )
         self.worker = worker
         self.clock = clock
-        self.counters = EngineCounters()
         self._eos = eos
         self._decode_text = decode_text
         self._launched: deque[Step] = deque()  # oldest first
         self._sequences: dict[int, Sequence] = {}  # requests under way, by id
         self._under_way: dict[str, int] = {}  # session name -> its requests under way
-        self._cost = cost
-        self._prices = PositionPrices(cost, cache.chunk_tokens) if cost is not None else None
         self._idle = IdleSessions(limits or MemoryLimits())
         self._arrived = 0  # requests, ever
         self._over: deque[Session] = deque()  # sessions that will not be asked again
@@ -111,7 +87,7 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request; one that can never be served comes out of the next `step` as refused."""
-        self.cache.set_time(self.clock.now_ns())
+        self.facts.at(self.clock.now_ns())
         self._forget_surplus()  # may be this very session: whoever returns too late begins anew
         known = self.cache.find(request.session)
         session = known or self.cache.open(request.session, self.clock.now_s(), request.tenant)
@@ -129,7 +105,8 @@ class Engine:
         """Queue a request, unless it can never be served. Counts as under way what nothing can refuse any more."""
         now_s = self.clock.now_s()
         session.turns += 1
-        sequence = Sequence.arrive(request, session, self._arrived, now_s, self._eos, self._decode_text)
+        self.facts.arrived(request, turn_of(request, session), now_s)
+        sequence = Sequence.arrive(request, session, self._arrived, self._eos, self._decode_text)
         self._arrived += 1
         error = self.scheduler.refusal(sequence)
         if error is not None:
@@ -150,16 +127,17 @@ class Engine:
     def failed(self, request: Request, error: Exception) -> None:
         """End a request that `submit` raised this error for; the next `step` returns its end. Others go on."""
         now_s = self.clock.now_s()
-        record = TurnRecord.arrived(request, request.turn, now_s)
-        record.close("failed", None, now_s, f"The engine cannot take the request ({type(error).__name__}: {error}).")
-        self._events.append(Event("finished", request.id, now_s, turn=record))
+        message = f"The engine cannot take the request ({type(error).__name__}: {error})."
+        self.facts.arrived(request, request.turn, now_s)
+        told = self.facts.ended(request, "failed", None, now_s, message)
+        self._events.append(Event("finished", request.id, now_s, turn=told))
 
     def cancel(self, request_id: int, status: str) -> None:
         """End a request early. What it generated so far stays in the session; a turn without any output is undone."""
         sequence = self._sequences.get(request_id)
         if sequence is None or sequence.closed:
             return
-        self.cache.set_time(self.clock.now_ns())
+        self.facts.at(self.clock.now_ns())
         self._close(sequence, status, None, self.clock.now_s())
         self._release(sequence)
 
@@ -173,7 +151,7 @@ class Engine:
         """Free sessions that have no request under way; what is in flight is collected first."""
         while self._launched:
             self._collect(None)
-        self.cache.set_time(self.clock.now_ns())
+        self.facts.at(self.clock.now_ns())
         if session is None:
             self._idle.clear()
         for name in [session] if session is not None else self.cache.names():
@@ -211,7 +189,7 @@ class Engine:
         taken: 0 while it has a request under way."""
         if session in self._under_way:
             return 0
-        self.cache.set_time(self.clock.now_ns())
+        self.facts.at(self.clock.now_ns())
         known = self.cache.open(session, self.clock.now_s(), tenant)
         taken = self.cache.receive(known, tokens, lengths, self.clock.now_s())
         self._idle.add(known, self.clock.now_ns())
@@ -240,7 +218,7 @@ class Engine:
         """Plan the next iteration, and close the requests that turn out to be too large for the machine."""
         began = time.perf_counter_ns()
         now_s = self.clock.now_s()
-        self.cache.set_time(self.clock.now_ns())
+        self.facts.at(self.clock.now_ns())
         self._forget_surplus()
         expiry_ns = self._idle.next_expiry_ns
         horizon_ns = until_ns if expiry_ns is None or (until_ns is not None and until_ns < expiry_ns) else expiry_ns
@@ -248,13 +226,13 @@ class Engine:
         for sequence, error in self.scheduler.take_refused():
             self._close(sequence, "refused", error.reason, now_s, str(error))
             self._remove(sequence)
-        self.counters.schedule_ns += time.perf_counter_ns() - began
+        self.facts.scheduled(time.perf_counter_ns() - began)
         return step
 
     def _forget_surplus(self) -> None:
         """Forget sessions that were idle for too long, or are too many."""
         for session in self._idle.take_surplus(self.clock.now_ns()):
-            self.counters.forgotten_sessions += 1
+            self.facts.expired()
             if session is not None:
                 self.cache.forget(session)
 
@@ -266,12 +244,11 @@ class Engine:
         if result is not None:
             began = time.perf_counter_ns()
             self._commit(result)
-            self.counters.schedule_ns += time.perf_counter_ns() - began
+            self.facts.scheduled(time.perf_counter_ns() - began)
 
     def _commit(self, result: StepResult) -> None:
         """Apply what the worker has done to the cache and to the requests."""
-        self._count_result(result)
-        self.cache.set_time(self.clock.now_ns() if result.ended_ns is None else result.ended_ns)
+        self.facts.at(self.clock.now_ns() if result.ended_ns is None else result.ended_ns)
         self.cache.remove_from_disk(result.unkept)
         repeats = result.repeats if result.repeats is not None and result.repeats.ended_ns else None
         if result.failed and repeats is None:
@@ -280,12 +257,13 @@ class Engine:
         if self.scheduler.disk_reads is not None:
             self.scheduler.disk_reads.done((*result.done, *result.unread))
         if result.step is None:
+            self.facts.collected(None, {}, result)
             self.cache.complete(result.done)
             self._start_over(misread)
             return
         step = self._launched.popleft()
         assert step.plan.step == result.step, "plans are collected in the order of their launch"
-        self._count_copies(step, result)
+        self.facts.collected(step.plan, step.copied_for, result)
         now_s = self.clock.now_s() if result.ended_ns is None else result.ended_ns / 1e9
         self.cache.collected(result.step)
         for sequence in step.members:
@@ -299,7 +277,7 @@ class Engine:
         else:  # its copies ended with the last iteration, if any did
             self._commit_rows(step, result, now_s, misread)
             self._commit_repeats(step, repeats, now_s)
-            self.cache.set_time(repeats.ended_ns[-1])
+            self.facts.at(repeats.ended_ns[-1])
             self._fail_copies(result.failed)
             self.cache.complete(result.done)
         for sequence in step.members:
@@ -307,75 +285,41 @@ class Engine:
                 self._release(sequence)
         self._start_over(misread)
 
-    def _count_result(self, result: StepResult) -> None:
-        counters = self.counters
-        counters.steps += result.step is not None
-        counters.compute_ns += result.compute_ns
-        counters.stall_ns += result.stall_ns
-        counters.h2d_bytes += result.h2d_bytes
-        counters.d2h_bytes += result.d2h_bytes
-        counters.plan_bytes += result.plan_bytes
-        counters.plan_ns += result.plan_ns
-        counters.sent_plans += result.plan_bytes > 0
-
-    def _count_copies(self, step: Step, result: StepResult) -> None:
-        """Attribute the bytes that the step moved to the turns that waited for them. Blocks are equally large. What a
-        failed step moved is unknown. The record of a closed request is not changed: it has been given out."""
-        column: Literal["h2d_bytes", "d2h_bytes"]
-        for column, copies, moved in (
-            ("h2d_bytes", step.plan.swap_in, result.h2d_bytes),
-            ("d2h_bytes", step.plan.swap_out, result.d2h_bytes),
-        ):
-            blocks = sum(len(copy.src) for copy in copies)
-            for copy in copies:
-                sequence = step.copied_for.get(copy.ticket)
-                if sequence is not None and not sequence.closed:
-                    count = moved // blocks * len(copy.src) if result.error is None else None
-                    sequence.record.copied(column, count)
-
     def _commit_rows(self, step: Step, result: StepResult, now_s: float, misread: Many[Sequence]) -> None:
         """Give times and tokens to the requests that had a row. A request that was closed meanwhile gets none, and the
         cache was never told of its position. misread: requests whose rows read something else from disk than was asked for;
         what they computed is discarded."""
-        self._count_prediction(step, step.rows[0][1] if step.rows else (), result.compute_ns)
-        for sequence, runs in step.rows:
-            if sequence in misread:
+        drawn: list[int | None] = []
+        rows: list[Computed] = []
+        for sequence, _ in step.rows:
+            slot, token = sequence.slot, None
+            if not (sequence.closed or sequence in misread or slot in result.not_finite):
+                assert slot is not None
+                sampled = result.tokens.get(slot)
+                token = None if sampled is None else sequence.append(sampled)
+                rows.append((sequence.request.id, token, result.margins.get(slot)))
+            drawn.append(token)
+        self.facts.computed(step.plan, result, rows, now_s)
+        for (sequence, runs), token in zip(step.rows, drawn, strict=True):
+            if token is not None:
+                self._emit(sequence, token, now_s)
+            elif sequence in misread:
                 sequence.discard_result()
                 self.cache.invalidate(sequence.session, runs)
-                continue
-            if sequence.slot in result.not_finite:
+            elif sequence.slot in result.not_finite:
                 # What it read may be the cause: none of it is read again, neither by this conversation nor by another.
                 self.cache.invalidate(sequence.session, ((0, runs[-1][1]),))
                 self._fail_requests([sequence], _NOT_FINITE, now_s)
-                continue
-            if sequence.closed:
-                continue
-            sequence.record.step(result.compute_ns, result.stall_ns)
-            assert sequence.slot is not None
-            token = result.tokens.get(sequence.slot)
-            if token is not None:
-                self._append(sequence, token, result.margins.get(sequence.slot), now_s)
 
     def _commit_repeats(self, step: Step, repeats: Repeats, now_s: float) -> None:
         """Apply the further iterations of a repeated plan, as one result for each of them would have."""
         times_s = [ended_ns / 1e9 for ended_ns in repeats.ended_ns]
-        self.counters.steps += len(times_s)
-        self.counters.compute_ns += sum(repeats.compute_ns)
         decodes = step.rows[: step.sampled]
         emitted: list[TokenArray[int]] = []
-        ended_s = array("d", times_s)
         for sequence, _ in decodes:
             assert sequence.slot is not None
-            emitted.append(sequence.repeated(repeats.tokens[sequence.slot], ended_s))
-        compute_ms = [ns / 1e6 for ns in repeats.compute_ns]
-        for sequence, _ in step.rows:
-            sequence.record.more_steps(compute_ms)
-        if step.rows and not step.sampled:
-            ((start, stop),) = step.rows[0][1]
-            for further, compute_ns in enumerate(repeats.compute_ns, start=1):
-                self._count_prediction(
-                    step, [(start + further * step.tokens, stop + further * step.tokens)], compute_ns
-                )
+            emitted.append(sequence.repeated(repeats.tokens[sequence.slot]))
+        self.facts.repeated(step.plan, repeats, [sequence.request.id for sequence, _ in step.rows], emitted)
         self.scheduler.repeated(step, [now_s, *times_s[:-1]])
         if emitted:
             self._tell_earlier([sequence.request.id for sequence, _ in decodes], times_s[:-1], emitted)
@@ -396,17 +340,9 @@ class Engine:
         for at_s, tokens in zip(times_s, earlier, strict=True):
             self._events += [Event("token", *each) for each in zip(ids, repeat(at_s), tokens)]
 
-    def _count_prediction(self, step: Step, runs: Many[Run], compute_ns: int) -> None:
-        """Add predicted and measured time of an iteration, if these runs were all of it and long enough."""
-        if self._cost is not None and len(step.rows) == 1 and step.tokens >= _LONG_ROW:
-            predicted = predicted_s(self._cost, runs, self.cache.chunk_tokens)
-            self.counters.predicted_ns += round(predicted * 1e9)
-            self.counters.predictable_ns += compute_ns
-
-    def _append(self, sequence: Sequence, sampled: int, margin: float | None, now_s: float) -> None:
-        """Append the sampled token to its request, and close the request if it was the last."""
-        kind: Literal["first_token", "token"] = "token" if sequence.generated else "first_token"
-        token = sequence.append(sampled, margin, now_s)
+    def _emit(self, sequence: Sequence, token: int, now_s: float) -> None:
+        """Tell of the token that was appended to a request, and close the request if it was the last."""
+        kind: Literal["first_token", "token"] = "token" if sequence.generated > 1 else "first_token"
         self._events.append(Event(kind, sequence.request.id, now_s, token))
         reason = sequence.finish_reason(token)
         if reason is not None:
@@ -423,7 +359,6 @@ class Engine:
         """Fail the requests that had a part of the plan, also those it only swapped in, and those that run on KV that its
         copies should have brought. Where sessions share blocks, a request that was admitted after the plan was
         launched may read a block that it wrote, and fails too. Nobody else is touched."""
-        self.counters.failed_steps += 1
         failing = [*step.members, *self._running_on(self.cache.void(step.tickets))]
         for sequence, runs in step.rows:
             self.cache.invalidate(sequence.session, runs)
@@ -461,22 +396,19 @@ class Engine:
     def _close(
         self, sequence: Sequence, status: str, reason: str | None, now_s: float, error: str | None = None
     ) -> None:
-        """End the request for whoever asked: close its record and emit `finished`."""
-        sequence.close(status, reason, now_s, error)
-        if self._cost is not None and self._prices is not None:
-            sequence.record.account(self._cost, self._prices, self.cache.chunk_tokens)
-        self._events.append(Event("finished", sequence.request.id, now_s, turn=sequence.record))
+        """End the request for whoever asked, and emit `finished`."""
+        sequence.close(status, now_s)
+        told = self.facts.ended(sequence.request, status, reason, now_s, error)
+        self._events.append(Event("finished", sequence.request.id, now_s, turn=told))
 
     def _release(self, sequence: Sequence) -> None:
         """Give back slot and blocks of a closed request once nothing of it is in flight, as of the time at which it was
         closed, and undo a turn that does not stand."""
         if sequence.in_flight or self._sequences.get(sequence.request.id) is not sequence:
             return  # not yet, or done already
-        closed_s = sequence.record.finished_s
-        assert closed_s is not None
-        if sequence.record.admitted_s is not None:  # before its chunks get their places among the victims
-            sequence.session.hint = sequence.request.hint if sequence.record.status == "completed" else None
-        self.scheduler.remove(sequence, closed_s)
+        if sequence.admitted:  # before its chunks get their places among the victims
+            sequence.session.hint = sequence.request.hint if sequence.status == "completed" else None
+        self.scheduler.remove(sequence, sequence.closed_s)
         if sequence.undone:
             session = sequence.session
             length = min(sequence.length_before, len(session.tokens))

@@ -16,15 +16,15 @@ from __future__ import annotations
 from array import array
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-Tier = Literal["gpu", "cpu", "disk"]
+from pensieve.facts import NOBODY_NOW, Tier
+
 TIERS: tuple[Tier, ...] = ("gpu", "cpu", "disk")
 
 EARLIER = "(an earlier run)"
 """Who pays for chunks that the file store had at the start, until somebody reads them."""
 
-NOBODY_NOW = -1  # the number of EARLIER: no session of this run
 _BEYOND = 1 << 63
 _LOOKED_AT = 4  # closed accounts looked at whenever one more closes; so at most one in four of those kept holds nothing
 _FREE = -2  # of a block that is in its pool
@@ -96,6 +96,9 @@ class Holding:
         """Open the account of a new session; one that was forgotten and begins anew under its name gets another."""
         account = self._accounts[number] = Account(name, self)
         return account
+
+    def account(self, number: int) -> Account:
+        return self._accounts[number]
 
     def close(self, number: int) -> None:
         """Close the account of a session that will not be asked again: once it holds nothing, a few numbers are all

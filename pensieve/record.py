@@ -10,14 +10,15 @@ from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from pensieve.ledger import Miss, Missed, ledger_of, seconds_of
 from pensieve.request import Request, TokenArray
 
-if TYPE_CHECKING:  # figures read records and load no cache
-    from pensieve.cache.base import Admission, Residency
+if TYPE_CHECKING:  # figures read records and load no core
     from pensieve.cost.base import CostModel, PositionPrices
+    from pensieve.facts import Admission
+    from pensieve.residency import Residency
 
 
 class ScratchFile:
@@ -113,7 +114,7 @@ class TurnRecord:
     sent_bytes: int | None = None
     received_bytes: int | None = None
     output_sha256: str | None = None
-    # Not columns: kept for the offline bound (see Residency), for the Parquet of tokens and for the caller.
+    # Not columns: kept for the offline bound (see Books.findable), for the Parquet of tokens and for the caller.
     elsewhere_tokens: int | None = None
     anywhere_tokens: int | None = None
     unexplained_tokens: int | None = None
@@ -167,19 +168,19 @@ class TurnRecord:
 
     # -- in the engine ------------------------------------------------------------------------------------------------
 
-    def admitted(self, admission: Admission, now_s: float) -> None:
-        """Record its first admission: where its history was."""
-        residency = admission.found
+    def admitted(
+        self, admission: Admission, residency: Residency, findable: tuple[int | None, int | None], now_s: float
+    ) -> None:
+        """Record its first admission: where its history was. findable: elsewhere_tokens and anywhere_tokens."""
         self.admitted_s = now_s
         self.prompt_tokens, self.history_tokens = residency.prompt, residency.history
         self.gpu_hit_tokens, self.cpu_hit_tokens = residency.gpu_hit, residency.cpu_hit
         self.disk_hit_tokens = residency.disk_hit
         self.recomputed_tokens, self.new_tokens = residency.recomputed, residency.new
         self.shared_hit_tokens = residency.shared_hit
-        self.elsewhere_tokens, self.anywhere_tokens = residency.elsewhere, residency.anywhere
-        self.cpu_recomputed_tokens = admission.cpu_recomputed_tokens
-        self.missed = residency.missed
-        self.found = admission.spared
+        self.elsewhere_tokens, self.anywhere_tokens = findable
+        self.cpu_recomputed_tokens = admission.again_tokens
+        self.found = residency.spared(admission)
 
     def read_again(self, found: Residency) -> None:
         """Correct where its history was: what its first admission read from disk was something else."""
@@ -190,15 +191,15 @@ class TurnRecord:
         """Set why each prompt position without KV had none."""
         self.missed = missed
 
-    def resumed(self, admission: Admission) -> None:
+    def resumed(self, swapped_tokens: int, recomputed_tokens: int) -> None:
         """Add what an admission after a preemption cost."""
-        self.resumed_swapped_tokens += admission.swapped_tokens
-        self.resumed_recomputed_tokens += admission.again_tokens
+        self.resumed_swapped_tokens += swapped_tokens
+        self.resumed_recomputed_tokens += recomputed_tokens
 
-    def step(self, compute_ns: int, stall_ns: int) -> None:
+    def step(self, compute_ms: float, stall_ms: float) -> None:
         """Add the times of an iteration in which it had a row."""
-        self.compute_ms = (self.compute_ms or 0.0) + compute_ns / 1e6
-        self.transfer_ms = (self.transfer_ms or 0.0) + stall_ns / 1e6
+        self.compute_ms = (self.compute_ms or 0.0) + compute_ms
+        self.transfer_ms = (self.transfer_ms or 0.0) + stall_ms
 
     def more_steps(self, compute_ms: Sequence[float]) -> None:
         """As `step` for several iterations, none of which waited for a transfer."""
@@ -294,16 +295,3 @@ class TurnRecord:
     def times_s(self) -> TokenArray[float]:
         """Return emitted_s, from memory or from the file."""
         return self.emitted_s if self.stored is None else self.stored.read()
-
-
-class Event(NamedTuple):
-    """What a request just got; a tuple, since there is one for each token. at_s: seconds of the system's clock. turn: set on
-    `finished` only. tokens: how many; more than one, of which only the number is told, where whoever polls has asked for no
-    more (Engine.counts_windows), and at_s is then that of the last of them."""
-
-    kind: Literal["first_token", "token", "finished"]
-    request_id: int
-    at_s: float
-    token: int | None = None
-    turn: TurnRecord | None = None
-    tokens: int = 1

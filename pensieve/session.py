@@ -9,9 +9,8 @@ from enum import IntEnum
 from functools import cache
 from typing import Any
 
+from pensieve.block_hash import BlockHash, HashChain
 from pensieve.hint import Hint
-from pensieve.holding import Account
-from pensieve.ledger import Loss
 from pensieve.request import TokenArray
 
 
@@ -39,11 +38,11 @@ class Chunks:
     is a slice, which is copied, counted and searched at memory speed; `chunks[i]` is one of them alone (Chunk).
 
     Offsets [0, gpu_len) of a chunk have KV in block `gpu`, offsets [0, cpu_len) in block `cpu`. copying: open tickets that
-    read or write it. A GPU block with gpu_len 0 is reserved: taken at admission, its KV not computed yet. lost: why KV of it
-    was last given up. cache/tiers.py draws the states and alone changes them.
+    read or write it. A GPU block with gpu_len 0 is reserved: taken at admission, its KV not computed yet. cache/tiers.py
+    draws the states and alone changes them.
     """
 
-    __slots__ = ("copying", "cpu", "cpu_len", "gpu", "gpu_len", "lost", "view")
+    __slots__ = ("copying", "cpu", "cpu_len", "gpu", "gpu_len", "view")
 
     def __init__(self, count: int = 0) -> None:
         self.gpu: TokenArray[int] = array("i")
@@ -52,7 +51,6 @@ class Chunks:
         self.cpu_len: TokenArray[int] = array("i")
         self.copying = bytearray()
         self.view = bytearray()
-        self.lost: list[Loss | None] = []
         self.add(count)
 
     def __len__(self) -> int:
@@ -71,12 +69,11 @@ class Chunks:
             lengths.extend(repeated(0, count))
         self.copying.extend(bytes(count))
         self.view.extend(bytes(count))
-        self.lost.extend([None] * count)
 
     def cut(self, first: int) -> None:
         """Delete the chunks from `first` on."""
         del self.gpu[first:], self.gpu_len[first:], self.cpu[first:], self.cpu_len[first:]
-        del self.copying[first:], self.view[first:], self.lost[first:]
+        del self.copying[first:], self.view[first:]
 
     def runs(self, view: View, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Maximal runs of chunks in [start, stop) that have this view."""
@@ -94,13 +91,12 @@ class Chunks:
             return [(0, lacking)] if lacking else []
         return runs_of(index for index, block in enumerate(column) if block == NO_BLOCK)
 
-    def take(self, index: int, other: Chunks, lost: Loss) -> None:
+    def take(self, index: int, other: Chunks) -> None:
         """Take over blocks and KV of another session's chunk of the same index, which has lost them then."""
-        for name in ("gpu", "gpu_len", "cpu", "cpu_len", "lost"):
+        for name in ("gpu", "gpu_len", "cpu", "cpu_len"):
             getattr(self, name)[index] = getattr(other, name)[index]
         other.gpu[index] = other.cpu[index] = NO_BLOCK
         other.gpu_len[index] = other.cpu_len[index] = 0
-        other.lost[index] = lost
 
 
 _ONE = [bytes((view,)) for view in View]
@@ -150,10 +146,6 @@ class Chunk:
         return View(self._chunks.view[self._index])
 
     @property
-    def lost(self) -> Loss | None:
-        return self._chunks.lost[self._index]
-
-    @property
     def clean(self) -> bool:
         return self.gpu_len > 0 and self.cpu_len == self.gpu_len and not self.copying
 
@@ -179,8 +171,7 @@ class Session:
     one does. turns: that were asked of it, whatever became of them. chunks: where a cache with chunk records has its KV.
     tenant: it shares no KV with sessions of others. hint: what its client said of the time after its last reply; None:
     nothing, or that turn did not come to its end. It stands until the next turn is over. memo: what the eviction policy has
-    noted of it. inherited: leading tokens that it began with and that another session had computed. account: what it
-    has held of each tier, where that is counted.
+    noted of it.
     """
 
     name: str
@@ -198,8 +189,7 @@ class Session:
     tenant: str = ""
     hint: Hint | None = None
     memo: Any = None
-    inherited: int = 0
-    account: Account | None = None
+    _names: HashChain | None = None
 
     def append(self, token: int) -> None:
         """Add a token that was generated."""
@@ -213,13 +203,23 @@ class Session:
         """Begin this new session with the first `length` tokens of another one, computed as far as they were there."""
         assert not self.tokens
         self.tokens.extend(other.tokens[:length])
-        self.computed = self.inherited = min(other.computed, len(self.tokens), max(len(self.tokens) - 1, 0))
+        self.computed = min(other.computed, len(self.tokens), max(len(self.tokens) - 1, 0))
 
     def recall(self, tokens: TokenArray[int]) -> None:
         """Restore the tokens that this new session had in an earlier engine; all but the last count as computed."""
         assert not self.tokens
         self.tokens.extend(tokens)
         self.computed = len(tokens) - 1
+
+    def named(self, length: int, chunk_tokens: int) -> list[BlockHash]:
+        """Return the names by content of the full blocks in [0, length)."""
+        if self._names is None:
+            self._names = HashChain(chunk_tokens, self.tenant)
+        return self._names.upto(self.tokens, length)
+
+    def name_known(self, index: int) -> BlockHash | None:
+        """Return the name of full block `index` if somebody has asked for it, else None. Any thread may ask."""
+        return None if self._names is None else self._names.known(index)
 
     def advance(self, stop: int) -> None:
         """Record that the plan being made computes positions up to `stop`."""
@@ -232,22 +232,19 @@ class Session:
         assert not self.running
         del self.tokens[length:]
         self.computed = min(self.computed, length if computed is None else min(computed, length))
-        self.inherited = min(self.inherited, length)
+        if self._names is not None:
+            self._names.cut(length)
 
     def start(self, now_s: float) -> None:
         """Mark it as running from now on."""
         self.running = True
         self.last_active_s = now_s
-        if self.account is not None:
-            self.account.start()
 
     def stop(self, now_s: float) -> None:
         """Mark it as no longer running: its request ended or was preempted. Computing the KV of its last token is left to
         the next request."""
         self.running = False
         self.last_active_s = now_s
-        if self.account is not None:
-            self.account.stop()
         self.computed = min(self.computed, max(len(self.tokens) - 1, 0))
 
     def mark_waiting(self, arrival: int) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from pensieve.books.books import Books
 from pensieve.cache.two_tier import TwoTierCache
 from pensieve.clock import VirtualClock
 from pensieve.engine import Engine
@@ -74,6 +75,7 @@ def make_engine(
     depth: int = 1,
     computes: bool = True,
     cost: Any = None,
+    holding: bool = False,
     **settings: Any,
 ) -> Engine:
     """computes: plans are made as for a worker that reads tokens, one iteration each."""
@@ -84,7 +86,8 @@ def make_engine(
     worker = SimulatedWorker(*made) if late is None else LateWorker(*made, rng=late)
     worker.computes = computes
     worker.start(gpu_blocks, manager.cpu_blocks)
-    return Engine(
+    books = Books(chunk_tokens, cost)
+    made_engine = Engine(
         cache=manager,
         settings=SchedulerSettings(**settings),
         worker=worker,
@@ -92,7 +95,11 @@ def make_engine(
         max_context=MODEL.max_context,
         limits=limits,
         cost=cost,
+        facts=books,
     )
+    if holding:
+        books.count_holding()
+    return made_engine
 
 
 def request(number: int, session: str, tokens: int, output: int, turn: int = 1, **fields: Any) -> Request:

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pensieve.bound import Prices, offline_bound
-from pensieve.cache.one_tier import OneTier
 from pensieve.cache.prefix import PrefixCache
 from pensieve.cache.slots import SlotCache
 from pensieve.cache.stateless import StatelessCache
@@ -122,8 +121,7 @@ def run(manager: str, rng: random.Random, turns: int, **engine: Any) -> tuple[li
     sizes = {"gpu_blocks": gpu_blocks, "cpu_blocks": cpu_blocks, "chunk_tokens": 2, **engine}
     limits = MemoryLimits(ttl_s=LIMIT_S if rng.random() < 0.3 else None)
     made = make_engine(cache=cache, limits=limits, max_batch_tokens=8, cost=Dear(), **sizes)
-    if isinstance(made.cache, OneTier):
-        made.cache.watch_content()
+    made.facts.watch_content()
     found = trace(rng, made, turns)
     return found, (made.cache.gpu_blocks + made.cache.cpu_blocks) * made.cache.chunk_tokens
 
@@ -164,7 +162,7 @@ def test_two_conversations_with_equal_openings_that_arrive_together() -> None:
     """Each finds the other's blocks, so that nothing of its own need be kept: hits of 1.00 stood beside a bound of 0.77."""
     engine = make_engine(cache=PrefixCache, gpu_blocks=9, chunk_tokens=4)
     assert isinstance(engine.cache, PrefixCache)
-    engine.cache.watch_content()
+    engine.facts.watch_content()
     records = []
     opening = list(range(1, 17))
     for turn, length in ((1, 8), (2, 16)):

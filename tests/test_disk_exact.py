@@ -33,7 +33,7 @@ def test_a_turn_on_gpu_cpu_disk_and_a_hole_gives_the_plain_models_tokens(tmp_pat
     places = talk.engine.cache.places(talk.cache.sessions["a"])
     assert {"C", "D"} <= set(places), places
     session, first = talk.cache.sessions["a"], places.index("D") + 1
-    names = talk.disk._chain(session).upto(session.tokens, len(session.tokens))
+    names = session.named(len(session.tokens), CHUNK)
     talk.disk.remove([names[first]])  # the second chunk of those on disk: a hole
     turn = talk.ask("a", 5, 6)
     assert turn.disk_hit_tokens and turn.cpu_hit_tokens and turn.recomputed_tokens
@@ -110,7 +110,7 @@ def test_a_file_damaged_under_the_engine_is_a_miss_with_a_line(
         turn = talk.ask("a")
     assert turn.disk_hit_tokens == 0 and (turn.recomputed_tokens or 0) > 60
     assert [record.name.rsplit(".")[-1] for record in caplog.records] == ["disk"]
-    assert not talk.engine.counters.failed_steps
+    assert not talk.engine.facts.counts.failed_steps
     talk.close()
 
 
@@ -128,7 +128,7 @@ def test_one_bad_chunk_costs_that_chunk_and_no_batch_mate(tmp_path: Path) -> Non
     push_out(talk)
     session = talk.cache.sessions["a"]
     settle(talk)
-    names = talk.disk._chain(session).upto(session.tokens, len(session.tokens))
+    names = session.named(len(session.tokens), CHUNK)
     block = talk.disk._block_of[names[2]]
     stride = talk.path.stat().st_size // 60
     with talk.path.open("r+b") as file:

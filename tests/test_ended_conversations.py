@@ -70,7 +70,7 @@ def test_nobody_notices(cache: str, monkeypatch: pytest.MonkeyPatch):
     left, everyone = (len(system.engine.cache.names()) for system in (forgetting, keeping))
     assert everyone > CONVERSATIONS
     assert left < CONVERSATIONS / 2
-    assert len(forgetting.engine.cache.holding._accounts) < everyone  # type: ignore[union-attr]
+    assert len(forgetting.books._holding._accounts) < everyone  # type: ignore[union-attr]
 
 
 def test_what_has_kv_stays_as_it_is():

@@ -287,7 +287,7 @@ def test_idle_conversations_are_forgotten_after_their_time_and_beyond_the_bound(
     engine.clock.advance_to(engine.clock.now_ns() + 6_000_000_000)  # type: ignore[attr-defined]
     run(engine)
     assert engine.cache.names() == ["b"], "c was idle too long; b had a request under way"
-    assert engine.counters.forgotten_sessions == 2
+    assert engine.facts.counts.forgotten_sessions == 2
 
 
 @pytest.mark.parametrize(("away_s", "hit"), [(4.9, 15), (5.0, 0), (1000.0, 0)])
@@ -300,7 +300,7 @@ def test_a_conversation_that_returns_too_late_begins_anew(away_s: float, hit: in
     turn = run(engine)[2]
     assert turn.gpu_hit_tokens == turn.history_tokens == hit
     assert turn.prompt_tokens == (19 if hit else 3)
-    assert engine.counters.forgotten_sessions == (0 if hit else 1)
+    assert engine.facts.counts.forgotten_sessions == (0 if hit else 1)
 
 
 def test_a_conversation_is_idle_from_the_end_of_its_last_request_however_it_ended() -> None:

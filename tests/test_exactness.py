@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from pensieve.books.books import Books
 from pensieve.cache.stateless import StatelessCache
 from pensieve.cache.two_tier import TwoTierCache
 from pensieve.clock import WallClock
@@ -43,7 +44,12 @@ class Checked:
         self.worker.start(gpu_blocks, manager.cpu_blocks)
         self.worker.tensors.gpu.fill_(float("nan"))
         self.engine = Engine(
-            cache=manager, settings=SchedulerSettings(**settings), worker=self.worker, clock=clock, max_context=512
+            cache=manager,
+            settings=SchedulerSettings(**settings),
+            worker=self.worker,
+            clock=clock,
+            max_context=512,
+            facts=Books(CHUNK),
         )
         self.cache = manager
         self.compared = 0
@@ -147,7 +153,7 @@ def test_two_leading_chunks_and_a_hole_with_a_budget_of_48(name: str, fused: boo
     checked.poison()
     turn = checked.run(Request(2, "a", 2, random_tokens(100, 2), Length(5)))[2]
     assert (turn.history_tokens, turn.gpu_hit_tokens, turn.recomputed_tokens) == (93, 93 - 24, 24)
-    assert checked.engine.counters.steps >= 2 + 3 + 4
+    assert checked.engine.facts.counts.steps >= 2 + 3 + 4
     said = list(turn.token_ids)
     assert len(said) == 5 and said == greedy(checked.model, session.tokens[:194], said)
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from pensieve.block_hash import HashChain
+from pensieve.books.books import Books
 from pensieve.cache.base import CacheManager
-from pensieve.cache.block_hash import HashChain
 from pensieve.cache.disk import DiskTier
 from pensieve.cache.prefix import PrefixCache
 from pensieve.cache.slots import SlotCache
@@ -22,7 +23,7 @@ from pensieve.clock import VirtualClock
 from pensieve.cost.base import positions_s
 from pensieve.engine import Engine
 from pensieve.eviction.lru import Lru
-from pensieve.holding import EARLIER, Held, Holding
+from pensieve.holding import EARLIER, Held
 from pensieve.record import TurnRecord
 from pensieve.request import Fork, tokens_of
 from pensieve.session import Session
@@ -67,7 +68,7 @@ def engine_of(name: str, rng: random.Random) -> Engine:
         kept = {bytes([number]) * 32: number for number in range(3)}
         engine.cache.use_disk(disk_blocks, 1e-9, 4, Priced(), kept)  # type: ignore[arg-type]
     engine.cache.set_cost_model(Priced(), 4, 8)  # type: ignore[arg-type]
-    engine.cache.count_holding()
+    engine.facts.count_holding()
     return engine
 
 
@@ -94,17 +95,18 @@ class Watch:
         cache.check()
         for tier, blocks in used(cache).items():
             self.whole[tier] += blocks * passed
+        holders: Any = self.engine.facts._holders  # type: ignore[attr-defined]
         for session in cache.sessions.values() if isinstance(cache, TwoTierCache) else ():
             for tier, column in (("gpu", session.chunks.gpu), ("cpu", session.chunks.cpu)):
+                assert {holders[tier].of(block) for block in column if block >= 0} <= {session.number}, "another pays"
                 block_ns = sum(block >= 0 for block in column) * passed
                 self.own[session.name, tier] += block_ns
                 self.idle[session.name, tier] += 0 if session.running else block_ns
 
 
 def held(engine: Engine) -> dict[tuple[str, str], Held]:
-    assert engine.cache.holding is not None
-    engine.cache.set_time(engine.clock.now_ns())
-    return engine.cache.holding.until_now()  # type: ignore[return-value]
+    engine.facts.at(engine.clock.now_ns())
+    return engine.facts.holdings()  # type: ignore[attr-defined, no-any-return]
 
 
 @pytest.mark.parametrize("name", MANAGERS)
@@ -137,14 +139,7 @@ def test_accounts_add_up_to_what_the_tiers_gave_away(name: str) -> None:
 @pytest.mark.parametrize("case", ["two tiers", "gpu only", "prefix cache", "slots", "two tiers, short memory"])
 def test_windows_hold_what_single_iterations_hold(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that a repeated plan took counts from the iteration that needed it."""
-    make = CASES[case]["cache"]
-
-    def counting(**parts: Any) -> Any:
-        cache = make(**parts)
-        cache.count_holding()
-        return cache
-
-    parts = {**CASES[case], "cache": counting}
+    parts = {**CASES[case], "holding": True}
     with_windows, single = (held(drive(3, monkeypatch, windows, **parts)[2]) for windows in (True, False))
     assert with_windows == single
     assert with_windows
@@ -152,7 +147,7 @@ def test_windows_hold_what_single_iterations_hold(case: str, monkeypatch: pytest
 
 def test_stateless_holds_nothing_beyond_what_runs() -> None:
     engine = make_engine(cache=StatelessCache, gpu_blocks=64)
-    engine.cache.count_holding()
+    engine.facts.count_holding()
     for number in range(6):
         engine.submit(request(number, "ab"[number % 2], 9, 5, turn=number))
         while engine.busy:
@@ -167,21 +162,21 @@ def test_stateless_holds_nothing_beyond_what_runs() -> None:
 def moment(engine: Engine, ns: int) -> None:
     assert isinstance(engine.clock, VirtualClock)
     engine.clock.advance_to(ns)
-    engine.cache.set_time(ns)
+    engine.facts.at(ns)
 
 
 def test_a_shared_block_is_paid_by_who_ran_with_it_last() -> None:
     """Eight tokens are two blocks; b begins as a did, so it takes those over, and its own third."""
     engine = make_engine(cache=PrefixCache, gpu_blocks=16)
     cache, said = engine.cache, array("i", range(1, 9))
-    cache.count_holding()
+    engine.facts.count_holding()
     a, b = cache.open("a", 0.0), cache.open("b", 0.0)
-    cache.admit(a, 0, said, None, 0.0)
+    cache.admit(a, 0, said, 0.0)
     cache.advance(a, ((0, 8),))
     moment(engine, 10)
     cache.release(a, 0.0)  # the third block, reserved for its reply, goes
     moment(engine, 30)
-    cache.admit(b, 0, array("i", [*said, 50]), None, 0.0)
+    cache.admit(b, 0, array("i", [*said, 50]), 0.0)
     moment(engine, 100)
     cache.release(b, 0.0)
     moment(engine, 1000)
@@ -190,7 +185,7 @@ def test_a_shared_block_is_paid_by_who_ran_with_it_last() -> None:
 
 def test_kv_that_a_fork_takes_is_paid_by_the_child() -> None:
     engine = make_engine(gpu_blocks=16)
-    engine.cache.count_holding()
+    engine.facts.count_holding()
     engine.submit(request(0, "parent", 8, 2))
     while engine.busy:
         engine.step(None)
@@ -208,20 +203,22 @@ def test_kv_that_a_fork_takes_is_paid_by_the_child() -> None:
 
 
 def test_chunks_of_an_earlier_run_are_paid_by_nobody_until_they_are_read() -> None:
-    holding, said = Holding(), tokens_of([1, 2, 3, 4, 5])
+    books, said = Books(2), tokens_of([1, 2, 3, 4, 5])
     one, two = HashChain(2, "").upto(said, 4)
     tier = DiskTier(4, 2, 1e-9, 4, Priced(), {one: 1, two: 2}, {})  # type: ignore[arg-type]
-    tier.count_holding(holding.column("disk", 4))
-    session = Session("a", 0, 0.0, 0.0, account=holding.open(0, "a"))
+    tier.report_to(books)
+    books.count_holding()
+    session = Session("a", 0, 0.0, 0.0)
+    books.opened(session)
     session.recall(said)
     session.chunks.add(2)
-    holding.now_ns = 50
+    books.at(50)
     tier.read(session, [(0, 1)], ticket=1)
-    holding.now_ns = 80
-    assert holding.until_now() == {(EARLIER, "disk"): Held(50 + 80, 50 + 80), ("a", "disk"): Held(30, 30)}
+    books.at(80)
+    assert books.holdings() == {(EARLIER, "disk"): Held(50 + 80, 50 + 80), ("a", "disk"): Held(30, 30)}
     tier.remove([one, two])
-    holding.now_ns = 1000
-    assert holding.until_now() == {(EARLIER, "disk"): Held(50 + 80, 50 + 80), ("a", "disk"): Held(30, 30)}
+    books.at(1000)
+    assert books.holdings() == {(EARLIER, "disk"): Held(50 + 80, 50 + 80), ("a", "disk"): Held(30, 30)}
 
 
 # -- seconds saved -------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pensieve.books.books import Books
 from pensieve.cache.prefix import PrefixCache
 from pensieve.cache.slots import SlotCache
 from pensieve.cache.stateless import StatelessCache
@@ -91,6 +92,7 @@ def engine_of(depth: int, eos: frozenset[int] = frozenset(), **options: Any) -> 
         max_context=4096,
         eos=eos,
         decode_text=letters,
+        facts=Books(made.cache.chunk_tokens),
     )
 
 
@@ -118,7 +120,7 @@ def test_tokens_are_launched_before_they_are_known() -> None:
     assert turns[1].token_ids == run(plain)[1].token_ids
     worker = worker_of(engine)
     assert (worker.most, worker.unseen) == (2, 4), "all but the first token of a; none of b, whose first is its last"
-    assert engine.counters.steps == 5, "a known length ends without waste"
+    assert engine.facts.counts.steps == 5, "a known length ends without waste"
     assert worker.steps == sorted(worker.steps)
     settle(engine)
 
@@ -160,7 +162,7 @@ def test_a_stop_makes_one_row_waste(ends: str) -> None:
         engine.submit(replace(request(1, "a", tokens=9, output=20), output=output))
         first = run(engine)[1]
         assert (first.finish_reason, list(first.token_ids)) == (ends, tokens[: cut + 1])
-        assert engine.counters.steps == cut + depth, "one step is waste at depth 2"
+        assert engine.facts.counts.steps == cut + depth, "one step is waste at depth 2"
         engine.submit(request(2, "a", tokens=4, output=6, turn=2))
         second = run(engine)[2]
         records.append((second.history_tokens, second.gpu_hit_tokens, second.new_tokens, list(second.token_ids)))

@@ -58,7 +58,7 @@ def test_a_returning_conversation_pays_for_its_own_swap_in():
     assert len(planned) >= 1
     assert sum(turn.h2d_bytes for turn in found.values()) == sum(planned.values()) * BLOCK_BYTES
     assert all((turn.h2d_bytes > 0) is (turn.cpu_hit_tokens > 0) for turn in found.values())
-    assert sum(turn.h2d_bytes for turn in found.values()) == engine.counters.h2d_bytes
+    assert sum(turn.h2d_bytes for turn in found.values()) == engine.facts.counts.h2d_bytes
 
 
 def test_a_preempted_turn_pays_for_its_way_out_and_back():
@@ -80,7 +80,7 @@ def test_what_is_copied_ahead_of_time_is_in_the_total_and_in_no_turn():
     engine.submit(request(1, "a", tokens=46, output=6))
     engine.submit(request(2, "b", tokens=1, output=1))
     found = run(engine)
-    assert engine.counters.d2h_bytes > 0
+    assert engine.facts.counts.d2h_bytes > 0
     assert {(turn.h2d_bytes, turn.d2h_bytes) for turn in found.values()} == {(0, 0)}
 
 

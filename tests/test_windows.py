@@ -115,9 +115,9 @@ def assert_equal(seed: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> 
     single, iterations, plain = drive(seed, monkeypatch, False, **options)
     assert with_windows == single, seed
     assert engine.clock.now_ns() == plain.clock.now_ns()
-    assert engine.counters.steps == plain.counters.steps == len(iterations)
-    assert engine.counters.compute_ns == plain.counters.compute_ns
-    assert engine.counters.predicted_ns == plain.counters.predicted_ns
+    assert engine.facts.counts.steps == plain.facts.counts.steps == len(iterations)
+    assert engine.facts.counts.compute_ns == plain.facts.counts.compute_ns
+    assert engine.facts.counts.predicted_ns == plain.facts.counts.predicted_ns
     assert engine.scheduler.counters == plain.scheduler.counters
     assert engine.cache.counters == plain.cache.counters
     return plans, iterations
@@ -203,7 +203,7 @@ def test_a_window_takes_the_last_block(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engine.worker, "launch", lambda plan: (launched.append(plan), launch(plan))[1])
     engine.submit(request(1, "a", 5, 27))
     run_until(engine, engine.clock, None, [])  # type: ignore[arg-type]
-    assert engine.counters.steps == 27
+    assert engine.facts.counts.steps == 27
     assert len(launched) == 1
 
 

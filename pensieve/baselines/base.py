@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from pensieve.clock import Clock
 from pensieve.errors import WorkerError
+from pensieve.event import Event
 from pensieve.plan import StartReport
-from pensieve.record import Event, TurnRecord
+from pensieve.record import TurnRecord
 from pensieve.request import Request, TokenArray
 
 if TYPE_CHECKING:

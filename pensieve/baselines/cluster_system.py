@@ -21,8 +21,9 @@ from pensieve.baselines.migration import Migration, Parcel, lacking
 from pensieve.baselines.outlook import NEVER_NS, Outlook
 from pensieve.baselines.routing import LOAD_BLIND, Asked, Fleet, Router
 from pensieve.clock import Clock, VirtualClock
+from pensieve.event import Event
 from pensieve.plan import StartReport
-from pensieve.record import Event, TurnRecord
+from pensieve.record import TurnRecord
 from pensieve.request import Request, TokenArray
 from pensieve.workload.base import Following
 from pensieve.workload.chance import exponential

@@ -10,17 +10,20 @@ from dataclasses import replace
 from typing import Any
 
 from pensieve.baselines.base import Capabilities, Listener
+from pensieve.books.books import Books
 from pensieve.cache.base import CacheManager
 from pensieve.clock import Clock
 from pensieve.cost.base import CostModel
 from pensieve.cost.mistaken import mistaken
 from pensieve.engine import Engine
 from pensieve.errors import WorkerError
+from pensieve.event import Event
 from pensieve.eviction.base import EvictionPolicy, PolicyContext
-from pensieve.holding import Held, Tier
+from pensieve.facts import Tier
+from pensieve.holding import Held
 from pensieve.idle_sessions import MemoryLimits
 from pensieve.plan import StartReport
-from pensieve.record import Event, TurnRecord
+from pensieve.record import TurnRecord
 from pensieve.request import Request
 from pensieve.scheduler.composition import SchedulerSettings, high_watermark
 from pensieve.scheduler.copy_ahead import CopyChoice, choose_copy_ahead
@@ -78,7 +81,8 @@ class EngineSystem(ABC):
         self._copy_choice = CopyChoice("paper")
 
     engine: Engine
-    """From `start` on."""
+    books: Books
+    """From `start` on, both."""
 
     @abstractmethod
     def _prices(self, report: StartReport) -> CostModel:
@@ -133,6 +137,7 @@ class EngineSystem(ABC):
         )
         if self._copy_choice.note:
             _log.info("Copies ahead of time: %s, since %s.", self._copy_choice.mode, self._copy_choice.note)
+        self.books = Books(size, true)
         self.engine = Engine(
             cache=cache,
             settings=replace(settings, copy_ahead=self._copy_choice.mode),
@@ -142,27 +147,26 @@ class EngineSystem(ABC):
             eos=report.eos | self._tokenizer.eos_ids if self._tokenizer else report.eos,
             decode_text=self._tokenizer.decode if self._tokenizer else None,
             limits=self._limits,
-            cost=true,
-            believed=believed,
+            cost=believed,
+            facts=self.books,
         )
         return report
 
     def watch_content(self) -> None:
         """Record what could be found of each prompt in other conversations, which a bound needs where they share blocks;
         to be called before the first request."""
-        self.engine.cache.watch_content()
+        self.books.watch_content()
 
     def count_holding(self) -> None:
         """Count what each conversation holds of each tier; to be called before the first request."""
-        self.engine.cache.set_time(self.clock.now_ns())
-        self.engine.cache.count_holding()
+        self.books.count_holding()
+        self.books.at(self.clock.now_ns())
 
     def holdings(self) -> dict[tuple[str, Tier], Held]:
         """Return what each conversation has held of each tier so far; empty without `count_holding`. Call it while nothing
         runs."""
-        cache = self.engine.cache
-        cache.set_time(self.clock.now_ns())
-        return {} if cache.holding is None else cache.holding.until_now()
+        self.books.at(self.clock.now_ns())
+        return self.books.holdings()
 
     @property
     def block_bytes(self) -> int:
@@ -206,7 +210,7 @@ class EngineSystem(ABC):
 
     def counters(self) -> dict[str, float]:
         engine = self.engine
-        cache, scheduler, own = engine.cache.counters, engine.scheduler.counters, engine.counters
+        cache, scheduler, own = engine.cache.counters, engine.scheduler.counters, self.books.counts
         return {
             "evicted_chunks": cache.evicted_chunks,
             "dropped_chunks": cache.dropped_chunks,

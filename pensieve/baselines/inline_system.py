@@ -14,8 +14,8 @@ from pensieve.clock import VirtualClock
 from pensieve.cost.base import CostModel
 from pensieve.cost.simulated import simulated_cost
 from pensieve.errors import WorkerError
+from pensieve.event import Event
 from pensieve.plan import StartReport
-from pensieve.record import Event
 from pensieve.request import Request, TokenArray
 from pensieve.worker.simulated import SimulatedWorker
 from pensieve.worker.timeline import Timeline

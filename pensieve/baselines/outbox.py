@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from pensieve.clock import Clock
 from pensieve.errors import WorkerError
-from pensieve.record import Event
+from pensieve.event import Event
 
 
 class Outbox:

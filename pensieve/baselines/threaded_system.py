@@ -16,8 +16,8 @@ from pensieve.baselines.outbox import Outbox
 from pensieve.baselines.profiling import profile_of
 from pensieve.cost.base import CostModel
 from pensieve.errors import WorkerError
+from pensieve.event import Event
 from pensieve.plan import StartReport
-from pensieve.record import Event
 from pensieve.request import Request, TokenArray
 
 log = logging.getLogger(__name__)

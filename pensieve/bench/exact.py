@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from pensieve.books.books import Books
 from pensieve.cache.base import CacheManager
 from pensieve.clock import WallClock
 from pensieve.engine import Engine
+from pensieve.event import Event
 from pensieve.plan import StepPlan
-from pensieve.record import Event, TurnRecord
+from pensieve.record import TurnRecord
 from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.scheduler.sequence import Sequence
 from pensieve.worker.torch.attention import IMPLEMENTATION
@@ -103,7 +105,14 @@ class CheckedEngine(Engine):
             model, cache.chunk_tokens, clock, keep_logits=True, link=link, options=options
         )
         self.report = self.torch_worker.start(cache.gpu_blocks, cache.cpu_blocks)
-        super().__init__(cache=cache, settings=settings, worker=self.torch_worker, clock=clock, max_context=max_context)
+        super().__init__(
+            cache=cache,
+            settings=settings,
+            worker=self.torch_worker,
+            clock=clock,
+            max_context=max_context,
+            facts=Books(cache.chunk_tokens),
+        )
         self.model = model
         self.paths = Paths()
         self._seen: dict[int, _Seen] = {}
@@ -129,12 +138,12 @@ class CheckedEngine(Engine):
             assert self.progressed or not self.busy, "requests wait, and nothing runs that could let them in"
         return turns
 
-    def _append(self, sequence: Sequence, token: int, margin: float | None, now_s: float) -> None:
+    def _emit(self, sequence: Sequence, token: int, now_s: float) -> None:
         number, tokens = sequence.request.id, sequence.session.tokens
-        seen = self._seen.setdefault(number, _Seen(len(tokens)))
+        seen = self._seen.setdefault(number, _Seen(len(tokens) - 1))
         assert sequence.slot is not None
         seen.logits.append(self.torch_worker.last_logits[sequence.slot])
-        super()._append(sequence, token, margin, now_s)
+        super()._emit(sequence, token, now_s)
 
     def _close(
         self, sequence: Sequence, status: str, reason: str | None, now_s: float, error: str | None = None
@@ -161,7 +170,7 @@ class CheckedEngine(Engine):
             )
         if sequence.request.sampling.temperature == 0:
             best = greedy(expected)
-            for i, token in enumerate(sequence.record.token_ids):
+            for i, token in enumerate(tokens[seen.start :]):
                 margin = float(expected[i, best[i]] - expected[i, token])
                 if margin > 2 * limit:
                     raise Mismatch(

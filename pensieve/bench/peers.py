@@ -16,8 +16,9 @@ from pensieve.baselines.base import Capabilities
 from pensieve.clock import Clock, WallClock
 from pensieve.engines import transformers_peers as engines
 from pensieve.errors import RequestFailed, WorkerError
+from pensieve.event import Event
 from pensieve.plan import StartReport
-from pensieve.record import Event, TurnRecord
+from pensieve.record import TurnRecord
 from pensieve.request import Request
 from pensieve.statistics import median
 

@@ -15,16 +15,18 @@ from pensieve.bench.models import CHUNK
 from pensieve.bench.record import now
 from pensieve.bench.session import Bench
 from pensieve.bench.timer import in_turn
+from pensieve.books.books import Books
 from pensieve.cache.restore import RestoreMode, Split
 from pensieve.cache.two_tier import TwoTierCache
 from pensieve.clock import WallClock
 from pensieve.cost.profile import Profile
 from pensieve.engine import Engine
 from pensieve.errors import WorkerError
+from pensieve.event import Event
 from pensieve.eviction.base import PolicyContext
 from pensieve.eviction.lru import Lru
 from pensieve.eviction.retention_value import RetentionValue
-from pensieve.record import Event, TurnRecord
+from pensieve.record import TurnRecord
 from pensieve.request import Length, Request
 from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.statistics import median
@@ -235,7 +237,7 @@ class UnusedTier:
         clock = WallClock()
         self.worker = TorchWorker(model, CHUNK, clock)
         settings = SchedulerSettings(max_batch_tokens=max(512, requests), max_batch_requests=requests)
-        _, self.engine = _start(self.worker, clock, RetentionValue, blocks, cpu_blocks, settings)
+        self.cache, self.engine = _start(self.worker, clock, RetentionValue, blocks, cpu_blocks, settings)
         for number in range(requests):
             prompt = array("i", [3 + (number * 13 + i * 7) % 240 for i in range(context)])
             self.engine.submit(Request(number, f"conversation {number}", 1, prompt, Length(500)))
@@ -249,7 +251,8 @@ class UnusedTier:
         for _ in range(_STEPS):
             self._step()
         took = (perf_counter() - began) * 1e3 / _STEPS
-        assert not self.engine.counters.h2d_bytes + self.engine.counters.d2h_bytes, "the tier was used"
+        copied = self.cache.counters
+        assert not copied.swapped_in_blocks + copied.swapped_out_blocks, "the tier was used"
         return took
 
     def close(self) -> None:
@@ -276,4 +279,6 @@ def _start(
     context = PolicyContext(CHUNK, gpu_blocks, cpu_blocks, lambda length: 1.0, 0.0, 0)
     cache = TwoTierCache(policy=policy(context), chunk_tokens=CHUNK, gpu_blocks=gpu_blocks, cpu_blocks=cpu_blocks)
     longest = worker.model.spec.max_context
-    return cache, Engine(cache=cache, settings=settings, worker=worker, clock=clock, max_context=longest)
+    return cache, Engine(
+        cache=cache, settings=settings, worker=worker, clock=clock, max_context=longest, facts=Books(CHUNK)
+    )

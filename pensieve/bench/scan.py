@@ -12,6 +12,7 @@ import sys
 from array import array
 from importlib import import_module
 
+from pensieve.books.books import Books
 from pensieve.cache.two_tier import TwoTierCache
 from pensieve.clock import VirtualClock
 from pensieve.cost.roofline import Roofline
@@ -55,6 +56,7 @@ def hit_rate(policy: str, live: float, in_turn: bool, seed: int = 0) -> float:
         worker=worker,
         clock=clock,
         max_context=_MODEL.max_context,
+        facts=Books(_CHUNK),
     )
     rng = random.Random(seed)
     conversations = round(live * (_GPU_BLOCKS + _CPU_BLOCKS) * _CHUNK / _CONVERSATION)

@@ -4,97 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pensieve.cost.base import CostModel
-from pensieve.holding import Holding
-from pensieve.ledger import Loss, Missed, joined
+from pensieve.facts import SILENT, Admission, Facts
 from pensieve.plan import Copy, DiskLoad, DiskStore
 from pensieve.request import TokenArray
+from pensieve.runs import Run
 from pensieve.session import Session
 
 if TYPE_CHECKING:
     from pensieve.cache.disk import DiskTier
-
-Run = tuple[int, int]
-"""Half-open interval of positions."""
-
-
-def without(runs: Iterable[Run], gone: Iterable[Run]) -> tuple[Run, ...]:
-    """Return what is left of `runs` once the intervals `gone` are cut out of them."""
-    left = list(runs)
-    for first, last in gone:
-        parts = [((start, min(stop, first)), (max(start, last), stop)) for start, stop in left]
-        left = [part for both in parts for part in both if part[0] < part[1]]
-    return tuple(left)
-
-
-def tokens_in(runs: Iterable[Run]) -> int:
-    """How many positions the runs have together."""
-    return sum(stop - start for start, stop in runs)
-
-
-def merged(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """Join neighbouring intervals. runs: ascending."""
-    found: list[Run] = []
-    for start, stop in runs:
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
-        else:
-            found.append((start, stop))
-    return tuple(found)
-
-
-@dataclass(frozen=True, slots=True)
-class Residency:
-    """Where the history of an admitted prompt was, in tokens, before its plan changed anything.
-
-    gpu_hit + cpu_hit + disk_hit + recomputed = history; history + new = prompt; shared_hit <= new.
-    elsewhere: at most so many leading tokens were in another session before, whose blocks may serve this one; anywhere:
-    the same of any session, this one included. None: not known. They say what could have hit, not what did.
-    missed: why those positions without KV that were computed before, or would have been but for an edit, have none.
-    on_cpu, on_disk: the positions that cpu_hit and disk_hit count.
-    """
-
-    prompt: int
-    history: int
-    gpu_hit: int
-    cpu_hit: int
-    shared_hit: int = 0
-    elsewhere: int | None = None
-    anywhere: int | None = None
-    missed: tuple[Missed, ...] = ()
-    disk_hit: int = 0
-    on_cpu: tuple[Run, ...] = ()
-    on_disk: tuple[Run, ...] = ()
-
-    @property
-    def recomputed(self) -> int:
-        return self.history - self.gpu_hit - self.cpu_hit - self.disk_hit
-
-    @property
-    def new(self) -> int:
-        return self.prompt - self.history
-
-    def with_disk(self, read: Iterable[Run]) -> Residency:
-        """Return a copy that counts these positions as found on disk, and no longer as missed."""
-        missed, found = list(self.missed), []
-        for start, stop in read:
-            end = min(stop, self.history)
-            if start < end:
-                found.append((start, end))
-            left = [replace(one, stop=min(one.stop, start)) for one in missed]
-            left += [replace(one, start=max(one.start, end)) for one in missed]
-            missed = sorted((one for one in left if one.start < one.stop), key=lambda one: one.start)
-        hit = self.disk_hit + tokens_in(found)
-        return replace(self, disk_hit=hit, missed=joined(missed), on_disk=(*self.on_disk, *found))
-
-    @property
-    def on_gpu(self) -> tuple[Run, ...]:
-        """The positions that gpu_hit and shared_hit count."""
-        elsewhere = [(one.start, one.stop) for one in self.missed if one.start < self.history]
-        return without(((0, self.history + self.shared_hit),), (*elsewhere, *self.on_cpu, *self.on_disk))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,39 +25,6 @@ class Demand:
 
     blocks: int
     own_available: int
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """work: positions without KV on GPU or in swap_in, ascending. table: GPU blocks of the session from chunk 0.
-
-    swapped_tokens: those that swap_in brings. again_tokens: those of the work that had been computed before.
-    cpu_recomputed_tokens: those of the work that are on CPU and are computed again while others load. swap_in may still be
-    under way when a later plan of the request is launched; a plan with a position above a loaded chunk waits for it.
-    read: positions that come from disk, with the ticket disk_ticket; `found` counts them, `residency` does not.
-    """
-
-    residency: Residency
-    work: tuple[Run, ...]
-    table: tuple[int, ...]
-    swap_in: tuple[Copy, ...]
-    swapped_tokens: int
-    again_tokens: int
-    cpu_recomputed_tokens: int = 0
-    disk_ticket: int | None = None
-    read: tuple[Run, ...] = ()
-
-    @property
-    def found(self) -> Residency:
-        """Where the history was, what is read from disk included."""
-        return self.residency.with_disk(self.read) if self.read else self.residency
-
-    @property
-    def spared(self) -> tuple[tuple[Run, ...], ...]:
-        """The positions that were found and are not computed again, by tier (holding.TIERS)."""
-        found = self.found
-        loaded = without(found.on_cpu, self.work) if self.cpu_recomputed_tokens else found.on_cpu
-        return found.on_gpu, loaded, found.on_disk
 
 
 @dataclass(slots=True)
@@ -173,10 +61,7 @@ class CacheManager(ABC):
         self.gpu_blocks = self.request_blocks = gpu_blocks
         self.cpu_blocks = cpu_blocks
         self.counters = CacheCounters()
-        self.taker = Loss("", 0.0)
-        """For whose request room is being made: what is given up meanwhile is its doing. The scheduler says it."""
-        self.holding: Holding | None = None
-        """What each session holds, where that is counted."""
+        self.facts: Facts = SILENT
         self.disk: DiskTier | None = None
         """The tier below the CPU's, where there is one."""
         self.sessions: dict[str, Session] = {}
@@ -258,12 +143,9 @@ class CacheManager(ABC):
     # -- admit --------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def admit(self, session: Session, keep: int, suffix: TokenArray[int], known: int | None, now_s: float) -> Admission:
+    def admit(self, session: Session, keep: int, suffix: TokenArray[int], now_s: float) -> Admission:
         """Truncate to `keep` tokens, append `suffix` (at least one), start the session, and reserve blocks for all of its
-        tokens and one to decode.
-
-        known overrides the history of the accounting. The caller has checked that `available` covers the demand.
-        """
+        tokens and one to decode. The caller has checked that `available` covers the demand."""
 
     @abstractmethod
     def resume(self, session: Session, now_s: float) -> Admission:
@@ -318,11 +200,6 @@ class CacheManager(ABC):
         """As `release`, for a request that waits again: its turn is not over."""
         self.release(session, now_s)
 
-    def attribute_losses_to(self, session: Session, now_s: float) -> None:
-        """Attribute what is given up from now on to a request of this session."""
-        self.taker = Loss(session.name, now_s)
-        self.set_time(round(now_s * 1e9))
-
     # -- evict --------------------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -369,36 +246,20 @@ class CacheManager(ABC):
         """Set what computing and loading take on this machine. Called once, before the first request."""
         return None
 
-    def watch_content(self) -> None:
-        """Record from now on how much of each prompt other sessions have had (Residency.elsewhere, anywhere), where
-        sessions can share KV. Called before the first request, if at all."""
-        return None
-
-    def count_holding(self) -> None:
-        """Count from now on what each session holds of each tier (holding.py). Called before the first request and
-        after `use_disk`, if at all. Its memory grows with the number of sessions ever asked."""
-        assert not self._sessions_made
-        self.holding = Holding()
-        self._count_blocks(self.holding)
-
-    @abstractmethod
-    def _count_blocks(self, holding: Holding) -> None:
-        """Have the pools report every block that they give out or take back to `holding`."""
-
-    def set_time(self, now_ns: int) -> None:
-        """Set the time, in ns of the engine's clock, at which the following changes count as made."""
-        if self.holding is not None:
-            # With plans in flight, the time at which one ended may be before that at which the next was made.
-            self.holding.now_ns = max(self.holding.now_ns, now_ns)
+    def report_to(self, facts: Facts) -> None:
+        """Tell facts from now on. Called once, before the first request."""
+        assert not self.sessions
+        self.facts = facts
+        facts.tier("gpu", self.gpu_blocks)
+        facts.tier("cpu", self.cpu_blocks)
 
     def open(self, name: str, now_s: float, tenant: str = "") -> Session:
         """Return the session of that name; make it if it is new."""
         session = self.sessions.get(name)
         if session is None:
             session = self.sessions[name] = Session(name, self._sessions_made, now_s, now_s, tenant=tenant)
-            if self.holding is not None:
-                session.account = self.holding.open(session.number, name)
             self._sessions_made += 1
+            self.facts.opened(session)
         return session
 
     def recall(self, session: Session, tokens: TokenArray[int]) -> None:
@@ -415,6 +276,7 @@ class CacheManager(ABC):
         """Begin a new session with the first `length` tokens of another one. A cache that shares by content finds
         their KV by itself; one that does not may move the parent's to the child, if it `takes_kv`."""
         child.begin_as(parent, length)
+        self.facts.began_as(child)
 
     def expect(self, session: Session, next_use_s: float | None) -> None:
         """Set when the schedule will ask it again; None: not known to return. Read by offline policies only."""
@@ -442,19 +304,10 @@ class CacheManager(ABC):
         return False
 
     def _close(self, session: Session) -> None:
-        """Remove it from the sessions, and close its account of what it held."""
+        """Remove it from the sessions."""
         del self.sessions[session.name]
-        if self.holding is not None:
-            self.holding.close(session.number)
+        self.facts.closed(session)
 
     @abstractmethod
     def check(self) -> None:
         """Assert every invariant; for tests, its cost grows with everything there is."""
-
-
-def edited_run(session: Session, keep: int, suffix: TokenArray[int], history: int) -> tuple[Missed, ...]:
-    """Return the positions behind `history` at which the prompt has other tokens than the session had computed. Called
-    before the session is truncated to `keep`."""
-    if keep >= len(session.tokens) or not suffix or suffix[0] == session.tokens[keep]:
-        return ()
-    return joined([Missed(max(history, keep), min(session.computed, keep + len(suffix)), "edited")])

@@ -12,14 +12,14 @@ decided before it have left: a block may be given to another chunk while it is s
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
-from pensieve.cache.base import Run, without
-from pensieve.cache.block_hash import BlockHash, HashChain
+from pensieve.block_hash import BlockHash
 from pensieve.cache.tiers import missing_runs
 from pensieve.cost.base import CostModel, predicted_s
-from pensieve.holding import NOBODY_NOW, Holders
+from pensieve.facts import SILENT, Facts
 from pensieve.plan import DiskLoad, DiskStore
+from pensieve.runs import Run, without
 from pensieve.session import Session, runs_of
 
 
@@ -47,10 +47,9 @@ class DiskTier:
         self._block_of: OrderedDict[BlockHash, int] = OrderedDict(kept)
         taken = set(kept.values())
         self._free = [block for block in reversed(range(blocks)) if block not in taken]
-        self._chains: dict[int, HashChain] = {}  # by session number
         self._work: list[DiskStore | DiskLoad] = []
         self._reading: dict[int, int] = {}  # chunks by ticket
-        self._holders: Holders | None = None
+        self._facts: Facts = SILENT
 
     # -- query --------------------------------------------------------------------------------------------------------
 
@@ -65,14 +64,13 @@ class DiskTier:
 
     def holds(self, session: Session, index: int) -> bool:
         """Whether the store has this chunk, as far as its name is known. Any thread may ask."""
-        chain = self._chains.get(session.number)
-        return chain is not None and chain.known(index) in self._block_of
+        return session.name_known(index) in self._block_of
 
     def worth_reading(self, session: Session) -> list[Run]:
         """Choose which chunks without KV are read, as runs: those with which the prompt is predicted to be done sooner than
         if they were computed with the rest of it. Reads under way come first. The last token is computed in any case."""
         size, layers = self._size, self._layers
-        names = self._chain(session).upto(session.tokens, min(session.computed, len(session.tokens) - 1))
+        names = session.named(min(session.computed, len(session.tokens) - 1), size)
         there = map(max, session.chunks.gpu_len, session.chunks.cpu_len)
         wanted = [
             index
@@ -102,7 +100,7 @@ class DiskTier:
         """Store the full ones of these chunks, which are about to give up the last blocks that have their KV."""
         chunks, size = session.chunks, self._size
         blocks, lengths = (chunks.gpu, chunks.gpu_len) if on_gpu else (chunks.cpu, chunks.cpu_len)
-        names = self._chain(session).upto(session.tokens, min(stop * size, session.computed))
+        names = session.named(min(stop * size, session.computed), size)
         for index in range(start, stop):
             # The last token's KV may be there, of a turn that was undone, and not count: its chunk has no name.
             if index < len(names) and lengths[index] == size:
@@ -111,29 +109,28 @@ class DiskTier:
     def _store_chunk(self, name: BlockHash, on_gpu: bool, src: int, holder: int) -> None:
         if name in self._block_of:
             self._block_of.move_to_end(name)
-            self._pass_on([self._block_of[name]], holder)
+            self._facts.passed_on("disk", (self._block_of[name],), holder)
             return
         if self._free:
             dst = self._free.pop()
-            if self._holders is not None:
-                self._holders.give(dst, 1, holder)
+            self._facts.held("disk", dst, 1, holder)
         else:
             dst = self._block_of.popitem(last=False)[1]
-            self._pass_on([dst], holder)
+            self._facts.passed_on("disk", (dst,), holder)
         self._block_of[name] = dst
         self._work.append(DiskStore(name, on_gpu, src, dst))
         self.counts["disk_stored_chunks"] += 1
 
     def read(self, session: Session, runs: Iterable[Run], ticket: int) -> None:
         """Read these chunks into the GPU blocks that they have, under this ticket."""
-        names = self._chain(session).upto(session.tokens, session.computed)
+        names = session.named(session.computed, self._size)
         indices = [index for start, stop in runs for index in range(start, stop)]
         chosen = [names[index] for index in indices]
         gpu = tuple(session.chunks.gpu[index] for index in indices)
         for name in chosen:
             self._block_of.move_to_end(name)
         blocks = tuple(self._block_of[name] for name in chosen)
-        self._pass_on(blocks, session.number)
+        self._facts.passed_on("disk", blocks, session.number)
         self._work.append(DiskLoad(ticket, tuple(chosen), blocks, gpu))
         self._reading[ticket] = len(chosen)
         self.counts["disk_loaded_chunks"] += len(chosen)
@@ -156,39 +153,19 @@ class DiskTier:
             block = self._block_of.pop(name, None)
             if block is not None:
                 self._free.append(block)
-                if self._holders is not None:
-                    self._holders.take(block, 1)
+                self._facts.freed("disk", block, 1)
 
     # -- sessions -----------------------------------------------------------------------------------------------------
 
-    def cut(self, session: Session, length: int) -> None:
-        """Drop the names of chunks beyond the first `length` tokens. What the disk has of them stays: the same may be said
-        again."""
-        chain = self._chains.get(session.number)
-        if chain is not None:
-            chain.cut(length)
-
     def forget(self, session: Session) -> None:
         """Delete all chunks of the session from the store, also those that a fork has in common with it."""
-        self.remove(list(self._chain(session).upto(session.tokens, session.computed)))
-        del self._chains[session.number]
+        self.remove(session.named(session.computed, self._size))
 
-    def count_holding(self, holders: Holders) -> None:
-        """Report from now on which session pays for a block: the one that wrote or read it last."""
-        self._holders = holders
-        for block in self._block_of.values():
-            holders.give(block, 1, NOBODY_NOW)
-
-    def _pass_on(self, blocks: Sequence[int], holder: int) -> None:
-        if self._holders is not None:
-            self._holders.pass_on(blocks, holder)
+    def report_to(self, facts: Facts) -> None:
+        """Tell from now on which session a block serves: the one that wrote or read it last."""
+        self._facts = facts
+        facts.tier("disk", self.blocks, self._block_of.values())
 
     def check(self) -> None:
         """Assert that every block is free or a chunk's."""
         assert sorted([*self._free, *self._block_of.values()]) == list(range(self.blocks))
-
-    def _chain(self, session: Session) -> HashChain:
-        chain = self._chains.get(session.number)
-        if chain is None:
-            chain = self._chains[session.number] = HashChain(self._size, session.tenant)
-        return chain

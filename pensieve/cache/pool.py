@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from pensieve.holding import NOBODY_NOW, Holders
+from pensieve.facts import NOBODY_NOW, SILENT, Facts, Tier
 
 
 class BlockPool:
@@ -15,21 +15,21 @@ class BlockPool:
     classes by power of two find a long enough one without a search.
     """
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, tier: Tier = "gpu") -> None:
+        self.tier: Tier = tier
         self.blocks = blocks
+        self.facts: Facts = SILENT
         self._length_at: dict[int, int] = {}  # first block of a free extent -> its length
         self._start_of: dict[int, int] = {}  # last block of a free extent -> its first
         self._classes: list[dict[int, None]] = [{} for _ in range(blocks.bit_length() + 1)]
         self._sizes = 0  # a bit for each class that has an extent
         self.free = 0
-        self.holders: Holders | None = None
-        """Who pays for each block, where that is counted."""
         if blocks:
             self._put(0, blocks)
 
     def allocate(self, count: int, holder: int = NOBODY_NOW) -> tuple[int, ...]:
         """Take `count` free blocks, in as few runs as the size classes give quickly. The caller has checked that there are
-        enough. holder: the number of the session that pays for them."""
+        enough. holder: the number of the session that has them."""
         assert count <= self.free, f"{count} blocks asked, {self.free} free"
         taken: list[int] = []
         while count:
@@ -38,8 +38,7 @@ class BlockPool:
             self._cut(start)
             used = min(length, count)
             taken.extend(range(start, start + used))
-            if self.holders is not None:
-                self.holders.give(start, used, holder)
+            self.facts.held(self.tier, start, used, holder)
             if used < length:
                 self._put(start + used, length - used)
             count -= used
@@ -61,16 +60,14 @@ class BlockPool:
                 offset = max(0, min(length // 2, length - lacking))
             used = min(length - offset, lacking)
             self._take(start, offset, used)
-            if self.holders is not None:
-                self.holders.give(start + offset, used, holder)
+            self.facts.held(self.tier, start + offset, used, holder)
             taken.extend(range(start + offset, start + offset + used))
             block = taken[-1]
         return taken
 
     def release(self, blocks: Iterable[int]) -> None:
         for first, length in _extents(blocks):
-            if self.holders is not None:
-                self.holders.take(first, length)
+            self.facts.freed(self.tier, first, length)
             self._release(first, length)
 
     def free_blocks(self) -> set[int]:

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from pensieve.cache.base import Admission, Demand, Residency, Run
-from pensieve.cache.block_hash import BlockHash, HashChain
+from pensieve.block_hash import BlockHash, HashChain
+from pensieve.cache.base import Demand
 from pensieve.cache.one_tier import OneTier
 from pensieve.cache.pool import BlockPool
 from pensieve.eviction.base import EvictionPolicy
-from pensieve.holding import Holding
-from pensieve.ledger import Loss, Missed
-from pensieve.request import TokenArray
+from pensieve.facts import Facts, Found
+from pensieve.runs import Run
 from pensieve.session import Session, chunks_of
-
-_REMEMBERED = 16  # pools of evicted blocks
 
 
 class PrefixCache(OneTier):
@@ -29,7 +26,6 @@ class PrefixCache(OneTier):
     """
 
     shares = True
-    partial_hits = False
 
     def __init__(self, *, policy: EvictionPolicy, chunk_tokens: int, gpu_blocks: int, cpu_blocks: int = 0) -> None:
         super().__init__(chunk_tokens, gpu_blocks)
@@ -40,7 +36,6 @@ class PrefixCache(OneTier):
         self._block_of: dict[BlockHash, int] = {}
         self._hash_of: dict[int, BlockHash] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._lost: OrderedDict[BlockHash, Loss] = OrderedDict()  # of evicted content, as far back as _REMEMBERED
 
     @property
     def available(self) -> int:
@@ -61,7 +56,7 @@ class PrefixCache(OneTier):
 
     def demand(self, session: Session, keep: int, length: int) -> Demand:
         """What other sessions share is not counted: it may only make the admission cheaper."""
-        matched = self._match(session, session.tokens, min(keep, length - 1))
+        matched = self._match(session, min(keep, length - 1))
         idle = sum(block in self._idle for block in matched)
         return Demand(blocks=chunks_of(length + 1, self.chunk_tokens) - len(matched), own_available=idle)
 
@@ -82,7 +77,7 @@ class PrefixCache(OneTier):
             assert start == self._computed[session.number], "KV is computed in ascending order"
             self._computed[session.number] = stop
             session.advance(stop)
-            hashes = self._chains[session.number].upto(session.tokens, stop)
+            hashes = session.named(stop, size)
             for index in range(start // size, stop // size):
                 block, name = table[index], hashes[index]
                 if name in self._block_of:
@@ -92,6 +87,7 @@ class PrefixCache(OneTier):
 
     def release(self, session: Session, now_s: float) -> None:
         session.stop(now_s)
+        self.facts.rests(session)
         for block in reversed(self._tables.pop(session.number)):
             self._references[block] -= 1
             if not self._references[block]:
@@ -109,23 +105,21 @@ class PrefixCache(OneTier):
                 self._unregister(block)
 
     def forget(self, session: Session) -> None:
-        for name in self._chains[session.number].upto(session.tokens, len(session.tokens)):
+        for name in session.named(len(session.tokens), self.chunk_tokens):
             block = self._block_of.get(name)
             if block is not None and block in self._idle:
                 del self._idle[block]
                 self._unregister(block)
                 self.gpu.release((block,))
-        self.truncate(session, 0)
-        del self.sessions[session.name], self._chains[session.number]
+        super().forget(session)
 
     def let_go(self, session: Session) -> bool:
         """Its blocks are known by content, not by whose they are; while one is here, a limit of memory may ask it to give
         that up."""
         if self.sessions.get(session.name) is session:
-            hashes = self._chains[session.number].upto(session.tokens, len(session.tokens))
+            hashes = session.named(len(session.tokens), self.chunk_tokens)
             if any(name in self._block_of for name in hashes):
                 return False
-            self._leave_noted(session)
             self._close(session)
         return True
 
@@ -145,12 +139,14 @@ class PrefixCache(OneTier):
 
     # -- how --------------------------------------------------------------------------------------------------------
 
-    def _count_blocks(self, holding: Holding) -> None:
-        self.gpu.holders = holding.column("gpu", self.gpu_blocks)
+    def report_to(self, facts: Facts) -> None:
+        super().report_to(facts)
+        self.gpu.facts = facts
 
-    def _match(self, session: Session, tokens: TokenArray[int], limit: int) -> list[int]:
+    def _match(self, session: Session, limit: int) -> list[int]:
+        """The blocks of the longest registered prefix of at most `limit` tokens."""
         found = []
-        for name in self._chains[session.number].upto(tokens, len(tokens))[: limit // self.chunk_tokens]:
+        for name in session.named(limit, self.chunk_tokens):
             block = self._block_of.get(name)
             if block is None:
                 break
@@ -160,35 +156,28 @@ class PrefixCache(OneTier):
     def _occupy(self, session: Session, now_s: float) -> int:
         """Take the longest registered prefix and new blocks for the rest; returns the tokens found."""
         session.start(now_s)
+        self.facts.runs(session)
         length = len(session.tokens)
-        matched = self._match(session, session.tokens, length - 1)
+        matched = self._match(session, length - 1)
         for block in matched:
             self._references[block] = self._references.get(block, 0) + 1
             self._idle.pop(block, None)
-        if self.gpu.holders is not None and matched:
-            self.gpu.holders.pass_on(matched, session.number)
+        if matched:
+            self.facts.passed_on("gpu", matched, session.number)
         fresh = self._take(session, chunks_of(length + 1, self.chunk_tokens) - len(matched))
         self._tables[session.number] = [*matched, *fresh]
         found = len(matched) * self.chunk_tokens
         self._computed[session.number] = found
         return found
 
-    def _missed(self, session: Session, found: int, history: int) -> Iterable[Missed]:
-        """A block that is still there is of no use without those before it: it is missed for what took the first of them."""
-        size, first = self.chunk_tokens, None
-        hashes = self._chains[session.number].upto(session.tokens, history)
-        for index in range(found // size, len(hashes)):
-            loss = self._lost.get(hashes[index])
-            if loss is None and hashes[index] in self._block_of:
-                loss = first
-            first = first or loss
-            yield Missed(index * size, (index + 1) * size, "evicted" if loss else "never_stored", loss)
-        yield Missed(max(found, len(hashes) * size), history, "never_stored")
+    def _table(self, session: Session) -> tuple[int, ...]:
+        return tuple(self._tables[session.number])
 
-    def _admission(self, session: Session, residency: Residency, found: int) -> Admission:
-        length = len(session.tokens)
-        again = max(0, session.computed - found)
-        return Admission(residency, ((found, length),), tuple(self._tables[session.number]), (), 0, again)
+    def _found(self, session: Session, tokens: int) -> Found:
+        names = session.named(len(session.tokens), self.chunk_tokens)
+        behind = range(tokens // self.chunk_tokens, len(names))
+        stranded = frozenset(index for index in behind if names[index] in self._block_of)
+        return super()._found(session, tokens)._replace(names=names, stranded=stranded)
 
     def _take(self, session: Session, count: int) -> tuple[int, ...]:
         for _ in range(count - self.gpu.free):
@@ -202,9 +191,7 @@ class PrefixCache(OneTier):
 
     def _evict(self, block: int) -> None:
         del self._idle[block]
-        self._lost[self._hash_of[block]] = self.taker
-        if len(self._lost) > _REMEMBERED * self.gpu_blocks:
-            self._lost.popitem(last=False)
+        self.facts.lost_content(self._hash_of[block])
         self._unregister(block)
         self.counters.evicted_chunks += 1
         self.counters.dropped_chunks += 1

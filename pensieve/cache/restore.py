@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from operator import gt
 from typing import Literal, get_args
 
-from pensieve.cache.base import CacheCounters, Run, merged, tokens_in
+from pensieve.cache.base import CacheCounters
 from pensieve.cache.tiers import missing_runs
 from pensieve.cost.base import CostModel
 from pensieve.errors import ConfigError
+from pensieve.runs import Run, merged, tokens_in
 from pensieve.session import Session
 from pensieve.units import ceil_div
 

@@ -6,13 +6,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pensieve.cache.base import Admission, Demand, Residency, Run
+from pensieve.cache.base import Demand
 from pensieve.cache.one_tier import OneTier
 from pensieve.errors import CapacityError, ConfigError
 from pensieve.eviction.base import EvictionPolicy
-from pensieve.holding import Holders, Holding
-from pensieve.ledger import Loss, Missed
 from pensieve.request import TokenArray, tokens_of
+from pensieve.runs import Run
 from pensieve.session import Session, chunks_of, common_prefix
 
 MOST_SLOTS = 4  # that are chosen where nobody says how many
@@ -52,7 +51,6 @@ class SlotCache(OneTier):
     """
 
     grows = False
-    partial_hits = True
 
     def __init__(
         self,
@@ -83,8 +81,6 @@ class SlotCache(OneTier):
         self.slot_prompt_similarity = slot_prompt_similarity
         self.slots = [Slot(number, tuple(range(number * each, (number + 1) * each))) for number in range(n_slots)]
         self._slot_of: dict[int, Slot] = {}
-        self._holders: Holders | None = None
-        self._lost: dict[int, Loss] = {}  # session number -> who has overwritten the slot it was in last
 
     @property
     def chosen(self) -> dict[str, float]:
@@ -126,6 +122,8 @@ class SlotCache(OneTier):
 
     def release(self, session: Session, now_s: float) -> None:
         session.stop(now_s)
+        self.facts.rests(session)
+        self.facts.not_lost(session, 0, chunks_of(len(session.tokens), self.chunk_tokens))
         slot = self._slot_of.pop(session.number)
         slot.session, slot.used_s = None, now_s
 
@@ -137,18 +135,13 @@ class SlotCache(OneTier):
         for slot in self.slots:
             if slot.last is session:
                 slot.clear()
-                if self._holders is not None:
-                    self._holders.take(slot.blocks[0], len(slot.blocks))
-        self._lost.pop(session.number, None)
-        self.truncate(session, 0)
-        del self.sessions[session.name], self._chains[session.number]
+                self.facts.freed("gpu", slot.blocks[0], len(slot.blocks))
+        super().forget(session)
 
     def let_go(self, session: Session) -> bool:
         if self.sessions.get(session.name) is session:
             if any(slot.last is session for slot in self.slots):
                 return False
-            self._lost.pop(session.number, None)
-            self._leave_noted(session)
             self._close(session)
         return True
 
@@ -171,24 +164,20 @@ class SlotCache(OneTier):
         if overwritten and slot.last is not None and slot.last is not session:
             self.counters.evicted_chunks += overwritten
             self.counters.dropped_chunks += overwritten
-            self._lost[slot.last.number] = self.taker
-        self._pay(slot, session)
+            self.facts.lost(slot.last, 0, chunks_of(len(slot.last.tokens), size))
+        if slot.last is None:
+            self.facts.held("gpu", slot.blocks[0], len(slot.blocks), session.number)
+        else:
+            self.facts.passed_on("gpu", slot.blocks, session.number)
         slot.session = slot.last = session
         slot.tenant = session.tenant
         self._slot_of[session.number] = slot
         session.start(now_s)
+        self.facts.runs(session)
         return found
 
-    def _count_blocks(self, holding: Holding) -> None:
-        self._holders = holding.column("gpu", self.gpu_blocks)
-
-    def _pay(self, slot: Slot, session: Session) -> None:
-        if self._holders is None:
-            return
-        if slot.last is None:
-            self._holders.give(slot.blocks[0], len(slot.blocks), session.number)
-        else:
-            self._holders.pass_on(slot.blocks, session.number)
+    def _table(self, session: Session) -> tuple[int, ...]:
+        return self._slot_of[session.number].blocks
 
     def _choose(self, session: Session) -> Slot:
         idle = [slot for slot in self.slots if slot.session is None]
@@ -198,14 +187,6 @@ class SlotCache(OneTier):
             if shared[nearest.number] / len(session.tokens) > self.slot_prompt_similarity:
                 return nearest
         return min(idle, key=lambda slot: (slot.used_s, slot.number))
-
-    def _missed(self, session: Session, found: int, history: int) -> Iterable[Missed]:
-        loss = self._lost.pop(session.number, None)
-        yield Missed(found, history, "evicted" if loss else "never_stored", loss)
-
-    def _admission(self, session: Session, residency: Residency, found: int) -> Admission:
-        again = max(0, session.computed - found)
-        return Admission(residency, ((found, len(session.tokens)),), self._slot_of[session.number].blocks, (), 0, again)
 
 
 def _shared(slot: Slot, session: Session) -> int:

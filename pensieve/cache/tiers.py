@@ -41,14 +41,15 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from operator import lt
 
-from pensieve.cache.base import CacheCounters, Residency, Run, merged
+from pensieve.cache.base import CacheCounters
 from pensieve.cache.loops import Victim
 from pensieve.cache.pool import BlockPool
 from pensieve.cache.victims import VictimIndex
 from pensieve.eviction.base import EvictionPolicy
-from pensieve.ledger import Cause, Loss, Missed, joined
+from pensieve.facts import SILENT, Facts, Found
 from pensieve.plan import Copy
 from pensieve.request import TokenArray
+from pensieve.runs import Run, merged
 from pensieve.session import NO_BLOCK, Session, View, chunks_of, repeated, runs_of
 
 _Place = tuple[bool, int]  # on GPU?, block
@@ -66,9 +67,9 @@ class Tiers:
     ) -> None:
         self.chunk_tokens = chunk_tokens
         self.counters = counters
-        self.taker = Loss("", 0.0)  # as CacheManager's
+        self.facts: Facts = SILENT
         self.gpu = BlockPool(gpu_blocks)
-        self.cpu = BlockPool(cpu_blocks)
+        self.cpu = BlockPool(cpu_blocks, "cpu")
         self.copies = OpenCopies(self.gpu, self.cpu)
         self.dirty = VictimIndex(policy, View.DIRTY)
         self.clean = VictimIndex(policy, View.CLEAN)
@@ -78,6 +79,9 @@ class Tiers:
         """Called with each run of chunks (and whether they are on GPU) that is about to give up its last blocks to others: a
         disk tier stores them then."""
         self._index = {View.DIRTY: self.dirty, View.CLEAN: self.clean, View.CPU_ONLY: self.cpu_only}
+
+    def report_to(self, facts: Facts) -> None:
+        self.facts = self.gpu.facts = self.cpu.facts = facts
 
     # -- a session runs, or stops ---------------------------------------------------------------------------------------
 
@@ -108,7 +112,7 @@ class Tiers:
                 break  # dropped, not unused: the record of a missing chunk stays
             unused -= 1
         self.copies.gone(session, unused)
-        chunks.cut(unused)
+        self._cut(session, unused)
         self.update(session, 0, unused)
 
     def reorder(self, session: Session) -> None:
@@ -187,8 +191,8 @@ class Tiers:
         """Mark what the GPU blocks of a running session's chunks hold as not valid; the chunks keep the blocks."""
         for index in range(start, stop):
             session.chunks.gpu_len[index] = 0
-            session.chunks.lost[index] = None  # nobody took it: its step failed
             self.duplicates.pop((session.number, index), None)
+        self.facts.not_lost(session, start, stop)  # nobody took it: its step failed
 
     def cut(self, session: Session, length: int) -> None:
         """Give up the KV beyond the session's first `length` tokens."""
@@ -214,7 +218,7 @@ class Tiers:
         for index in range(first, stop) if session.running else ():
             self.duplicates.pop((session.number, index), None)
         self.copies.gone(session, first)
-        session.chunks.cut(first)
+        self._cut(session, first)
 
     def free_gpu(self, session: Session, start: int, stop: int, discarded: bool = False) -> None:
         """Free the GPU blocks of these chunks. discarded: a launched plan may still write to them."""
@@ -240,11 +244,11 @@ class Tiers:
         for index in range(count):
             if old.copying[index]:
                 continue
-            new.take(index, old, lost=self.taker)
+            new.take(index, old)
+            self.facts.moved(source, target, index)
             self._set_views(source, index, bytes(1))
         for pool, blocks in ((self.gpu, new.gpu), (self.cpu, new.cpu)):
-            if pool.holders is not None:
-                pool.holders.pass_on([block for block in blocks if block != NO_BLOCK], target.number)
+            self.facts.passed_on(pool.tier, [block for block in blocks if block != NO_BLOCK], target.number)
         self.update(target, 0, count)
 
     # -- copies -----------------------------------------------------------------------------------------------------
@@ -350,9 +354,16 @@ class Tiers:
         return [index for index, block in enumerate(blocks) if block != NO_BLOCK]
 
     def _lose(self, session: Session, start: int, stop: int) -> None:
-        session.chunks.lost[start:stop] = [self.taker] * (stop - start)
+        self.facts.lost(session, start, stop)
         self.counters.dropped_chunks += stop - start
         self.update(session, start, stop)
+
+    def _cut(self, session: Session, first: int) -> None:
+        """Delete the records from chunk `first` on."""
+        chunks = session.chunks
+        if first < len(chunks):
+            self.facts.not_lost(session, first, len(chunks))
+            chunks.cut(first)
 
     def _set_views(self, session: Session, start: int, views: bytes) -> None:
         column = session.chunks.view
@@ -620,52 +631,30 @@ class OpenCopies:
         (self._gpu if on_gpu else self._cpu).release((block,))
 
 
-def residency_of(
-    session: Session, keep: int, prompt: int, known: int | None, chunk_tokens: int, early: Collection[int] = ()
-) -> Residency:
-    """Where the history of a prompt is. prompt: its tokens, of which the first `keep` are the session's own. known:
-    overrides the length of the history. early: chunks that were loaded for this very prompt, and so count as on CPU."""
-    history = min(keep, session.computed, prompt - 1) if known is None else min(known, prompt - 1)
-    gpu_hit = cpu_hit = 0
-    found = min(history, keep)
+def found_in(session: Session, length: int, chunk_tokens: int, early: Collection[int] = ()) -> Found:
+    """Where its first `length` positions have KV. early: chunks that were loaded for this very prompt, and so count as on
+    CPU."""
     chunks = session.chunks
-    missed = []
-    beside: list[Run] = []  # on CPU
-    left, first = found, 0
-    whole = min(found // chunk_tokens, len(chunks))
-    if not early and chunks.gpu_len[:whole] == repeated(chunk_tokens, whole):  # as most turns find their history
-        gpu_hit, left, first = whole * chunk_tokens, found - whole * chunk_tokens, whole
-    for index in range(first, len(chunks)):
-        if left <= 0:
-            break
-        on_gpu, on_cpu, loss = chunks.gpu_len[index], chunks.cpu_len[index], chunks.lost[index]
-        wanted = min(left, chunk_tokens)
+    gpu: list[Run] = []
+    cpu: list[Run] = []
+    first = min(length // chunk_tokens, len(chunks))
+    if (
+        first and not early and chunks.gpu_len[:first] == repeated(chunk_tokens, first)
+    ):  # as most turns find their history
+        gpu.append((0, first * chunk_tokens))
+    else:
+        first = 0
+    for index in range(first, min(chunks_of(length, chunk_tokens), len(chunks))):
+        start = index * chunk_tokens
+        wanted = min(length - start, chunk_tokens)
+        on_gpu, on_cpu = min(chunks.gpu_len[index], wanted), min(chunks.cpu_len[index], wanted)
         if index in early:
             on_gpu, on_cpu = 0, max(on_gpu, on_cpu)
-        gpu_hit += min(on_gpu, wanted)
-        if on_gpu < wanted:
-            if (stop := min(on_cpu, wanted)) > on_gpu:
-                cpu_hit += stop - on_gpu
-                beside.append((found - left + on_gpu, found - left + stop))
-            resident = max(on_gpu, on_cpu)
-            if resident < wanted:
-                start = found - left
-                cause: Cause = "evicted" if loss else "never_stored"
-                missed.append(Missed(start + resident, start + wanted, cause, loss))
-        left -= chunk_tokens
-    missed.append(Missed(min(len(chunks) * chunk_tokens, found), found, "never_stored"))
-    missed.append(Missed(found, history, "edited"))  # known to the workload, at another place
-    elsewhere = min(found, session.inherited)
-    return Residency(
-        prompt,
-        history,
-        gpu_hit,
-        cpu_hit,
-        elsewhere=elsewhere,
-        anywhere=history,
-        missed=joined(missed),
-        on_cpu=merged(beside),
-    )
+        if on_gpu:
+            gpu.append((start, start + on_gpu))
+        if on_cpu > on_gpu:
+            cpu.append((start + on_gpu, start + on_cpu))
+    return Found(merged(gpu), merged(cpu))
 
 
 def missing_runs(session: Session, length: int, chunk_tokens: int, cpu_too: bool = False) -> tuple[Run, ...]:

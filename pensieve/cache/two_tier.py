@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 
-from pensieve.cache.base import Admission, CacheManager, Demand, Residency, Run, edited_run, tokens_in
+from pensieve.cache.base import CacheManager, Demand
 from pensieve.cache.disk import DiskTier
 from pensieve.cache.exchange import Exchange
 from pensieve.cache.invariants import check_tiers
 from pensieve.cache.loops import Victim
 from pensieve.cache.restore import RestoreMode, Restorer
-from pensieve.cache.tiers import Tiers, missing_runs, residency_of
+from pensieve.cache.tiers import Tiers, found_in, missing_runs
 from pensieve.cache.victims import VictimIndex
 from pensieve.cost.base import CostModel
 from pensieve.eviction.base import EvictionPolicy, as_policy
-from pensieve.holding import Holding
+from pensieve.facts import Admission, Facts, Found
 from pensieve.plan import Copy
 from pensieve.request import TokenArray
+from pensieve.runs import Run, tokens_in
 from pensieve.session import NO_BLOCK, Session, View, chunks_of, common_prefix, repeated, runs_of
 
 
@@ -107,26 +107,17 @@ class TwoTierCache(CacheManager):
 
     # -- admit --------------------------------------------------------------------------------------------------------
 
-    def admit(self, session: Session, keep: int, suffix: TokenArray[int], known: int | None, now_s: float) -> Admission:
-        early = self.exchanges.loaded.get(session.number, ())
-        residency = residency_of(session, keep, keep + len(suffix), known, self.chunk_tokens, early)
-        edited = edited_run(session, keep, suffix, residency.history)
-        if edited:
-            residency = replace(residency, missed=residency.missed + edited)
-        if (
-            self.disk is not None
-        ):  # a block there serves all sessions that begin alike, and nobody counts what that saves
-            residency = replace(residency, elsewhere=None, anywhere=None)
+    def admit(self, session: Session, keep: int, suffix: TokenArray[int], now_s: float) -> Admission:
+        found = found_in(session, keep, self.chunk_tokens, self.exchanges.loaded.get(session.number, ()))
         if keep < len(session.tokens):
             self.truncate(session, keep)
         session.extend(suffix)
         if self.policy.observe is not None:
             self.policy.observe(session, now_s)
-        return self._start(session, residency, now_s)
+        return self._start(session, found, now_s)
 
     def resume(self, session: Session, now_s: float) -> Admission:
-        length = len(session.tokens)
-        return self._start(session, Residency(length, length - 1, 0, 0), now_s)
+        return self._start(session, None, now_s)
 
     def extend(self, session: Session, length: int, now_s: float) -> tuple[int, tuple[int, ...]] | None:
         first = len(session.chunks)
@@ -142,12 +133,13 @@ class TwoTierCache(CacheManager):
         column[first:] = array("i", blocks)
         return first, blocks
 
-    def _start(self, session: Session, residency: Residency, now_s: float) -> Admission:
+    def _start(self, session: Session, found: Found | None, now_s: float) -> Admission:
         """Reserve blocks for its tokens and one more, and decide which of its chunks are loaded and which computed."""
         tiers, size, length = self.tiers, self.chunk_tokens, len(session.tokens)
         chunks, total = session.chunks, chunks_of(length + 1, size)
         chunks.add(total - len(chunks))
         session.start(now_s)
+        self.facts.runs(session)
         self._running += 1
         tiers.pin(session)
         lacking = chunks.without_gpu()
@@ -161,15 +153,15 @@ class TwoTierCache(CacheManager):
         disk_ticket, read = self._read_from_disk(session)
         tiers.update_duplicates(session)
         work = missing_runs(session, length, size)
-        again = sum(max(0, min(stop, session.computed) - start) for start, stop in work)
-        table, swapped = tuple(chunks.gpu), restore.loaded_tokens + tokens_in(read)
-        return Admission(residency, work, table, swap_in, swapped, again, restore.recomputed_tokens, disk_ticket, read)
+        table, loaded = tuple(chunks.gpu), restore.loaded_tokens + tokens_in(read)
+        return Admission(work, table, found, swap_in, loaded, restore.recomputed_tokens, disk_ticket, read)
 
     # -- disk ---------------------------------------------------------------------------------------------------------
 
     def use_disk(self, blocks: int, load_s: float, layers: int, cost: CostModel, kept: Mapping[bytes, int]) -> None:
         self.disk = DiskTier(blocks, self.chunk_tokens, load_s, layers, cost, kept, self.counters.extra)
         self.tiers.before_loss = self.disk.store
+        self.disk.report_to(self.facts)
 
     def _read_from_disk(self, session: Session) -> tuple[int | None, tuple[Run, ...]]:
         """Start to read those chunks without KV for which reading is worth it; returns the ticket and the positions."""
@@ -237,12 +229,9 @@ class TwoTierCache(CacheManager):
 
     def _stop(self, session: Session, now_s: float) -> None:
         session.stop(now_s)
+        self.facts.rests(session)
         self._running -= 1
         self.tiers.unpin(session)
-
-    def attribute_losses_to(self, session: Session, now_s: float) -> None:
-        super().attribute_losses_to(session, now_s)
-        self.tiers.taker = self.taker
 
     # -- evict --------------------------------------------------------------------------------------------------------
 
@@ -361,11 +350,11 @@ class TwoTierCache(CacheManager):
 
     # -- lifecycle ----------------------------------------------------------------------------------------------------
 
-    def _count_blocks(self, holding: Holding) -> None:
-        self.tiers.gpu.holders = holding.column("gpu", self.gpu_blocks)
-        self.tiers.cpu.holders = holding.column("cpu", self.cpu_blocks)
+    def report_to(self, facts: Facts) -> None:
+        super().report_to(facts)
+        self.tiers.report_to(facts)
         if self.disk is not None:
-            self.disk.count_holding(holding.column("disk", self.disk.blocks))
+            self.disk.report_to(facts)
 
     def recall(self, session: Session, tokens: TokenArray[int]) -> None:
         super().recall(session, tokens)
@@ -379,7 +368,7 @@ class TwoTierCache(CacheManager):
         for index, length in enumerate(lengths[: len(chunks)]):
             if length > chunks[index].resident_len > 0:
                 keep = min(keep, index * size)  # what is there of that chunk gives way to more of it
-        self.attribute_losses_to(session, now_s)
+        self.facts.room_for(session, now_s)
         self.truncate(session, keep)
         session.extend(tokens[keep:])
         session.advance(len(tokens) - 1)
@@ -391,7 +380,8 @@ class TwoTierCache(CacheManager):
         self.give_up(tiers.cpu_only, others, tiers.drop_cpu)
         taken = wanted[max(0, len(wanted) - tiers.cpu.free) :]
         for index, block in zip(taken, tiers.cpu.allocate(len(taken), session.number), strict=True):
-            chunks.cpu[index], chunks.cpu_len[index], chunks.lost[index] = block, lengths[index], None
+            chunks.cpu[index], chunks.cpu_len[index] = block, lengths[index]
+            self.facts.not_lost(session, index, index + 1)
         tiers.update(session, 0, len(chunks))
         return sum(lengths[index] for index in taken)
 
@@ -413,21 +403,20 @@ class TwoTierCache(CacheManager):
         """Move the whole chunks that both have in common to a child that takes KV, since a block belongs to one
         session. The parent keeps their raw tokens, as of chunks that were dropped."""
         super().fork(parent, child, length, takes_kv)
-        self.attribute_losses_to(child, child.last_active_s)
+        self.facts.room_for(child, child.last_active_s)
         if takes_kv and not parent.running and not parent.waiting:
             self.tiers.move(parent, child, child.computed // self.chunk_tokens)
 
     def truncate(self, session: Session, length: int, computed: int | None = None) -> None:
+        self.facts.truncating(session, length)
         session.rollback(length, computed)
         self.tiers.cut(session, length)
-        if self.disk is not None:
-            self.disk.cut(session, length)
 
     def forget(self, session: Session) -> None:
         if self.disk is not None:
             self.disk.forget(session)
         self.truncate(session, 0)
-        self.sessions.pop(session.name, None)
+        self._close(session)
 
     def let_go(self, session: Session) -> bool:
         if self.sessions.get(session.name) is not session:

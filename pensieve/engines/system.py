@@ -13,8 +13,9 @@ from pensieve.clock import Clock, WallClock
 from pensieve.engines.base import OutsideEngine, Reply
 from pensieve.engines.heard import Heard
 from pensieve.errors import EngineFailed, RequestFailed, RequestRefused, WorkerError
+from pensieve.event import Event
 from pensieve.plan import StartReport
-from pensieve.record import Event, TurnRecord
+from pensieve.record import TurnRecord
 from pensieve.request import Forced, Free, Length, Request, TokenArray
 from pensieve.session import common_prefix
 

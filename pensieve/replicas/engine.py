@@ -15,8 +15,9 @@ from pensieve.baselines.base import AnsweringSystem
 from pensieve.baselines.engine_system import EngineSystem
 from pensieve.compose import build_system, build_tokenizer, check, check_free_memory, plan_trial
 from pensieve.errors import WorkerError
+from pensieve.event import Event
 from pensieve.plan import StartReport
-from pensieve.record import Event, TurnRecord
+from pensieve.record import TurnRecord
 from pensieve.replicas.errand import Errand
 from pensieve.request import Request
 

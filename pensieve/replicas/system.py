@@ -26,8 +26,9 @@ from pensieve.baselines.outbox import Outbox
 from pensieve.clock import Clock, WallClock
 from pensieve.engines.ray_cluster import RayCluster
 from pensieve.errors import EngineFailed, WorkerError
+from pensieve.event import Event
 from pensieve.plan import StartReport
-from pensieve.record import Event, TurnRecord
+from pensieve.record import TurnRecord
 from pensieve.replicas.engine import Begun, Described, EngineReplica, Told, moved
 from pensieve.replicas.errand import Errand, running, unregister
 from pensieve.replicas.router import SessionRouter

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pensieve.holding import Tier
+from pensieve.facts import Tier
 from pensieve.metrics import MetricValue
 from pensieve.results.schema import Trial
 from pensieve.units import GIB

@@ -18,7 +18,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from pensieve.errors import ResultsError, TrialRunning
-from pensieve.holding import Tier
+from pensieve.facts import Tier
 from pensieve.metric_registry import is_known
 from pensieve.metrics import MetricValue, Slo
 from pensieve.record import TurnRecord

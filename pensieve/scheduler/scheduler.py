@@ -11,10 +11,12 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from functools import partial
 
-from pensieve.cache.base import CacheManager, Run, tokens_in
+from pensieve.cache.base import CacheManager
 from pensieve.cost.base import CostModel
 from pensieve.errors import RequestRefused
+from pensieve.facts import SILENT, Facts
 from pensieve.plan import Copy, DiskLoad, Row, StepPlan
+from pensieve.runs import Run, tokens_in
 from pensieve.scheduler.composition import SchedulerSettings, high_watermark
 from pensieve.scheduler.loads import DiskReads, Loads
 from pensieve.scheduler.sequence import Sequence
@@ -26,8 +28,8 @@ class Step:
 
     rows: each row's request and its runs; tokens: positions of all rows. sampled: how many rows, the first ones, yield a
     token. admitted: requests that start with this plan, which performs their swap-ins. members: these, and those that have a
-    row. tickets: of all its copies. copied_for: the request that waits for a copy, by ticket; copies made ahead of time are
-    not among them.
+    row. tickets: of all its copies. copied_for: by ticket, the request (its id) that waits for a copy; copies made ahead of
+    time are not among them.
     """
 
     plan: StepPlan
@@ -37,7 +39,7 @@ class Step:
     admitted: list[Sequence]
     members: list[Sequence]
     tickets: tuple[int, ...]
-    copied_for: dict[int, Sequence]
+    copied_for: dict[int, int]
 
 
 @dataclass(slots=True)
@@ -58,7 +60,7 @@ class _Draft:
     swap_in: list[Copy] = field(default_factory=list)
     swap_out: list[Copy] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
-    copied_for: dict[int, Sequence] = field(default_factory=dict)
+    copied_for: dict[int, int] = field(default_factory=dict)
 
     def add_admission(self, sequence: Sequence, table: tuple[int, ...], swap_in: Iterable[Copy]) -> None:
         assert sequence.slot is not None
@@ -69,14 +71,14 @@ class _Draft:
     def add_swap_in(self, copies: Iterable[Copy], waiting: Sequence) -> None:
         for copy in copies:
             self.swap_in.append(copy)
-            self.copied_for[copy.ticket] = waiting
+            self.copied_for[copy.ticket] = waiting.request.id
 
     def add_swap_out(self, copies: Iterable[Copy], waiting: Sequence | None) -> None:
         """waiting: who cannot go on without them; None: they are made ahead of time."""
         for copy in copies:
             self.swap_out.append(copy)
             if waiting is not None:
-                self.copied_for[copy.ticket] = waiting
+                self.copied_for[copy.ticket] = waiting.request.id
 
 
 class Scheduler:
@@ -101,8 +103,10 @@ class Scheduler:
         ahead: bool = False,
         cost: CostModel | None = None,
         computes: bool = True,
+        facts: Facts = SILENT,
     ) -> None:
         self.cache = cache
+        self._facts = facts
         self.must_drain = False
         self._ahead = ahead
         self._loads = Loads(cost, cache.chunk_tokens) if settings.load_apart and cost is not None else None
@@ -229,7 +233,7 @@ class Scheduler:
         while (head := self.queue.head()) is not None and self._slots:
             if budget is not None and sum(sequence.work_tokens for sequence in self.running) >= budget:
                 return 0  # it would not compute anything yet
-            cache, session = self.cache, head.session
+            session = head.session
             error = None if head.preempted else self.refusal(head)
             if error is not None:
                 self._remove_waiting(head, now_s)
@@ -237,7 +241,7 @@ class Scheduler:
                 continue
             keep = head.kept()
             lacking = self._lacking(head, keep)
-            cache.attribute_losses_to(session, now_s)
+            self._facts.room_for(session, now_s)
             if lacking > 0:
                 if head.arrival not in self._deferred:
                     self._deferred.add(head.arrival)
@@ -256,14 +260,19 @@ class Scheduler:
     def _start(self, sequence: Sequence, keep: int, draft: _Draft, now_s: float) -> None:
         """Admit the request, or resume it, into a slot of its own."""
         cache, session = self.cache, sequence.session
+        facts, request = self._facts, sequence.request
         self._deferred.discard(sequence.arrival)
         if sequence.preempted:
             admission = cache.resume(session, now_s)
+            facts.resumed(request, session, admission, sequence.misread)
         else:
             sequence.remember_session(keep)
-            admission = cache.admit(session, keep, sequence.suffix(keep), sequence.request.known_tokens, now_s)
+            suffix = sequence.suffix(keep)
+            facts.admitting(request, session, keep, suffix)
+            admission = cache.admit(session, keep, suffix, now_s)
+            facts.admitted(request, session, admission, now_s)
         cache.unmark_waiting(session, sequence.arrival, now_s)
-        sequence.start(admission, self._slots.pop(), now_s)
+        sequence.start(admission, self._slots.pop())
         position = len(self.running)
         while position and self.running[position - 1].arrival > sequence.arrival:
             position -= 1
@@ -306,7 +315,7 @@ class Scheduler:
         preempted."""
         cache, session = self.cache, sequence.session
         length = sequence.work[0][1]
-        cache.attribute_losses_to(session, now_s)
+        self._facts.room_for(session, now_s)
         while True:
             added = cache.extend(session, length, now_s)
             if added is not None:
@@ -403,7 +412,7 @@ class Scheduler:
             (further, row) for row, start in enumerate(starts) for further in range(-start % size, times, size)
         ):
             sequence = decodes[row]
-            self.cache.attribute_losses_to(sequence.session, planned_s[further])
+            self._facts.room_for(sequence.session, planned_s[further])
             added = self.cache.extend(sequence.session, starts[row] + further + 1, planned_s[further])
             assert added is not None, "a plan is repeated for as long as there are blocks"
             if added[1]:
@@ -412,7 +421,7 @@ class Scheduler:
         head = self.queue.head() if self._slots else None
         asked_last = decodes[-1] if decodes else head  # if only for what it had, or for what it did not get
         if asked_last is not None:
-            self.cache.attribute_losses_to(asked_last.session, planned_s[-1])
+            self._facts.room_for(asked_last.session, planned_s[-1])
         for sequence, start in zip(decodes, starts, strict=True):
             self.cache.advance(sequence.session, ((start, start + times),))
         for sequence, count in prefills:

@@ -7,14 +7,13 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from pensieve.cache.base import Admission, Residency, Run, tokens_in
 from pensieve.errors import CapacityError, ContextLengthError, RequestRefused
-from pensieve.ledger import Missed, joined
+from pensieve.facts import Admission
 from pensieve.plan import Row, Sample
-from pensieve.record import TurnRecord
 from pensieve.request import UNNUMBERED, Forced, Free, Request, Sampling, TokenArray
+from pensieve.runs import Run, tokens_in
 from pensieve.session import Session, chunks_of, common_prefix
 from pensieve.stop import StopSearch
 
@@ -35,13 +34,12 @@ class Sequence:
     launched plans that have a part of it; its blocks and its slot stay its own until there are none, also when it is
     closed, which is to say over for whoever asked. awaited: tokens that those plans sample.
     length_before, computed_before: of the session at the admission; a turn that does not stand returns to them.
-    residency: at its admission, without what was read from disk; None once it was preempted. misread: what it read from disk
-    was something else. replaced: tokens of the session that an edited prompt put others in place of. eos, stop: what
-    ends it early.
+    misread: what it read from disk was something else. replaced: tokens of the session that an edited prompt put others in
+    place of. eos, stop: what ends it early. generated: tokens of its output so far. admitted: it has run.
+    status, closed_s: how and when it was closed.
     """
 
     request: Request
-    record: TurnRecord
     arrival: int
     session: Session
     noise_key: int
@@ -54,12 +52,15 @@ class Sequence:
     length_before: int = 0
     computed_before: int = 0
     replaced: TokenArray[int] = field(default_factory=lambda: array("i"))
-    residency: Residency | None = None
+    generated: int = 0
+    admitted: bool = False
     misread: bool = False
     preempted: bool = False
     in_flight: int = 0
     awaited: int = 0
     closed: bool = False
+    status: str = ""
+    closed_s: float = 0.0
     _common: tuple[int, int] | None = None
     """Of the session when its prompt was held against it: its length, and the common prefix."""
 
@@ -69,21 +70,13 @@ class Sequence:
         request: Request,
         session: Session,
         arrival: int,
-        now_s: float,
         eos: frozenset[int],
         decode_text: Callable[[Many[int]], str] | None,
     ) -> Sequence:
         """Make the sequence of a request that has just arrived. eos, decode_text: as Engine takes them."""
         output = request.output
-        turn = session.turns if request.turn == UNNUMBERED else request.turn
-        sequence = cls(
-            request,
-            TurnRecord.arrived(request, turn, now_s),
-            arrival,
-            session,
-            noise_key(request.sampling, request.session, turn),
-            output.max_new_tokens,
-        )
+        noise = noise_key(request.sampling, request.session, turn_of(request, session))
+        sequence = cls(request, arrival, session, noise, output.max_new_tokens)
         if isinstance(output, Free):
             if not output.ignore_eos:
                 sequence.eos = eos
@@ -147,53 +140,20 @@ class Sequence:
         self.computed_before = min(session.computed, self.length_before)
         self.replaced = session.tokens[self.length_before :]
 
-    def start(self, admission: Admission, slot: int, now_s: float) -> None:
+    def start(self, admission: Admission, slot: int) -> None:
         """Begin to run in `slot`: it is admitted, or resumed after it was preempted."""
-        if self.misread and self.residency is not None:
-            found = self.residency.with_disk(admission.read)
-            self.record.read_again(found)
-            self.record.explained(self._missed(found))
-        elif self.preempted:
-            self.record.resumed(admission)
-            self.residency = None
-        else:
-            self.record.admitted(admission, now_s)
-            self.record.explained(self._missed(admission.found))
-            self.residency = admission.residency
+        self.admitted = True
         self.preempted = self.misread = False
         self.slot = slot
         self.work = deque(admission.work)
         self.work_tokens = tokens_in(admission.work)
-
-    def _missed(self, residency: Residency) -> tuple[Missed, ...]:
-        """Explain every prompt position without KV. Where the engine has forgotten the conversation, its server
-        says why; what is left was never said before."""
-        forgotten = self.request.forgotten
-        runs = [one for one in residency.missed if one.stop <= residency.history]
-        if forgotten is not None and forgotten[1] == "restarted":
-            # With known_tokens the conversation went on elsewhere: what was said there is in no token that the engine has.
-            lost = ("never_stored",) if self.request.known_tokens is None else ("never_stored", "edited")
-            runs = [replace(one, cause="restarted") if one.cause in lost else one for one in runs]
-        place = residency.history + residency.shared_hit
-        later = [one for one in residency.missed if one.stop > max(place, residency.history)]
-        if forgotten is not None and not self.length_before and not residency.history:
-            later.append(Missed(place, min(forgotten[0], residency.prompt), forgotten[1]))
-        for one in later:
-            start = max(one.start, place)
-            runs += (Missed(place, start, "new"), Missed(start, one.stop, one.cause, one.loss))
-            place = max(place, one.stop)
-        return joined((*runs, Missed(place, residency.prompt, "new")))
 
     # -- running ------------------------------------------------------------------------------------------------------
 
     @property
     def decoding(self) -> bool:
         """One position is left and it is a token this turn sampled, or is about to."""
-        return self.work_tokens == 1 and (self.awaited > 0 or len(self.record.token_ids) > 0)
-
-    @property
-    def generated(self) -> int:
-        return len(self.record.token_ids)
+        return self.work_tokens == 1 and (self.awaited > 0 or self.generated > 0)
 
     def next_row(self, count: int, ahead: bool, with_ids: bool = True) -> Row:
         """Take the first `count` positions of the work into the plan being made. ahead: the next plan is made before this
@@ -236,14 +196,14 @@ class Sequence:
         """Take the `count` positions off its work that further iterations of a repeated plan have computed; returns them."""
         return self._take(count)
 
-    def repeated(self, sampled: TokenArray[int], times_s: TokenArray[float]) -> TokenArray[int]:
+    def repeated(self, sampled: TokenArray[int]) -> TokenArray[int]:
         """Append the tokens of further iterations of a repeated plan, each sampled at the position of the one before.
         Returns those appended: the given ones, where the output is forced."""
         output = self.request.output
         if isinstance(output, Forced):
             sampled = output.tokens[self.generated : self.generated + len(sampled)]
         self.session.extend(sampled)
-        self.record.more_tokens(sampled, times_s)
+        self.generated += len(sampled)
         return sampled
 
     def launched(self) -> None:
@@ -259,13 +219,13 @@ class Sequence:
         assert not self.in_flight
         self.awaited = 0
 
-    def append(self, sampled: int, margin: float | None, now_s: float) -> int:
+    def append(self, sampled: int) -> int:
         """Append the token that a plan sampled for it, or the one that its output forces; returns the token."""
         output = self.request.output
         token = output.tokens[self.generated] if isinstance(output, Forced) else sampled
         self.awaited -= 1
+        self.generated += 1
         self.session.append(token)
-        self.record.token(token, margin, now_s)
         return token
 
     def finish_reason(self, token: int) -> str | None:
@@ -279,7 +239,7 @@ class Sequence:
     def decode_next(self) -> None:
         """Make the next token's position its work, unless the tokens awaited are the last ones."""
         awaited = self.awaited
-        if len(self.record.token_ids) + awaited < self.max_new_tokens:
+        if self.generated + awaited < self.max_new_tokens:
             position = len(self.session.tokens) - 1 + awaited
             self.work.clear()
             self.work.append((position, position + 1))
@@ -316,15 +276,20 @@ class Sequence:
 
     # -- at its end ---------------------------------------------------------------------------------------------------
 
-    def close(self, status: str, reason: str | None, now_s: float, error: str | None = None) -> None:
+    def close(self, status: str, now_s: float) -> None:
         """End it for whoever asked."""
-        self.record.close(status, reason, now_s, error)
-        self.closed = True
+        self.closed, self.status, self.closed_s = True, status, now_s
 
     @property
     def undone(self) -> bool:
-        """Whether its turn was admitted and does not stand, so that the session has to be rolled back."""
-        return self.record.admitted_s is not None and not self.record.stands
+        """Whether its turn was admitted and does not stand, so that the session has to be rolled back. A turn stands that has
+        generated something, also where it was cut short, unless a failed step left its KV in doubt."""
+        return self.admitted and not (self.generated and self.status not in ("refused", "failed"))
+
+
+def turn_of(request: Request, session: Session) -> int:
+    """The number of a turn: the request's own, or counted by the session."""
+    return session.turns if request.turn == UNNUMBERED else request.turn
 
 
 def noise_key(sampling: Sampling, session: str, turn: int) -> int:

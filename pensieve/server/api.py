@@ -16,8 +16,9 @@ from pensieve.baselines.base import AnsweringSystem
 from pensieve.chat_template import ChatTemplate
 from pensieve.compose.explain import explain_crash
 from pensieve.errors import ConfigError, PensieveError, RequestFailed, WorkerError
+from pensieve.event import Event
 from pensieve.hint import Hint
-from pensieve.record import Event, TurnRecord
+from pensieve.record import TurnRecord
 from pensieve.request import Free, Length, Sampling, stops_of, text_of, tokens_of
 from pensieve.server.conversations import Asked, Conversation, Conversations, Mark, message_keys, session_name
 from pensieve.server.text import TextStream

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from pensieve.errors import PensieveError
-from pensieve.record import Event
+from pensieve.event import Event
 from pensieve.server.api import Server
 from pensieve.server.completions import sse_data
 from pensieve.server.schemas import error_body

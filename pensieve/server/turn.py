@@ -10,8 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from pensieve.errors import PensieveError, RequestFailed, WorkerError, refused
+from pensieve.event import Event
 from pensieve.hint import Hint
-from pensieve.record import Event, TurnRecord
+from pensieve.record import TurnRecord
 from pensieve.request import Fork, Free, Length, Request, Sampling
 from pensieve.server.conversations import Asked, Conversation, Mark
 from pensieve.session import common_prefix

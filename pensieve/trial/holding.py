@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from pensieve.cost.base import PositionPrices
-from pensieve.holding import TIERS, Held, Tier
+from pensieve.facts import Tier
+from pensieve.holding import TIERS, Held
 from pensieve.metrics import MetricValue
 from pensieve.record import TurnRecord
 from pensieve.results.store import Holding

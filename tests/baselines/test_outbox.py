@@ -10,7 +10,7 @@ import pytest
 from pensieve.baselines.outbox import Outbox
 from pensieve.clock import WallClock
 from pensieve.errors import WorkerError
-from pensieve.record import Event
+from pensieve.event import Event
 
 
 def token(request_id: int) -> Event:

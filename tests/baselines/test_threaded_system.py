@@ -160,7 +160,7 @@ def test_an_idle_engine_wakes_to_forget_and_sleeps_again() -> None:
     engine.cache.forget = forget_and_tell  # type: ignore[method-assign,assignment]
     engine.step = count  # type: ignore[method-assign,assignment]
     assert forgotten.wait(PATIENCE_S)
-    assert engine.counters.forgotten_sessions == 2
+    assert engine.facts.counts.forgotten_sessions == 2
     system.forget(None)  # it sleeps until it is told
     assert len(steps) < 12, "it woke for its conversations and no more often"
     system.close()

@@ -104,4 +104,4 @@ def test_what_was_let_go_and_then_forgotten_makes_no_other_be_forgotten(cache: s
         engine.submit(request(number, f"more{number}", tokens=13, output=2))
         run(engine)
     engine.step(None)
-    assert engine.counters.forgotten_sessions == 0
+    assert engine.facts.counts.forgotten_sessions == 0

@@ -24,7 +24,7 @@ def cache_of(blocks: int) -> TwoTierCache:
 def rest(cache: TwoTierCache, name: str, chunks: int) -> None:
     """A conversation of so many chunks, all of them on GPU, idle."""
     session, tokens = cache.open(name, 0.0), array("i", range(4 * chunks))
-    cache.admit(session, 0, tokens, None, 0.0)
+    cache.admit(session, 0, tokens, 0.0)
     cache.advance(session, [(0, 4 * chunks)])
     cache.release(session, 0.0)
 
@@ -106,7 +106,7 @@ def test_a_return_during_the_copy_takes_its_chunks_from_what_is_outgoing_and_its
     cache, copies = under_way(6)
     session = session_of(cache, "a")
     cache.collected(0)
-    cache.admit(session, 20, array("i", [1]), None, 1.0)  # 5 whole chunks are kept, the sixth is cut and written again
+    cache.admit(session, 20, array("i", [1]), 1.0)  # 5 whole chunks are kept, the sixth is cut and written again
     cache.check()
     assert cache.outgoing == 0
     cache.advance(session, [(20, 21)])
@@ -135,7 +135,7 @@ def test_the_counts_hold_through_random_moves(seed: int) -> None:
             length = len(session.tokens) + len(suffix)
             demand = cache.demand(session, len(session.tokens), length)
             if demand.blocks + demand.own_available <= cache.available:
-                admission = cache.admit(session, len(session.tokens), suffix, None, float(now))
+                admission = cache.admit(session, len(session.tokens), suffix, float(now))
                 cache.advance(session, admission.work)
                 tickets += [copy.ticket for copy in admission.swap_in]
         elif move == "turn":

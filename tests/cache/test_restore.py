@@ -204,7 +204,7 @@ def test_while_a_plan_is_in_flight_truncated_blocks_do_not_count_as_available() 
     cache.launched(cache.tiers.copies.launched + 1)
     assert cache.demand(session, 8, 20).own_available == 16
     available, demand = cache.available, cache.demand(session, 8, 20)
-    cache.admit(session, 8, request(2, "a", 12, 1).prompt, None, 1.0)
+    cache.admit(session, 8, request(2, "a", 12, 1).prompt, 1.0)
     cache.check()
     assert cache.available == available - demand.blocks - demand.own_available
 

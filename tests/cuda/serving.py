@@ -14,6 +14,7 @@ import torch
 
 from pensieve.bench.exact import CheckedEngine, Paths, WatchedWorker, plain_logits
 from pensieve.bench.soak import Episode, perform
+from pensieve.books.books import Books
 from pensieve.cache.restore import RestoreMode
 from pensieve.cache.two_tier import TwoTierCache
 from pensieve.clock import WallClock
@@ -86,7 +87,13 @@ class Serving(CheckedEngine):
         self.torch_worker = WatchedWorker(model, cache.chunk_tokens, clock, options=options)
         self.torch_worker.start(cache.gpu_blocks, cache.cpu_blocks)
         Engine.__init__(
-            self, cache=cache, settings=settings, worker=self.torch_worker, clock=clock, max_context=CONTEXT
+            self,
+            cache=cache,
+            settings=settings,
+            worker=self.torch_worker,
+            clock=clock,
+            max_context=CONTEXT,
+            facts=Books(cache.chunk_tokens),
         )
         self.model, self.paths, self._seen = model, Paths(), {}
         self.turns: list[Turn] = []
@@ -94,8 +101,8 @@ class Serving(CheckedEngine):
     def _poison(self, everything: bool = False) -> None:
         """A fill would wait."""
 
-    def _append(self, sequence: Sequence, token: int, margin: float | None, now_s: float) -> None:
-        Engine._append(self, sequence, token, margin, now_s)
+    def _emit(self, sequence: Sequence, token: int, now_s: float) -> None:
+        Engine._emit(self, sequence, token, now_s)
 
     def _close(
         self, sequence: Sequence, status: str, reason: str | None, now_s: float, error: str | None = None
@@ -103,7 +110,7 @@ class Serving(CheckedEngine):
         Engine._close(self, sequence, status, reason, now_s, error)
         assert status != "failed", error
         if status == "completed":
-            output, request = len(sequence.record.token_ids), sequence.request
+            output, request = sequence.generated, sequence.request
             self.turns.append(Turn(array("i", sequence.session.tokens), output, request.sampling, sequence.noise_key))
 
 

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from pensieve.baselines.threaded_system import ThreadedSystem
+from pensieve.books.books import Books
 from pensieve.cache.two_tier import TwoTierCache
 from pensieve.clock import WallClock
 from pensieve.engine import Engine
@@ -24,9 +25,10 @@ from pensieve.engines.rank_messages import Setup, launch, launched, receive, sen
 from pensieve.engines.ranks import Together
 from pensieve.engines.tensor_parallel import TensorParallelWorker
 from pensieve.errors import UnsupportedModel, WorkerError
+from pensieve.event import Event
 from pensieve.eviction.retention_value import RetentionValue
 from pensieve.plan import Copy, Row, Sample, StartReport, StepPlan, StepResult
-from pensieve.record import Event, TurnRecord
+from pensieve.record import TurnRecord
 from pensieve.request import Length, Request, Sampling
 from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.specs import HardwareSpec
@@ -55,6 +57,7 @@ class Served:
             worker=worker,
             clock=WallClock(),
             max_context=512,
+            facts=Books(CHUNK),
         )
 
     def run(self, *requests: Request) -> dict[int, TurnRecord]:
@@ -131,7 +134,7 @@ def test_gpu_hit_cpu_restore_dropped_and_recomputed_equal_generate(group: Tensor
     records = exact_turns(served, load("llama"), turns=4, sessions="abcd", output=5)
     for where in ("gpu_hit_tokens", "cpu_hit_tokens", "recomputed_tokens"):
         assert sum(getattr(record, where) or 0 for record in records) > 0, f"no {where}: the test shows nothing"
-    counters = served.engine.counters
+    counters = served.engine.facts.counts
     assert counters.sent_plans == counters.steps > 0
     assert counters.plan_bytes > 100 * counters.steps and counters.plan_ns > 0
     block_bytes = CHUNK * tiny_spec("llama").kv_bytes_per_token

@@ -70,7 +70,7 @@ def test_a_class_of_ones_own_with_the_methods_of_a_policy_is_one() -> None:
     assert turns_under(OnlyOrder) == turns_under(Longest)
     policy = PlainLongest(None)
     cache = TwoTierCache(policy=policy, chunk_tokens=4, gpu_blocks=8, cpu_blocks=0)  # type: ignore[arg-type]
-    cache.admit(cache.open("a", 0.0), 0, request(1, "a", 3, 1).prompt, None, 0.0)
+    cache.admit(cache.open("a", 0.0), 0, request(1, "a", 3, 1).prompt, 0.0)
     assert policy.seen == ["a"]
 
 

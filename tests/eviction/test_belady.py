@@ -25,7 +25,7 @@ class ByTheUseBehindTheQueue(Belady):
 
 def idle(cache: TwoTierCache, name: str, tokens: int) -> Session:
     session = cache.open(name, 0.0)
-    cache.admit(session, 0, request(1, name, tokens, 1).prompt, None, 0.0)
+    cache.admit(session, 0, request(1, name, tokens, 1).prompt, 0.0)
     cache.advance(session, [(0, tokens)])
     cache.release(session, 0.0)
     return session

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pensieve.books.books import Books
 from pensieve.cache.two_tier import TwoTierCache
 from pensieve.clock import WallClock
 from pensieve.engine import Engine
@@ -50,7 +51,7 @@ def fail_and_go_on(model: LoadedModel, depth: int, bytes_held: int) -> tuple[Tur
     cache = TwoTierCache(policy=Lru(policy_context(8, 40, 40)), chunk_tokens=8, gpu_blocks=40, cpu_blocks=40)
     worker.start(40, 40)
     settings = SchedulerSettings(max_batch_tokens=64, max_batch_requests=4)
-    engine = Engine(cache=cache, settings=settings, worker=worker, clock=WallClock(), max_context=512)
+    engine = Engine(cache=cache, settings=settings, worker=worker, clock=WallClock(), max_context=512, facts=Books(8))
     prompt = random_tokens(30, 1)
 
     def ask(number: int) -> TurnRecord:

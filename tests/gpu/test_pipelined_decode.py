@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import torch
 
+from pensieve.books.books import Books
 from pensieve.cache.two_tier import TwoTierCache
 from pensieve.clock import WallClock
 from pensieve.engine import Engine
@@ -37,7 +38,9 @@ def served(depth: int, graphs: bool) -> tuple[dict[int, list[int]], TorchWorker]
     store = TwoTierCache(policy=Lru(policy_context(CHUNK, 40, 40)), chunk_tokens=CHUNK, gpu_blocks=40, cpu_blocks=40)
     worker.start(40, 40)
     settings = SchedulerSettings(max_batch_tokens=256, max_batch_requests=12)
-    engine = Engine(cache=store, settings=settings, worker=worker, clock=WallClock(), max_context=1024)
+    engine = Engine(
+        cache=store, settings=settings, worker=worker, clock=WallClock(), max_context=1024, facts=Books(CHUNK)
+    )
     tokens: dict[int, list[int]] = {}
     number = 0
     for turn in (1, 2, 3):

@@ -21,8 +21,9 @@ from ray.serve.request_router import ReplicaID
 from pensieve.baselines.base import AnsweringSystem
 from pensieve.baselines.routing import Fleet, affinity
 from pensieve.clock import WallClock
+from pensieve.event import Event
 from pensieve.plan import StepResult
-from pensieve.record import Event, TurnRecord
+from pensieve.record import TurnRecord
 from pensieve.replicas import engine as engine_module
 from pensieve.replicas import system as system_module
 from pensieve.replicas.engine import EngineReplica

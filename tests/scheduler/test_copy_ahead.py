@@ -94,7 +94,7 @@ def test_without_a_cpu_tier_the_modes_are_one() -> None:
 def idle(cache: TwoTierCache, name: str, chunks: int) -> None:
     """A conversation of so many chunks, the last one not quite filled, all on GPU."""
     session, tokens = cache.open(name, 0.0), 4 * chunks - 1
-    cache.admit(session, 0, array("i", range(tokens)), None, 0.0)
+    cache.admit(session, 0, array("i", range(tokens)), 0.0)
     cache.advance(session, [(0, tokens)])
     cache.release(session, 0.0)
 
@@ -136,8 +136,8 @@ def test_the_head_changes_places_with_what_leaves_the_gpu() -> None:
     kept = sum(chunk.resident_len for chunk in (*a.chunks, *b.chunks))
     print(f"{kept} of 46 tokens kept, in {plans} plans: {cache.places(a)} {cache.places(b)}")
     assert kept >= 42, "one chunk was given up to begin with, not six"
-    admission = cache.admit(a, 20, array("i", [1, 2]), None, 3.0)
-    assert admission.residency.gpu_hit == 0 and admission.residency.cpu_hit == 20
+    admission = cache.admit(a, 20, array("i", [1, 2]), 3.0)
+    assert admission.found is not None and (admission.found.gpu, admission.found.cpu) == ((), ((0, 20),))
     cache.check()
 
 
@@ -148,7 +148,7 @@ def test_the_head_does_not_give_up_its_own_chunks_for_its_own_chunks() -> None:
         idle(cache, name, 6 - 2 * number)
         cache.complete([copy.ticket for copy in cache.swap_out(6, 1.0, urgent=False)])
     running = cache.open("running", 0.0)
-    cache.admit(running, 0, array("i", range(23)), None, 2.0)  # six blocks, two of them from the oldest
+    cache.admit(running, 0, array("i", range(23)), 2.0)  # six blocks, two of them from the oldest
     a, b = cache.find("a"), cache.find("b")
     assert a is not None and b is not None
     assert sorted(cache.places(a)) == [*"BBBBCC"] and cache.places(b) == "BBBB"

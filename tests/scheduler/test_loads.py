@@ -8,6 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from pensieve.books.books import Books
 from pensieve.cache.two_tier import TwoTierCache
 from pensieve.clock import VirtualClock
 from pensieve.compose import plan_trial
@@ -66,7 +67,13 @@ def serve(
     worker.start(gpu, cpu)
     settings = SchedulerSettings(max_batch_requests=64, load_apart=load_apart)
     engine = Engine(
-        cache=cache, settings=settings, worker=worker, clock=clock, max_context=model.max_context, cost=cost
+        cache=cache,
+        settings=settings,
+        worker=worker,
+        clock=clock,
+        max_context=model.max_context,
+        cost=cost,
+        facts=Books(CHUNK),
     )
     traffic = Traffic()
 

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 import uvicorn
 
-from pensieve.record import Event
+from pensieve.event import Event
 from pensieve.server import create_server
 from pensieve.server.api import Server
 from pensieve.server.app import App

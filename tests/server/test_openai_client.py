@@ -10,7 +10,7 @@ import pytest
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
-from pensieve.record import Event  # noqa: E402
+from pensieve.event import Event  # noqa: E402
 from pensieve.server import create_server  # noqa: E402
 from pensieve.server.command import uvicorn_config  # noqa: E402
 from pensieve.server.feed import Feed  # noqa: E402

@@ -11,7 +11,7 @@ import pytest
 
 import pensieve.server
 from pensieve.errors import CapacityError, ConfigError, RequestFailed
-from pensieve.record import Event
+from pensieve.event import Event
 from pensieve.server.api import Stream
 from tests.server.live import PATIENCE_S, Hold, held, until
 

@@ -36,8 +36,8 @@ def test_every_iteration_copy_and_request_is_drawn_at_its_time(tmp_path: Path, w
     drawn = {name: [e for e in events if e["ph"] == "X" and e["tid"] == lane] for name, lane in lanes.items()}
     assert len(drawn["compute"]) == 4 * 8, "each request alone: a prefill that gives the first token, and seven decodes"
     assert sum(event["args"]["positions"] for event in drawn["compute"]) == engine.scheduler.counters.batched_tokens
-    stalled = sum(event["dur"] for event in drawn["compute"]) - engine.counters.compute_ns / 1e3
-    assert stalled == pytest.approx(engine.counters.stall_ns / 1e3)
+    stalled = sum(event["dur"] for event in drawn["compute"]) - engine.facts.counts.compute_ns / 1e3
+    assert stalled == pytest.approx(engine.facts.counts.stall_ns / 1e3)
     for lane in drawn.values():  # nothing on a lane overlaps
         assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-6 for a, b in pairwise(lane))
     counters = engine.cache.counters

@@ -22,8 +22,9 @@ from pensieve.engines.disaggregated import messages
 from pensieve.engines.disaggregated.messages import KV, LOGITS, Array, Timing
 from pensieve.engines.system import SaidLog
 from pensieve.errors import ConfigError
+from pensieve.event import Event
 from pensieve.plan import StartReport
-from pensieve.record import Event, TurnRecord
+from pensieve.record import TurnRecord
 from pensieve.request import Free, Length, Request
 from pensieve.scheduler.sequence import noise_key
 from pensieve.specs import HardwareSpec, ModelSpec
@@ -144,7 +145,7 @@ class _Simulated(ABC):
         clock.advance_to(clock.now_ns() + spent.computed_ns + spent.moved_ns)
         turn.sent_bytes = (turn.sent_bytes or 0) + spent.sent
         turn.received_bytes = (turn.received_bytes or 0) + spent.received
-        turn.step(spent.computed_ns, spent.moved_ns)
+        turn.step(spent.computed_ns / 1e6, spent.moved_ns / 1e6)
         position = len(request.prompt) + len(turn.token_ids)
         key = noise_key(request.sampling, request.session, turn.turn)
         drawn = drawn_token(key, position, self.model.vocab)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from pensieve.books.books import Books
 from pensieve.cache.two_tier import TwoTierCache
 from pensieve.clock import WallClock
 from pensieve.engine import Engine
@@ -79,7 +80,7 @@ def engine_on(model: LoadedModel, forward: Any, depth: int) -> Engine:
     cache = TwoTierCache(policy=Lru(policy_context(8, 40, 40)), chunk_tokens=8, gpu_blocks=40, cpu_blocks=40)
     worker.start(40, 40)
     settings = SchedulerSettings(max_batch_tokens=64, max_batch_requests=4)
-    return Engine(cache=cache, settings=settings, worker=worker, clock=WallClock(), max_context=512)
+    return Engine(cache=cache, settings=settings, worker=worker, clock=WallClock(), max_context=512, facts=Books(8))
 
 
 def served(engine: Engine, *requests: Request) -> dict[int, TurnRecord]:
@@ -112,7 +113,7 @@ def test_in_flight_it_fails_the_step_and_the_next_requests_are_exact(
     assert ("ran out of memory" in said) == (error is torch.OutOfMemoryError)
     assert "2.00 GiB" in said
     assert "\n" not in said
-    assert engine.counters.failed_steps == 1
+    assert engine.facts.counts.failed_steps == 1
     turns = served(engine, Request(4, "a", 2, second, Length(6)), Request(5, "c", 1, first, Length(4)))
     history = [*first, *before.token_ids, *second]
     assert list(turns[4].token_ids) == plain_generate(llama, history, 6)

@@ -1,0 +1,202 @@
+"""Where the history of an admitted prompt was, and why what lacked KV did."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from pensieve.facts import Admission, Found
+from pensieve.ledger import Loss, Missed, joined
+from pensieve.request import TokenArray
+from pensieve.runs import Run, tokens_in, without
+from pensieve.session import Session
+
+REMEMBERED = 16
+"""Pools of evicted blocks of whose content the loss is remembered."""
+
+
+class Losses:
+    """For whom KV was given up, by session and chunk, or by content."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[int, dict[int, Loss]] = {}  # by session number
+        self._content: OrderedDict[bytes, Loss] = OrderedDict()
+        self._for: tuple[str, float] = ("", 0.0)
+        self._taker: Loss | None = None
+
+    def room_for(self, session: Session, now_s: float) -> None:
+        self._for, self._taker = (session.name, now_s), None
+
+    def lost(self, session: Session, start: int, stop: int) -> None:
+        self._chunks.setdefault(session.number, {}).update(dict.fromkeys(range(start, stop), self._loss()))
+
+    def lost_content(self, name: bytes, blocks: int) -> None:
+        """blocks: of the tier."""
+        self._content[name] = self._loss()
+        if len(self._content) > REMEMBERED * blocks:
+            self._content.popitem(last=False)
+
+    def not_lost(self, session: Session, start: int, stop: int) -> None:
+        own = self._chunks.get(session.number)
+        if own:
+            for index in range(start, stop):
+                own.pop(index, None)
+
+    def moved(self, source: Session, target: Session, index: int) -> None:
+        known = self._chunks.get(source.number, {}).get(index)
+        if known is not None:
+            self._chunks.setdefault(target.number, {})[index] = known
+        self.lost(source, index, index + 1)
+
+    def closed(self, session: Session) -> None:
+        self._chunks.pop(session.number, None)
+
+    def of(self, session: Session, found: Found) -> Callable[[int, bool], Loss | None]:
+        """Return what tells the loss of a chunk. The second argument: the prompt has all of the chunk."""
+        if found.names is None:
+            own = self._chunks.get(session.number, {})
+            return lambda index, full: own.get(index)
+        names, first = found.names, None
+
+        def by_content(index: int, full: bool) -> Loss | None:
+            """A block that is still there is of no use without those before it: the first of them to go took it too."""
+            nonlocal first
+            if not full:
+                return None
+            loss = self._content.get(names[index])
+            if loss is None and index in found.stranded:
+                loss = first
+            first = first or loss
+            return loss
+
+        return by_content
+
+    def _loss(self) -> Loss:
+        self._taker = self._taker or Loss(*self._for)
+        return self._taker
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """Where the history of an admitted prompt was, in tokens, before its plan changed anything.
+
+    gpu_hit + cpu_hit + disk_hit + recomputed = history; history + new = prompt; shared_hit <= new.
+    on_gpu, on_cpu, on_disk: the positions that the hits count, shared ones with those on GPU. missed: why those positions
+    without KV that were computed before, or would have been but for an edit, have none.
+    """
+
+    prompt: int
+    history: int
+    shared_hit: int
+    on_gpu: tuple[Run, ...]
+    on_cpu: tuple[Run, ...]
+    missed: tuple[Missed, ...]
+    on_disk: tuple[Run, ...] = ()
+
+    @property
+    def gpu_hit(self) -> int:
+        return tokens_in(self.on_gpu) - self.shared_hit
+
+    @property
+    def cpu_hit(self) -> int:
+        return tokens_in(self.on_cpu)
+
+    @property
+    def disk_hit(self) -> int:
+        return tokens_in(self.on_disk)
+
+    @property
+    def recomputed(self) -> int:
+        return self.history - self.gpu_hit - self.cpu_hit - self.disk_hit
+
+    @property
+    def new(self) -> int:
+        return self.prompt - self.history
+
+    def with_disk(self, read: Iterable[Run]) -> Residency:
+        """Return a copy that counts these positions as found on disk, and no longer as missed."""
+        missed, found = list(self.missed), list(self.on_disk)
+        for start, stop in read:
+            end = min(stop, self.history)
+            if start < end:
+                found.append((start, end))
+            left = [replace(one, stop=min(one.stop, start)) for one in missed]
+            left += [replace(one, start=max(one.start, end)) for one in missed]
+            missed = sorted((one for one in left if one.start < one.stop), key=lambda one: one.start)
+        return replace(self, missed=joined(missed), on_disk=tuple(found))
+
+    def spared(self, admission: Admission) -> tuple[tuple[Run, ...], ...]:
+        """The positions that were found and are not computed again, by tier (holding.TIERS)."""
+        loaded = without(self.on_cpu, admission.work) if admission.again_tokens else self.on_cpu
+        return self.on_gpu, loaded, self.on_disk
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt as it is about to be admitted. keep: leading tokens that are its session's own. history: of them, or of what
+    the workload says was said elsewhere, those that were computed before. edited: positions at which other tokens were.
+    had: tokens of the session that the turn leaves as they are."""
+
+    prompt: int
+    keep: int
+    history: int
+    edited: tuple[Missed, ...]
+    had: int
+
+    @classmethod
+    def of(cls, session: Session, keep: int, suffix: TokenArray[int], known: int | None, had: int) -> Asked:
+        """known: overrides the history."""
+        prompt = keep + len(suffix)
+        history = min(keep, session.computed, prompt - 1) if known is None else min(known, prompt - 1)
+        edited: tuple[Missed, ...] = ()
+        if keep < len(session.tokens) and suffix and suffix[0] != session.tokens[keep]:
+            edited = joined([Missed(max(history, keep), min(session.computed, keep + len(suffix)), "edited")])
+        return cls(prompt, keep, history, edited, had)
+
+    def residency(self, session: Session, found: Found, losses: Losses, chunk_tokens: int) -> Residency:
+        """What it has found. session: whose KV it is."""
+        own = min(self.history, self.keep)
+        on_gpu, on_cpu = _below(found.gpu, own), _below(found.cpu, own)
+        loss_of = losses.of(session, found)
+        missed: list[Missed] = []
+        for start, stop in without(((0, own),), (*on_gpu, *on_cpu)):
+            while start < stop:
+                index = start // chunk_tokens
+                end = min(stop, (index + 1) * chunk_tokens)
+                loss = loss_of(index, (index + 1) * chunk_tokens <= own)
+                missed.append(Missed(start, end, "evicted" if loss else "never_stored", loss))
+                start = end
+        here = min(tokens_in(found.gpu), self.history) if found.shared else 0
+        missed.append(Missed(max(own, here), self.history, "edited"))  # known to the workload, at another place
+        shared = 0
+        if found.shared:
+            on_gpu, shared = found.gpu, tokens_in(found.gpu) - here
+        return Residency(self.prompt, self.history, shared, on_gpu, on_cpu, (*joined(missed), *self.edited))
+
+
+def _below(runs: tuple[Run, ...], position: int) -> tuple[Run, ...]:
+    if not runs or runs[-1][1] <= position:
+        return runs
+    return tuple((start, min(stop, position)) for start, stop in runs if start < position)
+
+
+def explained(
+    residency: Residency, forgotten: tuple[int, str] | None, known: int | None, had: int
+) -> tuple[Missed, ...]:
+    """Explain every prompt position without KV. Where the engine has forgotten the conversation, its server says why; what
+    is left was never said before. had: tokens of the session before the turn."""
+    runs = [one for one in residency.missed if one.stop <= residency.history]
+    if forgotten is not None and forgotten[1] == "restarted":
+        # With `known` the conversation went on elsewhere: what was said there is in no token that the engine has.
+        lost = ("never_stored",) if known is None else ("never_stored", "edited")
+        runs = [replace(one, cause="restarted") if one.cause in lost else one for one in runs]
+    place = residency.history + residency.shared_hit
+    later = [one for one in residency.missed if one.stop > max(place, residency.history)]
+    if forgotten is not None and not had and not residency.history:
+        later.append(Missed(place, min(forgotten[0], residency.prompt), forgotten[1]))  # type: ignore[arg-type]
+    for one in later:
+        start = max(one.start, place)
+        runs += (Missed(place, start, "new"), Missed(start, one.stop, one.cause, one.loss))
+        place = max(place, one.stop)
+    return joined((*runs, Missed(place, residency.prompt, "new")))
