@@ -424,7 +424,6 @@ def test_an_edit_that_is_undone_leaves_the_conversation_as_it_was(cache: Any) ->
     step = engine._plan(None)
     assert step is not None
     assert len(engine.cache.find("a").tokens) == 8, "admitted, and the old end is gone"  # type: ignore[union-attr]
-    engine._launched.append(step)
     engine.worker.launch(step.plan)
     engine.cancel(2, "timeout")
     run(engine)

@@ -15,11 +15,14 @@ from pensieve.cache.base import CacheManager
 from pensieve.cost.base import CostModel
 from pensieve.errors import RequestRefused
 from pensieve.facts import SILENT, Facts
-from pensieve.plan import Copy, DiskLoad, Row, StepPlan
+from pensieve.idle_sessions import MemoryLimits
+from pensieve.plan import Copy, DiskLoad, Row, StepPlan, StepResult
 from pensieve.runs import Run, tokens_in
 from pensieve.scheduler.composition import SchedulerSettings, high_watermark
 from pensieve.scheduler.loads import DiskReads, Loads
 from pensieve.scheduler.sequence import Sequence
+from pensieve.scheduler.sessions import Sessions
+from pensieve.session import Session
 
 
 @dataclass(slots=True)
@@ -104,15 +107,20 @@ class Scheduler:
         cost: CostModel | None = None,
         computes: bool = True,
         facts: Facts = SILENT,
+        limits: MemoryLimits | None = None,
     ) -> None:
+        """ahead: plans are made while an earlier one is in flight."""
+        cache.report_to(facts)
         self.cache = cache
+        self.sessions = Sessions(cache, limits or MemoryLimits(), facts)
+        self.in_flight: deque[Step] = deque()
+        """Plans that are launched and not collected, the oldest first."""
         self._facts = facts
-        self.must_drain = False
+        self._must_drain = False
         self._ahead = ahead
         self._loads = Loads(cost, cache.chunk_tokens) if settings.load_apart and cost is not None else None
-        self.disk_reads: DiskReads | None = None  # until something is read
+        self._disk_reads: DiskReads | None = None  # until something is read
         self._computes = computes
-        self._in_flight = False
         self.settings = settings
         self.queue = WaitingQueue()
         self.running: list[Sequence] = []  # by arrival
@@ -140,11 +148,16 @@ class Scheduler:
         self.cache.mark_waiting(sequence.session, sequence.arrival, now_s)
         self.queue.push(sequence)
 
-    def plan(self, now_s: float, in_flight: bool = False, horizon_ns: int | None = None) -> Step | None:
-        """Plan the next iteration; None when there is nothing to compute or copy. in_flight: an earlier plan is not
-        collected. horizon_ns: when something from outside may change what is planned."""
-        self._in_flight, self.must_drain = in_flight, in_flight and self._must_preempt()
-        if self.must_drain:
+    @property
+    def must_drain(self) -> bool:
+        """The next plan is to be made when none is in flight."""
+        return bool(self.in_flight) and self._must_drain
+
+    def plan(self, now_s: float, horizon_ns: int | None = None) -> Step | None:
+        """Plan the next iteration; None when there is nothing to compute or copy. The plan is in flight from now on.
+        horizon_ns: when something from outside may change what is planned."""
+        self._must_drain = bool(self.in_flight) and self._must_preempt()
+        if self._must_drain:
             return None
         draft, self._unsent = self._unsent, _Draft()
         draft.admitted = [sequence for sequence in draft.admitted if sequence.slot is not None and not sequence.closed]
@@ -164,16 +177,87 @@ class Scheduler:
             return None
         return self._launch(draft, rows, self._repeat(rows), horizon_ns)
 
-    def remove(self, sequence: Sequence, now_s: float) -> None:
-        """Remove a request that is over: its blocks may be evicted, and the next turn of its session may start."""
+    # -- what became of plans and copies ------------------------------------------------------------------------------
+
+    def collected(self, result: StepResult) -> Step:
+        """The oldest plan in flight is over."""
+        step = self.in_flight.popleft()
+        assert step.plan.step == result.step, "plans are collected in the order of their launch"
+        self._facts.collected(step.plan, step.copied_for, result)
+        self.cache.collected(step.plan.step)
+        for sequence in step.members:
+            sequence.collected()
+        return step
+
+    def copied(self, tickets: Many[int]) -> None:
+        """These copies are done."""
+        self.cache.complete(tickets)
+
+    def copies_failed(self, tickets: Many[int]) -> list[Sequence]:
+        """These copies failed, or their plan did. Returns the requests that run on KV that they should have brought."""
+        return self._running_on(self.cache.void(tickets))
+
+    def read(self, result: StepResult) -> list[Sequence]:
+        """Some reads from disk have ended, as the result says. Returns the requests that read something else than was asked
+        for; `start_over` makes them wait again."""
+        self.cache.remove_from_disk(result.unkept)
+        misread = self._running_on(self.cache.void(result.unread)) if result.unread else []
+        if self._disk_reads is not None:
+            self._disk_reads.done((*result.done, *result.unread))
+        return misread
+
+    def failed(self, step: Step) -> list[Sequence]:
+        """Nothing that this plan wrote is valid. Returns the requests that cannot go on: those that had a part of it, also
+        those it only swapped in, and those that run on KV that its copies should have brought. Where sessions share blocks, a
+        request that was admitted after the plan was launched may read a block that it wrote, and cannot go on either."""
+        failing = [*step.members, *self.copies_failed(step.tickets)]
+        for sequence, runs in step.rows:
+            self.invalidate(sequence, runs)
+        if self.cache.shares:
+            failing += [sequence for later in self.in_flight for sequence in later.admitted]
+        return failing
+
+    def stop(self, failing: Many[Sequence]) -> None:
+        """What plans in flight compute for these requests is not valid."""
+        for later in self.in_flight:
+            for sequence, runs in later.rows:
+                if sequence in failing:
+                    self.invalidate(sequence, runs)
+
+    def invalidate(self, sequence: Sequence, runs: Iterable[Run]) -> None:
+        """What was computed at these positions is not valid."""
+        self.cache.invalidate(sequence.session, runs)
+
+    def goes_on(self, sequence: Sequence) -> None:
+        """It got a token that is not its last: the position of that is its next work, or is computed by a plan in flight."""
+        if sequence.awaited:
+            length = len(sequence.session.tokens)
+            self.cache.advance(sequence.session, ((length - 1, length),))
+        sequence.decode_next()
+
+    def _running_on(self, sessions: Many[Session]) -> list[Sequence]:
+        return [sequence for sequence in self.running if sequence.session in sessions] if sessions else []
+
+    # -- requests that stop running -----------------------------------------------------------------------------------
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a closed request, nothing of which is in flight, as of the time at which it was closed: its blocks may be
+        evicted, a turn that does not stand is undone, and the next turn of its session may start."""
+        session, cache, now_s = sequence.session, self.cache, sequence.closed_s
+        if sequence.admitted:  # before its chunks get their places among the victims
+            session.hint = sequence.request.hint if sequence.status == "completed" else None
         if sequence.slot is None:
             self._remove_waiting(sequence, now_s)
-            return
-        self.running.remove(sequence)
-        self._expect_no_load(sequence)
-        self._slots.append(sequence.leave_slot())
-        self.cache.release(sequence.session, now_s)
-        self.queue.ended(sequence.session.name)
+        else:
+            self.running.remove(sequence)
+            self._expect_no_load(sequence)
+            self._slots.append(sequence.leave_slot())
+            cache.release(session, now_s)
+            self.queue.ended(session.name)
+        if sequence.undone:
+            length = min(sequence.length_before, len(session.tokens))
+            cache.truncate(session, length, sequence.computed_before)
+            session.extend(sequence.replaced)
 
     def start_over(self, sequence: Sequence, now_s: float) -> None:
         """Make a request wait again, as though it had been preempted, because something else was read from disk than was
@@ -187,8 +271,8 @@ class Scheduler:
 
     def _expect_no_load(self, sequence: Sequence) -> None:
         """Stop waiting for what it loads or reads: it no longer runs."""
-        if self.disk_reads is not None:
-            self.disk_reads.end(sequence)
+        if self._disk_reads is not None:
+            self._disk_reads.end(sequence)
         if self._loads is not None:
             self._loads.end(sequence)
 
@@ -222,7 +306,9 @@ class Scheduler:
         members = list(dict.fromkeys([*(sequence for sequence, _ in rows), *draft.admitted]))
         for sequence in members:
             sequence.launched()
-        return Step(plan, computed, tokens, sampled, draft.admitted, members, tickets, draft.copied_for)
+        step = Step(plan, computed, tokens, sampled, draft.admitted, members, tickets, draft.copied_for)
+        self.in_flight.append(step)
+        return step
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
@@ -281,15 +367,15 @@ class Scheduler:
         if self._loads is not None:
             self._loads.begin(sequence, admission.swap_in, now_s)
         if admission.disk_ticket is not None:
-            self.disk_reads = self.disk_reads or DiskReads()
-            self.disk_reads.begin(sequence, admission.disk_ticket)
+            self._disk_reads = self._disk_reads or DiskReads()
+            self._disk_reads.begin(sequence, admission.disk_ticket)
 
     # -- iterations ---------------------------------------------------------------------------------------------------
 
     def _compose(self, draft: _Draft, now_s: float) -> list[tuple[Sequence, Row]]:
         """Choose the rows of the plan, and take a block for each position that they need."""
         running = [sequence for sequence in self.running if not sequence.closed] if self._ahead else self.running
-        joined: Many[Sequence] = running if self.disk_reads is None else self.disk_reads.without(running)
+        joined: Many[Sequence] = running if self._disk_reads is None else self._disk_reads.without(running)
         if self._loads is not None:
             joined = self._loads.joined(joined, self.settings.max_batch_tokens, now_s)
         if joined is running:
@@ -328,8 +414,8 @@ class Scheduler:
             draft.add_swap_out(cache.swap_out(1, now_s, urgent=True), sequence)
             if cache.outgoing or cache.available:
                 continue
-            if self._in_flight:
-                self.must_drain = True
+            if self.in_flight:
+                self._must_drain = True
                 return False
             victim = self._latest_not_in(rows)
             if len(self.running) > 1 and victim is not None:
@@ -392,7 +478,7 @@ class Scheduler:
 
     @property
     def _awaits_loads(self) -> bool:
-        return any(waits is not None and waits.expected for waits in (self.disk_reads, self._loads))
+        return any(waits is not None and waits.expected for waits in (self._disk_reads, self._loads))
 
     def _blocks_for(self, lengths: list[int], further: int) -> int:
         """Blocks that requests whose positions fill blocks up to these lengths take for `further` positions more each."""
@@ -457,7 +543,7 @@ class Scheduler:
         """Whether copies are under way that give the head of the queue blocks, or let it change places with what has them."""
         if self.cache.outgoing:
             return True
-        return self.settings.copy_ahead == "never" and (self._in_flight or not self.cache.copies_done)
+        return self.settings.copy_ahead == "never" and (bool(self.in_flight) or not self.cache.copies_done)
 
     def _swap_out(self, draft: _Draft, lacking: int, now_s: float) -> None:
         """Start copies to the CPU: at once for a head that lacks blocks; ahead of time, as copy_ahead says, below the low

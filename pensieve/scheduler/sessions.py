@@ -1,0 +1,119 @@
+"""The sessions of an engine: begun by their first request, idle between requests, forgotten in the end."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from pensieve.cache.base import CacheManager
+from pensieve.facts import Facts
+from pensieve.idle_sessions import IdleSessions, MemoryLimits
+from pensieve.request import Request, TokenArray
+from pensieve.session import Session
+
+_LOOKED_AT = 4  # ended sessions looked at whenever one more ends; so at most one in four of those kept has no KV left
+
+
+class Sessions:
+    """A session with a request under way is never forgotten."""
+
+    def __init__(self, cache: CacheManager, limits: MemoryLimits, facts: Facts) -> None:
+        self._cache, self._facts = cache, facts
+        self._under_way: dict[str, int] = {}  # session name -> its requests under way
+        self._idle = IdleSessions(limits)
+        self._over: deque[Session] = deque()  # sessions that will not be asked again
+
+    @property
+    def next_expiry_ns(self) -> int | None:
+        """When the next idle session is to be forgotten for its age; None: not before another request ends."""
+        return self._idle.next_expiry_ns
+
+    def asked(self, request: Request, now_s: float) -> tuple[Session, bool]:
+        """Return the session of a request that has arrived, and whether it is new."""
+        known = self._cache.find(request.session)
+        session = known or self._cache.open(request.session, now_s, request.tenant)
+        session.turns += 1
+        return session, known is None
+
+    def refused(self, session: Session, new: bool) -> None:
+        """The request that it was asked by came to nothing; a new one is forgotten."""
+        if new:
+            self._cache.forget(session)
+
+    def prepare(self, session: Session, new: bool, request: Request) -> None:
+        """A request will be queued for it. A new one begins with what its request says it held before."""
+        session.next_use_s = request.next_use_s
+        if new and request.forgotten is not None and request.forgotten[1] == "restarted":
+            self._cache.recall(session, request.prompt[: request.forgotten[0] + 1])
+        parent = self._cache.find(request.fork.session) if new and request.fork is not None else None
+        if parent is not None and request.fork is not None:
+            self._cache.fork(parent, session, request.fork.tokens, request.fork.takes_kv)
+
+    def begin(self, session: Session) -> None:
+        """A request of it is under way from now on."""
+        self._under_way[session.name] = self._under_way.get(session.name, 0) + 1
+        self._idle.remove(session.name)
+
+    def end(self, session: Session, now_ns: int) -> None:
+        """A request of it is over; it becomes idle if it has no other."""
+        name = session.name
+        self._under_way[name] -= 1
+        if not self._under_way[name]:
+            del self._under_way[name]
+            self._idle.add(session, now_ns)
+
+    def expect(self, name: str, next_use_s: float | None) -> None:
+        """Set when the schedule will ask it again; read by offline policies only."""
+        known = self._cache.find(name)
+        if known is not None:
+            self._cache.expect(known, next_use_s)
+
+    def forget(self, name: str | None) -> None:
+        """Free a session, or all, where no request is under way. No plan is in flight."""
+        if name is None:
+            self._idle.clear()
+        for one in [name] if name is not None else self._cache.names():
+            if one in self._under_way:
+                continue
+            self._idle.remove(one)
+            known = self._cache.find(one)
+            if known is not None:
+                self._cache.forget(known)
+
+    def forget_surplus(self, now_ns: int) -> None:
+        """Forget sessions that were idle for too long, or are too many."""
+        for session in self._idle.take_surplus(now_ns):
+            self._facts.expired()
+            if session is not None:
+                self._cache.forget(session)
+
+    def ended(self, name: str) -> None:
+        """Let go of a session that nobody will ask again, without any change for others: its KV stays until its blocks
+        are needed, and its tokens and chunk records are deleted then."""
+        known = self._cache.find(name)
+        if known is not None:
+            self._over.append(known)
+        for _ in range(min(_LOOKED_AT, len(self._over))):
+            over = self._over.popleft()
+            if over.name in self._under_way or not self._cache.let_go(over):
+                self._over.append(over)
+            else:
+                self._idle.let_go(over)
+
+    def disown(self, name: str, tenant: str, tokens: TokenArray[int], now_s: float) -> None:
+        """Delete what an earlier engine left on disk of a session that has none here. tokens: all but the last had KV."""
+        if tokens and self._cache.find(name) is None:
+            known = self._cache.open(name, now_s, tenant)
+            self._cache.recall(known, tokens)
+            self._cache.forget(known)
+
+    def receive(self, name: str, tenant: str, tokens: TokenArray[int], lengths: Sequence[int], now_ns: int) -> int:
+        """Take over KV of a session from another engine (CacheManager.receive). Returns how many tokens of it were
+        taken: 0 while it has a request under way."""
+        if name in self._under_way:
+            return 0
+        now_s = now_ns / 1e9
+        known = self._cache.open(name, now_s, tenant)
+        taken = self._cache.receive(known, tokens, lengths, now_s)
+        self._idle.add(known, now_ns)
+        return taken
