@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from itertools import repeat
 from typing import Literal
 
 from pensieve.cache.base import CacheManager
@@ -17,6 +16,7 @@ from pensieve.idle_sessions import MemoryLimits
 from pensieve.plan import Repeats, StepResult
 from pensieve.request import Request, TokenArray
 from pensieve.scheduler.composition import SchedulerSettings
+from pensieve.scheduler.fast_forward import FastForward, earlier_events
 from pensieve.scheduler.scheduler import Scheduler, Step
 from pensieve.scheduler.sequence import Sequence, turn_of
 from pensieve.session import Session
@@ -54,7 +54,8 @@ class Engine:
         self.cache = cache
         """For queries alone."""
         self.facts = facts
-        self.scheduler = Scheduler(cache, settings, max_context, worker.depth > 1, cost, worker.computes, facts, limits)
+        make = Scheduler if worker.computes or worker.depth > 1 else FastForward
+        self.scheduler = make(cache, settings, max_context, worker.depth > 1, cost, worker.computes, facts, limits)
         self.sessions = self.scheduler.sessions
         self.worker = worker
         self.clock = clock
@@ -253,32 +254,16 @@ class Engine:
 
     def _commit_repeats(self, step: Step, repeats: Repeats, now_s: float) -> None:
         """Apply the further iterations of a repeated plan, as one result for each of them would have."""
-        times_s = [ended_ns / 1e9 for ended_ns in repeats.ended_ns]
-        decodes = step.rows[: step.sampled]
-        emitted: list[TokenArray[int]] = []
-        for sequence, _ in decodes:
-            assert sequence.slot is not None
-            emitted.append(sequence.repeated(repeats.tokens[sequence.slot]))
-        self.facts.repeated(step.plan, repeats, [sequence.request.id for sequence, _ in step.rows], emitted)
-        self.scheduler.repeated(step, [now_s, *times_s[:-1]])
+        assert isinstance(self.scheduler, FastForward)
+        emitted, ended_s = self.scheduler.forward(step, repeats, now_s), repeats.ended_ns[-1] / 1e9
         if emitted:
-            self._tell_earlier([sequence.request.id for sequence, _ in decodes], times_s[:-1], emitted)
-        for (sequence, _), tokens in zip(decodes, emitted, strict=True):
-            self._events.append(Event("token", sequence.request.id, times_s[-1], tokens[-1]))
+            self._events += earlier_events(step, repeats, emitted, self.counts_windows)
+        for (sequence, _), tokens in zip(step.rows, emitted, strict=False):
+            self._events.append(Event("token", sequence.request.id, ended_s, tokens[-1]))
             if sequence.generated >= sequence.max_new_tokens:
-                self._close(sequence, "completed", "length", times_s[-1])
+                self._close(sequence, "completed", "length", ended_s)
             else:
                 sequence.decode_next()
-
-    def _tell_earlier(self, ids: list[int], times_s: list[float], emitted: list[TokenArray[int]]) -> None:
-        """Emit the tokens of all iterations of a window but the last. times_s: when each of these iterations ended."""
-        if self.counts_windows:
-            if times_s:
-                self._events += [Event("token", one, times_s[-1], tokens=len(times_s)) for one in ids]
-            return
-        *earlier, _ = zip(*emitted, strict=True)  # the tokens of each iteration
-        for at_s, tokens in zip(times_s, earlier, strict=True):
-            self._events += [Event("token", *each) for each in zip(ids, repeat(at_s), tokens)]
 
     def _emit(self, sequence: Sequence, token: int, now_s: float) -> None:
         """Tell of the token that was appended to a request, and close the request if it was the last."""

@@ -1,9 +1,13 @@
-"""What is copied to the CPU tier before its GPU block is needed, and how `auto` chooses."""
+"""When KV is copied to the CPU tier: a strategy for each way to do it, and how `auto` chooses one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from pensieve.cache.base import CacheManager
+from pensieve.plan import Copy
+from pensieve.session import Session
 
 CopyAhead = Literal["paper", "spare", "never"]
 """paper: a share of the GPU blocks, whatever must be dropped from the CPU for it (section 4.3.2). spare: as much, but only
@@ -52,3 +56,78 @@ def _by_link(one_memory: bool, hidden: float | None) -> CopyChoice:
         return CopyChoice("paper", "both tiers are one memory, and what copies cost there was not measured")
     share = f"both tiers are one memory, and {hidden:.0%} of the time of copies passes beside an iteration"
     return CopyChoice("paper" if hidden >= WORTH_HIDING else "never", share)
+
+
+class Room(NamedTuple):
+    """Copies that make room. loads: to the GPU, and leaving: to the CPU, for the head of the queue; ahead: to the CPU, before
+    anybody waits for it."""
+
+    loads: tuple[Copy, ...] = ()
+    leaving: tuple[Copy, ...] = ()
+    ahead: tuple[Copy, ...] = ()
+
+
+class Paper:
+    """At once for a head that lacks blocks; ahead of time below the low watermark and up to the high one (section 4.3.2)."""
+
+    def __init__(self, low: int, high: int) -> None:
+        """low, high: GPU blocks that are free or clean, or will be."""
+        self._low, self._high = low, high
+
+    def make_room(self, cache: CacheManager, head: Session | None, lacking: int, now_s: float) -> Room:
+        """Start copies. head: who lacks so many blocks; None: nobody does."""
+        wanted = max(self._ahead(cache), lacking - cache.outgoing if lacking else 0)
+        copies = cache.swap_out(wanted, now_s, urgent=bool(lacking))
+        return Room(ahead=copies) if head is None else Room(leaving=copies)
+
+    def on_its_way(self, cache: CacheManager, in_flight: bool) -> bool:
+        """Whether copies are under way that give the head of the queue blocks."""
+        return bool(cache.outgoing)
+
+    def begins_below(self, cache: CacheManager, frees_copies: bool) -> int:
+        """Of how many available and outgoing blocks the next plan would copy ahead of time. frees_copies: a request under
+        way may compute again what CPU blocks hold, which are then spare."""
+        return self._low
+
+    def changes_places(self, cache: CacheManager, head: Session) -> bool:
+        """Each plan may load more of what the head of the queue has on the CPU."""
+        return False
+
+    def _ahead(self, cache: CacheManager) -> int:
+        have = cache.available + cache.outgoing
+        return self._high - have if have < self._low else 0
+
+
+class Spare(Paper):
+    """As the paper, but ahead of time only into CPU blocks that no chunk has its only copy in."""
+
+    def make_room(self, cache: CacheManager, head: Session | None, lacking: int, now_s: float) -> Room:
+        ahead, urgent = self._ahead(cache), lacking - cache.outgoing
+        leaving = cache.swap_out(urgent, now_s, urgent=True)
+        return Room(leaving=leaving, ahead=cache.swap_out_spare(ahead - max(urgent, 0), now_s))
+
+    def begins_below(self, cache: CacheManager, frees_copies: bool) -> int:
+        return self._low if cache.spare_cpu_blocks or frees_copies else 0
+
+
+class Never(Paper):
+    """Nothing ahead of time: the head changes places with what has the GPU, a part at a time (cache/exchange.py)."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 0)
+
+    def make_room(self, cache: CacheManager, head: Session | None, lacking: int, now_s: float) -> Room:
+        return Room() if head is None else Room(*cache.exchange(head, lacking, now_s))
+
+    def on_its_way(self, cache: CacheManager, in_flight: bool) -> bool:
+        return bool(cache.outgoing) or in_flight or not cache.copies_done
+
+    def changes_places(self, cache: CacheManager, head: Session) -> bool:
+        return cache.on_cpu(head)
+
+
+def strategy_of(mode: AskedCopyAhead, low: int, high: int) -> Paper:
+    """low, high: the watermarks in GPU blocks."""
+    if mode == "never":
+        return Never()
+    return Spare(low, high) if mode == "spare" else Paper(low, high)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from functools import partial
 
 from pensieve.cache.base import CacheManager
 from pensieve.cost.base import CostModel
@@ -19,6 +17,7 @@ from pensieve.idle_sessions import MemoryLimits
 from pensieve.plan import Copy, DiskLoad, Row, StepPlan, StepResult
 from pensieve.runs import Run, tokens_in
 from pensieve.scheduler.composition import SchedulerSettings, high_watermark
+from pensieve.scheduler.copy_ahead import strategy_of
 from pensieve.scheduler.loads import DiskReads, Loads
 from pensieve.scheduler.sequence import Sequence
 from pensieve.scheduler.sessions import Sessions
@@ -95,7 +94,7 @@ class Scheduler:
     position of that token, unseen; the cache learns of the position when the token is known. Nobody is preempted while a
     plan is in flight: `must_drain` asks for the next plan to be made with none.
 
-    computes: as the worker says. Where it does not, a plan that would be made again as it is stands for several iterations.
+    computes: as the worker says; if not, rows need no token ids.
     """
 
     def __init__(
@@ -130,9 +129,8 @@ class Scheduler:
         self._deferred: set[int] = set()  # arrivals of the requests that were counted as deferred
         self._refused: list[tuple[Sequence, RequestRefused]] = []
         self._unsent = _Draft()  # admissions that no plan has told the worker of
-        ahead_of_time = settings.copy_ahead != "never"
-        self._low_watermark = math.ceil(settings.swap_out_start * cache.gpu_blocks) if ahead_of_time else 0
-        self._high_watermark = high_watermark(settings.swap_out_stop, cache.gpu_blocks)
+        low = math.ceil(settings.swap_out_start * cache.gpu_blocks)
+        self._copying = strategy_of(settings.copy_ahead, low, high_watermark(settings.swap_out_stop, cache.gpu_blocks))
         self._reserve = math.ceil(settings.admission_reserve * cache.gpu_blocks)
 
     def refusal(self, sequence: Sequence) -> RequestRefused | None:
@@ -163,8 +161,8 @@ class Scheduler:
         draft.admitted = [sequence for sequence in draft.admitted if sequence.slot is not None and not sequence.closed]
         lacking = self._admit(draft, now_s)
         rows = self._compose(draft, now_s)
-        self._swap_out(draft, lacking, now_s)
-        while lacking and not self.running and not self._on_its_way():
+        self._make_room(draft, lacking, now_s)
+        while lacking and not self.running and not self._copying.on_its_way(self.cache, bool(self.in_flight)):
             # Nothing runs and nothing is on its way: lose idle KV rather than stand still, unless what was dropped for
             # want of CPU room is enough. More than once where the policy's choice was the head's own.
             still = self._admit(draft, now_s)
@@ -426,92 +424,8 @@ class Scheduler:
                 return False  # the other blocks are in this very plan; the next iteration preempts
 
     def _repeat(self, rows: list[tuple[Sequence, Row]]) -> int:
-        """Iterations that this plan may stand for: as long as each would be composed as this one is, and would neither admit
-        nor copy anything. Decodes go on by one position, and a prefill that fills up the iteration by as many as it has now.
-        When a copy ends, only the worker knows: it stops then. A deferred head is admitted no sooner, unless what is computed
-        meanwhile may shorten its prompt (shares), or the work under way decides (admit_beyond_budget)."""
-        cache, settings = self.cache, self.settings
-        if self._computes or self._ahead or not rows or self._awaits_loads:
-            return 1
-        head = self.queue.head() if self._slots else None
-        if head is not None and (
-            cache.shares or not settings.admit_beyond_budget or head.arrival not in self._deferred
-        ):
-            return 1
-        if head is not None and settings.copy_ahead == "never" and cache.on_cpu(head.session):
-            return 1  # each plan may load more of it
-        further, latest = settings.max_batch_tokens, rows[0][0].arrival
-        lengths: list[int] = []
-        for sequence, row in rows:
-            if row.sample is None:
-                share = settings.max_batch_tokens - len(lengths)
-                if row is not rows[-1][1] or row.positions < share or not settings.is_unified:
-                    return 1
-                left = sequence.further_prefills(row)
-            else:
-                if latest > sequence.arrival:
-                    return 1  # a prefill that ends now is the last row, and will have its place among the decodes
-                left, latest = sequence.further_tokens or 0, sequence.arrival
-                lengths.append(len(sequence.session.tokens))
-            further = min(further, left)
-        prefills = len(rows) - len(lengths)
-        lacking = self._lacking(head, head.kept()) if head is not None else 0
-        if not further or (not prefills and len(rows) < len(self.running)) or (head is not None and lacking <= 0):
-            return 1
-        if cache.grows:
-            room = cache.available
-            if cache.can_swap_out:  # which begins below the low watermark, and for what a head lacks
-                ahead = self._low_watermark if self._copies_ahead(rows) else 0
-                wanted = max(ahead, room + lacking if lacking else 0)
-                room = min(room, room + cache.outgoing - wanted)
-            if self._blocks_for(lengths, further) > room:
-                further = max(0, bisect_right(range(further), room, key=partial(self._blocks_for, lengths)) - 1)
-        return 1 + further
-
-    def _copies_ahead(self, rows: list[tuple[Sequence, Row]]) -> bool:
-        """Whether the next plans would copy ahead of time, below the low watermark: into spare blocks only where there are
-        some, or where a prefill may compute again what a CPU block holds, which is then spare."""
-        cache = self.cache
-        if self.settings.copy_ahead != "spare" or cache.spare_cpu_blocks:
-            return True
-        return any(row.sample is None and cache.on_cpu(sequence.session) for sequence, row in rows)
-
-    @property
-    def _awaits_loads(self) -> bool:
-        return any(waits is not None and waits.expected for waits in (self._disk_reads, self._loads))
-
-    def _blocks_for(self, lengths: list[int], further: int) -> int:
-        """Blocks that requests whose positions fill blocks up to these lengths take for `further` positions more each."""
-        size = self.cache.chunk_tokens
-        return sum((length + further - 1) // size - (length - 1) // size for length in lengths)
-
-    def repeated(self, step: Step, planned_s: list[float]) -> None:
-        """Apply the further iterations of a repeated plan. planned_s: when each would have been planned. The cache learns
-        what they computed, and each request takes every block at the time at which it needed it."""
-        times, size = len(planned_s), self.cache.chunk_tokens
-        self.counters.steps += times
-        decodes = [sequence for sequence, _ in step.rows[: step.sampled]]
-        prefills = [(sequence, tokens_in(runs)) for sequence, runs in step.rows[step.sampled :]]
-        self.counters.batched_tokens += times * (len(decodes) + sum(count for _, count in prefills))
-        starts = [len(sequence.session.tokens) - times - 1 for sequence in decodes]
-        for further, row in sorted(
-            (further, row) for row, start in enumerate(starts) for further in range(-start % size, times, size)
-        ):
-            sequence = decodes[row]
-            self._facts.room_for(sequence.session, planned_s[further])
-            added = self.cache.extend(sequence.session, starts[row] + further + 1, planned_s[further])
-            assert added is not None, "a plan is repeated for as long as there are blocks"
-            if added[1]:
-                assert sequence.slot is not None
-                self._unsent.tables.append((sequence.slot, *added))
-        head = self.queue.head() if self._slots else None
-        asked_last = decodes[-1] if decodes else head  # if only for what it had, or for what it did not get
-        if asked_last is not None:
-            self._facts.room_for(asked_last.session, planned_s[-1])
-        for sequence, start in zip(decodes, starts, strict=True):
-            self.cache.advance(sequence.session, ((start, start + times),))
-        for sequence, count in prefills:
-            self.cache.advance(sequence.session, sequence.prefilled(times * count))
+        """Iterations that this plan may stand for."""
+        return 1
 
     def _must_preempt(self) -> bool:
         """The next decodes need more blocks than there are, and only a preemption makes some free, for which nothing may be
@@ -539,31 +453,14 @@ class Scheduler:
 
     # -- making room --------------------------------------------------------------------------------------------------
 
-    def _on_its_way(self) -> bool:
-        """Whether copies are under way that give the head of the queue blocks, or let it change places with what has them."""
-        if self.cache.outgoing:
-            return True
-        return self.settings.copy_ahead == "never" and (bool(self.in_flight) or not self.cache.copies_done)
-
-    def _swap_out(self, draft: _Draft, lacking: int, now_s: float) -> None:
-        """Start copies to the CPU: at once for a head that lacks blocks; ahead of time, as copy_ahead says, below the low
-        watermark and up to the high one (section 4.3.2)."""
-        cache, mode = self.cache, self.settings.copy_ahead
+    def _make_room(self, draft: _Draft, lacking: int, now_s: float) -> None:
+        """Start copies to the CPU, as the strategy says, for a head that lacks blocks and ahead of time."""
         head = self.queue.head() if lacking else None
-        have = cache.available + cache.outgoing
-        ahead = self._high_watermark - have if have < self._low_watermark else 0
-        if mode == "never":
-            if head is not None:
-                loads, copies = cache.exchange(head.session, lacking, now_s)
-                draft.add_swap_in(loads, head)
-                draft.add_swap_out(copies, head)
-        elif mode == "spare":
-            urgent = lacking - cache.outgoing
-            draft.add_swap_out(cache.swap_out(urgent, now_s, urgent=True), head)
-            draft.add_swap_out(cache.swap_out_spare(ahead - max(urgent, 0), now_s), None)
-        else:
-            wanted = max(ahead, lacking - cache.outgoing if lacking else 0)
-            draft.add_swap_out(cache.swap_out(wanted, now_s, urgent=bool(lacking)), head)
+        room = self._copying.make_room(self.cache, None if head is None else head.session, lacking, now_s)
+        if head is not None:
+            draft.add_swap_in(room.loads, head)
+        draft.add_swap_out(room.leaving, head)
+        draft.add_swap_out(room.ahead, None)
 
 
 class WaitingQueue:

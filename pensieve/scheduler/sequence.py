@@ -159,7 +159,7 @@ class Sequence:
         """Take the first `count` positions of the work into the plan being made. ahead: the next plan is made before this
         one is collected, so the position of a token that it samples is work at once. with_ids: the worker reads tokens."""
         assert self.slot is not None
-        runs = self._take(count)
+        runs = self.take(count)
         tokens, (first, _), (_, position) = self.session.tokens, runs[0], runs[-1]
         ids: tuple[int, ...] | None
         if not with_ids:
@@ -177,34 +177,6 @@ class Sequence:
             if ahead and self.awaited == 1:
                 self.decode_next()
         return Row(self.slot, runs, ids, sample)
-
-    @property
-    def further_tokens(self) -> int | None:
-        """How many more tokens it will sample after those awaited; None: not known in advance."""
-        if self.eos or self.stop is not None:
-            return None
-        return self.max_new_tokens - self.generated - self.awaited
-
-    def further_prefills(self, row: Row) -> int:
-        """How many further rows of as many positions follow this one and leave some of its work."""
-        if len(row.runs) > 1 or not self.work or self.work[0][0] != row.runs[0][1]:
-            return 0
-        start, stop = self.work[0]
-        return (stop - start - 1) // row.positions
-
-    def prefilled(self, count: int) -> tuple[Run, ...]:
-        """Take the `count` positions off its work that further iterations of a repeated plan have computed; returns them."""
-        return self._take(count)
-
-    def repeated(self, sampled: TokenArray[int]) -> TokenArray[int]:
-        """Append the tokens of further iterations of a repeated plan, each sampled at the position of the one before.
-        Returns those appended: the given ones, where the output is forced."""
-        output = self.request.output
-        if isinstance(output, Forced):
-            sampled = output.tokens[self.generated : self.generated + len(sampled)]
-        self.session.extend(sampled)
-        self.generated += len(sampled)
-        return sampled
 
     def launched(self) -> None:
         """Count a launched plan that has a part of it."""
@@ -261,7 +233,7 @@ class Sequence:
         slot, self.slot = self.slot, None
         return slot
 
-    def _take(self, count: int) -> tuple[Run, ...]:
+    def take(self, count: int) -> tuple[Run, ...]:
         """Remove the first `count` positions of the work and return them as runs."""
         runs: list[Run] = []
         self.work_tokens -= count

@@ -18,7 +18,7 @@ from pensieve.cost.machine_profile import Grid, MachineProfile, ProfiledCost, mi
 from pensieve.cost.simulated import simulated_cost
 from pensieve.errors import ConfigError
 from pensieve.metrics import summarise
-from pensieve.scheduler.scheduler import Scheduler
+from pensieve.scheduler.fast_forward import FastForward
 from pensieve.trial import machine
 from pensieve.trial.fidelity_here import MEASURED_AT
 from pensieve.trial.job import Job
@@ -185,7 +185,7 @@ def test_the_first_decodes_after_a_prefill_take_longer_with_and_without_windows(
         return [(turn.session, turn.turn, turn.first_token_s, turn.finished_s) for turn in turns]
 
     windows = told()
-    monkeypatch.setattr(Scheduler, "_repeat", lambda self, rows: 1)
+    monkeypatch.setattr(FastForward, "_repeat", lambda self, rows: 1)
     assert told() == windows
 
 

@@ -1,0 +1,149 @@
+"""Plans that stand for several iterations, for a worker that computes nothing: the simulator need not be asked for each."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from functools import partial
+from itertools import repeat
+
+from pensieve.event import Event
+from pensieve.plan import Repeats, Row
+from pensieve.request import Forced, TokenArray
+from pensieve.runs import tokens_in
+from pensieve.scheduler.scheduler import Scheduler, Step
+from pensieve.scheduler.sequence import Sequence
+
+
+class FastForward(Scheduler):
+    """A scheduler that says of each plan for how many iterations it would make the same one again."""
+
+    def _repeat(self, rows: list[tuple[Sequence, Row]]) -> int:
+        """Iterations that this plan may stand for: as long as each would be composed as this one is, and would neither admit
+        nor copy anything. Decodes go on by one position, and a prefill that fills up the iteration by as many as it has now.
+        When a copy ends, only the worker knows: it stops then. A deferred head is admitted no sooner, unless what is computed
+        meanwhile may shorten its prompt (shares), or the work under way decides (admit_beyond_budget)."""
+        cache, settings, copying = self.cache, self.settings, self._copying
+        if not rows or self._awaits_loads:
+            return 1
+        head = self.queue.head() if self._slots else None
+        if head is not None and (
+            cache.shares or not settings.admit_beyond_budget or head.arrival not in self._deferred
+        ):
+            return 1
+        if head is not None and copying.changes_places(cache, head.session):
+            return 1
+        further, latest = settings.max_batch_tokens, rows[0][0].arrival
+        lengths: list[int] = []
+        for sequence, row in rows:
+            if row.sample is None:
+                share = settings.max_batch_tokens - len(lengths)
+                if row is not rows[-1][1] or row.positions < share or not settings.is_unified:
+                    return 1
+                left = _further_prefills(sequence, row)
+            else:
+                if latest > sequence.arrival:
+                    return 1  # a prefill that ends now is the last row, and will have its place among the decodes
+                left, latest = _further_tokens(sequence), sequence.arrival
+                lengths.append(len(sequence.session.tokens))
+            further = min(further, left)
+        prefills = len(rows) - len(lengths)
+        lacking = self._lacking(head, head.kept()) if head is not None else 0
+        if not further or (not prefills and len(rows) < len(self.running)) or (head is not None and lacking <= 0):
+            return 1
+        if cache.grows:
+            room = cache.available
+            if cache.can_swap_out:
+                frees = any(row.sample is None and cache.on_cpu(sequence.session) for sequence, row in rows)
+                ahead = copying.begins_below(cache, frees)
+                wanted = max(ahead, room + lacking if lacking else 0)
+                room = min(room, room + cache.outgoing - wanted)
+            if self._blocks_for(lengths, further) > room:
+                further = max(0, bisect_right(range(further), room, key=partial(self._blocks_for, lengths)) - 1)
+        return 1 + further
+
+    @property
+    def _awaits_loads(self) -> bool:
+        return any(waits is not None and waits.expected for waits in (self._disk_reads, self._loads))
+
+    def _blocks_for(self, lengths: list[int], further: int) -> int:
+        """Blocks that requests whose positions fill blocks up to these lengths take for `further` positions more each."""
+        size = self.cache.chunk_tokens
+        return sum((length + further - 1) // size - (length - 1) // size for length in lengths)
+
+    def forward(self, step: Step, repeats: Repeats, now_s: float) -> list[TokenArray[int]]:
+        """Apply the further iterations of a plan, the first of which ended now. Returns the tokens that they appended to each
+        of the plan's first rows."""
+        decodes = [sequence for sequence, _ in step.rows[: step.sampled]]
+        emitted = [_append(sequence, repeats) for sequence in decodes]
+        self._facts.repeated(step.plan, repeats, [sequence.request.id for sequence, _ in step.rows], emitted)
+        self._take_blocks(step, [now_s, *(ended_ns / 1e9 for ended_ns in repeats.ended_ns[:-1])])
+        return emitted
+
+    def _take_blocks(self, step: Step, planned_s: list[float]) -> None:
+        """planned_s: when each further iteration would have been planned. The cache learns what they computed, and each
+        request takes every block at the time at which it needed it."""
+        times, size = len(planned_s), self.cache.chunk_tokens
+        self.counters.steps += times
+        decodes = [sequence for sequence, _ in step.rows[: step.sampled]]
+        prefills = [(sequence, tokens_in(runs)) for sequence, runs in step.rows[step.sampled :]]
+        self.counters.batched_tokens += times * (len(decodes) + sum(count for _, count in prefills))
+        starts = [len(sequence.session.tokens) - times - 1 for sequence in decodes]
+        for further, row in sorted(
+            (further, row) for row, start in enumerate(starts) for further in range(-start % size, times, size)
+        ):
+            sequence = decodes[row]
+            self._facts.room_for(sequence.session, planned_s[further])
+            added = self.cache.extend(sequence.session, starts[row] + further + 1, planned_s[further])
+            assert added is not None, "a plan is repeated for as long as there are blocks"
+            if added[1]:
+                assert sequence.slot is not None
+                self._unsent.tables.append((sequence.slot, *added))
+        head = self.queue.head() if self._slots else None
+        asked_last = decodes[-1] if decodes else head  # if only for what it had, or for what it did not get
+        if asked_last is not None:
+            self._facts.room_for(asked_last.session, planned_s[-1])
+        for sequence, start in zip(decodes, starts, strict=True):
+            self.cache.advance(sequence.session, ((start, start + times),))
+        for sequence, count in prefills:
+            self.cache.advance(sequence.session, sequence.take(times * count))
+
+
+def earlier_events(step: Step, repeats: Repeats, emitted: list[TokenArray[int]], counted: bool) -> list[Event]:
+    """The tokens of all further iterations but the last. counted: only how many they are."""
+    ids = [sequence.request.id for sequence, _ in step.rows[: step.sampled]]
+    times_s = [ended_ns / 1e9 for ended_ns in repeats.ended_ns[:-1]]
+    if counted:
+        return [Event("token", one, times_s[-1], tokens=len(times_s)) for one in ids] if times_s else []
+    return [
+        Event("token", *each)
+        for at_s, tokens in zip(times_s, zip(*emitted, strict=True), strict=False)
+        for each in zip(ids, repeat(at_s), tokens)
+    ]
+
+
+def _append(sequence: Sequence, repeats: Repeats) -> TokenArray[int]:
+    """Append the tokens of further iterations, each sampled at the position of the one before. Returns those appended: the
+    given ones, where the output is forced."""
+    assert sequence.slot is not None
+    sampled, output = repeats.tokens[sequence.slot], sequence.request.output
+    if isinstance(output, Forced):
+        sampled = output.tokens[sequence.generated : sequence.generated + len(sampled)]
+    sequence.session.extend(sampled)
+    sequence.generated += len(sampled)
+    return sampled
+
+
+def _further_tokens(sequence: Sequence) -> int:
+    """How many more tokens it will sample after those awaited; 0 where that is not known in advance."""
+    if sequence.eos or sequence.stop is not None:
+        return 0
+    return sequence.max_new_tokens - sequence.generated - sequence.awaited
+
+
+def _further_prefills(sequence: Sequence, row: Row) -> int:
+    """How many further rows of as many positions follow this one and leave some of its work."""
+    work = sequence.work
+    if len(row.runs) > 1 or not work or work[0][0] != row.runs[0][1]:
+        return 0
+    start, stop = work[0]
+    return (stop - start - 1) // row.positions
