@@ -81,11 +81,12 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request; one that can never be served comes out of the next `step` as refused."""
-        self.facts.at(self.clock.now_ns())
-        self.sessions.forget_surplus(self.clock.now_ns())  # may be this very one: whoever returns too late begins anew
-        session, new = self.sessions.asked(request, self.clock.now_s())
+        now_ns = self.clock.now_ns()
+        self.facts.at(now_ns)
+        self.sessions.forget_surplus(now_ns)  # may be this very one: whoever returns too late begins anew
+        session, new = self.sessions.asked(request, now_ns / 1e9)
         try:
-            taken = self._take(request, session, new)
+            taken = self._take(request, session, new, now_ns / 1e9)
         except BaseException:  # nothing of the request stays
             session.turns -= 1
             self.sessions.refused(session, new)
@@ -93,9 +94,8 @@ class Engine:
         if not taken:
             self.sessions.refused(session, new)
 
-    def _take(self, request: Request, session: Session, new: bool) -> bool:
+    def _take(self, request: Request, session: Session, new: bool, now_s: float) -> bool:
         """Queue a request, unless it can never be served. Counts as under way what nothing can refuse any more."""
-        now_s = self.clock.now_s()
         self.facts.arrived(request, turn_of(request, session), now_s)
         sequence = Sequence.arrive(request, session, self._arrived, self._eos, self._decode_text)
         self._arrived += 1
@@ -172,9 +172,10 @@ class Engine:
     def _plan(self, until_ns: int | None) -> Step | None:
         """Plan the next iteration, and close the requests that turn out to be too large for the machine."""
         began = time.perf_counter_ns()
-        now_s = self.clock.now_s()
-        self.facts.at(self.clock.now_ns())
-        self.sessions.forget_surplus(self.clock.now_ns())
+        now_ns = self.clock.now_ns()
+        now_s = now_ns / 1e9
+        self.facts.at(now_ns)
+        self.sessions.forget_surplus(now_ns)
         expiry_ns = self.sessions.next_expiry_ns
         horizon_ns = until_ns if expiry_ns is None or (until_ns is not None and until_ns < expiry_ns) else expiry_ns
         step = self.scheduler.plan(now_s, horizon_ns)
@@ -196,7 +197,8 @@ class Engine:
 
     def _commit(self, result: StepResult) -> None:
         """Apply what the worker has done to the cache and to the requests."""
-        self.facts.at(self.clock.now_ns() if result.ended_ns is None else result.ended_ns)
+        ended_ns = self.clock.now_ns() if result.ended_ns is None else result.ended_ns
+        self.facts.at(ended_ns)
         repeats = result.repeats if result.repeats is not None and result.repeats.ended_ns else None
         scheduler = self.scheduler
         if result.failed and repeats is None:
@@ -208,7 +210,7 @@ class Engine:
             self._start_over(misread)
             return
         step = scheduler.collected(result)
-        now_s = self.clock.now_s() if result.ended_ns is None else result.ended_ns / 1e9
+        now_s = ended_ns / 1e9
         if result.error is not None:
             scheduler.copied([ticket for ticket in result.done if ticket not in step.tickets])
             self._fail_requests(scheduler.failed(step), result.error, now_s)

@@ -46,13 +46,17 @@ class Talk:
         limits = SchedulerSettings(**{"max_batch_tokens": 64, **settings})
         self.engine = CheckedEngine(load(name), cache, limits, 512, options=options)
         cache.set_cost_model(COST, 2, 64)
-        cache.use_disk(disk_blocks, load_s, 2, COST, self.engine.report.disk_kept)
+        cache.put_below(
+            DiskTier(
+                disk_blocks, cache.chunk_tokens, load_s, 2, COST, self.engine.report.disk_kept, cache.counters.extra
+            )
+        )
         self.cache, self._numbers = cache, 0
 
     @property
     def disk(self) -> DiskTier:
-        assert self.cache.disk is not None
-        return self.cache.disk
+        assert isinstance(self.cache.below, DiskTier)
+        return self.cache.below
 
     def request(self, name: str, tokens: int, output: int = 4, **fields: Any) -> Request:
         self._numbers += 1

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pensieve.baselines.inline_system import InlineSystem
+from pensieve.cache.disk import DiskTier
 from pensieve.cache.prefix import PrefixCache
 from pensieve.cache.slots import SlotCache
 from pensieve.cache.stateless import StatelessCache
@@ -100,7 +101,8 @@ def test_limits_of_memory_decide_as_before(cache: str, limits: MemoryLimits, mon
 
 def test_a_disk_tier_keeps_the_names_of_its_chunks():
     system = system_of("pensieve")
-    system.engine.cache.use_disk(64, 1e-3, MODEL.layers, system.cost, {})
+    cache = system.engine.cache
+    cache.put_below(DiskTier(64, cache.chunk_tokens, 1e-3, MODEL.layers, system.cost, {}, {}))
     known = system.engine.cache.open("a", 0.0)
     assert not system.engine.cache.let_go(known)
 

@@ -66,7 +66,7 @@ def engine_of(name: str, rng: random.Random) -> Engine:
     engine = make_engine(hardware=replace(MACHINE, disk_bw=1e9), **parts)
     if disk_blocks:
         kept = {bytes([number]) * 32: number for number in range(3)}
-        engine.cache.use_disk(disk_blocks, 1e-9, 4, Priced(), kept)  # type: ignore[arg-type]
+        engine.cache.put_below(DiskTier(disk_blocks, engine.cache.chunk_tokens, 1e-9, 4, Priced(), kept, {}))  # type: ignore[arg-type]
     engine.cache.set_cost_model(Priced(), 4, 8)  # type: ignore[arg-type]
     engine.facts.count_holding()
     return engine
@@ -76,7 +76,7 @@ def used(cache: CacheManager) -> dict[str, int]:
     """Blocks that are not free, as the pools themselves count them."""
     if isinstance(cache, SlotCache):
         return {"gpu": sum(len(slot.blocks) for slot in cache.slots if slot.last is not None), "cpu": 0, "disk": 0}
-    return {"gpu": cache.gpu_blocks_used, "cpu": cache.cpu_blocks_used, "disk": cache.disk_blocks_used}
+    return {"gpu": cache.gpu_blocks_used, "cpu": cache.cpu_blocks_used, "disk": cache.below.used}
 
 
 class Watch:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pensieve.bench.exact import CheckedEngine
+from pensieve.cache.disk import DiskTier
 from pensieve.cache.prefix import PrefixCache
 from pensieve.cache.slots import SlotCache
 from pensieve.cache.stateless import StatelessCache
@@ -91,7 +92,8 @@ class Serving(RuleBasedStateMachine):
         self.engine = CheckedEngine(model_of("llama"), cache, limits, 512, link, options)
         if on_disk:
             cost = Profile(CHUNK, {128: 0.128, 256: 0.256}, 0.0, {})
-            cache.use_disk(disk_blocks, load * CHUNK / 1000, 2, cost, self.engine.report.disk_kept)
+            load_s, kept = load * CHUNK / 1000, self.engine.report.disk_kept
+            cache.put_below(DiskTier(disk_blocks, CHUNK, load_s, 2, cost, kept, cache.counters.extra))
         self.number = 0
         self.finished: dict[int, TurnRecord] = {}
 

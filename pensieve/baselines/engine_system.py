@@ -12,6 +12,7 @@ from typing import Any
 from pensieve.baselines.base import Capabilities, Listener
 from pensieve.books.books import Books
 from pensieve.cache.base import CacheManager
+from pensieve.cache.disk import DiskTier
 from pensieve.clock import Clock
 from pensieve.cost.base import CostModel
 from pensieve.cost.mistaken import mistaken
@@ -127,7 +128,8 @@ class EngineSystem(ABC):
         )
         cache.set_cost_model(believed, parts, settings.max_batch_tokens)
         if self._disk_blocks:
-            cache.use_disk(self._disk_blocks, report.disk_load_s, parts, believed, report.disk_kept)
+            kept, counts = report.disk_kept, cache.counters.extra
+            cache.put_below(DiskTier(self._disk_blocks, size, report.disk_load_s, parts, believed, kept, counts))
         self._copy_choice = choose_copy_ahead(
             settings.copy_ahead,
             cache.cpu_blocks,
@@ -242,7 +244,7 @@ class EngineSystem(ABC):
         """
         engine = self.engine
         cache, scheduler = engine.cache, engine.scheduler
-        disk = {"disk_blocks_used": (cache.disk_blocks_used, "blocks")} if cache.disk_blocks else {}
+        disk = {"disk_blocks_used": (cache.below.used, "blocks")} if cache.below.blocks else {}
         return {
             "gpu_blocks_used": (cache.gpu_blocks_used, "blocks"),
             "cpu_blocks_used": (cache.cpu_blocks_used, "blocks"),
@@ -276,7 +278,7 @@ class EngineSystem(ABC):
             **self._labels,
             "gpu_tokens": gpu_tokens,
             "cpu_tokens": cpu_tokens,
-            "disk_tokens": cache.disk_blocks * cache.chunk_tokens,
+            "disk_tokens": cache.below.blocks * cache.chunk_tokens,
             "gpu_bytes": gpu_tokens * per_token,
             "cpu_bytes": cpu_tokens * per_token,
             "kv_bytes_per_token": per_token,

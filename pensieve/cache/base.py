@@ -1,11 +1,10 @@
-"""The contract of the cache: what the scheduler and the engine ask a manager, phase by phase."""
+"""The contract of the cache: what the scheduler asks a manager, phase by phase, and what a manager asks a tier below."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from pensieve.cost.base import CostModel
 from pensieve.facts import SILENT, Admission, Facts
@@ -13,9 +12,6 @@ from pensieve.plan import Copy, DiskLoad, DiskStore
 from pensieve.request import TokenArray
 from pensieve.runs import Run
 from pensieve.session import Session
-
-if TYPE_CHECKING:
-    from pensieve.cache.disk import DiskTier
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +37,62 @@ class CacheCounters:
     extra: dict[str, float] = field(default_factory=dict)
 
 
+class LowerTier:
+    """Keeps full chunks that would be lost, and says which are worth reading. These methods are those of no tier: they store
+    nothing and find nothing."""
+
+    blocks = 0
+    """Chunks that it holds at most."""
+
+    @property
+    def used(self) -> int:
+        """Chunks that it holds."""
+        return 0
+
+    @property
+    def has_work(self) -> bool:
+        """Writes or reads were decided that no plan has taken yet."""
+        return False
+
+    def holds(self, session: Session, index: int) -> bool:
+        """Whether it has this chunk, as far as its name is known. Any thread may ask."""
+        return False
+
+    def worth_reading(self, session: Session) -> list[Run]:
+        """Choose which chunks without KV are read, as runs: those with which the prompt is predicted to be done sooner than
+        if they were computed with the rest of it."""
+        return []
+
+    def store(self, session: Session, start: int, stop: int, on_gpu: bool) -> None:
+        """Store the full ones of these chunks, which are about to give up the last blocks that have their KV."""
+
+    def read(self, session: Session, runs: Iterable[Run], ticket: int) -> None:
+        """Read these chunks into the GPU blocks that they have, under this ticket."""
+
+    def take_work(self) -> tuple[DiskStore | DiskLoad, ...]:
+        """Return, once, the writes and reads that the plan being made shall perform, in the order in which they were
+        decided."""
+        return ()
+
+    def finished(self, tickets: Iterable[int]) -> None:
+        """Reads with these tickets are over, among others that are none of its own."""
+
+    def remove(self, names: Iterable[bytes]) -> None:
+        """Free the blocks of these chunks, which the store lacks or holds damaged."""
+
+    def forget(self, session: Session) -> None:
+        """Delete all chunks of the session from the store, also those that a fork has in common with it."""
+
+    def report_to(self, facts: Facts) -> None:
+        """Tell from now on which session a block serves: the one that wrote or read it last."""
+
+    def check(self) -> None:
+        """Assert every invariant; for tests."""
+
+
+NO_LOWER_TIER = LowerTier()
+
+
 class CacheManager(ABC):
     """Decides where KV is. Every baseline in the engine is one of these, under the same scheduler and worker.
 
@@ -62,8 +114,7 @@ class CacheManager(ABC):
         self.cpu_blocks = cpu_blocks
         self.counters = CacheCounters()
         self.facts: Facts = SILENT
-        self.disk: DiskTier | None = None
-        """The tier below the CPU's, where there is one."""
+        self.below: LowerTier = NO_LOWER_TIER
         self.sessions: dict[str, Session] = {}
         self._sessions_made = 0
 
@@ -106,15 +157,6 @@ class CacheManager(ABC):
     @property
     def cpu_blocks_used(self) -> int:
         return 0
-
-    @property
-    def disk_blocks(self) -> int:
-        """Chunks that its disk tier holds at most; 0: it has none."""
-        return 0 if self.disk is None else self.disk.blocks
-
-    @property
-    def disk_blocks_used(self) -> int:
-        return 0 if self.disk is None else self.disk.used
 
     def free_blocks(self) -> tuple[set[int], set[int]]:
         """GPU and CPU blocks that nobody may read, as far as it knows them by number; for tests."""
@@ -219,26 +261,9 @@ class CacheManager(ABC):
     def drop(self, blocks: int, now_s: float) -> int:
         """Give up GPU chunks that are not on CPU, without a copy; returns how many blocks became available."""
 
-    # -- disk ---------------------------------------------------------------------------------------------------------
-
-    def use_disk(self, blocks: int, load_s: float, layers: int, cost: CostModel, kept: Mapping[bytes, int]) -> None:
-        """Add a disk tier: a file store of so many chunks. Called once, before the first request; see DiskTier for the
-        arguments. Managers without a CPU tier ignore it."""
+    def put_below(self, tier: LowerTier) -> None:
+        """Add a tier below the CPU's. Called once, before the first request. Managers without a CPU tier ignore it."""
         return None
-
-    @property
-    def has_disk_work(self) -> bool:
-        """Writes to disk or reads from it were decided that no plan has taken yet."""
-        return self.disk is not None and self.disk.has_work
-
-    def take_disk_work(self) -> tuple[DiskStore | DiskLoad, ...]:
-        """Return, once, the writes to disk and the reads from it that the plan being made shall perform."""
-        return () if self.disk is None else self.disk.take_work()
-
-    def remove_from_disk(self, keys: Iterable[bytes]) -> None:
-        """Remove these chunks from the index of the disk tier: the file store does not hold them."""
-        if self.disk is not None:
-            self.disk.remove(keys)
 
     # -- lifecycle ----------------------------------------------------------------------------------------------------
 
@@ -252,6 +277,7 @@ class CacheManager(ABC):
         self.facts = facts
         facts.tier("gpu", self.gpu_blocks)
         facts.tier("cpu", self.cpu_blocks)
+        self.below.report_to(facts)
 
     def open(self, name: str, now_s: float, tenant: str = "") -> Session:
         """Return the session of that name; make it if it is new."""

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
 from pensieve.block_hash import BlockHash
+from pensieve.cache.base import LowerTier
 from pensieve.cache.tiers import missing_runs
 from pensieve.cost.base import CostModel, predicted_s
 from pensieve.facts import SILENT, Facts
@@ -23,7 +24,7 @@ from pensieve.runs import Run, without
 from pensieve.session import Session, runs_of
 
 
-class DiskTier:
+class DiskTier(LowerTier):
     """An index of the file store, least recently written or read first: that is who gives up a block.
 
     Full chunks only: the last one of a session, partly filled, is computed again with the next message. counts: what it
@@ -59,16 +60,13 @@ class DiskTier:
 
     @property
     def has_work(self) -> bool:
-        """Writes or reads were decided that no plan has taken yet."""
         return bool(self._work)
 
     def holds(self, session: Session, index: int) -> bool:
-        """Whether the store has this chunk, as far as its name is known. Any thread may ask."""
         return session.name_known(index) in self._block_of
 
     def worth_reading(self, session: Session) -> list[Run]:
-        """Choose which chunks without KV are read, as runs: those with which the prompt is predicted to be done sooner than
-        if they were computed with the rest of it. Reads under way come first. The last token is computed in any case."""
+        """Reads under way come first. The last token is computed in any case."""
         size, layers = self._size, self._layers
         names = session.named(min(session.computed, len(session.tokens) - 1), size)
         there = map(max, session.chunks.gpu_len, session.chunks.cpu_len)
@@ -97,7 +95,6 @@ class DiskTier:
     # -- what is to be done -------------------------------------------------------------------------------------------
 
     def store(self, session: Session, start: int, stop: int, on_gpu: bool) -> None:
-        """Store the full ones of these chunks, which are about to give up the last blocks that have their KV."""
         chunks, size = session.chunks, self._size
         blocks, lengths = (chunks.gpu, chunks.gpu_len) if on_gpu else (chunks.cpu, chunks.cpu_len)
         names = session.named(min(stop * size, session.computed), size)
@@ -122,7 +119,6 @@ class DiskTier:
         self.counts["disk_stored_chunks"] += 1
 
     def read(self, session: Session, runs: Iterable[Run], ticket: int) -> None:
-        """Read these chunks into the GPU blocks that they have, under this ticket."""
         names = session.named(session.computed, self._size)
         indices = [index for start, stop in runs for index in range(start, stop)]
         chosen = [names[index] for index in indices]
@@ -136,8 +132,6 @@ class DiskTier:
         self.counts["disk_loaded_chunks"] += len(chosen)
 
     def take_work(self) -> tuple[DiskStore | DiskLoad, ...]:
-        """Return, once, the writes and reads that the plan being made shall perform, in the order in which they were
-        decided."""
         work, self._work = tuple(self._work), []
         return work
 
@@ -148,7 +142,6 @@ class DiskTier:
             self._reading.pop(ticket, None)
 
     def remove(self, names: Iterable[BlockHash]) -> None:
-        """Free the blocks of these chunks, which the store lacks or holds damaged."""
         for name in names:
             block = self._block_of.pop(name, None)
             if block is not None:
@@ -158,14 +151,11 @@ class DiskTier:
     # -- sessions -----------------------------------------------------------------------------------------------------
 
     def forget(self, session: Session) -> None:
-        """Delete all chunks of the session from the store, also those that a fork has in common with it."""
         self.remove(session.named(session.computed, self._size))
 
     def report_to(self, facts: Facts) -> None:
-        """Tell from now on which session a block serves: the one that wrote or read it last."""
         self._facts = facts
         facts.tier("disk", self.blocks, self._block_of.values())
 
     def check(self) -> None:
-        """Assert that every block is free or a chunk's."""
         assert sorted([*self._free, *self._block_of.values()]) == list(range(self.blocks))

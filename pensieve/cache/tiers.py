@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from operator import lt
 
-from pensieve.cache.base import CacheCounters
+from pensieve.cache.base import NO_LOWER_TIER, CacheCounters, LowerTier
 from pensieve.cache.loops import Victim
 from pensieve.cache.pool import BlockPool
 from pensieve.cache.victims import VictimIndex
@@ -75,9 +75,8 @@ class Tiers:
         self.clean = VictimIndex(policy, View.CLEAN)
         self.cpu_only = VictimIndex(policy, View.CPU_ONLY)
         self.duplicates: dict[tuple[int, int], Session] = {}  # by session number and chunk index
-        self.before_loss: Callable[[Session, int, int, bool], None] = _ignore_loss
-        """Called with each run of chunks (and whether they are on GPU) that is about to give up its last blocks to others: a
-        disk tier stores them then."""
+        self.below: LowerTier = NO_LOWER_TIER
+        """Is offered each run of chunks that is about to give up its last blocks to others."""
         self._index = {View.DIRTY: self.dirty, View.CLEAN: self.clean, View.CPU_ONLY: self.cpu_only}
 
     def report_to(self, facts: Facts) -> None:
@@ -176,14 +175,14 @@ class Tiers:
 
     def drop_gpu(self, session: Session, start: int, stop: int) -> None:
         """Free the GPU blocks of chunks that are not on CPU: their KV is lost, or on disk."""
-        self.before_loss(session, start, stop, True)
+        self.below.store(session, start, stop, True)
         self.free_gpu(session, start, stop)
         self.counters.evicted_chunks += stop - start
         self._lose(session, start, stop)
 
     def drop_cpu(self, session: Session, start: int, stop: int) -> None:
         """Free the CPU blocks of chunks that are not on GPU: their KV is lost, or on disk."""
-        self.before_loss(session, start, stop, False)
+        self.below.store(session, start, stop, False)
         self.free_cpu(session, start, stop)
         self._lose(session, start, stop)
 
@@ -375,10 +374,6 @@ class Tiers:
             now, was = views.count(view), before.count(view)
             if now or was:
                 victims.changed(session, now - was)
-
-
-def _ignore_loss(session: Session, start: int, stop: int, on_gpu: bool) -> None:
-    """Let chunks lose their last blocks: there is no disk tier."""
 
 
 def _views(gpu_len: TokenArray[int], cpu_len: TokenArray[int], copying: bytearray) -> bytes:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from pensieve.cache.base import CacheManager, Demand
-from pensieve.cache.disk import DiskTier
+from pensieve.cache.base import CacheManager, Demand, LowerTier
 from pensieve.cache.exchange import Exchange
 from pensieve.cache.invariants import check_tiers
 from pensieve.cache.loops import Victim
@@ -99,10 +98,9 @@ class TwoTierCache(CacheManager):
         return Demand(blocks=total - own, own_available=own_available)
 
     def places(self, session: Session) -> str:
-        chunks, disk = session.chunks, self.disk
-        letters = [*map(_letter, chunks.gpu_len[:], chunks.cpu_len[:])]
-        if disk is not None:
-            letters = ["D" if x == "-" and disk.holds(session, i) else x for i, x in enumerate(letters)]
+        chunks, holds = session.chunks, self.below.holds
+        places = map(_letter, chunks.gpu_len[:], chunks.cpu_len[:])
+        letters = ["D" if x == "-" and holds(session, i) else x for i, x in enumerate(places)]
         return "".join(letters).ljust(chunks_of(len(session.tokens), self.chunk_tokens), "-")
 
     # -- admit --------------------------------------------------------------------------------------------------------
@@ -150,25 +148,25 @@ class TwoTierCache(CacheManager):
             taken += stop - start
         restore = self.restorer.choose(session, tiers.copies.incoming, alone=self._running == 1)
         swap_in = tiers.copy_in(session, runs_of(restore.load))
-        disk_ticket, read = self._read_from_disk(session)
+        disk_ticket, read = self._read_from_below(session)
         tiers.update_duplicates(session)
         work = missing_runs(session, length, size)
         table, loaded = tuple(chunks.gpu), restore.loaded_tokens + tokens_in(read)
         return Admission(work, table, found, swap_in, loaded, restore.recomputed_tokens, disk_ticket, read)
 
-    # -- disk ---------------------------------------------------------------------------------------------------------
+    # -- the tier below -----------------------------------------------------------------------------------------------
 
-    def use_disk(self, blocks: int, load_s: float, layers: int, cost: CostModel, kept: Mapping[bytes, int]) -> None:
-        self.disk = DiskTier(blocks, self.chunk_tokens, load_s, layers, cost, kept, self.counters.extra)
-        self.tiers.before_loss = self.disk.store
-        self.disk.report_to(self.facts)
+    def put_below(self, tier: LowerTier) -> None:
+        self.below = self.tiers.below = tier
+        tier.report_to(self.facts)
 
-    def _read_from_disk(self, session: Session) -> tuple[int | None, tuple[Run, ...]]:
+    def _read_from_below(self, session: Session) -> tuple[int | None, tuple[Run, ...]]:
         """Start to read those chunks without KV for which reading is worth it; returns the ticket and the positions."""
-        if self.disk is None or not (runs := self.disk.worth_reading(session)):
+        runs = self.below.worth_reading(session)
+        if not runs:
             return None, ()
         ticket, size = self.tiers.read_in(session, runs), self.chunk_tokens
-        self.disk.read(session, runs, ticket)
+        self.below.read(session, runs, ticket)
         return ticket, tuple((start * size, stop * size) for start, stop in runs)
 
     # -- progress -----------------------------------------------------------------------------------------------------
@@ -195,16 +193,12 @@ class TwoTierCache(CacheManager):
         self.tiers.copies.collected(step)
 
     def complete(self, tickets: Sequence[int]) -> None:
-        self._reads_ended(tickets)
+        self.below.finished(tickets)
         self.tiers.finish(tickets, valid=True)
 
     def void(self, tickets: Sequence[int]) -> list[Session]:
-        self._reads_ended(tickets)
+        self.below.finished(tickets)
         return self.tiers.finish(tickets, valid=False)
-
-    def _reads_ended(self, tickets: Sequence[int]) -> None:
-        if self.disk is not None:
-            self.disk.finished(tickets)
 
     def invalidate(self, session: Session, written: Iterable[Run]) -> None:
         size = self.chunk_tokens
@@ -353,8 +347,6 @@ class TwoTierCache(CacheManager):
     def report_to(self, facts: Facts) -> None:
         super().report_to(facts)
         self.tiers.report_to(facts)
-        if self.disk is not None:
-            self.disk.report_to(facts)
 
     def recall(self, session: Session, tokens: TokenArray[int]) -> None:
         super().recall(session, tokens)
@@ -413,8 +405,7 @@ class TwoTierCache(CacheManager):
         self.tiers.cut(session, length)
 
     def forget(self, session: Session) -> None:
-        if self.disk is not None:
-            self.disk.forget(session)
+        self.below.forget(session)
         self.truncate(session, 0)
         self._close(session)
 
@@ -422,7 +413,7 @@ class TwoTierCache(CacheManager):
         if self.sessions.get(session.name) is not session:
             return True  # forgotten already
         somewhere = self.on_cpu(session) or session.chunks.gpu.count(NO_BLOCK) < len(session.chunks)
-        if somewhere or self.disk is not None or self.tiers.copies.any_of(session):
+        if somewhere or self.below.blocks or self.tiers.copies.any_of(session):
             return False
         self._close(session)
         return True
@@ -430,8 +421,7 @@ class TwoTierCache(CacheManager):
     def check(self) -> None:
         assert self._running == sum(session.running for session in self.sessions.values())
         check_tiers(self.tiers, self.sessions.values())
-        if self.disk is not None:
-            self.disk.check()
+        self.below.check()
 
 
 def _letter(gpu_len: int, cpu_len: int) -> str:

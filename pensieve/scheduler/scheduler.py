@@ -170,7 +170,7 @@ class Scheduler:
                 break
             lacking = still
             rows = self._compose(draft, now_s)
-        if not rows and not draft.swap_out and not draft.swap_in and not self.cache.has_disk_work:
+        if not rows and not draft.swap_out and not draft.swap_in and not self.cache.below.has_work:
             self._unsent = draft  # who was admitted has no share of an iteration yet
             return None
         return self._launch(draft, rows, self._repeat(rows), horizon_ns)
@@ -198,7 +198,7 @@ class Scheduler:
     def read(self, result: StepResult) -> list[Sequence]:
         """Some reads from disk have ended, as the result says. Returns the requests that read something else than was asked
         for; `start_over` makes them wait again."""
-        self.cache.remove_from_disk(result.unkept)
+        self.cache.below.remove(result.unkept)
         misread = self._running_on(self.cache.void(result.unread)) if result.unread else []
         if self._disk_reads is not None:
             self._disk_reads.done((*result.done, *result.unread))
@@ -289,7 +289,7 @@ class Scheduler:
             tables=tuple(draft.tables),
             swap_in=tuple(draft.swap_in),
             swap_out=tuple(draft.swap_out),
-            disk=self.cache.take_disk_work(),
+            disk=self.cache.below.take_work(),
             repeat=repeat,
             horizon_ns=horizon_ns,
         )
