@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from pensieve.cache.base import CacheManager
@@ -15,10 +14,10 @@ from pensieve.facts import SILENT, Computed, Facts
 from pensieve.idle_sessions import MemoryLimits
 from pensieve.plan import Repeats, StepResult
 from pensieve.request import Request, TokenArray
+from pensieve.scheduler.active_request import ActiveRequest, turn_of
 from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.scheduler.fast_forward import FastForward, earlier_events
 from pensieve.scheduler.scheduler import Scheduler, Step
-from pensieve.scheduler.sequence import Sequence, turn_of
 from pensieve.session import Session
 from pensieve.worker.base import Worker
 
@@ -43,7 +42,7 @@ class Engine:
         clock: Clock,
         max_context: int,
         eos: frozenset[int] = frozenset(),
-        decode_text: Callable[[Many[int]], str] | None = None,
+        decode_text: Callable[[Sequence[int]], str] | None = None,
         limits: MemoryLimits | None = None,
         cost: CostModel | None = None,
         facts: Facts = SILENT,
@@ -61,7 +60,7 @@ class Engine:
         self.clock = clock
         self._eos = eos
         self._decode_text = decode_text
-        self._sequences: dict[int, Sequence] = {}  # requests under way, by id
+        self._active: dict[int, ActiveRequest] = {}  # requests under way, by id
         self._arrived = 0  # requests, ever
         self.progressed = False
         """The last step performed a plan or finished copies; else only an arrival or time can change anything."""
@@ -72,7 +71,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Some request waits or runs, or a plan is in flight."""
-        return bool(self._sequences or self.scheduler.in_flight)
+        return bool(self._active or self.scheduler.in_flight)
 
     @property
     def next_expiry_ns(self) -> int | None:
@@ -97,15 +96,15 @@ class Engine:
     def _take(self, request: Request, session: Session, new: bool, now_s: float) -> bool:
         """Queue a request, unless it can never be served. Counts as under way what nothing can refuse any more."""
         self.facts.arrived(request, turn_of(request, session), now_s)
-        sequence = Sequence.arrive(request, session, self._arrived, self._eos, self._decode_text)
+        active = ActiveRequest.arrive(request, session, self._arrived, self._eos, self._decode_text)
         self._arrived += 1
-        error = self.scheduler.refusal(sequence)
+        error = self.scheduler.refusal(active)
         if error is not None:
-            self._close(sequence, "refused", error.reason, now_s, str(error))
+            self._close(active, "refused", error.reason, now_s, str(error))
             return False
         self.sessions.prepare(session, new, request)
-        self.scheduler.submit(sequence, now_s)
-        self._sequences[request.id] = sequence
+        self.scheduler.submit(active, now_s)
+        self._active[request.id] = active
         self.sessions.begin(session)
         return True
 
@@ -119,12 +118,12 @@ class Engine:
 
     def cancel(self, request_id: int, status: str) -> None:
         """End a request early. What it generated so far stays in the session; a turn without any output is undone."""
-        sequence = self._sequences.get(request_id)
-        if sequence is None or sequence.closed:
+        active = self._active.get(request_id)
+        if active is None or active.closed:
             return
         self.facts.at(self.clock.now_ns())
-        self._close(sequence, status, None, self.clock.now_s())
-        self._release(sequence)
+        self._close(active, status, None, self.clock.now_s())
+        self._release(active)
 
     def expect(self, session: str, next_use_s: float | None) -> None:
         """See Sessions.expect."""
@@ -147,7 +146,7 @@ class Engine:
         self.forget(session)  # it may have been asked since, and the turn come to nothing
         self.sessions.disown(session, tenant, tokens, self.clock.now_s())
 
-    def receive(self, session: str, tenant: str, tokens: TokenArray[int], lengths: Many[int]) -> int:
+    def receive(self, session: str, tenant: str, tokens: TokenArray[int], lengths: Sequence[int]) -> int:
         """See Sessions.receive."""
         self.facts.at(self.clock.now_ns())
         return self.sessions.receive(session, tenant, tokens, lengths, self.clock.now_ns())
@@ -179,9 +178,9 @@ class Engine:
         expiry_ns = self.sessions.next_expiry_ns
         horizon_ns = until_ns if expiry_ns is None or (until_ns is not None and until_ns < expiry_ns) else expiry_ns
         step = self.scheduler.plan(now_s, horizon_ns)
-        for sequence, error in self.scheduler.take_refused():
-            self._close(sequence, "refused", error.reason, now_s, str(error))
-            self._remove(sequence)
+        for active, error in self.scheduler.take_refused():
+            self._close(active, "refused", error.reason, now_s, str(error))
+            self._remove(active)
         self.facts.scheduled(time.perf_counter_ns() - began)
         return step
 
@@ -223,36 +222,36 @@ class Engine:
             self.facts.at(repeats.ended_ns[-1])
             self._fail_copies(result.failed)
             scheduler.copied(result.done)
-        for sequence in step.members:
-            if sequence.closed:
-                self._release(sequence)
+        for active in step.members:
+            if active.closed:
+                self._release(active)
         self._start_over(misread)
 
-    def _commit_rows(self, step: Step, result: StepResult, now_s: float, misread: Many[Sequence]) -> None:
+    def _commit_rows(self, step: Step, result: StepResult, now_s: float, misread: Sequence[ActiveRequest]) -> None:
         """Give times and tokens to the requests that had a row. A request that was closed meanwhile gets none, and the
         cache was never told of its position. misread: requests whose rows read something else from disk than was asked for;
         what they computed is discarded."""
         drawn: list[int | None] = []
         rows: list[Computed] = []
-        for sequence, _ in step.rows:
-            slot, token = sequence.slot, None
-            if not (sequence.closed or sequence in misread or slot in result.not_finite):
+        for active, _ in step.rows:
+            slot, token = active.slot, None
+            if not (active.closed or active in misread or slot in result.not_finite):
                 assert slot is not None
                 sampled = result.tokens.get(slot)
-                token = None if sampled is None else sequence.append(sampled)
-                rows.append((sequence.request.id, token, result.margins.get(slot)))
+                token = None if sampled is None else active.append(sampled)
+                rows.append((active.request.id, token, result.margins.get(slot)))
             drawn.append(token)
         self.facts.computed(step.plan, result, rows, now_s)
-        for (sequence, runs), token in zip(step.rows, drawn, strict=True):
+        for (active, runs), token in zip(step.rows, drawn, strict=True):
             if token is not None:
-                self._emit(sequence, token, now_s)
-            elif sequence in misread:
-                sequence.discard_result()
-                self.scheduler.invalidate(sequence, runs)
-            elif sequence.slot in result.not_finite:
+                self._emit(active, token, now_s)
+            elif active in misread:
+                active.discard_result()
+                self.scheduler.invalidate(active, runs)
+            elif active.slot in result.not_finite:
                 # What it read may be the cause: none of it is read again, neither by this conversation nor by another.
-                self.scheduler.invalidate(sequence, ((0, runs[-1][1]),))
-                self._fail_requests([sequence], _NOT_FINITE, now_s)
+                self.scheduler.invalidate(active, ((0, runs[-1][1]),))
+                self._fail_requests([active], _NOT_FINITE, now_s)
 
     def _commit_repeats(self, step: Step, repeats: Repeats, now_s: float) -> None:
         """Apply the further iterations of a repeated plan, as one result for each of them would have."""
@@ -260,61 +259,61 @@ class Engine:
         emitted, ended_s = self.scheduler.forward(step, repeats, now_s), repeats.ended_ns[-1] / 1e9
         if emitted:
             self._events += earlier_events(step, repeats, emitted, self.counts_windows)
-        for (sequence, _), tokens in zip(step.rows, emitted, strict=False):
-            self._events.append(Event("token", sequence.request.id, ended_s, tokens[-1]))
-            if sequence.generated >= sequence.max_new_tokens:
-                self._close(sequence, "completed", "length", ended_s)
+        for (active, _), tokens in zip(step.rows, emitted, strict=False):
+            self._events.append(Event("token", active.request.id, ended_s, tokens[-1]))
+            if active.generated >= active.max_new_tokens:
+                self._close(active, "completed", "length", ended_s)
             else:
-                sequence.decode_next()
+                active.decode_next()
 
-    def _emit(self, sequence: Sequence, token: int, now_s: float) -> None:
+    def _emit(self, active: ActiveRequest, token: int, now_s: float) -> None:
         """Tell of the token that was appended to a request, and close the request if it was the last."""
-        kind: Literal["first_token", "token"] = "token" if sequence.generated > 1 else "first_token"
-        self._events.append(Event(kind, sequence.request.id, now_s, token))
-        reason = sequence.finish_reason(token)
+        kind: Literal["first_token", "token"] = "token" if active.generated > 1 else "first_token"
+        self._events.append(Event(kind, active.request.id, now_s, token))
+        reason = active.finish_reason(token)
         if reason is not None:
-            self._close(sequence, "completed", reason, now_s)
+            self._close(active, "completed", reason, now_s)
         else:
-            self.scheduler.goes_on(sequence)
+            self.scheduler.goes_on(active)
 
     # -- failure ------------------------------------------------------------------------------------------------------
 
-    def _fail_copies(self, tickets: Many[int]) -> None:
+    def _fail_copies(self, tickets: Sequence[int]) -> None:
         """Fail the requests that run on KV that these copies should have brought."""
         failing = self.scheduler.copies_failed(tickets)
         self._fail_requests(failing, "A copy between the CPU and the GPU tier failed.", self.clock.now_s())
 
-    def _start_over(self, misread: Many[Sequence]) -> None:
+    def _start_over(self, misread: Sequence[ActiveRequest]) -> None:
         """Make these requests wait again, and compute what they could not read."""
-        for sequence in misread:
-            if not sequence.closed and sequence.slot is not None:
-                self.scheduler.start_over(sequence, self.clock.now_s())
+        for active in misread:
+            if not active.closed and active.slot is not None:
+                self.scheduler.start_over(active, self.clock.now_s())
 
-    def _fail_requests(self, failing: Many[Sequence], error: str, now_s: float) -> None:
+    def _fail_requests(self, failing: Sequence[ActiveRequest], error: str, now_s: float) -> None:
         """Close these requests as failed; nobody else is touched."""
         self.scheduler.stop(failing)
-        for sequence in failing:
-            if not sequence.closed:
-                self._close(sequence, "failed", None, now_s, error)
-            self._release(sequence)
+        for active in failing:
+            if not active.closed:
+                self._close(active, "failed", None, now_s, error)
+            self._release(active)
 
     # -- end ----------------------------------------------------------------------------------------------------------
 
     def _close(
-        self, sequence: Sequence, status: str, reason: str | None, now_s: float, error: str | None = None
+        self, active: ActiveRequest, status: str, reason: str | None, now_s: float, error: str | None = None
     ) -> None:
         """End the request for whoever asked, and emit `finished`."""
-        sequence.close(status, now_s)
-        told = self.facts.ended(sequence.request, status, reason, now_s, error)
-        self._events.append(Event("finished", sequence.request.id, now_s, turn=told))
+        active.close(status, now_s)
+        told = self.facts.ended(active.request, status, reason, now_s, error)
+        self._events.append(Event("finished", active.request.id, now_s, turn=told))
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, active: ActiveRequest) -> None:
         """Give back slot and blocks of a closed request once nothing of it is in flight."""
-        if not sequence.in_flight and self._sequences.get(sequence.request.id) is sequence:
-            self.scheduler.remove(sequence)
-            self._remove(sequence)
+        if not active.in_flight and self._active.get(active.request.id) is active:
+            self.scheduler.remove(active)
+            self._remove(active)
 
-    def _remove(self, sequence: Sequence) -> None:
+    def _remove(self, active: ActiveRequest) -> None:
         """Stop counting the request as under way."""
-        if self._sequences.pop(sequence.request.id, None) is not None:
-            self.sessions.end(sequence.session, self.clock.now_ns())
+        if self._active.pop(active.request.id, None) is not None:
+            self.sessions.end(active.session, self.clock.now_ns())

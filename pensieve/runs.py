@@ -1,4 +1,4 @@
-"""Half-open intervals of positions."""
+"""Half-open intervals of positions, and of chunks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Iterable
 
 Run = tuple[int, int]
 """Half-open interval of positions."""
+
+ChunkRun = tuple[int, int]
+"""Half-open interval of a session's chunks, by index."""
 
 
 def without(runs: Iterable[Run], gone: Iterable[Run]) -> tuple[Run, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 from pensieve.block_hash import BlockHash, HashChain
 from pensieve.hint import Hint
 from pensieve.request import TokenArray
+from pensieve.runs import ChunkRun
 
 
 class View(IntEnum):
@@ -75,7 +76,7 @@ class Chunks:
         del self.gpu[first:], self.gpu_len[first:], self.cpu[first:], self.cpu_len[first:]
         del self.copying[first:], self.view[first:]
 
-    def runs(self, view: View, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    def runs(self, view: View, start: int, stop: int) -> Iterator[ChunkRun]:
         """Maximal runs of chunks in [start, stop) that have this view."""
         column = self.view
         while (start := column.find(view, start, stop)) >= 0:
@@ -83,7 +84,7 @@ class Chunks:
             yield start, end
             start = end
 
-    def without_gpu(self) -> list[tuple[int, int]]:
+    def without_gpu(self) -> list[ChunkRun]:
         """Runs of chunks that have no GPU block."""
         column = self.gpu
         lacking = column.count(NO_BLOCK)

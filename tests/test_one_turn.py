@@ -1,7 +1,7 @@
 """What a newcomer has to open to follow one turn: the files of the package that it runs through.
 
 26 are left, each for a question of its own, so that fewer would put two questions into one file: who drives (system, engine,
-clock, idle conversations), what becomes of the request (sequence, record, session), who runs and what an iteration computes
+clock, idle conversations), what becomes of the request (its state, record, session), who runs and what an iteration computes
 (scheduler, composition, copy_ahead, fast_forward), where KV is (contract, manager, tiers, pool, restore, victims, policy),
 what it takes (worker, roofline), and what the books make of it (record, residency, the ledger of misses, prices).
 """

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pensieve.baselines.base import Capabilities
 from pensieve.baselines.inline_system import InlineSystem
-from pensieve.baselines.migration import Migration, Parcel, lacking
+from pensieve.baselines.migration import KvTransfer, Migration, lacking
 from pensieve.baselines.outlook import NEVER_NS, Outlook
 from pensieve.baselines.routing import LOAD_BLIND, Asked, Fleet, Router
 from pensieve.clock import Clock, VirtualClock
@@ -121,7 +121,7 @@ class ClusterSystem:
         self._make, self._router, self._seed = make, router, seed
         self._failures = failures or Failures()
         self._migration = migration
-        self._on_the_way: list[tuple[int, int, Request, Parcel]] = []  # ns, sequence
+        self._on_the_way: list[tuple[int, int, Request, KvTransfer]] = []  # ns, sequence
         self._received: Counter[int] = Counter()  # tokens whose KV has arrived, by request
         self._moved: set[int] = set()  # requests under way that were sent elsewhere than the turn before
         self._replicas = [Replica(number, make()) for number in range(replicas)]
@@ -158,17 +158,17 @@ class ClusterSystem:
         replica.requests[request.id] = request
         self._loads[replica.number] += 1
         sent = self._as_sent(request, replica)
-        parcel = None if sent is request else self._parcel(request, replica, now)
-        if parcel is None:
+        transfer = None if sent is request else self._transfer(request, replica, now)
+        if transfer is None:
             self._hand_over(sent, replica, now)
         else:
-            heapq.heappush(self._on_the_way, (parcel.arrives_ns, next(self._sequence), sent, parcel))
+            heapq.heappush(self._on_the_way, (transfer.arrives_ns, next(self._sequence), sent, transfer))
         self._home[request.session] = (replica.number, replica.lives)
         self._served.setdefault(request.session, set()).add(replica.number)
 
     def cancel(self, request_id: int, status: str) -> None:
-        for sent, parcel in self._stop_waiting(lambda sent, _: sent.id == request_id):
-            self._hand_over(sent, self._replicas[parcel.target], self.clock.now_ns())
+        for sent, transfer in self._stop_waiting(lambda sent, _: sent.id == request_id):
+            self._hand_over(sent, self._replicas[transfer.target], self.clock.now_ns())
         for replica in self._replicas:
             if request_id in replica.computing:
                 replica.system.cancel(request_id, status)
@@ -344,15 +344,15 @@ class ClusterSystem:
         replica.computing.add(sent.id)
         replica.system.submit(sent)
 
-    def _deliver(self, ns: int, order: int, sent: Request, parcel: Parcel) -> None:
+    def _deliver(self, ns: int, order: int, sent: Request, transfer: KvTransfer) -> None:
         """KV has arrived, and the request that waited for it goes on."""
         self._advance(ns)
-        replica = self._replicas[parcel.target]
+        replica = self._replicas[transfer.target]
         self._wake(replica, ns)
-        taken = replica.system.engine.receive(sent.session, sent.tenant, parcel.tokens, parcel.lengths)
-        self._received[sent.id] += parcel.count
+        taken = replica.system.engine.receive(sent.session, sent.tenant, transfer.tokens, transfer.lengths)
+        self._received[sent.id] += transfer.count
         self._counted.update(
-            {"migrated_tokens": taken, "sent_tokens": parcel.count, "sent_bytes": self._bytes(parcel.count)}
+            {"migrated_tokens": taken, "sent_tokens": transfer.count, "sent_bytes": self._bytes(transfer.count)}
         )
         self._hand_over(sent, replica, ns)
 
@@ -362,12 +362,12 @@ class ClusterSystem:
             replica.system.poll(now / 1e9)
             heapq.heappush(self._behind, (replica.now_ns, replica.number))
 
-    def _stop_waiting(self, whose: Callable[[Request, Parcel], bool]) -> list[tuple[Request, Parcel]]:
+    def _stop_waiting(self, whose: Callable[[Request, KvTransfer], bool]) -> list[tuple[Request, KvTransfer]]:
         """These requests wait no longer for what is on the way to them, which is never delivered."""
         found = [
-            (sent, parcel)
-            for _, _, sent, parcel in sorted(self._on_the_way, key=itemgetter(0, 1))
-            if whose(sent, parcel)
+            (sent, transfer)
+            for _, _, sent, transfer in sorted(self._on_the_way, key=itemgetter(0, 1))
+            if whose(sent, transfer)
         ]
         self._on_the_way = [way for way in self._on_the_way if not whose(*way[2:])]
         heapq.heapify(self._on_the_way)
@@ -418,7 +418,7 @@ class ClusterSystem:
         known = len(said) - 1 if request.known_tokens is None else request.known_tokens
         return replace(request, prompt=said + request.prompt, continues=False, known_tokens=known)
 
-    def _parcel(self, request: Request, replica: Replica, now: int) -> Parcel | None:
+    def _transfer(self, request: Request, replica: Replica, now: int) -> KvTransfer | None:
         """The KV that goes along to a replica that has not got it, where it is worth that."""
         number, life = self._home.get(request.session, (replica.number, 0))
         source = self._replicas[number]
@@ -428,7 +428,7 @@ class ClusterSystem:
         if held is None or any(one is not None and (one.running or one.waiting) for one in (held, there)):
             return None
         size, tokens = replica.system.chunk_tokens, self._said[request.session]
-        return self._migration.parcel(
+        return self._migration.transfer(
             tokens, lacking(held, there, tokens, size), replica.system.cost, chunk_tokens=size,
             bytes_per_token=self._bytes(1), source=number, target=replica.number, now_ns=now,
         )  # fmt: skip
@@ -466,7 +466,7 @@ class ClusterSystem:
         lost, replica.requests = replica.requests, {}
         self._loads[number] = self._up_until_ns = 0
         replica.computing.clear()
-        cut_off = self._stop_waiting(lambda _, parcel: number in (parcel.source, parcel.target))
+        cut_off = self._stop_waiting(lambda _, transfer: number in (transfer.source, transfer.target))
         if self._migration is not None:
             self._migration.failed(number)
         self._counted.update(replica.system.counters())
@@ -482,8 +482,8 @@ class ClusterSystem:
         assert isinstance(clock, VirtualClock)
         clock.advance_to(replica.up_ns)
         self._expect_failure(replica)
-        for sent, parcel in cut_off:
-            if parcel.target != number:  # what was to be sent is lost, and is computed there
-                self._hand_over(sent, self._replicas[parcel.target], ns)
+        for sent, transfer in cut_off:
+            if transfer.target != number:  # what was to be sent is lost, and is computed there
+                self._hand_over(sent, self._replicas[transfer.target], ns)
         for request in lost.values():
             self.submit(request)

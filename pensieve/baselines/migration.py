@@ -25,7 +25,7 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class KvTransfer:
     """lengths: of each chunk of `tokens`, the leading offsets whose KV is sent. count: of all of them. source, target:
     replicas; where one of them fails before `arrives_ns`, nothing arrives."""
 
@@ -57,7 +57,7 @@ def computing_s(cost: CostModel, lengths: tuple[int, ...], chunk_tokens: int) ->
 
 
 class Migration:
-    """Decides what is sent, and when it arrives. A replica sends, and receives, one parcel after the other. When a replica
+    """Decides what is sent, and when it arrives. A replica sends, and receives, one transfer after the other. When a replica
     fails, the parcels on their way to and from it are dropped: those already queued behind them keep their times, and those
     sent later do not wait for them.
 
@@ -67,9 +67,9 @@ class Migration:
 
     def __init__(self, when: When, network: Network) -> None:
         self.when, self._network = when, network
-        self._on_the_way: list[Parcel] = []  # and those that have arrived since the last one was sent
+        self._on_the_way: list[KvTransfer] = []  # and those that have arrived since the last one was sent
 
-    def parcel(
+    def transfer(
         self,
         tokens: TokenArray[int],
         lengths: tuple[int, ...],
@@ -80,7 +80,7 @@ class Migration:
         source: int,
         target: int,
         now_ns: int,
-    ) -> Parcel | None:
+    ) -> KvTransfer | None:
         """What is sent of these chunks, all or nothing; the interfaces are taken for it."""
         count = sum(lengths)
         if not count:
@@ -93,9 +93,9 @@ class Migration:
             loading_s = cost.load_s() * sum(map(bool, lengths))
             if (arrives - now_ns) / 1e9 + loading_s >= computing_s(cost, lengths, chunk_tokens):
                 return None
-        parcel = Parcel(tokens, lengths, count, source, target, arrives)
-        self._on_the_way.append(parcel)
-        return parcel
+        transfer = KvTransfer(tokens, lengths, count, source, target, arrives)
+        self._on_the_way.append(transfer)
+        return transfer
 
     def failed(self, replica: int) -> None:
         """What is on the way from it or to it never arrives, and takes no interface any more."""

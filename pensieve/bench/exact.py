@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,8 +14,8 @@ from pensieve.engine import Engine
 from pensieve.event import Event
 from pensieve.plan import StepPlan
 from pensieve.record import TurnRecord
+from pensieve.scheduler.active_request import ActiveRequest
 from pensieve.scheduler.composition import SchedulerSettings
-from pensieve.scheduler.sequence import Sequence
 from pensieve.worker.torch.attention import IMPLEMENTATION
 from pensieve.worker.torch.model import LoadedModel
 from pensieve.worker.torch.options import TorchOptions
@@ -55,7 +55,7 @@ class Paths:
             setattr(self, name, max(mine, theirs) if name == "worst" else mine + theirs)
 
 
-def plain_logits(model: LoadedModel, tokens: Many[int]) -> torch.Tensor:
+def plain_logits(model: LoadedModel, tokens: Sequence[int]) -> torch.Tensor:
     """[tokens, vocab], float32: one forward of transformers' own eager attention over the whole history."""
     model.module.set_attn_implementation("eager")
     try:
@@ -138,25 +138,25 @@ class CheckedEngine(Engine):
             assert self.progressed or not self.busy, "requests wait, and nothing runs that could let them in"
         return turns
 
-    def _emit(self, sequence: Sequence, token: int, now_s: float) -> None:
-        number, tokens = sequence.request.id, sequence.session.tokens
+    def _emit(self, active: ActiveRequest, token: int, now_s: float) -> None:
+        number, tokens = active.request.id, active.session.tokens
         seen = self._seen.setdefault(number, _Seen(len(tokens) - 1))
-        assert sequence.slot is not None
-        seen.logits.append(self.torch_worker.last_logits[sequence.slot])
-        super()._emit(sequence, token, now_s)
+        assert active.slot is not None
+        seen.logits.append(self.torch_worker.last_logits[active.slot])
+        super()._emit(active, token, now_s)
 
     def _close(
-        self, sequence: Sequence, status: str, reason: str | None, now_s: float, error: str | None = None
+        self, active: ActiveRequest, status: str, reason: str | None, now_s: float, error: str | None = None
     ) -> None:
-        super()._close(sequence, status, reason, now_s, error)
-        seen = self._seen.pop(sequence.request.id, None)
+        super()._close(active, status, reason, now_s, error)
+        seen = self._seen.pop(active.request.id, None)
         if status == "failed":
             raise Mismatch(f"a step failed: {error}")
         if seen is not None:
-            self._compare(sequence, seen)
+            self._compare(active, seen)
 
-    def _compare(self, sequence: Sequence, seen: _Seen) -> None:
-        tokens = sequence.session.tokens
+    def _compare(self, active: ActiveRequest, seen: _Seen) -> None:
+        tokens = active.session.tokens
         expected = plain_logits(self.model, tokens[: seen.start + len(seen.logits) - 1])[seen.start - 1 :]
         got = torch.stack(seen.logits)
         difference = float((got - expected).abs().max())
@@ -165,17 +165,15 @@ class CheckedEngine(Engine):
         if not difference <= limit:
             first = int(((got - expected).abs().amax(dim=1) > limit).nonzero()[0])
             raise Mismatch(
-                f"turn {sequence.request.turn} of {sequence.session.name}: logits of output token {first} differ by "
+                f"turn {active.request.turn} of {active.session.name}: logits of output token {first} differ by "
                 f"{difference:.2e} (allowed {limit:.2e})"
             )
-        if sequence.request.sampling.temperature == 0:
+        if active.request.sampling.temperature == 0:
             best = greedy(expected)
             for i, token in enumerate(tokens[seen.start :]):
                 margin = float(expected[i, best[i]] - expected[i, token])
                 if margin > 2 * limit:
-                    raise Mismatch(
-                        f"turn {sequence.request.turn} of {sequence.session.name}: token {i} is not the argmax"
-                    )
+                    raise Mismatch(f"turn {active.request.turn} of {active.session.name}: token {i} is not the argmax")
 
     def _count(self, turn: TurnRecord) -> None:
         paths = self.paths

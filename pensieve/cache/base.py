@@ -10,7 +10,7 @@ from pensieve.cost.base import CostModel
 from pensieve.facts import SILENT, Admission, Facts
 from pensieve.plan import Copy, DiskLoad, DiskStore
 from pensieve.request import TokenArray
-from pensieve.runs import Run
+from pensieve.runs import ChunkRun, Run
 from pensieve.session import Session
 
 
@@ -58,7 +58,7 @@ class LowerTier:
         """Whether it has this chunk, as far as its name is known. Any thread may ask."""
         return False
 
-    def worth_reading(self, session: Session) -> list[Run]:
+    def worth_reading(self, session: Session) -> list[ChunkRun]:
         """Choose which chunks without KV are read, as runs: those with which the prompt is predicted to be done sooner than
         if they were computed with the rest of it."""
         return []
@@ -66,7 +66,7 @@ class LowerTier:
     def store(self, session: Session, start: int, stop: int, on_gpu: bool) -> None:
         """Store the full ones of these chunks, which are about to give up the last blocks that have their KV."""
 
-    def read(self, session: Session, runs: Iterable[Run], ticket: int) -> None:
+    def read(self, session: Session, runs: Iterable[ChunkRun], ticket: int) -> None:
         """Read these chunks into the GPU blocks that they have, under this ticket."""
 
     def take_work(self) -> tuple[DiskStore | DiskLoad, ...]:

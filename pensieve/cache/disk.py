@@ -20,7 +20,7 @@ from pensieve.cache.tiers import missing_runs
 from pensieve.cost.base import CostModel, predicted_s
 from pensieve.facts import SILENT, Facts
 from pensieve.plan import DiskLoad, DiskStore
-from pensieve.runs import Run, without
+from pensieve.runs import ChunkRun, without
 from pensieve.session import Session, runs_of
 
 
@@ -65,7 +65,7 @@ class DiskTier(LowerTier):
     def holds(self, session: Session, index: int) -> bool:
         return session.name_known(index) in self._block_of
 
-    def worth_reading(self, session: Session) -> list[Run]:
+    def worth_reading(self, session: Session) -> list[ChunkRun]:
         """Reads under way come first. The last token is computed in any case."""
         size, layers = self._size, self._layers
         names = session.named(min(session.computed, len(session.tokens) - 1), size)
@@ -77,7 +77,7 @@ class DiskTier(LowerTier):
         ]
         if not wanted:
             return []
-        chosen: list[Run] = []
+        chosen: list[ChunkRun] = []
         work = list(missing_runs(session, len(session.tokens), size))
         waiting = sum(self._reading.values())
         for first, stop in runs_of(wanted):
@@ -118,7 +118,7 @@ class DiskTier(LowerTier):
         self._work.append(DiskStore(name, on_gpu, src, dst))
         self.counts["disk_stored_chunks"] += 1
 
-    def read(self, session: Session, runs: Iterable[Run], ticket: int) -> None:
+    def read(self, session: Session, runs: Iterable[ChunkRun], ticket: int) -> None:
         names = session.named(session.computed, self._size)
         indices = [index for start, stop in runs for index in range(start, stop)]
         chosen = [names[index] for index in indices]

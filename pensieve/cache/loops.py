@@ -7,6 +7,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from threading import Thread
 from typing import Any, Protocol
@@ -17,6 +18,9 @@ from pensieve.session import runs_of
 
 Victim = tuple[int, float, float, int, int]
 """A chunk as it stands in the order of eviction, lowest first: level, score, last active, session number, chunk."""
+
+session_and_chunk: Callable[[Victim], tuple[int, int]] = itemgetter(3, 4)
+"""The chunk itself: session number and chunk."""
 
 Span = tuple[int, int, int]
 """A run of chunks: session number, first chunk, stop."""
@@ -94,7 +98,8 @@ class _Rest:
             chosen.append(keys[place])
             place += 1
             if place == len(keys):
-                keys, place = self._next(keys[-1][4] + 1), 0
+                _, last = session_and_chunk(keys[-1])
+                keys, place = self._next(last + 1), 0
                 if not keys:
                     self.key = None
                     return

@@ -56,10 +56,10 @@ class RestoreTimes:
         backlog: chunks that the link has still to load for others.
         """
 
-        leading = Leading(on_cpu)
+        cpu_chunks = CpuChunks(on_cpu)
 
         def computes_longer(recomputed: int) -> bool:
-            below, _ = _cut_at(merged(sorted((*missing, *leading.runs(recomputed)))), on_cpu[recomputed][0])
+            below, _ = _cut_at(merged(sorted((*missing, *cpu_chunks.runs(recomputed)))), on_cpu[recomputed][0])
             return self._alone_s(below) >= (backlog + chunks - recomputed) * self.cost.load_s()
 
         # What is computed before the loads are needed grows with the split and the time of the loads falls, so they cross
@@ -68,17 +68,19 @@ class RestoreTimes:
         crossing = bisect_left(range(chunks), True, key=computes_longer)
         reach = ceil_div(self.batch_tokens, self.chunk_tokens)
         around = range(max(0, crossing - reach), min(chunks, crossing + reach) + 1, ceil_div(2 * reach, _CANDIDATES))
-        seconds = {count: self.finish_s(missing, leading, count, backlog) for count in {0, crossing, chunks, *around}}
+        seconds = {
+            count: self.finish_s(missing, cpu_chunks, count, backlog) for count in {0, crossing, chunks, *around}
+        }
         best = min(seconds, key=lambda count: (seconds[count], count))
         return Split(best, seconds[best], seconds[0], seconds[chunks])
 
-    def finish_s(self, missing: Sequence[Run], leading: Leading, recomputed: int, backlog: int) -> float:
+    def finish_s(self, missing: Sequence[Run], cpu_chunks: CpuChunks, recomputed: int, backlog: int) -> float:
         """Seconds until everything is there and computed, if the first `recomputed` chunks on CPU are not loaded."""
-        work = merged(sorted((*missing, *leading.runs(recomputed))))
-        loads = len(leading.chunks) - recomputed
+        work = merged(sorted((*missing, *cpu_chunks.runs(recomputed))))
+        loads = len(cpu_chunks.chunks) - recomputed
         if not loads:
             return self._alone_s(work)
-        below, above = _cut_at(work, leading.chunks[recomputed][0])
+        below, above = _cut_at(work, cpu_chunks.chunks[recomputed][0])
         alone, shared = _first(below, tokens_in(below) // self.batch_tokens * self.batch_tokens)
         joining, after = _first(above, self.batch_tokens - tokens_in(shared))
         began = self._alone_s(alone)
@@ -161,7 +163,7 @@ class Restorer:
         return split.recomputed
 
 
-class Leading:
+class CpuChunks:
     """The chunks on CPU, stored so that the first few of them come as runs without joining them one by one."""
 
     def __init__(self, chunks: Sequence[Run]) -> None:

@@ -42,14 +42,14 @@ from itertools import chain, islice
 from operator import lt
 
 from pensieve.cache.base import NO_LOWER_TIER, CacheCounters, LowerTier
-from pensieve.cache.loops import Victim
+from pensieve.cache.loops import Victim, session_and_chunk
 from pensieve.cache.pool import BlockPool
 from pensieve.cache.victims import VictimIndex
 from pensieve.eviction.base import EvictionPolicy
 from pensieve.facts import SILENT, Facts, Found
 from pensieve.plan import Copy
 from pensieve.request import TokenArray
-from pensieve.runs import Run, merged
+from pensieve.runs import ChunkRun, Run, merged
 from pensieve.session import NO_BLOCK, Session, View, chunks_of, repeated, runs_of
 
 _Place = tuple[bool, int]  # on GPU?, block
@@ -268,7 +268,7 @@ class Tiers:
         self.counters.swapped_out_blocks += len(copy.src)
         return (copy,)
 
-    def copy_in(self, session: Session, runs: Iterable[Run]) -> tuple[Copy, ...]:
+    def copy_in(self, session: Session, runs: Iterable[ChunkRun]) -> tuple[Copy, ...]:
         """Start to load these chunks into the GPU blocks that they have. Their KV counts as there at once; plans wait for
         it."""
         chunks, moves = session.chunks, []
@@ -284,7 +284,7 @@ class Tiers:
         self.counters.swapped_in_blocks += len(copy.src)
         return (copy,)
 
-    def read_in(self, session: Session, runs: Iterable[Run]) -> int:
+    def read_in(self, session: Session, runs: Iterable[ChunkRun]) -> int:
         """Start to read full chunks without KV from disk into the GPU blocks that they have; returns the ticket. As with
         copy_in, their KV counts as there at once."""
         chunks, moves = session.chunks, []
@@ -339,7 +339,9 @@ class Tiers:
             for start, stop in moved.existing()
             for index in range(start, stop)
         }
-        chosen = [victim[3:] for victim in order if victim[3:] in existing] if len(running) > 1 else list(existing)
+        chosen = list(existing)
+        if len(running) > 1:
+            chosen = [key for key in map(session_and_chunk, order) if key in existing]
         for key in chosen:
             self.update_duplicate(existing[key], key[1])
 
@@ -430,13 +432,13 @@ class CopyRun:
         """Chunks that keep the link from the CPU busy."""
         return 0 if self.outward or self.from_disk else len(self.gpu)
 
-    def alive(self) -> Iterator[Run]:
+    def alive(self) -> Iterator[ChunkRun]:
         return self._runs(lambda fate: fate == _ALIVE)
 
-    def existing(self) -> Iterator[Run]:
+    def existing(self) -> Iterator[ChunkRun]:
         return self._runs(lambda fate: fate != _GONE)
 
-    def _runs(self, wanted: Callable[[int], bool]) -> Iterator[Run]:
+    def _runs(self, wanted: Callable[[int], bool]) -> Iterator[ChunkRun]:
         if self.fates.count(self.fates[0]) == len(self.fates):
             return iter([(self.first, self.stop)] if wanted(self.fates[0]) else [])
         which = [index for index, fate in enumerate(self.fates, self.first) if wanted(fate)]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pensieve.cache.base import CacheManager, Demand, LowerTier
 from pensieve.cache.exchange import Exchange
 from pensieve.cache.invariants import check_tiers
-from pensieve.cache.loops import Victim
+from pensieve.cache.loops import Victim, session_and_chunk
 from pensieve.cache.restore import RestoreMode, Restorer
 from pensieve.cache.tiers import Tiers, found_in, missing_runs
 from pensieve.cache.victims import VictimIndex
@@ -268,7 +268,8 @@ class TwoTierCache(CacheManager):
     ) -> list[Victim]:
         """Choose at most `count` victims among the other sessions, whatever its own chunks are worth to the policy."""
         own = session.chunks.view.count(view)
-        return [victim for victim in victims.choose(count + own, now_s) if victim[3] != session.number][:count]
+        chosen = victims.choose(count + own, now_s)
+        return [victim for victim in chosen if session_and_chunk(victim)[0] != session.number][:count]
 
     def copy_out(
         self, chosen: list[Victim], now_s: float, urgent: bool, giving: tuple[Session, list[int]] | None = None
@@ -298,7 +299,11 @@ class TwoTierCache(CacheManager):
         Returns the chunks that have one, and those for which there is none: where every CPU block holds what the policy
         would keep longer than the chunk, the chunk should be lost."""
         tiers = self.tiers
-        lacking = [victim for victim in leaving if sessions[victim[3]].chunks.cpu[victim[4]] == NO_BLOCK]
+        lacking = []
+        for victim in leaving:
+            number, chunk = session_and_chunk(victim)
+            if sessions[number].chunks.cpu[chunk] == NO_BLOCK:
+                lacking.append(victim)
         if tiers.cpu.free < len(lacking) and tiers.duplicates:
             tiers.free_duplicates(len(lacking) - tiers.cpu.free)
         while tiers.cpu.free < len(lacking) and giving is not None and giving[1]:

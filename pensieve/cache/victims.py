@@ -115,12 +115,12 @@ class VictimIndex:
 
     def sessions_of(self, victims: Iterable[Victim]) -> dict[int, Session]:
         """Return the sessions of these chunks by session number, as long as they are in this index."""
-        return {number: self._leads[number].session for number in {victim[3] for victim in victims}}
+        return {number: self._leads[number].session for number in {number for _, _, _, number, _ in victims}}
 
     def spans(self, victims: list[Victim]) -> list[Span]:
         """Return the chunks of a choice as runs, those of one session together."""
         if len(victims) == 1:
-            number, chunk = victims[0][3:]
+            ((_, _, _, number, chunk),) = victims
             return [(number, chunk, chunk + 1)]
         return self._loops.spans(victims)
 
@@ -134,11 +134,11 @@ class VictimIndex:
         touched = self._touched = []
         try:
             while heads:
-                head = heapq.heappop(heads)
-                lead = self._leads.get(head[3])
-                if lead is None or lead.stamp != head[5]:
+                _, _, _, number, chunk, stamp, _ = heapq.heappop(heads)
+                lead = self._leads.get(number)
+                if lead is None or lead.stamp != stamp:
                     continue
-                yield lead.session, head[4]
+                yield lead.session, chunk
                 for key in touched:
                     fresh = self._head(key, now_s)
                     if fresh is not None:
@@ -181,7 +181,10 @@ class VictimIndex:
 
     def _first_of_each(self, now_s: float) -> list[Head]:
         """Of each bucket that has an entry, and those behind it."""
-        return [(*head[:5], self._following(head[6], now_s)) for head in self._heads(now_s)]
+        return [
+            (level, score, last_active, number, chunk, self._following(key, now_s))
+            for level, score, last_active, number, chunk, _, key in self._heads(now_s)
+        ]
 
     def _heads(self, now_s: float) -> list[_Head]:
         return [head for key in list(self._heaps) if (head := self._head(key, now_s)) is not None]
@@ -273,7 +276,9 @@ class VictimIndex:
         next_s = lead.since_s + self._ages[lead.passed]
         heapq.heappush(aging, (next_s, next(self._order_of_aging), lead, lead.since_s))
         if len(aging) > _COMPACT_BELOW and len(aging) > 2 * len(self._leads):  # nothing was chosen for long
-            aging[:] = [entry for entry in aging if self._ages_still(entry[2], entry[3])]
+            aging[:] = [
+                (at_s, tie, lead, since_s) for at_s, tie, lead, since_s in aging if self._ages_still(lead, since_s)
+            ]
             heapq.heapify(aging)
 
     def _ages_still(self, lead: _Lead, since_s: float) -> bool:
@@ -292,8 +297,9 @@ class VictimIndex:
             self._touched.append(key)
 
     def _is_valid(self, entry: _Entry) -> bool:
-        lead = self._leads.get(entry[2])
-        return lead is not None and lead.stamp == entry[4]
+        _, _, number, _, stamp = entry
+        lead = self._leads.get(number)
+        return lead is not None and lead.stamp == stamp
 
     def _head(self, key: _Key, now_s: float) -> _Head | None:
         heap = self._heaps.get(key)

@@ -18,7 +18,7 @@ from pensieve.errors import WorkerError
 from pensieve.event import Event
 from pensieve.plan import StartReport
 from pensieve.record import TurnRecord
-from pensieve.replicas.errand import Errand
+from pensieve.replicas.call_routing import CallRouting
 from pensieve.request import Request
 
 CRASHED = 70  # the exit status of a replica whose engine stopped
@@ -45,7 +45,7 @@ class Described:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ReplicaReport:
     """What a replica counts and holds at a moment. places: of each conversation that was asked for and is known."""
 
     replica: str
@@ -70,14 +70,14 @@ class EngineReplica:
         clock = self._system.clock
         self._origin_s = time.time() - clock.now_s()
 
-    async def __call__(self, _: Errand) -> Described:
+    async def __call__(self, _: CallRouting) -> Described:
         return Described(self._id, self._report, self._system.settings(), self._system.chunk_tokens)
 
-    async def answer(self, errand: Errand, request: Request) -> AsyncIterator[Begun | list[Event]]:
+    async def answer(self, routing: CallRouting, request: Request) -> AsyncIterator[Begun | list[Event]]:
         """One turn. Where the conversation's last one was served elsewhere, what was said before is its history here, found
         or computed again."""
-        if errand.home != self._id and request.forgotten is not None:
-            computed = min(request.forgotten[0], max(errand.held_tokens - 1, 0)) if errand.home else 0
+        if routing.home != self._id and request.forgotten is not None:
+            computed = min(request.forgotten[0], max(routing.held_tokens - 1, 0)) if routing.home else 0
             if computed:
                 request = replace(request, forgotten=(computed, "restarted"), known_tokens=computed)
         request = replace(request, intended_s=request.intended_s - self._origin_s)
@@ -94,19 +94,19 @@ class EngineReplica:
             if not ended:  # whoever asked has gone
                 self._system.cancel(request.id, "cancelled")
 
-    async def cancel(self, _: Errand, request_id: int, status: str) -> None:
+    async def cancel(self, _: CallRouting, request_id: int, status: str) -> None:
         self._system.cancel(request_id, status)
 
-    async def release(self, _: Errand, session: str) -> None:
+    async def release(self, _: CallRouting, session: str) -> None:
         self._system.release(session)
 
-    async def forget(self, _: Errand) -> None:
+    async def forget(self, _: CallRouting) -> None:
         """Everything; returns when it is done."""
         await asyncio.to_thread(self._system.forget, None)
 
-    async def tell(self, _: Errand, sessions: tuple[str, ...]) -> Told:
+    async def tell(self, _: CallRouting, sessions: tuple[str, ...]) -> ReplicaReport:
         places = {name: where for name in sessions if (where := self._system.places(name))}
-        return Told(self._id, self._system.counters(), self._system.gauges(), places)
+        return ReplicaReport(self._id, self._system.counters(), self._system.gauges(), places)
 
     def _as_told(self, event: Event) -> Event:
         if event.turn is not None:

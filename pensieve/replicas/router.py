@@ -1,7 +1,7 @@
 """Which replica serves a turn: the routers of the simulated cluster, in the hooks of Ray Serve.
 
 Ray Serve sends this module's code about as values, and sets the class anew whenever it hears of the deployment: what has to
-stay is in pensieve.replicas.errand.
+stay is in pensieve.replicas.call_routing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from pensieve.baselines.routing import ROUTERS, Fleet
-from pensieve.replicas.errand import Candidate, Errand, numbers_of, register
+from pensieve.replicas.call_routing import CallRouting, Candidate, numbers_of, register
 from pensieve.request import Length, Request
 
 
@@ -44,19 +44,19 @@ class SessionRouter(RequestRouter):
         if not candidate_replicas or pending_request is None:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True  # or it would be asked again at once, for ever
-        errand: Errand = pending_request.args[0]
-        if errand.to is not None:
-            named = [one for one in candidate_replicas if one.replica_id.unique_id == errand.to]
+        routing: CallRouting = pending_request.args[0]
+        if routing.to is not None:
+            named = [one for one in candidate_replicas if one.replica_id.unique_id == routing.to]
             return [named or candidate_replicas]  # whoever is left knows nothing of it, and says so
-        request = Request(0, errand.family, errand.turn, array("i"), Length(1))
-        known = [self._known(one, errand) for one in candidate_replicas]
+        request = Request(0, routing.family, routing.turn, array("i"), Length(1))
+        known = [self._known(one, routing) for one in candidate_replicas]
         chosen = self._choose(request, Fleet.of(known), self._seed)
         assert isinstance(chosen, Candidate)
         return [[chosen.replica]]
 
-    def _known(self, replica: RunningReplica, errand: Errand) -> Candidate:
+    def _known(self, replica: RunningReplica, routing: CallRouting) -> Candidate:
         one = replica.replica_id
-        held = errand.held_tokens if one.unique_id == errand.home else 0
+        held = routing.held_tokens if one.unique_id == routing.home else 0
         return Candidate(replica, self._numbers[one], len(self._routed[one]), held)
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:

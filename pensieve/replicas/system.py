@@ -29,8 +29,8 @@ from pensieve.errors import EngineFailed, WorkerError
 from pensieve.event import Event
 from pensieve.plan import StartReport
 from pensieve.record import TurnRecord
-from pensieve.replicas.engine import Begun, Described, EngineReplica, Told, moved
-from pensieve.replicas.errand import Errand, running, unregister
+from pensieve.replicas.call_routing import CallRouting, running, unregister
+from pensieve.replicas.engine import Begun, Described, EngineReplica, ReplicaReport, moved
 from pensieve.replicas.router import SessionRouter
 from pensieve.request import Request, TokenArray
 
@@ -112,7 +112,7 @@ class ReplicaSystem:
         self._family: dict[str, str] = {}  # of forks, the conversation that they come from
         self._counted: Counter[str] = Counter()  # by this object
         self._asking = threading.Lock()  # of what follows; taken before the other lock
-        self._told: dict[str, Told] = {}  # by replicas that run, when they answered last
+        self._told: dict[str, ReplicaReport] = {}  # by replicas that run, when they answered last
         self._told_counters: dict[str, dict[str, float]] = {}  # the same of all there ever were
         self._told_at = {places: float("-inf") for places in (False, True)}  # by whether places were asked for
         self._ids = itertools.count(1)
@@ -250,7 +250,7 @@ class ReplicaSystem:
             self._family.pop(session, None)
             served = self._served.pop(session, set())
         for replica in served.intersection(self.up):
-            self._soon(self._quietly(self._call("release", Errand(to=replica), session)))
+            self._soon(self._quietly(self._call("release", CallRouting(to=replica), session)))
 
     def disown(self, session: str, tenant: str, tokens: TokenArray[int]) -> None:
         """A replica's disk ends with it: none has KV of an earlier engine, but one may have begun a turn."""
@@ -354,13 +354,13 @@ class ReplicaSystem:
 
     async def _attempt(self, ticket: _Ticket) -> Event:
         request, origin_s = ticket.request, self._origin_s
-        errand = self._errand(request)
+        routing = self._routing(request)
         asked = replace(request, id=next(self._ids), intended_s=request.intended_s + origin_s)
-        stream = self._handle.options(method_name="answer", stream=True).remote(errand, asked)
+        stream = self._handle.options(method_name="answer", stream=True).remote(routing, asked)
         async for part in stream:
             if isinstance(part, Begun):
                 ticket.sent = part
-                self._begun(ticket, errand, part.replica)
+                self._begun(ticket, routing, part.replica)
                 if ticket.cut is not None:
                     await self._cut(ticket)
                 continue
@@ -388,22 +388,24 @@ class ReplicaSystem:
     async def _cut(self, ticket: _Ticket) -> None:
         sent = ticket.sent
         if sent is not None:
-            cancel = self._call("cancel", Errand(to=sent.replica), sent.request_id, ticket.cut)
+            cancel = self._call("cancel", CallRouting(to=sent.replica), sent.request_id, ticket.cut)
             await self._quietly(cancel)
 
     # -- where conversations are --------------------------------------------------------------------------------------
 
-    def _errand(self, request: Request) -> Errand:
+    def _routing(self, request: Request) -> CallRouting:
         with self._lock:
             if request.fork is not None:
                 self._family[request.session] = self._family.get(request.fork.session, request.fork.session)
             home, tokens = self._home.get(request.session, (None, 0))
-            return Errand(self._family.get(request.session, request.session), request.turn, None, home, tokens)
+            return CallRouting(self._family.get(request.session, request.session), request.turn, None, home, tokens)
 
-    def _begun(self, ticket: _Ticket, errand: Errand, replica: str) -> None:
+    def _begun(self, ticket: _Ticket, routing: CallRouting, replica: str) -> None:
         with self._lock:
             self._served.setdefault(ticket.request.session, set()).add(replica)
-            if errand.home not in (None, replica) and not ticket.moved:  # a turn counts once, however often it is asked
+            if (
+                routing.home not in (None, replica) and not ticket.moved
+            ):  # a turn counts once, however often it is asked
                 ticket.moved = True
                 self._counted["moved_turns"] += 1
 
@@ -411,7 +413,7 @@ class ReplicaSystem:
         with self._lock:
             self._home[request.session] = (replica, len(request.prompt) + len(turn.token_ids))
 
-    def _what_they_tell(self, places: bool = False) -> dict[str, Told]:
+    def _what_they_tell(self, places: bool = False) -> dict[str, ReplicaReport]:
         """Of each replica that runs, up to PLACES_S old; older where one does not answer in time. places: those of all
         conversations too, which cost as much as there are; counts and gauges are kept anyway."""
         if self._asking.acquire(timeout=GLANCE_S):
@@ -430,7 +432,7 @@ class ReplicaSystem:
             with self._lock:
                 for session, (replica, _) in self._home.items():
                     homes.setdefault(replica, []).append(session)
-        found: list[Told] = []
+        found: list[ReplicaReport] = []
         with suppress(Late):
             found = self._now(self._each("tell", homes, patience_s), 2 * patience_s)
         self._told_counters.update((one.replica, one.counters) for one in found)
@@ -453,11 +455,11 @@ class ReplicaSystem:
     async def _describe(self) -> Described:
         """The first call. It is one of the handle itself, which gets its router now and gives it to all that `options` makes
         of it; before, each of those would make one of its own."""
-        described: Described = await self._handle.remote(Errand())
+        described: Described = await self._handle.remote(CallRouting())
         return described
 
-    async def _call(self, method: str, errand: Errand, *arguments: Any) -> Any:
-        return await self._handle.options(method_name=method).remote(errand, *arguments)
+    async def _call(self, method: str, routing: CallRouting, *arguments: Any) -> Any:
+        return await self._handle.options(method_name=method).remote(routing, *arguments)
 
     async def _each(
         self, method: str, homes: Mapping[str, list[str]] | None = None, patience_s: float = CALL_S
@@ -466,7 +468,7 @@ class ReplicaSystem:
 
         async def in_time(to: str, *arguments: Any) -> Any:
             async with asyncio.timeout(patience_s):
-                return await self._call(method, Errand(to=to), *arguments)
+                return await self._call(method, CallRouting(to=to), *arguments)
 
         calls = [in_time(one, *(() if homes is None else (tuple(homes.get(one, ())),))) for one in self.up]
         answers = await asyncio.gather(*calls, return_exceptions=True)

@@ -8,44 +8,44 @@ from dataclasses import dataclass
 from typing import get_args
 
 from pensieve.errors import ConfigError
+from pensieve.scheduler.active_request import ActiveRequest
 from pensieve.scheduler.copy_ahead import AskedCopyAhead
-from pensieve.scheduler.sequence import Sequence as Running
 
-Share = tuple[Running, int]
+Share = tuple[ActiveRequest, int]
 """A running request and how many positions of its work this iteration computes."""
 
-Composition = Callable[[Sequence[Running], int], list[Share]]
+Composition = Callable[[Sequence[ActiveRequest], int], list[Share]]
 """From the running requests and the token budget of an iteration to its shares."""
 
 
-def unified(running: Sequence[Running], max_tokens: int) -> list[Share]:
+def unified(running: Sequence[ActiveRequest], max_tokens: int) -> list[Share]:
     """Prefill and decode in one batch (paper section 4.2): decodes first, since they are one token each and somebody reads
     them; the rest of the budget goes to prefills, first come, first served."""
     shares: list[Share] = []
-    others: list[Running] = []
-    for sequence in running:
-        if sequence.decoding:
-            shares.append((sequence, 1))
+    others: list[ActiveRequest] = []
+    for active in running:
+        if active.decoding:
+            shares.append((active, 1))
         else:
-            others.append(sequence)
+            others.append(active)
     shares = shares[:max_tokens]
     return shares + _prefills(others, max_tokens - len(shares))
 
 
-def split(running: Sequence[Running], max_tokens: int) -> list[Share]:
+def split(running: Sequence[ActiveRequest], max_tokens: int) -> list[Share]:
     """Prefill and decode in separate iterations, prefill first: the paper's ablation."""
-    prefills = _prefills((sequence for sequence in running if not sequence.decoding), max_tokens)
-    return prefills or [(sequence, 1) for sequence in running if sequence.decoding][:max_tokens]
+    prefills = _prefills((active for active in running if not active.decoding), max_tokens)
+    return prefills or [(active, 1) for active in running if active.decoding][:max_tokens]
 
 
-def _prefills(running: Iterable[Running], budget: int) -> list[Share]:
+def _prefills(running: Iterable[ActiveRequest], budget: int) -> list[Share]:
     shares: list[Share] = []
-    for sequence in running:
+    for active in running:
         if budget <= 0:
             break
-        if sequence.work_tokens:
-            count = min(sequence.work_tokens, budget)
-            shares.append((sequence, count))
+        if active.work_tokens:
+            count = min(active.work_tokens, budget)
+            shares.append((active, count))
             budget -= count
     return shares
 

@@ -10,14 +10,14 @@ from pensieve.event import Event
 from pensieve.plan import Repeats, Row
 from pensieve.request import Forced, TokenArray
 from pensieve.runs import tokens_in
+from pensieve.scheduler.active_request import ActiveRequest
 from pensieve.scheduler.scheduler import Scheduler, Step
-from pensieve.scheduler.sequence import Sequence
 
 
 class FastForward(Scheduler):
     """A scheduler that says of each plan for how many iterations it would make the same one again."""
 
-    def _repeat(self, rows: list[tuple[Sequence, Row]]) -> int:
+    def _repeat(self, rows: list[tuple[ActiveRequest, Row]]) -> int:
         """Iterations that this plan may stand for: as long as each would be composed as this one is, and would neither admit
         nor copy anything. Decodes go on by one position, and a prefill that fills up the iteration by as many as it has now.
         When a copy ends, only the worker knows: it stops then. A deferred head is admitted no sooner, unless what is computed
@@ -34,17 +34,17 @@ class FastForward(Scheduler):
             return 1
         further, latest = settings.max_batch_tokens, rows[0][0].arrival
         lengths: list[int] = []
-        for sequence, row in rows:
+        for active, row in rows:
             if row.sample is None:
                 share = settings.max_batch_tokens - len(lengths)
                 if row is not rows[-1][1] or row.positions < share or not settings.is_unified:
                     return 1
-                left = _further_prefills(sequence, row)
+                left = _further_prefills(active, row)
             else:
-                if latest > sequence.arrival:
+                if latest > active.arrival:
                     return 1  # a prefill that ends now is the last row, and will have its place among the decodes
-                left, latest = _further_tokens(sequence), sequence.arrival
-                lengths.append(len(sequence.session.tokens))
+                left, latest = _further_tokens(active), active.arrival
+                lengths.append(len(active.session.tokens))
             further = min(further, left)
         prefills = len(rows) - len(lengths)
         lacking = self._lacking(head, head.kept()) if head is not None else 0
@@ -53,7 +53,7 @@ class FastForward(Scheduler):
         if cache.grows:
             room = cache.available
             if cache.can_swap_out:
-                frees = any(row.sample is None and cache.on_cpu(sequence.session) for sequence, row in rows)
+                frees = any(row.sample is None and cache.on_cpu(active.session) for active, row in rows)
                 ahead = copying.begins_below(cache, frees)
                 wanted = max(ahead, room + lacking if lacking else 0)
                 room = min(room, room + cache.outgoing - wanted)
@@ -73,9 +73,9 @@ class FastForward(Scheduler):
     def forward(self, step: Step, repeats: Repeats, now_s: float) -> list[TokenArray[int]]:
         """Apply the further iterations of a plan, the first of which ended now. Returns the tokens that they appended to each
         of the plan's first rows."""
-        decodes = [sequence for sequence, _ in step.rows[: step.sampled]]
-        emitted = [_append(sequence, repeats) for sequence in decodes]
-        self._facts.repeated(step.plan, repeats, [sequence.request.id for sequence, _ in step.rows], emitted)
+        decodes = [active for active, _ in step.rows[: step.sampled]]
+        emitted = [_append(active, repeats) for active in decodes]
+        self._facts.repeated(step.plan, repeats, [active.request.id for active, _ in step.rows], emitted)
         self._take_blocks(step, [now_s, *(ended_ns / 1e9 for ended_ns in repeats.ended_ns[:-1])])
         return emitted
 
@@ -84,33 +84,33 @@ class FastForward(Scheduler):
         request takes every block at the time at which it needed it."""
         times, size = len(planned_s), self.cache.chunk_tokens
         self.counters.steps += times
-        decodes = [sequence for sequence, _ in step.rows[: step.sampled]]
-        prefills = [(sequence, tokens_in(runs)) for sequence, runs in step.rows[step.sampled :]]
+        decodes = [active for active, _ in step.rows[: step.sampled]]
+        prefills = [(active, tokens_in(runs)) for active, runs in step.rows[step.sampled :]]
         self.counters.batched_tokens += times * (len(decodes) + sum(count for _, count in prefills))
-        starts = [len(sequence.session.tokens) - times - 1 for sequence in decodes]
+        starts = [len(active.session.tokens) - times - 1 for active in decodes]
         for further, row in sorted(
             (further, row) for row, start in enumerate(starts) for further in range(-start % size, times, size)
         ):
-            sequence = decodes[row]
-            self._facts.room_for(sequence.session, planned_s[further])
-            added = self.cache.extend(sequence.session, starts[row] + further + 1, planned_s[further])
+            active = decodes[row]
+            self._facts.room_for(active.session, planned_s[further])
+            added = self.cache.extend(active.session, starts[row] + further + 1, planned_s[further])
             assert added is not None, "a plan is repeated for as long as there are blocks"
             if added[1]:
-                assert sequence.slot is not None
-                self._unsent.tables.append((sequence.slot, *added))
+                assert active.slot is not None
+                self._unsent.tables.append((active.slot, *added))
         head = self.queue.head() if self._slots else None
         asked_last = decodes[-1] if decodes else head  # if only for what it had, or for what it did not get
         if asked_last is not None:
             self._facts.room_for(asked_last.session, planned_s[-1])
-        for sequence, start in zip(decodes, starts, strict=True):
-            self.cache.advance(sequence.session, ((start, start + times),))
-        for sequence, count in prefills:
-            self.cache.advance(sequence.session, sequence.take(times * count))
+        for active, start in zip(decodes, starts, strict=True):
+            self.cache.advance(active.session, ((start, start + times),))
+        for active, count in prefills:
+            self.cache.advance(active.session, active.take(times * count))
 
 
 def earlier_events(step: Step, repeats: Repeats, emitted: list[TokenArray[int]], counted: bool) -> list[Event]:
     """The tokens of all further iterations but the last. counted: only how many they are."""
-    ids = [sequence.request.id for sequence, _ in step.rows[: step.sampled]]
+    ids = [active.request.id for active, _ in step.rows[: step.sampled]]
     times_s = [ended_ns / 1e9 for ended_ns in repeats.ended_ns[:-1]]
     if counted:
         return [Event("token", one, times_s[-1], tokens=len(times_s)) for one in ids] if times_s else []
@@ -121,28 +121,28 @@ def earlier_events(step: Step, repeats: Repeats, emitted: list[TokenArray[int]],
     ]
 
 
-def _append(sequence: Sequence, repeats: Repeats) -> TokenArray[int]:
+def _append(active: ActiveRequest, repeats: Repeats) -> TokenArray[int]:
     """Append the tokens of further iterations, each sampled at the position of the one before. Returns those appended: the
     given ones, where the output is forced."""
-    assert sequence.slot is not None
-    sampled, output = repeats.tokens[sequence.slot], sequence.request.output
+    assert active.slot is not None
+    sampled, output = repeats.tokens[active.slot], active.request.output
     if isinstance(output, Forced):
-        sampled = output.tokens[sequence.generated : sequence.generated + len(sampled)]
-    sequence.session.extend(sampled)
-    sequence.generated += len(sampled)
+        sampled = output.tokens[active.generated : active.generated + len(sampled)]
+    active.session.extend(sampled)
+    active.generated += len(sampled)
     return sampled
 
 
-def _further_tokens(sequence: Sequence) -> int:
+def _further_tokens(active: ActiveRequest) -> int:
     """How many more tokens it will sample after those awaited; 0 where that is not known in advance."""
-    if sequence.eos or sequence.stop is not None:
+    if active.eos or active.stop is not None:
         return 0
-    return sequence.max_new_tokens - sequence.generated - sequence.awaited
+    return active.max_new_tokens - active.generated - active.awaited
 
 
-def _further_prefills(sequence: Sequence, row: Row) -> int:
+def _further_prefills(active: ActiveRequest, row: Row) -> int:
     """How many further rows of as many positions follow this one and leave some of its work."""
-    work = sequence.work
+    work = active.work
     if len(row.runs) > 1 or not work or work[0][0] != row.runs[0][1]:
         return 0
     start, stop = work[0]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from pensieve.cost.base import CostModel, predicted_s
 from pensieve.plan import Copy
-from pensieve.scheduler.sequence import Sequence as Running
+from pensieve.scheduler.active_request import ActiveRequest
 
 
 class Loads:
@@ -27,30 +27,30 @@ class Loads:
         """Some request still waits for its load."""
         return bool(self._ends_s)
 
-    def begin(self, sequence: Running, copies: Iterable[Copy], now_s: float) -> None:
+    def begin(self, active: ActiveRequest, copies: Iterable[Copy], now_s: float) -> None:
         """Record that the request is admitted with these swap-ins, if there are any."""
         blocks = sum(len(copy.src) for copy in copies)
         if blocks:
             self._link_free_s = max(self._link_free_s, now_s) + blocks * self._cost.load_s()
-            self._ends_s[sequence.arrival] = self._link_free_s
+            self._ends_s[active.arrival] = self._link_free_s
 
-    def end(self, sequence: Running) -> None:
+    def end(self, active: ActiveRequest) -> None:
         """Stop waiting for the request: it joined, was preempted, or is over."""
-        self._ends_s.pop(sequence.arrival, None)
+        self._ends_s.pop(active.arrival, None)
 
-    def joined(self, running: Sequence[Running], max_tokens: int, now_s: float) -> Sequence[Running]:
+    def joined(self, running: Sequence[ActiveRequest], max_tokens: int, now_s: float) -> Sequence[ActiveRequest]:
         """Return the requests that the next iteration may compute: all, where nobody decodes meanwhile; else without those
         whose load has more left than the iteration would take with them."""
         if not self._ends_s:
             return running
-        there = [sequence for sequence in running if sequence.arrival not in self._ends_s]
-        decodes = [sequence.work[0] for sequence in there if sequence.decoding]
-        for sequence in running:
-            left_s = self._ends_s.get(sequence.arrival, now_s) - now_s
-            if left_s > 0 and decodes and left_s > self._iteration_s([*decodes, *_first(sequence, max_tokens)]):
+        there = [active for active in running if active.arrival not in self._ends_s]
+        decodes = [active.work[0] for active in there if active.decoding]
+        for active in running:
+            left_s = self._ends_s.get(active.arrival, now_s) - now_s
+            if left_s > 0 and decodes and left_s > self._iteration_s([*decodes, *_first(active, max_tokens)]):
                 continue
-            self.end(sequence)
-        return [sequence for sequence in running if sequence.arrival not in self._ends_s]
+            self.end(active)
+        return [active for active in running if active.arrival not in self._ends_s]
 
     def _iteration_s(self, runs: Iterable[tuple[int, int]]) -> float:
         return predicted_s(self._cost, runs, self._chunk_tokens)
@@ -68,27 +68,27 @@ class DiskReads:
         """Some request still waits for the disk."""
         return bool(self._tickets)
 
-    def begin(self, sequence: Running, ticket: int) -> None:
-        self._tickets[sequence.arrival] = ticket
+    def begin(self, active: ActiveRequest, ticket: int) -> None:
+        self._tickets[active.arrival] = ticket
 
-    def end(self, sequence: Running) -> None:
+    def end(self, active: ActiveRequest) -> None:
         """Stop waiting for the request: it was preempted, or is over."""
-        self._tickets.pop(sequence.arrival, None)
+        self._tickets.pop(active.arrival, None)
 
     def done(self, tickets: Iterable[int]) -> None:
         if self._tickets:
             over = set(tickets)
             self._tickets = {arrival: ticket for arrival, ticket in self._tickets.items() if ticket not in over}
 
-    def without(self, running: Sequence[Running]) -> Sequence[Running]:
+    def without(self, running: Sequence[ActiveRequest]) -> Sequence[ActiveRequest]:
         """Return the running requests that do not wait for the disk."""
         return [one for one in running if one.arrival not in self._tickets] if self._tickets else running
 
 
-def _first(sequence: Running, most: int) -> list[tuple[int, int]]:
+def _first(active: ActiveRequest, most: int) -> list[tuple[int, int]]:
     """The first `most` positions of its work, as one iteration takes them."""
     runs = []
-    for start, stop in sequence.work:
+    for start, stop in active.work:
         taken = min(stop - start, most)
         if taken:
             runs.append((start, start + taken))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterable
-from collections.abc import Sequence as Many
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pensieve.cache.base import CacheManager
@@ -16,10 +15,10 @@ from pensieve.facts import SILENT, Facts
 from pensieve.idle_sessions import MemoryLimits
 from pensieve.plan import Copy, DiskLoad, Row, StepPlan, StepResult
 from pensieve.runs import Run, tokens_in
+from pensieve.scheduler.active_request import ActiveRequest
 from pensieve.scheduler.composition import SchedulerSettings, high_watermark
 from pensieve.scheduler.copy_ahead import strategy_of
 from pensieve.scheduler.loads import DiskReads, Loads
-from pensieve.scheduler.sequence import Sequence
 from pensieve.scheduler.sessions import Sessions
 from pensieve.session import Session
 
@@ -35,11 +34,11 @@ class Step:
     """
 
     plan: StepPlan
-    rows: list[tuple[Sequence, tuple[Run, ...]]]
+    rows: list[tuple[ActiveRequest, tuple[Run, ...]]]
     tokens: int
     sampled: int
-    admitted: list[Sequence]
-    members: list[Sequence]
+    admitted: list[ActiveRequest]
+    members: list[ActiveRequest]
     tickets: tuple[int, ...]
     copied_for: dict[int, int]
 
@@ -61,21 +60,21 @@ class _Draft:
     tables: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
     swap_in: list[Copy] = field(default_factory=list)
     swap_out: list[Copy] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
+    admitted: list[ActiveRequest] = field(default_factory=list)
     copied_for: dict[int, int] = field(default_factory=dict)
 
-    def add_admission(self, sequence: Sequence, table: tuple[int, ...], swap_in: Iterable[Copy]) -> None:
-        assert sequence.slot is not None
-        self.admitted.append(sequence)
-        self.tables.append((sequence.slot, 0, table))
-        self.add_swap_in(swap_in, sequence)
+    def add_admission(self, active: ActiveRequest, table: tuple[int, ...], swap_in: Iterable[Copy]) -> None:
+        assert active.slot is not None
+        self.admitted.append(active)
+        self.tables.append((active.slot, 0, table))
+        self.add_swap_in(swap_in, active)
 
-    def add_swap_in(self, copies: Iterable[Copy], waiting: Sequence) -> None:
+    def add_swap_in(self, copies: Iterable[Copy], waiting: ActiveRequest) -> None:
         for copy in copies:
             self.swap_in.append(copy)
             self.copied_for[copy.ticket] = waiting.request.id
 
-    def add_swap_out(self, copies: Iterable[Copy], waiting: Sequence | None) -> None:
+    def add_swap_out(self, copies: Iterable[Copy], waiting: ActiveRequest | None) -> None:
         """waiting: who cannot go on without them; None: they are made ahead of time."""
         for copy in copies:
             self.swap_out.append(copy)
@@ -122,29 +121,29 @@ class Scheduler:
         self._computes = computes
         self.settings = settings
         self.queue = WaitingQueue()
-        self.running: list[Sequence] = []  # by arrival
+        self.running: list[ActiveRequest] = []  # by arrival
         self.counters = SchedulerCounters()
         self._slots = list(range(settings.max_batch_requests - 1, -1, -1))
         self._max_context = max_context
         self._deferred: set[int] = set()  # arrivals of the requests that were counted as deferred
-        self._refused: list[tuple[Sequence, RequestRefused]] = []
+        self._refused: list[tuple[ActiveRequest, RequestRefused]] = []
         self._unsent = _Draft()  # admissions that no plan has told the worker of
         low = math.ceil(settings.swap_out_start * cache.gpu_blocks)
         self._copying = strategy_of(settings.copy_ahead, low, high_watermark(settings.swap_out_stop, cache.gpu_blocks))
         self._reserve = math.ceil(settings.admission_reserve * cache.gpu_blocks)
 
-    def refusal(self, sequence: Sequence) -> RequestRefused | None:
+    def refusal(self, active: ActiveRequest) -> RequestRefused | None:
         """Why it can never be served, or None."""
-        return sequence.refusal(self.cache.chunk_tokens, self.cache.request_blocks, self._max_context)
+        return active.refusal(self.cache.chunk_tokens, self.cache.request_blocks, self._max_context)
 
-    def take_refused(self) -> list[tuple[Sequence, RequestRefused]]:
+    def take_refused(self) -> list[tuple[ActiveRequest, RequestRefused]]:
         """Return, once, the requests whose session outgrew the machine while they waited."""
         refused, self._refused = self._refused, []
         return refused
 
-    def submit(self, sequence: Sequence, now_s: float) -> None:
-        self.cache.mark_waiting(sequence.session, sequence.arrival, now_s)
-        self.queue.push(sequence)
+    def submit(self, active: ActiveRequest, now_s: float) -> None:
+        self.cache.mark_waiting(active.session, active.arrival, now_s)
+        self.queue.push(active)
 
     @property
     def must_drain(self) -> bool:
@@ -158,7 +157,7 @@ class Scheduler:
         if self._must_drain:
             return None
         draft, self._unsent = self._unsent, _Draft()
-        draft.admitted = [sequence for sequence in draft.admitted if sequence.slot is not None and not sequence.closed]
+        draft.admitted = [active for active in draft.admitted if active.slot is not None and not active.closed]
         lacking = self._admit(draft, now_s)
         rows = self._compose(draft, now_s)
         self._make_room(draft, lacking, now_s)
@@ -183,19 +182,19 @@ class Scheduler:
         assert step.plan.step == result.step, "plans are collected in the order of their launch"
         self._facts.collected(step.plan, step.copied_for, result)
         self.cache.collected(step.plan.step)
-        for sequence in step.members:
-            sequence.collected()
+        for active in step.members:
+            active.collected()
         return step
 
-    def copied(self, tickets: Many[int]) -> None:
+    def copied(self, tickets: Sequence[int]) -> None:
         """These copies are done."""
         self.cache.complete(tickets)
 
-    def copies_failed(self, tickets: Many[int]) -> list[Sequence]:
+    def copies_failed(self, tickets: Sequence[int]) -> list[ActiveRequest]:
         """These copies failed, or their plan did. Returns the requests that run on KV that they should have brought."""
         return self._running_on(self.cache.void(tickets))
 
-    def read(self, result: StepResult) -> list[Sequence]:
+    def read(self, result: StepResult) -> list[ActiveRequest]:
         """Some reads from disk have ended, as the result says. Returns the requests that read something else than was asked
         for; `start_over` makes them wait again."""
         self.cache.below.remove(result.unkept)
@@ -204,84 +203,86 @@ class Scheduler:
             self._disk_reads.done((*result.done, *result.unread))
         return misread
 
-    def failed(self, step: Step) -> list[Sequence]:
+    def failed(self, step: Step) -> list[ActiveRequest]:
         """Nothing that this plan wrote is valid. Returns the requests that cannot go on: those that had a part of it, also
         those it only swapped in, and those that run on KV that its copies should have brought. Where sessions share blocks, a
         request that was admitted after the plan was launched may read a block that it wrote, and cannot go on either."""
         failing = [*step.members, *self.copies_failed(step.tickets)]
-        for sequence, runs in step.rows:
-            self.invalidate(sequence, runs)
+        for active, runs in step.rows:
+            self.invalidate(active, runs)
         if self.cache.shares:
-            failing += [sequence for later in self.in_flight for sequence in later.admitted]
+            failing += [active for later in self.in_flight for active in later.admitted]
         return failing
 
-    def stop(self, failing: Many[Sequence]) -> None:
+    def stop(self, failing: Sequence[ActiveRequest]) -> None:
         """What plans in flight compute for these requests is not valid."""
         for later in self.in_flight:
-            for sequence, runs in later.rows:
-                if sequence in failing:
-                    self.invalidate(sequence, runs)
+            for active, runs in later.rows:
+                if active in failing:
+                    self.invalidate(active, runs)
 
-    def invalidate(self, sequence: Sequence, runs: Iterable[Run]) -> None:
+    def invalidate(self, active: ActiveRequest, runs: Iterable[Run]) -> None:
         """What was computed at these positions is not valid."""
-        self.cache.invalidate(sequence.session, runs)
+        self.cache.invalidate(active.session, runs)
 
-    def goes_on(self, sequence: Sequence) -> None:
+    def goes_on(self, active: ActiveRequest) -> None:
         """It got a token that is not its last: the position of that is its next work, or is computed by a plan in flight."""
-        if sequence.awaited:
-            length = len(sequence.session.tokens)
-            self.cache.advance(sequence.session, ((length - 1, length),))
-        sequence.decode_next()
+        if active.awaited:
+            length = len(active.session.tokens)
+            self.cache.advance(active.session, ((length - 1, length),))
+        active.decode_next()
 
-    def _running_on(self, sessions: Many[Session]) -> list[Sequence]:
-        return [sequence for sequence in self.running if sequence.session in sessions] if sessions else []
+    def _running_on(self, sessions: Sequence[Session]) -> list[ActiveRequest]:
+        return [active for active in self.running if active.session in sessions] if sessions else []
 
     # -- requests that stop running -----------------------------------------------------------------------------------
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, active: ActiveRequest) -> None:
         """Remove a closed request, nothing of which is in flight, as of the time at which it was closed: its blocks may be
         evicted, a turn that does not stand is undone, and the next turn of its session may start."""
-        session, cache, now_s = sequence.session, self.cache, sequence.closed_s
-        if sequence.admitted:  # before its chunks get their places among the victims
-            session.hint = sequence.request.hint if sequence.status == "completed" else None
-        if sequence.slot is None:
-            self._remove_waiting(sequence, now_s)
+        session, cache, now_s = active.session, self.cache, active.closed_s
+        if active.admitted:  # before its chunks get their places among the victims
+            session.hint = active.request.hint if active.status == "completed" else None
+        if active.slot is None:
+            self._remove_waiting(active, now_s)
         else:
-            self.running.remove(sequence)
-            self._expect_no_load(sequence)
-            self._slots.append(sequence.leave_slot())
+            self.running.remove(active)
+            self._expect_no_load(active)
+            self._slots.append(active.leave_slot())
             cache.release(session, now_s)
             self.queue.ended(session.name)
-        if sequence.undone:
-            length = min(sequence.length_before, len(session.tokens))
-            cache.truncate(session, length, sequence.computed_before)
-            session.extend(sequence.replaced)
+        if active.undone:
+            length = min(active.length_before, len(session.tokens))
+            cache.truncate(session, length, active.computed_before)
+            session.extend(active.replaced)
 
-    def start_over(self, sequence: Sequence, now_s: float) -> None:
+    def start_over(self, active: ActiveRequest, now_s: float) -> None:
         """Make a request wait again, as though it had been preempted, because something else was read from disk than was
         asked for; what has no KV then is computed."""
-        self.running.remove(sequence)
-        self._expect_no_load(sequence)
-        self._slots.append(sequence.wait_after_misread())
-        self.cache.mark_waiting(sequence.session, sequence.arrival, now_s)
-        self.cache.release_unfinished(sequence.session, now_s)
-        self.queue.push_back(sequence)
+        self.running.remove(active)
+        self._expect_no_load(active)
+        self._slots.append(active.wait_after_misread())
+        self.cache.mark_waiting(active.session, active.arrival, now_s)
+        self.cache.release_unfinished(active.session, now_s)
+        self.queue.push_back(active)
 
-    def _expect_no_load(self, sequence: Sequence) -> None:
+    def _expect_no_load(self, active: ActiveRequest) -> None:
         """Stop waiting for what it loads or reads: it no longer runs."""
         if self._disk_reads is not None:
-            self._disk_reads.end(sequence)
+            self._disk_reads.end(active)
         if self._loads is not None:
-            self._loads.end(sequence)
+            self._loads.end(active)
 
-    def _remove_waiting(self, sequence: Sequence, now_s: float) -> None:
-        self.queue.remove(sequence)
-        self._deferred.discard(sequence.arrival)
-        self.cache.unmark_waiting(sequence.session, sequence.arrival, now_s)
-        if sequence.preempted:
-            self.cache.end_preempted(sequence.session, now_s)
+    def _remove_waiting(self, active: ActiveRequest, now_s: float) -> None:
+        self.queue.remove(active)
+        self._deferred.discard(active.arrival)
+        self.cache.unmark_waiting(active.session, active.arrival, now_s)
+        if active.preempted:
+            self.cache.end_preempted(active.session, now_s)
 
-    def _launch(self, draft: _Draft, rows: list[tuple[Sequence, Row]], repeat: int, horizon_ns: int | None) -> Step:
+    def _launch(
+        self, draft: _Draft, rows: list[tuple[ActiveRequest, Row]], repeat: int, horizon_ns: int | None
+    ) -> Step:
         """Make a plan of the draft, to be launched next."""
         plan = StepPlan(
             step=self.counters.steps,
@@ -293,7 +294,7 @@ class Scheduler:
             repeat=repeat,
             horizon_ns=horizon_ns,
         )
-        computed = [(sequence, row.runs) for sequence, row in rows]
+        computed = [(active, row.runs) for active, row in rows]
         tokens = sum(tokens_in(runs) for _, runs in computed)
         sampled = sum(row.sample is not None for _, row in rows)
         self.counters.steps += 1
@@ -301,9 +302,9 @@ class Scheduler:
         self.cache.launched(plan.step)
         reads = [one.ticket for one in plan.disk if isinstance(one, DiskLoad)]
         tickets = (*(copy.ticket for copy in (*plan.swap_in, *plan.swap_out)), *reads)
-        members = list(dict.fromkeys([*(sequence for sequence, _ in rows), *draft.admitted]))
-        for sequence in members:
-            sequence.launched()
+        members = list(dict.fromkeys([*(active for active, _ in rows), *draft.admitted]))
+        for active in members:
+            active.launched()
         step = Step(plan, computed, tokens, sampled, draft.admitted, members, tickets, draft.copied_for)
         self.in_flight.append(step)
         return step
@@ -315,7 +316,7 @@ class Scheduler:
         settings = self.settings
         budget = None if settings.admit_beyond_budget else settings.max_batch_tokens
         while (head := self.queue.head()) is not None and self._slots:
-            if budget is not None and sum(sequence.work_tokens for sequence in self.running) >= budget:
+            if budget is not None and sum(active.work_tokens for active in self.running) >= budget:
                 return 0  # it would not compute anything yet
             session = head.session
             error = None if head.preempted else self.refusal(head)
@@ -334,46 +335,46 @@ class Scheduler:
             self._start(self.queue.pop(), keep, draft, now_s)
         return 0
 
-    def _lacking(self, head: Sequence, keep: int) -> int:
+    def _lacking(self, head: ActiveRequest, keep: int) -> int:
         """Blocks that its admission takes beyond those available; 0 or less: it fits."""
         cache = self.cache
         demand = cache.demand(head.session, keep, head.prompt_length())
         reserve = self._reserve if self.running and cache.grows else 0
         return demand.blocks + demand.own_available + reserve - cache.available
 
-    def _start(self, sequence: Sequence, keep: int, draft: _Draft, now_s: float) -> None:
+    def _start(self, active: ActiveRequest, keep: int, draft: _Draft, now_s: float) -> None:
         """Admit the request, or resume it, into a slot of its own."""
-        cache, session = self.cache, sequence.session
-        facts, request = self._facts, sequence.request
-        self._deferred.discard(sequence.arrival)
-        if sequence.preempted:
+        cache, session = self.cache, active.session
+        facts, request = self._facts, active.request
+        self._deferred.discard(active.arrival)
+        if active.preempted:
             admission = cache.resume(session, now_s)
-            facts.resumed(request, session, admission, sequence.misread)
+            facts.resumed(request, session, admission, active.misread)
         else:
-            sequence.remember_session(keep)
-            suffix = sequence.suffix(keep)
+            active.remember_session(keep)
+            suffix = active.suffix(keep)
             facts.admitting(request, session, keep, suffix)
             admission = cache.admit(session, keep, suffix, now_s)
             facts.admitted(request, session, admission, now_s)
-        cache.unmark_waiting(session, sequence.arrival, now_s)
-        sequence.start(admission, self._slots.pop())
+        cache.unmark_waiting(session, active.arrival, now_s)
+        active.start(admission, self._slots.pop())
         position = len(self.running)
-        while position and self.running[position - 1].arrival > sequence.arrival:
+        while position and self.running[position - 1].arrival > active.arrival:
             position -= 1
-        self.running.insert(position, sequence)
-        draft.add_admission(sequence, admission.table, admission.swap_in)
+        self.running.insert(position, active)
+        draft.add_admission(active, admission.table, admission.swap_in)
         if self._loads is not None:
-            self._loads.begin(sequence, admission.swap_in, now_s)
+            self._loads.begin(active, admission.swap_in, now_s)
         if admission.disk_ticket is not None:
             self._disk_reads = self._disk_reads or DiskReads()
-            self._disk_reads.begin(sequence, admission.disk_ticket)
+            self._disk_reads.begin(active, admission.disk_ticket)
 
     # -- iterations ---------------------------------------------------------------------------------------------------
 
-    def _compose(self, draft: _Draft, now_s: float) -> list[tuple[Sequence, Row]]:
+    def _compose(self, draft: _Draft, now_s: float) -> list[tuple[ActiveRequest, Row]]:
         """Choose the rows of the plan, and take a block for each position that they need."""
-        running = [sequence for sequence in self.running if not sequence.closed] if self._ahead else self.running
-        joined: Many[Sequence] = running if self._disk_reads is None else self._disk_reads.without(running)
+        running = [active for active in self.running if not active.closed] if self._ahead else self.running
+        joined: Sequence[ActiveRequest] = running if self._disk_reads is None else self._disk_reads.without(running)
         if self._loads is not None:
             joined = self._loads.joined(joined, self.settings.max_batch_tokens, now_s)
         if joined is running:
@@ -381,35 +382,39 @@ class Scheduler:
         rows = self._compose_from(joined, draft, now_s)
         return rows or self._compose_from(running, draft, now_s)  # rather wait for a load than stand still
 
-    def _compose_from(self, running: Many[Sequence], draft: _Draft, now_s: float) -> list[tuple[Sequence, Row]]:
-        rows: list[tuple[Sequence, Row]] = []
-        for sequence, count in self.settings.composition(running, self.settings.max_batch_tokens):
-            if sequence.slot is None:
+    def _compose_from(
+        self, running: Sequence[ActiveRequest], draft: _Draft, now_s: float
+    ) -> list[tuple[ActiveRequest, Row]]:
+        rows: list[tuple[ActiveRequest, Row]] = []
+        for active, count in self.settings.composition(running, self.settings.max_batch_tokens):
+            if active.slot is None:
                 continue  # preempted a moment ago, to make room for an earlier one
-            if sequence.decoding and not self._extend(sequence, draft, rows, now_s):
+            if active.decoding and not self._extend(active, draft, rows, now_s):
                 continue
-            row = sequence.next_row(count, self._ahead, self._computes)
-            if row.runs[-1][1] <= len(sequence.session.tokens):
-                self.cache.advance(sequence.session, row.runs)
-            rows.append((sequence, row))
+            row = active.next_row(count, self._ahead, self._computes)
+            if row.runs[-1][1] <= len(active.session.tokens):
+                self.cache.advance(active.session, row.runs)
+            rows.append((active, row))
         return rows
 
-    def _extend(self, sequence: Sequence, draft: _Draft, rows: list[tuple[Sequence, Row]], now_s: float) -> bool:
+    def _extend(
+        self, active: ActiveRequest, draft: _Draft, rows: list[tuple[ActiveRequest, Row]], now_s: float
+    ) -> bool:
         """Take a block for the next decoded position. Returns False where the request skips this iteration, or was
         preempted."""
-        cache, session = self.cache, sequence.session
-        length = sequence.work[0][1]
+        cache, session = self.cache, active.session
+        length = active.work[0][1]
         self._facts.room_for(session, now_s)
         while True:
             added = cache.extend(session, length, now_s)
             if added is not None:
                 if added[1]:
-                    assert sequence.slot is not None
-                    draft.tables.append((sequence.slot, *added))
+                    assert active.slot is not None
+                    draft.tables.append((active.slot, *added))
                 return True
             if cache.outgoing:
                 return False  # blocks are on their way
-            draft.add_swap_out(cache.swap_out(1, now_s, urgent=True), sequence)
+            draft.add_swap_out(cache.swap_out(1, now_s, urgent=True), active)
             if cache.outgoing or cache.available:
                 continue
             if self.in_flight:
@@ -418,12 +423,12 @@ class Scheduler:
             victim = self._latest_not_in(rows)
             if len(self.running) > 1 and victim is not None:
                 self._preempt(victim, draft, now_s)
-                if victim is sequence:
+                if victim is active:
                     return False
             elif not cache.drop(1, now_s):
                 return False  # the other blocks are in this very plan; the next iteration preempts
 
-    def _repeat(self, rows: list[tuple[Sequence, Row]]) -> int:
+    def _repeat(self, rows: list[tuple[ActiveRequest, Row]]) -> int:
         """Iterations that this plan may stand for."""
         return 1
 
@@ -434,22 +439,22 @@ class Scheduler:
         if cache.cpu_blocks:
             return False  # copies to the CPU tier make room without a preemption
         size = cache.chunk_tokens
-        needed = sum(sequence.decoding and sequence.work[0][0] % size == 0 for sequence in self.running)
+        needed = sum(active.decoding and active.work[0][0] % size == 0 for active in self.running)
         return needed > cache.available
 
-    def _latest_not_in(self, rows: list[tuple[Sequence, Row]]) -> Sequence | None:
+    def _latest_not_in(self, rows: list[tuple[ActiveRequest, Row]]) -> ActiveRequest | None:
         """The running request that arrived last, of those that this iteration does not compute yet."""
-        planned = {id(sequence) for sequence, _ in rows}
+        planned = {id(active) for active, _ in rows}
         return next((s for s in reversed(self.running) if id(s) not in planned), None)
 
-    def _preempt(self, sequence: Sequence, draft: _Draft, now_s: float) -> None:
+    def _preempt(self, active: ActiveRequest, draft: _Draft, now_s: float) -> None:
         self.counters.preempted += 1
-        self.running.remove(sequence)
-        self._expect_no_load(sequence)
-        self._slots.append(sequence.preempt())
-        self.cache.mark_waiting(sequence.session, sequence.arrival, now_s)
-        draft.add_swap_out(self.cache.preempt(sequence.session, now_s), sequence)
-        self.queue.push_back(sequence)
+        self.running.remove(active)
+        self._expect_no_load(active)
+        self._slots.append(active.preempt())
+        self.cache.mark_waiting(active.session, active.arrival, now_s)
+        draft.add_swap_out(self.cache.preempt(active.session, now_s), active)
+        self.queue.push_back(active)
 
     # -- making room --------------------------------------------------------------------------------------------------
 
@@ -471,8 +476,8 @@ class WaitingQueue:
     """
 
     def __init__(self) -> None:
-        self._ready: list[tuple[int, Sequence]] = []  # a heap, by arrival
-        self._parked: dict[str, deque[Sequence]] = {}
+        self._ready: list[tuple[int, ActiveRequest]] = []  # a heap, by arrival
+        self._parked: dict[str, deque[ActiveRequest]] = {}
         self._busy: set[str] = set()  # names of the sessions that have a request ready or running
         self._gone: set[int] = set()  # arrivals of those that were removed and are still in the heap
         self._size = 0
@@ -481,26 +486,26 @@ class WaitingQueue:
         """Number of requests that wait, parked ones included."""
         return self._size
 
-    def push(self, sequence: Sequence) -> None:
+    def push(self, active: ActiveRequest) -> None:
         self._size += 1
-        name = sequence.session.name
+        name = active.session.name
         if name in self._busy:
-            self._parked.setdefault(name, deque()).append(sequence)
+            self._parked.setdefault(name, deque()).append(active)
         else:
             self._busy.add(name)
-            heapq.heappush(self._ready, (sequence.arrival, sequence))
+            heapq.heappush(self._ready, (active.arrival, active))
 
-    def push_back(self, sequence: Sequence) -> None:
+    def push_back(self, active: ActiveRequest) -> None:
         """Queue a preempted request again; its session is busy with it already."""
         self._size += 1
-        heapq.heappush(self._ready, (sequence.arrival, sequence))
+        heapq.heappush(self._ready, (active.arrival, active))
 
-    def head(self) -> Sequence | None:
+    def head(self) -> ActiveRequest | None:
         while self._ready and self._ready[0][0] in self._gone:
             self._gone.discard(heapq.heappop(self._ready)[0])
         return self._ready[0][1] if self._ready else None
 
-    def pop(self) -> Sequence:
+    def pop(self) -> ActiveRequest:
         head = self.head()
         assert head is not None
         heapq.heappop(self._ready)
@@ -518,16 +523,16 @@ class WaitingQueue:
             del self._parked[session]
         heapq.heappush(self._ready, (following.arrival, following))
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, active: ActiveRequest) -> None:
         """Remove a request that was cancelled while it waited. If its session was busy with it, the next one becomes
         ready."""
         self._size -= 1
-        name = sequence.session.name
+        name = active.session.name
         parked = self._parked.get(name)
-        if parked and sequence in parked:
-            parked.remove(sequence)
+        if parked and active in parked:
+            parked.remove(active)
             if not parked:
                 del self._parked[name]
             return
-        self._gone.add(sequence.arrival)
+        self._gone.add(active.arrival)
         self.ended(name)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pensieve.baselines.cluster_system import ClusterSystem
-from pensieve.baselines.migration import Migration, Network, Parcel, computing_s
+from pensieve.baselines.migration import KvTransfer, Migration, Network, computing_s
 from pensieve.record import TurnRecord
 from pensieve.request import Request
 from tests.baselines.test_cluster_system import run, said
@@ -106,13 +106,13 @@ def test_replicas_that_fail_and_requests_that_time_out_on_the_way_end_once() -> 
 
 
 def test_what_a_failed_replica_had_still_to_send_never_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: dict[int, Parcel] = {}
+    sent: dict[int, KvTransfer] = {}
     failed: list[tuple[int, int]] = []  # ns, replica
-    delivered: list[tuple[int, int, Parcel]] = []
-    deliver, fail, parcel = ClusterSystem._deliver, ClusterSystem._fail, ClusterSystem._parcel
+    delivered: list[tuple[int, int, KvTransfer]] = []
+    deliver, fail, transfer = ClusterSystem._deliver, ClusterSystem._fail, ClusterSystem._transfer
 
-    def noted_parcel(system: ClusterSystem, request: Request, replica: Any, now: int) -> Parcel | None:
-        found = parcel(system, request, replica, now)
+    def noted_parcel(system: ClusterSystem, request: Request, replica: Any, now: int) -> KvTransfer | None:
+        found = transfer(system, request, replica, now)
         if found is not None:
             sent[id(found)] = found
             begun[id(found)] = now
@@ -122,12 +122,12 @@ def test_what_a_failed_replica_had_still_to_send_never_arrives(monkeypatch: pyte
         failed.append((ns, number))
         fail(system, ns, number)
 
-    def noted_deliver(system: ClusterSystem, ns: int, order: int, request: Request, one: Parcel) -> None:
+    def noted_deliver(system: ClusterSystem, ns: int, order: int, request: Request, one: KvTransfer) -> None:
         delivered.append((ns, request.id, one))
         deliver(system, ns, order, request, one)
 
     begun: dict[int, int] = {}
-    monkeypatch.setattr(ClusterSystem, "_parcel", noted_parcel)
+    monkeypatch.setattr(ClusterSystem, "_transfer", noted_parcel)
     monkeypatch.setattr(ClusterSystem, "_fail", noted_fail)
     monkeypatch.setattr(ClusterSystem, "_deliver", noted_deliver)
     turns, counted, system = run(
@@ -173,22 +173,22 @@ def test_a_gibibyte_is_sent_from_the_rate_on_at_which_that_is_sooner() -> None:
     assert math.isclose(computing_s(cost, lengths, 32), 8192e-6)
     for gbps, sends in ((even * 0.999, False), (even * 1.001, True)):
         migration = Migration("cheaper", Network(gbps, 5e-5))
-        parcel = migration.parcel(
+        transfer = migration.transfer(
             array("i"), lengths, cost, chunk_tokens=32, bytes_per_token=2**17, source=0, target=1, now_ns=0
         )
-        assert (parcel is not None) == sends
+        assert (transfer is not None) == sends
 
 
 def test_parcels_wait_for_both_interfaces() -> None:
     migration = Migration("always", Network(8.0, 0.0))  # 10^9 bytes/s
 
     def arrives(source: int, target: int, now_ns: int) -> int:
-        parcel = migration.parcel(
+        transfer = migration.transfer(
             array("i"), (32,), PerToken(0.0), chunk_tokens=32, bytes_per_token=10, source=source, target=target,  # type: ignore[arg-type]
             now_ns=now_ns,
         )  # fmt: skip
-        assert parcel is not None and parcel.count == 32
-        return parcel.arrives_ns
+        assert transfer is not None and transfer.count == 32
+        return transfer.arrives_ns
 
     assert arrives(0, 1, 0) == 320
     assert arrives(0, 2, 0) == 640, "one sends one after the other"

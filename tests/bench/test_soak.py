@@ -43,14 +43,14 @@ def test_shrinking_keeps_only_what_is_needed() -> None:
 
 def test_a_wrong_logit_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
     episode = Episode(0, 0)
-    original = CheckedEngine._append
+    original = CheckedEngine._emit
 
-    def off(self: CheckedEngine, sequence: Any, token: int, margin: float | None, now_s: float) -> None:
+    def off(self: CheckedEngine, active: Any, token: int, now_s: float) -> None:
         logits = self.torch_worker.last_logits
-        logits[sequence.slot] = logits[sequence.slot] + 0.01
-        original(self, sequence, token, margin, now_s)
+        logits[active.slot] = logits[active.slot] + 0.01
+        original(self, active, token, now_s)
 
-    monkeypatch.setattr(CheckedEngine, "_append", off)
+    monkeypatch.setattr(CheckedEngine, "_emit", off)
     with pytest.raises(Mismatch, match="logits"):
         episode.run(episode.operations(5))
 

@@ -7,7 +7,7 @@ from array import array
 import pytest
 
 from pensieve.request import Fork, Length, Request, Sampling
-from pensieve.scheduler.sequence import noise_key
+from pensieve.scheduler.active_request import noise_key
 from tests.baselines.systems import inline
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pensieve.cache.restore import Leading, RestoreTimes
+from pensieve.cache.restore import CpuChunks, RestoreTimes
 from pensieve.cache.two_tier import TwoTierCache
 from pensieve.cost.roofline import Roofline
 from pensieve.engine import Engine
@@ -77,7 +77,7 @@ def test_never_predicted_slower_than_either_and_nearly_the_best_of_all() -> None
         missing = [(p, p + 1) for p in sorted(gone - held)] + [(last, last + rng.choice((1, 30)))]
         backlog = rng.choice((0, 0, 9))
         split = model.choose(missing, on_cpu, backlog)
-        resident = Leading(on_cpu)
+        resident = CpuChunks(on_cpu)
         every = [model.finish_s(missing, resident, d, backlog) for d in range(count + 1)]
         assert split.predicted_s == every[split.recomputed] <= min(every[0], every[-1])
         assert (split.load_s, split.recompute_s) == (every[0], every[-1])

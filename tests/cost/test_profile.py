@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pensieve.baselines.profiling import profile_of
-from pensieve.cache.restore import Leading, RestoreTimes
+from pensieve.cache.restore import CpuChunks, RestoreTimes
 from pensieve.clock import VirtualClock
 from pensieve.compose import read_option
 from pensieve.compose.folder import options
@@ -162,7 +162,7 @@ def test_a_hybrid_restore_by_the_profile_saves_what_it_saves_by_the_roofline() -
     roofline = roofline_of("sim_h100")
     tokens = 32768
     on_cpu = [(start, start + 32) for start in range(0, tokens, 32)]
-    new, leading = [(tokens, tokens + 64)], Leading(on_cpu)
+    new, leading = [(tokens, tokens + 64)], CpuChunks(on_cpu)
     true = RestoreTimes(roofline, 32, roofline.model.layers, 512)
 
     def saved(cost: Profile | Roofline) -> float:

@@ -23,8 +23,8 @@ from pensieve.engine import Engine
 from pensieve.eviction.retention_value import RetentionValue
 from pensieve.plan import Copy, Row, Sample, StepPlan, StepResult
 from pensieve.request import Sampling
+from pensieve.scheduler.active_request import ActiveRequest
 from pensieve.scheduler.composition import SchedulerSettings
-from pensieve.scheduler.sequence import Sequence
 from pensieve.specs import ModelSpec
 from pensieve.worker.torch.model import LoadedModel, load_model
 from pensieve.worker.torch.options import TorchOptions
@@ -101,17 +101,17 @@ class Serving(CheckedEngine):
     def _poison(self, everything: bool = False) -> None:
         """A fill would wait."""
 
-    def _emit(self, sequence: Sequence, token: int, now_s: float) -> None:
-        Engine._emit(self, sequence, token, now_s)
+    def _emit(self, active: ActiveRequest, token: int, now_s: float) -> None:
+        Engine._emit(self, active, token, now_s)
 
     def _close(
-        self, sequence: Sequence, status: str, reason: str | None, now_s: float, error: str | None = None
+        self, active: ActiveRequest, status: str, reason: str | None, now_s: float, error: str | None = None
     ) -> None:
-        Engine._close(self, sequence, status, reason, now_s, error)
+        Engine._close(self, active, status, reason, now_s, error)
         assert status != "failed", error
         if status == "completed":
-            output, request = sequence.generated, sequence.request
-            self.turns.append(Turn(array("i", sequence.session.tokens), output, request.sampling, sequence.noise_key))
+            output, request = active.generated, active.request
+            self.turns.append(Turn(array("i", active.session.tokens), output, request.sampling, active.noise_key))
 
 
 @dataclass(slots=True)

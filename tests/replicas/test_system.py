@@ -26,8 +26,8 @@ from pensieve.plan import StepResult
 from pensieve.record import TurnRecord
 from pensieve.replicas import engine as engine_module
 from pensieve.replicas import system as system_module
+from pensieve.replicas.call_routing import CallRouting, Candidate, numbers_of, running, unregister
 from pensieve.replicas.engine import EngineReplica
-from pensieve.replicas.errand import Candidate, Errand, numbers_of, running, unregister
 from pensieve.replicas.router import SessionRouter
 from pensieve.replicas.system import ATTEMPTS, ReplicaSystem, Scaling, reason_in
 from pensieve.request import Length, Request, Sampling, tokens_of
@@ -100,16 +100,16 @@ class Actors:
         for worker in self.workers:
             worker.held_at = position
 
-    def chosen(self, errand: Errand) -> str:
+    def chosen(self, routing: CallRouting) -> str:
         from pensieve.baselines.routing import ROUTERS
 
-        if errand.to is not None:
-            return errand.to if errand.to in self.alive else next(iter(self.alive))
+        if routing.to is not None:
+            return routing.to if routing.to in self.alive else next(iter(self.alive))
         known = [
-            Candidate(name, self.numbers[name], 0, errand.held_tokens if name == errand.home else 0)
+            Candidate(name, self.numbers[name], 0, routing.held_tokens if name == routing.home else 0)
             for name in self.alive
         ]
-        request = Request(0, errand.family, errand.turn, tokens_of([]), Length(1))
+        request = Request(0, routing.family, routing.turn, tokens_of([]), Length(1))
         found = ROUTERS[self.router](request, Fleet.of(known), 0)
         assert isinstance(found, Candidate)
         return str(found.replica)
@@ -120,10 +120,10 @@ class Actors:
     def options(self, method_name: str, stream: bool = False) -> Any:
         class Method:
             @staticmethod
-            def remote(errand: Errand, *arguments: Any) -> Any:
-                name = self.chosen(errand)
-                self.served.append((name, method_name, errand.turn))
-                call = getattr(self.alive[name], method_name)(errand, *arguments)
+            def remote(routing: CallRouting, *arguments: Any) -> Any:
+                name = self.chosen(routing)
+                self.served.append((name, method_name, routing.turn))
+                call = getattr(self.alive[name], method_name)(routing, *arguments)
                 return self.streamed(name, call) if stream else self.answered(name, call)
 
         return Method
@@ -307,7 +307,7 @@ def test_a_turn_counts_as_moved_once_however_often_it_is_asked() -> None:
 
 def test_a_reply_that_comes_out_otherwise_is_not_gone_on_with() -> None:
     with replicas() as (system, actors):
-        lost = actors.chosen(Errand("a", 1))
+        lost = actors.chosen(CallRouting("a", 1))
         actors.deadly[lost] = 4
         told, real = [], system._is_new
 
@@ -510,8 +510,8 @@ class Running:
 
 
 class Pending:
-    def __init__(self, errand: Errand, request_id: str = "r") -> None:
-        self.args = [errand]
+    def __init__(self, routing: CallRouting, request_id: str = "r") -> None:
+        self.args = [routing]
         self.routing_context = type("Context", (), {"should_backoff": False})()
         self.metadata = type("Metadata", (), {"internal_request_id": request_id})()
 
@@ -526,8 +526,8 @@ def router_of(name: str, running: list[Any]) -> SessionRouter:
     return router
 
 
-def choice(router: SessionRouter, running: list[Any], errand: Errand) -> list[Any]:
-    pending: Any = Pending(errand)
+def choice(router: SessionRouter, running: list[Any], routing: CallRouting) -> list[Any]:
+    pending: Any = Pending(routing)
     [rank] = asyncio.run(router.choose_replicas(running, pending))
     assert pending.routing_context.should_backoff, "or a full replica would be asked again without end"
     return rank
@@ -560,13 +560,13 @@ def test_ray_is_told_one_replica_that_of_the_hash() -> None:
     router = router_of("affinity", running)
     for session in map(str, range(20)):
         request = Request(0, session, 1, tokens_of([]), Length(1))
-        [chosen] = choice(router, running, Errand(session, 1))
+        [chosen] = choice(router, running, CallRouting(session, 1))
         expected = affinity(
             request, Fleet.of([Candidate(one, router._numbers[one.replica_id], 0, 0) for one in running]), 0
         )
         assert isinstance(expected, Candidate) and chosen is expected.replica
-        assert choice(router, running, Errand(session, 9)) == [chosen], "whichever turn it is"
-    [left] = choice(router, running[:1], Errand("19"))
+        assert choice(router, running, CallRouting(session, 9)) == [chosen], "whichever turn it is"
+    [left] = choice(router, running[:1], CallRouting("19"))
     assert left is running[0], "who has gone serves nobody"
 
 
@@ -592,14 +592,14 @@ def test_which_replicas_run_is_known_after_ray_has_set_the_class_anew() -> None:
 def test_a_call_to_one_replica_reaches_it_and_a_call_to_none_that_is_left_reaches_somebody() -> None:
     running: list[Any] = [Running(name) for name in NAMES]
     router = router_of("random", running)
-    assert choice(router, running, Errand(to="two")) == [running[1]]
-    assert choice(router, running, Errand(to="gone")) == running
+    assert choice(router, running, CallRouting(to="two")) == [running[1]]
+    assert choice(router, running, CallRouting(to="gone")) == running
 
 
 def test_prefix_aware_goes_home_until_home_is_too_busy() -> None:
     running: list[Any] = [Running(name) for name in NAMES]
     router = router_of("prefix_aware", running)
-    at_home = Errand("a", 2, home="three", held_tokens=500)
+    at_home = CallRouting("a", 2, home="three", held_tokens=500)
     assert choice(router, running, at_home) == [running[2]]
     for number in range(9):
         pending: Any = Pending(at_home, str(number))

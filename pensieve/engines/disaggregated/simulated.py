@@ -26,7 +26,7 @@ from pensieve.event import Event
 from pensieve.plan import StartReport
 from pensieve.record import TurnRecord
 from pensieve.request import Free, Length, Request
-from pensieve.scheduler.sequence import noise_key
+from pensieve.scheduler.active_request import noise_key
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.worker.simulated import drawn_token
 

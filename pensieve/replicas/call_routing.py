@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Errand:
+class CallRouting:
     """What the router reads of a call, its first argument. family: the conversation, or the one that it was forked from, so
     that both are served by one replica. to: a replica by its id, whatever the router would choose. home: the replica of the
     conversation's last turn, and held_tokens what it may hold of it."""

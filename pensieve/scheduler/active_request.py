@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pensieve.errors import CapacityError, ContextLengthError, RequestRefused
@@ -19,7 +18,7 @@ from pensieve.stop import StopSearch
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class ActiveRequest:
     """One request; its methods are the transitions of its life and alone change it:
 
         arrive -> waiting -- start --> running -- close --> closed, until no launched plan has a part of it
@@ -71,18 +70,18 @@ class Sequence:
         session: Session,
         arrival: int,
         eos: frozenset[int],
-        decode_text: Callable[[Many[int]], str] | None,
-    ) -> Sequence:
-        """Make the sequence of a request that has just arrived. eos, decode_text: as Engine takes them."""
+        decode_text: Callable[[Sequence[int]], str] | None,
+    ) -> ActiveRequest:
+        """Make that of a request that has just arrived. eos, decode_text: as Engine takes them."""
         output = request.output
         noise = noise_key(request.sampling, request.session, turn_of(request, session))
-        sequence = cls(request, arrival, session, noise, output.max_new_tokens)
+        active = cls(request, arrival, session, noise, output.max_new_tokens)
         if isinstance(output, Free):
             if not output.ignore_eos:
-                sequence.eos = eos
+                active.eos = eos
             if output.stop and decode_text is not None:
-                sequence.stop = StopSearch(decode_text, output.stop)
-        return sequence
+                active.stop = StopSearch(decode_text, output.stop)
+        return active
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
