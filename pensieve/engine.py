@@ -103,7 +103,7 @@ class Engine:
             self._close(active, "refused", error.reason, now_s, str(error))
             return False
         self.sessions.prepare(session, new, request)
-        self.scheduler.submit(active, now_s)
+        self.scheduler.submit(active)
         self._active[request.id] = active
         self.sessions.begin(session)
         return True

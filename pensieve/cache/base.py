@@ -93,7 +93,38 @@ class LowerTier:
 NO_LOWER_TIER = LowerTier()
 
 
-class CacheManager(ABC):
+class Inspect(ABC):
+    """What gauges, the record of a trial and tests ask of a manager; nothing here changes anything or decides."""
+
+    @property
+    @abstractmethod
+    def gpu_blocks_used(self) -> int:
+        """With KV, or reserved for a request that runs."""
+
+    @property
+    def cpu_blocks_used(self) -> int:
+        return 0
+
+    def free_blocks(self) -> tuple[set[int], set[int]]:
+        """GPU and CPU blocks that nobody may read, as far as it knows them by number; for tests."""
+        return set(), set()
+
+    @property
+    def chosen(self) -> Mapping[str, float]:
+        """Settings that it was not given and chose itself, for the record of a trial."""
+        return {}
+
+    @abstractmethod
+    def places(self, session: Session) -> str:
+        """Where the KV of each of its chunks is, a letter each: G on GPU, B on GPU and CPU, C on CPU, D on disk,
+        - nowhere."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Assert every invariant; for tests, its cost grows with everything there is."""
+
+
+class CacheManager(Inspect):
     """Decides where KV is. Every baseline in the engine is one of these, under the same scheduler and worker.
 
     What it knows is what holds once the plan being made has run: it changes when a plan is made, and a copy counts as done
@@ -149,24 +180,6 @@ class CacheManager(ABC):
         """Some of its KV is in the CPU tier."""
         return False
 
-    @property
-    def gpu_blocks_used(self) -> int:
-        """With KV, or reserved for a request that runs."""
-        return self.gpu_blocks - self.available
-
-    @property
-    def cpu_blocks_used(self) -> int:
-        return 0
-
-    def free_blocks(self) -> tuple[set[int], set[int]]:
-        """GPU and CPU blocks that nobody may read, as far as it knows them by number; for tests."""
-        return set(), set()
-
-    @property
-    def chosen(self) -> Mapping[str, float]:
-        """Settings that it was not given and chose itself, for the record of a trial."""
-        return {}
-
     @abstractmethod
     def demand(self, session: Session, keep: int, length: int) -> Demand:
         """What admitting a prompt of `length` tokens takes, whose first `keep` are the session's own."""
@@ -176,11 +189,6 @@ class CacheManager(ABC):
 
     def names(self) -> list[str]:
         return list(self.sessions)
-
-    @abstractmethod
-    def places(self, session: Session) -> str:
-        """Where the KV of each of its chunks is, a letter each: G on GPU, B on GPU and CPU, C on CPU, D on disk,
-        - nowhere."""
 
     # -- admit --------------------------------------------------------------------------------------------------------
 
@@ -213,13 +221,9 @@ class CacheManager(ABC):
         """Record that plans up to this number are over."""
 
     @abstractmethod
-    def complete(self, tickets: Sequence[int]) -> None:
-        """Record that the copies with these tickets are done."""
-
-    @abstractmethod
-    def void(self, tickets: Sequence[int]) -> list[Session]:
-        """Record that these copies failed, or their plan did: nothing they wrote is valid. Returns the running
-        sessions that lost KV on GPU by it; their requests cannot go on."""
+    def finish(self, tickets: Sequence[int], valid: bool) -> list[Session]:
+        """Record that the copies with these tickets are over. valid: False where they failed, or their plan did, so that
+        nothing they wrote counts. Returns the running sessions that lost KV on GPU by it; their requests cannot go on."""
 
     @abstractmethod
     def invalidate(self, session: Session, written: Iterable[Run]) -> None:
@@ -235,12 +239,9 @@ class CacheManager(ABC):
         return None
 
     @abstractmethod
-    def release(self, session: Session, now_s: float) -> None:
-        """End a request: its chunks may be evicted from now on, and reserved blocks that were not used are freed."""
-
-    def release_unfinished(self, session: Session, now_s: float) -> None:
-        """As `release`, for a request that waits again: its turn is not over."""
-        self.release(session, now_s)
+    def release(self, session: Session, now_s: float, finished: bool = True) -> None:
+        """End a request: its chunks may be evicted from now on, and reserved blocks that were not used are freed. finished:
+        False where the request waits again, so its turn is not over."""
 
     # -- evict --------------------------------------------------------------------------------------------------------
 
@@ -304,17 +305,9 @@ class CacheManager(ABC):
         child.begin_as(parent, length)
         self.facts.began_as(child)
 
-    def expect(self, session: Session, next_use_s: float | None) -> None:
-        """Set when the schedule will ask it again; None: not known to return. Read by offline policies only."""
-        session.next_use_s = next_use_s
-
-    def mark_waiting(self, session: Session, arrival: int, now_s: float) -> None:
-        """Record that a request of it waits: its chunks are victims only after those of every session that has none.
-        arrival: the request's place in the order of admission."""
-        session.mark_waiting(arrival)
-
-    def unmark_waiting(self, session: Session, arrival: int, now_s: float) -> None:
-        session.unmark_waiting(arrival)
+    def reorder(self, session: Session) -> None:
+        """What the order of its chunks among the victims depends on has changed: whether a request of it waits, or when it
+        will be asked again."""
 
     @abstractmethod
     def truncate(self, session: Session, length: int, computed: int | None = None) -> None:
@@ -333,7 +326,3 @@ class CacheManager(ABC):
         """Remove it from the sessions."""
         del self.sessions[session.name]
         self.facts.closed(session)
-
-    @abstractmethod
-    def check(self) -> None:
-        """Assert every invariant; for tests, its cost grows with everything there is."""

@@ -61,10 +61,7 @@ class OneTier(CacheManager):
     def drop(self, blocks: int, now_s: float) -> int:
         return 0  # everything idle is available already
 
-    def complete(self, tickets: Sequence[int]) -> None:
-        assert not tickets
-
-    def void(self, tickets: Sequence[int]) -> list[Session]:
+    def finish(self, tickets: Sequence[int], valid: bool) -> list[Session]:
         assert not tickets
         return []
 

@@ -85,7 +85,7 @@ class PrefixCache(OneTier):
                 self._block_of[name] = block
                 self._hash_of[block] = name
 
-    def release(self, session: Session, now_s: float) -> None:
+    def release(self, session: Session, now_s: float, finished: bool = True) -> None:
         session.stop(now_s)
         self.facts.rests(session)
         for block in reversed(self._tables.pop(session.number)):

@@ -120,7 +120,7 @@ class SlotCache(OneTier):
             slot.tokens.extend(session.tokens[start:stop])
             session.advance(stop)
 
-    def release(self, session: Session, now_s: float) -> None:
+    def release(self, session: Session, now_s: float, finished: bool = True) -> None:
         session.stop(now_s)
         self.facts.rests(session)
         self.facts.not_lost(session, 0, chunks_of(len(session.tokens), self.chunk_tokens))

@@ -16,9 +16,10 @@ class StatelessCache(TwoTierCache):
     def __init__(self, *, policy: EvictionPolicy, chunk_tokens: int, gpu_blocks: int, cpu_blocks: int = 0) -> None:
         super().__init__(policy=policy, chunk_tokens=chunk_tokens, gpu_blocks=gpu_blocks, cpu_blocks=0)
 
-    def release(self, session: Session, now_s: float) -> None:
-        super().release(session, now_s)
-        self.tiers.discard(session, 0)
+    def release(self, session: Session, now_s: float, finished: bool = True) -> None:
+        super().release(session, now_s, finished)
+        if finished:
+            self.tiers.discard(session, 0)
 
     def end_preempted(self, session: Session, now_s: float) -> None:
         self.tiers.discard(session, 0)

@@ -192,13 +192,9 @@ class TwoTierCache(CacheManager):
     def collected(self, step: int) -> None:
         self.tiers.copies.collected(step)
 
-    def complete(self, tickets: Sequence[int]) -> None:
+    def finish(self, tickets: Sequence[int], valid: bool) -> list[Session]:
         self.below.finished(tickets)
-        self.tiers.finish(tickets, valid=True)
-
-    def void(self, tickets: Sequence[int]) -> list[Session]:
-        self.below.finished(tickets)
-        return self.tiers.finish(tickets, valid=False)
+        return self.tiers.finish(tickets, valid)
 
     def invalidate(self, session: Session, written: Iterable[Run]) -> None:
         size = self.chunk_tokens
@@ -213,12 +209,9 @@ class TwoTierCache(CacheManager):
         dirty = [as_victim(session, index, now_s) for start, stop in runs for index in range(start, stop)]
         return self.copy_out(dirty, now_s, urgent=True)
 
-    def release(self, session: Session, now_s: float) -> None:
-        if self.policy.rest is not None:
+    def release(self, session: Session, now_s: float, finished: bool = True) -> None:
+        if finished and self.policy.rest is not None:
             self.policy.rest(session, now_s)
-        self._stop(session, now_s)
-
-    def release_unfinished(self, session: Session, now_s: float) -> None:
         self._stop(session, now_s)
 
     def _stop(self, session: Session, now_s: float) -> None:
@@ -382,16 +375,7 @@ class TwoTierCache(CacheManager):
         tiers.update(session, 0, len(chunks))
         return sum(lengths[index] for index in taken)
 
-    def expect(self, session: Session, next_use_s: float | None) -> None:
-        super().expect(session, next_use_s)
-        self.tiers.reorder(session)
-
-    def mark_waiting(self, session: Session, arrival: int, now_s: float) -> None:
-        super().mark_waiting(session, arrival, now_s)
-        self.tiers.reorder(session)
-
-    def unmark_waiting(self, session: Session, arrival: int, now_s: float) -> None:
-        super().unmark_waiting(session, arrival, now_s)
+    def reorder(self, session: Session) -> None:
         if not session.waiting or session.running:
             self.exchanges.loaded.pop(session.number, None)
         self.tiers.reorder(session)

@@ -141,9 +141,17 @@ class Scheduler:
         refused, self._refused = self._refused, []
         return refused
 
-    def submit(self, active: ActiveRequest, now_s: float) -> None:
-        self.cache.mark_waiting(active.session, active.arrival, now_s)
+    def submit(self, active: ActiveRequest) -> None:
+        self._waits(active)
         self.queue.push(active)
+
+    def _waits(self, active: ActiveRequest) -> None:
+        active.session.mark_waiting(active.arrival)
+        self.cache.reorder(active.session)
+
+    def _waits_no_more(self, active: ActiveRequest) -> None:
+        active.session.unmark_waiting(active.arrival)
+        self.cache.reorder(active.session)
 
     @property
     def must_drain(self) -> bool:
@@ -188,17 +196,17 @@ class Scheduler:
 
     def copied(self, tickets: Sequence[int]) -> None:
         """These copies are done."""
-        self.cache.complete(tickets)
+        self.cache.finish(tickets, valid=True)
 
     def copies_failed(self, tickets: Sequence[int]) -> list[ActiveRequest]:
         """These copies failed, or their plan did. Returns the requests that run on KV that they should have brought."""
-        return self._running_on(self.cache.void(tickets))
+        return self._running_on(self.cache.finish(tickets, valid=False))
 
     def read(self, result: StepResult) -> list[ActiveRequest]:
         """Some reads from disk have ended, as the result says. Returns the requests that read something else than was asked
         for; `start_over` makes them wait again."""
         self.cache.below.remove(result.unkept)
-        misread = self._running_on(self.cache.void(result.unread)) if result.unread else []
+        misread = self._running_on(self.cache.finish(result.unread, valid=False)) if result.unread else []
         if self._disk_reads is not None:
             self._disk_reads.done((*result.done, *result.unread))
         return misread
@@ -262,8 +270,8 @@ class Scheduler:
         self.running.remove(active)
         self._expect_no_load(active)
         self._slots.append(active.wait_after_misread())
-        self.cache.mark_waiting(active.session, active.arrival, now_s)
-        self.cache.release_unfinished(active.session, now_s)
+        self._waits(active)
+        self.cache.release(active.session, now_s, finished=False)
         self.queue.push_back(active)
 
     def _expect_no_load(self, active: ActiveRequest) -> None:
@@ -276,7 +284,7 @@ class Scheduler:
     def _remove_waiting(self, active: ActiveRequest, now_s: float) -> None:
         self.queue.remove(active)
         self._deferred.discard(active.arrival)
-        self.cache.unmark_waiting(active.session, active.arrival, now_s)
+        self._waits_no_more(active)
         if active.preempted:
             self.cache.end_preempted(active.session, now_s)
 
@@ -356,7 +364,7 @@ class Scheduler:
             facts.admitting(request, session, keep, suffix)
             admission = cache.admit(session, keep, suffix, now_s)
             facts.admitted(request, session, admission, now_s)
-        cache.unmark_waiting(session, active.arrival, now_s)
+        self._waits_no_more(active)
         active.start(admission, self._slots.pop())
         position = len(self.running)
         while position and self.running[position - 1].arrival > active.arrival:
@@ -452,7 +460,7 @@ class Scheduler:
         self.running.remove(active)
         self._expect_no_load(active)
         self._slots.append(active.preempt())
-        self.cache.mark_waiting(active.session, active.arrival, now_s)
+        self._waits(active)
         draft.add_swap_out(self.cache.preempt(active.session, now_s), active)
         self.queue.push_back(active)
 

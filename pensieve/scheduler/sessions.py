@@ -66,7 +66,8 @@ class Sessions:
         """Set when the schedule will ask it again; read by offline policies only."""
         known = self._cache.find(name)
         if known is not None:
-            self._cache.expect(known, next_use_s)
+            known.next_use_s = next_use_s
+            self._cache.reorder(known)
 
     def forget(self, name: str | None) -> None:
         """Free a session, or all, where no request is under way. No plan is in flight."""

@@ -85,7 +85,7 @@ def test_a_step_does_not_look_at_blocks_that_still_wait_for_their_copies() -> No
         cache.launched(1)
         costs.append(calls_of(lambda cache=cache: cache.collected(1)))
         cache.check()
-        cache.complete([copy.ticket for copy in copies])
+        cache.finish([copy.ticket for copy in copies], valid=True)
         cache.check()
         assert cache.tiers.gpu.free == cache.tiers.cpu.free == chunks + 1
     assert costs[0] == costs[1]
@@ -94,7 +94,7 @@ def test_a_step_does_not_look_at_blocks_that_still_wait_for_their_copies() -> No
 def test_blocks_wait_for_the_plan_even_if_their_copies_end_before_it() -> None:
     cache, copies = under_way(6)
     cache.forget(session_of(cache, "a"))
-    cache.complete([copy.ticket for copy in copies])
+    cache.finish([copy.ticket for copy in copies], valid=True)
     cache.check()
     assert (cache.tiers.gpu.free, cache.tiers.cpu.free) == (1, 1), "the plan in flight may still write them"
     cache.collected(0)
@@ -113,7 +113,7 @@ def test_a_return_during_the_copy_takes_its_chunks_from_what_is_outgoing_and_its
     cache.release(session, 2.0)
     cache.check()
     assert cache.outgoing == 5
-    cache.complete([copy.ticket for copy in copies])
+    cache.finish([copy.ticket for copy in copies], valid=True)
     cache.check()
     assert cache.outgoing == 0
     assert cache.tiers.clean.chunks == 5
@@ -145,9 +145,9 @@ def test_the_counts_hold_through_random_moves(seed: int) -> None:
         elif move in ("end", "fail") and tickets:
             ticket = tickets.pop(rng.randrange(len(tickets)))
             if move == "end":
-                cache.complete([ticket])
+                cache.finish([ticket], valid=True)
             else:
-                for lost in cache.void([ticket]):
+                for lost in cache.finish([ticket], valid=False):
                     cache.release(lost, float(now))
                     cache.truncate(lost, 0)
         elif move == "edit" and not session.running:
@@ -162,7 +162,7 @@ def test_the_counts_hold_through_random_moves(seed: int) -> None:
             cache.collected(step)
         cache.check()
     cache.collected(step)
-    cache.complete(tickets)
+    cache.finish(tickets, valid=True)
     for name in cache.names():
         session = session_of(cache, name)
         if session.running:

@@ -36,12 +36,15 @@ def test_of_two_that_wait_the_one_that_is_served_last_goes_first(policy: Any) ->
     cache = TwoTierCache(policy=policy(policy_context(4, 8, 0)), chunk_tokens=4, gpu_blocks=8, cpu_blocks=0)
     first, second = idle(cache, "first", 8), idle(cache, "second", 8)
     first.next_use_s, second.next_use_s = 100.0, 10.0  # behind the requests that wait
-    cache.mark_waiting(first, 1, 5.0)
-    cache.mark_waiting(second, 2, 5.0)
+    first.mark_waiting(1)
+    cache.reorder(first)
+    second.mark_waiting(2)
+    cache.reorder(second)
     cache.drop(1, 5.0)
     lost = [session.name for session in (first, second) if session.chunks[0].gpu is None]
     assert lost == (["second"] if policy is Belady else ["first"])
-    cache.unmark_waiting(first, 1, 6.0)  # it is admitted, ends, and is next asked long after the second one
+    first.unmark_waiting(1)  # it is admitted, ends, and is next asked long after the second one
+    cache.reorder(first)
     cache.drop(1, 6.0)
     assert first.chunks[0].gpu is None
     cache.check()

@@ -103,7 +103,7 @@ def idle(cache: TwoTierCache, name: str, chunks: int) -> None:
 def test_a_copy_ahead_of_time_costs_nobody_its_only_copy(ahead: str) -> None:
     cache = TwoTierCache(policy=Lru(policy_context(4, 12, 6)), chunk_tokens=4, gpu_blocks=12, cpu_blocks=6)
     idle(cache, "a", 5)
-    cache.complete([copy.ticket for copy in cache.swap_out(5, 1.0, urgent=False)])
+    cache.finish([copy.ticket for copy in cache.swap_out(5, 1.0, urgent=False)], valid=True)
     cache.reclaim(5, 1.0)
     idle(cache, "b", 5)
     copies = cache.swap_out(4, 2.0, urgent=False) if ahead == "paper" else cache.swap_out_spare(4, 2.0)
@@ -117,17 +117,18 @@ def test_the_head_changes_places_with_what_leaves_the_gpu() -> None:
     that becomes free is used by the next."""
     cache = TwoTierCache(policy=Lru(policy_context(4, 6, 6)), chunk_tokens=4, gpu_blocks=6, cpu_blocks=6)
     idle(cache, "a", 6)
-    cache.complete([copy.ticket for copy in cache.swap_out(6, 1.0, urgent=False)])
+    cache.finish([copy.ticket for copy in cache.swap_out(6, 1.0, urgent=False)], valid=True)
     cache.reclaim(6, 1.0)
     idle(cache, "b", 6)
     a = cache.find("a")
     assert a is not None and cache.places(a) == "CCCCCC"
-    cache.mark_waiting(a, 1, 2.0)
+    a.mark_waiting(1)
+    cache.reorder(a)
     plans = 0
     while (lacking := cache.demand(a, 20, 22).blocks + cache.demand(a, 20, 22).own_available - cache.available) > 0:
         loads, outs = cache.exchange(a, lacking, 2.0)
         assert loads or outs or cache.outgoing
-        cache.complete([copy.ticket for copy in (*loads, *outs)])
+        cache.finish([copy.ticket for copy in (*loads, *outs)], valid=True)
         cache.check()
         plans += 1
         assert plans < 30, "it comes to an end"
@@ -146,14 +147,16 @@ def test_the_head_does_not_give_up_its_own_chunks_for_its_own_chunks() -> None:
     cache = TwoTierCache(policy=Lru(policy_context(4, 14, 20)), chunk_tokens=4, gpu_blocks=14, cpu_blocks=20)
     for number, name in enumerate("ab"):
         idle(cache, name, 6 - 2 * number)
-        cache.complete([copy.ticket for copy in cache.swap_out(6, 1.0, urgent=False)])
+        cache.finish([copy.ticket for copy in cache.swap_out(6, 1.0, urgent=False)], valid=True)
     running = cache.open("running", 0.0)
     cache.admit(running, 0, array("i", range(23)), 2.0)  # six blocks, two of them from the oldest
     a, b = cache.find("a"), cache.find("b")
     assert a is not None and b is not None
     assert sorted(cache.places(a)) == [*"BBBBCC"] and cache.places(b) == "BBBB"
-    cache.mark_waiting(a, 1, 3.0)
-    cache.mark_waiting(b, 2, 3.0)
+    a.mark_waiting(1)
+    cache.reorder(a)
+    b.mark_waiting(2)
+    cache.reorder(b)
     loaded = 0
     for _ in range(20):
         demand = cache.demand(a, 20, 50)
@@ -161,7 +164,7 @@ def test_the_head_does_not_give_up_its_own_chunks_for_its_own_chunks() -> None:
         assert lacking > 0
         loads, outs = cache.exchange(a, lacking, 3.0)
         loaded += sum(len(copy.src) for copy in loads)
-        cache.complete([copy.ticket for copy in (*loads, *outs)])
+        cache.finish([copy.ticket for copy in (*loads, *outs)], valid=True)
         cache.check()
     assert cache.places(a) == "BBBBBB" and loaded == 2
 
