@@ -253,11 +253,6 @@ class CacheManager(Inspect):
         """As swap_out, ahead of time, as far as there are CPU blocks that nothing has its only copy in."""
         return ()
 
-    def exchange(self, session: Session, lacking: int, now_s: float) -> tuple[tuple[Copy, ...], tuple[Copy, ...]]:
-        """Make a waiting session that lacks so many GPU blocks change places, a part at a time: load what it has on
-        CPU, and copy out as much of what must leave the GPU. Returns the copies to the GPU and those to the CPU."""
-        return (), self.swap_out(lacking - self.outgoing, now_s, urgent=True)
-
     @abstractmethod
     def drop(self, blocks: int, now_s: float) -> int:
         """Give up GPU chunks that are not on CPU, without a copy; returns how many blocks became available."""

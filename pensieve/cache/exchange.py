@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from pensieve.cache.two_tier import TwoTierCache
 from pensieve.plan import Copy
 from pensieve.session import NO_BLOCK, Session, View, runs_of
 from pensieve.units import ceil_div
-
-if TYPE_CHECKING:
-    from pensieve.cache.two_tier import TwoTierCache
 
 _STAGES = 8  # an exchange that has no GPU block to begin with makes room for so large a part of it
 
@@ -17,15 +13,10 @@ _STAGES = 8  # an exchange that has no GPU block to begin with makes room for so
 class Exchange:
     """How a session gets onto a GPU from which nothing was copied ahead of time (copy_ahead=never): both tiers are full, of
     different chunks. In each plan while it waits, as many of its chunks are loaded as there are GPU blocks for, and what
-    leaves the GPU takes the CPU blocks of its chunks that are loaded already.
-
-    loaded: by number of a waiting session, its chunks that were loaded so: for the accounting they were on CPU when its
-    request came. The cache reads it at the admission, and removes it then.
-    """
+    leaves the GPU takes the CPU blocks of its chunks that are loaded already."""
 
     def __init__(self, cache: TwoTierCache) -> None:
         self._cache = cache
-        self.loaded: dict[int, set[int]] = {}
 
     def step(self, session: Session, lacking: int, now_s: float) -> tuple[tuple[Copy, ...], tuple[Copy, ...]]:
         """Make as much room for a waiting session that lacks so many GPU blocks as one plan can. Others lose their only
@@ -64,5 +55,5 @@ class Exchange:
             cache.give_up(tiers.clean, others, tiers.reclaim)
         for index, block in zip(behind, cache.take_gpu(session, len(behind), now_s), strict=True):
             chunks.gpu[index] = block
-        self.loaded.setdefault(session.number, set()).update(behind)
+        cache.loaded_early.setdefault(session.number, set()).update(behind)
         return tiers.copy_in(session, runs_of(behind))

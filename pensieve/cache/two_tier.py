@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pensieve.cache.base import CacheManager, Demand, LowerTier
-from pensieve.cache.exchange import Exchange
 from pensieve.cache.invariants import check_tiers
 from pensieve.cache.loops import Victim, session_and_chunk
 from pensieve.cache.restore import RestoreMode, Restorer
@@ -41,7 +40,9 @@ class TwoTierCache(CacheManager):
         self.policy = as_policy(policy)
         self.tiers = Tiers(self.policy, chunk_tokens, gpu_blocks, cpu_blocks, self.counters)
         self.restorer = Restorer(restore, chunk_tokens, self.counters)
-        self.exchanges = Exchange(self)
+        self.loaded_early: dict[int, set[int]] = {}
+        """By number of a waiting session, its chunks that were loaded before its admission (exchange.py): what finds its KV
+        there counts them as on CPU."""
         self._running = 0
 
     def set_cost_model(self, cost: CostModel, layers: int, batch_tokens: int) -> None:
@@ -106,7 +107,7 @@ class TwoTierCache(CacheManager):
     # -- admit --------------------------------------------------------------------------------------------------------
 
     def admit(self, session: Session, keep: int, suffix: TokenArray[int], now_s: float) -> Admission:
-        found = found_in(session, keep, self.chunk_tokens, self.exchanges.loaded.get(session.number, ()))
+        found = found_in(session, keep, self.chunk_tokens, self.loaded_early.get(session.number, ()))
         if keep < len(session.tokens):
             self.truncate(session, keep)
         session.extend(suffix)
@@ -230,9 +231,6 @@ class TwoTierCache(CacheManager):
     def swap_out_spare(self, blocks: int, now_s: float) -> tuple[Copy, ...]:
         most = min(blocks, self.spare_cpu_blocks)
         return self.copy_out(self.tiers.dirty.choose(most, now_s), now_s, urgent=False) if most > 0 else ()
-
-    def exchange(self, session: Session, lacking: int, now_s: float) -> tuple[tuple[Copy, ...], tuple[Copy, ...]]:
-        return self.exchanges.step(session, lacking, now_s) if self.cpu_blocks else ((), ())
 
     def drop(self, blocks: int, now_s: float) -> int:
         return self._free_gpu(self.tiers.dirty, self.tiers.drop_gpu, blocks, now_s)
@@ -377,7 +375,7 @@ class TwoTierCache(CacheManager):
 
     def reorder(self, session: Session) -> None:
         if not session.waiting or session.running:
-            self.exchanges.loaded.pop(session.number, None)
+            self.loaded_early.pop(session.number, None)
         self.tiers.reorder(session)
 
     def fork(self, parent: Session, child: Session, length: int, takes_kv: bool) -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from pensieve.cache.base import CacheManager
+from pensieve.cache.exchange import Exchange
+from pensieve.cache.two_tier import TwoTierCache
 from pensieve.plan import Copy
 from pensieve.session import Session
 
@@ -70,64 +72,67 @@ class Room(NamedTuple):
 class Paper:
     """At once for a head that lacks blocks; ahead of time below the low watermark and up to the high one (section 4.3.2)."""
 
-    def __init__(self, low: int, high: int) -> None:
+    def __init__(self, cache: CacheManager, low: int, high: int) -> None:
         """low, high: GPU blocks that are free or clean, or will be."""
-        self._low, self._high = low, high
+        self._cache, self._low, self._high = cache, low, high
 
-    def make_room(self, cache: CacheManager, head: Session | None, lacking: int, now_s: float) -> Room:
+    def make_room(self, head: Session | None, lacking: int, now_s: float) -> Room:
         """Start copies. head: who lacks so many blocks; None: nobody does."""
-        wanted = max(self._ahead(cache), lacking - cache.outgoing if lacking else 0)
-        copies = cache.swap_out(wanted, now_s, urgent=bool(lacking))
+        wanted = max(self._ahead(), lacking - self._cache.outgoing if lacking else 0)
+        copies = self._cache.swap_out(wanted, now_s, urgent=bool(lacking))
         return Room(ahead=copies) if head is None else Room(leaving=copies)
 
-    def on_its_way(self, cache: CacheManager, in_flight: bool) -> bool:
+    def on_its_way(self, in_flight: bool) -> bool:
         """Whether copies are under way that give the head of the queue blocks."""
-        return bool(cache.outgoing)
+        return bool(self._cache.outgoing)
 
-    def begins_below(self, cache: CacheManager, frees_copies: bool) -> int:
+    def begins_below(self, frees_copies: bool) -> int:
         """Of how many available and outgoing blocks the next plan would copy ahead of time. frees_copies: a request under
         way may compute again what CPU blocks hold, which are then spare."""
         return self._low
 
-    def changes_places(self, cache: CacheManager, head: Session) -> bool:
+    def changes_places(self, head: Session) -> bool:
         """Each plan may load more of what the head of the queue has on the CPU."""
         return False
 
-    def _ahead(self, cache: CacheManager) -> int:
-        have = cache.available + cache.outgoing
+    def _ahead(self) -> int:
+        have = self._cache.available + self._cache.outgoing
         return self._high - have if have < self._low else 0
 
 
 class Spare(Paper):
     """As the paper, but ahead of time only into CPU blocks that no chunk has its only copy in."""
 
-    def make_room(self, cache: CacheManager, head: Session | None, lacking: int, now_s: float) -> Room:
-        ahead, urgent = self._ahead(cache), lacking - cache.outgoing
-        leaving = cache.swap_out(urgent, now_s, urgent=True)
-        return Room(leaving=leaving, ahead=cache.swap_out_spare(ahead - max(urgent, 0), now_s))
+    def make_room(self, head: Session | None, lacking: int, now_s: float) -> Room:
+        ahead, urgent = self._ahead(), lacking - self._cache.outgoing
+        leaving = self._cache.swap_out(urgent, now_s, urgent=True)
+        return Room(leaving=leaving, ahead=self._cache.swap_out_spare(ahead - max(urgent, 0), now_s))
 
-    def begins_below(self, cache: CacheManager, frees_copies: bool) -> int:
-        return self._low if cache.spare_cpu_blocks or frees_copies else 0
+    def begins_below(self, frees_copies: bool) -> int:
+        return self._low if self._cache.spare_cpu_blocks or frees_copies else 0
 
 
 class Never(Paper):
     """Nothing ahead of time: the head changes places with what has the GPU, a part at a time (cache/exchange.py)."""
 
-    def __init__(self) -> None:
-        super().__init__(0, 0)
+    def __init__(self, cache: CacheManager) -> None:
+        super().__init__(cache, 0, 0)
+        self._exchange = Exchange(cache) if isinstance(cache, TwoTierCache) and cache.cpu_blocks else None
 
-    def make_room(self, cache: CacheManager, head: Session | None, lacking: int, now_s: float) -> Room:
-        return Room() if head is None else Room(*cache.exchange(head, lacking, now_s))
+    def make_room(self, head: Session | None, lacking: int, now_s: float) -> Room:
+        if head is None or self._exchange is None:
+            return Room()
+        return Room(*self._exchange.step(head, lacking, now_s))
 
-    def on_its_way(self, cache: CacheManager, in_flight: bool) -> bool:
-        return bool(cache.outgoing) or in_flight or not cache.copies_done
+    def on_its_way(self, in_flight: bool) -> bool:
+        return bool(self._cache.outgoing) or in_flight or not self._cache.copies_done
 
-    def changes_places(self, cache: CacheManager, head: Session) -> bool:
-        return cache.on_cpu(head)
+    def changes_places(self, head: Session) -> bool:
+        return self._cache.on_cpu(head)
 
 
-def strategy_of(mode: AskedCopyAhead, low: int, high: int) -> Paper:
+def strategy_of(mode: AskedCopyAhead, cache: CacheManager, low: int, high: int) -> Paper:
     """low, high: the watermarks in GPU blocks."""
     if mode == "never":
-        return Never()
-    return Spare(low, high) if mode == "spare" else Paper(low, high)
+        return Never(cache)
+    return Spare(cache, low, high) if mode == "spare" else Paper(cache, low, high)

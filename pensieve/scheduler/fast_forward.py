@@ -30,7 +30,7 @@ class FastForward(Scheduler):
             cache.shares or not settings.admit_beyond_budget or head.arrival not in self._deferred
         ):
             return 1
-        if head is not None and copying.changes_places(cache, head.session):
+        if head is not None and copying.changes_places(head.session):
             return 1
         further, latest = settings.max_batch_tokens, rows[0][0].arrival
         lengths: list[int] = []
@@ -54,7 +54,7 @@ class FastForward(Scheduler):
             room = cache.available
             if cache.can_swap_out:
                 frees = any(row.sample is None and cache.on_cpu(active.session) for active, row in rows)
-                ahead = copying.begins_below(cache, frees)
+                ahead = copying.begins_below(frees)
                 wanted = max(ahead, room + lacking if lacking else 0)
                 room = min(room, room + cache.outgoing - wanted)
             if self._blocks_for(lengths, further) > room:

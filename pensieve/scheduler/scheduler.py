@@ -129,7 +129,8 @@ class Scheduler:
         self._refused: list[tuple[ActiveRequest, RequestRefused]] = []
         self._unsent = _Draft()  # admissions that no plan has told the worker of
         low = math.ceil(settings.swap_out_start * cache.gpu_blocks)
-        self._copying = strategy_of(settings.copy_ahead, low, high_watermark(settings.swap_out_stop, cache.gpu_blocks))
+        high = high_watermark(settings.swap_out_stop, cache.gpu_blocks)
+        self._copying = strategy_of(settings.copy_ahead, cache, low, high)
         self._reserve = math.ceil(settings.admission_reserve * cache.gpu_blocks)
 
     def refusal(self, active: ActiveRequest) -> RequestRefused | None:
@@ -169,7 +170,7 @@ class Scheduler:
         lacking = self._admit(draft, now_s)
         rows = self._compose(draft, now_s)
         self._make_room(draft, lacking, now_s)
-        while lacking and not self.running and not self._copying.on_its_way(self.cache, bool(self.in_flight)):
+        while lacking and not self.running and not self._copying.on_its_way(bool(self.in_flight)):
             # Nothing runs and nothing is on its way: lose idle KV rather than stand still, unless what was dropped for
             # want of CPU room is enough. More than once where the policy's choice was the head's own.
             still = self._admit(draft, now_s)
@@ -469,7 +470,7 @@ class Scheduler:
     def _make_room(self, draft: _Draft, lacking: int, now_s: float) -> None:
         """Start copies to the CPU, as the strategy says, for a head that lacks blocks and ahead of time."""
         head = self.queue.head() if lacking else None
-        room = self._copying.make_room(self.cache, None if head is None else head.session, lacking, now_s)
+        room = self._copying.make_room(None if head is None else head.session, lacking, now_s)
         if head is not None:
             draft.add_swap_in(room.loads, head)
         draft.add_swap_out(room.leaving, head)

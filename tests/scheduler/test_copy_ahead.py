@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pensieve.baselines.profiling import hidden_share
+from pensieve.cache.exchange import Exchange
 from pensieve.cache.two_tier import TwoTierCache
 from pensieve.clock import VirtualClock
 from pensieve.errors import ConfigError
@@ -84,7 +85,7 @@ def test_what_was_loaded_before_its_admission_is_found_on_cpu() -> None:
     found, on_gpu, engine = rounds("abcdef", 12, 12, "never", random.Random(1))
     loaded = engine.cache.counters.swapped_in_blocks * 4
     assert loaded > 0 and found > on_gpu, "it had been on CPU when it was asked"
-    assert not engine.cache.exchanges.loaded
+    assert not engine.cache.loaded_early
 
 
 def test_without_a_cpu_tier_the_modes_are_one() -> None:
@@ -126,7 +127,7 @@ def test_the_head_changes_places_with_what_leaves_the_gpu() -> None:
     cache.reorder(a)
     plans = 0
     while (lacking := cache.demand(a, 20, 22).blocks + cache.demand(a, 20, 22).own_available - cache.available) > 0:
-        loads, outs = cache.exchange(a, lacking, 2.0)
+        loads, outs = Exchange(cache).step(a, lacking, 2.0)
         assert loads or outs or cache.outgoing
         cache.finish([copy.ticket for copy in (*loads, *outs)], valid=True)
         cache.check()
@@ -162,7 +163,7 @@ def test_the_head_does_not_give_up_its_own_chunks_for_its_own_chunks() -> None:
         demand = cache.demand(a, 20, 50)
         lacking = demand.blocks + demand.own_available - cache.available
         assert lacking > 0
-        loads, outs = cache.exchange(a, lacking, 3.0)
+        loads, outs = Exchange(cache).step(a, lacking, 3.0)
         loaded += sum(len(copy.src) for copy in loads)
         cache.finish([copy.ticket for copy in (*loads, *outs)], valid=True)
         cache.check()
