@@ -197,7 +197,7 @@ def test_who_asks_is_told_of_the_end_of_the_engine(started: tuple[ThreadedSystem
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["submitted", "begun"])
-@pytest.mark.parametrize("part", ["pensieve.engine.Sequence.arrive", "pensieve.scheduler.scheduler.Scheduler.submit"])
+@pytest.mark.parametrize("part", ["pensieve.engine.ActiveRequest.arrive", "pensieve.scheduler.scheduler.Scheduler.submit"])
 def test_a_request_that_the_engine_cannot_take_fails_alone(
     started: tuple[ThreadedSystem, HeldWorker], monkeypatch: pytest.MonkeyPatch, begun: bool, part: str
 ) -> None:
