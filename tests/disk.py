@@ -74,7 +74,7 @@ class Talk:
         return record
 
     def tokens(self, name: str) -> TokenArray[int]:
-        known = self.cache.find(name)
+        known = self.cache.sessions.get(name)
         assert known is not None
         return known.tokens[:]
 

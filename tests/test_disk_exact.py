@@ -257,14 +257,14 @@ def test_what_an_earlier_engine_left_of_a_conversation_can_be_given_up(tmp_path:
     assert talk.disk.used == before, "nothing of it is his"
     talk.engine.disown("a", "alice", tokens)
     assert held > 0 and talk.disk.used == before - held
-    assert talk.cache.names() == []
+    assert list(talk.cache.sessions) == []
     talk.cache.check()
     talk.ask("a", 20)
     talk.engine.disown("a", "", talk.tokens("a"))
-    assert talk.cache.names() == [], "it has been asked since: that goes, too"
+    assert list(talk.cache.sessions) == [], "it has been asked since: that goes, too"
     talk.engine.submit(talk.request("b", 20))
     talk.engine.disown("b", "", random_tokens(20, 9))
-    assert talk.cache.names() == ["b"], "it has a request under way"
+    assert list(talk.cache.sessions) == ["b"], "it has a request under way"
     talk.engine.run()
     talk.close()
 

@@ -68,7 +68,7 @@ def test_nobody_notices(cache: str, monkeypatch: pytest.MonkeyPatch):
     forgot, kept = served(forgetting), served(keeping)
     assert forgot == kept
     forgetting.engine.cache.check()
-    left, everyone = (len(system.engine.cache.names()) for system in (forgetting, keeping))
+    left, everyone = (len(system.engine.cache.sessions) for system in (forgetting, keeping))
     assert everyone > CONVERSATIONS
     assert left < CONVERSATIONS / 2
     assert len(forgetting.books._holding._accounts) < everyone  # type: ignore[union-attr]
@@ -78,10 +78,10 @@ def test_what_has_kv_stays_as_it_is():
     """In a cache that holds all, nothing is forgotten; and what is left of one that is full has KV, or is looked at soon."""
     roomy = system_of("pensieve", cpu_blocks=20_000)
     served(roomy)
-    assert len(roomy.engine.cache.names()) > CONVERSATIONS
+    assert len(roomy.engine.cache.sessions) > CONVERSATIONS
     full = system_of("pensieve")
     served(full)
-    places = [full.places(name) for name in full.engine.cache.names()]
+    places = [full.places(name) for name in full.engine.cache.sessions]
     without = sum(not place.strip("-") for place in places)
     assert without <= max(4, len(places) / 3)
 
@@ -96,7 +96,7 @@ def test_limits_of_memory_decide_as_before(cache: str, limits: MemoryLimits, mon
     assert forgot == kept
     forgotten = forgot[1]["forgotten_sessions"]
     assert (forgotten > 0) == (limits.tokens != 10**9)
-    assert len(forgetting.engine.cache.names()) < CONVERSATIONS / 2
+    assert len(forgetting.engine.cache.sessions) < CONVERSATIONS / 2
 
 
 def test_a_disk_tier_keeps_the_names_of_its_chunks():
@@ -112,7 +112,7 @@ def test_a_conversation_with_a_request_under_way_is_not_forgotten():
     engine = system.engine
     engine.submit(request(1, "a", 30, 5))
     engine.ended("a")
-    assert engine.cache.find("a") is not None
+    assert engine.cache.sessions.get("a") is not None
     system.poll(None)
     engine.ended("b")  # not known: the others are looked at all the same
-    assert engine.cache.find("a") is None
+    assert engine.cache.sessions.get("a") is None

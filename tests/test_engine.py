@@ -35,7 +35,7 @@ def test_one_turn_generates_exactly_what_was_asked() -> None:
     turn = run(engine)[1]
     assert (turn.status, turn.finish_reason, len(turn.token_ids)) == ("completed", "length", 5)
     assert (turn.prompt_tokens, turn.history_tokens, turn.new_tokens) == (10, 0, 10)
-    session = engine.cache.find("a")
+    session = engine.cache.sessions.get("a")
     assert session is not None
     assert len(session.tokens) == 15
     assert session.computed == 14, "the last sampled token has no KV yet"
@@ -68,12 +68,12 @@ def test_edited_prompt_keeps_the_common_prefix() -> None:
     engine = make_engine()
     engine.submit(request(1, "a", tokens=10, output=5))
     run(engine)
-    held = engine.cache.find("a").tokens  # type: ignore[union-attr]
+    held = engine.cache.sessions.get("a").tokens  # type: ignore[union-attr]
     edited = held[:7] + tokens_of([91, 92, 93])
     engine.submit(Request(2, "a", 2, edited, Length(2), continues=False))
     turn = run(engine)[2]
     assert (turn.prompt_tokens, turn.history_tokens, turn.gpu_hit_tokens, turn.new_tokens) == (10, 7, 7, 3)
-    assert engine.cache.find("a").tokens[:10] == edited  # type: ignore[union-attr]
+    assert engine.cache.sessions.get("a").tokens[:10] == edited  # type: ignore[union-attr]
 
 
 def test_same_prompt_again_computes_only_its_last_token() -> None:
@@ -147,7 +147,7 @@ def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
     assert turns[2].status == "refused"
     assert "context" in (turns[2].error or "")
     assert turns[3].status == "completed"
-    assert engine.cache.names() == ["c"]
+    assert list(engine.cache.sessions) == ["c"]
 
 
 def test_turns_of_one_conversation_are_served_in_order_and_nobody_overtakes_a_deferred_head() -> None:
@@ -178,7 +178,7 @@ def test_cancelled_requests_free_their_place() -> None:
     assert statuses[1] == "timeout"
     turns = run(engine)
     assert turns[2].status == "completed"
-    session = engine.cache.find("a")
+    session = engine.cache.sessions.get("a")
     assert session is not None
     assert len(session.tokens) > 6, "what was generated stays"
     engine.submit(request(4, "a", tokens=2, output=2, turn=2))
@@ -206,7 +206,7 @@ def test_a_failed_step_fails_its_requests_only_and_their_turns_are_undone(monkey
     engine = make_engine(gpu_blocks=16, cpu_blocks=16)
     engine.submit(request(1, "a", tokens=9, output=4))
     run(engine)
-    before = list(engine.cache.find("a").tokens)  # type: ignore[union-attr]
+    before = list(engine.cache.sessions.get("a").tokens)  # type: ignore[union-attr]
     good = engine.worker._perform  # type: ignore[attr-defined]
 
     def bad(plan: StepPlan) -> StepResult:
@@ -216,7 +216,7 @@ def test_a_failed_step_fails_its_requests_only_and_their_turns_are_undone(monkey
     engine.submit(request(2, "a", tokens=4, output=4, turn=2))
     turn = run(engine)[2]
     assert (turn.status, turn.error) == ("failed", "The device stumbled.")
-    assert list(engine.cache.find("a").tokens) == before  # type: ignore[union-attr]
+    assert list(engine.cache.sessions.get("a").tokens) == before  # type: ignore[union-attr]
     monkeypatch.setattr(engine.worker, "_perform", good)
     engine.submit(request(3, "a", tokens=4, output=4, turn=2))
     assert run(engine)[3].status == "completed"
@@ -269,7 +269,7 @@ def test_random_traffic_never_jams_and_keeps_its_tokens(seed: int) -> None:
         assert turn.gpu_hit_tokens + turn.cpu_hit_tokens + turn.recomputed_tokens == turn.history_tokens
         assert turn.history_tokens + turn.new_tokens == turn.prompt_tokens
         assert turn.new_tokens >= 1
-    for name in list(engine.cache.names()):
+    for name in list(engine.cache.sessions):
         engine.forget(name)
     while engine.step(None) or engine.progressed:
         engine.cache.check()
@@ -282,11 +282,11 @@ def test_idle_conversations_are_forgotten_after_their_time_and_beyond_the_bound(
         engine.submit(request(number, name, tokens=12, output=4))
         run(engine)
     engine.step(None)
-    assert engine.cache.names() == ["b", "c"], "the one idle longest went, at 48 tokens"
+    assert list(engine.cache.sessions) == ["b", "c"], "the one idle longest went, at 48 tokens"
     engine.submit(request(4, "b", tokens=2, output=1, turn=2))
     engine.clock.advance_to(engine.clock.now_ns() + 6_000_000_000)  # type: ignore[attr-defined]
     run(engine)
-    assert engine.cache.names() == ["b"], "c was idle too long; b had a request under way"
+    assert list(engine.cache.sessions) == ["b"], "c was idle too long; b had a request under way"
     assert engine.facts.counts.forgotten_sessions == 2
 
 
@@ -317,11 +317,11 @@ def test_a_conversation_is_idle_from_the_end_of_its_last_request_however_it_ende
     assert engine.next_expiry_ns < 6 * 10**9, "b's"
     clock.advance_to(6 * 10**9)  # type: ignore[attr-defined]
     engine.step(None)
-    assert engine.cache.names() == ["a"]
+    assert list(engine.cache.sessions) == ["a"]
     assert engine.next_expiry_ns == 9 * 10**9
     clock.advance_to(9 * 10**9)  # type: ignore[attr-defined]
     engine.step(None)
-    assert engine.cache.names() == []
+    assert list(engine.cache.sessions) == []
     assert engine.next_expiry_ns is None
 
 
@@ -390,12 +390,12 @@ def test_cancelling_a_turn_that_waits_behind_a_preempted_one_costs_that_one_noth
         while not engine.scheduler.counters.preempted:
             engine.step(None)
         assert [sequence.session.name for sequence in engine.scheduler.running] == ["a"]
-        held = len(engine.cache.find("b").chunks)  # type: ignore[union-attr]
+        held = len(engine.cache.sessions.get("b").chunks)  # type: ignore[union-attr]
         assert held > 0
         if cancels:
             engine.submit(request(3, "b", tokens=2, output=2, turn=2))
             engine.cancel(3, "cancelled")
-            assert len(engine.cache.find("b").chunks) == held, "the preempted turn's KV"  # type: ignore[union-attr]
+            assert len(engine.cache.sessions.get("b").chunks) == held, "the preempted turn's KV"  # type: ignore[union-attr]
         resumed.append((run(engine)[2].token_ids, engine.cache.counters.dropped_chunks))
     assert resumed[0] == resumed[1]
 
@@ -419,15 +419,15 @@ def test_an_edit_that_is_undone_leaves_the_conversation_as_it_was(cache: Any) ->
     engine = make_engine(cache=cache, gpu_blocks=64)
     engine.submit(request(1, "a", tokens=10, output=5))
     run(engine)
-    before = list(engine.cache.find("a").tokens)  # type: ignore[union-attr]
+    before = list(engine.cache.sessions.get("a").tokens)  # type: ignore[union-attr]
     engine.submit(Request(2, "a", 2, tokens_of([*before[:6], 91, 92]), Length(4), continues=False))
     step = engine._plan(None)
     assert step is not None
-    assert len(engine.cache.find("a").tokens) == 8, "admitted, and the old end is gone"  # type: ignore[union-attr]
+    assert len(engine.cache.sessions.get("a").tokens) == 8, "admitted, and the old end is gone"  # type: ignore[union-attr]
     engine.worker.launch(step.plan)
     engine.cancel(2, "timeout")
     run(engine)
-    assert list(engine.cache.find("a").tokens) == before  # type: ignore[union-attr]
+    assert list(engine.cache.sessions.get("a").tokens) == before  # type: ignore[union-attr]
     engine.submit(request(3, "a", tokens=3, output=3, turn=3))
     turn = run(engine)[3]
     assert turn.prompt_tokens == len(before) + 3
@@ -472,7 +472,7 @@ def test_cancelled_in_any_state_a_turn_stands_or_never_was(
     for number, (name, tokens, output, wait, edits) in enumerate(asked, start=1):
         made = request(number, name, tokens, output, turn=0)
         if edits:
-            held = engine.cache.find(name)
+            held = engine.cache.sessions.get(name)
             made = replace(
                 made, continues=False, prompt=(held.tokens[:tokens] if held else tokens_of([])) + made.prompt
             )
@@ -504,7 +504,7 @@ def test_cancelled_in_any_state_a_turn_stands_or_never_was(
             assert turn.prompt_tokens == len(made.prompt) + (len(said) if made.continues else 0)
             after[turn.session] = [*(said if made.continues else []), *made.prompt, *turn.token_ids]
     for name, said in after.items():
-        known = engine.cache.find(name)
+        known = engine.cache.sessions.get(name)
         assert (list(known.tokens) if known else []) == said
         roomy = make_engine(gpu_blocks=200)
         for one, prompt in ((engine, tokens_of([11, 12])), (roomy, tokens_of([*said, 11, 12]))):

@@ -146,7 +146,7 @@ def test_two_leading_chunks_and_a_hole_with_a_budget_of_48(name: str, fused: boo
     """The order of recovery: ascending, a prefix of the work list an iteration, over several plans."""
     checked = Checked(load(name, fused=fused), gpu_blocks=64, cpu_blocks=0, max_batch_tokens=48)
     checked.run(Request(1, "a", 1, random_tokens(90, 1), Length(4)))
-    session = checked.cache.find("a")
+    session = checked.cache.sessions.get("a")
     for chunk in (0, 1, 5):
         checked.cache.tiers.drop_gpu(session, chunk, chunk + 1)
     checked.cache.check()

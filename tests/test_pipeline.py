@@ -193,7 +193,7 @@ def test_forgetting_waits_for_what_is_in_flight() -> None:
     assert finished, "its first token ends it, with a row in flight behind"
     engine.forget("a")
     engine.cache.check()
-    assert engine.cache.names() == []
+    assert list(engine.cache.sessions) == []
     settle(engine)
 
 
@@ -203,7 +203,7 @@ def test_a_failure_in_mid_pipeline_fails_its_requests_and_what_was_built_on_it(m
     shared = tokens_of(range(3, 24))
     engine.submit(request(1, "a", tokens=9, output=4))
     run(engine)
-    kept = list(engine.cache.find("a").tokens)  # type: ignore[union-attr]
+    kept = list(engine.cache.sessions.get("a").tokens)  # type: ignore[union-attr]
     worker = worker_of(engine)
     worker.failing = {engine.scheduler.counters.steps + 2}
     engine.submit(request(2, "a", tokens=4, output=12, turn=2))
@@ -215,7 +215,7 @@ def test_a_failure_in_mid_pipeline_fails_its_requests_and_what_was_built_on_it(m
     turns = run(engine) | {event.request_id: event.turn for event in events if event.turn}
     assert [turns[n].status for n in (2, 3, 4)] == ["failed", "completed", "failed"]
     assert turns[5].status == ("failed" if make is PrefixCache else "completed"), "it hit blocks of the failed step"
-    assert list(engine.cache.find("a").tokens) == kept  # type: ignore[union-attr]
+    assert list(engine.cache.sessions.get("a").tokens) == kept  # type: ignore[union-attr]
     engine.submit(request(6, "a", tokens=4, output=3, turn=2))
     engine.submit(Request(7, "e", 1, shared, Forced(tokens_of([1, 2]))))
     turns = run(engine)
@@ -231,7 +231,7 @@ def test_a_row_that_is_not_finite_fails_its_own_turn_only(make: Any, depth: int)
     for one in (engine, plain):
         one.submit(request(1, "a", tokens=9, output=4))
         run(one)
-    kept = list(engine.cache.find("a").tokens)  # type: ignore[union-attr]
+    kept = list(engine.cache.sessions.get("a").tokens)  # type: ignore[union-attr]
     worker = worker_of(engine)
     worker.broken = {engine.scheduler.counters.steps + 2}
     others = [request(2, "b", tokens=5, output=6), request(3, "c", tokens=6, output=6)]
@@ -240,7 +240,7 @@ def test_a_row_that_is_not_finite_fails_its_own_turn_only(make: Any, depth: int)
     turns = run(engine)
     assert [turns[n].status for n in (2, 3, 4)] == ["completed", "completed", "failed"]
     assert "not finite" in (turns[4].error or "") and len(turns[4].token_ids) < 6
-    assert list(engine.cache.find("a").tokens) == kept, "the turn is undone"  # type: ignore[union-attr]
+    assert list(engine.cache.sessions.get("a").tokens) == kept, "the turn is undone"  # type: ignore[union-attr]
     again = request(5, "a", tokens=4, output=6, turn=2)
     for asked in (*others, again):
         plain.submit(asked)

@@ -247,7 +247,7 @@ def test_after_a_timeout_the_log_holds_what_an_engine_with_sessions_holds(cut_at
     assert status[0] == status[1] == [("completed", True), ("timeout", cut_at_s > 0.1), ("completed", True)]
     assert with_sessions.turns[2].prompt_tokens == without.turns[2].prompt_tokens == len(logged.prompts[2])
     assert with_sessions.turns[2].output_sha256 == without.turns[2].output_sha256
-    held = list(kept.engine.cache.find("a").tokens)
+    held = list(kept.engine.cache.sessions.get("a").tokens)
     assert held[: len(logged.prompts[2])] == list(logged.prompts[2])
 
 

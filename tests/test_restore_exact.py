@@ -124,7 +124,7 @@ def test_a_split_by_the_measured_profile_generates_what_transformers_does() -> N
     ask(checked, 1, "a", 700, 4, 1)
     ask(checked, 2, "b", 700, 2, 1)
     checked.forget("b")
-    before = list(checked.cache.find("a").tokens)  # type: ignore[union-attr]
+    before = list(checked.cache.sessions.get("a").tokens)  # type: ignore[union-attr]
     turn = ask(checked, 3, "a", 9, 8, 2)
     worker.close()
     assert turn.cpu_hit_tokens > 500 and turn.recomputed_tokens == 0  # type: ignore[operator]
@@ -146,12 +146,12 @@ def test_a_load_that_fails_ends_its_request_and_no_other() -> None:
     sources = {layer.data_ptr() for layer in cpu}
     ask(checked, 1, "a", 100, 2, 1)
     ask(checked, 2, "b", 180, 2, 1)
-    before = list(checked.cache.find("a").tokens)  # type: ignore[union-attr]
+    before = list(checked.cache.sessions.get("a").tokens)  # type: ignore[union-attr]
     broken[0] = True
     checked._close = partial(_closed, checked)  # type: ignore[method-assign]
     failed = ask(checked, 3, "a", 5, 2, 2)
     assert failed.status == "failed" and "link is down" in (failed.error or "")
-    assert list(checked.cache.find("a").tokens) == before, "its turn is undone"  # type: ignore[union-attr]
+    assert list(checked.cache.sessions.get("a").tokens) == before, "its turn is undone"  # type: ignore[union-attr]
     broken[0] = False
     assert ask(checked, 4, "b", 5, 2, 2).status == "completed"
     again = ask(checked, 5, "a", 5, 2, 2)

@@ -116,7 +116,7 @@ class Serving(RuleBasedStateMachine):
 
     @rule(name=NAMES, share=st.floats(0, 1), tokens=st.lists(st.integers(3, 96), min_size=1, max_size=6))
     def edit(self, name: str, share: float, tokens: list[int]) -> None:
-        session = self.engine.cache.find(name)
+        session = self.engine.cache.sessions.get(name)
         kept = session.tokens[: int(share * len(session.tokens))] if session else tokens_of([])
         self.submit(name, kept + tokens_of(tokens), 2, False, 0.0)
 

@@ -424,7 +424,7 @@ class ClusterSystem:
         source = self._replicas[number]
         if self._migration is None or source.lives != life or source is replica or replica.up_ns > now:
             return None
-        held, there = (one.system.engine.cache.find(request.session) for one in (source, replica))
+        held, there = (one.system.engine.cache.sessions.get(request.session) for one in (source, replica))
         if held is None or any(one is not None and (one.running or one.waiting) for one in (held, there)):
             return None
         size, tokens = replica.system.chunk_tokens, self._said[request.session]

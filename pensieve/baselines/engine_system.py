@@ -259,7 +259,7 @@ class EngineSystem(ABC):
 
     def places(self, session: str) -> str:
         """See CacheManager.places. A picture of a moment, from any thread; empty for a conversation that is not known."""
-        known = self.engine.cache.find(session)
+        known = self.engine.cache.sessions.get(session)
         return "" if known is None else self.engine.cache.places(known)
 
     @property

@@ -219,7 +219,7 @@ class Returning:
         assert finished is not None
         if finished.status != "completed":
             raise WorkerError(f"The conversation could not be served: {finished.error}")
-        session = self.engine.cache.find("returning")
+        session = self.engine.cache.sessions.get("returning")
         assert session is not None
         self.cache.truncate(session, self.tokens)
         if not leave:

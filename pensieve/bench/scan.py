@@ -66,7 +66,7 @@ def hit_rate(policy: str, live: float, in_turn: bool, seed: int = 0) -> float:
         for name in order:
             number += 1
             # The first message is long and later ones short, so that the live set stays what it is said to be.
-            known = engine.cache.find(str(name))
+            known = engine.cache.sessions.get(str(name))
             prompt = array("i", [number % 997] * (2 if known else _CONVERSATION))
             engine.submit(Request(number, str(name), turn, prompt, Length(2)))
             clock.advance_to(clock.now_ns() + 1_000_000_000)

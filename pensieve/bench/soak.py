@@ -145,12 +145,12 @@ def perform(engine: CheckedEngine, operations: Sequence[Operation]) -> Paths:
 
 
 def _submit(engine: CheckedEngine, operation: Operation, number: int) -> None:
-    session = engine.cache.find(operation.session)
+    session = engine.cache.sessions.get(operation.session)
     if session is not None and len(session.tokens) > 0.35 * min(
         _CONTEXT, engine.cache.request_blocks * engine.cache.chunk_tokens
     ):
         engine.forget(operation.session)  # begin anew rather than be refused from now on
-        session = engine.cache.find(operation.session)
+        session = engine.cache.sessions.get(operation.session)
     continues = operation.kind == "ask"
     prompt = tokens_of(operation.tokens)
     if not continues and session is not None:

@@ -147,6 +147,7 @@ class CacheManager(Inspect):
         self.facts: Facts = SILENT
         self.below: LowerTier = NO_LOWER_TIER
         self.sessions: dict[str, Session] = {}
+        """By name; `open` makes one, `forget` and `let_go` remove it."""
         self._sessions_made = 0
 
     # -- query --------------------------------------------------------------------------------------------------------
@@ -183,12 +184,6 @@ class CacheManager(Inspect):
     @abstractmethod
     def demand(self, session: Session, keep: int, length: int) -> Demand:
         """What admitting a prompt of `length` tokens takes, whose first `keep` are the session's own."""
-
-    def find(self, name: str) -> Session | None:
-        return self.sessions.get(name)
-
-    def names(self) -> list[str]:
-        return list(self.sessions)
 
     # -- admit --------------------------------------------------------------------------------------------------------
 
@@ -246,12 +241,9 @@ class CacheManager(Inspect):
     # -- evict --------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def swap_out(self, blocks: int, now_s: float, urgent: bool) -> tuple[Copy, ...]:
-        """Start copies until `blocks` more GPU blocks are available or outgoing; drops where no CPU block can be freed."""
-
-    def swap_out_spare(self, blocks: int, now_s: float) -> tuple[Copy, ...]:
-        """As swap_out, ahead of time, as far as there are CPU blocks that nothing has its only copy in."""
-        return ()
+    def swap_out(self, blocks: int, now_s: float, urgent: bool, spare: bool = False) -> tuple[Copy, ...]:
+        """Start copies until `blocks` more GPU blocks are available or outgoing; drops where no CPU block can be freed.
+        spare: only as far as there are CPU blocks that nothing has its only copy in."""
 
     @abstractmethod
     def drop(self, blocks: int, now_s: float) -> int:

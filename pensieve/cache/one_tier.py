@@ -55,7 +55,7 @@ class OneTier(CacheManager):
         self.release(session, now_s)
         return ()
 
-    def swap_out(self, blocks: int, now_s: float, urgent: bool) -> tuple[Copy, ...]:
+    def swap_out(self, blocks: int, now_s: float, urgent: bool, spare: bool = False) -> tuple[Copy, ...]:
         return ()
 
     def drop(self, blocks: int, now_s: float) -> int:

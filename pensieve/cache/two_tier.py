@@ -223,14 +223,12 @@ class TwoTierCache(CacheManager):
 
     # -- evict --------------------------------------------------------------------------------------------------------
 
-    def swap_out(self, blocks: int, now_s: float, urgent: bool) -> tuple[Copy, ...]:
+    def swap_out(self, blocks: int, now_s: float, urgent: bool, spare: bool = False) -> tuple[Copy, ...]:
+        if spare:
+            blocks = min(blocks, self.spare_cpu_blocks)
         if not self.cpu_blocks or blocks <= 0:
             return ()
-        return self.copy_out(self.tiers.dirty.choose(blocks, now_s, whole=True), now_s, urgent)
-
-    def swap_out_spare(self, blocks: int, now_s: float) -> tuple[Copy, ...]:
-        most = min(blocks, self.spare_cpu_blocks)
-        return self.copy_out(self.tiers.dirty.choose(most, now_s), now_s, urgent=False) if most > 0 else ()
+        return self.copy_out(self.tiers.dirty.choose(blocks, now_s, whole=not spare), now_s, urgent)
 
     def drop(self, blocks: int, now_s: float) -> int:
         return self._free_gpu(self.tiers.dirty, self.tiers.drop_gpu, blocks, now_s)

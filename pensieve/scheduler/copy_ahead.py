@@ -106,7 +106,9 @@ class Spare(Paper):
     def make_room(self, head: Session | None, lacking: int, now_s: float) -> Room:
         ahead, urgent = self._ahead(), lacking - self._cache.outgoing
         leaving = self._cache.swap_out(urgent, now_s, urgent=True)
-        return Room(leaving=leaving, ahead=self._cache.swap_out_spare(ahead - max(urgent, 0), now_s))
+        return Room(
+            leaving=leaving, ahead=self._cache.swap_out(ahead - max(urgent, 0), now_s, urgent=False, spare=True)
+        )
 
     def begins_below(self, frees_copies: bool) -> int:
         return self._low if self._cache.spare_cpu_blocks or frees_copies else 0

@@ -30,7 +30,7 @@ class Sessions:
 
     def asked(self, request: Request, now_s: float) -> tuple[Session, bool]:
         """Return the session of a request that has arrived, and whether it is new."""
-        known = self._cache.find(request.session)
+        known = self._cache.sessions.get(request.session)
         session = known or self._cache.open(request.session, now_s, request.tenant)
         session.turns += 1
         return session, known is None
@@ -45,7 +45,7 @@ class Sessions:
         session.next_use_s = request.next_use_s
         if new and request.forgotten is not None and request.forgotten[1] == "restarted":
             self._cache.recall(session, request.prompt[: request.forgotten[0] + 1])
-        parent = self._cache.find(request.fork.session) if new and request.fork is not None else None
+        parent = self._cache.sessions.get(request.fork.session) if new and request.fork is not None else None
         if parent is not None and request.fork is not None:
             self._cache.fork(parent, session, request.fork.tokens, request.fork.takes_kv)
 
@@ -64,7 +64,7 @@ class Sessions:
 
     def expect(self, name: str, next_use_s: float | None) -> None:
         """Set when the schedule will ask it again; read by offline policies only."""
-        known = self._cache.find(name)
+        known = self._cache.sessions.get(name)
         if known is not None:
             known.next_use_s = next_use_s
             self._cache.reorder(known)
@@ -73,11 +73,11 @@ class Sessions:
         """Free a session, or all, where no request is under way. No plan is in flight."""
         if name is None:
             self._idle.clear()
-        for one in [name] if name is not None else self._cache.names():
+        for one in [name] if name is not None else list(self._cache.sessions):
             if one in self._under_way:
                 continue
             self._idle.remove(one)
-            known = self._cache.find(one)
+            known = self._cache.sessions.get(one)
             if known is not None:
                 self._cache.forget(known)
 
@@ -91,7 +91,7 @@ class Sessions:
     def ended(self, name: str) -> None:
         """Let go of a session that nobody will ask again, without any change for others: its KV stays until its blocks
         are needed, and its tokens and chunk records are deleted then."""
-        known = self._cache.find(name)
+        known = self._cache.sessions.get(name)
         if known is not None:
             self._over.append(known)
         for _ in range(min(_LOOKED_AT, len(self._over))):
@@ -103,7 +103,7 @@ class Sessions:
 
     def disown(self, name: str, tenant: str, tokens: TokenArray[int], now_s: float) -> None:
         """Delete what an earlier engine left on disk of a session that has none here. tokens: all but the last had KV."""
-        if tokens and self._cache.find(name) is None:
+        if tokens and self._cache.sessions.get(name) is None:
             known = self._cache.open(name, now_s, tenant)
             self._cache.recall(known, tokens)
             self._cache.forget(known)

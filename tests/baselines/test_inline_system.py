@@ -55,7 +55,7 @@ def test_an_idle_system_stops_where_a_conversation_expires() -> None:
     held: list[tuple[int, float]] = []
     system.clock.on_advance = lambda ns: held.append((ns, system.gauges()["gpu_blocks_used"][0]))  # type: ignore[attr-defined]
     assert system.poll(ended_s + 100) == []
-    assert system.engine.cache.names() == []
+    assert list(system.engine.cache.sessions) == []
     expiry_ns, end_ns = round(ended_s * 1e9) + 5 * 10**9, round((ended_s + 100) * 1e9)
     assert held == [(expiry_ns, 11), (end_ns, 0)], "blocks held until then"
 

@@ -56,7 +56,7 @@ def test_forget_before_close_is_carried_out(started: tuple[ThreadedSystem, HeldW
     system.submit(request(1, "a", tokens=5, output=2))
     assert any(event.turn for event in system.poll(None))
     system.forget("a")
-    assert system.engine.cache.names() == []
+    assert list(system.engine.cache.sessions) == []
     system.close()
     system.close()
 
@@ -150,7 +150,7 @@ def test_an_idle_engine_wakes_to_forget_and_sleeps_again() -> None:
 
     def forget_and_tell(session: object) -> None:
         forget(session)  # type: ignore[arg-type]
-        if not engine.cache.names():
+        if not engine.cache.sessions:
             forgotten.set()
 
     def count(until_ns: int | None) -> object:
@@ -197,7 +197,9 @@ def test_who_asks_is_told_of_the_end_of_the_engine(started: tuple[ThreadedSystem
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["submitted", "begun"])
-@pytest.mark.parametrize("part", ["pensieve.engine.ActiveRequest.arrive", "pensieve.scheduler.scheduler.Scheduler.submit"])
+@pytest.mark.parametrize(
+    "part", ["pensieve.engine.ActiveRequest.arrive", "pensieve.scheduler.scheduler.Scheduler.submit"]
+)
 def test_a_request_that_the_engine_cannot_take_fails_alone(
     started: tuple[ThreadedSystem, HeldWorker], monkeypatch: pytest.MonkeyPatch, begun: bool, part: str
 ) -> None:
@@ -217,7 +219,7 @@ def test_a_request_that_the_engine_cannot_take_fails_alone(
                 system.submit(asked)
                 (turn,) = (event.turn for event in system.poll(None) if event.turn)
         assert turn.status == "failed" and "no such thing" in turn.error
-    assert system.engine.cache.names() == ["known"] and not system.engine.busy
+    assert list(system.engine.cache.sessions) == ["known"] and not system.engine.busy
     assert system.ask(request(3, "known", tokens=5, output=2, turn=2)).status == "completed"
     monkeypatch.setattr(system.engine, "forget", fails)
     with pytest.raises(WorkerError, match="no such thing"):

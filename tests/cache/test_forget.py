@@ -29,7 +29,7 @@ def test_nothing_that_is_forgotten_or_edited_counts_as_evicted(cache: str) -> No
     for number, name in enumerate("ab", start=1):
         engine.submit(request(number, name, tokens=20, output=4))
         run(engine)
-    first = engine.cache.find("b").tokens[:10]  # type: ignore[union-attr]
+    first = engine.cache.sessions.get("b").tokens[:10]  # type: ignore[union-attr]
     engine.submit(Request(3, "b", 2, first + tokens_of([90, 91]), Length(4), continues=False))
     run(engine)
     engine.forget("a")
@@ -80,11 +80,11 @@ def test_forgetting_the_beginning_of_a_slot_leaves_it_to_whose_it_is() -> None:
     engine = make_engine(cache=partial(SlotCache, n_slots=2, slot_prompt_similarity=1.0), gpu_blocks=32)
     engine.submit(request(1, "a", tokens=20, output=4))
     run(engine)
-    said = engine.cache.find("a").tokens  # type: ignore[union-attr]
+    said = engine.cache.sessions.get("a").tokens  # type: ignore[union-attr]
     engine.submit(Request(2, "b", 1, said[:5], Forced(said[5:8])))
     run(engine)
     engine.forget("b")
-    assert engine.cache.places(engine.cache.find("a")) == "GGGGGG"  # type: ignore[arg-type]
+    assert engine.cache.places(engine.cache.sessions.get("a")) == "GGGGGG"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("which", ["a", None])
@@ -98,7 +98,7 @@ def test_what_was_let_go_and_then_forgotten_makes_no_other_be_forgotten(cache: s
         engine.submit(request(number, f"other{number}", tokens=13, output=2))
         run(engine)
     engine.ended("a")
-    assert engine.cache.find("a") is None, "let go: nothing of it is in the cache"
+    assert engine.cache.sessions.get("a") is None, "let go: nothing of it is in the cache"
     engine.forget(which)
     for number in (5, 6) if which else (5, 6, 7, 8, 9):
         engine.submit(request(number, f"more{number}", tokens=13, output=2))

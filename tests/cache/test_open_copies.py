@@ -40,7 +40,7 @@ def under_way(chunks: int) -> tuple[TwoTierCache, tuple[Copy, ...]]:
 
 
 def session_of(cache: TwoTierCache, name: str) -> Session:
-    session = cache.find(name)
+    session = cache.sessions.get(name)
     assert session is not None
     return session
 
@@ -163,7 +163,7 @@ def test_the_counts_hold_through_random_moves(seed: int) -> None:
         cache.check()
     cache.collected(step)
     cache.finish(tickets, valid=True)
-    for name in cache.names():
+    for name in cache.sessions:
         session = session_of(cache, name)
         if session.running:
             cache.release(session, 401.0)

@@ -71,7 +71,7 @@ class Served:
         return finished
 
     def history(self, session: str) -> list[int]:
-        known = self.cache.find(session)
+        known = self.cache.sessions.get(session)
         return [] if known is None else list(known.tokens)
 
 

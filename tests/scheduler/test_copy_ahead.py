@@ -107,7 +107,7 @@ def test_a_copy_ahead_of_time_costs_nobody_its_only_copy(ahead: str) -> None:
     cache.finish([copy.ticket for copy in cache.swap_out(5, 1.0, urgent=False)], valid=True)
     cache.reclaim(5, 1.0)
     idle(cache, "b", 5)
-    copies = cache.swap_out(4, 2.0, urgent=False) if ahead == "paper" else cache.swap_out_spare(4, 2.0)
+    copies = cache.swap_out(4, 2.0, urgent=False, spare=ahead == "spare")
     assert [len(copy.src) for copy in copies] == ([4] if ahead == "paper" else [1])
     assert cache.counters.dropped_chunks == (3 if ahead == "paper" else 0)
     cache.check()
@@ -121,7 +121,7 @@ def test_the_head_changes_places_with_what_leaves_the_gpu() -> None:
     cache.finish([copy.ticket for copy in cache.swap_out(6, 1.0, urgent=False)], valid=True)
     cache.reclaim(6, 1.0)
     idle(cache, "b", 6)
-    a = cache.find("a")
+    a = cache.sessions.get("a")
     assert a is not None and cache.places(a) == "CCCCCC"
     a.mark_waiting(1)
     cache.reorder(a)
@@ -133,7 +133,7 @@ def test_the_head_changes_places_with_what_leaves_the_gpu() -> None:
         cache.check()
         plans += 1
         assert plans < 30, "it comes to an end"
-    b = cache.find("b")
+    b = cache.sessions.get("b")
     assert b is not None
     kept = sum(chunk.resident_len for chunk in (*a.chunks, *b.chunks))
     print(f"{kept} of 46 tokens kept, in {plans} plans: {cache.places(a)} {cache.places(b)}")
@@ -151,7 +151,7 @@ def test_the_head_does_not_give_up_its_own_chunks_for_its_own_chunks() -> None:
         cache.finish([copy.ticket for copy in cache.swap_out(6, 1.0, urgent=False)], valid=True)
     running = cache.open("running", 0.0)
     cache.admit(running, 0, array("i", range(23)), 2.0)  # six blocks, two of them from the oldest
-    a, b = cache.find("a"), cache.find("b")
+    a, b = cache.sessions.get("a"), cache.sessions.get("b")
     assert a is not None and b is not None
     assert sorted(cache.places(a)) == [*"BBBBCC"] and cache.places(b) == "BBBB"
     a.mark_waiting(1)

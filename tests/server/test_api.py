@@ -204,10 +204,10 @@ def test_a_restored_conversation_whose_first_turn_came_to_nothing_leaves_nothing
         turn = s.submit("talk", [5], max_new_tokens=4)
         s.cancel("talk")
         s.wait(turn)
-        assert talk.restored and s.system.engine.cache.names() == [talk.engine_name]
+        assert talk.restored and list(s.system.engine.cache.sessions) == [talk.engine_name]
         s.end_session("", "talk")
         s.generate("other", prompt_ids=[1], max_new_tokens=1)  # the engine learns of it with the next turn
-        assert talk.engine_name not in s.system.engine.cache.names()
+        assert talk.engine_name not in s.system.engine.cache.sessions
 
 
 @pytest.mark.parametrize("weights", [None, "hub", "random"])

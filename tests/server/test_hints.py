@@ -35,24 +35,26 @@ def ask(client: httpx.Client, name: str, path: str = "/v1/chat/completions", **f
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
 def test_metadata_and_keep_alive_are_hints_on_every_path(served: Any, path: str) -> None:
     cache, client = served
-    before = set(cache.names())
+    before = set(cache.sessions)
     metadata = {"tool": "bash", "expected_s": "2.5", "stop_reason": "tool_use", "whatever": "else"}
     reply = ask(client, f"hinted {path}", path, keep_alive=300, metadata=metadata)
     assert reply.status_code == 200, reply.text
-    (name,) = set(cache.names()) - before
-    assert until(lambda: cache.find(name).hint == Hint("tool_use", "bash", 2.5, 300.0)), cache.find(name).hint
+    (name,) = set(cache.sessions) - before
+    assert until(lambda: cache.sessions.get(name).hint == Hint("tool_use", "bash", 2.5, 300.0)), cache.sessions.get(
+        name
+    ).hint
 
 
 def test_who_says_nothing_gives_no_hint_and_keep_alive_stays_with_the_conversation(served: Any) -> None:
     cache, client = served
-    before = set(cache.names())
+    before = set(cache.sessions)
     ask(client, "quiet", metadata={"user": "me"})
-    (name,) = set(cache.names()) - before
-    assert cache.find(name).hint is None
+    (name,) = set(cache.sessions) - before
+    assert cache.sessions.get(name).hint is None
     ask(client, "quiet", keep_alive=60, metadata={"expected_s": 1})
-    assert until(lambda: cache.find(name).hint == Hint(expected_s=1, keep_s=60.0))
+    assert until(lambda: cache.sessions.get(name).hint == Hint(expected_s=1, keep_s=60.0))
     ask(client, "quiet")
-    assert until(lambda: cache.find(name).hint == Hint(keep_s=60.0)), "the expectation was of one reply only"
+    assert until(lambda: cache.sessions.get(name).hint == Hint(keep_s=60.0)), "the expectation was of one reply only"
 
 
 @pytest.mark.parametrize(

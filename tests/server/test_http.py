@@ -309,7 +309,7 @@ def test_conversations_that_nobody_comes_back_to_are_given_up() -> None:
         assert until(lambda: state.server.conversations.expire() == 1)
         assert [one["id"] for one in client.get("/v1/sessions").json()["data"]] == ["long"]
         ask(client, session_id="long")  # the engine learns of it with the next turn
-        assert state.server.system.engine.cache.names() == ["long"]
+        assert list(state.server.system.engine.cache.sessions) == ["long"]
 
 
 def test_answers_have_the_fields_that_the_published_schemas_ask_for(client: httpx.Client) -> None:

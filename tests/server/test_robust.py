@@ -97,7 +97,7 @@ def test_clients_that_hang_up_in_mid_stream_leave_nothing() -> None:
         assert all(one.idle for one in server.conversations)
         server.forget()
         assert len(server.conversations) == 0
-        assert until(lambda: system.engine.cache.names() == [])
+        assert until(lambda: list(system.engine.cache.sessions) == [])
         system.engine.cache.check()
         assert system.engine.cache.gpu_blocks_used == 0
         assert not system._listeners
@@ -125,7 +125,7 @@ def test_nothing_is_left_of_the_turns_of_sessions_that_have_gone() -> None:
                 held = Counter(type(one) for one in gc.get_objects())
                 counts.append({kind.__name__: held[kind] for kind in kinds})
         assert len(state.server.conversations) <= 20
-        assert len(state.server.system.engine.cache.names()) <= 21
+        assert len(state.server.system.engine.cache.sessions) <= 21
         for kind, count in counts[2].items():
             # Of 60 turns; a thread or the loop may still hold the last of what it did.
             assert count <= counts[1][kind] + 8, counts

@@ -97,7 +97,7 @@ def test_forget_beside_requests_keeps_the_engine_whole() -> None:
         assert all(side.ended() for side in talking)
         assert [side.error for side in talking] == [None] * 4
         server.forget()
-        assert server.system.engine.cache.names() == []  # type: ignore[attr-defined]
+        assert list(server.system.engine.cache.sessions) == []  # type: ignore[attr-defined]
         server.system.engine.cache.check()  # type: ignore[attr-defined]
 
 
