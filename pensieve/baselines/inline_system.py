@@ -177,4 +177,4 @@ class InlineSystem(EngineSystem):
 
 
 def _any_finished(events: list[Event]) -> bool:
-    return any(event.kind == "finished" for event in events)
+    return "finished" in [event.kind for event in events]

@@ -36,7 +36,7 @@ the CPU block is the first that is given up when others need one.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from operator import lt
@@ -103,7 +103,7 @@ class Tiers:
                 # Reserved, lost by a failed copy, or computed again but not as far as the copy on CPU.
                 self.copies.abandon(session, index, index + 1)
                 self.free_gpu(session, index, index + 1, discarded=True)
-        for index in self._on_cpu(session):
+        for index in self.on_cpu(session):
             self.duplicates.pop((session.number, index), None)
         unused = len(chunks)
         while unused and chunks.gpu[unused - 1] == NO_BLOCK and chunks.cpu[unused - 1] == NO_BLOCK:
@@ -124,31 +124,23 @@ class Tiers:
     def update(self, session: Session, start: int, stop: int) -> None:
         """Derive the chunks' views from their records, and enter them into the victim indices accordingly."""
         if session.running:
-            for index in range(start, stop):
-                self.update_duplicate(session, index)
+            self.update_duplicates(session, range(start, stop))
             return
         chunks = session.chunks
         self._set_views(
             session, start, _views(chunks.gpu_len[start:stop], chunks.cpu_len[start:stop], chunks.copying[start:stop])
         )
 
-    def update_duplicates(self, session: Session) -> None:
-        """Call update_duplicate for all chunks of a session that has just started to run."""
-        for index in self._on_cpu(session):
-            self.update_duplicate(session, index)
-
-    def update_duplicate(self, session: Session, index: int) -> None:
-        """Register a running session's copy on CPU as a duplicate where the GPU has as much of the chunk; else take it off
-        the register."""
-        chunks = session.chunks
-        if (
-            chunks.cpu[index] != NO_BLOCK
-            and not chunks.copying[index]
-            and chunks.gpu_len[index] >= chunks.cpu_len[index]
-        ):
-            self.duplicates[session.number, index] = session
-        else:
-            self.duplicates.pop((session.number, index), None)
+    def update_duplicates(self, session: Session, indices: Iterable[int]) -> None:
+        """Register a running session's copies on CPU as duplicates where the GPU has as much of the chunk; take the others
+        of these chunks off the register."""
+        chunks, number = session.chunks, session.number
+        for index in indices:
+            on_cpu = chunks.cpu[index] != NO_BLOCK and not chunks.copying[index]
+            if on_cpu and chunks.gpu_len[index] >= chunks.cpu_len[index]:
+                self.duplicates[number, index] = session
+            else:
+                self.duplicates.pop((number, index), None)
 
     def free_duplicates(self, count: int) -> None:
         """Free the CPU blocks of the oldest duplicates, `count` at most; no KV is lost."""
@@ -343,11 +335,11 @@ class Tiers:
         if len(running) > 1:
             chosen = [key for key in map(session_and_chunk, order) if key in existing]
         for key in chosen:
-            self.update_duplicate(existing[key], key[1])
+            self.update_duplicates(existing[key], key[1:])
 
     # -- how --------------------------------------------------------------------------------------------------------
 
-    def _on_cpu(self, session: Session) -> list[int]:
+    def on_cpu(self, session: Session) -> list[int]:
         """Indices of the chunks that have a CPU block."""
         blocks = session.chunks.cpu
         if blocks.count(NO_BLOCK) == len(blocks):
@@ -432,17 +424,17 @@ class CopyRun:
         """Chunks that keep the link from the CPU busy."""
         return 0 if self.outward or self.from_disk else len(self.gpu)
 
-    def alive(self) -> Iterator[ChunkRun]:
-        return self._runs(lambda fate: fate == _ALIVE)
+    def alive(self) -> list[ChunkRun]:
+        return self._runs((_ALIVE,))
 
-    def existing(self) -> Iterator[ChunkRun]:
-        return self._runs(lambda fate: fate != _GONE)
+    def existing(self) -> list[ChunkRun]:
+        return self._runs((_ALIVE, _ABANDONED))
 
-    def _runs(self, wanted: Callable[[int], bool]) -> Iterator[ChunkRun]:
-        if self.fates.count(self.fates[0]) == len(self.fates):
-            return iter([(self.first, self.stop)] if wanted(self.fates[0]) else [])
-        which = [index for index, fate in enumerate(self.fates, self.first) if wanted(fate)]
-        return iter(runs_of(which))
+    def _runs(self, wanted: tuple[int, ...]) -> list[ChunkRun]:
+        fates, first = self.fates, self.first
+        if fates.count(fates[0]) == len(fates):
+            return [(first, first + len(fates))] if fates[0] in wanted else []
+        return runs_of([index for index, fate in enumerate(fates, first) if fate in wanted])
 
 
 _ALIVE, _ABANDONED, _GONE = range(3)

@@ -150,7 +150,7 @@ class TwoTierCache(CacheManager):
         restore = self.restorer.choose(session, tiers.copies.incoming, alone=self._running == 1)
         swap_in = tiers.copy_in(session, runs_of(restore.load))
         disk_ticket, read = self._read_from_below(session)
-        tiers.update_duplicates(session)
+        tiers.update_duplicates(session, tiers.on_cpu(session))
         work = missing_runs(session, length, size)
         table, loaded = tuple(chunks.gpu), restore.loaded_tokens + tokens_in(read)
         return Admission(work, table, found, swap_in, loaded, restore.recomputed_tokens, disk_ticket, read)
@@ -182,9 +182,8 @@ class TwoTierCache(CacheManager):
             chunks.gpu_len[last] = stop - last * size
             on_cpu = chunks.cpu[first : last + 1]
             if on_cpu.count(NO_BLOCK) < len(on_cpu):
-                for index, block in enumerate(on_cpu, first):
-                    if block != NO_BLOCK:
-                        self.tiers.update_duplicate(session, index)
+                held = [index for index, block in enumerate(on_cpu, first) if block != NO_BLOCK]
+                self.tiers.update_duplicates(session, held)
             session.advance(stop)
 
     def launched(self, step: int) -> None:

@@ -63,7 +63,8 @@ class FastForward(Scheduler):
 
     @property
     def _awaits_loads(self) -> bool:
-        return any(waits is not None and waits.expected for waits in (self._disk_reads, self._loads))
+        reads, loads = self._disk_reads, self._loads
+        return (reads is not None and reads.expected) or (loads is not None and loads.expected)
 
     def _blocks_for(self, lengths: list[int], further: int) -> int:
         """Blocks that requests whose positions fill blocks up to these lengths take for `further` positions more each."""

@@ -14,7 +14,7 @@ from pensieve.errors import RequestRefused
 from pensieve.facts import SILENT, Facts
 from pensieve.idle_sessions import MemoryLimits
 from pensieve.plan import Copy, DiskLoad, Row, StepPlan, StepResult
-from pensieve.runs import Run, tokens_in
+from pensieve.runs import Run
 from pensieve.scheduler.active_request import ActiveRequest
 from pensieve.scheduler.composition import SchedulerSettings, high_watermark
 from pensieve.scheduler.copy_ahead import strategy_of
@@ -295,7 +295,7 @@ class Scheduler:
         """Make a plan of the draft, to be launched next."""
         plan = StepPlan(
             step=self.counters.steps,
-            rows=tuple(row for _, row in rows),
+            rows=tuple([row for _, row in rows]),
             tables=tuple(draft.tables),
             swap_in=tuple(draft.swap_in),
             swap_out=tuple(draft.swap_out),
@@ -304,14 +304,14 @@ class Scheduler:
             horizon_ns=horizon_ns,
         )
         computed = [(active, row.runs) for active, row in rows]
-        tokens = sum(tokens_in(runs) for _, runs in computed)
-        sampled = sum(row.sample is not None for _, row in rows)
+        tokens = sum([stop - start for _, runs in computed for start, stop in runs])
+        sampled = sum([row.sample is not None for _, row in rows])
         self.counters.steps += 1
         self.counters.batched_tokens += tokens
         self.cache.launched(plan.step)
         reads = [one.ticket for one in plan.disk if isinstance(one, DiskLoad)]
-        tickets = (*(copy.ticket for copy in (*plan.swap_in, *plan.swap_out)), *reads)
-        members = list(dict.fromkeys([*(active for active, _ in rows), *draft.admitted]))
+        tickets = (*[copy.ticket for copy in (*plan.swap_in, *plan.swap_out)], *reads)
+        members = list(dict.fromkeys([*[active for active, _ in rows], *draft.admitted]))
         for active in members:
             active.launched()
         step = Step(plan, computed, tokens, sampled, draft.admitted, members, tickets, draft.copied_for)

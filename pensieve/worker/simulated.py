@@ -211,11 +211,11 @@ class SimulatedWorker:
         start = self._clock.now_ns()
         for slot, first_chunk, blocks in plan.tables:
             self._tables.setdefault(slot, [])[first_chunk : first_chunk + len(blocks)] = blocks
-        blocks_in = sum(len(copy.src) for copy in plan.swap_in)
+        blocks_in = sum([len(copy.src) for copy in plan.swap_in])
         self._start_copies(plan, start)
         self._start_disk(plan.disk, start)
         sampled = [row for row in plan.rows if row.sample is not None]
-        compute_s = self.cost.iteration_s((run for row in plan.rows for run in row.runs), len(sampled))
+        compute_s = self.cost.iteration_s([run for row in plan.rows for run in row.runs], len(sampled))
         compute = round(compute_s * 1e9)
         if plan.rows:  # of the overhead, what is still to come
             compute += max(0, self._prepared_ns - start) - round(self._hardware.step_overhead_s * 1e9)
@@ -237,7 +237,7 @@ class SimulatedWorker:
             compute_ns=compute,
             stall_ns=ended - start - compute,
             h2d_bytes=blocks_in * self._block_bytes,
-            d2h_bytes=sum(len(copy.src) for copy in plan.swap_out) * self._block_bytes,
+            d2h_bytes=sum([len(copy.src) for copy in plan.swap_out]) * self._block_bytes,
             repeats=repeats,
         )
 
@@ -297,9 +297,9 @@ class SimulatedWorker:
     def _start_copies(self, plan: StepPlan, now_ns: int) -> None:
         """Swap-ins all together, a layer at a time; swap-outs one after the other."""
         if plan.swap_in:
-            blocks = frozenset(block for copy in plan.swap_in for block in copy.dst)
+            blocks = frozenset([block for copy in plan.swap_in for block in copy.dst])
             seconds = self.cost.transfer_s(len(blocks), to_gpu=True, runs=self._runs(plan.swap_in))
-            tickets = tuple(copy.ticket for copy in plan.swap_in)
+            tickets = tuple([copy.ticket for copy in plan.swap_in])
             self._link.copy_in(tickets, blocks, round(seconds * 1e9), now_ns)
         for copy in plan.swap_out:
             count = len(copy.src)

@@ -163,7 +163,7 @@ def test_the_counts_hold_through_random_moves(seed: int) -> None:
         cache.check()
     cache.collected(step)
     cache.finish(tickets, valid=True)
-    for name in cache.sessions:
+    for name in list(cache.sessions):
         session = session_of(cache, name)
         if session.running:
             cache.release(session, 401.0)
