@@ -74,14 +74,14 @@ class Twin(Stepwise):
         self, model: ModelSpec, hardware: Any, clock: Any, chunk_tokens: int, depth: int, disk_blocks: int
     ) -> None:
         super().__init__(model, hardware, clock, chunk_tokens, depth)
-        from pensieve.worker.torch.options import DiskOptions, TorchOptions
+        from pensieve.worker.torch.options import TorchOptions
+        from pensieve.worker.torch.transfers.disk import DiskOptions
         from pensieve.worker.torch.worker import TorchWorker
 
-        disk = None
+        options = TorchOptions(depth=depth)
         if disk_blocks:
             folder = Path(mkdtemp())
-            disk = DiskOptions(folder / "pool.kv", folder, bytes(32), disk_blocks)
-        options = TorchOptions(depth=depth, disk=disk)
+            options = replace(options, transfer=DiskOptions(folder / "pool.kv", folder, bytes(32), disk_blocks))
         self._torch = TorchWorker(_loaded(model), chunk_tokens, clock, options=options)
         self._plans: list[StepPlan] = []
         self.drawn: dict[tuple[int, int], tuple[int, float]] = {}
